@@ -7,7 +7,7 @@ the lengths of the rows, and the numbers over the limit and dropped; for the tra
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from itertools import islice
 from typing import Any
 
@@ -76,12 +76,14 @@ def report(
                 lines += [f"[{heading}]", text]
         lines.append(f"=== {use}: {name}")
         values = statistics(tokenize, made)
+        if tokenize.read == measure and isinstance(source.rows, Sized) and len(source.rows) > measure:
+            values["rows"] = f"{len(source.rows)}; of the first {tokenize.read}, {len(made)} are used"
         if tokenize.long:
             verb = "dropped" if tokenize.overlong == "filter" else "truncated"
             fate = "training stops at the first" if stops else verb
             values[f"over {tokenize.limit} tokens"] += f": {fate} (data.overlong={spec.overlong})"
         joined = boundary_merges(kind, made[:JOINED], tokenizer)
-        values["other tokens if joined"] = f"{joined} of the first {len(made[:JOINED])}"
+        values["tokenised as one text"] = f"{joined} of the first {len(made[:JOINED])} rows have other tokens"
         if source.weight is not None:
             values["weight"] = f"{source.weight:g}"
         width = max(map(len, values))

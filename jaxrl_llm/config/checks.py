@@ -179,6 +179,12 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
             f"{algorithm.name!r}: set it to 0; a preference loss takes it in brackets, "
             f"algorithm.loss='dpo(label_smoothing={algorithm.label_smoothing})'"
         )
+    for section, name in (("model", "path"), ("model", "tokenizer"), ("lora", "path"), ("critic", "path")):
+        if re.match(r"\w+://", config[section][name] or ""):
+            yield (
+                f"{section}.{name} is {config[section][name]!r}, but models are read from a folder of this machine or "
+                "the hub: copy it first (hdfs dfs -get, gcloud storage cp, aws s3 cp) and name the folder"
+            )
     for axis, size in config.mesh.items():
         if size == 0:
             yield f"mesh.{axis} is 0, but it takes 1 or more, or -1 for the devices that the others leave"
@@ -220,6 +226,16 @@ def _online(config: ConfigDict) -> Iterator[str]:
         )
     if algorithm.importance_normalize and algorithm.importance_correction == "none":
         yield "algorithm.importance_normalize is true, but importance_correction is none: there are no weights; set one"
+    if algorithm.importance_correction.startswith(("sequence", "geometric")) and algorithm.loss != "auto":
+        from jaxrl_llm.algorithms import policy_losses  # which imports jax: only for a correction of rows
+
+        name = split_options(algorithm.loss)[0]
+        loss = getattr(policy_losses, name, None) or (resolve(name, {}) if ":" in name else None)
+        if callable(loss) and "importance_weights" in inspect.signature(loss).parameters:
+            yield (
+                f"algorithm.importance_correction is {algorithm.importance_correction}, but {name} takes the weights "
+                "of tokens into its own ratio, as in TRL: set token_truncate or token_mask"
+            )
     if (algorithm.rejection is None) != (algorithm.rejection_bounds is None):
         yield (
             f"algorithm.rejection is {algorithm.rejection} and rejection_bounds is {algorithm.rejection_bounds}: set "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ml_collections
 
-from jaxrl_llm.config.resolve import ConfigError, closest
+from jaxrl_llm.config.resolve import ConfigError, closest, split_options
 
 if TYPE_CHECKING:
 
@@ -49,6 +49,23 @@ class Tree(ConfigDict):
             shown = f"{value!r}" if isinstance(value, str | int | float | list | tuple) else type(value).__name__
             way_out = OBJECTS.get(setting.name, "")
             raise SettingError(f"{setting.name} is {shown}, but it takes {setting.allowed}{way_out}") from error
+
+    def __getitem__(self, key):
+        """The value of a key or section; of a key of an earlier version, what stands for it now (`FORMER`).
+
+        So code that reads a configuration outlives a new name; such a key is written under its new name alone.
+        """
+        try:
+            return super().__getitem__(key)
+        except KeyError:
+            for former, name in RENAMED.items():
+                if former.rpartition(".")[2] == key and name.rpartition(".")[2] in self:
+                    return super().__getitem__(name.rpartition(".")[2])
+            if (option := LOSS_OPTIONS.get(f"algorithm.{key}")) and "loss" in self and "aggregation" in self:
+                default, name, takers = option
+                written = (split_options(loss) for loss in self["loss"].split("+"))
+                return next((given[name] for loss, given in written if loss in takers and name in given), default)
+            raise
 
     def _setting(self, leaf: str) -> "Setting | None":
         """The key of this name in the section that has these names."""
@@ -251,8 +268,9 @@ KEYS = (
         "Modules or files to import before the model is loaded, `path/to/family.py`; one with MODEL_TYPE is a family "
         "of models, as those of models/families."),
     Setting("model.dtype", "auto",
-        "Compute type of the network; auto is float32 on CPU and bfloat16 on accelerators.",
-        choices=("auto", *DTYPES)),
+        "Compute type of the network; auto is float32 on CPU and bfloat16 on accelerators. float16 is none of them, as "
+        "its gradients need loss scaling.",
+        choices=("auto", "float32", "bfloat16")),
     Setting("model.param_dtype", "float32",
         "Storage type of the trained parameters; fewer bits are rounded to stochastically in each update.",
         choices=DTYPES),
@@ -395,8 +413,9 @@ KEYS = (
     Setting("rollout.min_p", 0.0,
         "Drop tokens less likely than this fraction of the most likely one; 0 is off.", float, minimum=0, maximum=1),
     Setting("rollout.repetition_penalty", 1.0,
-        "Divide the positive logits of tokens that prompt and completion have by this, and multiply the negative ones; "
-        "1 is off.", float, above=0),
+        "Divide the positive logits of tokens that prompt and completion have by this, and multiply the negative ones, "
+        "as transformers and vLLM do; 1 is off. It forbids nothing: a positive logit falls to 0 at most.",
+        float, above=0),
     Setting("rollout.frequency_penalty", 0.0,
         "Subtract this from a token's logit for each time that the completion has it; 0 is off.",
         float, minimum=-2, maximum=2),
@@ -550,6 +569,10 @@ KEYS = (
         "Policy, sft, preference or reward-model loss: built-in name, `module:function` or `path/to/file.py:function`, "
         "with options in brackets, `sapo(temperature_negative=1.1)`; preference losses may be a mixture, "
         "`dpo+bco_pair`. auto is ppo_clip, nll, dpo or bradley_terry."),
+    Setting("algorithm.importance_sampling_level", None,
+        "Ratio that the loss weighs tokens by, under TRL's name of it: token, their own; sequence, that of their row, "
+        "the geometric mean. For ppo_clip (of sequences it is gspo), cispo and sapo; none is as the loss says.",
+        choices=("token", "sequence")),
     Setting("algorithm.aggregation", "sequence",
         "Average of the token losses: over each row's tokens, then over rows (sequence); over all tokens (token); "
         "over rows x rollout.max_completion_length (constant); row sums over rows (sequence_sum); "
@@ -753,7 +776,8 @@ KEYS = (
     Setting("optimizer.weight_decay_shape", "linear", "Shape of that change.", choices=("linear", "cosine")),
     Setting("optimizer.no_decay", ("bias", "scale"), "Last names in the paths of parameters without weight decay."),
     Setting("optimizer.moment_dtype", "float32",
-        "Storage type of the optimizer's moments; bfloat16 is rounded to stochastically.", choices=DTYPES[:2]),
+        "Storage type of the optimizer's moments; bfloat16 is rounded to stochastically, as the second moment would "
+        "not fall with b2 = 0.999 otherwise.", choices=DTYPES[:2]),
     Setting("optimizer.offload", False,
         "Keep the moments in host memory; they move to the device for each update.", bool),
     Setting("optimizer.max_grad_norm", 1.0,
@@ -975,10 +999,10 @@ IDENTITY = (
     "rollout.max_prompt_length",
     "rewards.functions", "rewards.weights", "environment.name", "environment.tools", "environment.rollout_func",
     "environment.agent", "environment.agents", "algorithm.name", "algorithm.advantage", "algorithm.loss",
-    "algorithm.aggregation",
-    "algorithm.loss_weights", "algorithm.reference_free", "critic.path", "critic.shared", "critic.lora_rank",
-    "critic.lora_targets", "optimizer.name",
-    "optimizer.moment_dtype", "teacher.path", "teacher.revision", "teacher.others", "teacher.column", "teacher.context",
+    "algorithm.importance_sampling_level", "algorithm.aggregation", "algorithm.loss_weights",
+    "algorithm.reference_free", "critic.path", "critic.shared", "critic.lora_rank", "critic.lora_targets",
+    "optimizer.name", "optimizer.moment_dtype", "teacher.path", "teacher.revision", "teacher.others", "teacher.column",
+    "teacher.context",
 )  # fmt: skip
 # Settings of a single start, of no meaning for the run.
 OF_A_START = ("output_dir", "compilation_cache", "checkpoint.resume", "checkpoint.accept_changes")

@@ -132,6 +132,9 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
     return [placed(tensor, rows[key]) for key, tensor in ranges]
 
 
+VERL_SHARDS = ("model_world_size_*", "../model_world_size_*", "actor/model_world_size_*")
+
+
 class Files:
     """The open weight files of a folder, and which of them holds each tensor: safetensors, or pickles where allowed."""
 
@@ -154,6 +157,11 @@ class Files:
             raise ConfigError(f"{folder / index_name} names tensors that no file holds: {some(lost)}.")
 
     def _advice(self, allow_pickle: bool) -> str:
+        if any(next(self.folder.glob(kind), None) for kind in VERL_SHARDS):
+            return (
+                ". It is of a checkpoint of verl, whose shards verl merges: python -m verl.model_merger merge "
+                "--backend=fsdp --local_dir=.../actor --target_dir=FOLDER; name that folder"
+            )
         pickles = ", ".join(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in sorted(self.folder.glob(kind)))
         if not pickles:
             return "."

@@ -157,23 +157,28 @@ def reward_name(reward: Any) -> str:
 def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Iterable[str] = ()) -> dict[str, Any]:
     """The inputs that a grader's signature takes; `services` are further arguments that it may require.
 
-    Raises RewardError for a required argument that is neither.
+    A required argument named by the plural of a column, `answers` where the data has `answer`, gets that column:
+    functions take lists, and examples of axolotl and verl are written so. Raises RewardError for a required argument
+    that is none of these.
     """
     if isinstance(grader, RowGrader):
         return inputs
+    plurals = {}
     for parameter in _parameters(grader).values():
         is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         is_required = parameter.default is parameter.empty and not is_variadic
         if is_required and parameter.name not in inputs and parameter.name not in services:
-            raise RewardError(
-                f"reward {name!r} needs {parameter.name!r}, which is neither a column nor set as an option; there are "
-                f"{', '.join(inputs)}; the closest is {closest(parameter.name, inputs)}"
-            )
+            if (column := parameter.name.removesuffix("s")) not in inputs:
+                raise RewardError(
+                    f"reward {name!r} needs {parameter.name!r}, which is neither a column nor set as an option; there "
+                    f"are {', '.join(inputs)}; the closest is {closest(parameter.name, inputs)}"
+                )
+            plurals[parameter.name] = inputs[column]
     if takes_any(grader):
         # An option that a specification sets is not overwritten by a column of the same name.
         options = grader.keywords if isinstance(grader, functools.partial) else {}
-        return {key: values for key, values in inputs.items() if key not in options}
-    return {key: values for key, values in inputs.items() if accepts(grader, key)}
+        return {key: values for key, values in inputs.items() if key not in options} | plurals
+    return {key: values for key, values in inputs.items() if accepts(grader, key)} | plurals
 
 
 def is_rowwise(grader: Any) -> bool:

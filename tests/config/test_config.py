@@ -108,6 +108,7 @@ def test_allowed_in_words(key, allowed):
         ("rollout.top_k", 2.0),
         ("optimizer.b1", 1.0),
         ("rewards.timeout", 0.0),
+        ("model.dtype", "float16"),
         ("algorithm.kl", "k4"),
         ("data.shuffle", 1),
         ("data.path", 3),
@@ -169,6 +170,7 @@ def test_validate_names_unknown_and_missing_keys():
         ({"rewards__weights": (1.0, 2.0)}, ["rewards.weights has 2", "1 rewards.functions"]),
         ({"rewards__functions": ()}, ["rewards.functions is empty", "grpo"]),
         ({"mesh__data": 0}, ["mesh.data is 0", "-1"]),
+        ({"model__path": "gs://b/m"}, ["model.path is 'gs://b/m'", "copy it first"]),
         ({"algorithm__name": "sft", "batch__minibatches": 64}, ["must divide the 32 rows (batch.prompts)"]),
     ],
 )
@@ -483,6 +485,20 @@ def test_former_keys_have_a_replacement():
             assert former_default == (parameters[option].default if option in parameters else loss.options[option]), (
                 name
             )
+
+
+def test_former_keys_are_read():
+    """As what stands for them now; other names are unknown as before."""
+    config = default()
+    config.processes.rendezvous_seconds = 120
+    assert (config.processes.meet_seconds, config["processes"]["meet_seconds"]) == (120, 120)
+    assert (config.algorithm.simpo_gamma, config.algorithm.delta) == (0.5, None)
+    config.algorithm.loss = "sft+simpo(gamma=1.2)"
+    assert (config.algorithm.simpo_gamma, config.algorithm.cpo_alpha) == (1.2, 1.0)
+    assert not {"meet_seconds", "simpo_gamma"} & {*config.processes, *config.algorithm}
+    for section, name in (("rollout", "meet_seconds"), ("optimizer", "simpo_gamma"), ("algorithm", "gamma")):
+        with pytest.raises(AttributeError):
+            getattr(config[section], name)
 
 
 @pytest.mark.parametrize(

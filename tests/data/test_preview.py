@@ -65,7 +65,7 @@ def test_preview_of_prompts():
     config = default()
     text = preview(config, rows=1, measure=20)
     assert "[answer]\n" in text
-    assert "rows                    20, of which 20 are used" in text
+    assert "rows                   16384; of the first 20, 20 are used" in text
     config.eval.every = -1
     assert "evaluated on" not in preview(config, rows=1, measure=20)
 

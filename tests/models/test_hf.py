@@ -306,6 +306,9 @@ def test_folders_without_a_model_are_refused(copy, tmp_path):
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"pickle files \(pytorch_model\.bin\) are not read"):
         hf.load(copy)
+    (copy / "model_world_size_2_rank_0.pt").touch()
+    with pytest.raises(ConfigError, match=r"a checkpoint of verl, whose shards verl merges: .*model_merger merge"):
+        hf.load(copy)
     (copy / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
         hf.load(copy)

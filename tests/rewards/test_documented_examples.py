@@ -234,10 +234,13 @@ def test_axolotl_math_reward(axolotl):
     assert rewards.tolist() == [[1.0], [0.0], [0.0]]
 
 
-@pytest.mark.parametrize("name", ["axolotl_math_env.math_reward", "axolotl_rewards.correctness_reward"])
-def test_axolotl_missing_column_is_named(axolotl, name):
-    with pytest.raises(RewardError, match=r"needs 'answers', which is neither a column .*; the closest is answer"):
-        grade(name, ["p"], ["FINAL ANSWER: 4"], {"answer": ["4"]})
+def test_axolotl_arguments_named_by_the_plural_of_a_column(axolotl):
+    """The page's rewards ask for `answers`, and the rows that its transforms make have `answer`."""
+    completions = ["FINAL ANSWER: 4", "FINAL ANSWER: 5"]
+    rewards = grade("axolotl_math_env.math_reward", ["p"] * 2, completions, {"answer": ["4", "4"]})
+    assert rewards.tolist() == [[1.0], [0.0]]
+    with pytest.raises(RewardError, match=r"needs 'answers', which is neither a column .*; the closest is answered"):
+        grade("axolotl_rewards.correctness_reward", ["p"], ["FINAL ANSWER: 4"], {"answered": ["4"]})
 
 
 def test_axolotl_placeholder_fails_by_name_and_row(axolotl):

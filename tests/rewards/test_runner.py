@@ -411,10 +411,10 @@ def test_a_generator_is_refused():
 
 
 def test_a_missing_column_is_named_with_the_closest():
-    def needs(completions, answers, **_):
+    def needs(completions, answered, **_):
         return [0.0]
 
-    message = "reward 'needs' needs 'answers', which is neither a column nor set as an option; there are prompts, "
+    message = "reward 'needs' needs 'answered', which is neither a column nor set as an option; there are prompts, "
     with pytest.raises(RewardError, match=message + "completions, completion_ids, answer, task; the closest is answer"):
         grade(needs, ["a"], {"answer": ["1"], "task": ["m"]})
     with pytest.raises(RewardError, match="reward 'soft_overlong' needs 'max_length'"):

@@ -231,6 +231,10 @@ def test_vespo_of_trl_with_a_kl_of_sequence_ratios_is_noted(tmp_path):
     said = {"output_dir": "o", "loss_type": "vespo", "importance_sampling_level": "sequence", "max_steps": 5}
     file = written(tmp_path, "a.json", {**said, "beta": 0.04, "num_generations": 4})
     assert "with vespo it is of the KL term alone" in migrate(file, trainer="grpo", devices=1)[1]
+    file = written(tmp_path, "b.json", said | {"use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask"})
+    config, text = migrate(file, trainer="grpo", devices=1)
+    expect(config, algorithm={"loss": "vespo", "importance_correction": "token_mask"})
+    assert "vespo refuses weights of rows there and here" in text
 
 
 def test_dft_of_trl(tmp_path):
@@ -1370,6 +1374,32 @@ srun --nodes=2 python -m verl.trainer.main_ppo actor_rollout_ref.model.path="$A"
     assert "does not say what $(date +%s), $3 is" in flat and "Qwen3_Qwen3-0.6B" in flat and '"mine"' in flat
 
 
+def test_a_group_of_one_in_verl_becomes_two(tmp_path):
+    """It has a valid equivalent neither as a group nor as PPO, which leaving the estimator out would mean."""
+    script = (
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=org/m "
+        "data.train_files=a.parquet trainer.total_training_steps=2 actor_rollout_ref.rollout.n=1\n"
+    )
+    config, text = migrate(written(tmp_path, "run.sh", script))
+    expect(config, algorithm={"name": "grpo", "advantage": "group(eps=1e-06)"}, rollout={"group_size": 2})
+    assert "rollout.n is 1, of which verl's grpo takes the reward itself" in " ".join(text.split())
+
+
+def test_two_keys_with_a_sum_that_the_script_does_not_tell(tmp_path):
+    """Both are left out and named, with the sum as it is written."""
+    script = """
+TOKENS=$(((1024 + 512) / SP))
+python -m verl.trainer.main_ppo actor_rollout_ref.model.path=org/m data.train_files=a.parquet \\
+    actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True \\
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=${TOKENS} \\
+    actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=${TOKENS} trainer.total_training_steps=2
+"""
+    config, text = migrate(written(tmp_path, "run.sh", script))
+    assert config.total_steps == 2
+    for key in ("actor.ppo_max_token_len_per_gpu", "ref.log_prob_max_token_len_per_gpu"):
+        assert f"actor_rollout_ref.{key} = '$(((1024 + 512) / SP))' is left out:" in " ".join(text.split())
+
+
 SCRIPT = """
 from dataclasses import dataclass, field
 from trl import DPOConfig, DPOTrainer, SFTTrainer
@@ -1760,3 +1790,16 @@ def test_a_migrated_run_trains(tmp_path, monkeypatch):
     assert result.metrics[-1]["kl"] >= 0
     assert default().batch.prompts != 4
     assert (tmp_path / "run/hf/model.safetensors").is_file()
+
+
+def test_what_a_model_of_trl_is_loaded_with(tmp_path):
+    """Its revision and dtype are taken; the rest, and float16, are noted; a token is not written."""
+    made = {"revision": "v2", "dtype": "bfloat16", "attn_implementation": "sdpa", "device_map": "auto"}
+    said = {"model_init_kwargs": made, "fp16": True, "adafactor": True, "hub_token": "hf_secret", "max_steps": 5}
+    file = written(tmp_path, "config.yaml", yaml.safe_dump({"output_dir": "o", "model_name_or_path": "m"} | said))
+    config, text = migrate(file, trainer="grpo", devices=1)
+    expect(config, model={"revision": "v2", "param_dtype": "bfloat16", "dtype": "bfloat16"})
+    flat = " ".join(text.split())
+    assert "attn_implementation = 'sdpa' is of torch" in flat and "device_map = 'auto' has no equivalent" in flat
+    assert "fp16: bfloat16 is written" in flat and "hf_secret" not in text and "hub_token = ***" in flat
+    assert 'config.optimizer.name = "adafactor" # adafactor' in flat

@@ -10,7 +10,7 @@ import pytest
 from jaxrl_llm.algorithms import policy_losses
 from jaxrl_llm.algorithms.batch import Batch, Scalars
 from jaxrl_llm.algorithms.losses import Metric, with_metrics
-from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.setup.objectives import objective_of
@@ -187,16 +187,27 @@ def test_vespo_gets_the_importance_weights():
     )
 
 
-def test_vespo_takes_the_ratio_of_a_row_once():
-    settings = {"loss": "vespo", "importance_correction": "sequence_truncate", "importance_max": 1.2}
-    weights = np.minimum(ROW_MISMATCH.max(1, keepdims=True), 1.2)
-    ratio = np.log(np.where(MASK > 0, RATIO, 1.0)).sum(1, keepdims=True)
-    log_w = np.clip(ratio + np.log(weights), np.log(1e-8), 20)
-    k, lam = np.where(ADVANTAGES >= 0, 2.0, 3.0), np.where(ADVANTAGES >= 0, 3.0, 2.0)
-    expected = -np.exp(lam + k * log_w - lam * np.exp(log_w)) * ADVANTAGES * LOGPS
-    np.testing.assert_allclose(
-        value(settings, BATCH.replace(ref_logps=None))[0], token_mean(np.asarray(expected)), rtol=1e-4
-    )
+@pytest.mark.parametrize("correction", ["sequence_mask", "geometric_truncate"])
+def test_vespo_refuses_the_weight_of_a_row(correction):
+    config = default()
+    config.algorithm.loss, config.algorithm.importance_correction = "vespo(k_positive=2.5)", correction
+    with pytest.raises(ConfigError, match=f"is {correction}, but vespo takes .*: set token_truncate or token_mask"):
+        validate(config)
+
+
+@pytest.mark.parametrize(
+    ("loss", "same"),
+    [("auto", "gspo"), ("ppo_clip(delta=4.0)", "gspo(delta=4.0)"), ("sapo", "sapo(level='sequence')"), ("gspo", "gspo"),
+     ("cispo(minimum=0.5)", "cispo(level='sequence', minimum=0.5)")],
+)  # fmt: skip
+def test_importance_sampling_level_is_the_level_of_the_ratio(loss, same):
+    """TRL's name for it; where the loss has another ratio, it is refused."""
+    batch = BATCH.replace(ref_logps=None)
+    asked = value({"loss": loss, "importance_sampling_level": "sequence", "epsilon_high": 1.5}, batch)
+    assert float(asked[0]) == float(value({"loss": same, "epsilon_high": 1.5}, batch)[0])
+    for wrong, level in (("gspo", "token"), ("rloo", "sequence"), ("cispo(level='sequence')", "token")):
+        with pytest.raises(ConfigError, match=f"sampling_level is {level}, but algorithm.loss = {wrong[:5]}"):
+            value({"loss": wrong, "importance_sampling_level": level}, batch)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ def _converted(
 def _fault(source: Source, options: Options, error: ConfigError) -> str | None:
     """Return the key without which the source can be converted, or at least has another error; None without one.
 
-    Keys are tried in the order in which the message of the error speaks of them, or of ours for them.
+    Keys are tried in the order in which the message of the error speaks of them, or of ours for them. Where several
+    have the value that it complains of, it stays the same without one of them.
     """
     message, entries = str(error), table(source.library)
 
@@ -88,6 +89,7 @@ def _fault(source: Source, options: Options, error: ConfigError) -> str | None:
         result, other = _converted(source.without(key), options)
         if result is not None:
             return key
-        if progress is None and str(other) != message:
+        value = source.settings[key]
+        if progress is None and (str(other) != message or (isinstance(value, str) and f"'{value}'" in message)):
             progress = key
     return progress

@@ -14,8 +14,7 @@ def of_trl(draft: Draft, trainer: str) -> None:
     if not isinstance(path, str):
         draft.check("the file names no teacher: set teacher.path")
     draft.set("teacher.path", path if isinstance(path, str) else "TEACHER", "teacher_model_name_or_path")
-    options = draft.get("teacher_model_init_kwargs") or {}
-    if isinstance(options, dict) and (dtype := options.get("dtype", options.get("torch_dtype"))):
+    if dtype := shared.init_kwargs(draft, "teacher_model_init_kwargs", "teacher.revision"):
         name = str(dtype).removeprefix("torch.")
         draft.set("teacher.dtype", TYPES.get(name, name), "teacher_model_init_kwargs")
     draft.set("teacher.form", "divergence")

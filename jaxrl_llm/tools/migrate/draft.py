@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 from jaxrl_llm.config import ConfigDict, assign, default, validate
 from jaxrl_llm.config.resolve import ConfigError, closest, split_options
 from jaxrl_llm.config.schema import KEYS
+from jaxrl_llm.config.secrets import HIDDEN
 from jaxrl_llm.rewards.built_in import BUILT_IN
+from jaxrl_llm.tools.migrate.shell import COMMAND
 from jaxrl_llm.tools.migrate.table import CONVERT, find, names, rules, table
 
 OURS = {key.name: key for key in KEYS}
-OPEN = re.compile(r"\$\{[^{}]*\}|\$\([^()]*\)|\$[\w@]+")  # what a shell or a YAML would fill in
+OPEN = re.compile(rf"\$\{{[^{{}}]*\}}|{COMMAND}|\$[\w@]+")  # what a shell or a YAML would fill in
 
 
 class RefusedError(ConfigError):
@@ -208,7 +210,8 @@ class Draft:
         for key, value in self.source.settings.items():
             if key in written:
                 continue
-            shown, entry = f"{key} = {short(value)}", find(entries, key)
+            secret = isinstance(value, str) and re.search(r"(hub_token|api_key|password|secret)$", key)
+            shown, entry = f"{key} = {HIDDEN if secret else short(value)}", find(entries, key)
             if entry is None:
                 near = closest(key, [name for name in names(entries) if not name.endswith("*")])
                 missing.append(f"{shown}: an unknown key; the closest is {near}")

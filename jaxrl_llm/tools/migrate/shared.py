@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.sources import load
-from jaxrl_llm.tools.migrate.draft import OURS, Draft, Options
+from jaxrl_llm.tools.migrate.draft import OURS, Draft, Options, short
 
 LOCAL = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 NO_TRACKER = ("none", "all", "console", "file")  # a choice of others, or what every run writes
@@ -63,6 +63,21 @@ def schedule(draft: Draft, name: str, key: str) -> str:
         )
     draft.set("optimizer.schedule", ours or "linear", key)
     return ours or "linear"
+
+
+def init_kwargs(draft: Draft, key: str, revision: str) -> Any:
+    """Set a model's revision from arguments of from_pretrained, note what has no equivalent, return the dtype."""
+    options, dtype = draft.get(key) or {}, None
+    for name, value in options.items() if isinstance(options, dict) else ():
+        if name in ("dtype", "torch_dtype"):
+            dtype = value
+        elif name == "revision":
+            draft.set(revision, value, key)
+        elif name == "attn_implementation":
+            draft.check(f"{key}: {name} = {short(value)} is of torch; model.attention chooses the kernel here")
+        elif value is not None:
+            draft.check(f"{key}: {name} = {short(value)} has no equivalent")
+    return dtype
 
 
 def optimizer(draft: Draft, name: str, key: str) -> None:

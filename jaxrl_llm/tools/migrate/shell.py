@@ -12,7 +12,8 @@ from jaxrl_llm.config.resolve import ConfigError
 SPACE = re.compile(r"(?:\\\r?\n|[ \t\r])+|#[^\n]*")
 REDIRECTION = re.compile(r"(?:\d*|&)(?:>>?|<)(&[\d-])?[ \t]*")
 DOCUMENT = re.compile(r"\d*<<-?\s*(['\"]?)(\w+)\1[^\n]*\n(?:.*?\n)??\s*\2(?=\s|$)", re.DOTALL)  # cat <<EOF
-OPEN = re.compile(r"(?:\$\([^()]*\)|\$\{[^{}]*\}|\S)+")
+COMMAND = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"  # $(command) and $((sum)), brackets in brackets
+OPEN = re.compile(rf"(?:{COMMAND}|\$\{{[^{{}}]*\}}|\S)+")
 ASSIGNED = re.compile(r"(\w+)\+?=(.*)", re.DOTALL)
 OPERATION = re.compile(r":?[-=+?]|##?|%%?|//?|\^\^|,,|:")
 # Words before a command, or before an assignment.

@@ -116,8 +116,7 @@ def _generation(draft: Draft, key: str) -> None:
 
 def _model(draft: Draft) -> None:
     """Set parameter types, adapters, quantisation and sharding."""
-    options = draft.get("model_init_kwargs") or {}
-    dtype = options.get("dtype", options.get("torch_dtype")) if isinstance(options, dict) else None
+    dtype = shared.init_kwargs(draft, "model_init_kwargs", "model.revision")
     dtype = dtype or draft.get("torch_dtype" if draft.sets("torch_dtype") else "dtype")
     name = str(dtype).removeprefix("torch.")
     name = TYPES.get(name, name)
@@ -128,7 +127,8 @@ def _model(draft: Draft) -> None:
     keys = [key for key in ("model_init_kwargs", "torch_dtype", "dtype") if draft.sets(key)]
     draft.set("model.param_dtype", name, *keys)
     if draft.get("fp16"):
-        draft.set("model.dtype", "float16", "fp16")
+        draft.set("model.dtype", "bfloat16", "fp16")
+        draft.check("fp16: bfloat16 is written; gradients in float16 need loss scaling, which is not here")
     elif draft.get("bf16") is not None:
         draft.set("model.dtype", "bfloat16" if draft.get("bf16") else "float32", "bf16")
     draft.use("bf16", "fp16")
@@ -281,6 +281,8 @@ def _grpo(draft: Draft, trainer: str, devices: int) -> int:
             options = {option: draft.get(key) for option, key in keys.items()} | options
             draft.use(*keys.values())
         loss = with_options(kind, options)
+        if sequence:
+            draft.check(f"{level} = sequence: {kind} takes the ratio of the row, its paper that of each token")
     elif kind == "vespo" and sequence and beta and draft.get("use_bias_correction_kl"):
         draft.check(f"{level}: with vespo it is of the KL term alone in TRL, whose ratio is that of tokens here")
     set_loss(draft, [(loss, {"delta": "delta"})], "loss_type", "importance_sampling_level")
@@ -297,7 +299,13 @@ def _grpo(draft: Draft, trainer: str, devices: int) -> int:
         draft.set("algorithm.kl_bias_correction", bool(draft.get("use_bias_correction_kl")), "use_bias_correction_kl")
     keys = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode")
     if draft.get("use_vllm") and draft.get(keys[0]):
-        draft.set("algorithm.importance_correction", draft.get(keys[1]), *keys)
+        mode = str(draft.get(keys[1]))
+        if kind == "vespo" and mode.startswith("sequence"):
+            draft.check(
+                f"{keys[1]} = {mode}: vespo refuses weights of rows there and here; those of tokens are written"
+            )
+            mode = mode.replace("sequence", "token")
+        draft.set("algorithm.importance_correction", mode, *keys)
         bounds = ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
         draft.set("algorithm.importance_max", draft.first(*bounds), *bounds)
         low = "vllm_importance_sampling_clip_min"

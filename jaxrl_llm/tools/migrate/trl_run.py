@@ -129,7 +129,8 @@ def learning_rate(draft: Draft, updates: int) -> None:
     elif ratio or steps:  # warmup_steps below 1 is a ratio too
         draft.set("optimizer.warmup_ratio", float(ratio or steps), "warmup_ratio", "warmup_steps")
     draft.use("lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "adafactor")
-    shared.optimizer(draft, "adafactor" if draft.get("adafactor") else draft.get("optim"), "optim")
+    own = draft.get("adafactor")
+    shared.optimizer(draft, "adafactor" if own else draft.get("optim"), "adafactor" if own else "optim")
     if "critic.learning_rate" in draft.values and kind != "wsd":
         draft.set("critic.schedule", kind, "lr_scheduler_type")
         draft.set("critic.max_grad_norm", float(draft.get("max_grad_norm")), "max_grad_norm")

@@ -338,6 +338,12 @@ def _advantage(draft: Draft, gpus: int, minibatch: int) -> None:
         draft.set("algorithm.name", "ppo", "algorithm.adv_estimator")
     keys = (f"algorithm.{key}" for key in ("adv_estimator", "gamma", "gemma", "lam"))
     draft.set("algorithm.advantage", known[name], *keys)
+    if draft.get(f"{R}.n") == 1 and name not in ("gae", "reinforce_plus_plus", "remax"):
+        draft.set("rollout.group_size", 2, f"{R}.n")
+        draft.check(
+            f"{R}.n is 1, of which verl's {name} takes the reward itself for the advantage; here it compares "
+            "completions of a prompt, and rollout.group_size = 2 is written"
+        )
     if name in ("grpo", "grpo_vectorized"):
         by = "group" if draft.get("algorithm.norm_adv_by_std_in_grpo") else "none"
         draft.set("algorithm.scale_rewards", by, "algorithm.norm_adv_by_std_in_grpo")
@@ -370,8 +376,8 @@ def _critic(draft: Draft, gpus: int, minibatch: int) -> None:
         draft.set("critic.lora_rank", rank, "critic.model.lora_rank")
     if rank:
         draft.set("critic.lora_alpha", float(draft.get("critic.model.lora_alpha")), "critic.model.lora_alpha")
-        targets = draft.get("critic.model.target_modules")
-        draft.set("critic.lora_targets", (targets,) if isinstance(targets, str) else targets)
+        targets = draft.get(key := "critic.model.target_modules")
+        draft.set("critic.lora_targets", (targets,) if isinstance(targets, str) else targets, key)
     rows = ("critic.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size")
     each, total = (draft.get(key) for key in rows)
     if (each or total) and not draft.values.get("batch.microbatch_tokens"):

@@ -163,9 +163,7 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
         if prepared.mean_weight is not None:
             correction /= prepared.mean_weight[:, None]
     if correction is not None and "importance_weights" in chosen.takes:
-        # The ratio of a row stands on each of its tokens, and counts once.
-        once = not spec.importance_correction.startswith("token")
-        arguments["importance_weights"], correction = correction[:, :1] if once else correction, None
+        arguments["importance_weights"], correction = correction, None
     per_token, metrics = with_metrics(
         chosen.function(logps, old_logps, advantages, spec.epsilon_low, spec.epsilon_high, mask=mask, **arguments)
     )

@@ -147,11 +147,24 @@ def policy_loss(config) -> PolicyLoss:
             "reinforce, topr, dro or cispo"
         )
     function, options = _resolve(config, "ppo_clip", policy_losses, OF_POLICY_LOSSES)
+    key, asked = "algorithm.importance_sampling_level", config.algorithm.importance_sampling_level
     level = getattr(function, "ratio", "token")
     if level == "level":
-        level = options.get("level", "token")
+        level = options.get("level", asked or "token")
+        if asked:
+            options = {"level": level, **options}
+    elif asked == "sequence" and function is policy_losses.ppo_clip:
+        function, options = _resolve(
+            config, "gspo", policy_losses, OF_POLICY_LOSSES, _written(config, "gspo").replace("ppo_clip", "gspo")
+        )
+        level = "sequence"
     if level not in LEVELS:
         raise ConfigError(f"algorithm.loss: level is {level!r}, but it takes one of {', '.join(LEVELS)}")
+    if asked not in (None, level):
+        raise ConfigError(
+            f"{key} is {asked}, but algorithm.loss = {config.algorithm.loss} has the ratio of a {level}: leave one of "
+            "them out, or take ppo_clip, cispo or sapo, which have either"
+        )
     return PolicyLoss(
         function,
         options,
