@@ -6,7 +6,7 @@
 While one batch is trained on, a thread samples and grades the next one, by the policy of one update before
 (`rollout.staleness`, docs/asynchronous.md). Each token is weighed by the ratio of the policy that is updated and the
 one that sampled it, cut at 2 (`algorithm.importance_correction`). It starts from grpo.py beside it. With `in_flight`
-up to four batches are ahead, and each new policy comes to the batch under way (`rollout.update_in_flight`).
+the new policy comes to the batch that is still being sampled (`rollout.update_in_flight`).
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import import_file
 
-FORMS = {"": {}, "in_flight": {"rollout.staleness": 4, "rollout.update_in_flight": True, "rollout.chunk": 2}}
+FORMS = {"": {}, "in_flight": {"rollout.update_in_flight": True, "rollout.chunk": 2}}
 
 
 def get_config(arg: str = ""):

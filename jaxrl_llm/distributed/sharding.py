@@ -198,35 +198,33 @@ def parameter_spec(path: str, shape: tuple[int, ...], mesh) -> PartitionSpec:
 def mesh_like(mesh: Mesh, devices: np.ndarray) -> Mesh | None:
     """The devices in a mesh on which a parameter has the shards that it has on `mesh`; None where they do not divide.
 
-    They keep their order, and copies of a shard lie on neighbours. So shards of the one are copied to devices of the
-    other as they are. Where shards differ, `jax.device_put` between meshes of different devices reads whole arrays into
-    the host's memory.
+    So shards of the one are copied to devices of the other as they are. Where shards differ, `jax.device_put` between
+    meshes of different devices reads whole arrays into the host's memory.
     """
     shards = mesh.size // mesh.shape["data"]
     if devices.size % shards:
         return None
-    axes = [axis for axis in mesh.axis_names if axis != "data"]
-    sizes = [*(mesh.shape[axis] for axis in axes), devices.size // shards]
-    return Mesh(devices.reshape(sizes), (*axes, "data"), axis_types=mesh.axis_types)
+    sizes = mesh.shape | {"data": devices.size // shards}
+    return Mesh(devices.reshape([*sizes.values()]), mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def resharding(tree, mesh: Mesh, other: Mesh) -> Callable[[Any], Any]:
     """A program of `mesh` that gives parameters such as `tree` the shards that they have on `other`, of other devices.
 
-    Where several of the devices have one shard each of these, they gather it, and then exchange; the partitioner alone
-    would have every device gather everything. The identity where the devices do not divide into the shards.
+    Where several devices are to have a copy of the same shard, each gets a part of it, and they gather the parts; the
+    partitioner alone would have every device gather everything. The identity where the devices do not divide into the
+    shards.
     """
-    alike = mesh_like(other, mesh.devices.reshape(-1))
+    alike = mesh_like(other, mesh.devices)
     if alike is None:
         return lambda tree: tree
-    shards, gathers = alike.size // alike.shape["data"], mesh.shape["data"] == mesh.shape["tensor"] == 1
-    axes = ("context", "expert", "tensor", "fsdp", "data")
-    gathered = Mesh(mesh.devices.reshape(1, 1, 1, shards, -1), axes, axis_types=mesh.axis_types)
+    # One samples at a time along `context`, so that its size is 1: here it shards what `data` copies.
+    axes = [{"data": "context", "context": "data"}.get(axis, axis) for axis in alike.axis_names]
+    parts = shardings(tree, Mesh(alike.devices, axes, axis_types=alike.axis_types))
 
     def program(tree):
-        if gathers and alike.shape["data"] > 1:
-            tree = jax.lax.with_sharding_constraint(tree, shardings(tree, gathered))
-        return tree
+        in_parts = alike.shape["data"] > 1 and mesh.shape["data"] == 1
+        return jax.lax.with_sharding_constraint(tree, parts) if in_parts else tree
 
     return jax.jit(program, out_shardings=shardings(tree, alike))
 

@@ -274,7 +274,8 @@ np.testing.assert_array_equal(ahead[1][0][0], seen[0][0])  # both of the policy 
 assert (ahead[1][2][1] != seen[2][1]).any()
 record = Path("in_flight/arrivals.jsonl")
 record.parent.mkdir()
-config.rollout.update_in_flight, config.rollout.chunk, config.output_dir = True, 2, "in_flight"
+config.rollout.update_in_flight, config.rollout.chunk = True, 2
+config.output_dir, config.total_steps = "in_flight", 3
 steps(build_mesh(config), config)
 lines = [json.loads(line) for line in record.read_text().splitlines()]
 assert [line["step"] for line in lines] == [1, 2, 3]
