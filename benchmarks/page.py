@@ -175,15 +175,19 @@ and each new policy comes to the batch under way (`rollout.update_in_flight`).
 TAUGHT = """
 ## From a teacher
 
-`configs/distill.py`, whose teacher is what `configs/grpo.py` makes with the same seed. Both start from the same model, and
-a step of both has 256 completions; GRPO makes one update of them, the student eight, and learns from no reward
-([why](distillation.md#how-many-steps-it-takes)). Within 0.02 is of the sampled accuracy that the teacher ended with. CPU
-seconds are of the whole command, all cores together; both were run beside other work.
+`configs/distill.py`, whose teacher is what `configs/grpo.py` makes with the same seed. Both start from the same model,
+and a step of both has 256 completions; GRPO makes one update of them, the student twelve, and learns from no reward
+([why](distillation.md#how-many-steps-it-takes)). Within 0.02 is of the sampled accuracy that the teacher ended with; it
+is measured every 25 steps of GRPO and every 3 of the student. CPU seconds are of the whole command, all cores together,
+evaluations included; both were run beside other work.
 
 {runs}
 The student by training step:
 
-{curve}"""
+{curve}
+On 256 prompts of `validation`, which no setting of the student was chosen by, teacher and student have 0.964 and 0.962,
+0.965 and 0.964, 0.965 and 0.964 with seeds 0 to 2 (`python -m jaxrl_llm evaluate`); on `test` settings were compared.
+"""
 SELF = """
 ## The policy as its own teacher
 

@@ -5,7 +5,7 @@
 
 The first command makes the teacher, `runs/grpo/hf`; `--config.teacher.path` names another. Rewards are measured all the
 same: `algorithm.advantage = "zero"` learns nothing from them. A step has as many completions as one of grpo.py, each of
-a prompt of its own, since nothing is compared within a group, and eight updates are made of it (docs/distillation.md).
+a prompt of its own, since nothing is compared within a group, and twelve updates are made of it (docs/distillation.md).
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ def get_config(arg: str = ""):
     config.teacher.form = "divergence"
     config.algorithm.advantage = "zero"
     config.algorithm.beta = 0.0
-    config.algorithm.num_iterations = 2
+    config.algorithm.num_iterations = 3
     config.optimizer.min_lr_ratio = 0.05
     config.optimizer.warmup_steps = min(config.optimizer.warmup_steps, 2)
     config.eval.every = 3

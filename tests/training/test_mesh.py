@@ -162,7 +162,7 @@ TEACHERS = {
     "its distributions": {"teacher.path": "embedded:sort", "teacher.form": "divergence"},
     "the policy, shown a success": {
         "teacher.path": "self(rate=0)", "teacher.form": "divergence", "teacher.beta": 0.5, "teacher.context": "success",
-        "teacher.success_threshold": 0.5, "teacher.template": "{solution}{prompt}",
+        "teacher.success_threshold": -0.55, "teacher.template": "{solution}{prompt}",
         "teacher.solution_template": "{solution},", "teacher.importance_max": 2.0,
     },
 }  # fmt: skip

@@ -92,20 +92,22 @@ def test_runs_of_four_processes(root, tmp_path, together, name):
 
 
 @pytest.mark.slow
-def test_teachers_over_processes(root, tmp_path, together):
-    """Two teachers by row; and the policy as its own, with a context that each process makes for its rows."""
-    model = load_model("embedded:sort")
-    save_hf(dataclasses.replace(model, params=jax.tree.map(lambda x: 1.1 * x, model.params)), tmp_path / "other")
-    rows = [{**row, "teacher": "ab"[number % 2]} for number, row in enumerate(tasks.generate("sort", size=8))]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    by_row = (f"--config.data.path={tmp_path / 'rows.jsonl'}", f"--config.teacher.others=('b={tmp_path / 'other'}',)")
-    for name, flags in (("distill", by_row), ("sdpo", ())):
-        flags = (*flags, "--config.eval.every=-1")
-        all_ended_well(together(1, *command(root, name, tmp_path / name, *flags)))
-        all_ended_well(together(2, *command(root, name, tmp_path / f"{name}_2", *flags)))
-        same_runs(tmp_path / name, tmp_path / f"{name}_2", evaluations=False)
-    first = json.loads((tmp_path / "sdpo" / "metrics.jsonl").open().readline())
-    assert 0 < first["teacher/taught"] < 1
+@pytest.mark.parametrize("name", ["distill", "sdpo"])
+def test_teachers_over_processes(root, tmp_path, together, name):
+    """Two teachers by row; or the policy as its own, with a context that each process makes for its rows."""
+    flags = ["--config.eval.every=-1"]
+    if name == "distill":
+        model, other, rows = load_model("embedded:sort"), tmp_path / "other", tmp_path / "rows.jsonl"
+        save_hf(dataclasses.replace(model, params=jax.tree.map(lambda x: 1.1 * x, model.params)), other)
+        named = [{**row, "teacher": "ab"[number % 2]} for number, row in enumerate(tasks.generate("sort", size=64))]
+        rows.write_text("".join(json.dumps(row) + "\n" for row in named))
+        flags += [f"--config.data.path={rows}", f"--config.teacher.others=('b={other}',)"]
+        flags += ["--config.teacher.form=advantage"]
+    all_ended_well(together(1, *command(root, name, tmp_path / "one", *flags)))
+    all_ended_well(together(2, *command(root, name, tmp_path / "two", *flags)))
+    same_runs(tmp_path / "one", tmp_path / "two", evaluations=False)
+    first = json.loads((tmp_path / "one" / "metrics.jsonl").open().readline())
+    assert first["teacher/kl"] != 0 if name == "distill" else 0 < first["teacher/taught"] < 1
 
 
 @pytest.mark.slow
