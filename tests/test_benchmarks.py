@@ -189,6 +189,7 @@ def test_the_benchmark_of_serving(capfd):
     serving.main(["embedded:sort", "--requests=60", "--clients=12", "--slots=8", "--prompt=64", "--longest=32"])
     numbers = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert numbers["different_alone"] == numbers["exit"] == 0
+    assert numbers["memory_mib_2"] < 1.1 * numbers["memory_mib_1"]
     assert 0 < numbers["p50"] <= numbers["p95"]
     own = numbers["engine_tokens_per_second"]
     assert numbers["server_ratio"] == pytest.approx(numbers["tokens_per_second"] / own, abs=2e-3)

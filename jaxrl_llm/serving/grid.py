@@ -190,7 +190,7 @@ def alone(slots: Sequence[int], group: int, size: int) -> SlotGrid:
 
 def regrouped(engine: Engine, grid: Grid, planned: SlotGrid) -> Grid:
     """The grid whose slots have the rows of `planned`, which are numbers of slots of this one."""
-    (prompts, slots), sources = grid, np.maximum(planned.row, 0).reshape(1, -1)
+    (prompts, slots), sources = grid, np.maximum(planned.row, 0).reshape(len(planned.row), -1)
     return Grid(*assign(engine, prompts, slots.rows, slots.keys.reshape(-1), slots, planned, sources, slots.capacity))
 
 

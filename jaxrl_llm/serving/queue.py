@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxrl_llm.distributed.sharding import row_shards
 from jaxrl_llm.models.logprobs import Likeliest
 from jaxrl_llm.models.lora import LoraConfig, combine
 from jaxrl_llm.rollout.engine import Engine, assign, decode_chunk, decoding_params
@@ -447,7 +448,7 @@ class RequestQueue:
         """Goes on with the rows of a grid of other slots, which has them by their present ones."""
         assert self._grid is not None
         self._grid, self._steps = regrouped(self.engine, self._grid, planned), 0
-        order, self._group = planned.row.ravel(), planned.row.shape[2]
+        order, self._group = planned.numbers(len(self._rows)).ravel(), planned.row.shape[2]
         self._rows = [None if slot == IDLE else self._rows[slot] for slot in order]
         self._lengths = np.where(order == IDLE, 0, self._lengths[order])
         for slot, handle in enumerate(self._rows):
@@ -501,12 +502,12 @@ class RequestQueue:
         if self._waiting or not self._shrinks or self._grid is None or not any(live):
             return 0
         left = max(h.request.limit - self._lengths[slot] for slot, h in enumerate(self._rows) if h is not None)
-        size, group = len(self._rows), self._group
-        if not self.engine.worth_shrinking(self._parameters, int(left), size):
+        size, group, shards = len(self._rows), self._group, 1 if self.mesh is None else row_shards(self.mesh)
+        if size // group % shards or not self.engine.worth_shrinking(self._parameters, int(left), size):
             return 0
         lengths = (self._grid.width, self.engine.max_completion_length)
-        scheduler = Scheduler(size // group, group, 1, size, self.engine.shrink, lengths)
-        by_prompt = np.reshape(live, (1, -1, group))
+        scheduler = Scheduler(size // group // shards, group, shards, size // shards, self.engine.shrink, lengths)
+        by_prompt = np.reshape(live, (shards, -1, group))
         if (planned := scheduler.next(by_prompt)) is None:
             return scheduler.pause_at(by_prompt)
         self._regroup(planned)

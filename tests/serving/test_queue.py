@@ -394,3 +394,35 @@ def test_every_kind_of_cache(kind):
         expected = np.asarray(rollout.tokens)[0, prompts.shape[1] :][: int(rollout.lengths[0])].tolist()
         assert row.wait() == expected
     queue.stop(60)
+
+
+ON_A_MESH = """
+import jax, numpy as np
+from jaxrl_llm.distributed.sharding import make_mesh
+from tests.serving.test_queue import CONFIG, Engine, Net, RequestQueue, RowRequest, SamplingParams, ask, pad_prompts
+
+net, mesh = Net(CONFIG), make_mesh(2)
+params = jax.jit(net.init)(jax.random.key(0))
+engine = Engine(net, SamplingParams(), 4, 16, (), 8)
+prompts, limits = [[5] * 9, [6] * 12], np.asarray([3, 2, 3, 15, 2, 3, 3, 15])
+rollout = engine.generate(params, *pad_prompts(prompts, 64), jax.random.key(3), limits=limits)
+rows = np.asarray(rollout.tokens)[:, 64:]
+queue = RequestQueue(Engine(net, SamplingParams(), 1, 16, (), 8), params, 8, mesh)
+sizes, regroup = [], queue._regroup
+queue._regroup = lambda planned: sizes.append(planned.row.shape) or regroup(planned)
+queue.start()
+requests = [
+    RowRequest(prompts[row // 4], int(limit), SamplingParams(), (), 3, row) for row, limit in enumerate(limits)
+]
+for number, row in enumerate(ask(queue, *requests)):
+    assert row.wait() == rows[number, : limits[number]].tolist()
+queue.stop(60)
+print(sizes[-1])
+"""
+
+
+@pytest.mark.slow
+def test_groups_on_two_devices(run_python):
+    """Each has as many slots in every grid."""
+    done = run_python("-c", ON_A_MESH, devices=2)
+    assert done.returncode == 0 and done.stdout.strip() == "(2, 1, 1)", done.stdout + done.stderr
