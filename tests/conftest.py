@@ -48,9 +48,18 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         pytest.exit(f"oracles are missing or too old: {', '.join(missing)}; pip install -e '.[dev]'", returncode=1)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Lets the garbage collector pass over what was imported, 840,000 objects, which it would look through in vain."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Imports without the garbage collector, and lets it pass over what they made, 840,000 objects, from then on.
+
+    To look through them in vain, again and again, takes more than a quarter of the time that they do.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _installed(name: str, oldest: str) -> bool:
