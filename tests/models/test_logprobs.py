@@ -181,8 +181,8 @@ def test_any_number_of_columns_at_a_time(monkeypatch, columns):
     """0.5: fewer logits than one column has."""
     parts = random_parts(3, 10, 8, 50)
     monkeypatch.setattr(chunked_softmax, "LOGITS_IN_FLIGHT", int(columns * 3 * 50))
-    found, gradients = jax.value_and_grad(weighted, argnums=(0, 1))(*parts)
-    expected, expected_gradients = jax.value_and_grad(weighted_naive, argnums=(0, 1))(*parts)
+    found, gradients = jax.jit(jax.value_and_grad(weighted, argnums=(0, 1)))(*parts)
+    expected, expected_gradients = jax.jit(jax.value_and_grad(weighted_naive, argnums=(0, 1)))(*parts)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     for a, b in zip(gradients, expected_gradients, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
@@ -197,8 +197,8 @@ def test_bfloat16_hidden_states_keep_float32_log_probs():
     assert logps.dtype == entropy.dtype == jnp.float32
     np.testing.assert_allclose(logps, np.take_along_axis(expected, targets[..., None], -1)[..., 0], atol=1e-5)
     np.testing.assert_allclose(entropy, -(jnp.exp(expected) * expected).sum(-1), atol=1e-5)
-    found = jax.grad(weighted, argnums=(0, 1))(hidden, kernel, targets)
-    exact = jax.grad(weighted_naive, argnums=(0, 1))(hidden.astype(jnp.float32), rounded, targets)
+    found = jax.jit(jax.grad(weighted, argnums=(0, 1)))(hidden, kernel, targets)
+    exact = jax.jit(jax.grad(weighted_naive, argnums=(0, 1)))(hidden.astype(jnp.float32), rounded, targets)
     assert [x.dtype for x in found] == [jnp.bfloat16, jnp.float32]
     for a, b in zip(found, exact, strict=True):
         np.testing.assert_allclose(a.astype(jnp.float32), b, atol=0.02 * np.abs(b).max())
@@ -207,7 +207,7 @@ def test_bfloat16_hidden_states_keep_float32_log_probs():
 def test_extreme_logits_have_finite_gradients():
     """Probabilities of exactly 0 and 1."""
     hidden, kernel, targets = random_parts(2, 5, 8, 50)
-    gradients = jax.grad(weighted, argnums=(0, 1))(hidden * 1e3, kernel, targets)
+    gradients = jax.jit(jax.grad(weighted, argnums=(0, 1)))(hidden * 1e3, kernel, targets)
     assert all(np.isfinite(x).all() for x in gradients)
     peaked = jnp.argmax(hidden * 1e3 @ kernel, axis=-1)
     logps, entropy, _ = chunked_logps(hidden * 1e3, kernel, peaked, 1.0)
@@ -227,8 +227,8 @@ def test_few_logits_are_formed_once(monkeypatch, kept, products):
 
     traced = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*parts, None))
     assert traced.count("f32[4,64] = dot_general") == products
-    found = jax.grad(loss, argnums=(0, 1))(*parts, jnp.array(7))
-    expected = jax.grad(weighted_naive, argnums=(0, 1))(parts[0][:, :7], parts[1], parts[2][:, :7])
+    found = jax.jit(jax.grad(loss, argnums=(0, 1)))(*parts, jnp.array(7))
+    expected = jax.jit(jax.grad(weighted_naive, argnums=(0, 1)))(parts[0][:, :7], parts[1], parts[2][:, :7])
     np.testing.assert_allclose(found[0][:, :7], expected[0], atol=1e-5 * np.abs(expected[0]).max())
     assert not found[0][:, 8:].any()
 

@@ -478,7 +478,9 @@ def test_scores_are_those_of_transformers(scorer_folder, side):
     with torch.no_grad():
         expected = oracle(torch.tensor(tokens), attention_mask=torch.tensor(segments)).logits[:, 0].numpy()
     model = load_model(scorer_folder)
-    found = last_scores(model.net, model.params, Inputs(jnp.asarray(tokens), jnp.asarray(segments)))
+    found = jax.jit(last_scores, static_argnums=0)(
+        model.net, model.params, Inputs(jnp.asarray(tokens), jnp.asarray(segments))
+    )
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
@@ -535,5 +537,7 @@ def test_a_new_score_model_is_scored_by_transformers(tmp_path):
     oracle = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic").eval()
     with torch.no_grad():
         expected = oracle(torch.tensor(tokens), attention_mask=torch.tensor(segments)).logits[:, 0].numpy()
-    found = last_scores(model.net, model.params, Inputs(jnp.asarray(tokens), jnp.asarray(segments)))
+    found = jax.jit(last_scores, static_argnums=0)(
+        model.net, model.params, Inputs(jnp.asarray(tokens), jnp.asarray(segments))
+    )
     np.testing.assert_allclose(found, expected, atol=1e-4)

@@ -49,26 +49,31 @@ def odd(prompts, completions, **columns):
     return [float(len(c) % 2 and int(p[5]) < 7) for p, c in zip(prompts, completions, strict=True)]
 
 
-def first_batch(config, rewards=odd, rows=None):
-    """The run, the experience of its first step, and the metrics of its update."""
+def first_batch(config, rewards=odd, rows=None, update=False):
+    """The run, the experience of its first step, and, where it is learned from, the metrics of its update."""
     with jax.set_mesh(MESH):
         rows = tasks.generate("sort", size=16) if rows is None else rows
         run = build(config, MESH, train_dataset=rows, rewards=rewards)
         experience = run.source.next(run.state, jax.random.key(1))
-        _, updates = improve(run, run.state, experience.batch)
+        updates = improve(run, run.state, experience.batch)[1] if update else None
     return run, experience, updates
 
 
 def shown_log_probs(table, batch, contexts):
-    """Log-probs `[N,T,V]` of the embedded model for each completion behind its context, by whole logits of each row."""
+    """Log-probs `[N,T,V]` of the embedded model for each completion behind its context, by whole logits."""
     model, width = load_model("embedded:sort"), batch.inputs.prompt_width
     found = np.zeros((*batch.inputs.tokens.shape, model.net.config.vocab_size), np.float32)
+    tokens = np.zeros((len(table), 48), np.int32)  # one shape, whatever the contexts: padding goes to the right
+    segments, places = np.zeros_like(tokens), []
     for row, (line, context) in enumerate(zip(table, contexts, strict=True)):
         prompt = model.tokenizer(context + line["prompt"], add_special_tokens=False)["input_ids"]
         completion = np.asarray(batch.inputs.tokens)[row, width:][np.asarray(batch.inputs.segments)[row, width:] > 0]
-        tokens = np.concatenate([prompt, completion])[None].astype(np.int32)
-        log_probs = jax.nn.log_softmax(model(tokens, np.ones_like(tokens)))[0]
-        found[row, width : width + len(completion)] = log_probs[len(prompt) - 1 : -1]
+        end = len(prompt) + len(completion)
+        tokens[row, :end], segments[row, :end] = np.concatenate([prompt, completion]), 1
+        places.append((len(prompt), end))
+    log_probs = jax.nn.log_softmax(model(tokens, segments))
+    for row, (start, end) in enumerate(places):
+        found[row, width : width + end - start] = log_probs[row, start - 1 : end - 1]
     return found
 
 
@@ -124,7 +129,7 @@ def test_divergence_of_what_was_shown(packing, top):
     """As all of the loss, in rows that share tokens too: each is compared with what its own context says."""
     settings = {**SUCCESS, **DIVERGENCE, "teacher__beta": 0.3, "batch__packing": packing}
     settings |= {f"teacher__{key}": value for key, value in top.items()}
-    _, experience, updates = first_batch(config_of(**settings))
+    _, experience, updates = first_batch(config_of(**settings), update=True)
     batch, contexts = experience.batch, contexts_of(experience.table)
     own = shown_log_probs(experience.table, batch, [""] * len(contexts))
     theirs = shown_log_probs(experience.table, batch, [context or "" for context in contexts])
@@ -146,7 +151,9 @@ def test_divergence_of_what_was_shown(packing, top):
 @pytest.mark.slow
 def test_micro_batches_change_nothing():
     settings = {**SUCCESS, **DIVERGENCE}
-    whole, parts = (first_batch(config_of(**settings, batch__microbatch_rows=rows))[2][0] for rows in (0, 4))
+    whole, parts = (
+        first_batch(config_of(**settings, batch__microbatch_rows=rows), update=True)[2][0] for rows in (0, 4)
+    )
     for name in ("loss", "grad_norm", "teacher/divergence"):
         np.testing.assert_allclose(parts[name].value, whole[name].value, rtol=1e-4)
 
@@ -156,7 +163,7 @@ def test_privileged_texts_of_the_data_and_prompts_that_are_too_long():
     hints = ["12", " ", None, "9" * 60]
     rows = [{**row, "hint": hint} for row, hint in zip(tasks.generate("sort", size=4), hints, strict=True)]
     settings = {**PRIVILEGED, **DIVERGENCE, "teacher__privileged_column": "hint"}
-    _, experience, updates = first_batch(config_of(**settings, data__shuffle=False), rows=rows)
+    _, experience, updates = first_batch(config_of(**settings, data__shuffle=False), rows=rows, update=True)
     batch, mask = experience.batch, np.asarray(experience.batch.mask)
     taught = np.repeat([1.0, 0.0, 0.0, 0.0], 4)
     np.testing.assert_array_equal(batch.taught, taught)

@@ -79,7 +79,7 @@ def test_update_is_adamw_of_summed_gradient():
     batch = make_batch()
     objective = objective_of(config, NET)
     params = NET.init(jax.random.key(0))
-    gradient = jax.grad(lambda p: objective.loss(p, objective.prepare(batch))[0])(params)
+    gradient = jax.jit(jax.grad(lambda p: objective.loss(p, objective.prepare(batch))[0]))(params)
     norm = float(optax.tree.norm(gradient))
     state, metrics = run_update(config, batch)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
