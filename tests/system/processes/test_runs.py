@@ -101,7 +101,7 @@ def test_teachers_over_processes(root, tmp_path, together, name):
         save_hf(dataclasses.replace(model, params=jax.tree.map(lambda x: 1.1 * x, model.params)), other)
         named = [{**row, "teacher": "ab"[number % 2]} for number, row in enumerate(tasks.generate("sort", size=64))]
         rows.write_text("".join(json.dumps(row) + "\n" for row in named))
-        flags += [f"--config.data.path={rows}", f"--config.teacher.others=('b={other}',)"]
+        flags += [f"--config.data.path={rows}", f"--config.teacher.others=b={other}"]
         flags += ["--config.teacher.form=advantage"]
     all_ended_well(together(1, *command(root, name, tmp_path / "one", *flags)))
     all_ended_well(together(2, *command(root, name, tmp_path / "two", *flags)))
