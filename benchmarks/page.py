@@ -169,8 +169,8 @@ AHEAD = """
 `configs/async_grpo.py` with `rollout.staleness=N` (`ahead_N`), for 120 steps, without a KL term; with 0 nothing is made
 ahead. Tokens are weighed by the ratio of the policy before the step and the one that sampled (`token_truncate`, at most
 2). `ahead_clipped_N` has no such weight: `algorithm.old_logps=sampler` clips the ratio of the policy and the one that
-sampled. With neither a run is refused. `ahead_in_flight_1` is `configs/async_grpo.py:in_flight`: weighed as `ahead_1`,
-and each new policy comes to the batch under way (`rollout.update_in_flight`).
+sampled. With neither a run is refused. `ahead_in_flight_N` is `configs/async_grpo.py:in_flight`, weighed as `ahead_N`:
+here a batch is sampled before the next policy comes, so that both are the same.
 """
 TAUGHT = """
 ## From a teacher
