@@ -46,9 +46,12 @@ class Traffic(NamedTuple):
 
 
 def step_and_rest(text: str) -> tuple[Traffic, Traffic]:
-    """The traffic of one turn of the loops whose number is not known (decode steps), and of all beside them."""
+    """The traffic of one turn of the loops whose number is not known (decode steps), and of all beside them.
+
+    Such loops within a turn count as none: they bring on rows that refill a slot or had several tokens accepted.
+    """
     rest = traffic(text, (0.0,))
-    return traffic(text, (1.0,)).minus(rest), rest
+    return traffic(text, (1.0, 0.0)).minus(rest), rest
 
 
 def traffic(text: str, trips: Trips = ()) -> Traffic:
