@@ -89,10 +89,16 @@ ROWS_OF_8K = {"rollout.max_prompt_length": 1024, "rollout.max_completion_length"
 ROWS_OF_32K = {"rollout.max_prompt_length": 1024, "rollout.max_completion_length": 31744}
 FOUR_ROWS = {**ROWS_OF_32K, "batch.prompts": 1, "rollout.group_size": 4, "algorithm.beta": 0.04}
 SFT_OF_32K = {"algorithm.name": "sft", "data.max_length": 32_768, "batch.prompts": 4}
-SMALL = {**ROWS_OF_8K, "batch.microbatch_tokens": 65_536}
 FURTHER = {
     "update, rows of 8k": ("update", ("update",), ROWS_OF_8K),
-    "update, rows of 8k, batch.microbatch_tokens=65536": ("update", ("update",), SMALL),
+    **{
+        f"update, rows of 8k, batch.microbatch_tokens={n}": (
+            "update",
+            ("update",),
+            {**ROWS_OF_8K, "batch.microbatch_tokens": n},
+        )
+        for n in (131_072, 65_536)
+    },
     "update, rows of 32k": ("update", ("update",), ROWS_OF_32K),
     "update, 4 rows of 32k": ("update", ("update",), SFT_OF_32K),
     "logps, 4 rows of 32k": ("logps", ("reference",), FOUR_ROWS),
@@ -109,7 +115,7 @@ FEW = {
 def cells() -> list[tuple[str, str, str]]:
     """Model, device and phase of every cell."""
     found = [(m, d, p) for m in MODELS for d in (COUNTS[m] if m in FEW else DEVICES) for p in FEW.get(m, PHASES)]
-    return [*found, *(("8b", "h100", phase) for phase in list(FURTHER)[:3])]
+    return [*found, *(("8b", "h100", phase) for phase in list(FURTHER)[:4])]
 
 
 def state_bytes(model: dict[str, Any], rows: int) -> int:
