@@ -190,7 +190,9 @@ class GatedDeltaNet(nnx.Module):
         h, r = c.delta_key_heads, c.delta_value_heads // c.delta_key_heads
         dtype = latest[0].dtype
         weights = self.conv[..., 0, :].astype(dtype).astype(jnp.float32)
-        mixed = sum(array.astype(jnp.float32) * weights[:, tap] for tap, array in enumerate(latest))
+        mixed = jnp.zeros((), jnp.float32)
+        for tap, array in enumerate(latest):
+            mixed += array.astype(jnp.float32) * weights[:, tap]
         mixed = jax.nn.silu(mixed.astype(dtype)).astype(jnp.float32)
         q, k, v = jnp.split(mixed, [h * c.delta_key_dim, 2 * h * c.delta_key_dim], axis=-1)
         q, k = (a.reshape(*a.shape[:-1], h, -1) for a in (q, k))
@@ -342,8 +344,9 @@ def chunked_delta_rule(q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[
 
     ids = chunks(segments, NO_SEGMENT)
     before = jnp.concatenate([jnp.full((1, rows), NO_SEGMENT, jnp.int32), ids[:-1, :, -1]])
-    all_chunks = within_chunks(*(chunks(a) for a in (q, k, v, g, beta)), ids, before)
-    start = jnp.zeros((rows, *v.shape[2:4], k.shape[-1], v.shape[-1]), jnp.float32)
+    q, k, v, g, beta = (chunks(a) for a in (q, k, v, g, beta))
+    all_chunks = within_chunks(q, k, v, g, beta, ids, before)
+    start = jnp.zeros((rows, *v.shape[3:5], k.shape[-1], v.shape[-1]), jnp.float32)
     state, (out, added) = jax.lax.scan(step, _sharded(start, 1), all_chunks)
     out = jnp.moveaxis(out + all_chunks.among @ added, -2, 2)  # [M,N,t,h,r,v]
     return jnp.moveaxis(out, 0, 1).reshape(rows, -1, *out.shape[3:])[:, extra:], state
