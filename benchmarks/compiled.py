@@ -9,7 +9,7 @@ Wants `pip install "jaxrl_llm[plan-cuda]"` for GPUs and libtpu for TPUs (docs/pl
 are left out. Each cell is a process of its own, which plans configs/grpo.py for the shape of a public model: 8 prompts
 of 512 tokens, 8 completions of 1024 tokens each, `model.remat=block`; everything else is the default, so that
 micro-batches are as large as memory allows. The bytes that a decode step must read are the sampler's parameters and all
-keys and values, once.
+keys and values, once; states of gated delta nets are read and written.
 """
 
 import argparse
@@ -52,12 +52,26 @@ MODELS = {
 MODELS["0.8b-hybrid"] = {  # Qwen3.5: gated delta nets in three layers of four
     **shape(QWEN3, 1024, 24, 8, 3584, tie_word_embeddings=True), "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text", "vocab_size": 248320, "head_dim": 256, "num_key_value_heads": 2,
-    "linear_num_value_heads": 16, "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+# Layers of the kinds of Gemma 4 (its last three read the keys and values of the first) and Llama 4, not their number.
+MODELS["gemma4 of 6 layers"] = {
+    **shape(QWEN3, 2304, 6, 8, 9216, tie_word_embeddings=True), "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text", "vocab_size": 262144, "head_dim": 256, "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 512, "num_kv_shared_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+MODELS["llama4 of 4 layers"] = {
+    **shape(LLAMA3, 5120, 4, 40, 8192), "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text",
+    "vocab_size": 202048, "intermediate_size_mlp": 16384, "num_local_experts": 16, "num_experts_per_tok": 1,
 }  # fmt: skip
 DEVICES = ("h100", "v5e", "v5p", "v6e")
 # How many devices hold the training of a model, all of them by fsdp.
-COUNTS = {"0.6b": {"v5e": 1}, "1.7b": {}, "8b": dict.fromkeys(DEVICES, 8), "70b": {"h100": 64, "v5p": 64},
-          "0.8b-hybrid": {"h100": 1, "v6e": 1}}  # fmt: skip
+COUNTS = {
+    "0.6b": {"v5e": 1}, "1.7b": {}, "8b": dict.fromkeys(DEVICES, 8), "70b": {"h100": 64, "v5p": 64},
+    "0.8b-hybrid": {"h100": 1, "v6e": 1}, "gemma4 of 6 layers": {"h100": 1}, "llama4 of 4 layers": {"h100": 1},
+}  # fmt: skip
 SETTINGS = {
     "batch.prompts": 8, "rollout.group_size": 8, "rollout.max_prompt_length": 512,
     "rollout.max_completion_length": 1024, "algorithm.beta": 0.0, "model.remat": "block",
@@ -80,25 +94,67 @@ PUSHES: dict[str, tuple[int, str]] = {
     "push, fsdp=4 to tensor=4 of others": (4, "tensor=4"),
     "push, fsdp=32 to data=4,tensor=8 of others": (32, "data=4,tensor=8"),
 }
-LONG = {"algorithm.name": "sft", "data.max_length": 32_768, "batch.prompts": 4}
-LONG_PHASES = {"rollout": PHASES["rollout"], "update, 4 rows of 32k": ("update", ("update",), LONG)}
+ROWS_OF_8K = {"rollout.max_prompt_length": 1024, "rollout.max_completion_length": 7168}
+ROWS_OF_32K = {"rollout.max_prompt_length": 1024, "rollout.max_completion_length": 31744}
+FOUR_ROWS = {**ROWS_OF_32K, "batch.prompts": 1, "rollout.group_size": 4, "algorithm.beta": 0.04}
+SFT_OF_32K = {"algorithm.name": "sft", "data.max_length": 32_768, "batch.prompts": 4}
+FURTHER = {
+    "update, rows of 8k": ("update", ("update",), ROWS_OF_8K),
+    **{
+        f"update, rows of 8k, batch.microbatch_tokens={n}": (
+            "update",
+            ("update",),
+            {**ROWS_OF_8K, "batch.microbatch_tokens": n},
+        )
+        for n in (131_072, 65_536)
+    },
+    "update, rows of 32k": ("update", ("update",), ROWS_OF_32K),
+    "update, 4 rows of 32k": ("update", ("update",), SFT_OF_32K),
+    "logps, 4 rows of 32k": ("logps", ("reference",), FOUR_ROWS),
+}
+# Of models that have not all phases on all devices: theirs, on those of COUNTS.
+FEW = {
+    "70b": tuple(PHASES),
+    "0.8b-hybrid": ("rollout", "update, 4 rows of 32k", "logps, 4 rows of 32k"),
+    "gemma4 of 6 layers": ("rollout", "update"),
+    "llama4 of 4 layers": ("rollout",),
+}
 
 
 def cells() -> list[tuple[str, str, str]]:
     """Model, device and phase of every cell."""
-    few = {"70b": PHASES, "0.8b-hybrid": LONG_PHASES}
-    found = [(m, d, p) for m in MODELS for d in (COUNTS[m] if m in few else DEVICES) for p in few.get(m, PHASES)]
-    return [*found, *(("8b", d, p) for d in ("h100", "v6e") for p in PUSHES)]
+    found = [(m, d, p) for m in MODELS for d in (COUNTS[m] if m in FEW else DEVICES) for p in FEW.get(m, PHASES)]
+    found += [("8b", "h100", phase) for phase in list(FURTHER)[:4]]
+    return [*found, *(("8b", device, phase) for device in ("h100", "v6e") for phase in PUSHES)]
+
+
+def state_bytes(model: dict[str, Any], rows: int) -> int:
+    """What decoding must move of gated delta nets beside reading their caches once: states are written too.
+
+    Of the latest tokens that a row keeps, which are as many as it might take back, none must be read but a
+    convolution's.
+    """
+    from jaxrl_llm.models.delta_net import AT_ONCE
+
+    if "linear_num_value_heads" not in model:
+        return 0
+    keys, values, k, v, taps = (
+        model[f"linear_{name}"]
+        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    )
+    state = 4 * values * k * v
+    recent = 2 * (2 * AT_ONCE + taps - 1) * (2 * keys * k + values * v + 2 * values)
+    return rows * (model["num_hidden_layers"] * 3 // 4) * (state - recent)
 
 
 def measured(model: str, device: str, phase: str) -> dict[str, Any]:
     """The programs of one cell: for each GB moved, kernels, GB of temporaries and arguments, seconds to compile."""
     from benchmarks.traffic import step_and_rest, traffic
-    from jaxrl_llm.config import default
+    from jaxrl_llm.config import batch_rows, default
     from jaxrl_llm.tools.plan.planned import make_plan
     from jaxrl_llm.tools.plan.topology import target
 
-    only, names, more = (PHASES | LONG_PHASES)[phase]
+    only, names, more = (PHASES | FURTHER)[phase]
     config, count = default(), COUNTS[model].get(device, 1)
     for key, value in {**SETTINGS, **more}.items():
         config.update_from_flattened_dict({key: value})
@@ -121,7 +177,8 @@ def measured(model: str, device: str, phase: str) -> dict[str, Any]:
             of_config = MODELS[model]
             table = 0 if of_config["tie_word_embeddings"] else of_config["vocab_size"] * of_config["hidden_size"] * 2
             share = table * plan.sampling["the sampler's parameters"] / (2 * plan.parameters)
-            row |= step._asdict() | {"beside": rest.moved, "least": sum(plan.sampling.values()) - share}
+            least = sum(plan.sampling.values()) - share + state_bytes(of_config, batch_rows(config)) / count
+            row |= step._asdict() | {"beside": rest.moved, "least": least}
         else:  # of two loops over logits the second runs over what the first leaves
             trips = (*program.trips[:-1], (program.trips[-1], 1.0)) if program.trips else ()
             row |= traffic(program.text, trips)._asdict()
@@ -213,8 +270,8 @@ def page(store: dict[str, Any]) -> str:
             elif phase not in PUSHES:
                 numbers = [gb(row["moved"], 0), f"{row['kernels']:,.0f}", gb(row["temporaries"], 1)]
                 numbers += [gb(row["arguments"], 1), gb(row["exchanged"], 1), f"{row['seconds']:.0f}"]
-                shown = phase if program == "update" else program.removeprefix("rollout: ")
-                others.append([model, on, shown, *numbers])
+                own = program.removeprefix("rollout: ") + phase.removeprefix("rollout").removeprefix("logps")
+                others.append([model, on, phase if program == "update" else own, *numbers])
     versions = ", ".join(f"{name} {number}" for name, number in store["versions"].items())
     parts = ["# Compiled programs", "", f"By `python -m benchmarks.compiled`, of one device; {versions}.", ""]
     parts += ["## A decode step", "", table(decode), "## Other programs, whole runs", "", table(others)]

@@ -242,9 +242,10 @@ difference.
   (`e_score_correction_bias`) all is computed; training keeps the correction as it is. Folders with layers for
   multi-token prediction and weights in fp8 are refused.
 - Gated delta nets with short convolutions, beside gated attention (Qwen3-Next, Qwen3.5). Rows are computed in chunks of
-  64 tokens, with memory linear in their length; a state starts anew with each document of a packed row. A row's cache
-  is its state and the inputs of its latest tokens, whatever its length. An update's rows are not packed
-  (`batch.packing`). Layers for multi-token prediction are left out.
+  64 tokens, with memory linear in their length: four rows of 32k tokens train on one h100
+  ([compiled](performance.md#what-a-step-moves-by-the-compilers)). A state starts anew with each document of a packed
+  row. A row's cache is its state and the inputs of its latest tokens, whatever its length. An update's rows are not
+  packed (`batch.packing`). Layers for multi-token prediction are left out.
 - Attention sinks (gpt-oss). They are computed by `model.attention=xla`, on every backend.
 - Soft caps on attention scores and logits, wherever logits are formed. `model.fp32_head` forms them in float32.
 - Multipliers of embeddings, attention scores, residuals and logits (Granite).

@@ -16,9 +16,10 @@ What a cache saves between kernels is not seen, nor what a kernel reads twice: a
 
 import math
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxrl_llm.tools.plan.hlo import COLLECTIVES, Instruction, Module, Trips, called
+from jaxrl_llm.tools.plan.hlo import COLLECTIVES, Instruction, Module, Trips, called, source
 
 # Names for what is there already, and what only orders: no kernel, no bytes.
 FREE = {
@@ -45,14 +46,35 @@ class Traffic(NamedTuple):
 
 
 def step_and_rest(text: str) -> tuple[Traffic, Traffic]:
-    """The traffic of one turn of the loops whose number is not known (decode steps), and of all beside them."""
+    """The traffic of one turn of the loops whose number is not known (decode steps), and of all beside them.
+
+    Such loops within a turn count as none: they bring on rows that refill a slot or had several tokens accepted.
+    """
     rest = traffic(text, (0.0,))
-    return traffic(text, (1.0,)).minus(rest), rest
+    return traffic(text, (1.0, 0.0)).minus(rest), rest
 
 
 def traffic(text: str, trips: Trips = ()) -> Traffic:
     """The traffic of one run of a compiled program; `trips` are those of loops of unknown length, outer ones first."""
-    module, moved, kernels, exchanged = Module(text, trips), 0.0, 0.0, 0.0
+    moved = kernels = exchanged = 0.0
+    for move in moves(text, trips):
+        moved, kernels = moved + move.times * move.bytes, kernels + move.times
+        exchanged += move.times * move.exchanged
+    return Traffic(moved, kernels, exchanged)
+
+
+class Move(NamedTuple):
+    """One instruction of a program that moves something: how often it runs, and the bytes of each time."""
+
+    instruction: Instruction
+    times: float
+    bytes: float
+    exchanged: float
+
+
+def moves(text: str, trips: Trips = ()) -> Iterator[Move]:
+    """What moves bytes in one run of a compiled program, in no order."""
+    module = Module(text, trips)
     for name in module.buffers:
         body, times = module.computations[name], module.trips[name][0]
         for x in body.values():
@@ -63,12 +85,21 @@ def traffic(text: str, trips: Trips = ()) -> Traffic:
                 while start.opcode.endswith("-update"):
                     start = body[start.operands[0]]
                 x = start._replace(shape=x.shape, opcode=start.opcode.removesuffix("-start"))
-            size = sum(_moved(module, body, x))
-            moved, kernels = moved + times * size, kernels + times
+            exchanged = 0.0
             if x.opcode in COLLECTIVES:
-                inputs = sum(_size(body[operand].shape) for operand in x.operands)
-                exchanged += times * max(inputs, _size(x.shape))
-    return Traffic(moved, kernels, exchanged)
+                exchanged = max(sum(_size(body[operand].shape) for operand in x.operands), _size(x.shape))
+            yield Move(x, times, sum(_moved(module, body, x)), exchanged)
+
+
+def heaviest(text: str, trips: Trips, count: int) -> list[str]:
+    """The instructions of one run that move most, a line each: GB, how often, what it makes, and of which operation."""
+    found = sorted(moves(text, trips), key=lambda x: -x.times * x.bytes)[:count]
+    return [
+        f"{x.times * x.bytes / 1e9:9.3f} GB, {x.times:6g} x {x.instruction.name} {x.instruction.shape[:60]} "
+        f"{source(x.instruction)[-80:]}"
+        for x in found
+        if x.times * x.bytes
+    ]
 
 
 def _moved(module: Module, body: dict[str, Instruction], x: Instruction) -> tuple[float, float]:

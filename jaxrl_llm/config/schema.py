@@ -281,7 +281,8 @@ KEYS = (
     Setting("model.random_init", False, "Start from random parameters (drawn from seed) instead of the model's.", bool),
     Setting("model.remat", "none",
         "Rematerialisation: none saves all activations; block saves the inputs of layers, and the backward pass "
-        "recomputes the rest; offload saves these inputs in host memory; dots saves the outputs of matmuls.",
+        "recomputes the rest; offload saves these inputs in host memory; dots saves the outputs of matmuls and of "
+        "attention kernels.",
         choices=("none", "block", "dots", "offload")),
     Setting("model.scan_layers", "auto",
         "Scan one compiled layer (true), or compile each layer (false: slower to start, faster on CPU); auto scans "

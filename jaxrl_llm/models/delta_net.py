@@ -80,9 +80,12 @@ class GatedDeltaNet(nnx.Module):
         before = jnp.pad(mixed, ((0, 0), (taps - 1, 0), (0, 0)))
         ids = jnp.pad(segments, ((0, 0), (taps - 1, 0)), constant_values=NO_SEGMENT)
         length = x.shape[1]
-        window = jnp.stack([before[:, tap : tap + length] for tap in range(taps)], axis=2)
-        same = jnp.stack([ids[:, tap : tap + length] == segments for tap in range(taps)], axis=2)
-        out, state = chunked_delta_rule(*self._heads(jnp.where(same[..., None], window, 0), ba), segments)
+        # One array a tap, and no window of all: that would be K times as large as what is convolved.
+        latest = [
+            jnp.where((ids[:, tap : tap + length] == segments)[..., None], before[:, tap : tap + length], 0)
+            for tap in range(taps)
+        ]
+        out, state = chunked_delta_rule(*self._heads(latest, ba), segments)
         tail = jnp.where((ids[:, -taps + 1 :] == segments[:, -1:])[..., None], before[:, -taps + 1 :], 0)
         return self._output(out, z), PromptState(_sharded(state, 1), constrain(tail, "rows", None, None))
 
@@ -97,20 +100,37 @@ class GatedDeltaNet(nnx.Module):
         places = (length[..., None] + jnp.arange(width)) % cache.recent.shape[2]
         recent = jax.vmap(jax.vmap(lambda row, at, new: row.at[at].set(new)))(cache.recent, places, new)
         fresh = length == 0
-        first = quantize.widened(prompt.state, jnp.float32)[:, None]
-        state = jnp.where(fresh[..., None, None, None, None], first, cache.state)
         place = jnp.where(fresh, 0, cache.place)
 
-        def step(state, place):
-            return delta_step(state, *self._heads(*self._at(place, recent, prompt.tail, x.dtype)))
+        def begin(_, state):
+            first = quantize.widened(prompt.state, jnp.float32)[:, None]
+            return jnp.where(fresh[..., None, None, None, None], first, state)
+
+        def step(state, first, count, counts):
+            """Outputs of `count` tokens from `first` on, and the states behind the first of them where it `counts`."""
+            tokens = self._at(first[..., None] + jnp.arange(count), recent, prompt.tail, x.dtype)
+            q, k, v, g, beta = self._heads(*tokens)
+            known = (counts[..., None] | (jnp.arange(count) > 0))[..., None, None]
+            g, beta = jnp.where(known, g, 0), jnp.where(known, beta, 0)  # a token without both leaves no trace
+            same = jnp.zeros((*first.shape, count), jnp.int32)
+            chunk = within_chunks(q, k, v, g, beta, same, same[..., 0])
+            taken, out = jnp.split(_exact(chunk.reads, state), 2, axis=-2)
+            added = chunk.own - taken
+            out += _exact(chunk.among, added)
+            state = state * jnp.exp(g[..., 0, :, :])[..., None, None]
+            return out, state + k[..., 0, :, None, :, None] * added[..., 0, None, :]
 
         def follow(number, state):
-            accepted = place + number < length
-            return jnp.where(accepted[..., None, None, None, None], step(state, place + number)[0], state)
+            return step(state, place + number, 1, place + number < length - 1)[1]
 
-        state = _sharded(jax.lax.fori_loop(0, (length - place).max(), follow, state), 2)
-        _, out = jax.lax.scan(lambda state, number: step(state, length + number), state, jnp.arange(width))
-        out = self._output(jnp.moveaxis(out, 0, 2), z).reshape(x.shape)
+        # Loops, of no trip mostly, and not branches, whose results XLA would copy. Then one pass over the states for
+        # the last accepted tokens, where they lack them, and the new ones.
+        state = jax.lax.fori_loop(0, fresh.any().astype(jnp.int32), begin, cache.state)
+        state = _sharded(jax.lax.fori_loop(0, (length - place).max() - 1, follow, state), 2)
+        out, state = step(state, length - 1, width + 1, place < length)
+        out = jnp.moveaxis(out[..., 1:, :], -2, 2)
+        out = self._output(out, z).reshape(x.shape)
+        state = _sharded(state, 2)
         return out, RowState(state, length, constrain(recent, "rows", None, None, None))
 
     @staticmethod
@@ -147,24 +167,33 @@ class GatedDeltaNet(nnx.Module):
         by_head = self.qkvz(x).reshape(*x.shape[:-1], h, -1)
         *convolved, z = jnp.split(by_head, [sum(sizes[: n + 1]) for n in range(3)], axis=-1)
         mixed = jnp.concatenate([a.reshape(*x.shape[:-1], -1) for a in convolved], axis=-1)
-        return mixed, z.reshape(*z.shape[:-1], r, -1), self.ba(x)
+        return mixed, z.reshape(*z.shape[:-1], r, -1), self.ba(_apart(x))
 
-    def _at(self, place, recent, tail, dtype):
-        """What is convolved for the tokens at `place` `[G,R]`, `[G,R,K,m]`, and their inputs of beta and g."""
-        taps = self.conv.shape[-1]
-        index = place[..., None] + jnp.arange(1 - taps, 1)
-        numbers = jnp.take_along_axis(recent, (index % recent.shape[2])[..., None], axis=2)
-        numbers = quantize.widened(numbers, dtype)
-        in_prompt = jnp.clip(index + taps - 1, 0, taps - 2)[..., None]
-        before = jnp.take_along_axis(quantize.widened(tail, dtype)[:, None], in_prompt, axis=2)
-        return jnp.where(index[..., None] < 0, before, numbers[..., : self.mixed]), numbers[..., -1, self.mixed :]
+    def _at(self, places, recent, tail, dtype):
+        """What is convolved for the tokens at `places` `[G,R,t]`, as K arrays `[G,R,t,m]`, and inputs of beta and g."""
+        taps, latest, numbers = self.conv.shape[-1], [], recent
+        for tap in range(1 - taps, 1):
+            index = places + tap
+            numbers = jnp.take_along_axis(recent, (index % recent.shape[2])[..., None], axis=2)
+            numbers = quantize.widened(numbers, dtype)
+            in_prompt = jnp.clip(index + taps - 1, 0, taps - 2)[..., None]
+            before = jnp.take_along_axis(quantize.widened(tail, dtype)[:, None], in_prompt, axis=2)
+            latest.append(jnp.where(index[..., None] < 0, before, numbers[..., : self.mixed]))
+        return latest, numbers[..., self.mixed :]
 
-    def _heads(self, window, ba):
-        """Queries and keys `[...,h,d]`, values `[...,h,r,v]`, log decays g and beta `[...,h,r]`, in fp32."""
+    def _heads(self, latest, ba):
+        """Queries and keys `[...,h,d]`, values `[...,h,r,v]`, log decays g and beta `[...,h,r]`, in fp32.
+
+        `latest` are the K arrays `[...,m]` of what is convolved, the tokens' own the last.
+        """
         c = self.config
         h, r = c.delta_key_heads, c.delta_value_heads // c.delta_key_heads
-        mixed = jnp.einsum("...km,mk->...m", window, self.conv[..., 0, :].astype(window.dtype))
-        mixed = jax.nn.silu(mixed).astype(jnp.float32)
+        dtype = latest[0].dtype
+        weights = self.conv[..., 0, :].astype(dtype).astype(jnp.float32)
+        mixed = jnp.zeros((), jnp.float32)
+        for tap, array in enumerate(latest):
+            mixed += array.astype(jnp.float32) * weights[:, tap]
+        mixed = jax.nn.silu(mixed.astype(dtype)).astype(jnp.float32)
         q, k, v = jnp.split(mixed, [h * c.delta_key_dim, 2 * h * c.delta_key_dim], axis=-1)
         q, k = (a.reshape(*a.shape[:-1], h, -1) for a in (q, k))
         q, k = (a * jax.lax.rsqrt((a * a).sum(-1, keepdims=True) + 1e-6) for a in (q, k))
@@ -192,21 +221,19 @@ class SplitDeltaNet(GatedDeltaNet):
         self.a = Linear(c.width, c.delta_value_heads, c, rngs, name="a")
 
     def _project(self, x):
-        z, b, a = (each(x).reshape(*x.shape[:-1], self.config.delta_key_heads, -1) for each in (self.z, self.b, self.a))
+        b, a = (each(_apart(x)).reshape(*x.shape[:-1], self.config.delta_key_heads, -1) for each in (self.b, self.a))
         ba = jnp.concatenate([b, a], axis=-1).reshape(*x.shape[:-1], -1)
-        return self.qkv(x), z.reshape(*z.shape[:-1], -1, self.config.delta_value_dim), ba
+        z = self.z(x).reshape(*x.shape[:-1], self.config.delta_key_heads, -1, self.config.delta_value_dim)
+        return self.qkv(x), z, ba
+
+
+def _apart(x):
+    """x, for maps of few columns: XLA's GPU compiler would make those of one x one product, of a copy of all."""
+    return jax.lax.optimization_barrier(x) if jax.default_backend() == "gpu" else x
 
 
 def _sharded(state, lead: int):
     return constrain(state, "rows", *(None,) * (lead - 1), "heads", None, None, None)
-
-
-def delta_step(state, q, k, v, g, beta) -> tuple[jax.Array, jax.Array]:
-    """The states `[...,h,r,d,v]` behind one more token, and its outputs `[...,h,r,v]`."""
-    state = state * jnp.exp(g)[..., None, None]
-    missing = (v - jnp.einsum("...hrdv,...hd->...hrv", state, k)) * beta[..., None]
-    state = state + k[..., :, None, :, None] * missing[..., None, :]
-    return state, jnp.einsum("...hrdv,...hd->...hrv", state, q)
 
 
 @jax.custom_vjp
@@ -260,12 +287,47 @@ def _solved_backward(residuals, gradient):
 _solved.defvjp(_solved_forward, _solved_backward)
 
 
-def chunked_delta_rule(q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[jax.Array, jax.Array]:
-    """Outputs `[N,T,h,r,v]` of `delta_step` for each token in turn, and the states `[N,h,r,d,v]` of the last segments.
+class Chunk(NamedTuple):
+    """What tokens that follow one another add to a state S and read of it, whatever it is.
 
-    q, k `[N,T,h,d]`, v `[N,T,h,r,v]`, g and beta `[N,T,h,r]`, segments `[N,T]`. Within a chunk what tokens add to the
-    state solves a triangular system, as in section 3.2 of arXiv 2406.06484, with decays as in arXiv 2412.06464. Tokens
-    of other segments neither decay nor see each other.
+    With `reads S` in two halves, taken and read, `added = own - taken` is what tokens add along their keys, and their
+    outputs are `read + among added`.
+    """
+
+    own: jax.Array  # [...,h,r,t,v]
+    reads: jax.Array  # [...,h,r,2t,d], of both halves: one product reads S once
+    among: jax.Array  # [...,h,r,t,t]
+    kept: jax.Array  # [...,h,r]: the share of S that is left behind the last token
+    keys: jax.Array  # [...,h,r,t,d]: with what is left of each then
+
+
+def within_chunks(q, k, v, g, beta, segments, before) -> Chunk:
+    """The chunks of q, k `[...,t,h,d]`, v `[...,t,h,r,v]`, g and beta `[...,t,h,r]`, segments `[...,t]`.
+
+    `before` `[...]` are the segments that states are of. What tokens add solves a triangular system, as in section 3.2
+    of arXiv 2406.06484, with decays as in arXiv 2412.06464. Tokens of other segments neither decay nor see each other.
+    """
+    q, k = (jnp.moveaxis(a, -3, -2) for a in (q, k))  # [...,h,t,d]
+    v, g, beta = jnp.moveaxis(v, -4, -2), jnp.moveaxis(g, -3, -1), jnp.moveaxis(beta, -3, -1)  # [...,h,r,t,...]
+    causal, later = (jnp.tril(jnp.ones((g.shape[-1],) * 2, bool), -first) for first in (0, 1))
+    seen = (causal & (segments[..., :, None] == segments[..., None, :]))[..., None, None, :, :]
+    # Summed from each token on: as differences of sums from the first, decays of long chunks would lose their digits.
+    between = jnp.cumsum(jnp.where(later, g[..., :, None], 0), axis=-2)
+    decay = jnp.exp(jnp.where(seen, between, -jnp.inf))
+    of_state = (segments == before[..., None])[..., None, None, :]
+    from_state = jnp.where(of_state, jnp.exp(jnp.cumsum(g, axis=-1)), 0)
+    keys, among = (jnp.einsum("...td,...sd->...ts", a, k)[..., None, :, :] * decay for a in (k, q))
+    wanted = jnp.concatenate([v, from_state[..., None] * k[..., None, :, :]], axis=-1) * beta[..., None]
+    own, taken = jnp.split(_solved(jnp.where(later, keys * beta[..., None], 0), wanted), [v.shape[-1]], axis=-1)
+    read, left = (a[..., None] * b[..., None, :, :] for a, b in ((from_state, q), (decay[..., -1, :], k)))
+    return Chunk(own, jnp.concatenate([taken, read], axis=-2), among, from_state[..., -1], left)
+
+
+def chunked_delta_rule(q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[jax.Array, jax.Array]:
+    """The outputs `[N,T,h,r,v]` of all tokens, and the states `[N,h,r,d,v]` of the last segments.
+
+    q, k `[N,T,h,d]`, v `[N,T,h,r,v]`, g and beta `[N,T,h,r]`, segments `[N,T]`. Chunks are worked out side by side, and
+    their states one after another.
     """
     (rows, length), segments = segments.shape, jnp.asarray(segments, jnp.int32)
     extra = -length % chunk  # before the row, so that the last state is that of its last token
@@ -274,34 +336,17 @@ def chunked_delta_rule(q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[
         x = jnp.pad(x, ((0, 0), (extra, 0), *((0, 0),) * (x.ndim - 2)), constant_values=value)
         return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
 
-    causal, later = (jnp.tril(jnp.ones((chunk, chunk), bool), -first) for first in (0, 1))
-
-    @jax.checkpoint  # the backward pass keeps the state before each chunk alone
-    def step(carry, inputs):
-        state, segment = carry  # the segment that the state is of
-        q, k, v, g, beta, ids = inputs
-        q, k = (a.transpose(0, 2, 1, 3) for a in (q, k))  # [N,h,t,d]
-        v, g, beta = (jnp.moveaxis(a, 1, 3) for a in (v, g, beta))  # [N,h,r,t,...]
-        total = jnp.cumsum(g, axis=-1)
-        seen = (causal & (ids[:, :, None] == ids[:, None, :]))[:, None, None]
-        # Summed from each token on: as differences of `total`, decays of long chunks would lose their digits.
-        between = jnp.cumsum(jnp.where(later, g[..., :, None], 0), axis=-2)
-        decay = jnp.exp(jnp.where(seen, between, -jnp.inf))
-        from_state = jnp.where((ids == segment[:, None])[:, None, None], jnp.exp(total), 0)
-        keys, queries = (jnp.einsum("nhtd,nhsd->nhts", a, k)[:, :, None] * decay for a in (k, q))
-        wanted = jnp.concatenate([v, from_state[..., None] * k[:, :, None]], axis=-1) * beta[..., None]
-        solved = _solved(jnp.where(later, keys * beta[..., None], 0), wanted)
-        own, taken = jnp.split(solved, [v.shape[-1]], axis=-1)
-        added = own - jnp.einsum("nhrtd,nhrdv->nhrtv", taken, state)
-        out = jnp.einsum("nhrt,nhtd,nhrdv->nhrtv", from_state, q, state)
-        out += jnp.einsum("nhrts,nhrsv->nhrtv", queries, added)
-        last = ids[:, -1]
-        state = state * from_state[..., -1, None, None]
-        state += jnp.einsum("nhrs,nhsd,nhrsv->nhrdv", decay[..., -1, :], k, added)
-        return (state, last), jnp.moveaxis(out, 3, 1)
+    def step(state, chunk: Chunk):
+        taken, out = jnp.split(chunk.reads @ state, 2, axis=-2)
+        added = chunk.own - taken
+        left = state * chunk.kept[..., None, None] + chunk.keys.swapaxes(-1, -2) @ added
+        return left, (out, added)
 
     ids = chunks(segments, NO_SEGMENT)
-    start = jnp.zeros((rows, *v.shape[2:4], k.shape[-1], v.shape[-1]), jnp.float32)
-    start = (_sharded(start, 1), jnp.full((rows,), NO_SEGMENT, jnp.int32))
-    (state, _), out = jax.lax.scan(step, start, (*(chunks(a) for a in (q, k, v, g, beta)), ids))
+    before = jnp.concatenate([jnp.full((1, rows), NO_SEGMENT, jnp.int32), ids[:-1, :, -1]])
+    q, k, v, g, beta = (chunks(a) for a in (q, k, v, g, beta))
+    all_chunks = within_chunks(q, k, v, g, beta, ids, before)
+    start = jnp.zeros((rows, *v.shape[3:5], k.shape[-1], v.shape[-1]), jnp.float32)
+    state, (out, added) = jax.lax.scan(step, _sharded(start, 1), all_chunks)
+    out = jnp.moveaxis(out + all_chunks.among @ added, -2, 2)  # [M,N,t,h,r,v]
     return jnp.moveaxis(out, 0, 1).reshape(rows, -1, *out.shape[3:])[:, extra:], state

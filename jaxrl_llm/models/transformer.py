@@ -32,10 +32,18 @@ Params = dict[str, Any]
 
 LAYER_INPUT = "layer_input"
 _saved = jax.checkpoint_policies
+
+
+def _matmul_or_attention(primitive, *_, **params) -> bool:
+    """True for matmuls with weights, and for kernels that compute attention: their outputs are as small as theirs."""
+    attention = primitive.name == "pallas_call" or primitive.name.startswith("dot_product_attention_fwd")
+    return attention or bool(_saved.dots_with_no_batch_dims_saveable(primitive, *_, **params))
+
+
 # What is saved of each layer for the backward pass, which recomputes the rest.
 REMAT: dict[str, Any] = {
     "block": None,  # its input
-    "dots": _saved.dots_with_no_batch_dims_saveable,  # the outputs of its matmuls
+    "dots": _matmul_or_attention,  # the outputs of its matmuls, and of attention by a kernel
     "offload": _saved.save_and_offload_only_these_names(  # its input, in the host's memory
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[LAYER_INPUT],

@@ -191,6 +191,15 @@ def test_no_mask_is_made_where_segments_say_it_all(interpreted):
     assert largest(interpreted(CONFIG)) < 2048 * 1024
 
 
+@pytest.mark.parametrize(("remat", "runs"), [("none", 3), ("dots", 3), ("block", 4)])
+def test_what_is_saved_of_matmuls_is_saved_of_attention(interpreted, remat, runs):
+    """Beside the forward pass's kernel there are two for gradients, and with blocks the forward pass's once more."""
+    net = interpreted(dataclasses.replace(CONFIG, layers=1, remat=remat, scan_layers=False))
+    tokens = jnp.zeros((1, 256), jnp.int32)
+    loss = jax.make_jaxpr(jax.grad(lambda params: net.bind(params).hidden(Inputs(tokens)).sum()))
+    assert sum(x.primitive.name == "pallas_call" for x in _equations(loss(net.shapes()).jaxpr)) == runs
+
+
 def _equations(jaxpr):
     for equation in jaxpr.eqns:
         yield equation

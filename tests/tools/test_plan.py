@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.distributed.sharding import bytes_on_device
-from jaxrl_llm.models.fused_attention import splash_attention
+from jaxrl_llm.models.fused_attention import flash_attention, splash_attention
 from jaxrl_llm.models.lora import split
 from jaxrl_llm.tools.plan import hlo
 from jaxrl_llm.tools.plan.advice import advice
@@ -359,6 +359,16 @@ def test_traced_products_of_a_kernel_on_a_mesh():
     with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
         traced = jax.jit(on_mesh).trace(q, kv, kv).jaxpr
     assert traced_flops(traced) == rows * heads * 2 * length * length * size
+
+
+def test_traced_products_of_a_kernel_that_loops():
+    """Two matmuls of causal attention, and seven of its gradients."""
+    rows, heads, length, size = 2, 2, 1024, 8
+    q, kv = jnp.zeros((rows, length, 1, heads, size)), jnp.zeros((rows, length, 1, size))
+    attend = functools.partial(flash_attention, segments=jnp.ones((rows, length), int), interpret=True)
+    one = rows * heads * length * length * size
+    assert traced_flops(jax.jit(attend).trace(q, kv, kv).jaxpr) == 2 * one
+    assert traced_flops(jax.jit(jax.grad(lambda q: attend(q, kv, kv).sum())).trace(q).jaxpr) == 9 * one
 
 
 PROGRAM = """HloModule jit_f, is_scheduled=true, num_partitions=4

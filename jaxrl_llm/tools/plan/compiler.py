@@ -42,6 +42,8 @@ class ProgramStats(NamedTuple):
         return sum(x.sent for x in self.collectives)
 
 
+# The matmuls of a block of queries and a block of keys, of jax's flash kernels of GPUs.
+FLASH = {"mha_forward": 2, "mha_backward": 7}
 # The CPU's compiler computes in float32. Where nothing is gathered in a loop over layers, moving what does not change
 # out of it leaves float32 copies of all parameters, keys and values.
 IN_LAYERS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
@@ -130,6 +132,9 @@ def _flops(equation, trips: Trips) -> float:
         return params["length"] * sum(inside)
     if name == "while":
         return (trips or (1.0,))[0] * sum(inside)
+    if name == "pallas_call" and params["name"] in FLASH:  # it loops up to the last token that a block sees
+        query, key = (x.aval.shape for x in equation.invars[:2])
+        return FLASH[params["name"]] * math.prod(query) * float(key[1])
     if name == "pallas_call":
         return math.prod(params["grid_mapping"].grid) * sum(inside) / 2
     if name.startswith("dot_product_attention"):  # cuDNN's: two matmuls forward, five backward

@@ -297,7 +297,7 @@ class Module:
             for x in computation.values() if name in self.buffers else ():
                 if x.opcode not in VIEWS and not x.shape.startswith("("):
                     shape = re.sub(r"\{.*", "", x.shape)
-                    tensor = Tensor(_bytes(x.shape), shape, _source(x))
+                    tensor = Tensor(_bytes(x.shape), shape, source(x))
                     found.setdefault((shape, tensor.source), tensor)
         return sorted(found.values(), key=lambda x: -x.bytes)[:count]
 
@@ -383,7 +383,7 @@ def _number(pattern: str, text: str, otherwise: int) -> int:
     return int(match[1]) if match else otherwise
 
 
-def _source(x: Instruction) -> str:
+def source(x: Instruction) -> str:
     """Return the operation of the program that made a buffer, in short."""
     name = re.search(r'op_name="([^"]*)"', x.rest)
     if name is None:
