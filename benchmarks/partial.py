@@ -17,7 +17,7 @@ from jaxrl_llm.rollout import engine
 
 STEPS = 24
 # partial_prompts, partial_tokens, max_wait: with 0 as soon as enough prompts are complete
-RUNS = ((0, 0, None), (16, 96, None), (32, 64, None), (16, 255, 0.0), (32, 255, 0.0))
+RUNS = ((0, 0, None), (16, 96, None), (32, 64, None), (16, 255, 0.0))
 
 
 def digits(completions, **kwargs):
