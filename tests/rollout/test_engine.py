@@ -383,6 +383,7 @@ def test_bfloat16_decoding_stays_close(params):
 ON_A_MESH = """
 import dataclasses, jax, numpy as np
 from jaxrl_llm.algorithms.batch import Inputs
+from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -398,7 +399,7 @@ for tied, chunk, slots, filters in ((False, 5, 0, {}), (True, 1, 8, {"temperatur
     params = jax.jit(net.init)(jax.random.key(0))
     engine = Engine(net, SamplingParams(**filters), 3, 10, (5, 6, 7, 8), chunk, slots)
     temperature = engine.sampling.temperature
-    score = jax.jit(lambda p, t, s: trainer_logps(net, p, Inputs(t, s, prompt_width=6), temperature))
+    score = jax.jit(lambda p, t, s: token_logps(net, p, Inputs(t, s, prompt_width=6), temperature))
     one = engine.generate(params, prompts, segments, key)
     scores = score(params, one.tokens, one.segments)
     with jax.set_mesh(mesh):
