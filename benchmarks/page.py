@@ -186,8 +186,8 @@ The student by training step:
 
 {curve}
 On 256 prompts of `validation`, teacher and student have 0.964 and 0.962, 0.965 and 0.964, 0.965 and 0.964 with seeds 0
-to 2 (`python -m jaxrl_llm evaluate`). Neither split is untouched: settings of the student were compared on `test`, and the
-number of updates a step, twelve where eight ended up to 0.0215 below the teacher, on `validation`.
+to 2 (`python -m jaxrl_llm evaluate`). Neither split is untouched: settings of the student were compared on `test`, and
+the number of updates a step, twelve where eight ended up to 0.0215 below the teacher, on `validation`.
 """
 SELF = """
 ## The policy as its own teacher

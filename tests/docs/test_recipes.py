@@ -77,7 +77,9 @@ def test_other_arguments_are_refused_by_name():
 def test_recipes_cover_the_models():
     for path in recipes.recipes():
         named = {row[0].partition(",")[0] for row in recipes.rows(path)}
-        assert named <= MODELS.keys() and (named == MODELS.keys() or path.stem in ("grpo_countdown", "distill_gsm8k", "async_gsm8k"))
+        assert named <= MODELS.keys() and (
+            named == MODELS.keys() or path.stem in ("grpo_countdown", "distill_gsm8k", "async_gsm8k")
+        )
 
 
 def test_problems_of_gsm8k_have_prompts_and_answers():
