@@ -25,14 +25,14 @@ NO_SEGMENT = -1  # of tokens before the row
 
 
 class PromptState(NamedTuple):
-    """What is kept of prompts: the state behind them, and what is convolved of their last tokens."""
+    """The cache of prompts: the state behind them, and the inputs of the convolution from their last tokens."""
 
     state: jax.Array  # [...,G,h,r,d,v]
     tail: jax.Array  # [...,G,K-1,m] of a convolution over K tokens; 0 before the prompt
 
 
 class RowState(NamedTuple):
-    """What is kept of rows: the state before token `place`, and all that later states follow from."""
+    """The cache of rows: the state before token `place`, and all that later states follow from."""
 
     state: jax.Array  # [...,G,R,h,r,d,v] fp32
     place: jax.Array  # [...,G,R]
@@ -170,7 +170,7 @@ class GatedDeltaNet(nnx.Module):
         return mixed, z.reshape(*z.shape[:-1], r, -1), self.ba(_apart(x))
 
     def _at(self, places, recent, tail, dtype):
-        """What is convolved for the tokens at `places` `[G,R,t]`, as K arrays `[G,R,t,m]`, and inputs of beta and g."""
+        """The convolution's inputs at `places` `[G,R,t]`, as K arrays `[G,R,t,m]`, and the inputs of beta and g."""
         taps, latest, numbers = self.conv.shape[-1], [], recent
         for tap in range(1 - taps, 1):
             index = places + tap
@@ -288,7 +288,7 @@ _solved.defvjp(_solved_forward, _solved_backward)
 
 
 class Chunk(NamedTuple):
-    """What tokens that follow one another add to a state S and read of it, whatever it is.
+    """The terms by which a run of tokens reads and updates any state S.
 
     With `reads S` in two halves, taken and read, `added = own - taken` is what tokens add along their keys, and their
     outputs are `read + among added`.

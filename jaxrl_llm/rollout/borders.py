@@ -11,7 +11,7 @@ from jaxrl_llm.rollout.slots import Begun
 
 
 class Border(NamedTuple):
-    """How rows go on behind a border: by other parameters (as `Engine.generate` takes them), or not at all."""
+    """The decision at a border: rows go on by other parameters (as `Engine.generate` takes them), or not at all."""
 
     params: Params | None = None  # None: those of before
     ends: bool = False
@@ -23,7 +23,7 @@ OnBorder = Callable[[np.ndarray, np.ndarray], Border]
 
 
 class Borders:
-    """How far all rows are, on the host, for `on_border`."""
+    """The lengths and ends of all rows, on the host, for `on_border`."""
 
     def __init__(self, on_border: OnBorder, rows: int, begun: Begun | None):
         self._on_border = on_border

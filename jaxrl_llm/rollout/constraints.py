@@ -1,4 +1,4 @@
-"""What completions must and may not contain, from texts of the configuration to tokens; host side.
+"""Constraints on completions, from texts of the configuration to tokens; host side.
 
 Stop strings and guides become automata over bytes, and these, with the bytes of each token, automata over tokens: a
 stop string is found and a guide is kept to however the text is cut into tokens. Guides are compiled by outlines-core
@@ -39,7 +39,7 @@ def setting_text(value: str, is_text: bool, name: str) -> str:
 
 
 class Guide(NamedTuple):
-    """What completions are: a regular expression, texts to choose from, or values of a JSON schema."""
+    """The form of completions: a regular expression, texts to choose from, or values of a JSON schema."""
 
     regex: str = ""
     choice: tuple[str, ...] = ()

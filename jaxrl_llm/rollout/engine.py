@@ -277,7 +277,7 @@ class Engine:
                 raise ConfigError(f"a grammar (structured_grammar) is not followed with {name}: leave one of them out")
 
     def worth_shrinking(self, parameters: int, left: int, slots: int) -> bool:
-        """Whether a smaller grid may save more than its programs cost, before rows have `left` tokens more."""
+        """True where a smaller grid may save more than its programs cost while rows decode `left` tokens more."""
         return left * slots * (1 - self.shrink) * parameters > self.compile_work
 
     def with_room(self, slots: Slots, needed: int) -> Slots:

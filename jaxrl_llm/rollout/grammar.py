@@ -98,7 +98,7 @@ def _llguidance(name: str) -> Any:
 
 
 class GrammarRow:
-    """How far a row is in a grammar: `bits` `[V/32]` uint32 are the tokens that may follow."""
+    """The state of a row in a grammar: `bits` `[V/32]` uint32 are the tokens that may follow."""
 
     def __init__(self, grammar: Grammar):
         self.grammar, self.matcher = grammar, grammar.start.deep_copy()
@@ -111,7 +111,7 @@ class GrammarRow:
 
 
 class GrammarRows:
-    """How far each of `rows` rows of a rollout is in a grammar."""
+    """The states in a grammar of the `rows` rows of a rollout."""
 
     def __init__(self, grammar: Grammar, rows: int):
         self.grammar = grammar
@@ -119,11 +119,11 @@ class GrammarRows:
         self.lengths = np.zeros(rows, np.int64)  # tokens that each has been told
 
     def start(self) -> Automaton:
-        """What the first token of every row may be, in the place of a guide's table: one state."""
+        """The tokens that every row may begin with, in the place of a guide's table: one state."""
         return _table(self.grammar.allowed(self.grammar.start)[None], self.grammar.vocabulary.size)
 
     def next(self, grid: SlotGrid, newest, lengths, live) -> Automaton:
-        """What the next token of each slot may be: a state for each, in the order of slots.
+        """The tokens that may come next in each slot: a state for each, in the order of slots.
 
         newest `[G,R]` is the last token of each row, of so many `lengths`; `live` rows go on. They are asked for after
         each token.

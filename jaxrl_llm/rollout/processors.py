@@ -47,7 +47,7 @@ def processed_logits(logits, sampling: SamplingParams, prompts: Prompts, rows: R
 
 
 def processes_by_row(sampling: RowSampling, rows: Rows, vocab: int):
-    """Whether the logits of each row `[G,R]` are changed before it draws its next token."""
+    """Booleans `[G,R]`, true where the logits of a row are changed before it draws its next token."""
     penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
     changed = functools.reduce(jnp.logical_or, (x != none for x, none in zip(penalties, (1, 0, 0), strict=True)))
     changed |= (sampling.bias_ids < vocab).any(-1) | (sampling.bad_words[..., -1] < vocab).any(-1)
@@ -109,7 +109,7 @@ def _less_repeated(logits, penalty, prompts: Prompts, text, before):
 
 
 def _counts(ids, real, vocab: int):
-    """How often each token `[V]` is among ids `[C]` that are real."""
+    """The count `[V]` of each token among the ids `[C]` that are real."""
     return jnp.zeros(vocab, jnp.float32).at[ids].add(real.astype(jnp.float32))
 
 
@@ -141,5 +141,5 @@ def _recent(width: int, prompts: Prompts, text, places):
 
 
 def _completes(recent, prefixes):
-    """Whether the tokens `[G,R,W,width]` in front of a place are each of the prefixes `[..., words, width]`."""
+    """Booleans, true where the tokens `[G,R,W,width]` in front of a place equal a prefix of `[..., words, width]`."""
     return ((recent[..., None, :] == prefixes) | (prefixes == ANYTHING)).all(-1)

@@ -93,7 +93,7 @@ def sample_by_row(logits, uniforms, rows: RowSampling, changed=None, process=Non
         return jnp.where((probs >= min_p * probs.max(-1, keepdims=True)) | (min_p <= 0), probs, 0.0)
 
     def settled(shares):
-        """What is drawn from, and each row's likeliest token."""
+        """The shares that are drawn from, and each row's likeliest token."""
         drawn_from, drawn_shares = given.astype(jnp.float32) / temperature, shares
         if changed is not None and process is not None:
             drawn_from = process() / temperature

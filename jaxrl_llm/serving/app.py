@@ -44,7 +44,7 @@ class Decoded(list[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a server takes."""
+    """The limits of a server."""
 
     tokens: int  # of a prompt and its completion
     body: int = 4 * 2**20  # bytes
@@ -330,7 +330,7 @@ class Answer:
         server.queue.submit([choice.handle for choice in self.choices if choice.handle is not None])
 
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
-        """What the choices get until all have ended. Raises BadRequestError when the time is over or decoding fails."""
+        """New parts of the choices until all have ended. Raises BadRequestError when time is over or decoding fails."""
         end, first = self.started + self.server.limits.seconds, True
         while self.going:
             try:

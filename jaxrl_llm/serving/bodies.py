@@ -1,4 +1,4 @@
-"""What a request asks for: the JSON bodies of OpenAI's chat and text completions, checked field by field.
+"""Requests as typed values: the JSON bodies of OpenAI's chat and text completions, checked field by field.
 
 Fields of vLLM that its clients send are known too. A field that is not known, or that asks for something that is not
 there, is refused by its name: an answer that leaves out a wish would look as if it had followed it.

@@ -17,7 +17,7 @@ REPLACEMENT = "\ufffd"  # what decoders write for a character whose bytes have n
 
 @dataclasses.dataclass
 class Piece:
-    """What a choice has got since the last time."""
+    """The part of a choice that is new since the last one."""
 
     text: str
     ids: list[int]

@@ -83,17 +83,17 @@ class Grid(NamedTuple):
 
     @property
     def top(self) -> bool:
-        """Whether the likeliest tokens of each place are kept."""
+        """True where the likeliest tokens of each place are kept."""
         return self.slots.rows.sampling is not None and self.slots.rows.sampling.top_ids is not None
 
     @property
     def guided(self) -> bool:
-        """Whether rows may be guided."""
+        """True where rows may be guided."""
         return self.slots.rows.sampling is not None and self.slots.rows.sampling.allowed is not None
 
 
 class Newest(NamedTuple):
-    """What the host reads of each slot: the row's length and end, and its tokens since the last time."""
+    """The host's view of each slot: the row's length and end, and its tokens since the last time."""
 
     length: Any  # [S]
     ended: Any  # [S]
@@ -314,7 +314,7 @@ def end_rows(slots: Slots, gone) -> Slots:
 
 @functools.partial(jax.jit, static_argnames="width")
 def newest(slots: Slots, starts, width: int) -> Newest:
-    """What the rows have become, with `width` tokens from the place `starts` `[S]` of each on."""
+    """The progress of the rows, with `width` tokens of each from the place `starts` `[S]` on."""
     rows = jax.tree.map(lambda x: flat(x, 0), slots.rows)
     places = jnp.minimum(starts[:, None] + jnp.arange(width), rows.tokens.shape[1] - 1)
 

@@ -1,4 +1,4 @@
-"""What an answer must look like: response formats, vLLM's guides and forced tool calls, as grammars.
+"""Forms that answers are held to: response formats, vLLM's guides and forced tool calls, as grammars.
 
 All become one grammar in Lark's syntax, which llguidance compiles in milliseconds and follows on the host: requests are
 of strangers, and no table of the states of a pattern is bounded by its length.

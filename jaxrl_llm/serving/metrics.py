@@ -43,7 +43,7 @@ class Histogram:
 
 
 class Metrics:
-    """What the HTTP side counts; `text` adds the numbers of the queue."""
+    """The counters of the HTTP side; `text` adds the numbers of the queue."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()  # by path and HTTP status; 499: the client left

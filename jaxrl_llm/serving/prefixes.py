@@ -55,7 +55,7 @@ class PrefixCache:
         return self._kept[-1], common
 
     def wants(self, tokens: Sequence[int], adapter: str) -> bool:
-        """Whether a text is worth keeping: long enough, and no beginning of one that is kept."""
+        """True where a text is worth keeping: long enough, and no beginning of one that is kept."""
         given = np.asarray(tokens, np.int32)
         return bool(self.most_bytes) and len(given) >= LEAST and not any(
             prefix.adapter == adapter and _common(prefix.tokens, given) == len(given) for prefix in self._kept

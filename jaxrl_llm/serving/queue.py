@@ -206,7 +206,7 @@ class RequestQueue:
         self.counts.prefix_bytes = 0
 
     def _merged(self, params: Any) -> Any:
-        """What the grid decodes with, of parameters of the net."""
+        """The parameters that the grid decodes with, made of those of the net."""
         with self._on_mesh():
             if not self._adapter:
                 return self.engine.decoding_params(params)
@@ -456,7 +456,7 @@ class RequestQueue:
                 handle.slot = slot
 
     def _begins(self, handle: Handle) -> bool:
-        """Whether a row can start in its grammar; it is told the error where it cannot."""
+        """True where a row can start in its grammar; its handle gets the error where it cannot."""
         try:
             if handle.request.grammar is not None:
                 handle.in_grammar = GrammarRow(handle.request.grammar)

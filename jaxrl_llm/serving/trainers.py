@@ -1,4 +1,4 @@
-"""What trainers expect of a rollout server besides OpenAI's endpoints: those of TRL's and axolotl's, and new weights.
+"""Endpoints that trainers expect of a rollout server besides OpenAI's: those of TRL and axolotl, and new weights.
 
 TRL 1.16 samples by `/v1/completions`, earlier versions and axolotl by `/generate/` and `/chat/`. They push weights by
 NCCL, which is refused here by name: weights come by files, `/update_weights_from_disk` as in SGLang.
@@ -106,7 +106,7 @@ async def world_size(server: Server, request: Request) -> Response:
 
 
 async def server_info(server: Server, request: Request) -> Response:
-    """What TRL asks before it opens a group for weights: there is none here."""
+    """Answer TRL's question before it opens a process group for weights: there is none here."""
     config = {"weight_transfer_config": None, "max_model_len": server.limits.tokens}
     return JSONResponse({"vllm_config": config, "weight_version": server.queue.counts.weight_version})
 

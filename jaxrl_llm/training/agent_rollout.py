@@ -339,7 +339,7 @@ def _total(reward: Reward) -> float:
 
 
 def _reward(session: Session, outcome: Outcome) -> Reward | None:
-    """What the agent returned, or else posted: for the session, or the sum of its turns. None where it failed."""
+    """The reward that an agent returned, or else posted: the session's, or the sum of its turns. None if it failed."""
     if outcome.failure is not None:
         return None
     if outcome.reward is not None:

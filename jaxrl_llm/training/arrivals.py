@@ -30,7 +30,7 @@ RECORD = "arrivals.jsonl"
 
 
 class Arrived(NamedTuple):
-    """What came to the rollouts of one batch: at which question, counted from 0."""
+    """The arrivals at the rollouts of one batch, each with the number of its question, counted from 0."""
 
     policies: dict[int, int]  # training steps of the policy that was taken
     ends: list[int]  # where sampling ended early

@@ -198,7 +198,7 @@ class Beat:
 
 
 class Sign:
-    """What another process writes as `Beat`: its newest facts, and whether it is lost."""
+    """The newest facts that another process wrote as a `Beat`, and a verdict on whether it is lost."""
 
     def __init__(self, path: Path, meeting: Meeting):
         self._path, self._meeting = path, meeting

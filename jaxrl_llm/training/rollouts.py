@@ -21,7 +21,7 @@ UNSAMPLED = -1  # the version of a place without a token
 
 
 class Partial(NamedTuple):
-    """How rows came about that several policies sampled."""
+    """The origin of rows that several policies sampled."""
 
     versions: np.ndarray  # [rows of this process, C] training steps of the policy that sampled each token; UNSAMPLED
     waiting: int  # rows of other prompts that are begun, and go on in the next step

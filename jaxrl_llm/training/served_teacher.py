@@ -33,7 +33,7 @@ class TeacherError(ConfigError):
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """Where a teacher answers.
+    """The endpoint of a served teacher.
 
     url ends in /v1. timeout: seconds for each request, to the reply's last byte. api_key: environment variable with the
     key, if there is one.

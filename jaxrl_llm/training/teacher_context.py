@@ -1,4 +1,4 @@
-"""What a teacher reads before a completion besides its prompt: a successful completion of the same prompt, or a text.
+"""The context of a teacher besides a row's prompt: a successful completion of the same prompt, or a text.
 
 Policy and teacher score the same sampled tokens; what stands before them differs. So a model can be its own teacher:
 with a solution in its context it knows better (SDPO, arXiv 2601.20802; SDFT, arXiv 2601.19897).
@@ -45,14 +45,14 @@ class ContextSpec:
     privileged_template: str = PRIVILEGED  # of {privileged}
 
     def shown(self, success: int | None, completions: Sequence[Any], privileged: str) -> tuple[str | None, str]:
-        """What a row is shown of the completion at `success` (None: nothing) and of a text ("": nothing of it)."""
+        """The text that a row is shown: the completion at `success` (None: nothing), and a text ("": nothing of it)."""
         solution = None if success is None or "success" not in self.kind else text_of(completions[success])
         blank = "privileged" not in self.kind or not privileged.strip()
         return solution, "" if blank or (self.kind == "success_or_privileged" and solution is not None) else privileged
 
 
 class ContextRows(NamedTuple):
-    """What the teacher reads, and whom it teaches."""
+    """The rows as the teacher reads them, and which of them it teaches."""
 
     inputs: Inputs  # [N,width + C]
     taught: jax.Array  # [N] 1 where the teacher was shown something that the policy was not

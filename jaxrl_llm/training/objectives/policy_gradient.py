@@ -216,7 +216,7 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
 
 
 def old_logps_of(batch: Batch, logps) -> jax.Array:
-    """What the ratio of the policy's `logps` compares with, `[N,T]`, without gradient."""
+    """The old log-probs `[N,T]` that the ratio compares the policy's `logps` with, without gradient."""
     if batch.old_logps is not None:
         return batch.old_logps
     if batch.proximal_share is not None:

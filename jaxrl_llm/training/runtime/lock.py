@@ -198,7 +198,7 @@ def _holder(text: str | None) -> dict[str, Any]:
 
 
 def _is_alive(holder: dict[str, Any]) -> bool | None:
-    """Whether the process of a lock runs; None where this process cannot know."""
+    """True while the process of a lock runs; None where this process cannot know."""
     own = _this_process()
     if any(holder.get(name) != own[name] for name in ("host", "boot", "namespace")):
         return None

@@ -1,4 +1,4 @@
-"""What a run asks of the devices' memory before it starts: slots, micro-batches, and lengths that cannot be meant."""
+"""A run's demands on device memory, settled before it starts: slots, micro-batches, and lengths that do not fit."""
 
 import math
 import os

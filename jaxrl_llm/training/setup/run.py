@@ -105,7 +105,7 @@ SMALL_RATE = 5e-6  # the smallest at which 16-bit parameters were seen to follow
 
 
 class CriticAlone(NamedTuple):
-    """What the critic learns by itself: passes before those of the policy, and the first steps of a run."""
+    """The critic's own training: passes before those of the policy, and the first steps of a run."""
 
     update: Update
     minibatches: int
@@ -658,7 +658,7 @@ def _producer(
     watch: Stopwatch,
     environments: Environments | Agents | None,
 ) -> Producer:
-    """What samples and grades on `own_mesh`."""
+    """The producer, which samples and grades on `own_mesh`."""
     advantages, rows, rollout = (
         advantage_step(advantage_spec(config), rewards.names),
         batch_spec(config),
@@ -715,13 +715,13 @@ def _producer(
 
 
 def meeting_of(config) -> Meeting:
-    """Where the processes that only sample meet those that train."""
+    """The folder where the processes that only sample meet those that train."""
     folder, c = Path(config.output_dir).absolute() / FOLDER, config.processes
     return Meeting(folder, config.rollout.processes, c.rendezvous_seconds, c.heartbeat_seconds)
 
 
 def build_producer(config) -> tuple[Producer, Model, Stopwatch, Environments | Agents | None]:
-    """What a process that only samples needs of a run: the producer on all its devices, `rollout.mesh` arranging them.
+    """The part of a run that a process which only samples needs: the producer, on `rollout.mesh` of its devices.
 
     Raises ConfigError as `build` does.
     """

@@ -278,7 +278,7 @@ def teacher_spec(config) -> TeacherSpec:
 
 
 def context_spec(config) -> ContextSpec | None:
-    """What the teacher reads besides the prompts of the policy; None: nothing."""
+    """The teacher's context besides the prompts of the policy; None without one."""
     c = config.teacher
     if c.context == "none":
         return None
