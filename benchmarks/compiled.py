@@ -55,6 +55,7 @@ MODELS["0.8b-hybrid"] = {  # Qwen3.5: gated delta nets in three layers of four
     "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4, "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
 }  # fmt: skip
+MODELS["0.8b-hybrid of 4 layers"] = MODELS["0.8b-hybrid"] | {"num_hidden_layers": 4}  # ten minutes for v6e
 # Layers of the kinds of Gemma 4 (its last three read the keys and values of the first) and Llama 4, not their number.
 MODELS["gemma4 of 6 layers"] = {
     **shape(QWEN3, 2304, 6, 8, 9216, tie_word_embeddings=True), "architectures": ["Gemma4ForCausalLM"],
@@ -70,7 +71,8 @@ DEVICES = ("h100", "v5e", "v5p", "v6e")
 # How many devices hold the training of a model, all of them by fsdp.
 COUNTS = {
     "0.6b": {"v5e": 1}, "1.7b": {}, "8b": dict.fromkeys(DEVICES, 8), "70b": {"h100": 64, "v5p": 64},
-    "0.8b-hybrid": {"h100": 1, "v6e": 1}, "gemma4 of 6 layers": {"h100": 1}, "llama4 of 4 layers": {"h100": 1},
+    "0.8b-hybrid": {"h100": 1, "v6e": 1}, "0.8b-hybrid of 4 layers": {"v6e": 1}, "gemma4 of 6 layers": {"h100": 1},
+    "llama4 of 4 layers": {"h100": 1},
 }  # fmt: skip
 SETTINGS = {
     "batch.prompts": 8, "rollout.group_size": 8, "rollout.max_prompt_length": 512,
@@ -116,6 +118,7 @@ FURTHER = {
 FEW = {
     "70b": tuple(PHASES),
     "0.8b-hybrid": ("rollout", "update, 4 rows of 32k", "logps, 4 rows of 32k"),
+    "0.8b-hybrid of 4 layers": ("update, 4 rows of 32k",),
     "gemma4 of 6 layers": ("rollout", "update"),
     "llama4 of 4 layers": ("rollout",),
 }
