@@ -82,8 +82,8 @@ EXPERT_SHAPES = [
 ]
 
 
-def check(run_python, root, shapes, settings=None, scan="true", model="embedded:sort"):
-    path = f"{root / 'configs/grpo.py'}:tiny"
+def check(run_python, root, shapes, settings=None, scan="true", model="embedded:sort", config="grpo"):
+    path = f"{root / 'configs' / config}.py:tiny"
     code = CHECK.format(path=path, shapes=shapes, scan=scan, settings=settings or {}, model=str(model))
     done = run_python("-c", code, devices=8, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -134,6 +134,15 @@ def test_packed_rows_on_a_mesh(run_python, root):
     """Also where it cuts them within their documents."""
     shapes = [{"data": 2, "context": 2, "tensor": 2}, {"data": 1, "context": 8}]
     check(run_python, root, shapes, {"batch.packing": "true"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_images_on_a_mesh(run_python, root, packing):
+    """Tiles go with their rows, and the tower's matrices are cut as the decoder's are."""
+    shapes = [{"data": 8}, {"data": 2, "context": 2, "tensor": 2}, {"data": 1, "fsdp": 4, "tensor": 2}]
+    settings = {"batch.packing": packing}
+    check(run_python, root, shapes, settings, model="embedded:shapes", config="vision_grpo")
 
 
 @pytest.mark.slow
