@@ -100,7 +100,8 @@ def _sample(config, index: int, meeting: Meeting) -> None:
                     batch = np.asarray(pack([rollouts])).tobytes()
                     write_file(path.with_name(f"batch_{step:08d}"), {"version": version, "seconds": seconds}, batch)
                 except FileNotFoundError:
-                    if path.parent.exists():  # the learners' own: not a start that is over
+                    # Learners that end, or start anew, take the files away, that which is being written here too.
+                    if path.parent.exists() and not _end_of(meeting, start):
                         raise
                 newest = step
         finally:
