@@ -13,12 +13,14 @@ keys and values, once; states of gated delta nets are read and written.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib.metadata
 import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +152,22 @@ def state_bytes(model: dict[str, Any], rows: int) -> int:
     return rows * (model["num_hidden_layers"] * 3 // 4) * (state - recent)
 
 
+@contextlib.contextmanager
+def target_of(config: Any, model: str, device: str, count: int) -> Iterator[Any]:
+    """The devices to compile for; in the block `config.model.path` is a folder with the model's shape alone."""
+    from jaxrl_llm.tools.plan.topology import target
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODELS[model]))
+        config.model.path = folder
+        yield target(config, device, count)
+
+
 def measured(model: str, device: str, phase: str) -> dict[str, Any]:
     """The programs of one cell: for each GB moved, kernels, GB of temporaries and arguments, seconds to compile."""
     from benchmarks.traffic import step_and_rest, traffic
     from jaxrl_llm.config import batch_rows, default
     from jaxrl_llm.tools.plan.planned import make_plan
-    from jaxrl_llm.tools.plan.topology import target
 
     only, names, more = (PHASES | FURTHER)[phase]
     config, count = default(), COUNTS[model].get(device, 1)
@@ -163,10 +175,7 @@ def measured(model: str, device: str, phase: str) -> dict[str, Any]:
         config.update_from_flattened_dict({key: value})
     if count > 1:
         config.mesh.fsdp, config.mesh.data = count, 1
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODELS[model]))
-        config.model.path = folder
-        devices = target(config, device, count)
+    with target_of(config, model, device, count) as devices:
         if not devices.exact:
             return {"missing": devices.compiler}
         plan = make_plan(config, devices, only=only)
@@ -204,16 +213,13 @@ def pushed(model: str, device: str, phase: str) -> dict[str, Any]:
     from jaxrl_llm.tools.plan.compiler import Compiler
     from jaxrl_llm.tools.plan.planned import describe_for
     from jaxrl_llm.tools.plan.programs import make_engine
-    from jaxrl_llm.tools.plan.topology import target, traced_as_on
+    from jaxrl_llm.tools.plan.topology import traced_as_on
     from jaxrl_llm.training.update import merge_frozen
 
     count, text = PUSHES[phase]
     config = default()
     config.update_from_flattened_dict({**SETTINGS, "mesh.fsdp": count, "mesh.data": 1})
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODELS[model]))
-        config.model.path = folder
-        devices = target(config, device, count)
+    with target_of(config, model, device, count) as devices:
         if not devices.exact:
             return {"missing": devices.compiler}
         mesh, compiler = devices.mesh, Compiler(0, count, options=dict(devices.options))

@@ -93,9 +93,8 @@ class RolloutWorker:
     """Steps 2 and 3: `group_size` completions of each prompt, and their rewards.
 
     With `open_episodes` rows are episodes of environments; `external` samples in place of the engine, and `agents` run
-    the programs whose sessions are the rows. With `arrivals` a policy may come while rows
-    are sampled. Completions are texts where `external` makes texts, and otherwise what their prompts are, texts or
-    messages.
+    the programs whose sessions are the rows. With `arrivals` a policy may come while rows are sampled. Completions are
+    texts where `external` makes texts, and otherwise what their prompts are, texts or messages.
     """
 
     engine: Engine
