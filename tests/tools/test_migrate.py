@@ -518,6 +518,23 @@ def test_losses_of_verl_that_take_sequence_means(tmp_path, mode):
     expect(config, algorithm={"aggregation": "token" if mode == "cispo" else "sequence"})
 
 
+def test_aggregations_that_changed_within_verl(tmp_path):
+    gspo, means = "actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "actor_rollout_ref.actor.loss_agg_mode"
+    assert "gspo takes sequence means up to 0.8" in noted_from_verl(tmp_path, gspo)
+    assert "for a run of 0.9 set algorithm.aggregation = 'constant'" in noted_from_verl(
+        tmp_path, gspo, f"{means}=seq-mean-token-sum-norm"
+    )
+    assert "gspo" not in noted_from_verl(tmp_path, gspo, f"{means}=seq-mean-token-mean")
+    assert "divides by the rows since 0.8" in noted_from_verl(tmp_path, f"{means}=seq-mean-token-sum-norm")
+
+
+def test_passk_of_verl_without_its_division(tmp_path):
+    passk = ("algorithm.adv_estimator=grpo_passk", "actor_rollout_ref.rollout.n=4")
+    expect(from_verl(tmp_path, *passk), algorithm={"advantage": "passk"})
+    config = from_verl(tmp_path, *passk, "algorithm.norm_adv_by_std_in_grpo=False")
+    expect(config, algorithm={"advantage": "passk(normalize=False)"})
+
+
 def test_gpg_of_verl(tmp_path):
     loss = "actor_rollout_ref.actor.policy_loss.loss_mode=gpg"
     config = from_verl(tmp_path, "algorithm.adv_estimator=gpg", "actor_rollout_ref.rollout.n=4", loss)

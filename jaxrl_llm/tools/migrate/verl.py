@@ -307,8 +307,13 @@ def _loss(draft: Draft) -> None:
     draft.set("algorithm.aggregation", "sequence" if sequences else MEANS[means], f"{A}.loss_agg_mode")
     if means == "seq-mean-token-sum-norm":
         draft.check(
-            "verl's seq-mean-token-sum-norm does not divide by the rows; ours does, so the gradient is smaller by "
-            "their number (with Adam and clipping the update is the same)"
+            "verl's seq-mean-token-sum-norm divides by the rows since 0.8, as ours does; against a run of an older one "
+            "the gradient is smaller by their number (with Adam and clipping the update is the same)"
+        )
+    if mode == "gspo" and means != "seq-mean-token-mean":
+        draft.check(
+            f"verl's gspo takes sequence means up to 0.8, which is what is written, and since 0.9 {means} as "
+            f"loss_agg_mode says: for a run of 0.9 set algorithm.aggregation = {MEANS[means]!r}"
         )
 
 
@@ -316,11 +321,12 @@ def _advantage(draft: Draft, gpus: int, minibatch: int) -> None:
     """Set the advantages, and the critic where there is one; a minibatch has so many rows."""
     name, gamma, lam = (draft.get(f"algorithm.{key}") for key in ("adv_estimator", "gamma", "lam"))
     gamma = draft.settings.get("algorithm.gemma", gamma)
+    by_std = draft.get("algorithm.norm_adv_by_std_in_grpo")
     known = {
         "gae": with_options("ppo", {"gamma": gamma, "lam": lam}),
         "grpo": "group(eps=1e-06)",
         "grpo_vectorized": "group(eps=1e-06)",
-        "grpo_passk": "passk",
+        "grpo_passk": "passk" if by_std else "passk(normalize=False)",
         "rloo": "rloo",
         "rloo_vectorized": "rloo",
         "reinforce_plus_plus": with_options("reinforce_plus_plus", {"gamma": gamma}),
@@ -345,8 +351,9 @@ def _advantage(draft: Draft, gpus: int, minibatch: int) -> None:
             "completions of a prompt, and rollout.group_size = 2 is written"
         )
     if name in ("grpo", "grpo_vectorized"):
-        by = "group" if draft.get("algorithm.norm_adv_by_std_in_grpo") else "none"
-        draft.set("algorithm.scale_rewards", by, "algorithm.norm_adv_by_std_in_grpo")
+        draft.set("algorithm.scale_rewards", "group" if by_std else "none", "algorithm.norm_adv_by_std_in_grpo")
+    elif name == "grpo_passk":
+        draft.use("algorithm.norm_adv_by_std_in_grpo")
     if name == "gae":
         warmup = int(draft.get("trainer.critic_warmup") or 0)
         draft.set("critic.warmup_steps", max(warmup - 1, 0), "trainer.critic_warmup")
