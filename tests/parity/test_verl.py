@@ -345,7 +345,7 @@ def test_policy_losses(rows, mode, settings, name, aggregation, options):
 
 
 def test_bounds_of_log_ratios(rows):
-    """That of a token, 20, is no difference where the loss bounds the ratio; gspo bounds that of a row to 10 in verl."""
+    """A token's, 20, makes no difference where the loss bounds the ratio; verl's gspo bounds that of a row to 10."""
     rows.old[::3, 1] += 25.0
     rows.old[1::3, 1] -= 25.0
     for mode, settings, name, aggregation, options in LOSSES:
