@@ -3,8 +3,8 @@
 verl is no dependency of the tests: without it this file is skipped, on CI too. Beside the `dev` extra it needs a folder
 with verl and what it imports (ray among them, of which nothing is started):
 
-    pip install --no-deps --target verl verl==0.9.1 ray tensordict codetiming omegaconf pyvers orjson
-    PYTHONPATH=verl python -m pytest tests/parity/test_verl.py
+    pip install --no-deps --target /tmp/verl verl==0.9.1 ray tensordict codetiming omegaconf pyvers orjson
+    PYTHONPATH=/tmp/verl python -m pytest tests/parity/test_verl.py
 
 What differs on purpose has a test that says what each of the two gives. Everything is float64, but for constants and
 masks that a library holds in float32.
@@ -201,7 +201,7 @@ def test_gdpo_normalises_rows_here_and_tokens_in_verl(rows):
     expected = verl_advantages(rows, "gdpo", config=algorithm.AlgoConfig(**keys), **given)[0]
     weights = np.array([1.0, 0.5])
     sums = advantages.gdpo_advantages(rows.rewards, weights, K, batch_normalize=False, eps=1e-6)
-    close(whiten(np.repeat(sums[:, None], T, 1), rows.mask), expected, rtol=1e-5, atol=1e-6)  # verl's are float32
+    close(whiten(np.repeat(sums[:, None], T, 1), rows.mask), expected, atol=1e-6)  # verl's are float32
     found = advantages.gdpo_advantages(rows.rewards, weights, K, eps=1e-6)
     close(found, (sums - sums.mean()) / (sums.std(ddof=1) + 1e-6))
     assert np.abs(found - expected[:, 0]).max() > 0.01
