@@ -17,6 +17,7 @@ from packaging.version import Version
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's, in each of the processes that share the cores
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # checks read XLA's warnings, which the package turns off
 
 # A script's background jobs start with Ctrl-C ignored, and some tests press it.
@@ -30,6 +31,8 @@ ORACLES |= {"starlette": "0.40", "uvicorn": "0.30", "outlines_core": "0.2.11", "
 
 MOST_MAPS = 30_000  # of memory, behind which compiled programs are freed
 TESTS_BETWEEN = 8  # quick ones, after which they are counted: to read as many takes longer than most tests
+TASK_ROWS = 512  # of the built-in task: to tokenise all 16,384 takes longer than most runs of two steps
+PROGRAMS_A_CONTEXT = 100  # of MLIR: a new one for each program takes a twelfth of the suite's time
 
 # Most of the suite's time is compilation: LLVM does not optimise, and what tests and their processes compile is kept.
 # One module of LLVM a program: to split it for the cores costs more than it gains where every core has its own tests.
@@ -85,6 +88,34 @@ def room_for_programs(request: pytest.FixtureRequest, tests_run: Iterator[int]):
         import jax  # not above: it reads the variables that are set there
 
         jax.clear_caches()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_tasks() -> int:
+    """Gives the built-in tasks few rows to train on, in this process, and returns how many they have otherwise."""
+    from jaxrl_llm.data import tasks
+
+    whole, tasks.SIZES["train"] = tasks.SIZES["train"], TASK_ROWS
+    return whole
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_contexts():
+    """Lowers `PROGRAMS_A_CONTEXT` programs in one context of MLIR, where JAX makes one for each."""
+    from jax._src.interpreters import mlir
+
+    make = getattr(mlir, "make_ir_context", None)
+    if make is None:  # a private function, which another version of JAX may not have
+        return
+    kept = threading.local()
+
+    def context():
+        if getattr(kept, "left", 0) == 0:
+            kept.context, kept.left = make(), PROGRAMS_A_CONTEXT
+        kept.left -= 1
+        return kept.context
+
+    mlir.make_ir_context = context
 
 
 @pytest.fixture(scope="session")

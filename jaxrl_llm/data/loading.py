@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -306,7 +306,11 @@ def token_rows(source: DataSource, kind: str, tokenize: RowTokenizer, workers: i
     tokenize.tokenizer("a")
     with ThreadPoolExecutor(workers, thread_name_prefix="tokenise") as pool:
         while chunk := list(islice(pending, workers * CHUNK)):
-            for location, row in pool.map(convert, chunk) if workers > 1 else map(convert, chunk):
+            made = map(convert, chunk)
+            if workers > 1:  # a task a thread: one a row costs more than to tokenise a short row
+                parts = [chunk[start : start + CHUNK] for start in range(0, len(chunk), CHUNK)]
+                made = chain.from_iterable(pool.map(lambda part: [convert(located) for located in part], parts))
+            for location, row in made:
                 with _located(location):
                     limited = tokenize.apply_limit(row)
                 yield limited

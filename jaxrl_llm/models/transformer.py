@@ -431,6 +431,12 @@ def attention_mask(segments, prefixes=None, runs=None):
     return same & seen & (segments != 0)[:, None, :]
 
 
+@functools.lru_cache(maxsize=64)
+def _abstract(config: ModelConfig) -> Transformer:
+    """The module with shapes for parameters. To trace it takes up to a second, and nets of one config are many."""
+    return nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Net:
     """The static side of a model: `bind(params)` gives the module whose methods compute.
@@ -442,7 +448,7 @@ class Net:
 
     @functools.cached_property
     def abstract(self) -> Transformer:
-        return nnx.eval_shape(lambda: Transformer(self.config, nnx.Rngs(0)))
+        return _abstract(self.config)
 
     @functools.cached_property
     def graph(self):

@@ -5,6 +5,7 @@ import pytest
 from jaxrl_llm.commands.preview import main, preview
 from jaxrl_llm.config import default
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.data import tasks
 from jaxrl_llm.data.preview import boundary_merges, marked, statistics
 from jaxrl_llm.data.tokenize import RowTokenizer
 
@@ -65,7 +66,7 @@ def test_preview_of_prompts():
     config = default()
     text = preview(config, rows=1, measure=20)
     assert "[answer]\n" in text
-    assert "rows                   16384; of the first 20, 20 are used" in text
+    assert f"rows                   {tasks.SIZES['train']}; of the first 20, 20 are used" in text
     config.eval.every = -1
     assert "evaluated on" not in preview(config, rows=1, measure=20)
 

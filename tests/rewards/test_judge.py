@@ -399,8 +399,9 @@ def test_concurrency_and_rate_limits():
         ask(Judge(server.url, "m", TEMPLATE, concurrency=3), [str(i) for i in range(9)])
         assert server.most_under_way == 3
     with JudgeServer(lambda body: "1") as server:
+        started = time.monotonic()  # and not the first arrival, which a busy machine may delay
         ask(Judge(server.url, "m", TEMPLATE, per_minute=1200), [str(i) for i in range(5)])
-        assert server.times[-1] - server.times[0] >= 4 * 0.05 - 0.03
+        assert server.times[-1] - started >= 4 * 0.05
 
 
 def test_equal_requests_are_sent_once_and_cached(tmp_path):
