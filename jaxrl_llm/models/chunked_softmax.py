@@ -21,10 +21,6 @@ REMAINDER = 4  # parts of a chunk that would not be full, of which only those th
 # caches; accelerators take 1 GB, as each chunk reads the table and adds to its gradient.
 LOGITS_IN_FLIGHT = 2**24
 LOGITS_ON_ACCELERATORS = 2**28
-# Accelerators shard the vocabulary of a head for up to as many tokens as this for each word. A token that goes to all
-# devices takes 4 bytes a number, with its gradient, and a word 6; the part of a vocabulary and of its gradient, which
-# each chunk adds to, is small.
-TOKENS_A_WORD = 2
 KEPT = 4  # logits of at most this many chunks are kept for the backward pass, which forms others again
 
 
@@ -127,16 +123,15 @@ def _flat(x):
 def _table(hidden, kernel) -> _Table:
     """The head's matrix for these hidden states, converted here once, not for every chunk.
 
-    Where the mesh shards its width, either each device gathers it for its own rows, or, of fewer tokens than
-    `TOKENS_A_WORD` for each word, it takes a part of the vocabulary for the rows of all devices that share the parameters. CPUs convert
+    Where the mesh shards its width, either each device gathers it for its own rows, or it takes a part of the
+    vocabulary for the rows of all devices that share the parameters: whichever has fewer numbers moves. CPUs convert
     it as they read it: their matmuls have copies of their own.
     """
     rows, vocab = "rows", "vocab"
     if not is_sharded():
         return _Table(kernel.T if jax.default_backend() == "cpu" else kernel.T.astype(hidden.dtype), rows, vocab)
     shape = jax.sharding.get_abstract_mesh().shape
-    words = kernel.shape[1] * shape["data"] * (1 if jax.default_backend() == "cpu" else TOKENS_A_WORD)
-    if shape["context"] == 1 and hidden.shape[0] * hidden.shape[1] < words:
+    if shape["context"] == 1 and hidden.shape[0] * hidden.shape[1] < kernel.shape[1] * shape["data"]:
         rows, vocab = "copies", "spread_vocab"
     return _Table(constrain(kernel.T.astype(hidden.dtype), vocab, None), rows, vocab)
 
@@ -291,7 +286,7 @@ def _forward_with_gradients(options: _Options, hidden, kernel, targets, slopes, 
 
     (*numbers, d_hidden), d_table = _over_chunks(chunk, hidden, table, count, _totals(hidden, table))
     gradients = _Gradients(d_hidden.astype(hidden.dtype), _by_kernel(d_table, kernel))
-    # The layers wait for both: XLA would sum the table's over devices after their backward pass, and hold it until then.
+    # The backward pass of the layers waits for both: XLA would hold the table's in fp32, unsummed, until it is over.
     return tuple(numbers), jax.lax.optimization_barrier(gradients) if jax.default_backend() == "gpu" else gradients
 
 

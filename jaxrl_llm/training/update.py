@@ -199,12 +199,14 @@ def optimizer_step(
                 return _merge(total, metrics)
 
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), gradients)
-            if jax.default_backend() == "cpu" or any(x.dtype != jnp.float32 for x in jax.tree.leaves(gradients)):
-                metrics, gradients = jax.lax.fori_loop(0, micro.count, add, (_neutral(metrics), zeros))
-            else:  # a layer's gradient goes to the sums as soon as it is there: those of one micro-batch are never held
+            in_fp32 = all(x.dtype == jnp.float32 for x in jax.tree.leaves(gradients))
+            if jax.default_backend() == "gpu" and in_fp32:
+                # The backward pass adds a layer's gradient to the sums at once: those of one micro-batch are never held.
                 sums = jax.tree.map(jax.new_ref, zeros)
                 metrics = jax.lax.fori_loop(0, micro.count, add_in_place, _neutral(metrics))
                 gradients = jax.tree.map(jax.ref.freeze, sums)
+            else:
+                metrics, gradients = jax.lax.fori_loop(0, micro.count, add, (_neutral(metrics), zeros))
 
         if spec.offload:
             state = dataclasses.replace(state, opt_state=on_device(state.opt_state))

@@ -173,7 +173,7 @@ def test_gradients_of_microbatches_add_up_in_fp32():
 
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
-def test_accelerators_add_the_same_gradients_in_place(monkeypatch, scan, tied):
+def test_gpus_add_the_same_gradients_in_place(monkeypatch, scan, tied):
     """Those of a layer to its part of the sums, where the backward pass makes them."""
     net = Net(dataclasses.replace(NET.config, scan_layers=scan, tie_embeddings=tied, remat="block"))
     config, mesh = config_with(batch__microbatch_rows=2), make_mesh(devices=jax.devices()[:1])
