@@ -201,7 +201,7 @@ def optimizer_step(
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), gradients)
             in_fp32 = all(x.dtype == jnp.float32 for x in jax.tree.leaves(gradients))
             if jax.default_backend() == "gpu" and in_fp32:
-                # The backward pass adds a layer's gradient to the sums at once: those of one micro-batch are never held.
+                # The backward pass adds each layer's gradient to the sums: those of a micro-batch are never held whole.
                 sums = jax.tree.map(jax.new_ref, zeros)
                 metrics = jax.lax.fori_loop(0, micro.count, add_in_place, _neutral(metrics))
                 gradients = jax.tree.map(jax.ref.freeze, sums)

@@ -156,8 +156,10 @@ def test_parameters_in_bfloat16_move_as_those_in_fp32_do():
     assert (moved(in_bfloat16(start), seed=1) != rounded).any()
 
 
-def test_gradients_of_microbatches_add_up_in_fp32():
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_gradients_of_microbatches_add_up_in_fp32(monkeypatch, backend):
     """The norm of 128 equal gradients of 1 + 2^-7: in bfloat16 their sum would stop growing at 256."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     config = config_with(batch__microbatch_rows=1, optimizer__max_grad_norm=0.0)
     mesh = make_mesh(devices=jax.devices()[:1])
     objective = Objective(
