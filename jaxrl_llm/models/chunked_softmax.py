@@ -285,7 +285,9 @@ def _forward_with_gradients(options: _Options, hidden, kernel, targets, slopes, 
         return (*numbers, d_hidden), d_table
 
     (*numbers, d_hidden), d_table = _over_chunks(chunk, hidden, table, count, _totals(hidden, table))
-    return tuple(numbers), _Gradients(d_hidden.astype(hidden.dtype), _by_kernel(d_table, kernel))
+    gradients = _Gradients(d_hidden.astype(hidden.dtype), _by_kernel(d_table, kernel))
+    # The backward pass of the layers waits for both: XLA would hold the table's in fp32, unsummed, until it is over.
+    return tuple(numbers), jax.lax.optimization_barrier(gradients) if jax.default_backend() == "gpu" else gradients
 
 
 def _by_logits(options: _Options, logits, shares, total, targets, slope, bonus=None):

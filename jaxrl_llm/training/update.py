@@ -192,8 +192,21 @@ def optimizer_step(
                 (_, metrics), gradients = gradients_of(state.params, micro.take(number), number)
                 return _merge(total[0], metrics), jax.tree.map(jnp.add, total[1], gradients)
 
+            def add_in_place(number, total):
+                loss_at = functools.partial(loss_of, microbatch=micro.take(number), number=number)
+                loss, pull_back, metrics = jax.vjp(loss_at, state.params, has_aux=True)
+                pull_back.with_refs(sums)(jnp.ones_like(loss))
+                return _merge(total, metrics)
+
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), gradients)
-            metrics, gradients = jax.lax.fori_loop(0, micro.count, add, (_neutral(metrics), zeros))
+            in_fp32 = all(x.dtype == jnp.float32 for x in jax.tree.leaves(gradients))
+            if jax.default_backend() == "gpu" and in_fp32:
+                # The backward pass adds each layer's gradient to the sums: those of a micro-batch are never held whole.
+                sums = jax.tree.map(jax.new_ref, zeros)
+                metrics = jax.lax.fori_loop(0, micro.count, add_in_place, _neutral(metrics))
+                gradients = jax.tree.map(jax.ref.freeze, sums)
+            else:
+                metrics, gradients = jax.lax.fori_loop(0, micro.count, add, (_neutral(metrics), zeros))
 
         if spec.offload:
             state = dataclasses.replace(state, opt_state=on_device(state.opt_state))

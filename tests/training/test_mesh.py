@@ -8,7 +8,7 @@ import pytest
 from jaxrl_llm.models import hf
 
 CHECK = """
-import jax, math, numpy as np
+import jax, math, numpy as np, unittest.mock
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.step import improve
@@ -32,7 +32,7 @@ def reward(completions, answer, **kwargs):
         return [float(sum(map(ord, c)) % 13 == 0) for c in completions]
     return [len(set(c) & set(a)) - 0.1 * len(c) for c, a in zip(completions, answer)]
 
-def step(microbatch_rows=0, rollout="auto", **sizes):
+def step(microbatch_rows=0, rollout="auto", backend="cpu", **sizes):
     config.batch.microbatch_rows, config.rollout.mesh = microbatch_rows, rollout
     mesh = make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(mesh):
@@ -44,7 +44,8 @@ def step(microbatch_rows=0, rollout="auto", **sizes):
         if coarse:
             assert float(experience.metrics["rollout/resampled_groups"]) > 0
             assert float(experience.metrics["rollout/replayed_groups"]) > 0
-        state, updates = improve(run, run.state, experience.batch)
+        with unittest.mock.patch.object(jax, "default_backend", lambda: backend):
+            state, updates = improve(run, run.state, experience.batch)
         metrics = merge(updates)
         changed = jax.tree.map(lambda a, b: np.abs(a - b).max(), jax.device_get(state.params), before)
         assert min(jax.tree.leaves(changed)) > 0

@@ -1,5 +1,7 @@
 """The update: independent of micro-batches, donated, on schedule, and safe against a gradient that is no number."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 from jaxrl_llm.config import default
 from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.microbatch import split_rows
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.optimizers import learning_rate_schedule
@@ -153,8 +156,10 @@ def test_parameters_in_bfloat16_move_as_those_in_fp32_do():
     assert (moved(in_bfloat16(start), seed=1) != rounded).any()
 
 
-def test_gradients_of_microbatches_add_up_in_fp32():
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_gradients_of_microbatches_add_up_in_fp32(monkeypatch, backend):
     """The norm of 128 equal gradients of 1 + 2^-7: in bfloat16 their sum would stop growing at 256."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     config = config_with(batch__microbatch_rows=1, optimizer__max_grad_norm=0.0)
     mesh = make_mesh(devices=jax.devices()[:1])
     objective = Objective(
@@ -166,6 +171,27 @@ def test_gradients_of_microbatches_add_up_in_fp32():
         update = make_update(objective, optimizer, update_spec(config), mesh)
         _, metrics = update(state, jax.tree.map(jnp.asarray, make_batch(rows=129)))
     np.testing.assert_allclose(metrics["grad_norm"].value, 129 * 4 * (1 + 2**-7), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_gpus_add_the_same_gradients_in_place(monkeypatch, scan, tied):
+    """Those of a layer to its part of the sums, where the backward pass makes them."""
+    net = Net(dataclasses.replace(NET.config, scan_layers=scan, tie_embeddings=tied, remat="block"))
+    config, mesh = config_with(batch__microbatch_rows=2), make_mesh(devices=jax.devices()[:1])
+    batch, optimizer = jax.tree.map(jnp.asarray, make_batch(rows=8)), optax.sgd(lambda count: 1.0)
+    before, after, texts = jax.device_get(net.init(jax.random.key(0))), {}, {}
+    for backend in ("cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        with jax.set_mesh(mesh):
+            update = make_update(objective_of(config, net), optimizer, update_spec(config), mesh)
+            state = init_state(jax.tree.map(jnp.asarray, before), optimizer, mesh)
+            texts[backend] = str(jax.make_jaxpr(update)(state, batch))
+            after[backend] = update(state, batch)[0].params
+    assert "Ref{" in texts["gpu"] and "Ref{" not in texts["cpu"]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), after["gpu"], after["cpu"])
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), after["cpu"], before)
+    assert min(jax.tree.leaves(moved)) > 1e-3
 
 
 def test_nonfinite_gradient_changes_nothing():
