@@ -228,15 +228,14 @@ def _online(config: ConfigDict) -> Iterator[str]:
     algorithm, rollout, critic = config.algorithm, config.rollout, config.critic
     of_environments = environment_options(config.environment.options)
     betas = {name: options["beta"] for name, options in of_environments.items() if "beta" in options}
-    measured = {
-        "kl_in_reward is true, and the KL is": algorithm.kl_in_reward,
-        "kl_controller is adaptive, and moves one weight of the KL": algorithm.kl_controller == "adaptive"
-        and not algorithm.reward_beta,
+    of_all = {
+        "kl_in_reward is true, which has": algorithm.kl_in_reward,
+        "kl_controller is adaptive, which moves": algorithm.kl_controller == "adaptive" and not algorithm.reward_beta,
     }
-    for cause in (cause for cause, on in measured.items() if on and betas):
+    for cause in (cause for cause, on in of_all.items() if on and betas):
         yield (
             f"environment.options has a beta of {next(iter(betas))}, the weight of the KL term in the loss, but "
-            f"algorithm.{cause} of all rows alike: leave one of the two out"
+            f"algorithm.{cause} one weight for all rows: leave one of the two out"
         )
     if algorithm.beta == 0 and not any(betas.values()):
         off = {"kl_in_reward": False, "kl_bias_correction": False, "kl_controller": "fixed", "ref_sync_steps": 0}
