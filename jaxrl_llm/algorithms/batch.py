@@ -157,6 +157,8 @@ class Batch:
     returns: Array = None  # [N,T]
     labels: Array = None  # [N] 1 desirable, 0 undesirable
     margins: Array = None  # [N] by how much a pair's rewards should differ, for a reward model
+    kl_weight: Array = None  # [N] weight of the KL term on each row; None: the same on all
+    loss_weight: Array = None  # [N] factor on each row's loss; None: 1
     seeds: Array = None  # [N] uint32, for objectives that draw random numbers
     scalars: Scalars = Scalars()
     prepared: Prepared = Prepared()

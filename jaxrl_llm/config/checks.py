@@ -90,6 +90,40 @@ def reward_scales(entries: Sequence[str]) -> dict[str, float]:
     return scales
 
 
+def environment_options(entries: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The options of each environment of `environment.options`: `advantage`, a name, `beta` and `weight`, numbers.
+
+    Entries are `NAME(advantage='rloo', beta=0.02, weight=0.5)`, each with one or more of these. Raises ConfigError for
+    an entry of another form, an unknown option, a value out of range, and an environment that is named twice.
+    """
+    known, found = ("advantage", "beta", "weight"), {}
+    for entry in entries:
+        name, options = split_options(entry)
+        if not (name and options):
+            raise ConfigError(
+                f"environment.options has {entry!r}, but it takes NAME(advantage='rloo', beta=0.02, weight=0.5), an "
+                "environment and one or more of these"
+            )
+        for option, value in options.items():
+            if option not in known:
+                raise ConfigError(
+                    f"environment.options: {name} has {option!r}, but its options are {', '.join(known)}; the closest "
+                    f"is {closest(option, known)}"
+                )
+            if option == "advantage":
+                if not isinstance(value, str):
+                    raise ConfigError(f"environment.options: advantage of {name} is {value!r}, but it takes a name")
+                split_options(value)  # refuses options that cannot be read
+            elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ConfigError(
+                    f"environment.options: {option} of {name} is {value!r}, but it takes a number of 0 or more"
+                )
+        if name in found:
+            raise ConfigError(f"environment.options has {name!r} twice: give each environment one entry")
+        found[name] = options
+    return found
+
+
 def check_structured(settings: Mapping[str, Any] | ConfigDict, prefix: str, shortest: str) -> None:
     """Raises ConfigError for two structured_ settings, and beside one for what may forbid every token that it allows.
 
@@ -192,7 +226,18 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
 
 def _online(config: ConfigDict) -> Iterator[str]:
     algorithm, rollout, critic = config.algorithm, config.rollout, config.critic
-    if algorithm.beta == 0:
+    of_environments = environment_options(config.environment.options)
+    betas = {name: options["beta"] for name, options in of_environments.items() if "beta" in options}
+    of_all = {
+        "kl_in_reward is true, which has": algorithm.kl_in_reward,
+        "kl_controller is adaptive, which moves": algorithm.kl_controller == "adaptive" and not algorithm.reward_beta,
+    }
+    for cause in (cause for cause, on in of_all.items() if on and betas):
+        yield (
+            f"environment.options has a beta of {next(iter(betas))}, the weight of the KL term in the loss, but "
+            f"algorithm.{cause} one weight for all rows: leave one of the two out"
+        )
+    if algorithm.beta == 0 and not any(betas.values()):
         off = {"kl_in_reward": False, "kl_bias_correction": False, "kl_controller": "fixed", "ref_sync_steps": 0}
         for key, value in off.items():
             if algorithm[key] != value:
@@ -338,12 +383,17 @@ def _online(config: ConfigDict) -> Iterator[str]:
             f"rollout.group_size is {rollout.group_size}, and a single completion always scores like itself: "
             "algorithm.dynamic_sampling and replay_groups need 2 or more"
         )
-    rule, _ = split_options(algorithm.advantage)  # refuses options that cannot be read
-    if rollout.group_size < 2 and _compares_completions(rule):
-        yield (
-            f"rollout.group_size is {rollout.group_size}, but algorithm.advantage = {algorithm.advantage!r} compares "
-            "the completions of a prompt with each other: set rollout.group_size to 2 or more"
-        )
+    rules = {"algorithm.advantage": algorithm.advantage}
+    for name, options in of_environments.items():
+        if "advantage" in options:
+            rules[f"environment.options: advantage of {name}"] = options["advantage"]
+    for setting, written in rules.items():
+        rule, _ = split_options(written)  # refuses options that cannot be read
+        if rollout.group_size < 2 and _compares_completions(rule):
+            yield (
+                f"rollout.group_size is {rollout.group_size}, but {setting} = {written!r} compares the completions of "
+                "a prompt with each other: set rollout.group_size to 2 or more"
+            )
 
 
 def _offline(config: ConfigDict) -> Iterator[str]:
@@ -611,6 +661,7 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
             "algorithm.entropy_coef": c.entropy_coef,
             "algorithm.entropy_controller": c.entropy_controller != "fixed",
             "algorithm.aggregation": c.aggregation == "rollout_token",
+            "environment.options": bool(config.environment.options),
         }
         for key in (key for key, is_set in others.items() if is_set):
             yield (
@@ -719,6 +770,12 @@ def _teacher_context(config: ConfigDict) -> Iterator[str]:
 def _environment(config: ConfigDict) -> Iterator[str]:
     c, algorithm = config.environment, config.algorithm
     reward_scales(c.reward_scale)  # refuses what cannot be read
+    environment_options(c.options)
+    if c.options and algorithm.name in OFFLINE:
+        yield (
+            f"environment.options is {tuple(c.options)}, but algorithm.name = {algorithm.name!r} samples nothing: "
+            "leave it out"
+        )
     named = [key for key in ENVIRONMENTS if _value(config, key)]
     if named and algorithm.name in OFFLINE:
         yield f"{named[0]} is set, but algorithm.name = {algorithm.name!r} samples nothing: leave it out"

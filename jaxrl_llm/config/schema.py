@@ -530,6 +530,10 @@ KEYS = (
         "dictionary of these by the values of the column environment."),
     Setting("environment.reward_scale", (),
         "Numbers that the rewards of some of several environments are multiplied by, each `NAME=NUMBER`, `maze=0.1`."),
+    Setting("environment.options", (),
+        "Options of the algorithm for some of several environments, each with one or more of `maze(advantage='gigpo', "
+        "beta=0.02, weight=0.5)`: the advantage estimate and the weight of the KL term of its rows, in place of "
+        "algorithm.advantage and algorithm.beta, and a factor on their loss. See docs/environments.md."),
     Setting("environment.tools", (), "Functions that the policy may call, `path/to/file.py:calculator`."),
     Setting("environment.max_turns", 10, "Most turns of the policy in an episode.", int, minimum=1),
     Setting("environment.max_tool_calls", None,
@@ -999,8 +1003,8 @@ IDENTITY = (
     "data.overlong", "data.max_length", "data.loss_on", "data.packing", "rollout.group_size",
     "rollout.max_prompt_length",
     "rewards.functions", "rewards.weights", "environment.name", "environment.tools", "environment.rollout_func",
-    "environment.agent", "environment.agents", "algorithm.name", "algorithm.advantage", "algorithm.loss",
-    "algorithm.importance_sampling_level", "algorithm.aggregation", "algorithm.loss_weights",
+    "environment.agent", "environment.agents", "environment.options", "algorithm.name", "algorithm.advantage",
+    "algorithm.loss", "algorithm.importance_sampling_level", "algorithm.aggregation", "algorithm.loss_weights",
     "algorithm.reference_free", "critic.path", "critic.shared", "critic.lora_rank", "critic.lora_targets",
     "optimizer.name", "optimizer.moment_dtype", "teacher.path", "teacher.revision", "teacher.others", "teacher.column",
     "teacher.context",

@@ -29,7 +29,7 @@ class EnvironmentSpec:
     environment: a class or function without arguments, a dictionary of such (the row's column `environment` names one),
     or a name of either; None where there are only tools. tools: functions or names of them. timeout: seconds for each
     call; workers: calls at once. on_error: end (the episode) or stop (the run). reward_scales: what the rewards of some
-    of several environments are multiplied by.
+    of several environments are multiplied by. with_options: the names of those with options of the algorithm.
     """
 
     environment: str | Factory | Mapping[str, str | Factory] | None = None
@@ -40,6 +40,7 @@ class EnvironmentSpec:
     timeout: float | None = None
     on_error: str = "end"
     reward_scales: Mapping[str, float] = field(default_factory=dict)
+    with_options: Sequence[str] = ()
 
 
 class Environments:
@@ -63,12 +64,17 @@ class Environments:
                 f"environment.name is {spec.environment!r}, which is a {type(environment).__name__}; name a class or "
                 "function"
             )
-        if unknown := [name for name in spec.reward_scales if name not in self.factories]:
-            there = "there is one environment, which has no name: set rewards.weights"
-            if self.routed:
-                names = [str(name) for name in self.factories]
-                there = f"there are {', '.join(names)}; the closest is {closest(unknown[0], names)}"
-            raise EpisodeError(f"environment.reward_scale names {unknown[0]!r}, but {there}")
+        settings = {
+            "reward_scale": (spec.reward_scales, "rewards.weights"),
+            "options": (spec.with_options, "algorithm.advantage and algorithm.beta"),
+        }
+        for setting, (of_some, of_all) in settings.items():
+            if unknown := [name for name in of_some if name not in self.factories]:
+                there = f"there is one environment, which has no name: set {of_all}"
+                if self.routed:
+                    names = [str(name) for name in self.factories]
+                    there = f"there are {', '.join(names)}; the closest is {closest(unknown[0], names)}"
+                raise EpisodeError(f"environment.{setting} names {unknown[0]!r}, but {there}")
         self.pool = CallPool(spec.workers, spec.timeout)
         self.idle: dict[str | None, list[Any]] = defaultdict(list)
         self.schemas: dict[str | None, list[dict[str, Any]]] = {}

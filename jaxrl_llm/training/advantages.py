@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,6 +57,7 @@ class AdvantageSpec:
     missing_eos_penalty: float
     has_critic: bool
     teacher_coef: float = 1.0
+    of_environments: tuple[tuple[str, str], ...] = ()  # an environment and its rule, in place of `advantage`
 
 
 class Advantages(NamedTuple):
@@ -71,27 +72,66 @@ class Advantages(NamedTuple):
     baselines: jax.Array | None = None  # [R] of roles after these rows, of a rule that keeps them
 
 
+class Rule(NamedTuple):
+    """An advantage rule with its options, the name that they have in a configuration, and the setting of that name."""
+
+    setting: str
+    name: str
+    function: Callable[..., jax.Array]
+    options: tuple[tuple[str, Any], ...]
+
+    def asks_for(self, name: str) -> bool:
+        """True when the rule has an argument `name`."""
+        return name in inspect.signature(self.function).parameters
+
+    def __call__(self, inputs: Mapping[str, Any]) -> Any:
+        """What the rule returns, given those of the inputs that it asks for."""
+        return self.function(**{name: inputs[name] for name in inputs if self.asks_for(name)}, **dict(self.options))
+
+
 @dataclass(frozen=True)
 class AdvantageStep:
-    """The advantages of a rollout's rewards: shaping, KL penalty, rule. Pure, and jitted with itself static."""
+    """The advantages of a rollout's rewards: shaping, KL penalty, rule. Pure, and jitted with itself static.
 
-    rule: Callable[..., jax.Array]
-    options: tuple[tuple[str, Any], ...]
+    The first rule is for all rows but those of environments that have one of their own. Each rule sees the rows of the
+    others as rows without a reward: none of its means and standard deviations is over rows that it is not for.
+    """
+
+    rules: tuple[Rule, ...]
     spec: AdvantageSpec
     reward_names: tuple[str, ...]
 
     def asks_for(self, name: str) -> bool:
-        """True when the rule has an argument `name`."""
-        return name in inspect.signature(self.rule).parameters
+        """True when a rule has an argument `name`."""
+        return self.asking(name) is not None
 
-    def flat_groups(self, rewards: np.ndarray, weights) -> np.ndarray:
+    def asking(self, name: str) -> Rule | None:
+        """The first rule that has an argument `name`."""
+        return next((rule for rule in self.rules if rule.asks_for(name)), None)
+
+    def rule_numbers(self, environments: Sequence[str]) -> np.ndarray:
+        """The number `[N]` of the rule of each row, of the names of the rows' environments."""
+        own = {name: number for number, (name, _) in enumerate(self.spec.of_environments, 1)}
+        return np.array([own.get(name, 0) for name in environments], np.int32)
+
+    def flat_groups(self, rewards: np.ndarray, weights, environments: Sequence[str] | None = None) -> np.ndarray:
         """Booleans `[B]`, true where all completions of a prompt have the same reward, so that none is better.
 
         The same in the combined reward, or in each of `rewards [N,F]` for a rule that takes them apart (gdpo).
+        `environments [N]` are needed where some have rules of their own.
         """
-        columns = rewards.T if self.asks_for("rewards") else [advantage_rules.combine_rewards(rewards, weights)]
-        flat = [np.asarray(advantage_rules.flat_groups(column, self.spec.group_size)) for column in columns]
-        return np.all(flat, axis=0)
+
+        def flat_to(rule: Rule) -> np.ndarray:
+            columns = rewards.T if rule.asks_for("rewards") else [advantage_rules.combine_rewards(rewards, weights)]
+            flat = [np.asarray(advantage_rules.flat_groups(column, self.spec.group_size)) for column in columns]
+            return np.all(flat, axis=0)
+
+        flat = flat_to(self.rules[0])
+        if environments is not None:
+            numbers = self.rule_numbers(environments)[:: self.spec.group_size]
+            for number, rule in enumerate(self.rules[1:], 1):
+                flat = np.where(numbers == number, flat_to(rule), flat)
+        return flat
 
     @functools.partial(jax.jit, static_argnums=0)
     def __call__(
@@ -114,6 +154,7 @@ class AdvantageStep:
         parts: turn_rules.Turns | None = None,
         roles=None,
         baselines=None,
+        rule_numbers: Any = None,
     ) -> Advantages:
         """The advantages of `rewards [N,F]` over `mask [N,T]`, and the step's reward and length metrics of all
         processes.
@@ -124,7 +165,7 @@ class AdvantageStep:
         one greedy completion of each prompt, `logit_norms [N,T]` of the policy (`passes.scored_norms`), and `turns` of
         rows that are episodes. `parts` are rows' parts with a reward of their own: unless the rule reads them, with
         their `roles [N,M]` and `baselines [R]`, the advantage of their tokens is what it is above the mean of the
-        group's parts of that name.
+        group's parts of that name. `rule_numbers [N]` are needed where there are several rules.
         """
         spec = self.spec
         raw = advantage_rules.combine_rewards(rewards, weights)
@@ -168,15 +209,19 @@ class AdvantageStep:
         if greedy_rewards is not None:
             greedy = advantage_rules.combine_rewards(greedy_rewards, weights)
             inputs["greedy_scores"] = greedy if greedy_rollout is None else self._shape(greedy, greedy_rollout)
-        result = self.rule(**{name: inputs[name] for name in inputs if self.asks_for(name)}, **dict(self.options))
-        advantages, returns = result if isinstance(result, tuple) else (result, None)
-        if self.asks_for("baselines"):
-            baselines, returns = returns, None
-        advantages = mask * (advantages if advantages.ndim == 2 else advantages[:, None])
-        if parts is not None and not self.asks_for("parts"):
-            apart = turn_rules.by_turn(~jnp.isnan(parts.rewards), parts, rewarded)
-            own = turn_rules.compared_in_state(parts.rewards, parts.states, spec.group_size, spec.scale_rewards, 1e-4)
-            advantages = jnp.where(apart > 0, turn_rules.by_turn(own, parts, rewarded), advantages)
+        if len(self.rules) == 1:
+            advantages, returns, baselines = self._credit(self.rules[0], inputs, mask)
+        else:
+            of_rules = [
+                self._credit(rule, _without_other_rows(inputs, rule_numbers == number), mask)
+                for number, rule in enumerate(self.rules)
+            ]
+            advantages, returns, baselines = of_rules[0]  # of environments' rules none keeps baselines
+            for number, (own, own_returns, _) in enumerate(of_rules[1:], 1):
+                mine = (rule_numbers == number)[:, None]
+                advantages = jnp.where(mine, own, advantages)
+                if returns is not None and own_returns is not None:
+                    returns = jnp.where(mine, own_returns, returns)
         if teacher_logps is not None:
             own = rollout.sample_logps if logps is None else logps
             rated = mask if taught is None else mask * taught[:, None]
@@ -192,9 +237,31 @@ class AdvantageStep:
             metrics["critic/explained_variance"] = explained_variance(values, returns, rewarded)
             # A critic must not learn from rows without a reward; the KL and entropy terms of others still read them.
             mask = rewarded
-        columns = rewards if self.asks_for("rewards") else raw[:, None]
-        priority = _priority(columns, advantages, mask, spec.group_size)
+        priorities = [
+            _priority(rewards if rule.asks_for("rewards") else raw[:, None], advantages, mask, spec.group_size)
+            for rule in self.rules
+        ]
+        priority = priorities[0]
+        for number, own in enumerate(priorities[1:], 1):
+            priority = jnp.where(rule_numbers[:: spec.group_size] == number, own, priority)
         return Advantages(advantages, priority, returns, mask, kl, metrics, baselines)
+
+    def _credit(self, rule: Rule, inputs: Mapping[str, Any], mask) -> tuple[jax.Array, jax.Array | None, Any]:
+        """The advantages `[N,T]` of a rule, 0 outside the mask, its returns with a critic, and the baselines of roles.
+
+        Unless the rule reads parts, the tokens of those with a reward of their own are compared with such parts.
+        """
+        result, baselines = rule(inputs), inputs["baselines"]
+        advantages, returns = result if isinstance(result, tuple) else (result, None)
+        if rule.asks_for("baselines"):
+            baselines, returns = returns, None
+        advantages = mask * (advantages if advantages.ndim == 2 else advantages[:, None])
+        if (parts := inputs["parts"]) is not None and not rule.asks_for("parts"):
+            spec, rewarded = self.spec, inputs["mask"]
+            apart = turn_rules.by_turn(~jnp.isnan(parts.rewards), parts, rewarded)
+            own = turn_rules.compared_in_state(parts.rewards, parts.states, spec.group_size, spec.scale_rewards, 1e-4)
+            advantages = jnp.where(apart > 0, turn_rules.by_turn(own, parts, rewarded), advantages)
+        return advantages, returns, baselines
 
     def _shape(self, scores, rollout: Rollout):
         """Combined rewards `[N]` clipped, and lowered for completions that are long or did not end."""
@@ -209,26 +276,40 @@ class AdvantageStep:
 
 
 def advantage_step(spec: AdvantageSpec, reward_names: tuple[str, ...]) -> AdvantageStep:
-    """The step of the rule that `spec.advantage` names.
+    """The step of the rules that `spec` names.
 
-    Raises ConfigError: an unknown rule or option, or a rule that does not read what the settings add to rewards.
+    Raises ConfigError: an unknown rule or option, a rule that does not read what the settings add to rewards, or one of
+    an environment that keeps baselines of roles.
     """
-    rule, options = advantage_rule(spec.advantage)
-    step = AdvantageStep(rule, tuple(options.items()), spec, tuple(reward_names))
-    if step.asks_for("values") != spec.has_critic:
-        raise ConfigError(
-            f"algorithm.name is {'' if spec.has_critic else 'not '}'ppo' and algorithm.advantage {spec.advantage!r}: a "
-            "critic and an advantage rule that reads its values, such as ppo(gamma=1.0, lam=0.95), go together"
-        )
-    if not (step.asks_for("scores") or step.asks_for("token_rewards")):
-        for key in ("kl_in_reward", "reward_beta", "reward_clip", "overlong_buffer", "missing_eos_penalty"):
-            if value := getattr(spec, key):
-                raise ConfigError(
-                    f"algorithm.{key} is {value}, but algorithm.advantage = {spec.advantage!r} reads the rewards one "
-                    "by one and not their sum; put the KL term in the loss, and punish lengths with a reward function "
-                    "such as soft_overlong(max_length=256, cache=64)"
-                )
-    return step
+    function, options = advantage_rule(spec.advantage)
+    rules = [Rule("algorithm.advantage", spec.advantage, function, tuple(options.items()))]
+    for environment, name in spec.of_environments:
+        setting = f"environment.options: advantage of {environment}"
+        try:
+            function, options = advantage_rule(name)
+        except ConfigError as error:
+            raise ConfigError(f"{setting}: {error}") from error
+        rules.append(Rule(setting, name, function, tuple(options.items())))
+        if rules[-1].asks_for("baselines"):
+            raise ConfigError(
+                f"{setting} is {name!r}, which keeps a baseline of each role from step to step, whatever environment "
+                "it plays in: set algorithm.advantage to it, or another advantage"
+            )
+    for rule in rules:
+        if rule.asks_for("values") != spec.has_critic:
+            raise ConfigError(
+                f"algorithm.name is {'' if spec.has_critic else 'not '}'ppo' and {rule.setting} {rule.name!r}: a "
+                "critic and an advantage rule that reads its values, such as ppo(gamma=1.0, lam=0.95), go together"
+            )
+        if not (rule.asks_for("scores") or rule.asks_for("token_rewards")):
+            for key in ("kl_in_reward", "reward_beta", "reward_clip", "overlong_buffer", "missing_eos_penalty"):
+                if value := getattr(spec, key):
+                    raise ConfigError(
+                        f"algorithm.{key} is {value}, but {rule.setting} = {rule.name!r} reads the rewards one by one "
+                        "and not their sum; put the KL term in the loss, and punish lengths with a reward function "
+                        "such as soft_overlong(max_length=256, cache=64)"
+                    )
+    return AdvantageStep(tuple(rules), spec, tuple(reward_names))
 
 
 def advantage_rule(name: str) -> tuple[Callable[..., jax.Array], dict[str, Any]]:
@@ -239,6 +320,22 @@ def advantage_rule(name: str) -> tuple[Callable[..., jax.Array], dict[str, Any]]
         if known.endswith("_advantages")
     }
     return resolve_with_options(name, rules, reserved=INPUTS)
+
+
+def _without_other_rows(inputs: Mapping[str, Any], mine) -> dict[str, Any]:
+    """The inputs of a rule for the rows that are `mine [N]`: the others are left without reward and tokens, as rows are
+    that no reward applies to."""
+
+    def kept(x, otherwise):
+        return jnp.where(mine.reshape(-1, *(1,) * (x.ndim - 1)), x, otherwise)
+
+    own = {**inputs, "mask": kept(inputs["mask"], 0.0), "token_rewards": kept(inputs["token_rewards"], 0.0)}
+    for name in ("scores", "rewards"):
+        own[name] = kept(inputs[name], jnp.nan)
+    for name in ("turns", "parts"):
+        if (table := inputs.get(name)) is not None:
+            own[name] = table._replace(rewards=kept(table.rewards, jnp.nan))
+    return own
 
 
 def explained_variance(values, returns, mask) -> jax.Array:

@@ -74,6 +74,7 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
         advantages=mask,
         observed=mask if spec.observations else None,
         seeds=rows_to_global(np.zeros(count, np.uint32), mesh) if spec.draws_seeds else None,
+        **learner.weights_of_rows([""] * count, in_loss),
     )
     batch = batch.replace(scalars=learner.scalars(batch, in_loss))
     update: Any = run.update

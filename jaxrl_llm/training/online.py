@@ -17,7 +17,7 @@ each batch is sampled from the policy that it updates; of more (`rollout.stalene
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +44,7 @@ from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import constrain, local_rows, on_device, row_shards, rows_to_global
 from jaxrl_llm.distributed.turns import turn, yielded
 from jaxrl_llm.environments.batch import EpisodeBatch
+from jaxrl_llm.environments.factory import COLUMN
 from jaxrl_llm.models.lora import copied
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.models.vision.row_images import count_tiles
@@ -93,8 +94,9 @@ class RolloutWorker:
     """Steps 2 and 3: `group_size` completions of each prompt, and their rewards.
 
     With `open_episodes` rows are episodes of environments; `external` samples in place of the engine, and `agents` run
-    the programs whose sessions are the rows. With `arrivals` a policy may come while rows are sampled. Completions are
-    texts where `external` makes texts, and otherwise what their prompts are, texts or messages.
+    the programs whose sessions are the rows. With `arrivals` a policy may come while rows are sampled. Of
+    `several_environments` a column of each row names its own. Completions are texts where `external` makes texts, and
+    otherwise what their prompts are, texts or messages.
     """
 
     engine: Engine
@@ -108,6 +110,7 @@ class RolloutWorker:
     agents: AgentRollout | None = None
     as_texts: bool = False
     arrivals: Arrivals | None = None
+    several_environments: bool = False
 
     def __call__(
         self,
@@ -207,9 +210,10 @@ class RolloutWorker:
             logged = graded.logged
             if shown is not None:
                 logged = logged._replace(columns={IMAGES: shown[1]} | logged.columns)
+            names = [str(row.get(COLUMN)) for row in rows] if self.several_environments else None
             return Rollouts(
                 rollout, examples, prompts, texts, graded.rewards, logged, turns=turns, images=images, parts=parts,
-                partial=partial, roles=roles,
+                partial=partial, roles=roles, environments=names,
             )  # fmt: skip
 
     def copy_policy(self, params: Params) -> Params:
@@ -234,14 +238,14 @@ class Producer:
     """Steps 1 to 3. `greedy` samples the baseline of a rule that compares with it; with `partial` rows are sampled over
     several steps.
 
-    `flat_groups(rewards, weights) -> [B]` is true for prompts whose completions all have the same reward.
+    `flat_groups(rewards, weights, environments) -> [B]` is true for prompts whose completions all have the same reward.
     """
 
     spec: ProducerSpec
     worker: RolloutWorker
     greedy: RolloutWorker | None
     pipeline: Pipeline | Stream | Curriculum
-    flat_groups: Callable[[np.ndarray, Any], np.ndarray]
+    flat_groups: Callable[[np.ndarray, Any, list[str] | None], np.ndarray]
     partial: PartialRollouts | None = None
 
     def produce(self, params: Params, version: int, step: int, key) -> Rollouts:
@@ -254,7 +258,8 @@ class Producer:
         rollouts = self._sample(params, version, key, 0, state)
         if spec.dynamic_sampling:
             weights, resampled = self.worker.rewards.weights, 0
-            flat, rows = self.flat_groups(rollouts.rewards, weights), len(rollouts.rewards) * jax.process_count()
+            flat = self.flat_groups(rollouts.rewards, weights, rollouts.environments)
+            rows = len(rollouts.rewards) * jax.process_count()
             for sampling_round in range(1, spec.max_sampling_rounds):
                 missing = _sum_over_processes(flat)
                 if not missing:
@@ -262,7 +267,7 @@ class Producer:
                 resampled += missing
                 # Later rounds count their rows on, so that no two rows of a step draw the same numbers.
                 fresh = self._sample(params, version, key, sampling_round * rows, state)
-                fresh_flat = self.flat_groups(fresh.rewards, weights)
+                fresh_flat = self.flat_groups(fresh.rewards, weights, fresh.environments)
                 with turn():
                     rollouts, flat = fill(rollouts, flat, fresh, fresh_flat, self.worker.mesh)
             missing = _sum_over_processes(flat)
@@ -306,6 +311,9 @@ class LearnerSpec:
     aggregation: str
     observations: bool  # the loss predicts observation tokens
     draws_seeds: bool  # the loss draws random numbers
+    # Of rows by the name of their environment, and under None of all others; empty: the same on all rows.
+    kl_weights: Mapping[str | None, float] = dataclasses.field(default_factory=dict)
+    loss_weights: Mapping[str | None, float] = dataclasses.field(default_factory=dict)
 
 
 class Critic(NamedTuple):
@@ -413,6 +421,9 @@ class Learner:
             parts=None if rollouts.parts is None else rows_to_global(rollouts.parts, self.mesh),
             roles=None if roles is None else rows_to_global(roles, self.mesh),
             baselines=None if roles is None else np.array([*self.baselines.values()], np.float32),
+            rule_numbers=None
+            if len(self.advantages.rules) == 1
+            else rows_to_global(self.advantages.rule_numbers(named(rollouts.environments)), self.mesh),
         )
         metrics = dict(result.metrics) | ({} if shown is None else shown.metrics)
         if result.baselines is not None:
@@ -436,6 +447,7 @@ class Learner:
             advantages=result.advantages,
             values=values,
             returns=result.returns,
+            **self.weights_of_rows(rollouts.environments, in_loss),
         )
         if spec.old_logps == "interpolated":
             versions = np.full((len(rollouts.prompts), rollout.tokens.shape[1]), rollouts.version, np.int32)
@@ -553,6 +565,19 @@ class Learner:
         assert self.reference is not None
         rows, shards = self.batch.forward_rows, row_shards(self.mesh)
         return scored_distributions(self.net, on_device(self.reference.params), inputs, rows, shards)
+
+    def weights_of_rows(self, environments: Sequence[str] | None, in_loss: bool) -> dict[str, Any]:
+        """The fields of a batch that differ by the environments of rows `[N]`: `kl_weight` and `loss_weight`.
+
+        Neither where all rows have the same; no `kl_weight` where the KL term is not `in_loss`.
+        """
+        by_field = {"kl_weight": self.spec.kl_weights if in_loss else {}, "loss_weight": self.spec.loss_weights}
+        fields = {}
+        for field, weights in by_field.items():
+            if weights:
+                own = [weights.get(name, weights[None]) for name in named(environments)]
+                fields[field] = rows_to_global(np.array(own, np.float32), self.mesh)
+        return fields
 
     def scalars(self, batch: Batch, in_loss: bool, ref_head=None) -> Scalars:
         """The coefficients that move, and the tokens of an average optimizer batch where the weights divide by them."""
@@ -693,6 +718,11 @@ def fill(
         turns=picked(held.turns, fresh.turns),
         parts=picked(held.parts, fresh.parts),
         roles=None if held.roles is None or fresh.roles is None else pick(held.roles, fresh.roles, index),
+        environments=(
+            None
+            if held.environments is None or fresh.environments is None
+            else pick(held.environments, fresh.environments, index)
+        ),
     )
     still_flat = flat.copy()
     still_flat[slots] = False
@@ -723,6 +753,16 @@ def _pick_rows(held: Any, fresh: Any, index) -> Any:
 
 def _sum_over_processes(flags: np.ndarray) -> int:
     return int(multihost_utils.process_allgather(np.int32(flags.sum())).sum())
+
+
+def named(environments: Sequence[str] | None) -> Sequence[str]:
+    """The names of rows' environments; raises ConfigError for rollouts that an earlier version saved without them."""
+    if environments is None:
+        raise ConfigError(
+            "environment.options is set, but the checkpoint has rollouts of a run of an earlier version, which do not "
+            "say their environments: leave it out until these are learned from (rollout.staleness steps)"
+        )
+    return environments
 
 
 def observation_mask(rollout: Rollout, prompt_width: int) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain
 
 
@@ -21,16 +23,20 @@ class Replay:
     priority: jax.Array  # [groups] weight of a group when one is drawn, 0 where the buffer is still empty
 
 
-def empty_replay(groups: int, group_size: int, width: int, prompt_width: int, mesh: Mesh) -> Replay:
-    """A buffer for `groups` groups of rows of `width` tokens."""
+def empty_replay(
+    groups: int, group_size: int, width: int, prompt_width: int, mesh: Mesh, per_row: Sequence[str] = ()
+) -> Replay:
+    """A buffer for `groups` groups of rows of `width` tokens, with these fields `[N]` of a batch besides."""
     shape = (groups * group_size, width)
     integers, floats = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    fields: dict[str, Any] = dict.fromkeys(per_row, floats[:, 0])
     rows = Batch(
         Inputs(integers, integers, prompt_width=prompt_width),
         mask=floats,
         sample_logps=floats,
         old_logps=floats,
         advantages=floats,
+        **fields,
     )
     return jax.device_put(Replay(rows, jnp.zeros(groups, jnp.float32)), NamedSharding(mesh, PartitionSpec()))
 
@@ -50,14 +56,14 @@ def exchange(replay: Replay, batch: Batch, priority, key, group_size: int) -> tu
     rows = _rows(drawn, group_size)
 
     def mix(old, new):
-        chosen = jnp.where(jnp.repeat(flat, group_size)[:, None], old[rows], new)
-        return constrain(chosen, "rows", None)
+        exchanged = jnp.repeat(flat, group_size).reshape(-1, *(1,) * (new.ndim - 1))
+        return constrain(jnp.where(exchanged, old[rows], new), "rows", *(None,) * (new.ndim - 1))
 
     all_priorities = jnp.concatenate([priority, replay.priority])
     newest = jnp.argsort(all_priorities == 0, stable=True)[: replay.priority.shape[0]]
 
     def store(old, new):
-        return constrain(jnp.concatenate([new, old])[_rows(newest, group_size)], None, None)
+        return constrain(jnp.concatenate([new, old])[_rows(newest, group_size)], *(None,) * new.ndim)
 
     updated = Replay(jax.tree.map(store, replay.rows, batch), constrain(all_priorities[newest], None))
     return updated, jax.tree.map(mix, replay.rows, batch), flat.sum()
@@ -75,7 +81,12 @@ def get_arrays(replay: Replay) -> dict[str, Any]:
 
 
 def with_arrays(replay: Replay, arrays: dict[str, Any]) -> Replay:
-    """The buffer with the arrays of `get_arrays`."""
+    """The buffer with the arrays of `get_arrays`; raises ConfigError for rows with other fields than its own."""
+    if other := get_arrays(replay)["rows"].keys() ^ arrays["rows"].keys():
+        raise ConfigError(
+            f"the rows of algorithm.replay_groups in the checkpoint differ by {', '.join(sorted(other))} from those of "
+            "this run: leave environment.options as they were, or set replay_groups to 0"
+        )
     of_inputs = {"tokens", "segments"}
     inputs = replay.rows.inputs.replace(**{name: x for name, x in arrays["rows"].items() if name in of_inputs})
     others = {name: x for name, x in arrays["rows"].items() if name not in of_inputs}

@@ -62,9 +62,10 @@ class Rollouts(NamedTuple):
     parts: Turns | None = None  # of agents: each sub-agent in a row with its own reward, and the session behind them
     partial: Partial | None = None  # of rows that several policies may have sampled
     roles: list[list[str]] | None = None  # the names of the parts of each row
+    environments: list[str] | None = None  # the name of the environment of each row, where there are several
 
 
-KEPT = ("prompts", "completions", "version", "resampled_groups", "epochs", "roles")  # in JSON
+KEPT = ("prompts", "completions", "version", "resampled_groups", "epochs", "roles", "environments")  # in JSON
 
 
 def on_mesh(batch: Rollouts, mesh: Mesh) -> Rollouts:
@@ -141,6 +142,7 @@ def placed(batch: Rollouts, mesh: Mesh) -> Rollouts:
         turns=jax.tree.map(own, batch.turns),
         parts=jax.tree.map(own, batch.parts),
         roles=None if batch.roles is None else own(batch.roles),
+        environments=None if batch.environments is None else own(batch.environments),
         partial=None if partial is None else partial._replace(versions=own(partial.versions)),
         greedy=None if batch.greedy is None else placed(batch.greedy, mesh),
     )
@@ -174,7 +176,7 @@ def on_host(packed: np.ndarray) -> list[Rollouts]:
             partial=partial,
             greedy=None if texts["greedy"] is None else batch_of(texts["greedy"], f"{name}/greedy"),
             **tables,
-            **{key: texts[key] for key in KEPT},
+            **{key: texts[key] for key in KEPT if key in texts},  # a batch of an earlier version has fewer
         )
 
     return [batch_of(texts, str(index)) for index, texts in enumerate(json.loads(arrays["texts"].tobytes()))]

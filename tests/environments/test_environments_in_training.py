@@ -1,10 +1,13 @@
 """Environments inside a run: two steps of the worked example, what they leave in metrics and tables, and learning."""
 
+import functools
 import json
 import math
+import shutil
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
@@ -14,6 +17,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.environments.games import SortThenSmallest
 from jaxrl_llm.environments.protocol import Step
+from jaxrl_llm.training.setup.run import build, build_mesh
 
 
 def tiny(root, tmp_path):
@@ -98,6 +102,92 @@ def test_two_steps_with_an_environment(root, tmp_path):
             sizes = np.array([len(row["completion"].partition("sort:=")[0]), len(answer)]) + 1  # with the end of text
             np.testing.assert_allclose(row["advantage"], (sizes * [1, 2]).sum() / sizes.sum(), rtol=1e-5)
     assert Sometimes.closed == Sometimes.made >= 16
+
+
+GAMES = {"sort": SortThenSmallest, "half": functools.partial(SortThenSmallest, first=0.5)}
+
+
+def of_two_games(root, folder, *options, **settings):
+    """Configuration and rows of two steps, every other prompt of another game."""
+    config = tiny(root, folder)
+    config.environment.options, config.optimizer.eps, config.optimizer.warmup_steps = options, 1e-5, 0
+    config.update_from_flattened_dict(settings)
+    rows = [{"prompt": f"sort:{1000 + 37 * i}=", "environment": ("sort", "half")[i % 2]} for i in range(32)]
+    return config, rows
+
+
+def train_on_two_games(*arguments, **settings):
+    config, rows = of_two_games(*arguments, **settings)
+    return jaxrl_llm.train(config, train_dataset=rows, environment=GAMES)
+
+
+def test_two_environments_with_options_of_their_own(root, tmp_path):
+    """The advantages of each in the table are of its own rule, and with options that all rows have anyway nothing
+    changes."""
+    options = ("sort(advantage='rloo', beta=0.3, weight=0.5)", "half(advantage='reinforce_plus_plus_baseline')")
+    result = train_on_two_games(root, tmp_path / "own", *options, **{"algorithm.beta": 0.0})
+    for line in result.metrics:
+        assert all(math.isfinite(value) for value in line.values())
+        assert {"environment/sort/reward", "environment/half/reward"} <= line.keys()
+    assert result.metrics[-1]["kl"] > 0  # algorithm.beta is 0, and there is a reference all the same
+    table = parquet.read_table(tmp_path / "own/run/completions/completions_00001.parquet").to_pylist()
+    checked = 0
+    for first in range(0, 16, 4):
+        group = table[first : first + 4]
+        if len({row["prompt"] for row in group}) == 1 and (int(group[0]["prompt"][5:-1]) - 1000) // 37 % 2 == 0:
+            rewards = np.array([row["environment"] for row in group])
+            np.testing.assert_allclose(
+                [row["advantage"] for row in group], (rewards - rewards.mean()) * 4 / 3, rtol=1e-5, atol=1e-6
+            )
+            checked += 1
+    assert checked
+    same = "advantage='group', beta=0.05, weight=1.0"
+    plain = train_on_two_games(root, tmp_path / "plain", **{"algorithm.beta": 0.05})
+    equal = train_on_two_games(root, tmp_path / "equal", f"sort({same})", f"half({same})", **{"algorithm.beta": 0.05})
+    for name in ("loss", "kl", "grad_norm", "reward", "policy_term"):
+        np.testing.assert_allclose(equal.metrics[-1][name], plain.metrics[-1][name], rtol=1e-4, atol=1e-6, err_msg=name)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), equal.model.params, plain.model.params)
+    changes = jax.tree.map(lambda a, b: np.abs(a - b).max(), result.model.params, plain.model.params)
+    assert max(jax.tree.leaves(changes)) > 1e-5
+
+
+def test_options_of_environments_in_a_run_that_goes_on(root, tmp_path):
+    """The checkpoint has rollouts that were made ahead and a replay buffer, with what their rows' environments say."""
+    options = ("sort(advantage='gigpo', beta=0.3, weight=0.5)", "half(advantage='gdpo')")
+    settings = {
+        "rollout.staleness": 1, "algorithm.old_logps": "sampler", "algorithm.replay_groups": 4, "checkpoint.every": 1,
+        "checkpoint.keep": 3,
+    }  # fmt: skip
+    whole = train_on_two_games(root, tmp_path / "whole", *options, **settings)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut/run/checkpoints/2")
+    shutil.rmtree(tmp_path / "cut/run/completions")
+    resumed = train_on_two_games(root, tmp_path / "cut", *options, **settings)
+    jax.tree.map(np.testing.assert_array_equal, whole.model.params, resumed.model.params)
+
+
+@pytest.mark.parametrize(
+    ("beta", "options", "is_there"),
+    [
+        (0.1, ("sort(beta=0.0)", "half(beta=0)"), False),
+        (0.1, ("sort(beta=0.0)",), True),
+        (0.0, ("sort(beta=0.1)",), True),
+        (0.0, ("sort(weight=2.0)",), False),
+    ],
+)
+def test_there_is_a_reference_where_an_environment_reads_it(root, tmp_path, beta, options, is_there):
+    config, rows = of_two_games(root, tmp_path, *options, **{"algorithm.beta": beta})
+    mesh = build_mesh(config)
+    with jax.set_mesh(mesh):
+        learner = build(config, mesh, rows, environment=GAMES).source.learner
+        fields = learner.weights_of_rows(["sort"] * 16, learner.reference is not None)
+    assert (learner.reference is not None) == is_there
+    assert ("kl_weight" in fields) == is_there and ("loss_weight" in fields) == ("weight" in options[0])
+
+
+def test_options_of_unknown_environments_are_refused(root, tmp_path):
+    with pytest.raises(ConfigError, match=r"environment\.options names 'sorts', but there are sort, half"):
+        train_on_two_games(root, tmp_path, "sorts(weight=2.0)")
 
 
 def test_credit_across_observations():

@@ -407,6 +407,7 @@ def test_a_game_of_text_has_the_policys_log_probs(chat):
         ({"rollout.staleness": 1}, "rollout.staleness is 1, but environment.agent is 'episodes'"),
         ({"algorithm.name": "sft"}, "samples nothing"),
         ({"environment.reward_scale": ("maze=2",)}, "environment.reward_scale names 'maze', but there is one"),
+        ({"environment.options": ("maze(weight=2)",)}, "environment.options names 'maze', but there is one"),
     ],
 )
 def test_settings_that_do_not_go_together(settings, message):

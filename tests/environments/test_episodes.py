@@ -8,7 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
-from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.config.checks import environment_options
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import chat_ids
 from jaxrl_llm.data.tokenize import RowTokenizer
@@ -16,7 +17,8 @@ from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec, load_environments
 from jaxrl_llm.environments.games import SortThenSmallest
 from jaxrl_llm.environments.protocol import EpisodeError, Step
-from jaxrl_llm.training.setup.specs import environment_spec
+from jaxrl_llm.training.setup.objectives import needs_reference
+from jaxrl_llm.training.setup.specs import environment_spec, learner_spec
 from tests.data.byte_tokenizer import build_byte_tokenizer
 
 END = 257
@@ -348,6 +350,81 @@ def test_reward_scales_that_cannot_be_applied(scale, message):
     config.environment.reward_scale = scale
     with pytest.raises(ConfigError, match=message):
         environment_spec(config)
+
+
+def test_options_name_environments_that_there_are():
+    known = {"guess": Guess, "percent": Guess}
+    assert environments_of(known, with_options=("percent",)).routed
+    with pytest.raises(EpisodeError, match=r"options names 'gues', but there are guess, percent; .* is guess"):
+        environments_of(known, with_options=("gues",))
+    with pytest.raises(EpisodeError, match=r"options names 'guess', but there is one.*: set algorithm.advantage and"):
+        environments_of(Guess, with_options=("guess",))
+
+
+def test_environment_options_are_read():
+    written = ("maze(advantage='rloo(normalize=True)', beta=0.02)", "sort(weight=2)")
+    read = {"maze": {"advantage": "rloo(normalize=True)", "beta": 0.02}, "sort": {"weight": 2}}
+    assert environment_options(written) == read
+    config = default()
+    config.environment.options, config.algorithm.beta = written, 0.5
+    validate(config)
+    spec = learner_spec(config)
+    assert spec.kl_weights == {None: 0.5, "maze": 0.02} and spec.loss_weights == {None: 1.0, "sort": 2.0}
+    config.environment.options = ()
+    assert learner_spec(config).kl_weights == learner_spec(config).loss_weights == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "message"),
+    [
+        ("maze", {}, "has 'maze', but it takes NAME"),
+        ("maze()", {}, r"has 'maze\(\)', but it takes NAME"),
+        ("maze(0.1)", {}, "cannot read the options"),
+        ("maze(wieght=2)", {}, "maze has 'wieght', but its options are advantage, beta, weight; the closest is weight"),
+        ("maze(beta=-0.1)", {}, "beta of maze is -0.1, but it takes a number of 0 or more"),
+        ("maze(weight=-1)", {}, "weight of maze is -1, but it takes a number of 0 or more"),
+        ("maze(weight=1e999)", {}, "weight of maze is inf"),
+        ("maze(weight=True)", {}, "weight of maze is True"),
+        ("maze(advantage=1)", {}, "advantage of maze is 1, but it takes a name"),
+        ("maze(beta=0.1)", {"algorithm.kl_in_reward": True, "algorithm.beta": 0.1}, "algorithm.kl_in_reward is true"),
+        ("maze(beta=0.1)", {"algorithm.kl_controller": "adaptive", "algorithm.beta": 0.1}, "kl_controller is adaptive"),
+        ("maze(beta=0.0)", {"algorithm.kl_bias_correction": True}, "algorithm.beta is 0 and there is no KL term"),
+        ("maze(advantage='rloo')", {"rollout.group_size": 1, "algorithm.advantage": "zero"}, "advantage of maze = 'rl"),
+        ("maze(weight=2)", {"algorithm.name": "sft"}, "algorithm.name = 'sft' samples nothing"),
+        ("maze(weight=2)", {"environment.agent": "agents.py:run"}, "agents are no environments with names"),
+        ("maze(weight=2)", {}, "there is no environment: set environment.name"),
+    ],
+)
+def test_options_that_cannot_be_applied(options, settings, message):
+    config = default()
+    config.update_from_flattened_dict({"environment.options": (options,), **settings})
+
+    def read():
+        validate(config)
+        environment_spec(config)
+
+    with pytest.raises(ConfigError, match=message):
+        read()
+
+
+def test_an_environment_has_one_entry_of_options():
+    with pytest.raises(ConfigError, match=r"environment\.options has 'maze' twice"):
+        environment_options(("maze(beta=1)", "maze(weight=2)"))
+
+
+def test_options_of_an_environment_may_need_the_reference_alone():
+    config = default()
+    config.environment.options = ("maze(beta=0.0)", "sort(beta=0.1)")
+    config.algorithm.kl_bias_correction, config.algorithm.ref_sync_steps = True, 5
+    validate(config)
+    assert needs_reference(config) and needs_reference(config, ("maze", "sort"))
+    config.environment.options = ("maze(beta=0.0)", "sort(beta=0)")
+    assert not needs_reference(config)
+    config.algorithm.beta = 0.1
+    assert needs_reference(config) and needs_reference(config, ("maze", "sort", "third"))
+    assert not needs_reference(config, ("maze", "sort"))
+    config.algorithm.reward_beta = 0.1
+    assert needs_reference(config, ("maze", "sort"))
 
 
 def test_the_built_in_game():

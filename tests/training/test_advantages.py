@@ -278,6 +278,103 @@ def test_flat_groups_of_each_rule():
     np.testing.assert_array_equal(np.asarray(result.priority) > 0, [True, False])
 
 
+def with_options(*entries, **settings):
+    config = configured(**settings)
+    config.environment.options = entries
+    return config
+
+
+def test_an_environment_has_a_rule_of_its_own():
+    """The first group is centred; the second is whitened over its own five tokens, of which four have 3 and one 0."""
+    step = step_of(with_options("maze(advantage='reinforce_plus_plus')", scale_rewards="none"))
+    numbers = step.rule_numbers(["sort", "sort", "maze", "maze"])
+    np.testing.assert_array_equal(numbers, [0, 0, 1, 1])
+    rewards, weights = np.array([[5], [1], [3], [0]], np.float32), np.ones(1, np.float32)
+    result = step(rollout(), MASK, rewards, weights, rule_numbers=numbers)
+    # Mean 2.4, unbiased variance (4 * 0.6**2 + 2.4**2) / 4 = 1.8.
+    np.testing.assert_allclose(rows_of(result), [2, -2, 0.6 / 1.8**0.5, -2.4 / 1.8**0.5], rtol=1e-5)
+    np.testing.assert_allclose(
+        result.priority, [8**0.5 * 2, 4.5**0.5 * (0.6 + 2.4) / 1.8**0.5 / 2], rtol=1e-5
+    )  # std of a group's rewards x mean |advantage|
+
+
+EIGHT = [0, 1, 2, 3, 2, 3, 0, 1]  # rows of `rollout()` that make up four groups
+OF_MAZE = np.array([False, False, True, True, False, False, True, True])
+OWN_RULES = (
+    "group", "gdpo", "rloo(normalize=True)", "gpg", "passk", "pkpo(k=2)", "maxrl", "opo", "remax", "otb",
+    "reinforce_plus_plus(gamma=0.9)", "reinforce_plus_plus_baseline", "turn", "mt_grpo", "gigpo", "zero",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
+@pytest.mark.parametrize("rule", OWN_RULES)
+def test_a_mixed_batch_has_the_advantages_of_each_environment_alone(rule, scale):
+    draw = np.random.default_rng(0)
+    rewards, norms = draw.integers(0, 4, (8, 2)).astype(np.float32), draw.random((8, 6)).astype(np.float32)
+    greedy, weights = draw.random((4, 2)).astype(np.float32), np.array([1.0, 0.5], np.float32)
+    rewards[5] = NAN
+    lengths = LENGTHS[EIGHT]
+    turns = turn_table([[Turn(1, 0.5), Turn(int(n), 1.0, "a")] if n > 1 else [Turn(1, 0.25)] for n in lengths], 2, 2, 2)
+
+    def result_of(step, rows, **extra):
+        given = {"turns": Turns(*(x[rows] for x in turns)), "logit_norms": norms[rows]}
+        of_rows = Rollout(*(None if x is None else x[EIGHT][rows] for x in rollout()))
+        prompts = np.flatnonzero(rows)[::2] // 2
+        result = step(
+            of_rows, MASK[EIGHT][rows], rewards[rows], weights, greedy_rewards=greedy[prompts], **given, **extra
+        )
+        return np.asarray(result.advantages), np.asarray(result.priority)
+
+    names = ("a", "b")
+    everything = np.ones(8, bool)
+    mixed = step_of(with_options(f"maze(advantage='{rule}')", advantage="gpg", scale_rewards=scale), names)
+    advantages, priority = result_of(mixed, everything, rule_numbers=OF_MAZE.astype(np.int32))
+    for rows, own in ((OF_MAZE, rule), (~OF_MAZE, "gpg")):
+        alone = result_of(step_of(configured(advantage=own, scale_rewards=scale), names), rows)
+        np.testing.assert_allclose(advantages[rows], alone[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(priority[rows[::2]], alone[1], rtol=1e-5, atol=1e-6)
+    # In a batch without rows of one environment the others are as they are alone.
+    advantages, _ = result_of(mixed, ~OF_MAZE, rule_numbers=np.zeros(4, np.int32))
+    alone, _ = result_of(step_of(configured(advantage="gpg", scale_rewards=scale), names), ~OF_MAZE)
+    np.testing.assert_allclose(advantages, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_a_critic_learns_from_the_returns_of_each_environment():
+    values, weights = np.linspace(-1, 1, 24).reshape(4, 6).astype(np.float32), np.ones(1, np.float32)
+    rewards = np.array([[5], [1], [3], [0]], np.float32)
+    lam = "ppo(lam=0.5)"
+    config = with_options(f"maze(advantage='{lam}')", name="ppo", advantage="ppo(lam=1.0)")
+    mixed = step_of(config)(rollout(), MASK, rewards, weights, values=values, rule_numbers=np.array([0, 0, 1, 1]))
+    for rows, rule in ((slice(2), "ppo(lam=1.0)"), (slice(2, 4), lam)):
+        step = step_of(configured(name="ppo", advantage=rule))
+        of_rows = Rollout(*(None if x is None else x[rows] for x in rollout()))
+        alone = step(of_rows, MASK[rows], rewards[rows], weights, values=values[rows])
+        np.testing.assert_allclose(mixed.advantages[rows], alone.advantages, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(mixed.returns[rows], alone.returns, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_are_flat_to_the_rule_of_their_environment():
+    rewards, weights = np.array([[0, 3], [1, 2], [0, 3], [1, 2]], np.float32), np.ones(2, np.float32)
+    step = step_of(with_options("maze(advantage='gdpo')"), ("a", "b"))
+    flat = step.flat_groups(rewards, weights, ["sort", "sort", "maze", "maze"])
+    np.testing.assert_array_equal(flat, [True, False])
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "message"),
+    [
+        ("maze(advantage='groop')", {}, "environment.options: advantage of maze: unknown name 'groop'.*closest is gr"),
+        ("maze(advantage='rae')", {}, "advantage of maze is 'rae', which keeps a baseline of each role"),
+        ("maze(advantage='vapo')", {}, "algorithm.name is not 'ppo' and environment.options: advantage of maze 'vapo'"),
+        ("maze(advantage='rloo')", {"name": "ppo", "advantage": "ppo"}, "is 'ppo' and environment.options: advantage"),
+        ("maze(advantage='gdpo')", {"overlong_buffer": 2}, "overlong_buffer is 2, but environment.options: advantage"),
+    ],
+)
+def test_wrong_rules_of_environments_are_refused(options, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        step_of(with_options(options, **settings))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.environments.games import SortThenSmallest
 from jaxrl_llm.train import train
 from jaxrl_llm.training import ahead
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
@@ -23,12 +24,19 @@ AHEAD = ("jit(scored_logps)", "jit(update)")
         {"batch.minibatches": 2, "algorithm.beta": 0.0},
         {"batch.packing": "false", "algorithm.old_logps": "sampler"},
         {"algorithm.old_logps": "interpolated", "algorithm.importance_correction": "token_truncate"},
+        {"environment.options": ("sort(beta=0.1, weight=0.5)",), "rollout.max_completion_length": 20},
     ],
-    ids=["reference", "minibatches", "sampler", "interpolated"],
+    ids=["reference", "minibatches", "sampler", "interpolated", "environments"],
 )
 def test_the_first_step_finds_its_programs(root, tmp_path, changes):
     config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
     config.update_from_flattened_dict({"output_dir": str(tmp_path), "total_steps": 1, "eval.every": -1, **changes})
+    given = {}
+    if config.environment.options:
+        config.rewards.functions = ("environment",)
+        names = ("sort", "half")
+        rows = [{"prompt": f"sort:{1000 + 37 * i}=", "environment": names[i % 2]} for i in range(32)]
+        given = {"train_dataset": rows, "environment": dict.fromkeys(names, SortThenSmallest)}
     jax.clear_caches()  # of other tests, which may have compiled the same
     compiled = Counter()
 
@@ -38,7 +46,7 @@ def test_the_first_step_finds_its_programs(root, tmp_path, changes):
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        train(config)
+        train(config, **given)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert compiled == {(name, "compile ahead"): 1 for name in AHEAD}

@@ -59,6 +59,20 @@ def test_replay_exchanges_flat_groups():
     np.testing.assert_array_equal(replay.priority, [3, 1])
 
 
+def test_stored_groups_keep_the_weights_of_their_rows():
+    replay = empty_replay(groups=2, group_size=2, width=2, prompt_width=1, mesh=MESH, per_row=("loss_weight",))
+    first = batch_of(range(1, 5)).replace(loss_weight=np.float32([1, 2, 3, 4]))
+    replay, _, _ = exchange(replay, first, np.float32([1, 0]), jax.random.key(0), group_size=2)
+    second = batch_of(range(5, 9)).replace(loss_weight=np.float32([5, 6, 7, 8]))
+    _, out, count = exchange(replay, second, np.float32([1, 0]), jax.random.key(0), group_size=2)
+    assert (numbers_of(out), int(count)) == ([5, 6, 1, 2], 1)
+    np.testing.assert_array_equal(out.loss_weight, [5, 6, 1, 2])
+    kept = get_arrays(replay)
+    with pytest.raises(ConfigError, match=r"differ by loss_weight from .*: leave environment.options as they were"):
+        with_arrays(empty_replay(groups=2, group_size=2, width=2, prompt_width=1, mesh=MESH), kept)
+    np.testing.assert_array_equal(with_arrays(replay, kept).rows.loss_weight, replay.rows.loss_weight)
+
+
 def test_stored_groups_are_drawn_by_priority():
     replay = empty_replay(groups=3, group_size=1, width=2, prompt_width=1, mesh=MESH)
     replay, _, _ = exchange(replay, batch_of([7, 8]), np.float32([1, 3]), jax.random.key(0), group_size=1)

@@ -65,6 +65,18 @@ def test_microbatches_do_not_change_the_update(aggregation, sizes):
             np.testing.assert_allclose(metrics[name], whole_metrics[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+def test_microbatches_do_not_change_the_update_of_rows_with_weights_of_their_own():
+    batch = make_batch(rows=8)
+    weights = np.linspace(0, 1, 8, dtype=np.float32)
+    batch = batch.replace(kl_weight=weights, loss_weight=weights[::-1])
+    whole, _ = run_update(config_with(), batch)
+    parts, _ = run_update(config_with(batch__microbatch_rows=2), batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), parts.params, whole.params)
+    plain, _ = run_update(config_with(), make_batch(rows=8))
+    changes = jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), plain.params, whole.params))
+    assert max(changes) > 1e-4
+
+
 @pytest.mark.slow
 def test_microbatch_token_depends_on_microbatches():
     batch = make_batch(rows=8)

@@ -5,7 +5,6 @@ All that the plan takes from the engine, the batch and the objectives is here.
 
 import dataclasses
 import functools
-import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.tools.plan.compiler import Compiler, ProgramStats, Trips
 from jaxrl_llm.tools.plan.shapes import Shapes, TeacherShapes, visiting
-from jaxrl_llm.training.advantages import advantage_rule
+from jaxrl_llm.training.advantages import advantage_step
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.value import critic_params, value_regression
 from jaxrl_llm.training.optimizers import build_optimizer
@@ -37,12 +36,14 @@ from jaxrl_llm.training.setup.memory import gradient_bytes, with_fitting_slots
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, policy_loss
 from jaxrl_llm.training.setup.run import make_optimizer, shard_rows, sized_updates
 from jaxrl_llm.training.setup.specs import (
+    advantage_spec,
     algorithm_of,
     batch_spec,
     check_correction,
     context_width,
     critic_optimizer_spec,
     critic_update_spec,
+    learner_spec,
     offline_spec,
     old_logps_of,
     packing_spec,
@@ -214,7 +215,7 @@ def compile_logps(
     first, temperature = (widths[0], config.rollout.temperature or 1.0) if online else (0, 1.0)
     inputs = Inputs(ints, ints, layout=layouts.forward, prompt_width=first)
     arguments, trips = (inputs, temperature, microbatch, shards), layouts.forward_trips
-    if online and "logit_norms" in inspect.signature(advantage_rule(config.algorithm.advantage)[0]).parameters:
+    if online and advantage_step(advantage_spec(config), ()).asks_for("logit_norms"):
         compiler.add("log-probs", scored_norms, (shapes.net, visiting(params), *arguments), of_run=params, trips=trips)
     elif (online and old_logps_of(config) == "trainer") or offline_spec(config, widths[1]).running_mean:
         compiler.add("log-probs", scored_logps, (shapes.net, visiting(params), *arguments), of_run=params, trips=trips)
@@ -277,6 +278,10 @@ def update_batch(
                 scalars |= {"ref_head": jax.ShapeDtypeStruct((size, net.config.vocab_size), dtype, sharding=head)}
             else:
                 fields |= {"ref_logps": tokens}
+        own = learner_spec(config)
+        in_loss = needs_reference(config) and not algorithm.kl_in_reward
+        fields |= {"kl_weight": single} if own.kl_weights and in_loss else {}
+        fields |= {"loss_weight": single} if own.loss_weights else {}
         fields |= dict.fromkeys(("values", "returns") if algorithm.name == "ppo" else (), tokens)
         fields |= {"seeds": seeds} if "key" in policy_loss(config).takes or algorithm.neftune_alpha else {}
         scalars |= {"kl_coef": number} if algorithm.kl_controller == "adaptive" and "ref_logps" in fields else {}

@@ -68,6 +68,7 @@ class PolicySpec:
     max_completion_length: int
     microbatch_rows: int
     divergence: DivergenceSpec | None = None  # from the teacher, where it is in the loss
+    kl_weights: bool = False  # rows have weights of the KL term of their own, `batch.kl_weight`
 
 
 def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
@@ -79,10 +80,12 @@ def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
     The entropy bonus is that of the tokens whose policy term counts, the same in every aggregation mode. Without
     `batch.old_logps` the policy that is updated is the one that sampled, and the ratio is 1, or, with
     `batch.proximal_share`, the old policy is between the two. The KL term is masked by
-    nothing but the mask; with `kl_bias_correction` it is multiplied by the ratio that the loss reads. Warns of k1 in
-    the loss, whose gradient is 0 in expectation.
+    nothing but the mask; with `kl_bias_correction` it is multiplied by the ratio that the loss reads. Where
+    `batch.kl_weight` is given, it is the weight of the KL term in place of beta, and `batch.loss_weight` multiplies all
+    terms of a row; rows and tokens are counted all the same. Warns of k1 in the loss, whose gradient is 0 in
+    expectation.
     """
-    if spec.beta and spec.kl == "k1" and not spec.kl_in_reward:
+    if (spec.beta or spec.kl_weights) and spec.kl == "k1" and not spec.kl_in_reward:
         warnings.warn(
             "algorithm.kl is k1 in the loss: the expected gradient of this term is 0, so beta does not hold the policy "
             "near the reference; use k3 or k2, or algorithm.kl_in_reward",
@@ -111,13 +114,14 @@ def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
             mean = mean_weight(weights, batch.mask, spec.importance_correction)
             batch = batch.prepare(mean_weight=jnp.full(batch.rows, mean))
         batch = batch.prepare(row_weights=jnp.full(batch.rows, 1.0 / batch.rows))
-        return weigh(
+        batch = weigh(
             batch,
             spec.aggregation,
             max_completion_length=spec.max_completion_length,
             microbatch_rows=spec.microbatch_rows or batch.rows,
             token_count=batch.scalars.token_count,
         )
+        return batch.prepare(weights=_weighed(batch.prepared.weights, batch))
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         slopes, reference = known_slopes(spec, batch) if ratio_alone else None, reference_of(batch)
@@ -195,7 +199,7 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
         kl = kl_estimate(logps, batch.ref_logps, spec.kl, ratio=ratio)
     if kl is not None:
         metrics["kl"] = Metric(kl)
-        per_token += (spec.beta if scalars.kl_coef is None else scalars.kl_coef) * kl
+        per_token += _kl_coef(spec, batch) * kl
     if tokens.divergence is not None and spec.divergence is not None:
         term, metrics["teacher/divergence"] = teacher_term(spec.divergence, tokens, batch)
         per_token += term
@@ -207,12 +211,24 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
         metrics["policy_loss"] = Metric(value, "sum")
         if prepared.keep is not None:
             metrics["entropy_kept"] = Metric(bonus, "sum")
-        value -= (coef * bonus).sum()
+        value -= (coef * _weighed(bonus, batch)).sum()
     if batch.observed is not None:
         error = -prepared.observed_share * observed
         metrics["observations/nll"] = Metric(error, "sum")
-        value += spec.observation_coef * error.sum()
+        value += spec.observation_coef * _weighed(error, batch).sum()
     return value, token_metrics(metrics | sampler_metrics(spec, trainer, batch), batch)
+
+
+def _kl_coef(spec: PolicySpec, batch: Batch):
+    """The weight of the KL term: a number, or one `[N,1]` for each row."""
+    if batch.kl_weight is not None:
+        return batch.kl_weight[:, None]
+    return spec.beta if batch.scalars.kl_coef is None else batch.scalars.kl_coef
+
+
+def _weighed(per_token, batch: Batch) -> jax.Array:
+    """Terms `[N,T]` of the loss, each times the factor on its row."""
+    return per_token if batch.loss_weight is None else per_token * batch.loss_weight[:, None]
 
 
 def old_logps_of(batch: Batch, logps) -> jax.Array:
@@ -260,8 +276,7 @@ def known_slopes(spec: PolicySpec, batch: Batch) -> Slopes | None:
     constant = jax.grad(lambda logps: policy_objective(spec, TokenStatistics(logps, zeros, zeros), on_policy)[0])(zeros)
     if batch.ref_logps is None:
         return Slopes(constant)
-    coef = spec.beta if scalars.kl_coef is None else scalars.kl_coef
-    return Slopes(constant, batch.prepared.weights * coef, batch.ref_logps, spec.kl)
+    return Slopes(constant, batch.prepared.weights * _kl_coef(spec, batch), batch.ref_logps, spec.kl)
 
 
 def reads_ratio_alone(loss: PolicyLoss) -> bool:

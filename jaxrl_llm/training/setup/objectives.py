@@ -1,7 +1,7 @@
 """From the configuration to objectives: the losses that `algorithm.loss` names, resolved once."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -11,6 +11,7 @@ from jaxrl_llm.algorithms.losses import LEVELS
 from jaxrl_llm.algorithms.off_policy import Criterion, rejection_criteria
 from jaxrl_llm.algorithms.preference_losses import bradley_terry
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.checks import environment_options
 from jaxrl_llm.config.resolve import resolve_with_options, split_options
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.models.transformer import Net
@@ -96,6 +97,7 @@ def policy_spec(config) -> PolicySpec:
         max_completion_length=rollout.max_completion_length,
         microbatch_rows=config.batch.microbatch_rows,
         divergence=divergence_spec(config),
+        kl_weights=any(options.get("beta") for options in environment_options(config.environment.options).values()),
     )
 
 
@@ -136,6 +138,7 @@ def learns_from_teacher_alone(config) -> bool:
     if c.name == "sft":
         return True
     others = c.beta or c.entropy_coef or c.observation_coef or c.entropy_controller != "fixed" or c.name == "ppo"
+    others = others or bool(config.environment.options)
     return not others and (c.advantage == "zero" or not config.rewards.functions)
 
 
@@ -208,10 +211,17 @@ def preference_spec(config) -> PreferenceSpec:
     return PreferenceSpec(losses, algorithm.beta, algorithm.reference_free, algorithm.ld_alpha, algorithm.use_weighting)
 
 
-def needs_reference(config) -> bool:
-    """True when the reference's log-probs are read: by a KL term, or by the objective of given pairs or labels."""
-    if config.algorithm.name not in OFFLINE:
-        return config.algorithm.beta > 0
+def needs_reference(config, environments: Collection[str] = ()) -> bool:
+    """True when the reference's log-probs are read: by a KL term, or by the objective of given pairs or labels.
+
+    Where the names of all `environments` are known, not for those of which each has a weight of 0 of its own.
+    """
+    c = config.algorithm
+    if c.name not in OFFLINE:
+        own = environment_options(config.environment.options)
+        betas = {name: options["beta"] for name, options in own.items() if "beta" in options}
+        others = not environments or c.reward_beta > 0 or any(name not in betas for name in environments)
+        return any(betas.values()) or (c.beta > 0 and others)
     return config.algorithm.name == "preference" and preference_spec(config).needs_reference
 
 

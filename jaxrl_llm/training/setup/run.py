@@ -78,6 +78,7 @@ from jaxrl_llm.training.setup.specs import (
     packing_spec,
     padded_width,
     partial_spec,
+    played_environments,
     producer_spec,
     reference_spec,
     self_reference,
@@ -514,15 +515,15 @@ def _online(
 ) -> OnlineSource:
     """The producer and the learner of an online algorithm."""
     advantages = advantage_step(advantage_spec(config), rewards.names)
-    if advantages.asks_for("turns") and environments is None:
+    if (rule := advantages.asking("turns")) and environments is None:
         raise ConfigError(
-            f"algorithm.advantage is {config.algorithm.advantage!r}, which gives credit to the turns of episodes, but "
-            "rows have one turn: set environment.name, tools or agent, or another advantage"
+            f"{rule.setting} is {rule.name!r}, which gives credit to the turns of episodes, but rows have one turn: "
+            "set environment.name, tools or agent, or another advantage"
         )
-    if advantages.asks_for("parts") and not isinstance(environments, Agents):
+    if (rule := advantages.asking("parts")) and not isinstance(environments, Agents):
         raise ConfigError(
-            f"algorithm.advantage is {config.algorithm.advantage!r}, which reads the roles of an agent's sessions, but "
-            "rows have none: set environment.agent (docs/agents.md), or another advantage"
+            f"{rule.setting} is {rule.name!r}, which reads the roles of an agent's sessions, but rows have none: set "
+            "environment.agent (docs/agents.md), or another advantage"
         )
     spec, rows, rollout = learner_spec(config), batch_spec(config), config.rollout
     if spec.observations and environments is None and config.environment.rollout_func is None:
@@ -555,13 +556,16 @@ def _online(
     producer = _producer(config, model, data, tokens, rewards, own_mesh, watch, environments)
     worker = producer.worker
     reference = replay = None
-    if needs_reference(config):
+    played = played_environments(environments)
+    if needs_reference(config, [str(name) for name in played.factories] if played is not None else ()):
         settings, lora = reference_spec(config), model.net.config.lora
         reference = Reference(start_reference(settings, model.params, lora), settings, lora)
     width = worker.prompt_width
     if config.algorithm.replay_groups:
         row_width = width + rollout.max_completion_length
-        replay = empty_replay(config.algorithm.replay_groups, rollout.group_size, row_width, width, mesh)
+        by_environment = {"kl_weight": spec.kl_weights and reference is not None, "loss_weight": spec.loss_weights}
+        per_row = [field for field, weights in by_environment.items() if weights]
+        replay = empty_replay(config.algorithm.replay_groups, rollout.group_size, row_width, width, mesh, per_row)
     sample = sampled_rows(shard_rows(config, mesh), rollout.group_size, width, rollout.max_completion_length)
 
     context, shown = None, context_spec(config)
@@ -681,25 +685,25 @@ def _producer(
 
     worker = worker_of(training_sampling(config), rollout.group_size)
     check_correction(config, worker.engine)
-    greedy = worker_of(training_sampling(config).greedy, 1) if advantages.asks_for("greedy_scores") else None
+    compares = advantages.asking("greedy_scores")
+    greedy = None if compares is None else worker_of(training_sampling(config).greedy, 1)
     key, partial_rollouts, arrivals = jax.random.key(config.seed), None, None
     if rollout.update_in_flight or rollout.max_wait is not None:
         followed = None if rollout.arrivals is None else Path(rollout.arrivals)
         record = Path(config.output_dir) / RECORD
         arrivals = Arrivals(record, rollout.staleness, rollout.update_in_flight, rollout.max_wait, followed)
     if rollout.update_in_flight:
-        if greedy is not None:
+        if compares is not None:
             raise ConfigError(
-                f"rollout.update_in_flight is true, but algorithm.advantage = {config.algorithm.advantage!r} compares "
-                "with a greedy completion of one policy: set the one to false, or another advantage"
+                f"rollout.update_in_flight is true, but {compares.setting} = {compares.name!r} compares with a greedy "
+                "completion of one policy: set the one to false, or another advantage"
             )
         worker = replace(worker, arrivals=arrivals)
     if rollout.partial_prompts:
-        if greedy is not None:
+        if compares is not None:
             raise ConfigError(
-                f"rollout.partial_prompts is {rollout.partial_prompts}, but algorithm.advantage = "
-                f"{config.algorithm.advantage!r} compares with a greedy completion of one policy: set the one to 0, or "
-                "another advantage"
+                f"rollout.partial_prompts is {rollout.partial_prompts}, but {compares.setting} = {compares.name!r} "
+                "compares with a greedy completion of one policy: set the one to 0, or another advantage"
             )
         settings, shards = partial_spec(config), row_shards(own_mesh)
         if settings.in_flight % shards:

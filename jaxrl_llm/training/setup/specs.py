@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.algorithms.controllers import AdaptiveEntropy, Controllers
 from jaxrl_llm.algorithms.kl import AdaptiveKL, FixedKL
 from jaxrl_llm.config import ConfigError, rows_together
-from jaxrl_llm.config.checks import logit_bias, reward_scales
+from jaxrl_llm.config.checks import environment_options, logit_bias, reward_scales
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import EPISODES, OFFLINE
 from jaxrl_llm.data.curriculum import CurriculumSpec
@@ -364,6 +364,11 @@ def advantage_spec(config) -> AdvantageSpec:
         missing_eos_penalty=c.missing_eos_penalty,
         has_critic=c.name == "ppo",
         teacher_coef=config.teacher.coef,
+        of_environments=tuple(
+            (name, options["advantage"])
+            for name, options in environment_options(config.environment.options).items()
+            if "advantage" in options
+        ),
     )
 
 
@@ -413,7 +418,24 @@ def learner_spec(config) -> LearnerSpec:
         aggregation=c.aggregation,
         observations=c.observation_coef > 0,
         draws_seeds="key" in policy_loss(config).takes or c.neftune_alpha > 0,
+        kl_weights=_by_environment(config, "beta", c.beta),
+        loss_weights=_by_environment(config, "weight", 1.0),
     )
+
+
+def _by_environment(config, option: str, otherwise: float) -> dict[str | None, float]:
+    """The option of each environment that has it, and under None that of all others; empty where none has it."""
+    entries = environment_options(config.environment.options).items()
+    own: dict[str | None, float] = {name: float(options[option]) for name, options in entries if option in options}
+    return {None: otherwise, **own} if own else {}
+
+
+def played_environments(environments: Environments | Agents | None) -> Environments | None:
+    """The environments that episodes are of, those of an agent's too; None without any."""
+    if isinstance(environments, Agents):
+        agent = environments.spec.agent
+        return agent.environments if isinstance(agent, EpisodeAgent) else None
+    return environments
 
 
 def old_logps_of(config) -> str:
@@ -591,9 +613,11 @@ def build_worker(
         slots = -(-slots // shards) * shards
         agents = AgentRollout(environments, engine, turns, mesh, width, slots, image_limits(config))
     as_texts = function is not None and returns_texts(function)
+    played = played_environments(environments)
     return RolloutWorker(
-        engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external, agents, as_texts
-    )
+        engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external, agents, as_texts,
+        several_environments=played is not None and played.routed,
+    )  # fmt: skip
 
 
 def check_correction(config, engine: Engine) -> None:
@@ -656,6 +680,11 @@ def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ())
                 f"environment.reward_scale is {tuple(c.reward_scale)}, but agents return their rewards as they are to "
                 "be: scale them there"
             )
+        if c.options and not plays:
+            raise EpisodeError(
+                f"environment.options is {tuple(c.options)}, but agents are no environments with names: leave it out, "
+                f"or set environment.agent={EPISODES!r}, which plays environments"
+            )
         if (environment is not None or tools) and not plays:
             raise EpisodeError(
                 "environment.agent is set, but an environment or tools are given too: leave one out, or set "
@@ -679,11 +708,13 @@ def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ())
         timeout=c.timeout,
         on_error=c.on_error,
         reward_scales=reward_scales(c.reward_scale),
+        with_options=tuple(environment_options(c.options)),
     )
-    if spec.reward_scales and spec.environment is None:
-        raise EpisodeError(
-            f"environment.reward_scale is {tuple(c.reward_scale)}, but there is no environment: set environment.name"
-        )
+    for key in ("reward_scale", "options") if spec.environment is None else ():
+        if c[key]:
+            raise EpisodeError(
+                f"environment.{key} is {tuple(c[key])}, but there is no environment: set environment.name"
+            )
     if name in OFFLINE and (spec.environment is not None or spec.tools):
         raise EpisodeError(f"there is an environment or a tool, but algorithm.name = {name!r} samples nothing")
     if c.agent is None:

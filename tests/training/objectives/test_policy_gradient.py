@@ -351,3 +351,55 @@ def test_a_loss_without_a_public_formula_is_refused():
     config.algorithm.loss = "stable_reinforce"
     with pytest.raises(ConfigError, match="whose formula is not public"):
         policy_spec(config)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_rows_with_weights_of_their_own_are_as_batches_alone(aggregation, on_policy):
+    """The loss and its gradient are the sums over environments, each alone with its beta, times its weight and its
+    share of the rows, or of the tokens."""
+    config = default()
+    config.algorithm.aggregation, config.rollout.max_completion_length = aggregation, COMPLETION
+    if aggregation == "token" and not on_policy:
+        config.algorithm.entropy_coef = config.algorithm.observation_coef = 0.3
+    batch, shown = make_batch(rows=6), np.zeros((6, PROMPT + COMPLETION), np.float32)
+    shown[:, 1] = 1
+    batch = batch.replace(old_logps=None) if on_policy else batch
+    batch = batch.replace(observed=shown) if config.algorithm.observation_coef else batch
+    rows, betas, factors = (np.array([1, 0, 0, 1, 1, 0], bool), (0.2, 0.0), (0.25, 3.0))
+    mixed = batch.replace(
+        kl_weight=np.where(rows, *betas).astype(np.float32), loss_weight=np.where(rows, *factors).astype(np.float32)
+    )
+
+    def loss_of(batch, beta=0.7):  # which no row has
+        config.algorithm.beta = beta
+        objective = objective_of(config, NET)
+        prepared = objective.prepare(batch)
+        (value, _), gradient = jax.value_and_grad(lambda params: objective.loss(params, prepared), has_aux=True)(PARAMS)
+        return value, gradient
+
+    total, gradient = 0.0, jax.tree.map(jnp.zeros_like, PARAMS)
+    for own, beta, factor in zip((rows, ~rows), betas, factors, strict=True):
+        share = batch.mask[own].sum() / batch.mask.sum() if aggregation == "token" else own.sum() / len(own)
+        value, slope = loss_of(batch.take(own), beta)
+        if config.algorithm.observation_coef:  # whose mean is over observation tokens, one a row
+            config.algorithm.observation_coef *= 0.5 / share
+            value, slope = loss_of(batch.take(own), beta)
+            config.algorithm.observation_coef = 0.3
+        total += factor * share * value
+        gradient = jax.tree.map(lambda a, b, c=factor * share: a + c * b, gradient, slope)
+    value, slope = loss_of(mixed)
+    np.testing.assert_allclose(value, total, rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), slope, gradient)
+    order = np.array([4, 2, 0, 5, 1, 3])
+    moved, slope_of_moved = loss_of(mixed.take(order))
+    np.testing.assert_allclose(moved, value, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), slope_of_moved, slope)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo"])
+def test_equal_weights_of_rows_are_those_of_all(loss):
+    config, batch = default(), make_batch()
+    config.algorithm.beta, config.algorithm.loss, config.rollout.max_completion_length = 0.05, loss, COMPLETION
+    weighed = batch.replace(kl_weight=np.full(4, 0.05, np.float32), loss_weight=np.ones(4, np.float32))
+    assert float(value(config, weighed)[0]) == float(value(config, batch)[0])
