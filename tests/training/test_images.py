@@ -21,9 +21,9 @@ from jaxrl_llm.models.model import describe
 from jaxrl_llm.models.safetensors import write_json
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 from jaxrl_llm.models.vision.row_images import row_images
+from jaxrl_llm.training.dynamic_sampling import _as_wide
 from jaxrl_llm.training.images import prompt_images
 from jaxrl_llm.training.offline import as_examples, pad_examples, with_images
-from jaxrl_llm.training.online import _as_wide
 from jaxrl_llm.training.passes import images_of_rows, scored_logps
 from jaxrl_llm.training.rollouts import Rollouts, pack, unpack
 
