@@ -291,7 +291,7 @@ def test_the_worked_example_learns(root, tmp_path):
     config = load_config_file(str(root / "configs/agent.py"))
     config.output_dir, config.logging.backends = str(tmp_path / "run"), ("jsonl",)
     config.eval.every, config.eval.prompts, config.checkpoint.every = 0, 64, 0
-    config.total_steps = 50  # of its 160
+    config.total_steps = 50  # of its 220
     result = jaxrl_llm.train(config)
     assert result.metrics[0]["eval/accuracy"] < 0.15 and result.metrics[0]["eval/greedy_accuracy"] < 0.4
     assert result.metrics[-1]["eval/accuracy"] > 0.55 and result.metrics[-1]["eval/greedy_accuracy"] > 0.85
