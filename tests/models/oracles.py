@@ -203,7 +203,12 @@ def make_oracle(variant: str, seed: int = 0):
 
 
 def oracle_logits(oracle, tokens, **arguments):
-    """The oracle's logits of tokens."""
+    """The oracle's logits of tokens, the same bits for the same weights.
+
+    Those of a file that is mapped into memory lie where they lie in it, and kernels add up in another order there.
+    """
+    for parameter in oracle.parameters():
+        parameter.data = parameter.data.clone()
     with torch.no_grad():
         return oracle(torch.tensor(np.asarray(tokens)), **arguments).logits.numpy()
 
