@@ -99,6 +99,21 @@ def small_tasks() -> int:
     return whole
 
 
+@pytest.fixture
+def whole_tasks(monkeypatch: pytest.MonkeyPatch, small_tasks: int):
+    """Gives the built-in tasks all their rows."""
+    from jaxrl_llm.data import tasks
+
+    monkeypatch.setitem(tasks.SIZES, "train", small_tasks)
+
+
+@pytest.fixture(autouse=True)
+def tasks_of_processes(request: pytest.FixtureRequest):
+    """Gives tasks all their rows in a test that starts processes, where they have them, or that reads `tiny_run`."""
+    if {"run_python", "together", "tiny_run"} & set(request.fixturenames):
+        request.getfixturevalue("whole_tasks")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def shared_contexts():
     """Lowers `PROGRAMS_A_CONTEXT` programs in one context of MLIR, where JAX makes one for each."""
@@ -125,16 +140,19 @@ def root() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory):
-    """The Result of two steps of configs/grpo.py, with a checkpoint of each."""
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, small_tasks: int):
+    """The Result of two steps of configs/grpo.py, with a checkpoint of each, on a task with all its rows."""
     import jaxrl_llm
     from jaxrl_llm.config.flags import load_config_file
+    from jaxrl_llm.data import tasks
 
     config = load_config_file(f"{ROOT / 'configs' / 'grpo.py'}:tiny")
     config.output_dir = str(tmp_path_factory.mktemp("tiny_run") / "run")
     config.checkpoint.every = 1
     config.logging.backends = ("jsonl",)
-    return jaxrl_llm.train(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tasks.SIZES, "train", small_tasks)
+        return jaxrl_llm.train(config)
 
 
 @pytest.fixture

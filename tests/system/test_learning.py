@@ -4,16 +4,11 @@ import pytest
 
 from benchmarks.results import OFFLINE, ONLINE
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.data import tasks
 from jaxrl_llm.train import train
 
 STEPS = 40
 
-
-@pytest.fixture(autouse=True)
-def whole_tasks(monkeypatch, small_tasks):
-    """Runs learn from as many prompts as a user's."""
-    monkeypatch.setitem(tasks.SIZES, "train", small_tasks)
+pytestmark = pytest.mark.usefixtures("whole_tasks")
 
 
 def run(root, tmp_path, name: str, steps: int, settings=(), **critic):
