@@ -433,7 +433,7 @@ def attention_mask(segments, prefixes=None, runs=None):
 
 @functools.lru_cache(maxsize=64)
 def _abstract(config: ModelConfig) -> Transformer:
-    """The module with shapes for parameters. To trace it takes up to a second, and nets of one config are many."""
+    """The module with shapes in the place of parameters, traced once for all nets of one configuration."""
     return nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
 
 
