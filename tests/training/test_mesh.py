@@ -137,6 +137,22 @@ def test_packed_rows_on_a_mesh(run_python, root):
     check(run_python, root, shapes, {"batch.packing": "true"})
 
 
+ADAPTERS = {"lora.rank": 4, "lora.targets": ("all-linear",), "lora.modules_to_save": ("norm",)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "scan"), [({"batch.packing": "true"}, "true"), (ADAPTERS, "true"), ({"model.remat": "block"}, "false")]
+)
+def test_the_update_of_gpus(run_python, root, settings, scan):
+    """Traced as for GPUs, which add gradients in place, the update is the same; on one device and on eight."""
+    shapes = [{"data": 1}, {"data": 2, "fsdp": 2, "tensor": 2}]
+    if settings is not ADAPTERS:  # fsdp alone leaves their largest matrices whole
+        shapes.append({"data": 1, "fsdp": 8})
+    shapes = [shape | {"microbatch_rows": 16, "backend": "gpu"} for shape in shapes]
+    check(run_python, root, shapes, settings, scan=scan)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_images_on_a_mesh(run_python, root, packing):
