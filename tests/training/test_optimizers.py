@@ -357,6 +357,7 @@ def test_too_many_skipped_steps_stop_a_run(root, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adafactor", "lion", "sgd", "muon"])
+@pytest.mark.usefixtures("whole_tasks")
 def test_each_optimizer_lowers_the_sft_loss(name, root, tmp_path):
     config = load_config_file(f"{root / 'configs' / 'sft.py'}:tiny")
     config.output_dir, config.total_steps = str(tmp_path / "run"), 20

@@ -284,6 +284,7 @@ def test_offloaded_parameters_change_nothing(root, tmp_path, name, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_tasks")
 def test_a_full_kl_does_not_depend_on_packing_or_the_parts_of_a_batch(root, tmp_path):
     """Rows that move, in a run whose minibatches and micro-batches each take their rows of the reference's vectors."""
 
