@@ -286,8 +286,10 @@ def _forward_with_gradients(options: _Options, hidden, kernel, targets, slopes, 
 
     (*numbers, d_hidden), d_table = _over_chunks(chunk, hidden, table, count, _totals(hidden, table))
     gradients = _Gradients(d_hidden.astype(hidden.dtype), _by_kernel(d_table, kernel))
-    # The backward pass of the layers waits for both: XLA would hold the table's in fp32, unsummed, until it is over.
-    return tuple(numbers), jax.lax.optimization_barrier(gradients) if jax.default_backend() == "gpu" else gradients
+    if jax.default_backend() == "gpu" and is_sharded():
+        # The layers' backward pass waits for both: XLA would hold the table's in fp32, unsummed, until it is over.
+        gradients = jax.lax.optimization_barrier(gradients)
+    return tuple(numbers), gradients
 
 
 def _by_logits(options: _Options, logits, shares, total, targets, slope, bonus=None):

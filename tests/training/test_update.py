@@ -172,6 +172,7 @@ def test_parameters_in_bfloat16_move_as_those_in_fp32_do():
 def test_gradients_of_microbatches_add_up_in_fp32(monkeypatch, backend):
     """The norm of 128 equal gradients of 1 + 2^-7: in bfloat16 their sum would stop growing at 256."""
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr("jaxrl_llm.training.update.is_sharded", lambda: backend == "gpu")
     config = config_with(batch__microbatch_rows=1, optimizer__max_grad_norm=0.0)
     mesh = make_mesh(devices=jax.devices()[:1])
     objective = Objective(
@@ -187,12 +188,13 @@ def test_gradients_of_microbatches_add_up_in_fp32(monkeypatch, backend):
 
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
-def test_gpus_add_the_same_gradients_in_place(monkeypatch, scan, tied):
-    """Those of a layer to its part of the sums, where the backward pass makes them."""
+def test_several_gpus_add_the_same_gradients_in_place(monkeypatch, scan, tied):
+    """Those of a layer to its part of the sums, where the backward pass makes them; here on one device."""
     net = Net(dataclasses.replace(NET.config, scan_layers=scan, tie_embeddings=tied, remat="block"))
     config, mesh = config_with(batch__microbatch_rows=2), make_mesh(devices=jax.devices()[:1])
     batch, optimizer = jax.tree.map(jnp.asarray, make_batch(rows=8)), optax.sgd(lambda count: 1.0)
     before, after, texts = jax.device_get(net.init(jax.random.key(0))), {}, {}
+    monkeypatch.setattr("jaxrl_llm.training.update.is_sharded", lambda: True)
     for backend in ("cpu", "gpu"):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
         with jax.set_mesh(mesh):
