@@ -145,6 +145,7 @@ def test_a_changed_callback_continues_the_run(config):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_tasks")
 def test_resumed_equals_uninterrupted(config, tmp_path):
     """The patience that was used up before a checkpoint is used up after it."""
     config.total_steps, config.checkpoint.every, config.checkpoint.keep = 8, 1, 9
