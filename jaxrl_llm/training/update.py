@@ -205,7 +205,7 @@ def optimizer_step(
                 # what they are summed over devices from. On one device that saves little, for a tenth more kernels.
                 sums = jax.tree.map(jax.new_ref, zeros)
                 metrics = jax.lax.fori_loop(0, micro.count, add_in_place, _neutral(metrics))
-                gradients = jax.tree.map(jax.ref.freeze, sums)
+                gradients = jax.tree.map(jax.freeze, sums)
             else:
                 metrics, gradients = jax.lax.fori_loop(0, micro.count, add, (_neutral(metrics), zeros))
 
