@@ -10,6 +10,7 @@ logged is kept in benchmarks/results/<config>-<seed>.json, and the page is made 
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -42,19 +43,27 @@ IN_FLIGHT = ("ahead_in_flight_1",)
 AHEAD = (*(f"ahead_{n}" for n in STALENESS), *(f"ahead_clipped_{n}" for n in STALENESS[1:]), *IN_FLIGHT)
 SELF = ("sdpo", "sdft")  # the policy as its own teacher
 TAUGHT = "distill"  # from a teacher, whose own run is kept with it
+CREDIT = {"credit_grpo": "group", "credit_gigpo": "gigpo(gamma=0.0)", "credit_turn": "turn(gamma=0.0)"}  # of a game
 # What makes the model that these start from or learn from, with the same seed, and the key that names it.
 STARTS = dict.fromkeys(SELF, ("sdpo.py:start", "model.path")) | {TAUGHT: ("grpo.py", "teacher.path")}
+STARTS |= dict.fromkeys(CREDIT, ("gigpo.py:start", "model.path"))  # but with seed 0: one model for all
 CONTROL = "sft_control"  # the time of a GRPO run spent on more supervised fine-tuning
-NAMES = (*ONLINE, *FURTHER, *AHEAD, TAUGHT, *SELF, *IMAGES, *OFFLINE, CONTROL)  # in the order of the page
+NAMES = (*ONLINE, *FURTHER, *AHEAD, TAUGHT, *SELF, *CREDIT, *IMAGES, *OFFLINE, CONTROL)  # in the order of the page
 SPECS = {"vision_grpo_blank": "vision_grpo.py:blank"}  # where the name is not that of a file
 SPECS |= {name: f"further.py:{name}" for name in FURTHER}
 SPECS |= dict.fromkeys(AHEAD, "async_grpo.py") | dict.fromkeys(IN_FLIGHT, "async_grpo.py:in_flight")
+SPECS |= dict.fromkeys(CREDIT, "gigpo.py")
 FLAGS = {
     name: ("--config.total_steps=120", "--config.algorithm.beta=0", f"--config.rollout.staleness={name.split('_')[-1]}")
     for name in AHEAD
 }
 CLIPPED = ("--config.algorithm.importance_correction=none", "--config.algorithm.old_logps=sampler")
 FLAGS |= {name: (*FLAGS[name], *CLIPPED) for name in AHEAD if "clipped" in name}
+FLAGS |= {
+    name: (f"--config.algorithm.advantage={advantage}", "--config.eval.greedy=false")
+    for name, advantage in CREDIT.items()
+}
+NAMING = "--config.logging.names=trl"
 HEALTH = ("reward", "kl", "entropy", "completions/mean_length", "frac_reward_zero_std", "grad_norm")
 
 Run = dict[str, Any]  # config, seed, seconds, steps, machine, and the logged lines that the page reads
@@ -62,16 +71,28 @@ Run = dict[str, Any]  # config, seed, seconds, steps, machine, and the logged li
 
 def train(config: str, seed: int, *flags: str) -> Run:
     """One run of `configs/<config>.py`, or of what SPECS and FLAGS have for it; of TAUGHT also its teacher's."""
-    names = "--config.logging.names=trl"
     with tempfile.TemporaryDirectory() as folder:
-        own, start = Path(folder) / config, Path(folder) / "start"
         first = None
         if config in STARTS:
             spec, key = STARTS[config]
-            first = _run(spec, seed, start, names)
+            start, first = _start(spec, 0 if config in CREDIT else seed)
             flags = (f"--config.{key}={start}/hf", *flags)
-        run = _run(SPECS.get(config, f"{config}.py"), seed, own, names, *FLAGS.get(config, ()), *flags)
+        own = Path(folder) / config
+        run = _run(SPECS.get(config, f"{config}.py"), seed, own, NAMING, *FLAGS.get(config, ()), *flags)
     return {"config": config, "seed": seed, **run} | ({"teacher": first} if config == TAUGHT else {})
+
+
+@functools.cache
+def _starts() -> tempfile.TemporaryDirectory[str]:
+    """The folder of the models that runs start from, kept until the command ends."""
+    return tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def _start(spec: str, seed: int) -> tuple[Path, Run]:
+    """The folder and the run of a model that others start from, made once a command."""
+    folder = Path(_starts().name) / f"{spec.replace(':', '_')}-{seed}"
+    return folder, _run(spec, seed, folder, NAMING)
 
 
 def _run(spec: str, seed: int, folder: Path, *flags: str) -> Run:
@@ -150,7 +171,9 @@ def main(argv: list[str]) -> None:
         else:
             run = train(name, seed, *([f"--config.total_steps={options.steps}"] if options.steps else []))
         store(f"{name}-{seed}", run)
-    PAGE.write_text(page(stored(), ONLINE, OFFLINE, CONTROL, IMAGES, SELF, FURTHER, AHEAD, TAUGHT), encoding="utf-8")
+    PAGE.write_text(
+        page(stored(), ONLINE, OFFLINE, CONTROL, IMAGES, SELF, FURTHER, AHEAD, TAUGHT, CREDIT), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ CRC-32 of its text, so the splits are disjoint by construction, whatever the siz
 
 import importlib
 import importlib.util
+import itertools
 import json
 import random
 import re
@@ -30,6 +31,8 @@ SIZES = {"train": 16384, "validation": 1024, "test": 1024}
 LARGEST = 1_000_000
 DIGITS = (4, 8)
 WRONG_SHARE = 0.6
+END_OF_TURN = "<|end|>"  # of the embedded models
+QUESTIONS = 10  # in a row of `smallest`
 # An entry's seed is reasoning-gym's data set's plus its index: splits start far from each other.
 REASONING_GYM_SEEDS = {"train": 0, "validation": 10**9, "test": 2 * 10**9}
 
@@ -59,7 +62,10 @@ def generate(name: str, split: str = "train", size: int | None = None, seed: int
     mixed-quality demonstrations of a warm start. `sort_pairs` adds chosen (right) and rejected (wrong) for preference
     methods; `sort_labels` adds completion and label (True where it is right) for KTO. `sort_shown` is `sort_demos` with
     the answer before every other prompt, `1248,sort:4821=`, which is the completion then: a model that is to be its own
-    teacher must know how to read it. Sizes default to 16384 for train and 1024 for validation and test.
+    teacher must know how to read it. `smallest` asks for the smallest of four digits ten times (`4821=`): the first
+    question is the prompt, and the column questions holds all, each of the row's split. `smallest_demos` are games
+    begun, with questions and answers before the last question, and a completion that is wrong with probability 0.6:
+    another of its digits. Sizes default to 16384 for train and 1024 for validation and test.
 
     A `name` such as `reasoning_gym(leg_counting, size=1000)` is that of `reasoning_gym_rows`.
 
@@ -80,7 +86,7 @@ def generate(name: str, split: str = "train", size: int | None = None, seed: int
     if name in shapes.NAMES:
         return shapes.rows(name, split, size, seed)
     draw = random.Random(f"{name}/{split}/{seed}")
-    prompts = _sort_prompts(split, draw)
+    prompts = _questions(split, draw) if name in ("smallest", "smallest_demos") else _sort_prompts(split, draw)
     return [TASKS[name](next(prompts), draw) for _ in range(size)]
 
 
@@ -136,6 +142,15 @@ def _sort_prompts(split: str, draw: random.Random) -> Iterator[str]:
             yield prompt
 
 
+def _questions(split: str, draw: random.Random) -> Iterator[str]:
+    """Endless questions of a split, four digits each that are not all equal; there are 10000 in all, so they recur."""
+    while True:
+        digits = "".join(draw.choices("0123456789", k=4))
+        question = f"{digits}="
+        if len(set(digits)) > 1 and split_of(question) == split:
+            yield question
+
+
 def _plain(prompt: str, draw: random.Random) -> Row:
     return {"prompt": prompt, "answer": sort_answer(prompt)}
 
@@ -164,10 +179,27 @@ def _label(prompt: str, draw: random.Random) -> Row:
     return {"prompt": prompt, "completion": completion, "label": right, "answer": answer}
 
 
+def _smallest(prompt: str, draw: random.Random) -> Row:
+    more = itertools.islice(_questions(split_of(prompt), draw), QUESTIONS - 1)
+    return {"prompt": prompt, "answer": min(prompt[:-1]), "questions": [prompt, *more]}
+
+
+def _smallest_demo(prompt: str, draw: random.Random) -> Row:
+    def answer(question: str) -> str:
+        smallest, digits = min(question[:-1]), question[:-1]
+        return draw.choice(digits.replace(smallest, "")) if draw.random() < WRONG_SHARE else smallest
+
+    before = itertools.islice(_questions(split_of(prompt), draw), draw.randrange(QUESTIONS))
+    begun = "".join(f"{question}{answer(question)}{END_OF_TURN}" for question in before)
+    return {"prompt": begun + prompt, "completion": answer(prompt)}
+
+
 TASKS: dict[str, Callable[[str, random.Random], Row]] = {
     "sort": _plain,
     "sort_demos": _demo,
     "sort_pairs": _pair,
     "sort_labels": _label,
     "sort_shown": _shown,
+    "smallest": _smallest,
+    "smallest_demos": _smallest_demo,
 }

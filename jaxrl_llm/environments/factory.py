@@ -11,13 +11,18 @@ from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.environments.agents import Agents, AgentSpec
 from jaxrl_llm.environments.call_pool import CallPool
 from jaxrl_llm.environments.episode import Episode, Row
-from jaxrl_llm.environments.games import SortThenSmallest
+from jaxrl_llm.environments.games import SmallestOfEach, SortThenSmallest
 from jaxrl_llm.environments.openenv import OpenEnv
 from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.environments.tools import Tool, by_name, name_of, public_methods, tool_schemas
 from jaxrl_llm.environments.verifiers import Verifiers
 
-BUILT_IN = {"sort_then_smallest": SortThenSmallest, "openenv": OpenEnv, "verifiers": Verifiers}
+BUILT_IN = {
+    "sort_then_smallest": SortThenSmallest,
+    "smallest_of_each": SmallestOfEach,
+    "openenv": OpenEnv,
+    "verifiers": Verifiers,
+}
 Factory = Callable[[], Any]
 COLUMN = "environment"  # names the environment of a row where there are several
 

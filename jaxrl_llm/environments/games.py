@@ -31,3 +31,33 @@ class SortThenSmallest:
         if text != (self.answer if self.turn == 1 else self.answer[0]):
             return Step(None, 0.0, done=True)
         return Step("sort:=", self.first) if self.turn == 1 else Step(None, 1.0 - self.first, done=True)
+
+
+class SmallestOfEach:
+    """Name the smallest digit of one question after the other, on rows of `task:smallest`.
+
+    The row's column `questions` holds them; the first is the prompt (`4821=`). A right answer (`1`) earns its share of
+    1.0. A wrong one earns nothing and changes nothing: all episodes of a prompt meet the same questions, and what an
+    answer was worth shows in the reward of its own turn.
+    """
+
+    def __init__(self):
+        self.questions, self.turn = [], 0
+
+    def reset(self, row: dict[str, Any]) -> None:
+        """Start a game; the row's own prompt is the first question."""
+        questions = row.get("questions")
+        if not questions or row["prompt"] != questions[0]:
+            raise EpisodeError(
+                f"smallest_of_each plays on rows whose column questions begins with the prompt {row['prompt']!r}, not "
+                f"with {questions!r} there: set data.path to task:smallest"
+            )
+        self.questions, self.turn = list(questions), 0
+
+    def step(self, text: str) -> Step:
+        """Judge an answer, and ask the next question."""
+        reward = (text == min(self.questions[self.turn].removesuffix("="))) / len(self.questions)
+        self.turn += 1
+        if self.turn == len(self.questions):
+            return Step(None, reward, done=True)
+        return Step(self.questions[self.turn], reward)

@@ -18,7 +18,12 @@ def test_split_is_the_checksum_of_the_prompt():
 @pytest.mark.parametrize("name", sorted(tasks.TASKS))
 def test_splits_are_disjoint(name):
     prompts = {
-        split: {row["prompt"].split(",")[-1] for seed in (0, 1) for row in tasks.generate(name, split, 2000, seed)}
+        split: {
+            question
+            for seed in (0, 1)
+            for row in tasks.generate(name, split, 2000, seed)
+            for question in row.get("questions", [re.split(r",|<\|end\|>", row["prompt"])[-1]])
+        }
         for split in tasks.SPLITS
     }
     others = {split: {row["prompt"] for row in tasks.generate("sort", split, 2000)} for split in tasks.SPLITS}
@@ -86,13 +91,35 @@ def test_shown_answers():
     assert 0.55 < wrong < 0.65
 
 
+def test_games_of_questions():
+    rows = tasks.generate("smallest", "test", 200)
+    for row in rows:
+        assert row["prompt"] == row["questions"][0] and row["answer"] == min(row["prompt"][:4])
+        assert len(row["questions"]) == 10 and all(re.fullmatch(r"\d{4}=", asked) for asked in row["questions"])
+    assert len({asked for row in rows for asked in row["questions"]}) > 700  # of 1250 in this split
+
+
+def test_games_begun():
+    """Answers before the last question and the completion are wrong six times in ten, and always of the question."""
+    rows, answers = tasks.generate("smallest_demos", "train", 2000), []
+    for row in rows:
+        *before, last = row["prompt"].split("<|end|>")
+        turns = [turn.split("=") for turn in before] + [[last[:-1], row["completion"]]]
+        answers += turns
+        assert len(turns) <= 10 and all(answer in digits and len(answer) == 1 for digits, answer in turns)
+        assert all(tasks.split_of(f"{digits}=") == "train" for digits, _ in turns)
+    assert {row["prompt"].count("<|end|>") for row in rows} == set(range(10))
+    # 0.6 with a standard error of 0.005.
+    assert 0.58 < sum(answer != min(digits) for digits, answer in answers) / len(answers) < 0.62
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (
             ("sorts", "train"),
-            "no built-in task 'sorts'; known are shapes, shapes_blank, sort, sort_demos, sort_labels, sort_pairs, "
-            "sort_shown; the closest is sort",
+            "no built-in task 'sorts'; known are shapes, shapes_blank, smallest, smallest_demos, sort, sort_demos, "
+            "sort_labels, sort_pairs, sort_shown; the closest is sort",
         ),
         (("sort", "dev"), "no split 'dev'; its splits are train, validation, test"),
         (("sort", "train", 0), "cannot have 0 rows"),

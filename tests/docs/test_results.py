@@ -28,12 +28,23 @@ def test_the_page(monkeypatch, tmp_path):
         results.store(f"distill-{seed}", kept("distill", seed, lines) | {"cpu_seconds": 9.6, "teacher": teacher})
     results.store("topr-0", kept("topr", 0, accuracy))
     results.store("ahead_clipped_4-0", kept("ahead_clipped_4", 0, accuracy))
+    played = {
+        "grpo": ((0.4, 0.89), (0.5, 0.9), (0.6, 0.7)),
+        "turn": ((0.4, 0.93), (0.95, 0.8), (0.6, 0.91)),
+    }
+    for name, seed, rewards in ((name, *run) for name, runs in played.items() for run in enumerate(runs)):
+        lines = [{"step": 4 * n, "eval/reward": reward} for n, reward in enumerate(rewards, 1)]
+        results.store(f"credit_{name}-{seed}", kept(f"credit_{name}", seed, lines))
     groups = results.ONLINE, results.OFFLINE, results.CONTROL, results.IMAGES, results.SELF
-    text = page(results.stored(), *groups, results.FURTHER, results.AHEAD, results.TAUGHT)
+    text = page(results.stored(), *groups, results.FURTHER, results.AHEAD, results.TAUGHT, results.CREDIT)
     assert "## The policy as its own teacher" in text and "| `sdpo` | 9 | 0.250 / 0.350 | 0.500 / 0.600 |" in text
     row = "| 1 | 9 | 0.500 / 0.600 | 9 | 40 | 9 | 0.400 / 0.400 | 2 | 10 |"
     assert "## From a teacher" in text and row in text and "| not reached | 10 |" in text
     assert "| seed | 0 | 2 | 4 |" in text and "| 1 | 0.200 / 0.200 | 0.485 / 0.485 | 0.400 / 0.400 |" in text
+    assert "| seed | `credit_grpo` | `credit_turn` |" in text and "| 0 | not reached | 64 |" in text
+    assert "| 1 | 64 | 32 |" in text and "| median | not reached | 64 |" in text
+    assert "|  | 32 | 64 |" in text and "| `credit_grpo` | 0.500 | 0.890 |" in text
+    assert "| `credit_turn` | 0.600 | 0.910 |" in text and "`credit_gigpo` |" not in text
     assert "## Further objectives" in text and "| `topr` | 9 | 0.250 / 0.350 | 0.500 / 0.600 | 12 |" in text
     assert "| `ahead_clipped_4` | 9 | 0.250 / 0.350 | 0.500 / 0.600 | 12 |" in text and "`ahead_1`" not in text
     assert text.index("`grpo`") < text.index("`topr`") < text.index("`sdpo`")
@@ -47,7 +58,7 @@ def test_the_page(monkeypatch, tmp_path):
 
 def test_every_configuration_is_measured(root):
     # What makes the model, stages of others, other subjects.
-    others = {"sft_tiny", "rlhf", "grpo_lora", "environment", "gigpo", "agent", "self_play"}
+    others = {"sft_tiny", "rlhf", "grpo_lora", "environment", "agent", "self_play"}
     specs = {results.SPECS.get(name, f"{name}.py") for name in set(results.NAMES) - {results.CONTROL}}
     measured = {spec.partition(".py")[0] for spec in specs}
     assert {path.stem for path in (root / "configs").glob("*.py")} - others == measured

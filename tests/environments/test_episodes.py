@@ -15,7 +15,7 @@ from jaxrl_llm.data.templates import chat_ids
 from jaxrl_llm.data.tokenize import RowTokenizer
 from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec, load_environments
-from jaxrl_llm.environments.games import SortThenSmallest
+from jaxrl_llm.environments.games import SmallestOfEach, SortThenSmallest
 from jaxrl_llm.environments.protocol import EpisodeError, Step
 from jaxrl_llm.training.setup.objectives import needs_reference
 from jaxrl_llm.training.setup.specs import environment_spec, learner_spec
@@ -435,6 +435,18 @@ def test_the_built_in_game():
     assert game.step("1284") == Step(None, 0.0, True)
     with pytest.raises(EpisodeError, match=r"set data.path to task:sort"):
         game.reset({"prompt": "1+1="})
+
+
+def test_a_game_of_questions():
+    """Each right answer earns its share, a wrong one nothing; the questions are the same."""
+    game = SmallestOfEach()
+    for _ in range(2):
+        game.reset({"prompt": "4821=", "questions": ["4821=", "9909=", "7553=", "6868="]})
+        assert game.step("1") == Step("9909=", 0.25) and game.step("9") == Step("7553=", 0.0)
+        assert game.step("33") == Step("6868=", 0.0) and game.step("6") == Step(None, 0.25, True)
+    for row in ({"prompt": "4821="}, {"prompt": "sort:4821=", "questions": ["4821="]}):
+        with pytest.raises(EpisodeError, match=r"set data.path to task:smallest"):
+            game.reset(row)
 
 
 def described(text: str):

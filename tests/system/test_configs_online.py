@@ -44,7 +44,7 @@ CONFIGS = {
     "further:m2po": ("-kl", "m2po/masked", "rollout/age"),
     "further:interpolated": ("-kl", "clip_ratio/region_mean", "rollout/age", "rollout/proximal_share"),
     "environment": ("kl", "environment/turns", "environment/failures", "-tools/call_frequency"),
-    "gigpo": ("kl", "turns/reward", "turns/shared_states", "environment/turns"),
+    "gigpo": ("-kl", "turns/reward", "turns/shared_states", "environment/turns"),
     "agent": ("kl", "environment/turns", "environment/calls", "environment/failures", "environment/branches"),
 }
 # Each has a test of its formulas; these differ in the parts that a run is made of.
