@@ -447,12 +447,8 @@ class Net:
     config: ModelConfig
 
     @functools.cached_property
-    def abstract(self) -> Transformer:
-        return _abstract(self.config)
-
-    @functools.cached_property
     def graph(self):
-        return nnx.split(self.abstract)[0]
+        return nnx.split(_abstract(self.config))[0]
 
     def bind(self, params: Params) -> Transformer:
         """The module with these parameters (no copy; works under jit).
@@ -482,7 +478,7 @@ class Net:
 
     def shapes(self) -> Params:
         """The parameters as ShapeDtypeStructs."""
-        return with_saved(nnx.to_pure_dict(nnx.split(self.steady.scanned().abstract)[1]), self.config.lora)
+        return with_saved(nnx.to_pure_dict(nnx.split(_abstract(self.steady.scanned().config))[1]), self.config.lora)
 
     def init(self, key) -> Params:
         """Random parameters: normal(0, init_scale) matrices, zero biases, unit norm scales.

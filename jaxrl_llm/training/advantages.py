@@ -85,7 +85,7 @@ class Rule(NamedTuple):
         return name in inspect.signature(self.function).parameters
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
-        """What the rule returns, given those of the inputs that it asks for."""
+        """The rule's advantages, or a pair with its returns or baselines, of those of the inputs that it asks for."""
         return self.function(**{name: inputs[name] for name in inputs if self.asks_for(name)}, **dict(self.options))
 
 

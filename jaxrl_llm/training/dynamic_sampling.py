@@ -38,6 +38,9 @@ def fill(
             return None
         return Turns(*(np.concatenate(both)[index] for both in zip(old, new, strict=True)))
 
+    def named(old: list | None, new: list | None) -> list | None:
+        return None if old is None or new is None else pick(old, new, index)
+
     rows, process, processes = groups * size, jax.process_index(), jax.process_count()
 
     def in_global(local: np.ndarray, own: int) -> np.ndarray:
@@ -64,12 +67,8 @@ def fill(
         logged=join(held.logged, fresh.logged, index, rows),
         turns=picked(held.turns, fresh.turns),
         parts=picked(held.parts, fresh.parts),
-        roles=None if held.roles is None or fresh.roles is None else pick(held.roles, fresh.roles, index),
-        environments=(
-            None
-            if held.environments is None or fresh.environments is None
-            else pick(held.environments, fresh.environments, index)
-        ),
+        roles=named(held.roles, fresh.roles),
+        environments=named(held.environments, fresh.environments),
     )
     still_flat = flat.copy()
     still_flat[slots] = False
