@@ -49,7 +49,7 @@ def naive_logps(batch: Batch, temperature: float) -> np.ndarray:
 
 def value(config, batch: Batch):
     objective = objective_of(config, NET)
-    return objective.loss(PARAMS, objective.prepare(batch))
+    return jax.jit(objective.loss)(PARAMS, objective.prepare(batch))
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,8 @@ def test_rows_with_weights_of_their_own_are_as_batches_alone(aggregation, on_pol
         config.algorithm.beta = beta
         objective = objective_of(config, NET)
         prepared = objective.prepare(batch)
-        (value, _), gradient = jax.value_and_grad(lambda params: objective.loss(params, prepared), has_aux=True)(PARAMS)
+        loss = jax.jit(jax.value_and_grad(objective.loss, has_aux=True))
+        (value, _), gradient = loss(PARAMS, prepared)
         return value, gradient
 
     total, gradient = 0.0, jax.tree.map(jnp.zeros_like, PARAMS)
