@@ -307,7 +307,8 @@ OWN_RULES = (
 
 
 @pytest.mark.parametrize(
-    ("rule", "scale"), [(rule, "group") for rule in OWN_RULES] + [(rule, "batch") for rule in ("group", "turn", "mt_grpo", "gigpo")]
+    ("rule", "scale"),
+    [(rule, "group") for rule in OWN_RULES] + [(rule, "batch") for rule in ("group", "turn", "mt_grpo", "gigpo")],
 )
 def test_a_mixed_batch_has_the_advantages_of_each_environment_alone(rule, scale):
     draw = np.random.default_rng(0)

@@ -55,7 +55,7 @@ def test_dppo_drops_tokens_that_moved():
     with jax.set_mesh(MESH):
         logps = np.asarray(scored_logps(net, state.params, batch.inputs, 1.0, batch.rows, 1))
         objective = objective_of(config, net)
-        loss, _ = objective.loss(state.params, objective.prepare(batch))
+        loss, _ = jax.jit(objective.loss)(state.params, objective.prepare(batch))
     mask, advantages, sampled = (np.asarray(x) for x in (batch.mask, batch.advantages, batch.sample_logps))
     moved = np.exp(logps) - np.exp(sampled)
     dropped = (mask > 0) & np.where(advantages > 0, moved > 0.01, moved < -0.01)
@@ -129,7 +129,7 @@ def test_bypass_weighs_by_the_policy_itself(normalize):
         assert (objective.observe is not None) == normalize
         observed = objective.observe(state.params, batch) if objective.observe else None
         prepared = objective.prepare(batch, observed)
-        loss, metrics = objective.loss(state.params, prepared)
+        loss, metrics = jax.jit(objective.loss)(state.params, prepared)
     mask, sampled = np.asarray(batch.mask), np.asarray(batch.sample_logps)
     ratio = np.exp(((logps - sampled) * mask).sum(axis=1, keepdims=True))
     weights = np.minimum(ratio, 1.05)
@@ -169,7 +169,7 @@ def test_interpolation_takes_the_age_of_rows_and_costs_no_pass(monkeypatch):
         assert batch.old_logps is None and second.metrics["rollout/proximal_share"] == 0.5
         logps = np.asarray(scored_logps(net, state.params, batch.inputs, 1.0, batch.rows, 1))
         objective = objective_of(config, net)
-        loss, _ = objective.loss(state.params, objective.prepare(batch))
+        loss, _ = jax.jit(objective.loss)(state.params, objective.prepare(batch))
     mask, advantages, sampled = (np.asarray(x) for x in (batch.mask, batch.advantages, batch.sample_logps))
     change = (logps - sampled) * mask
     assert np.abs(change).max() > 1e-3

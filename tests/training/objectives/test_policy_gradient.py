@@ -99,17 +99,21 @@ def test_the_full_kl_is_that_of_the_networks_logits():
         both = one.replace(ref_hidden=hidden, scalars=Scalars(ref_head=head))
         objective = objective_of(config, NET)
 
-        def loss(params, batch, objective=objective):
+        @jax.jit
+        @jax.grad
+        def slope(params, batch, objective=objective):
             return objective.loss(params, objective.prepare(batch))[0]
 
+        @jax.jit
+        @jax.grad
         def kl_term(params):
             found = jax.nn.log_softmax(NET.bind(params)(tokens, segments))
             by_token = (jnp.exp(found) * (found - logps[1])).sum(-1)[:, :-1]
             return 0.3 * (by_token * batch.mask[:, 1:]).sum() / batch.mask.sum()
 
         assert float(value(config, both)[1]["kl"]) == pytest.approx(expected, rel=1e-5)
-        gradient = jax.tree.map(jnp.subtract, jax.grad(loss)(PARAMS, both), jax.grad(loss)(PARAMS, one))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), gradient, jax.grad(kl_term)(PARAMS))
+        gradient = jax.tree.map(jnp.subtract, slope(PARAMS, both), slope(PARAMS, one))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), gradient, kl_term(PARAMS))
 
 
 def test_without_old_logps_the_ratio_is_one_and_the_gradient_is_that_of_reinforce():
@@ -117,13 +121,13 @@ def test_without_old_logps_the_ratio_is_one_and_the_gradient_is_that_of_reinforc
     batch = make_batch().replace(old_logps=None, ref_logps=None)
     objective = objective_of(config, NET)
     prepared = objective.prepare(batch)
-    (loss, metrics), gradient = jax.value_and_grad(objective.loss, has_aux=True)(PARAMS, prepared)
+    (loss, metrics), gradient = jax.jit(jax.value_and_grad(objective.loss, has_aux=True))(PARAMS, prepared)
     lengths = batch.mask.sum(1, keepdims=True)
     np.testing.assert_allclose(loss, -np.mean((batch.advantages * batch.mask / lengths).sum(1)), rtol=1e-5)
     assert float(metrics["clip_ratio/region_mean"]) == 0
     config.algorithm.loss = "reinforce"
     reinforce = objective_of(config, NET)
-    expected = jax.grad(lambda p: reinforce.loss(p, prepared)[0])(PARAMS)
+    expected = jax.jit(jax.grad(lambda p: reinforce.loss(p, prepared)[0]))(PARAMS)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradient, expected)
 
 
@@ -151,7 +155,7 @@ def test_observation_tokens_are_predicted(beta):
 
     def gradient(batch):
         objective = objective_of(config, NET)
-        return jax.value_and_grad(objective.loss, has_aux=True)(PARAMS, objective.prepare(batch))
+        return jax.jit(jax.value_and_grad(objective.loss, has_aux=True))(PARAMS, objective.prepare(batch))
 
     (plain, metrics), without = gradient(batch)
     assert "observations/nll" not in metrics
@@ -165,7 +169,7 @@ def test_observation_tokens_are_predicted(beta):
         logps = jax.nn.log_softmax(NET.bind(params)(batch.inputs.tokens, batch.inputs.segments))
         return -logps[jnp.arange(2), PROMPT - 1, batch.inputs.tokens[:2, PROMPT]].mean()
 
-    alone = jax.grad(cross_entropy)(PARAMS)
+    alone = jax.jit(jax.grad(cross_entropy))(PARAMS)
     jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a, b + 0.5 * c, atol=1e-5), together, without, alone)
 
 
@@ -298,8 +302,8 @@ def test_rejected_tokens_and_normalised_weights():
     assert (mask & inside).any() and (mask & ~inside).any()
     prepared = objective.prepare(batch)
     scaled = batch.replace(advantages=batch.advantages * weights / weights[mask].mean() * inside)
-    expected, _ = plain.loss(PARAMS, plain.prepare(scaled))
-    loss, metrics = objective.loss(PARAMS, prepared)
+    expected, _ = jax.jit(plain.loss)(PARAMS, plain.prepare(scaled))
+    loss, metrics = jax.jit(objective.loss)(PARAMS, prepared)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     values = {name: float(metric) for name, metric in metrics.items() if name.startswith("rollout_corr/")}
     wanted = {
@@ -323,7 +327,7 @@ def test_rejection_against_the_sampler_reads_the_policy_itself():
     )
     objective = objective_of(config, NET)
     prepared = objective.prepare(batch.replace(old_logps=batch.sample_logps))
-    _, metrics = objective.loss(PARAMS, prepared)
+    _, metrics = jax.jit(objective.loss)(PARAMS, prepared)
     change = naive_logps(batch, config.rollout.temperature)[batch.mask > 0] - batch.sample_logps[batch.mask > 0]
     outside = (np.abs(change) > np.log(2)).mean()
     assert outside > 0

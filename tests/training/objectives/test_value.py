@@ -63,7 +63,7 @@ def test_the_loss_is_half_the_clipped_squared_error(epsilon):
     config, batch = default(), make_batch()
     config.critic.epsilon = epsilon
     objective = value_regression(critic_spec(config), NET)
-    loss, metrics = objective.loss(PARAMS, objective.prepare(batch))
+    loss, metrics = jax.jit(objective.loss)(PARAMS, objective.prepare(batch))
     values = np.asarray(token_values(NET, PARAMS, batch.inputs))
     error = (values - batch.returns) ** 2
     if epsilon is not None:
@@ -188,16 +188,16 @@ def test_a_shared_critic_reads_the_hidden_states_of_the_policy_once(root, tmp_pa
     joint = {**params, "score": {"kernel": kernel}}
     objective, policy = objective_of(config, net), policy_gradient(policy_spec(config), net)
     prepared = objective.prepare(batch)
-    both, metrics = objective.loss(joint, prepared)
-    alone, _ = policy.loss(params, policy.prepare(batch))
+    both, metrics = jax.jit(objective.loss)(joint, prepared)
+    alone, _ = jax.jit(policy.loss)(params, policy.prepare(batch))
     critic_net = Net(replace(NET.config, head="score"))
     trunk = {name: x for name, x in params.items() if name != "head"}
     regression = value_regression(critic_spec(config), critic_net)
-    error, measured = regression.loss({**trunk, "score": {"kernel": kernel}}, regression.prepare(batch))
+    error, measured = jax.jit(regression.loss)({**trunk, "score": {"kernel": kernel}}, regression.prepare(batch))
     np.testing.assert_allclose(both, alone + 0.3 * error, rtol=1e-5)
     np.testing.assert_allclose(metrics["critic/loss"], error, rtol=1e-5)
     np.testing.assert_allclose(metrics["critic/vpred_mean"], measured["vpred_mean"], rtol=1e-5)
-    gradients = jax.grad(lambda p: objective.loss(p, prepared)[0])(joint)
+    gradients = jax.jit(jax.grad(lambda p: objective.loss(p, prepared)[0]))(joint)
     assert all(float(jnp.abs(gradients[part]["kernel"]).max()) > 0 for part in ("score", "head"))
 
 
