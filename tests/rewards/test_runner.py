@@ -319,7 +319,7 @@ def test_setup_and_close_that_leave(method, is_async):
 def test_ctrl_c_in_a_reward_stops_the_run():
     def pressed(completions, **_):
         signal.raise_signal(signal.SIGINT)
-        time.sleep(5)
+        time.sleep(1)
 
     for function in (pressed, lambda completions, **_: asyncio.run(asyncio.to_thread(pressed, completions))):
         with pytest.raises(KeyboardInterrupt):

@@ -263,8 +263,10 @@ def test_vllm_reads_the_policy_again_first(rollout, model, monkeypatch, tmp_path
 
 def test_a_server_that_fails_is_named(rollout, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with Server(status=500) as server, pytest.raises(ConfigError, match="answered 500"):
-        rollout(served(server))
+    with monkeypatch.context() as patch, Server(status=500) as server:
+        patch.setattr("jaxrl_llm.environments.server.time.sleep", lambda seconds: None)
+        with pytest.raises(ConfigError, match="answered 500"):
+            rollout(served(server))
     strip = lambda answer: {"choices": [{**c, "token_ids": None} for c in answer["choices"]]}  # noqa: E731
     with Server(strip) as server, pytest.raises(ConfigError, match=r"returned no token_ids.*return_token_ids"):
         rollout(served(server))
