@@ -251,7 +251,8 @@ def context_spec(config) -> ContextSpec | None:
         return None
     templates = {name: c[name] for name in ("template", "solution_template", "privileged_template")}
     return ContextSpec(
-        c.context, c.success_threshold, c.exclude_own, c.remove_thinking, c.privileged_column, config.rollout.group_size,
+        c.context, c.success_threshold, c.exclude_own, c.remove_thinking, c.privileged_column,
+        config.rollout.group_size,
         **{name: text for name, text in templates.items() if text is not None},
     )  # fmt: skip
 
