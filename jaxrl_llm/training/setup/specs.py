@@ -6,7 +6,7 @@ Beside them stands what several commands build from a configuration and a model:
 import importlib.util
 import math
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.checks import environment_options, logit_bias, reward_scales
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import EPISODES, OFFLINE
+from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.data.curriculum import CurriculumSpec
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.loading import DataSpec
@@ -70,11 +71,6 @@ TEMPLATE_TOKENS = 64  # room for what stands around a solution in the prompt of 
 EIGHTHS = (1, 2, 3, 4, 6, 8)  # of the longest row, that batches of rows of like length are as wide as
 
 
-def _spec(kind: Any, section, /, **others: Any) -> Any:
-    """The spec of that kind; its fields are the settings of `section` of the same name, where `others` has no own."""
-    return kind(**{field.name: section[field.name] for field in fields(kind) if field.name in section} | others)
-
-
 def algorithm_of(config) -> Algorithm:
     """The facts of the configured algorithm."""
     name = config.algorithm.name
@@ -98,7 +94,7 @@ def data_kind(config) -> str:
 def data_spec(config) -> DataSpec:
     """The sources of the configuration, what is made of their rows, and the order of its batches."""
     c = config.data
-    return _spec(
+    return spec_of(
         DataSpec,
         c,
         kind=data_kind(config),
@@ -150,7 +146,7 @@ def _by_other_names(config) -> dict[str, Any]:
 
 def batch_spec(config) -> BatchSpec:
     """The rows of a step."""
-    return _spec(
+    return spec_of(
         BatchSpec,
         config.batch,
         group_size=rows_together(config),
@@ -164,7 +160,7 @@ def packing_spec(config) -> PackingSpec:
     c, group_size = config.batch, rows_together(config)
     if config.teacher.context != "none" and config.teacher.form == "divergence":
         group_size = 1  # rows that start alike share their tokens, of which each is shown another context
-    return _spec(
+    return spec_of(
         PackingSpec,
         c,
         group_size=group_size,
@@ -177,7 +173,7 @@ def packing_spec(config) -> PackingSpec:
 def optimizer_spec(config) -> OptimizerSpec:
     """The optimizer of the policy, or of the model that is trained."""
     c = config.optimizer
-    return _spec(
+    return spec_of(
         OptimizerSpec,
         c,
         total_steps=config.total_steps,
@@ -249,7 +245,11 @@ def context_spec(config) -> ContextSpec | None:
     c = config.teacher
     if c.context == "none":
         return None
-    templates = {name: c[name] for name in ("template", "solution_template", "privileged_template")}
+    templates = {
+        "template": c.template,
+        "solution_template": c.solution_template,
+        "privileged_template": c.privileged_template,
+    }
     return ContextSpec(
         c.context, c.success_threshold, c.exclude_own, c.remove_thinking, c.privileged_column,
         config.rollout.group_size,
@@ -310,7 +310,7 @@ def controllers_of(config) -> Controllers:
 def advantage_spec(config) -> AdvantageSpec:
     """The advantages of an online algorithm."""
     c = config.algorithm
-    return _spec(
+    return spec_of(
         AdvantageSpec,
         c,
         group_size=config.rollout.group_size,
@@ -329,7 +329,7 @@ def advantage_spec(config) -> AdvantageSpec:
 
 def producer_spec(config) -> ProducerSpec:
     """Steps 1 to 3 of an online algorithm."""
-    return _spec(
+    return spec_of(
         ProducerSpec,
         config.algorithm,
         prompts=config.batch.prompts,
@@ -361,7 +361,7 @@ def curriculum_spec(config) -> CurriculumSpec | None:
 def learner_spec(config) -> LearnerSpec:
     """Steps 4 and 5 of an online algorithm."""
     c = config.algorithm
-    return _spec(
+    return spec_of(
         LearnerSpec,
         c,
         old_logps=old_logps_of(config),
@@ -434,7 +434,7 @@ def offline_spec(config, width: int) -> OfflineSpec:
     """The batches of given rows, of `width` tokens at most."""
     c = config.algorithm
     widths = {padded_width(math.ceil(width * eighths / 8), width) for eighths in EIGHTHS}
-    return _spec(
+    return spec_of(
         OfflineSpec,
         c,
         mismatched=algorithm_of(config).mismatched,
@@ -449,7 +449,7 @@ def offline_spec(config, width: int) -> OfflineSpec:
 def training_sampling(config) -> SamplingParams:
     """The sampling parameters of the run."""
     c = config.rollout
-    return _spec(
+    return spec_of(
         SamplingParams,
         c,
         logit_bias=logit_bias("rollout.logit_bias", c.logit_bias),
@@ -460,14 +460,23 @@ def training_sampling(config) -> SamplingParams:
 
 def eval_sampling(config) -> SamplingParams:
     """The sampling parameters of an evaluation: those of the run, save what `eval` sets itself."""
-    own = {field.name: config.eval.get(field.name) for field in fields(SamplingParams)}
+    c = config.eval
+    own = {
+        "temperature": c.temperature,
+        "top_p": c.top_p,
+        "top_k": c.top_k,
+        "min_p": c.min_p,
+        "repetition_penalty": c.repetition_penalty,
+        "frequency_penalty": c.frequency_penalty,
+        "presence_penalty": c.presence_penalty,
+    }
     return replace(training_sampling(config), **{name: value for name, value in own.items() if value is not None})
 
 
 def rollout_spec(config) -> RolloutSpec:
     """The settings of the engine that samples for training."""
     c = config.rollout
-    return _spec(
+    return spec_of(
         RolloutSpec,
         c,
         sampling=training_sampling(config),
@@ -633,7 +642,7 @@ def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ())
             raise EpisodeError("environment.agent is for one process, but this run has several")
         if not plays:
             return agents(c.agent)
-    spec = _spec(
+    spec = spec_of(
         EnvironmentSpec,
         c,
         environment=c.name if environment is None else environment,
