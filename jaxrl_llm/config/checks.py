@@ -18,6 +18,21 @@ OF_OWN_CRITIC = (
 )  # fmt: skip
 # Settings of which each says how completions are made, in place of plain sampling.
 ENVIRONMENTS = ("environment.name", "environment.tools", "environment.rollout_func", "environment.agent")
+CURRICULUM = ("data.curriculum_easy", "data.curriculum_hard")
+# Ways to sample: each with the reason why some settings do not go with it, and these.
+WAYS_TO_SAMPLE = (
+    ("rollout.staleness", "which needs batches that are sampled and trained on in turn",
+     (*CURRICULUM, "teacher.others", "teacher.on_policy", "teacher.context", "environment.agent")),
+    ("rollout.processes", "for which the process that samples a batch would need what is known after those of others",
+     (*CURRICULUM, "data.streaming", "teacher.others", "teacher.on_policy", *ENVIRONMENTS[2:],
+      "algorithm.dynamic_sampling", "rollout.devices", "rollout.partial_prompts")),
+    ("rollout.partial_prompts", "which needs completions that are sampled to their end at once",
+     (*CURRICULUM, "data.streaming", "teacher.on_policy", *ENVIRONMENTS, "rollout.router_replay",
+      "rollout.structured_grammar")),
+    ("rollout.update_in_flight", "whose rollouts have no borders that the learner's next policy could be taken at",
+     (*ENVIRONMENTS[:3], "rollout.processes")),
+    ("rollout.router_replay", "whose rows have no experts recorded", ("algorithm.replay_groups", *ENVIRONMENTS[2:])),
+)  # fmt: skip
 
 
 def preference_losses(config: ConfigDict) -> dict[str, str]:
@@ -206,8 +221,7 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
     yield from _rewards(config, online)
     yield from _teacher(config, online)
     if online:
-        yield from _staleness(config)
-        yield from _processes(config)
+        yield from _ways_to_sample(config)
         yield from _partial(config)
         yield from _arrivals(config)
     yield from _environment(config)
@@ -350,12 +364,6 @@ def _online(config: ConfigDict) -> Iterator[str]:
             f"algorithm.replay_groups is {algorithm.replay_groups}, but ppo's critic gives values for this step's rows "
             "only: set it to 0"
         )
-    if rollout.router_replay:
-        for key, value in _used(config, ("algorithm.replay_groups", "environment.rollout_func", "environment.agent")):
-            yield (
-                f"rollout.router_replay is true, but {key} is {value!r}, whose rows have no experts recorded: leave "
-                "one out"
-            )
     if algorithm.observation_coef:
         others = {
             "algorithm.replay_groups": algorithm.replay_groups,
@@ -483,36 +491,19 @@ def _without_rewards(config: ConfigDict) -> Iterator[str]:
         )
 
 
-def _staleness(config: ConfigDict) -> Iterator[str]:
-    """Messages for features that act on a batch both when it is sampled and when it is trained on."""
-    keys = (
-        "data.curriculum_easy", "data.curriculum_hard", "teacher.others", "teacher.on_policy", "teacher.context",
-        "environment.agent",
-    )  # fmt: skip
-    for key, value in _changed(config, keys if config.rollout.staleness else ()):
-        yield (
-            f"rollout.staleness is {config.rollout.staleness}, but {key} is {value!r}, which needs batches that are "
-            "sampled and trained on in turn: set the one to 0, or leave out the other"
-        )
-
-
-def _processes(config: ConfigDict) -> Iterator[str]:
-    """Messages for features that do not work in processes which only sample, apart from the others."""
-    keys = (
-        "data.curriculum_easy", "data.curriculum_hard", "data.streaming", "teacher.others", "teacher.on_policy",
-        "environment.agent", "environment.rollout_func", "algorithm.dynamic_sampling", "rollout.devices",
-        "rollout.partial_prompts",
-    )  # fmt: skip
-    for key, value in _changed(config, keys if config.rollout.processes else ()):
-        yield (
-            f"rollout.processes is {config.rollout.processes}, but {key} is {value!r}, for which the process that "
-            "samples a batch would need what is known after the batches of others: set the one to 0, or leave out the "
-            "other"
-        )
+def _ways_to_sample(config: ConfigDict) -> Iterator[str]:
+    """Messages for settings that do not go with a way to sample."""
+    for cause, reason, without in WAYS_TO_SAMPLE:
+        setting, value = BY_NAME[cause], _value(config, cause)
+        for key, other in _changed(config, without if value else ()):
+            yield (
+                f"{cause} is {setting.show(value)}, but {key} is {other!r}, {reason}: set the one to "
+                f"{setting.show(setting.default)}, or leave out the other"
+            )
 
 
 def _partial(config: ConfigDict) -> Iterator[str]:
-    """Messages for features that need completions which are sampled to their end at once."""
+    """Messages for completions that are sampled over several steps."""
     c, key = config.rollout, "rollout.partial_prompts"
     if not c.partial_prompts:
         if c.partial_tokens:
@@ -525,16 +516,6 @@ def _partial(config: ConfigDict) -> Iterator[str]:
         yield (
             f"rollout.partial_tokens is {c.partial_tokens}, but rollout.max_completion_length is "
             f"{c.max_completion_length}, so that no completion would wait: set it lower, or {key} to 0"
-        )
-    others = (
-        "data.curriculum_easy", "data.curriculum_hard", "data.streaming", "teacher.on_policy", "environment.name",
-        "environment.tools", "environment.rollout_func", "environment.agent", "rollout.router_replay",
-        "rollout.structured_grammar",
-    )  # fmt: skip
-    for name, value in _changed(config, others):
-        yield (
-            f"{key} is {c.partial_prompts}, but {name} is {value!r}, which needs completions that are sampled to their "
-            "end at once: set the one to 0, or leave out the other"
         )
 
 
@@ -551,17 +532,10 @@ def _arrivals(config: ConfigDict) -> Iterator[str]:
             f"rollout.arrivals is {c.arrivals!r}, but rollout.update_in_flight is false and rollout.max_wait none, so "
             "that nothing arrives: set them as in the run that wrote it, or leave it out"
         )
-    if not c.update_in_flight:
-        return
-    if not c.staleness:
+    if c.update_in_flight and not c.staleness:
         yield (
             "rollout.update_in_flight is true, but rollout.staleness is 0, so that no policy is new while a batch is "
             "sampled: set staleness to 1 or more, or update_in_flight to false"
-        )
-    for key, value in _changed(config, (*ENVIRONMENTS[:3], "rollout.processes")):
-        yield (
-            f"rollout.update_in_flight is true, but {key} is {value!r}, whose rollouts have no borders that the "
-            "learner's next policy could be taken at: set it to false, or leave out the other"
         )
 
 
