@@ -436,11 +436,7 @@ class Learner:
         metrics["rollout/useful_token_fraction"] = _useful(rollout.lengths, rollout.steps)
         batch = Batch(
             Inputs(
-                rollout.tokens,
-                rollout.segments,
-                images=images,
-                experts=rollout.experts,
-                prompt_width=self.prompt_width,
+                rollout.tokens, rollout.segments, images=images, experts=rollout.experts, prompt_width=self.prompt_width
             ),
             mask=result.mask,
             sample_logps=rollout.sample_logps,
