@@ -661,7 +661,7 @@ def _producer(
     for key, off in (("update_in_flight", "false"), ("partial_prompts", "0")) if compares is not None else ():
         if rollout[key]:
             raise ConfigError(
-                f"rollout.{key} is not {off}, but {compares.setting} = {compares.name!r} compares with a greedy "
+                f"rollout.{key} is {str(rollout[key]).lower()}, but {compares.setting} = {compares.name!r} compares with a greedy "
                 f"completion of one policy: set the one to {off}, or another advantage"
             )
     if rollout.update_in_flight:
