@@ -658,11 +658,11 @@ def _producer(
         followed = None if rollout.arrivals is None else Path(rollout.arrivals)
         record = Path(config.output_dir) / RECORD
         arrivals = Arrivals(record, rollout.staleness, rollout.update_in_flight, rollout.max_wait, followed)
-    for key, off in (("update_in_flight", "false"), ("partial_prompts", "0")) if compares is not None else ():
-        if rollout[key]:
+    for key, off in (("update_in_flight", "false"), ("partial_prompts", "0")):
+        if compares is not None and rollout[key]:
             raise ConfigError(
-                f"rollout.{key} is {str(rollout[key]).lower()}, but {compares.setting} = {compares.name!r} compares with a greedy "
-                f"completion of one policy: set the one to {off}, or another advantage"
+                f"rollout.{key} is {str(rollout[key]).lower()}, but {compares.setting} = {compares.name!r} compares "
+                f"with a greedy completion of one policy: set the one to {off}, or another advantage"
             )
     if rollout.update_in_flight:
         worker = replace(worker, arrivals=arrivals)
