@@ -455,29 +455,18 @@ class ClipFractions(NamedTuple):
 
 
 def clip_fractions(
-    logps,
-    old_logps,
-    advantages,
-    epsilon_low,
-    epsilon_high,
-    *,
-    mask=None,
-    level: str = "token",
-    signed: bool = True,
-    dual_clip=None,
+    logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask=None, level: str = "token", dual_clip=None
 ) -> ClipFractions:
     """Returns which tokens the clip of `ppo_clip` or `gspo` acts on, as `ClipFractions` of `[N, T]` indicators.
 
     `low`: ratio below 1 - epsilon_low and A < 0; `high`: ratio above 1 + epsilon_high and A > 0; `region`: either. This
     is TRL's `clip_ratio/*`; `region` is also verl's `pg_clipfrac`, since the clipped branch is the larger loss on just
-    those tokens. `signed=False` drops the condition on A. `dual` (verl's `pg_clipfrac_lower`): A < 0 and ratio above
-    `dual_clip`, zero without it. `level` is that of the ratio: see `log_ratio_at`, which raises ValueError.
+    those tokens. `dual` (verl's `pg_clipfrac_lower`): A < 0 and ratio above `dual_clip`, zero without it. `level` is
+    that of the ratio: see `log_ratio_at`, which raises ValueError.
     """
     _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     ratio = jnp.exp(jax.lax.stop_gradient(log_ratio_at(level, log_ratio, mask)))
-    low, high = ratio < 1.0 - epsilon_low, ratio > 1.0 + epsilon_high
-    if signed:
-        low, high = low & (advantages < 0), high & (advantages > 0)
+    low, high = (ratio < 1.0 - epsilon_low) & (advantages < 0), (ratio > 1.0 + epsilon_high) & (advantages > 0)
     dual = jnp.zeros_like(low) if dual_clip is None else (ratio > dual_clip) & (advantages < 0)
     return ClipFractions(*(x.astype(jnp.float32) for x in (low, high, low | high, dual)))
 

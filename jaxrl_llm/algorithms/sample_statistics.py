@@ -17,7 +17,6 @@ import numpy as np
 
 DRAWS, VERL_SEED = 1000, 42
 INTERVAL_DRAWS = 2000
-ESTIMATES = ("unbiased", "verl")
 
 
 def counts_of_k(n: int) -> list[int]:

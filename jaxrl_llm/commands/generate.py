@@ -217,7 +217,7 @@ def sample_ids(
             padded = pad_prompts([example["prompt_ids"] for example in batch], width)
             prompts, segments = rows_to_global(padded, mesh)
             images = prompt_images(batch, model.net.config.vision) if tiles is not None else None
-            images = None if images is None else rows_to_global(images, mesh)
+            images = rows_to_global(images, mesh)
             first = first_row + start * engine.group_size
             rollout = engine.generate(
                 model.params, prompts, segments, jax.random.key(seed), first_row=first, images=images

@@ -18,6 +18,21 @@ OF_OWN_CRITIC = (
 )  # fmt: skip
 # Settings of which each says how completions are made, in place of plain sampling.
 ENVIRONMENTS = ("environment.name", "environment.tools", "environment.rollout_func", "environment.agent")
+CURRICULUM = ("data.curriculum_easy", "data.curriculum_hard")
+# Ways to sample: each with the reason why some settings do not go with it, and these.
+WAYS_TO_SAMPLE = (
+    ("rollout.staleness", "which needs batches that are sampled and trained on in turn",
+     (*CURRICULUM, "teacher.others", "teacher.on_policy", "teacher.context", "environment.agent")),
+    ("rollout.processes", "for which the process that samples a batch would need what is known after those of others",
+     (*CURRICULUM, "data.streaming", "teacher.others", "teacher.on_policy", *ENVIRONMENTS[2:],
+      "algorithm.dynamic_sampling", "rollout.devices", "rollout.partial_prompts")),
+    ("rollout.partial_prompts", "which needs completions that are sampled to their end at once",
+     (*CURRICULUM, "data.streaming", "teacher.on_policy", *ENVIRONMENTS, "rollout.router_replay",
+      "rollout.structured_grammar")),
+    ("rollout.update_in_flight", "whose rollouts have no borders that the learner's next policy could be taken at",
+     (*ENVIRONMENTS[:3], "rollout.processes")),
+    ("rollout.router_replay", "whose rows have no experts recorded", ("algorithm.replay_groups", *ENVIRONMENTS[2:])),
+)  # fmt: skip
 
 
 def preference_losses(config: ConfigDict) -> dict[str, str]:
@@ -175,6 +190,16 @@ def _value(config: ConfigDict, key: str) -> Any:
     return config[section][name]
 
 
+def _used(config: ConfigDict, keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """The full name and the value of each of the settings that is neither 0, false, none nor empty."""
+    return ((key, value) for key in keys if (value := _value(config, key)))
+
+
+def _met(config: ConfigDict, conditions: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The full name and the value of each of the settings whose condition holds."""
+    return ((key, _value(config, key)) for key, holds in conditions.items() if holds)
+
+
 def _changed(config: ConfigDict, keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """The full name and the value of each of the settings that is not at its default."""
     values = ((key, _value(config, key)) for key in keys)
@@ -196,8 +221,7 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
     yield from _rewards(config, online)
     yield from _teacher(config, online)
     if online:
-        yield from _staleness(config)
-        yield from _processes(config)
+        yield from _ways_to_sample(config)
         yield from _partial(config)
         yield from _arrivals(config)
     yield from _environment(config)
@@ -307,33 +331,17 @@ def _online(config: ConfigDict) -> Iterator[str]:
         )
     check_structured(rollout, "rollout.", "min_completion_length")
     if rollout.structured_grammar:
-        environment = config.environment
-        others = {
-            "rollout.speculative_tokens": rollout.speculative_tokens,
-            "environment.name": environment.name,
-            "environment.tools": environment.tools,
-        }
-        for key, value in others.items():
-            if value:
-                yield (
-                    f"rollout.structured_grammar is set, which the host follows by tokens, but {key} is {value!r}: "
-                    "leave one of them out, or write the grammar as a pattern (structured_regex)"
-                )
+        for key, value in _used(config, ("rollout.speculative_tokens", "environment.name", "environment.tools")):
+            yield (
+                f"rollout.structured_grammar is set, which the host follows by tokens, but {key} is {value!r}: leave "
+                "one of them out, or write the grammar as a pattern (structured_regex)"
+            )
     if rollout.ignore_eos and not (rollout.stop or rollout.stop_token_ids):
-        marks_the_end = {
-            "algorithm.mask_truncated": algorithm.mask_truncated,
-            "algorithm.missing_eos_penalty": algorithm.missing_eos_penalty,
-            "environment.name": config.environment.name,
-            "environment.tools": config.environment.tools,
-            "environment.rollout_func": config.environment.rollout_func,
-            "environment.agent": config.environment.agent,
-        }
-        for key, value in marks_the_end.items():
-            if value:
-                yield (
-                    f"rollout.ignore_eos is true, so that no completion ends by itself, but {key} is {value!r}: "
-                    "set one of the two"
-                )
+        for key, value in _used(config, ("algorithm.mask_truncated", "algorithm.missing_eos_penalty", *ENVIRONMENTS)):
+            yield (
+                f"rollout.ignore_eos is true, so that no completion ends by itself, but {key} is {value!r}: set one of "
+                "the two"
+            )
     clip = algorithm.reward_clip
     if clip and not (len(clip) == 2 and clip[0] < clip[1]):
         yield f"algorithm.reward_clip is {tuple(clip)}: give the smallest and the largest score, or nothing"
@@ -356,27 +364,15 @@ def _online(config: ConfigDict) -> Iterator[str]:
             f"algorithm.replay_groups is {algorithm.replay_groups}, but ppo's critic gives values for this step's rows "
             "only: set it to 0"
         )
-    if rollout.router_replay:
-        kept = {
-            "algorithm.replay_groups": algorithm.replay_groups,
-            "environment.rollout_func": config.environment.rollout_func,
-            "environment.agent": config.environment.agent,
-        }
-        for key, value in kept.items():
-            if value:
-                yield (
-                    f"rollout.router_replay is true, but {key} is {value!r}, whose rows have no experts recorded: "
-                    "leave one out"
-                )
     if algorithm.observation_coef:
         others = {
             "algorithm.replay_groups": algorithm.replay_groups,
             "teacher.form": config.teacher.path is not None and config.teacher.form == "divergence",
         }
-        for key in (key for key, value in others.items() if value):
+        for key, value in _met(config, others):
             yield (
-                f"algorithm.observation_coef is {algorithm.observation_coef}, but {key} is {_value(config, key)!r}, "
-                "which knows no observation tokens: set the one to 0, or leave out the other"
+                f"algorithm.observation_coef is {algorithm.observation_coef}, but {key} is {value!r}, which knows no "
+                "observation tokens: set the one to 0, or leave out the other"
             )
     if (algorithm.dynamic_sampling or algorithm.replay_groups) and rollout.group_size < 2:
         yield (
@@ -481,17 +477,11 @@ def _without_rewards(config: ConfigDict) -> Iterator[str]:
             f"rewards.functions is empty, but algorithm.name = {algorithm.name!r} needs one or more, or a teacher "
             "(teacher.path)"
         )
-    reads_rewards = {
-        "algorithm.name": algorithm.name == "ppo",
-        "algorithm.dynamic_sampling": algorithm.dynamic_sampling,
-        "algorithm.replay_groups": algorithm.replay_groups,
-        "algorithm.kl_in_reward": algorithm.kl_in_reward,
-        "algorithm.reward_beta": algorithm.reward_beta,
-    }
-    for key in (key for key, reads in reads_rewards.items() if reads):
+    readers = (f"algorithm.{name}" for name in ("dynamic_sampling", "replay_groups", "kl_in_reward", "reward_beta"))
+    for key, value in (*_met(config, {"algorithm.name": algorithm.name == "ppo"}), *_used(config, readers)):
         yield (
-            f"rewards.functions is empty, so that the policy learns from teacher.path alone, but {key} is "
-            f"{_value(config, key)!r}, which reads rewards: name a function, or change {key}"
+            f"rewards.functions is empty, so that the policy learns from teacher.path alone, but {key} is {value!r}, "
+            f"which reads rewards: name a function, or change {key}"
         )
     if config.eval.every >= 0:
         yield (
@@ -501,36 +491,19 @@ def _without_rewards(config: ConfigDict) -> Iterator[str]:
         )
 
 
-def _staleness(config: ConfigDict) -> Iterator[str]:
-    """Messages for features that act on a batch both when it is sampled and when it is trained on."""
-    keys = (
-        "data.curriculum_easy", "data.curriculum_hard", "teacher.others", "teacher.on_policy", "teacher.context",
-        "environment.agent",
-    )  # fmt: skip
-    for key, value in _changed(config, keys if config.rollout.staleness else ()):
-        yield (
-            f"rollout.staleness is {config.rollout.staleness}, but {key} is {value!r}, which needs batches that are "
-            "sampled and trained on in turn: set the one to 0, or leave out the other"
-        )
-
-
-def _processes(config: ConfigDict) -> Iterator[str]:
-    """Messages for features that do not work in processes which only sample, apart from the others."""
-    keys = (
-        "data.curriculum_easy", "data.curriculum_hard", "data.streaming", "teacher.others", "teacher.on_policy",
-        "environment.agent", "environment.rollout_func", "algorithm.dynamic_sampling", "rollout.devices",
-        "rollout.partial_prompts",
-    )  # fmt: skip
-    for key, value in _changed(config, keys if config.rollout.processes else ()):
-        yield (
-            f"rollout.processes is {config.rollout.processes}, but {key} is {value!r}, for which the process that "
-            "samples a batch would need what is known after the batches of others: set the one to 0, or leave out the "
-            "other"
-        )
+def _ways_to_sample(config: ConfigDict) -> Iterator[str]:
+    """Messages for settings that do not go with a way to sample."""
+    for cause, reason, without in WAYS_TO_SAMPLE:
+        setting, value = BY_NAME[cause], _value(config, cause)
+        for key, other in _changed(config, without if value else ()):
+            yield (
+                f"{cause} is {setting.show(value)}, but {key} is {other!r}, {reason}: set the one to "
+                f"{setting.show(setting.default)}, or leave out the other"
+            )
 
 
 def _partial(config: ConfigDict) -> Iterator[str]:
-    """Messages for features that need completions which are sampled to their end at once."""
+    """Messages for completions that are sampled over several steps."""
     c, key = config.rollout, "rollout.partial_prompts"
     if not c.partial_prompts:
         if c.partial_tokens:
@@ -543,16 +516,6 @@ def _partial(config: ConfigDict) -> Iterator[str]:
         yield (
             f"rollout.partial_tokens is {c.partial_tokens}, but rollout.max_completion_length is "
             f"{c.max_completion_length}, so that no completion would wait: set it lower, or {key} to 0"
-        )
-    others = (
-        "data.curriculum_easy", "data.curriculum_hard", "data.streaming", "teacher.on_policy", "environment.name",
-        "environment.tools", "environment.rollout_func", "environment.agent", "rollout.router_replay",
-        "rollout.structured_grammar",
-    )  # fmt: skip
-    for name, value in _changed(config, others):
-        yield (
-            f"{key} is {c.partial_prompts}, but {name} is {value!r}, which needs completions that are sampled to their "
-            "end at once: set the one to 0, or leave out the other"
         )
 
 
@@ -569,20 +532,11 @@ def _arrivals(config: ConfigDict) -> Iterator[str]:
             f"rollout.arrivals is {c.arrivals!r}, but rollout.update_in_flight is false and rollout.max_wait none, so "
             "that nothing arrives: set them as in the run that wrote it, or leave it out"
         )
-    if not c.update_in_flight:
-        return
-    if not c.staleness:
+    if c.update_in_flight and not c.staleness:
         yield (
             "rollout.update_in_flight is true, but rollout.staleness is 0, so that no policy is new while a batch is "
             "sampled: set staleness to 1 or more, or update_in_flight to false"
         )
-    for name in ("environment.name", "environment.tools", "environment.rollout_func", "rollout.processes"):
-        section, _, leaf = name.partition(".")
-        if (value := config[section][leaf]) != BY_NAME[name].default:
-            yield (
-                f"rollout.update_in_flight is true, but {name} is {value!r}, whose rollouts have no borders that the "
-                "learner's next policy could be taken at: set it to false, or leave out the other"
-            )
 
 
 def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
@@ -642,10 +596,10 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
             "teacher.top_k": teacher.form == "divergence" and not teacher.top_k,
             "teacher.top_of": teacher.top_of != "teacher",
         }
-        for key in (key for key, is_set in unfit.items() if is_set):
+        for key, value in _met(config, unfit):
             yield (
-                f"{key} is {_value(config, key)!r}, but teacher.path is a server, which holds the model "
-                "itself and gives log-probs of likeliest tokens at most: leave it out, or set teacher.top_k (up to 128)"
+                f"{key} is {value!r}, but teacher.path is a server, which holds the model itself and gives log-probs "
+                "of likeliest tokens at most: leave it out, or set teacher.top_k (up to 128)"
             )
         if sampling != 1.0:
             yield (
@@ -663,11 +617,11 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
             "algorithm.aggregation": c.aggregation == "rollout_token",
             "environment.options": bool(config.environment.options),
         }
-        for key in (key for key, is_set in others.items() if is_set):
+        for key, value in _met(config, others):
             yield (
                 f"teacher.on_policy is {teacher.on_policy:g}, but steps that take given rows have the teacher's "
-                f"divergence alone, and {key} is {_value(config, key)!r}: use grpo with advantage = zero, "
-                "without beta and entropy_coef, and aggregation = token; or set on_policy to 1"
+                f"divergence alone, and {key} is {value!r}: use grpo with advantage = zero, without beta and "
+                "entropy_coef, and aggregation = token; or set on_policy to 1"
             )
 
 
@@ -700,10 +654,10 @@ def _teacher_context(config: ConfigDict) -> Iterator[str]:
             "teacher.revision": teacher.revision is not None,
             "teacher.offload": teacher.offload and (rate, every) == (1, 1),
         }
-        for key in (key for key, is_set in of_a_model.items() if is_set):
+        for key, value in _met(config, of_a_model):
             yield (
-                f"{key} is {_value(config, key)!r}, but teacher.path is {teacher.path!r}, which has the "
-                "policy's own parameters: leave it out"
+                f"{key} is {value!r}, but teacher.path is {teacher.path!r}, which has the policy's own parameters: "
+                "leave it out"
             )
     if context == "none":
         of_context = (
@@ -722,11 +676,10 @@ def _teacher_context(config: ConfigDict) -> Iterator[str]:
         "teacher.others": bool(teacher.others),
         "teacher.on_policy": teacher.on_policy < 1,
     }
-    unfit = [key for key, is_set in elsewhere.items() if is_set]
-    for key in (*unfit, *(key for key, _ in _changed(config, ENVIRONMENTS))):
+    for key, value in (*_met(config, elsewhere), *_changed(config, ENVIRONMENTS)):
         yield (
-            f"teacher.context is {context}, but {key} is {_value(config, key)!r}: a context is of one sampled answer "
-            "to a prompt of this step, and of one teacher; leave out one of the two"
+            f"teacher.context is {context}, but {key} is {value!r}: a context is of one sampled answer to a prompt of "
+            "this step, and of one teacher; leave out one of the two"
         )
     if "success" in context and not config.rewards.functions:
         yield (
@@ -776,7 +729,7 @@ def _environment(config: ConfigDict) -> Iterator[str]:
             f"environment.options is {tuple(c.options)}, but algorithm.name = {algorithm.name!r} samples nothing: "
             "leave it out"
         )
-    named = [key for key in ENVIRONMENTS if _value(config, key)]
+    named = [key for key, _ in _used(config, ENVIRONMENTS)]
     if named and algorithm.name in OFFLINE:
         yield f"{named[0]} is set, but algorithm.name = {algorithm.name!r} samples nothing: leave it out"
     if c.agent is not None:

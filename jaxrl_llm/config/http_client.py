@@ -24,6 +24,11 @@ class Reply(NamedTuple):
         return 200 <= self.status < 300
 
 
+def json_headers(key: str | None) -> dict[str, str]:
+    """The headers of a request with a JSON body, with the key where there is one."""
+    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+
 class RequestError(Exception):
     """A request without a reply: no connection, or no complete reply in time."""
 

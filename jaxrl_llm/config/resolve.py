@@ -103,18 +103,15 @@ def split_options(spec: str) -> tuple[str, dict[str, Any]]:
 def _public_callables(package: str | ModuleType) -> dict[str, Any]:
     """The callables a module defines (or lists in `__all__`), without those it merely imports."""
     module = importlib.import_module(package) if isinstance(package, str) else package
-    listed = getattr(module, "__all__", None)
+    if listed := getattr(module, "__all__", None):
+        return {name: value for name, value in vars(module).items() if callable(value) and name in listed}
     return {
         name: value
         for name, value in vars(module).items()
         if callable(value)
-        and (name in listed if listed else not name.startswith("_") and _defined_in(value, module.__name__))
+        and not name.startswith("_")
+        and f"{getattr(value, '__module__', '')}.".startswith(f"{module.__name__}.")
     }
-
-
-def _defined_in(value: Any, module: str) -> bool:
-    origin = getattr(value, "__module__", None) or ""
-    return origin == module or origin.startswith(module + ".")
 
 
 def _attribute(name: str, module: ModuleType, attribute: str) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from ml_collections.config_dict import placeholder
@@ -158,6 +159,11 @@ def _place(config: ConfigDict, name: str, value: Any) -> None:
             config[section] = Tree()
         config = config[section]
     config[leaf] = value
+
+
+def spec_of(kind: Any, section: ConfigDict, /, **others: Any) -> Any:
+    """The dataclass `kind` of which fields are settings of `section` by the same name, but for those in `others`."""
+    return kind(**{field.name: section[field.name] for field in fields(kind) if field.name in section} | others)
 
 
 def reference() -> str:

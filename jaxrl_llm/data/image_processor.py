@@ -123,7 +123,7 @@ def _idefics3(
         return rows * columns + 1
 
     tags = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
-    ids = _token_ids(tokenizer, (fake, token, whole, *tags), required=3)
+    ids = _token_ids(tokenizer, (fake, token, whole, *tags))
     return ImageProcessor(token, ids[1], frozenset(ids), expand, tile_count, tiles, (edge, edge))
 
 
@@ -134,7 +134,7 @@ def _gemma3(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapp
     processor: Any = Gemma3ImageProcessorPil.from_pretrained(folder, **settings)
     embeddings = read_json(folder / "processor_config.json").get("image_seq_length", config["mm_tokens_per_image"])
     names = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
-    ids = _token_ids(tokenizer, names, required=3)
+    ids = _token_ids(tokenizer, names)
     start, token, end = names
     text = f"\n\n{start}{token * embeddings}{end}\n\n"
 
@@ -163,7 +163,7 @@ def _qwen_vl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Map
                 f"{entry} = {wanted}: copy preprocessor_config.json of the original model"
             )
     token, start, end = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
-    ids = _token_ids(tokenizer, (token, start, end, "<|video_pad|>"), required=3)
+    ids = _token_ids(tokenizer, (token, start, end, "<|video_pad|>"))
 
     def expand(height: int, width: int) -> str:
         try:
@@ -237,10 +237,10 @@ def settings_of(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any
     return {"size": {"shortest_edge": least, "longest_edge": most}, "min_pixels": least, "max_pixels": most}
 
 
-def _token_ids(tokenizer: Any, names: tuple[str, ...], required: int) -> list[int]:
-    """Ids of the tokens that the tokenizer has; raises ConfigError when one of the first `required` is missing."""
+def _token_ids(tokenizer: Any, names: tuple[str, ...]) -> list[int]:
+    """Ids of the tokens that the tokenizer has; raises ConfigError when one of the first three is missing."""
     vocabulary = tokenizer.get_vocab()
-    missing = [name for name in names[:required] if name not in vocabulary]
+    missing = [name for name in names[:3] if name not in vocabulary]
     if missing:
         raise ConfigError(
             f"the tokenizer has no token {missing[0]}, which the model reads images by; use the model's own"

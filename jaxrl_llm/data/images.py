@@ -89,18 +89,17 @@ def data_url(image: "Image", **options: Any) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def read_image(value: Any, limits: ImageLimits, folder: Path | None = None) -> "Image":
+def read_image(value: Any, limits: ImageLimits) -> "Image":
     """The image of a column or a content part in RGB, turned as its EXIF orientation says.
 
-    A PIL image, the bytes of a file, a path (a relative one starts at `folder`, or else at the working directory), a
-    data: URL, an http(s) URL where `limits.urls` allows it, or a dictionary that has one of these under bytes, path,
-    image, image_url, url or base64. Height and width are checked before any pixel is decoded, so a decompression bomb
-    costs its header.
+    A PIL image, the bytes of a file, a path, a data: URL, an http(s) URL where `limits.urls` allows it, or a dictionary
+    that has one of these under bytes, path, image, image_url, url or base64. Height and width are checked before any
+    pixel is decoded, so a decompression bomb costs its header.
 
     Raises ConfigError, which names the image: of another type, over a bound, or of bytes that are broken, truncated, of
     no known format, or of 16 or 32 bits a channel.
     """
-    return _decoded(*_held(value, limits, folder), limits)
+    return _decoded(*_held(value, limits, None), limits)
 
 
 def _decoded(name: str, held: "bytes | Path | Image", limits: ImageLimits) -> "Image":

@@ -344,7 +344,7 @@ def row_shards(mesh: Mesh) -> int:
 
 
 def rows_to_global(rows, mesh: Mesh) -> Any:
-    """Global arrays, sharded by rows, from each process's own rows (a tree of numpy arrays `[rows, ...]`).
+    """Global arrays, sharded by rows, from each process's own rows (a tree of numpy arrays `[rows, ...]`; None stays).
 
     Raises ConfigError when the rows do not divide: they are never replicated silently.
     """

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.http_client import HttpClient, Reply, RequestError, UnreachableError
+from jaxrl_llm.config.http_client import HttpClient, Reply, RequestError, UnreachableError, json_headers
 from jaxrl_llm.environments.protocol import EpisodeError
 
 log = logging.getLogger(__name__)
@@ -164,8 +164,7 @@ def server(
         return holder[name]
 
     def sample(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        ids, key = trainer.tokenize(prompts), os.environ.get(api_key)
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        ids, headers = trainer.tokenize(prompts), json_headers(os.environ.get(api_key))
         with (
             contextlib.closing(HttpClient(CONCURRENT_REQUESTS)) as client,
             ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool,

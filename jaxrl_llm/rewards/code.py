@@ -83,20 +83,16 @@ def _share(source: str, tests: list[Any] | None, limits: Limits) -> float | None
     if tests is None:
         return None
     if isinstance(tests[0], tuple):
-        passed = sum(_prints(source, stdin, output, limits) for stdin, output in tests)
+        runs = ((run_program(source, stdin, limits), output) for stdin, output in tests)
+        passed = sum(run.succeeded and _lines(run.output) == _lines(output) for run, output in runs)
     else:
         sources = tuple(test for test in tests if isinstance(test, str))
         passed = len(run_tests(source, {"tests": tests, **_names(sources)}, limits).passed)
     return passed / len(tests)
 
 
-def _prints(source: str, stdin: str, output: str, limits: Limits) -> bool:
-    """True when the program succeeds and prints `output`, white space at line ends and the end aside."""
-    finished = run_program(source, stdin, limits)
-    return finished.succeeded and _lines(finished.output) == _lines(output)
-
-
 def _lines(text: str) -> list[str]:
+    """The lines of a text, white space at their ends and at its end aside."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 

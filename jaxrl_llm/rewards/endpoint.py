@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
-from jaxrl_llm.config.http_client import HttpClient, RequestError, TooLargeError
+from jaxrl_llm.config.http_client import HttpClient, RequestError, TooLargeError, json_headers
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.rewards.signatures import RewardError, shorten
@@ -168,7 +168,7 @@ class Endpoint:
     def _post(self, body: dict[str, Any]) -> Answer:
         """The endpoint's reply to one request. Raises RetryError or EndpointError."""
         key = os.environ.get(self.spec.key, "").strip()
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        headers = json_headers(key)
 
         def without_secrets(text: str) -> str:
             text = text.replace(key, "[key]") if key else text

@@ -9,7 +9,6 @@ import os
 import runpy
 import sys
 
-READ_ONLY = os.O_RDONLY
 REFUSED = ("socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill",
            "os.killpg", "pty.", "ctypes.", "os.setuid", "signal.pthread_kill", "urllib.")  # fmt: skip
 CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.chown", "os.link", "os.symlink",

@@ -252,11 +252,6 @@ def limit(settings: dict) -> None:
         resource.setrlimit(kind, (most, most))
 
 
-def limit_processes(most: int) -> None:
-    """Allow this user at most `most` processes (in this user namespace)."""
-    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
-
-
 def restrict_files(settings: dict) -> bool:
     """Allow reading in the interpreter's folders, executing it, and writing in the program's folder (Landlock)."""
     version = libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
@@ -331,7 +326,8 @@ def last_walls(settings: dict, up: list[str]) -> None:
     """Put up the walls that leave nothing more to arrange."""
     counted = "process count" in up
     if counted:
-        limit_processes(settings["processes"] + 2)  # this process and the namespace's first
+        most = settings["processes"] + 2  # of this user in this user namespace: this one, and the namespace's first
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
     if sys.platform == "linux":
         drop_capabilities()
         up += ["system calls"] if refuse_system_calls("processes namespace" in up, counted) else []

@@ -184,8 +184,11 @@ class Rewards:
                     f"rewards.on_timeout is {on_timeout!r}; it is stop, none, or the number that late rows get"
                 )
         self.loop = EventLoop("async rewards")
+        # With a time limit alone those that a name finds: a user's own, which may hang, and none of ours.
         self.in_workers = [
-            travels(function) and not is_async(grader) and (bool(workers) or (timeout is not None and _is_own(spec)))
+            travels(function)
+            and not is_async(grader)
+            and (bool(workers) or (timeout is not None and spec is not None and spec.partition("(")[0] not in BUILT_IN))
             for function, grader, spec in zip(self.functions, self.graders, self.specs, strict=True)
         ]
         self.must_travel = bool(workers)
@@ -422,11 +425,6 @@ def _collect(logged: Logged, call: Call, scores: Scores, taken: tuple[str, ...])
         if column in logged.columns or column in taken:
             raise RewardError(f"reward {call.name!r} gave log_extra the column {column!r}, which is taken; rename it")
         logged.columns[column] = list(values)
-
-
-def _is_own(spec: str | None) -> bool:
-    """True for the name of a user's function."""
-    return spec is not None and spec.partition("(")[0] not in BUILT_IN
 
 
 def _travels(arguments: Mapping[str, Any]) -> bool:

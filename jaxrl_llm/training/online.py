@@ -165,13 +165,13 @@ class RolloutWorker:
                 rollout, sessions = self.agents(params, opened, jax.random.fold_in(key, first_row))
                 with all_or_none():
                     images = prompt_images(sessions.image_rows(rows), self.engine.net.config.vision)
-                images = None if images is None else rows_to_global(images, self.mesh)
+                images = rows_to_global(images, self.mesh)
             elif self.external is not None:
                 rollout, results = self.external(params, opened, jax.random.fold_in(key, first_row), state)
             else:
                 with all_or_none():
                     images = prompt_images(opened, self.engine.net.config.vision)
-                images = None if images is None else rows_to_global(images, self.mesh)
+                images = rows_to_global(images, self.mesh)
                 rollout = sampled
                 if rollout is None:
                     padded = pad_prompts([example["prompt_ids"] for example in opened], width)
@@ -419,8 +419,8 @@ class Learner:
             greedy_rewards=None if greedy is None else rows_to_global(greedy.rewards, self.mesh),
             greedy_rollout=None if greedy is None else greedy.rollout,
             turns=rows_to_global(rollouts.turns, self.mesh) if self.advantages.asks_for("turns") else None,
-            parts=None if rollouts.parts is None else rows_to_global(rollouts.parts, self.mesh),
-            roles=None if roles is None else rows_to_global(roles, self.mesh),
+            parts=rows_to_global(rollouts.parts, self.mesh),
+            roles=rows_to_global(roles, self.mesh),
             baselines=None if roles is None else np.array([*self.baselines.values()], np.float32),
             rule_numbers=None
             if len(self.advantages.rules) == 1
@@ -436,11 +436,7 @@ class Learner:
         metrics["rollout/useful_token_fraction"] = _useful(rollout.lengths, rollout.steps)
         batch = Batch(
             Inputs(
-                rollout.tokens,
-                rollout.segments,
-                images=images,
-                experts=rollout.experts,
-                prompt_width=self.prompt_width,
+                rollout.tokens, rollout.segments, images=images, experts=rollout.experts, prompt_width=self.prompt_width
             ),
             mask=result.mask,
             sample_logps=rollout.sample_logps,

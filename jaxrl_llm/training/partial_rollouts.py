@@ -140,7 +140,7 @@ class PartialRollouts:
             segments,
             self._run_key(),  # not drawn from: rows have their own
             limits=np.minimum(begun.lengths + self.spec.tokens, longest),
-            images=None if images is None else rows_to_global(images, self.mesh),
+            images=rows_to_global(images, self.mesh),
             begun=begun,
             on_border=None if arrivals is None else on_border,
         )

@@ -128,7 +128,7 @@ def placed(batch: Rollouts, mesh: Mesh) -> Rollouts:
         return x[process * size : (process + 1) * size]
 
     def sharded(tree: Any) -> Any:
-        return None if tree is None else rows_to_global(jax.tree.map(own, tree), mesh)
+        return rows_to_global(jax.tree.map(own, tree), mesh)
 
     logged, partial = batch.logged, batch.partial
     columns = {name: own(values) for name, values in logged.columns.items()}

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.http_client import HttpClient, RequestError
+from jaxrl_llm.config.http_client import HttpClient, RequestError, json_headers
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import local_rows, rows_to_global
 from jaxrl_llm.training.teacher import TeacherSpec
@@ -80,8 +80,7 @@ class ServedTeacher:
         tokens, segments = local_rows((inputs.tokens, inputs.segments))
         # Each document of a row by itself; a row without tokens is another teacher's.
         places = [(row, np.flatnonzero(own == s)) for row, own in enumerate(segments) for s in np.unique(own[own > 0])]
-        key = os.environ.get(self.server.api_key)
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        headers = json_headers(os.environ.get(self.server.api_key))
         with (
             all_or_none(),
             contextlib.closing(HttpClient(CONCURRENT_REQUESTS)) as client,

@@ -67,15 +67,21 @@ class State:
     critic: "State | None" = None
 
 
+def moments(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, offload: bool) -> tuple[Any, Any]:
+    """The shapes of the optimizer's state, and the shardings; with `offload` arrays live in the host's memory."""
+    shapes = jax.eval_shape(optimizer.init, params)
+    places = shardings(shapes, mesh)
+    if offload:
+        places = jax.tree.map(lambda x, s: s.with_memory_kind("pinned_host") if x.ndim else s, shapes, places)
+    return shapes, places
+
+
 def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, offload: bool = False) -> State:
     """The state before the first step; optimizer moments are sharded like the parameters they belong to.
 
     With `offload` they live in the host's memory.
     """
-    shapes = jax.eval_shape(optimizer.init, params)
-    places = shardings(shapes, mesh)
-    if offload:
-        places = jax.tree.map(lambda x, s: s.with_memory_kind("pinned_host") if x.ndim else s, shapes, places)
+    _, places = moments(params, optimizer, mesh, offload)
     opt_state = jax.jit(optimizer.init, out_shardings=places)(on_device(params))
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
     return State(step, params, opt_state)
@@ -106,7 +112,8 @@ def make_update(
 
     def with_shared_critic(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
         assert state.critic is not None
-        joint, metrics = step(join_critic(state, state.critic), batch, frozen)
+        joint = State(state.step, {**state.params, **state.critic.params}, state.opt_state)
+        joint, metrics = step(joint, batch, frozen)
         return split_critic(joint, state.critic), metrics
 
     def with_critic(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
@@ -136,11 +143,6 @@ def _critic_step(update_critic: Update, state: State, batch: Batch, frozen: Froz
     critic, metrics = update_critic(state.critic, batch, Frozen(frozen.critic))
     named = {name if name == "nonfinite_gradient" else f"critic/{name}": x for name, x in metrics.items()}
     return dataclasses.replace(state, critic=critic), named
-
-
-def join_critic(state: State, critic: State) -> State:
-    """The state whose parameters are the policy's and those of a critic that shares its network; see `split_critic`."""
-    return State(state.step, {**state.params, **critic.params}, state.opt_state)
 
 
 def split_critic(joint: State, critic: State) -> State:

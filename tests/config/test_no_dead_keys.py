@@ -1,15 +1,32 @@
 """Every key of the configuration is read somewhere in the package: a setting without effect is a lie."""
 
 import ast
+import functools
 from pathlib import Path
 
 from jaxrl_llm.config.schema import KEYS, SECTIONS
 
 ROOT = Path(__file__).parent.parent.parent / "jaxrl_llm"
+FILES = [path for path in ROOT.rglob("*.py") if ROOT / "config" not in path.parents]
+
+
+@functools.cache
+def fields_of_classes() -> dict[str, set[str]]:
+    """The annotated names of every class, which are the fields of a spec."""
+    classes = [node for path in FILES for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef)]
+    return {
+        node.name: {x.target.id for x in node.body if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)}
+        for node in classes
+    }
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def read_keys(tree: ast.AST) -> set[str]:
-    """The keys `a.b` that code reads, as `config.a.b`, through `a = config.a`, or from an argument `a: ConfigDict`."""
+    """The keys `a.b` that code reads, as `config.a.b`, through `a = config.a`, or from an argument `a: ConfigDict`; and
+    those of `spec_of(Spec, config.a, ...)`: the fields of that class that it is not given otherwise."""
     # A name such as `c` stands for another section in each function, so each is read by itself.
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return set().union(*(keys_of_scope(scope, section_names(scope)) for scope in (tree, *functions)))
@@ -24,6 +41,10 @@ def keys_of_scope(scope: ast.AST, sections: dict[str, str]) -> set[str]:
                 found.add(node.attr)
             elif section := section_of(node.value, sections):
                 found.add(f"{section}.{node.attr}")
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "spec_of":
+            kind, section = ast.unparse(node.args[0]), section_of(node.args[1], sections)
+            given = {keyword.arg for keyword in node.keywords}
+            found |= {f"{section}.{field}" for field in fields_of_classes()[kind] - given}
     return found
 
 
@@ -60,8 +81,7 @@ def is_config(node: ast.AST) -> bool:
 
 
 def test_every_key_is_read():
-    files = [path for path in ROOT.rglob("*.py") if ROOT / "config" not in path.parents]
-    read = set().union(*(read_keys(ast.parse(path.read_text(encoding="utf-8"))) for path in files))
+    read = set().union(*(read_keys(parse(path)) for path in FILES))
     dead = [key.name for key in KEYS if key.name not in read]
     assert not dead, f"no code reads config.<key> of these {len(dead)} keys: {', '.join(dead)}"
 
@@ -75,6 +95,9 @@ def test_ways_to_read_a_key():
     two = "def f():\n    c = config.model\n    return c.path\ndef g():\n    c = config.rollout\n    return c.top_p"
     assert {"model.path", "rollout.top_p"} <= read_keys(ast.parse(two))
     assert "seed" in read_keys(ast.parse("f(config.seed)"))
+    made = read_keys(ast.parse("spec_of(OptimizerSpec, config.optimizer, b2=1)"))
+    assert "optimizer.b1" in made
+    assert "optimizer.b2" not in made
 
 
 def test_what_is_no_reading_of_a_key():

@@ -124,9 +124,11 @@ def _front_matter(folder: Path, run: ReportedRun, base: Base, step: int, tags: S
 def _body(
     folder: Path, run: ReportedRun, base: Base, step: int, curves: bool, repo: str | None, title: str | None
 ) -> str:
+    kind = "reward model" if _head(run) == "score" else "language model"
+    what = f"{kind}'s adapter (LoRA)" if peft.is_adapter(folder) else kind
     parts = [
         f"# {title or (repo or run.name).rpartition('/')[2]}\n",
-        f"{_what(folder, run)} made from {_linked(base)} by {step} step{'' if step == 1 else 's'} of "
+        f"A {what}, made from {_linked(base)} by {step} step{'' if step == 1 else 's'} of "
         f"{algorithm_of(run)} with jaxrl_llm {__version__}.\n",
         table(("", ""), _facts(run, base)),
         "\n## Results\n",
@@ -144,11 +146,6 @@ def _body(
         _license(base),
     ]
     return "\n".join(parts)
-
-
-def _what(folder: Path, run: ReportedRun) -> str:
-    kind = "reward model" if _head(run) == "score" else "language model"
-    return f"A {kind}'s adapter (LoRA)," if peft.is_adapter(folder) else f"A {kind},"
 
 
 def _head(run: ReportedRun) -> str:

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.chat_templates import TEMPLATES
 from jaxrl_llm.data.formats.lookup import known
 from jaxrl_llm.tools.migrate import shared, trl
@@ -23,8 +22,8 @@ def convert(source: Source, options: Options) -> Draft:
     """Return our settings for an axolotl YAML."""
     yaml = source.settings
     kind, trainers = yaml.get("rl"), RULES["trainers"]
-    if kind is not None and kind not in trainers:
-        raise ConfigError(f"rl is {kind!r}, which has no equivalent; there are {', '.join(trainers)}")
+    if kind is not None:
+        shared.check_known("rl", kind, trainers)
     trainer = trainers[kind] if kind else "reward" if yaml.get("reward_model") else "sft"
     theirs = {**defaults("trl", trainer), **RULES["defaults"]}
     if trainer == "grpo":

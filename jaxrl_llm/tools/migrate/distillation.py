@@ -4,7 +4,6 @@ from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate import shared
 from jaxrl_llm.tools.migrate.draft import Draft
 
-TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 D, L = "distillation", "distillation.distillation_loss"
 
 
@@ -15,8 +14,7 @@ def of_trl(draft: Draft, trainer: str) -> None:
         draft.check("the file names no teacher: set teacher.path")
     draft.set("teacher.path", path if isinstance(path, str) else "TEACHER", "teacher_model_name_or_path")
     if dtype := shared.init_kwargs(draft, "teacher_model_init_kwargs", "teacher.revision"):
-        name = str(dtype).removeprefix("torch.")
-        draft.set("teacher.dtype", TYPES.get(name, name), "teacher_model_init_kwargs")
+        draft.set("teacher.dtype", shared.type_name(dtype), "teacher_model_init_kwargs")
     draft.set("teacher.form", "divergence")
     draft.set("teacher.beta", float(draft.get("beta")), "beta")
     if trainer == "gkd":

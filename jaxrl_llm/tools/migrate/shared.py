@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,10 @@ from jaxrl_llm.tools.migrate.draft import OURS, Draft, Options, short
 
 LOCAL = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 NO_TRACKER = ("none", "all", "console", "file")  # a choice of others, or what every run writes
+KL = {
+    "kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "full": "full",
+}  # fmt: skip
+TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SCHEDULES = {name: name for name in ("linear", "cosine", "constant", "inverse_sqrt", "wsd")} | {
     "cosine_with_min_lr": "cosine",
     "constant_with_warmup": "constant",
@@ -46,6 +50,19 @@ def epochs(draft: Draft, per_epoch: int, count: float, key: str) -> None:
         f"(num_epochs). Warm-up, saves and evaluations that are shares of the steps are written for {steps}: set them, "
         "or add --rows=N"
     )
+
+
+def check_model(draft: Draft) -> None:
+    """Note a model that the file does not name."""
+    if "model.path" not in draft.values:
+        draft.set("model.path", "MODEL")
+        draft.check("the file names no model: set model.path")
+
+
+def type_name(dtype: Any) -> str:
+    """Return our name of a type of torch."""
+    name = str(dtype).removeprefix("torch.")
+    return TYPES.get(name, name)
 
 
 def divided(value: float, by: int) -> int:
@@ -138,19 +155,13 @@ def microbatch_rows(draft: Draft, rows: int, minibatch: int, *keys: str, ours: s
     draft.set(ours, fitting, *keys)
 
 
+def check_known(key: str, name: Any, known: Iterable[str]) -> None:
+    """Raise ConfigError for a value of a key that is not among those which have an equivalent."""
+    if name not in (names := tuple(known)):
+        raise ConfigError(f"{key} is {name!r}, which has no equivalent; there are {', '.join(names)}")
+
+
 def kl_name(draft: Draft, key: str) -> str:
     """Return our estimator of verl's name."""
-    known = {
-        "kl": "k1",
-        "k1": "k1",
-        "abs": "abs",
-        "mse": "k2",
-        "k2": "k2",
-        "low_var_kl": "k3",
-        "k3": "k3",
-        "full": "full",
-    }
-    name = draft.get(key)
-    if name not in known:
-        raise ConfigError(f"{key} is {name!r}, which has no equivalent; there are {', '.join(known)}")
-    return known[name]
+    check_known(key, name := draft.get(key), KL)
+    return KL[name]

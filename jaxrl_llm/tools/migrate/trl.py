@@ -14,7 +14,6 @@ from jaxrl_llm.tools.migrate.table import defaults, rules
 NAMES = rules("trl")["names"]
 VERSIONS = ("1.16", "0.16")  # newest first
 ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
-TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Our aggregation of a loss_type of GRPO; the others are token means.
 MEANS = {
     "grpo": "sequence",
@@ -118,9 +117,8 @@ def _model(draft: Draft) -> None:
     """Set parameter types, adapters, quantisation and sharding."""
     dtype = shared.init_kwargs(draft, "model_init_kwargs", "model.revision")
     dtype = dtype or draft.get("torch_dtype" if draft.sets("torch_dtype") else "dtype")
-    name = str(dtype).removeprefix("torch.")
-    name = TYPES.get(name, name)
-    if name not in TYPES.values():
+    name = shared.type_name(dtype)
+    if name not in shared.TYPES.values():
         name = "float32"
         if dtype:
             draft.check(f"the model's dtype is {dtype!r}; its parameters are float32 here (model.param_dtype)")
@@ -132,9 +130,7 @@ def _model(draft: Draft) -> None:
     elif draft.get("bf16") is not None:
         draft.set("model.dtype", "bfloat16" if draft.get("bf16") else "float32", "bf16")
     draft.use("bf16", "fp16")
-    if "model.path" not in draft.values:
-        draft.set("model.path", "MODEL")
-        draft.check("the file names no model: set model.path")
+    shared.check_model(draft)
     peft = draft.sets("r") or draft.get("peft_config")
     if peft or draft.get("use_peft"):
         rank, alpha, dropout = (8, 8, 0.0) if peft else (16, 32, 0.05)
@@ -267,10 +263,7 @@ def _reward(draft: Draft, name: str) -> str:
 def _grpo(draft: Draft, trainer: str, devices: int) -> int:
     updates = _online(draft, devices)
     kind, beta = draft.get("loss_type"), bool(draft.get("beta"))
-    if kind not in (*MEANS, "dapo", "cispo", "vespo"):
-        raise ConfigError(
-            f"loss_type is {kind!r}, which has no equivalent; there are {', '.join(MEANS)}, dapo, cispo, vespo"
-        )
+    shared.check_known("loss_type", kind, (*MEANS, "dapo", "cispo", "vespo"))
     level = "importance_sampling_level"
     sequence = draft.get(level) == "sequence"
     loss = kind if kind == "vespo" else "gspo" if sequence else "ppo_clip"

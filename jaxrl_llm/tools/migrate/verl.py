@@ -126,9 +126,7 @@ def _model(draft: Draft) -> None:
         written = ", ".join(f"{key}={value!r}" for key, value in entries.items())
         draft.set("model.overrides", written, f"{M}.override_config", f"{M}.override_config.model_config")
         draft.use(*(f"{M}.override_config.{key}" for key in entries))
-    if "model.path" not in draft.values:
-        draft.set("model.path", "MODEL")
-        draft.check("the file names no model: set model.path")
+    shared.check_model(draft)
     if not draft.values.get("lora.rank"):
         draft.drop("lora.alpha", "lora.targets")
     if "lora.path" in draft.values:
@@ -219,8 +217,7 @@ def _online(draft: Draft, gpus: int) -> None:
         bounds = draft.get(f"{key}_threshold")
         draft.set("algorithm.rejection_bounds", None if bounds is None else str(bounds), f"{key}_threshold")
     if draft.sets(key := f"{R}.dtype"):
-        dtype = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
-        dtype = dtype.get(str(draft.get(key)), str(draft.get(key)))
+        dtype = {"half": "float16", "float": "float32"}.get(str(draft.get(key))) or shared.type_name(draft.get(key))
         draft.set("rollout.weights_dtype", dtype, key)
         draft.set("model.dtype", dtype if dtype == "bfloat16" else None, key)
     if int(draft.get(key := f"{R}.tensor_model_parallel_size") or 1) > 1:
@@ -285,8 +282,7 @@ def _loss(draft: Draft) -> None:
         draft.use(f"{CORRECTION}.loss_type")
     elif mode in ("dppo_tv", "dppo_kl"):  # which compare with the sampler unless told otherwise
         draft.set("algorithm.old_logps", "trainer", f"{section}.loss_mode")
-    if mode not in losses:
-        raise ConfigError(f"{section}.loss_mode is {mode!r}, which has no equivalent; there are {', '.join(losses)}")
+    shared.check_known(f"{section}.loss_mode", mode, losses)
     if mode == "dro" and not float(draft.get(f"{section}.dro_beta") or 0) > 0:
         raise ConfigError(f"{section}.loss_mode is dro, for which verl wants {section}.dro_beta above 0: set it")
     loss, keys = losses[mode]
@@ -338,8 +334,7 @@ def _advantage(draft: Draft, gpus: int, minibatch: int) -> None:
         "optimal_token_baseline": "otb",
         "tir_optimal_token_baseline": "otb",
     }
-    if name not in known:
-        raise ConfigError(f"algorithm.adv_estimator is {name!r}, which has no equivalent; there are {', '.join(known)}")
+    shared.check_known("algorithm.adv_estimator", name, known)
     if name == "gae":
         draft.set("algorithm.name", "ppo", "algorithm.adv_estimator")
     keys = (f"algorithm.{key}" for key in ("adv_estimator", "gamma", "gemma", "lam"))

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import OFFLINE
-from jaxrl_llm.distributed.sharding import over, placed, shardings
+from jaxrl_llm.distributed.sharding import over, placed
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.lora import has_adapters, split
@@ -29,7 +29,7 @@ from jaxrl_llm.training.setup.specs import (
     reference_spec,
     self_reference,
 )
-from jaxrl_llm.training.update import Frozen, State, split_critic
+from jaxrl_llm.training.update import Frozen, State, moments, split_critic
 
 
 class TeacherShapes(NamedTuple):
@@ -137,13 +137,8 @@ def _trained_score_in_fp32(params: Params) -> Params:
 
 
 def _state(params: Params, optimizer: optax.GradientTransformation, offload: bool, mesh: Mesh) -> State:
-    shapes = jax.eval_shape(optimizer.init, params)
-    places = shardings(shapes, mesh)
-    if offload:
-        places = jax.tree.map(lambda x, s: s.with_memory_kind("pinned_host") if x.ndim else s, shapes, places)
-    whole = NamedSharding(mesh, PartitionSpec())
-    step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
-    return State(step, params, placed(shapes, places))
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    return State(step, params, placed(*moments(params, optimizer, mesh, offload)))
 
 
 def _reference(config, net: Net, params: Params) -> tuple[Params | None, Params | None]:

@@ -150,7 +150,9 @@ class Screen:
                 for name, value in row.items()
                 if name not in ("prompt", "completion") and not is_pictures(value)
             )
-            prompt, completion = shorten_start(as_text(row["prompt"])), shorten(as_text(row["completion"]))
+            prompt, completion = as_text(row["prompt"]), shorten(as_text(row["completion"]))
+            if (missing := len(prompt) - PROMPT_CHARACTERS) > 0:
+                prompt = f"({missing:,} characters before) … {prompt[missing:]}"
             title = f"step {step}  {'held-out ' * held_out}completion {number} of {len(rows)}"
             if self.fancy:
                 body = Text.assemble(
@@ -309,11 +311,6 @@ def is_pictures(value: object) -> bool:
 def shorten(text: str, limit: int = COMPLETION_CHARACTERS) -> str:
     """The text, or its start and the number of missing characters."""
     return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit:,} more characters)"
-
-
-def shorten_start(text: str, limit: int = PROMPT_CHARACTERS) -> str:
-    """The text, or its end and the number of missing characters."""
-    return text if len(text) <= limit else f"({len(text) - limit:,} characters before) … {text[-limit:]}"
 
 
 def indent(text: str) -> str:

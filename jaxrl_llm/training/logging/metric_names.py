@@ -106,11 +106,6 @@ class MetricNames(dict[str, str]):
         return shown
 
 
-def trl_names(ppo: bool) -> MetricNames:
-    """TRL's names; those of its PPO trainer differ."""
-    return MetricNames(TRL_PPO if ppo else {})
-
-
 def verl_names(kl_in_reward: bool, kl_in_both: bool, data: str, samples: Mapping[str, int]) -> MetricNames:
     """verl's names; `data` and `samples` as `MetricNames` takes them.
 

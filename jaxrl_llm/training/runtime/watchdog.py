@@ -18,6 +18,7 @@ import jax
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 
 EXIT_CODE = 1
+STDERR = 2  # the file descriptor: sys.stderr may have been replaced
 MARGIN = 10.0  # seconds by which the timer in C, which cannot name the phase, comes later
 
 
@@ -53,7 +54,7 @@ class Watchdog:
         pause = min(self._seconds / 10, 10.0)
         while not self._finished.wait(pause):
             # Set anew each time: it fires only when this thread no longer runs.
-            faulthandler.dump_traceback_later(self._seconds + MARGIN, exit=True, file=_stderr())
+            faulthandler.dump_traceback_later(self._seconds + MARGIN, exit=True, file=STDERR)
             if time.monotonic() - self._watch.changed > self._seconds:
                 self._end()
 
@@ -65,13 +66,9 @@ class Watchdog:
         )
         try:
             print(text, file=sys.__stderr__, flush=True)
-            faulthandler.dump_traceback(_stderr(), all_threads=True)
+            faulthandler.dump_traceback(STDERR, all_threads=True)
             with self.path.open("w") as file:
                 print(text, file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
         finally:
             os._exit(EXIT_CODE)
-
-
-def _stderr() -> int:
-    return 2  # the file descriptor: sys.stderr may have been replaced

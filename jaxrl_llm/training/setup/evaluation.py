@@ -23,17 +23,7 @@ from jaxrl_llm.training.offline import HeldOut, OfflineSource
 from jaxrl_llm.training.online import OnlineSource, RolloutWorker
 from jaxrl_llm.training.reference import start_reference
 from jaxrl_llm.training.rollouts import Row
-from jaxrl_llm.training.setup.specs import (
-    algorithm_of,
-    batch_spec,
-    build_worker,
-    data_kind,
-    data_spec,
-    eval_sampling,
-    offline_spec,
-    padded_width,
-    reference_spec,
-)
+from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.update import make_measure
 
 
@@ -49,7 +39,7 @@ def eval_spec(config) -> EvalSpec:
         prompts=c.prompts,
         samples=c.samples,
         greedy=c.greedy,
-        sampling=eval_sampling(config),
+        sampling=specs.eval_sampling(config),
         completions_at_once=config.batch.prompts * config.rollout.group_size,
     )
 
@@ -70,7 +60,7 @@ def open_eval(config, tokenizer: Any, named: NamedSet, prompts: bool = False) ->
     """All rows of a set, by source; none where `loading.open_sources` finds nothing to evaluate on."""
     try:
         return loading.open_sources(
-            data_spec(config), tokenizer, named.rows, held_out=True, prompts=prompts, named=named.sources
+            specs.data_spec(config), tokenizer, named.rows, held_out=True, prompts=prompts, named=named.sources
         )
     except ConfigError as error:
         keys = f"eval.sets, {named.name}" if named.sources is not None else "data.eval_split, data.eval_path"
@@ -81,7 +71,7 @@ def eval_measure(config, parts: list[DataSource]) -> str:
     """The measure of a set with these parts: loss, samples or both (`eval.measure`, with auto resolved)."""
     if config.eval.measure != "auto":
         return config.eval.measure
-    learns = config.algorithm.name in OFFLINE and loading.is_learnable(data_kind(config), parts)
+    learns = config.algorithm.name in OFFLINE and loading.is_learnable(specs.data_kind(config), parts)
     return "loss" if learns or config.algorithm.name == "reward_model" else "samples"
 
 
@@ -114,17 +104,17 @@ def build_evaluate(
     evaluations: list[Evaluate] = []
     if by_loss:
         assert isinstance(source, OfflineSource)
-        data = data_spec(config)
+        data = specs.data_spec(config)
         sets = [loading.tokenized(data, parts, data.kind, model.tokenizer).rows for _, parts in by_loss]
         examples = [offline.as_examples(rows) for rows in sets]
         # One width for all sets, so that they share a compiled program.
-        algorithm = algorithm_of(config)
+        algorithm = specs.algorithm_of(config)
         longest = max(offline.longest(rows, algorithm.mismatched) for rows in examples)
-        spec, reference = offline_spec(config, padded_width(longest, config.data.max_length)), None
+        spec, reference = specs.offline_spec(config, specs.padded_width(longest, config.data.max_length)), None
         if algorithm.needs_reference:
-            reference = start_reference(reference_spec(config), model.params, kept=False)
+            reference = start_reference(specs.reference_spec(config), model.params, kept=False)
         for (name, _), rows in zip(by_loss, examples, strict=True):
-            batch, size = offline.held_out_batch(spec, batch_spec(config), rows, model.net, mesh)
+            batch, size = offline.held_out_batch(spec, specs.batch_spec(config), rows, model.net, mesh)
             if reference is not None:
                 batch = offline.reference_logps(model.net, reference, batch, size, mesh)
             if source.teacher is not None:
@@ -161,12 +151,12 @@ def _sampled_evaluations(
             f"there is nothing to evaluate on: {config.data.path} has no split 'test'; name a split with "
             "data.eval_split, or other data with data.eval_path"
         )
-    rows = [loading.tokenized(data_spec(config), own, "prompts", model.tokenizer).rows for own in parts]
+    rows = [loading.tokenized(specs.data_spec(config), own, "prompts", model.tokenizer).rows for own in parts]
     every: list[Row] = [row for examples in rows for row in examples]
 
     def sampler(sampling: SamplingParams, group_size: int) -> RolloutWorker:
         stopwatch = Stopwatch(within=watch)
-        return build_worker(config, model, grader, mesh, sampling, group_size, every, stopwatch, environments)
+        return specs.build_worker(config, model, grader, mesh, sampling, group_size, every, stopwatch, environments)
 
     greedy = sampler(spec.sampling.greedy, 1) if spec.greedy else None
     # Sets with as many samples share a sampler, and its compiled program.

@@ -153,7 +153,7 @@ def _model(config, model: Any) -> Model | None:
                 f"model is {_kind(model)}, but it takes a model of jaxrl_llm.load_model or of an earlier run, one of "
                 "transformers, or a path"
             )
-        model = from_torch(model, config, "lm")
+        model = from_torch(model, config)
     config.model.path = model.path or "a model in memory"
     for key, usual in (("lora.path", None), ("model.random_init", False), ("model.revision", None),
                        ("model.overrides", "")):  # fmt: skip
@@ -166,7 +166,7 @@ def _model(config, model: Any) -> Model | None:
     return model
 
 
-def from_torch(model: Any, config, head: str) -> Model:
+def from_torch(model: Any, config) -> Model:
     """A model of transformers as one of this library; it goes through a temporary folder, in its own type.
 
     Raises ConfigError for a model of PEFT, which has to be merged first.
@@ -178,7 +178,7 @@ def from_torch(model: Any, config, head: str) -> Model:
         )
     with tempfile.TemporaryDirectory(prefix="jaxrl_llm_model_") as folder:
         model.save_pretrained(folder)
-        loaded = load_model(folder, config.model.dtype, config.model.param_dtype, head=head)
+        loaded = load_model(folder, config.model.dtype, config.model.param_dtype)
     return dataclasses.replace(loaded, path=name)
 
 

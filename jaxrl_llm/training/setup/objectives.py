@@ -14,6 +14,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.checks import environment_options
 from jaxrl_llm.config.resolve import resolve_with_options, split_options
 from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.objectives.distillation import DivergenceSpec, distillation
 from jaxrl_llm.training.objectives.neftune import with_neftune
@@ -73,28 +74,15 @@ def objective_of(config, net: Net) -> Objective:
 
 def policy_spec(config) -> PolicySpec:
     """The policy-gradient objective of the configuration."""
-    algorithm, rollout = config.algorithm, config.rollout
-    return PolicySpec(
+    return spec_of(
+        PolicySpec,
+        config.algorithm,
         loss=policy_loss(config),
-        aggregation=algorithm.aggregation,
-        epsilon_low=algorithm.epsilon_low,
-        epsilon_high=algorithm.epsilon_high,
-        beta=algorithm.beta,
         kl=kl_estimator(config),
-        kl_in_reward=algorithm.kl_in_reward,
-        kl_bias_correction=algorithm.kl_bias_correction,
-        entropy_coef=algorithm.entropy_coef,
-        observation_coef=algorithm.observation_coef,
-        top_entropy_quantile=algorithm.top_entropy_quantile,
-        importance_correction=algorithm.importance_correction,
-        importance_max=algorithm.importance_max,
-        importance_min=algorithm.importance_min,
-        importance_normalize=algorithm.importance_normalize,
         rejection=rejection(config),
         old_logps_of_sampler=old_logps_are_the_samplers(config),
-        off_policy_mask_threshold=algorithm.off_policy_mask_threshold,
-        temperature=rollout.temperature or 1.0,  # greedy samples have log-probs too
-        max_completion_length=rollout.max_completion_length,
+        temperature=config.rollout.temperature or 1.0,  # greedy samples have log-probs too
+        max_completion_length=config.rollout.max_completion_length,
         microbatch_rows=config.batch.microbatch_rows,
         divergence=divergence_spec(config),
         kl_weights=any(options.get("beta") for options in environment_options(config.environment.options).values()),

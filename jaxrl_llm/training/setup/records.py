@@ -11,7 +11,7 @@ from jaxrl_llm.training.checkpoint.manager import CheckpointSpec, Keep
 from jaxrl_llm.training.checkpoint.object_store import path_of
 from jaxrl_llm.training.logging.health import HealthSpec
 from jaxrl_llm.training.logging.logger import LoggingSpec
-from jaxrl_llm.training.logging.metric_names import MetricNames, trl_names, verl_names
+from jaxrl_llm.training.logging.metric_names import TRL_PPO, MetricNames, verl_names
 
 # The keys that the arguments of `train` take the place of.
 GIVEN_KEYS = {
@@ -80,7 +80,7 @@ def shown_settings(config, given: Mapping[str, str] = MappingProxyType({})) -> d
 def metric_names(config) -> MetricNames:
     """The names of metrics in the records of the run, TRL's or verl's."""
     if config.logging.names == "trl":
-        return trl_names(ppo=config.algorithm.name == "ppo")
+        return MetricNames(TRL_PPO if config.algorithm.name == "ppo" else {})
     samples = {"": config.eval.samples}
     for entry in config.eval.sets:
         name, numbers, _ = eval_set(entry)

@@ -52,40 +52,12 @@ from jaxrl_llm.training.reward_models import with_reward_models
 from jaxrl_llm.training.rollout_files import FOLDER, FileQueue, Meeting
 from jaxrl_llm.training.rollout_queue import RolloutQueue
 from jaxrl_llm.training.served_teacher import ServedTeacher, Server
+from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.setup.data import model_entries, read_data, tokenizer_of
 from jaxrl_llm.training.setup.evaluation import build_evaluate
 from jaxrl_llm.training.setup.learning_rate import with_learning_rate
 from jaxrl_llm.training.setup.memory import fitting_rows, microbatch_room
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, preference_spec
-from jaxrl_llm.training.setup.specs import (
-    advantage_spec,
-    algorithm_of,
-    batch_spec,
-    build_worker,
-    check_correction,
-    context_spec,
-    context_width,
-    controllers_of,
-    critic_optimizer_spec,
-    critic_update_spec,
-    curriculum_spec,
-    data_spec,
-    environment_spec,
-    is_own_teacher,
-    learner_spec,
-    offline_spec,
-    optimizer_spec,
-    packing_spec,
-    padded_width,
-    partial_spec,
-    played_environments,
-    producer_spec,
-    reference_spec,
-    self_reference,
-    teacher_spec,
-    training_sampling,
-    update_spec,
-)
 from jaxrl_llm.training.teacher import SelfTeacher, Teacher
 from jaxrl_llm.training.teacher_context import TeacherContext
 from jaxrl_llm.training.update import (
@@ -186,10 +158,10 @@ def build(
         config = with_correction(config)
     check_rows(config, batch_rows(config), mesh)
     given_model, stopwatch = model, Stopwatch()
-    spec = environment_spec(config, environment, tools)  # refused before anything is read
+    spec = specs.environment_spec(config, environment, tools)  # refused before anything is read
     rows = read_data(config, train_dataset, eval_dataset, tokenizer, given_model)
     config, data = rows.config, rows.sources
-    algorithm = algorithm_of(config)
+    algorithm = specs.algorithm_of(config)
     model, graders = build_model(config, mesh, None, rows.tokenizer, given_model), build_rewards(config, rewards)
     environments = load_environments(spec)
     if environment_reward in graders.functions and environments is None and config.environment.rollout_func is None:
@@ -207,7 +179,7 @@ def build(
             )
     if config.model.offload:
         model = replace(model, params=on_host(model.params))
-    updates_of_critic = critic_update_spec(config)
+    updates_of_critic = specs.critic_update_spec(config)
     if critic is not None and updates_of_critic.offload_params:
         critic = replace(critic, params=on_host(critic.params))
     objective = objective_of(config, model.net)
@@ -215,7 +187,7 @@ def build(
     net, room = model.net.config, microbatch_room(config, model, critic)
 
     def packer(sample: Sample | None) -> Packer:
-        return make_packer(packing_spec(config), net, mesh, objective.positions, sample, room=room)
+        return make_packer(specs.packing_spec(config), net, mesh, objective.positions, sample, room=room)
 
     if algorithm.online:
         source = _online(config, model, critic, data, rows.tokens, graders, mesh, stopwatch, environments, packer)
@@ -235,17 +207,17 @@ def build(
         )
     update_critic, rate = None, schedule
     if optimizer is not None:
-        optimizer = own_optimizer(optimizer_spec(config), optimizer)
+        optimizer = own_optimizer(specs.optimizer_spec(config), optimizer)
     else:
-        optimizer = build_optimizer(optimizer_spec(config), schedule)
-        rate = schedule or learning_rate_schedule(optimizer_spec(config))
+        optimizer = build_optimizer(specs.optimizer_spec(config), schedule)
+        rate = schedule or learning_rate_schedule(specs.optimizer_spec(config))
     frozen, trainable = split(model.params, model.net.config.frozen)
     state, frozen_critic = init_state(trainable, optimizer, mesh, config.optimizer.offload), {}
     if critic is not None and config.critic.shared:
         joint = init_state({**trainable, **critic.params}, optimizer, mesh, config.optimizer.offload)
         state = split_critic(joint, State(jnp.zeros_like(joint.step), critic.params, ()))
     elif critic is not None:
-        critic_settings = critic_optimizer_spec(config)
+        critic_settings = specs.critic_optimizer_spec(config)
         critic_optimizer = build_optimizer(critic_settings)
         frozen_critic, trainable = split(critic.params, critic.net.config.frozen)
         state = replace(state, critic=init_state(trainable, critic_optimizer, mesh, updates_of_critic.offload))
@@ -268,7 +240,7 @@ def build(
     update = make_update(objective, optimizer, updates, mesh, update_critic, algorithm.has_critic)
     return Run(
         algorithm=algorithm,
-        batch=batch_spec(config),
+        batch=specs.batch_spec(config),
         model=model,
         critic=critic,
         mesh=mesh,
@@ -303,7 +275,7 @@ def narrow_updates(config, model: Model) -> list[str]:
 
 def make_optimizer(config) -> optax.GradientTransformation:
     """The optimizer of the policy, or of the model that is trained."""
-    return build_optimizer(optimizer_spec(config))
+    return build_optimizer(specs.optimizer_spec(config))
 
 
 def shard_rows(config, mesh: Mesh) -> int:
@@ -318,23 +290,23 @@ def rows_of_shards(algorithm: Algorithm, mesh: Mesh) -> int:
 
 def sized_updates(config, net: ModelConfig, room: float | None, width: int, mesh: Mesh) -> UpdateSpec:
     """The updates of the policy, in micro-batches that `room` bytes of a device hold where no key says their rows."""
-    updates = update_spec(config)
+    updates = specs.update_spec(config)
     if updates.microbatch_rows:
         return updates
     minibatch = batch_rows(config) // config.batch.minibatches
-    multiple = rows_of_shards(algorithm_of(config), mesh)
+    multiple = rows_of_shards(specs.algorithm_of(config), mesh)
     return replace(updates, microbatch_rows=fitting_rows(room, net, minibatch, width, multiple, row_shards(mesh)))
 
 
 def check_rows(config, rows: int, mesh: Mesh) -> None:
     """Raises ConfigError unless every micro-batch divides into the mesh's row shards."""
-    algorithm = algorithm_of(config)
+    algorithm = specs.algorithm_of(config)
     if config.algorithm.aggregation == "microbatch_token" and row_shards(mesh) > 1:
         raise ConfigError(
             "algorithm.aggregation = 'microbatch_token' is of adjacent rows, but a micro-batch takes rows of each of "
             f"the {row_shards(mesh)} shards of the mesh; use token, or mesh.data = mesh.fsdp = 1"
         )
-    batch, multiple = batch_spec(config), rows_of_shards(algorithm, mesh)
+    batch, multiple = specs.batch_spec(config), rows_of_shards(algorithm, mesh)
     for name, size in (("microbatch_rows", batch.microbatch_rows or rows // batch.minibatches),
                        ("logps_microbatch_rows", batch.logps_microbatch_rows)):  # fmt: skip
         if size % multiple:
@@ -461,7 +433,7 @@ def build_teacher(
     name, options = split_options(path)
     if name == "server":
         try:
-            return ServedTeacher(teacher_spec(config), Server(**options), mesh)
+            return ServedTeacher(specs.teacher_spec(config), Server(**options), mesh)
         except TypeError as error:
             raise ConfigError(
                 f"teacher.path = {path!r}: {error}; write server(url='http://localhost:8000/v1', model='m'), with "
@@ -477,7 +449,7 @@ def build_teacher(
     check_same_vocabulary(policy, model, f"teacher.path = {path!r}:")
     check_positions(model, length, cause)
     check_top(c.top_k, model, path)
-    return Teacher.of(teacher_spec(config), model, mesh, policy.net.config.vocab_size)
+    return Teacher.of(specs.teacher_spec(config), model, mesh, policy.net.config.vocab_size)
 
 
 def check_top(top_k: int, model: Model, path: str) -> None:
@@ -514,7 +486,7 @@ def _online(
     packer: Callable[[Sample | None], Packer],
 ) -> OnlineSource:
     """The producer and the learner of an online algorithm."""
-    advantages = advantage_step(advantage_spec(config), rewards.names)
+    advantages = advantage_step(specs.advantage_spec(config), rewards.names)
     if (rule := advantages.asking("turns")) and environments is None:
         raise ConfigError(
             f"{rule.setting} is {rule.name!r}, which gives credit to the turns of episodes, but rows have one turn: "
@@ -525,7 +497,7 @@ def _online(
             f"{rule.setting} is {rule.name!r}, which reads the roles of an agent's sessions, but rows have none: set "
             "environment.agent (docs/agents.md), or another advantage"
         )
-    spec, rows, rollout = learner_spec(config), batch_spec(config), config.rollout
+    spec, rows, rollout = specs.learner_spec(config), specs.batch_spec(config), config.rollout
     if spec.observations and environments is None and config.environment.rollout_func is None:
         raise ConfigError(
             f"algorithm.observation_coef is {config.algorithm.observation_coef}, but completions have no observation "
@@ -556,49 +528,46 @@ def _online(
     producer = _producer(config, model, data, tokens, rewards, own_mesh, watch, environments)
     worker = producer.worker
     reference = replay = None
-    played = played_environments(environments)
+    played = specs.played_environments(environments)
     if needs_reference(config, [str(name) for name in played.factories] if played is not None else ()):
-        settings, lora = reference_spec(config), model.net.config.lora
+        settings, lora = specs.reference_spec(config), model.net.config.lora
         reference = Reference(start_reference(settings, model.params, lora), settings, lora)
-    width = worker.prompt_width
+    width, longest = worker.prompt_width, rollout.max_completion_length
     if config.algorithm.replay_groups:
-        row_width = width + rollout.max_completion_length
         by_environment = {"kl_weight": spec.kl_weights and reference is not None, "loss_weight": spec.loss_weights}
         per_row = [field for field, weights in by_environment.items() if weights]
-        replay = empty_replay(config.algorithm.replay_groups, rollout.group_size, row_width, width, mesh, per_row)
-    sample = sampled_rows(shard_rows(config, mesh), rollout.group_size, width, rollout.max_completion_length)
+        replay = empty_replay(config.algorithm.replay_groups, rollout.group_size, width + longest, width, mesh, per_row)
+    sample_of = partial(sampled_rows, shard_rows(config, mesh), rollout.group_size)
+    sample = sample_of(width, longest)
 
-    context, shown = None, context_spec(config)
-    length, cause = width + rollout.max_completion_length, "the longest prompt and rollout.max_completion_length"
+    context, shown = None, specs.context_spec(config)
+    length, cause = width + longest, "the longest prompt and rollout.max_completion_length"
     if shown is not None:
-        own_width = context_width(config, width)
-        length = own_width + rollout.max_completion_length
+        own_width = specs.context_width(config, width)
+        length = own_width + longest
         cause = "the longest prompt of the teacher (teacher.max_prompt_length) and rollout.max_completion_length"
         # Nothing is asked of the packed rows of this pass but to be cheap.
         packed = replace(
-            packing_spec(config),
+            specs.packing_spec(config),
             packing="false" if config.batch.packing == "false" else "auto",
             pack_length=0,
             microbatch_tokens=0,
             group_size=rollout.group_size,
         )
-        rows_shown = sampled_rows(
-            shard_rows(config, mesh), rollout.group_size, own_width, rollout.max_completion_length
-        )
         context = TeacherContext(
-            shown, model.tokenizer, data_spec(config).template_kwargs, mesh, own_width, width,
-            make_packer(packed, model.net.config, mesh, Positions(), rows_shown),
+            shown, model.tokenizer, specs.data_spec(config).template_kwargs, mesh, own_width, width,
+            make_packer(packed, model.net.config, mesh, Positions(), sample_of(own_width, longest)),
         )  # fmt: skip
 
     def teacher_at(path: str | None) -> Any:
         return build_teacher(config, model, mesh, length, cause, path)
 
-    if is_own_teacher(config):
+    if specs.is_own_teacher(config):
         check_positions(model, length, cause)
         check_top(config.teacher.top_k, model, config.teacher.path)
-        settings, lora = self_reference(config), model.net.config.lora
+        settings, lora = specs.self_reference(config), model.net.config.lora
         copy = None if settings is None else Reference(start_reference(settings, model.params, lora), settings, lora)
-        teacher = SelfTeacher(teacher_spec(config), model.net, mesh, copy)
+        teacher = SelfTeacher(specs.teacher_spec(config), model.net, mesh, copy)
     else:
         teacher = teacher_at(None)
 
@@ -639,7 +608,7 @@ def _online(
             pack=packer(sample),
             stopwatch=stopwatch,
             reference=reference,
-            controllers=controllers_of(config),
+            controllers=specs.controllers_of(config),
             replay=replay,
             critic=None if critic is None else Critic(critic.net, partial(critic_params, critic_spec(config))),
             teacher=teacher,
@@ -663,17 +632,14 @@ def _producer(
     environments: Environments | Agents | None,
 ) -> Producer:
     """The producer, which samples and grades on `own_mesh`."""
-    advantages, rows, rollout = (
-        advantage_step(advantage_spec(config), rewards.names),
-        batch_spec(config),
-        config.rollout,
-    )
+    advantages = advantage_step(specs.advantage_spec(config), rewards.names)
+    rows, rollout = specs.batch_spec(config), config.rollout
     process = jax.process_index(), jax.process_count()  # which share the prompts
     if tokens is None:
         examples = None
-        pipeline = loading.stream(data_spec(config), data, "prompts", model.tokenizer, lambda row: row, *process)
+        pipeline = loading.stream(specs.data_spec(config), data, "prompts", model.tokenizer, lambda row: row, *process)
     else:
-        examples, curriculum = tokens.rows, curriculum_spec(config)
+        examples, curriculum = tokens.rows, specs.curriculum_spec(config)
         order = (config.seed, config.data.shuffle, *process, tokens.shares)
         if curriculum is None:
             pipeline = Pipeline(examples, rows.prompts, *order)
@@ -681,31 +647,27 @@ def _producer(
             pipeline = Curriculum(examples, rows.prompts, curriculum, *order)
 
     def worker_of(sampling: SamplingParams, group_size: int) -> RolloutWorker:
-        return build_worker(config, model, rewards, own_mesh, sampling, group_size, examples, watch, environments)
+        return specs.build_worker(config, model, rewards, own_mesh, sampling, group_size, examples, watch, environments)
 
-    worker = worker_of(training_sampling(config), rollout.group_size)
-    check_correction(config, worker.engine)
+    worker = worker_of(specs.training_sampling(config), rollout.group_size)
+    specs.check_correction(config, worker.engine)
     compares = advantages.asking("greedy_scores")
-    greedy = None if compares is None else worker_of(training_sampling(config).greedy, 1)
+    greedy = None if compares is None else worker_of(specs.training_sampling(config).greedy, 1)
     key, partial_rollouts, arrivals = jax.random.key(config.seed), None, None
     if rollout.update_in_flight or rollout.max_wait is not None:
         followed = None if rollout.arrivals is None else Path(rollout.arrivals)
         record = Path(config.output_dir) / RECORD
         arrivals = Arrivals(record, rollout.staleness, rollout.update_in_flight, rollout.max_wait, followed)
-    if rollout.update_in_flight:
-        if compares is not None:
+    for key, off in (("update_in_flight", "false"), ("partial_prompts", "0")):
+        if compares is not None and rollout[key]:
             raise ConfigError(
-                f"rollout.update_in_flight is true, but {compares.setting} = {compares.name!r} compares with a greedy "
-                "completion of one policy: set the one to false, or another advantage"
+                f"rollout.{key} is {str(rollout[key]).lower()}, but {compares.setting} = {compares.name!r} compares "
+                f"with a greedy completion of one policy: set the one to {off}, or another advantage"
             )
+    if rollout.update_in_flight:
         worker = replace(worker, arrivals=arrivals)
     if rollout.partial_prompts:
-        if compares is not None:
-            raise ConfigError(
-                f"rollout.partial_prompts is {rollout.partial_prompts}, but {compares.setting} = {compares.name!r} "
-                "compares with a greedy completion of one policy: set the one to 0, or another advantage"
-            )
-        settings, shards = partial_spec(config), row_shards(own_mesh)
+        settings, shards = specs.partial_spec(config), row_shards(own_mesh)
         if settings.in_flight % shards:
             raise ConfigError(
                 f"batch.prompts + rollout.partial_prompts is {settings.in_flight}, which does not divide into the "
@@ -715,7 +677,7 @@ def _producer(
         partial_rollouts = PartialRollouts(
             settings, worker.engine, pipeline, key, own_mesh, worker.prompt_width, watch, arrivals
         )
-    return Producer(producer_spec(config), worker, greedy, pipeline, advantages.flat_groups, partial_rollouts)
+    return Producer(specs.producer_spec(config), worker, greedy, pipeline, advantages.flat_groups, partial_rollouts)
 
 
 def meeting_of(config) -> Meeting:
@@ -733,7 +695,7 @@ def build_producer(config) -> tuple[Producer, Model, Stopwatch, Environments | A
         config = with_correction(config)
     mesh = rollout_mesh(make_mesh(devices=jax.devices()), config.rollout.mesh)
     with jax.set_mesh(mesh):
-        spec = environment_spec(config)
+        spec = specs.environment_spec(config)
         rows = read_data(config, None, None, None, None)
         model = build_model(rows.config, mesh, None, rows.tokenizer)
         rewards, environments, watch = build_rewards(rows.config), load_environments(spec), Stopwatch()
@@ -752,12 +714,12 @@ def _mixed(config, online: OnlineSource, model: Model, train_dataset: Any) -> On
     width = learner.prompt_width + config.rollout.max_completion_length
     given.algorithm.name, given.batch.prompts, given.teacher.path = "sft", batch_rows(config), None
     given.data.max_length = width
-    spec, tokens = data_spec(given), None
+    spec, tokens = specs.data_spec(given), None
     data = loading.open_sources(spec, model.tokenizer, train_dataset)
     if not spec.streaming:
         tokens = loading.tokenized(spec, data, "completions", model.tokenizer)
     rows = _offline(
-        given, algorithm_of(given), model, data, tokens, learner.mesh, learner.stopwatch, lambda _: learner.pack
+        given, specs.algorithm_of(given), model, data, tokens, learner.mesh, learner.stopwatch, lambda _: learner.pack
     )
     assert not isinstance(learner.teacher, SelfTeacher)  # which has a context, and that is of samples alone
     rows = replace(rows, spec=replace(rows.spec, width=width), teacher=learner.teacher)
@@ -775,16 +737,16 @@ def _offline(
     packer: Callable[[Sample | None], Packer],
 ) -> OfflineSource:
     """The batches of an offline algorithm."""
-    rows, c = batch_spec(config), config.data
+    rows, c = specs.batch_spec(config), config.data
     sample = ref_params = None
     if tokens is None:
         margins = any("margin" in loading.columns(source) for source in data)
         as_example = partial(offline.as_example, margins=margins)
-        pipeline = loading.stream(data_spec(config), data, algorithm.data, model.tokenizer, as_example)
+        pipeline = loading.stream(specs.data_spec(config), data, algorithm.data, model.tokenizer, as_example)
         check_positions(model, c.max_length, "data.max_length, as rows are streamed")
-        spec = offline_spec(config, c.max_length)
+        spec = specs.offline_spec(config, c.max_length)
         if algorithm.needs_reference:
-            ref_params = start_reference(reference_spec(config), model.params, model.net.config.lora)
+            ref_params = start_reference(specs.reference_spec(config), model.params, model.net.config.lora)
     else:
         examples: list[Any] = offline.as_examples(tokens.rows)
         if algorithm.data == "labels":
@@ -795,11 +757,11 @@ def _offline(
         check_positions(model, longest, "the longest of the data, up to data.max_length")
         if c.packing:
             check_positions(model, c.max_length, "data.max_length, which data.packing fills")
-        width = padded_width(longest, c.max_length)
-        spec = offline_spec(config, c.max_length if c.packing else width)
+        width = specs.padded_width(longest, c.max_length)
+        spec = specs.offline_spec(config, c.max_length if c.packing else width)
         if algorithm.needs_reference:
             kept = not c.precompute_reference
-            ref_params = start_reference(reference_spec(config), model.params, model.net.config.lora, kept)
+            ref_params = start_reference(specs.reference_spec(config), model.params, model.net.config.lora, kept)
             if not kept:
                 examples = offline.with_reference(rows, model.net, ref_params, examples, width, mesh)
                 ref_params = None

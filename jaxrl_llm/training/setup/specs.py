@@ -20,6 +20,7 @@ from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.checks import environment_options, logit_bias, reward_scales
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import EPISODES, OFFLINE
+from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.data.curriculum import CurriculumSpec
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.loading import DataSpec
@@ -93,34 +94,17 @@ def data_kind(config) -> str:
 def data_spec(config) -> DataSpec:
     """The sources of the configuration, what is made of their rows, and the order of its batches."""
     c = config.data
-    return DataSpec(
+    return spec_of(
+        DataSpec,
+        c,
         kind=data_kind(config),
-        path=c.path,
-        name=c.name,
         sources=tuple(c.sources),
-        format=c.format,
-        split=c.split,
-        eval_path=c.eval_path,
-        eval_split=c.eval_split,
         eval_fraction=config.eval.fraction,
-        prompt_key=c.prompt_key,
-        completion_key=c.completion_key,
-        label_key=c.label_key,
-        system_prompt=c.system_prompt,
-        image_key=c.image_key,
         image_limits=image_limits(config),
         template_kwargs=split_options(f"_({c.chat_template_kwargs})")[1],
-        overlong=c.overlong,
-        loss_on=c.loss_on,
-        max_length=c.max_length,
         max_prompt_length=config.rollout.max_prompt_length,
-        streaming=c.streaming,
-        shuffle=c.shuffle,
-        shuffle_buffer=c.shuffle_buffer,
         seed=config.seed,
         batch_size=config.batch.prompts,
-        workers=c.workers,
-        cache=c.cache,
         settings=_by_other_names(config),
     )
 
@@ -162,15 +146,11 @@ def _by_other_names(config) -> dict[str, Any]:
 
 def batch_spec(config) -> BatchSpec:
     """The rows of a step."""
-    c = config.batch
-    return BatchSpec(
-        prompts=c.prompts,
+    return spec_of(
+        BatchSpec,
+        config.batch,
         group_size=rows_together(config),
-        minibatches=c.minibatches,
-        microbatch_rows=c.microbatch_rows,
-        logps_microbatch_rows=c.logps_microbatch_rows,
         num_iterations=config.algorithm.num_iterations,
-        shuffle=c.shuffle,
         seed=config.seed,
     )
 
@@ -180,12 +160,9 @@ def packing_spec(config) -> PackingSpec:
     c, group_size = config.batch, rows_together(config)
     if config.teacher.context != "none" and config.teacher.form == "divergence":
         group_size = 1  # rows that start alike share their tokens, of which each is shown another context
-    return PackingSpec(
-        packing=c.packing,
-        pack_length=c.pack_length,
-        microbatch_tokens=c.microbatch_tokens,
-        microbatch_rows=c.microbatch_rows,
-        logps_microbatch_tokens=c.logps_microbatch_tokens,
+    return spec_of(
+        PackingSpec,
+        c,
         group_size=group_size,
         whole_groups=config.algorithm.name in OFFLINE and group_size > 1,
         documents=config.data.packing,
@@ -196,27 +173,13 @@ def packing_spec(config) -> PackingSpec:
 def optimizer_spec(config) -> OptimizerSpec:
     """The optimizer of the policy, or of the model that is trained."""
     c = config.optimizer
-    return OptimizerSpec(
-        name=c.name,
-        learning_rate=c.learning_rate,
-        schedule=c.schedule,
+    return spec_of(
+        OptimizerSpec,
+        c,
         total_steps=config.total_steps,
         updates_per_step=config.batch.minibatches * config.algorithm.num_iterations,
         warmup_steps=min(c.warmup_steps, config.total_steps) or math.ceil(c.warmup_ratio * config.total_steps),
-        warmup_init=c.warmup_init,
-        min_lr_ratio=c.min_lr_ratio,
-        cycles=c.cycles,
-        decay_steps=c.decay_steps,
-        decay_shape=c.decay_shape,
-        b1=c.b1,
-        b2=c.b2,
-        eps=c.eps,
-        weight_decay=c.weight_decay,
-        weight_decay_end=c.weight_decay_end,
-        weight_decay_shape=c.weight_decay_shape,
         no_decay=tuple(c.no_decay),
-        moment_dtype=c.moment_dtype,
-        max_grad_norm=c.max_grad_norm,
         freeze_router=config.model.freeze_router,
         seed=config.seed,
     )
@@ -288,14 +251,10 @@ def context_spec(config) -> ContextSpec | None:
         "privileged_template": c.privileged_template,
     }
     return ContextSpec(
-        kind=c.context,
-        success_threshold=c.success_threshold,
-        exclude_own=c.exclude_own,
-        remove_thinking=c.remove_thinking,
-        column=c.privileged_column,
-        group_size=config.rollout.group_size,
+        c.context, c.success_threshold, c.exclude_own, c.remove_thinking, c.privileged_column,
+        config.rollout.group_size,
         **{name: text for name, text in templates.items() if text is not None},
-    )
+    )  # fmt: skip
 
 
 def context_width(config, prompt_width: int) -> int:
@@ -351,17 +310,13 @@ def controllers_of(config) -> Controllers:
 def advantage_spec(config) -> AdvantageSpec:
     """The advantages of an online algorithm."""
     c = config.algorithm
-    return AdvantageSpec(
-        advantage=c.advantage,
-        scale_rewards=c.scale_rewards,
+    return spec_of(
+        AdvantageSpec,
+        c,
         group_size=config.rollout.group_size,
         max_completion_length=config.rollout.max_completion_length,
         kl=c.reward_kl if c.reward_beta else kl_estimator(config),
-        kl_in_reward=c.kl_in_reward,
-        reward_beta=c.reward_beta,
         reward_clip=tuple(c.reward_clip),
-        overlong_buffer=c.overlong_buffer,
-        missing_eos_penalty=c.missing_eos_penalty,
         has_critic=c.name == "ppo",
         teacher_coef=config.teacher.coef,
         of_environments=tuple(
@@ -374,13 +329,11 @@ def advantage_spec(config) -> AdvantageSpec:
 
 def producer_spec(config) -> ProducerSpec:
     """Steps 1 to 3 of an online algorithm."""
-    c = config.algorithm
-    return ProducerSpec(
+    return spec_of(
+        ProducerSpec,
+        config.algorithm,
         prompts=config.batch.prompts,
         total_steps=config.total_steps,
-        dynamic_sampling=c.dynamic_sampling,
-        max_sampling_rounds=c.max_sampling_rounds,
-        replay_groups=c.replay_groups,
         correct_at=config.eval.correct_at,
     )
 
@@ -408,14 +361,12 @@ def curriculum_spec(config) -> CurriculumSpec | None:
 def learner_spec(config) -> LearnerSpec:
     """Steps 4 and 5 of an online algorithm."""
     c = config.algorithm
-    return LearnerSpec(
+    return spec_of(
+        LearnerSpec,
+        c,
         old_logps=old_logps_of(config),
         temperature=training_sampling(config).logps_temperature,
-        kl_in_reward=c.kl_in_reward,
-        reward_beta=c.reward_beta,
         full_kl=c.kl == "full",
-        mask_truncated=c.mask_truncated,
-        aggregation=c.aggregation,
         observations=c.observation_coef > 0,
         draws_seeds="key" in policy_loss(config).takes or c.neftune_alpha > 0,
         kl_weights=_by_environment(config, "beta", c.beta),
@@ -483,30 +434,26 @@ def offline_spec(config, width: int) -> OfflineSpec:
     """The batches of given rows, of `width` tokens at most."""
     c = config.algorithm
     widths = {padded_width(math.ceil(width * eighths / 8), width) for eighths in EIGHTHS}
-    return OfflineSpec(
+    return spec_of(
+        OfflineSpec,
+        c,
         mismatched=algorithm_of(config).mismatched,
         packed=config.data.packing,
         width=width,
         widths=tuple(sorted(widths)) if config.data.group_by_length else (width,),
         draws_seeds=c.neftune_alpha > 0,
         running_mean=c.name == "preference" and any(x.running_mean for x in preference_spec(config).losses),
-        beta=c.beta,
-        ld_alpha=c.ld_alpha,
     )
 
 
 def training_sampling(config) -> SamplingParams:
     """The sampling parameters of the run."""
     c = config.rollout
-    return SamplingParams(
-        temperature=c.temperature,
-        top_p=c.top_p,
-        top_k=c.top_k,
-        min_p=c.min_p,
-        repetition_penalty=c.repetition_penalty,
-        frequency_penalty=c.frequency_penalty,
-        presence_penalty=c.presence_penalty,
+    return spec_of(
+        SamplingParams,
+        c,
         logit_bias=logit_bias("rollout.logit_bias", c.logit_bias),
+        bad_words=(),  # their tokens are of a tokenizer: see build_worker
         min_tokens=c.min_completion_length,
     )
 
@@ -529,16 +476,12 @@ def eval_sampling(config) -> SamplingParams:
 def rollout_spec(config) -> RolloutSpec:
     """The settings of the engine that samples for training."""
     c = config.rollout
-    return RolloutSpec(
+    return spec_of(
+        RolloutSpec,
+        c,
         sampling=training_sampling(config),
-        group_size=c.group_size,
-        max_completion_length=c.max_completion_length,
-        chunk=c.chunk,
-        slots=c.slots,
         cache_dtype=None if c.cache_dtype == "auto" else c.cache_dtype,
-        shrink=c.shrink,
         weights_dtype=None if c.weights_dtype == "auto" else c.weights_dtype,
-        speculative_tokens=c.speculative_tokens,
         record_experts=c.router_replay,
     )
 
@@ -699,14 +642,11 @@ def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ())
             raise EpisodeError("environment.agent is for one process, but this run has several")
         if not plays:
             return agents(c.agent)
-    spec = EnvironmentSpec(
+    spec = spec_of(
+        EnvironmentSpec,
+        c,
         environment=c.name if environment is None else environment,
         tools=(*c.tools, *tools),
-        max_turns=c.max_turns,
-        max_tool_calls=c.max_tool_calls,
-        workers=c.workers,
-        timeout=c.timeout,
-        on_error=c.on_error,
         reward_scales=reward_scales(c.reward_scale),
         with_options=tuple(environment_options(c.options)),
     )

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxrl_llm.config.resolve import ConfigError
 
-# Backend -> the package it imports, and its name for pip.
+# Backend -> the package it imports, its name for pip, and the class in the file of that name.
 PACKAGES = {
-    "tensorboard": ("tensorboardX", "tensorboardX"),
-    "wandb": ("wandb", "wandb"),
-    "mlflow": ("mlflow", "mlflow-skinny"),
-    "swanlab": ("swanlab", "swanlab"),
-    "trackio": ("trackio", "trackio"),
+    "tensorboard": ("tensorboardX", "tensorboardX", "TensorBoard"),
+    "wandb": ("wandb", "wandb", "WeightsAndBiases"),
+    "mlflow": ("mlflow", "mlflow-skinny", "MLflow"),
+    "swanlab": ("swanlab", "swanlab", "SwanLab"),
+    "trackio": ("trackio", "trackio", "Trackio"),
 }
 
 
@@ -61,7 +61,7 @@ def start(name: str, run: Identity) -> Backend:
     Raises ConfigError when its package is not installed, and what the package raises when it cannot start.
     """
     check_installed((name,))
-    return importlib.import_module(f"{__name__}.{name}").start(run)
+    return getattr(importlib.import_module(f"{__name__}.{name}"), PACKAGES[name][2])(run)
 
 
 def kept_id(run: Identity, backend: str) -> str | None:

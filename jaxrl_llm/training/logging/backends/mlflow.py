@@ -55,8 +55,3 @@ class MLflow:
 def allowed(name: str) -> str:
     """The name as MLflow takes it, `eval/pass_at_1` for `eval/pass@1`."""
     return posixpath.normpath(re.sub(r"[^\w\-./ :]", "_", name.replace("@", "_at_"))).lstrip("/")
-
-
-def start(run: Identity) -> MLflow:
-    """The backend, started."""
-    return MLflow(run)

@@ -41,8 +41,3 @@ class SwanLab:
     def close(self, failed: bool) -> None:
         """Ends the experiment."""
         self._run.finish("crashed" if failed else "success")
-
-
-def start(run: Identity) -> SwanLab:
-    """The backend, started."""
-    return SwanLab(run)

@@ -53,8 +53,3 @@ def _cell(value: Any, head: bool) -> str:
         return "" if value is None else str(value)
     text = json.dumps(value, ensure_ascii=False)[1:-1].replace("`", "'").replace("|", "¦")
     return f"`{text}`" if text else ""
-
-
-def start(run: Identity) -> TensorBoard:
-    """The backend, started."""
-    return TensorBoard(run)

@@ -34,8 +34,3 @@ class Trackio:
     def close(self, failed: bool) -> None:
         """Waits until everything is in the database."""
         self._run.finish()
-
-
-def start(run: Identity) -> Trackio:
-    """The backend, started."""
-    return Trackio(run)

@@ -38,8 +38,3 @@ class WeightsAndBiases:
     def close(self, failed: bool) -> None:
         """Ends the W&B run and waits for its upload."""
         self._run.finish(exit_code=int(failed))
-
-
-def start(run: Identity) -> WeightsAndBiases:
-    """The backend, started."""
-    return WeightsAndBiases(run)
