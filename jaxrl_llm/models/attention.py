@@ -18,7 +18,7 @@ from jaxrl_llm.models.fused_attention import (
     is_in_chunks,
     splash_attention,
 )
-from jaxrl_llm.models.layers import Linear, RMSNorm, over_rms, side_by_side, soft_cap
+from jaxrl_llm.models.layers import Linear, RMSNorm, as_blocks, over_rms, side_by_side, soft_cap
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig
 from jaxrl_llm.models.rope import frequencies, rotate
 
@@ -130,7 +130,7 @@ class Attention(nnx.Module):
         if isinstance(prompt, ShiftedKeyValues):
             positions += prompt.shift[:, None, None]
             prompt = KeyValues(prompt.k, prompt.v)
-        q, k, v, gate = self._project(x[:, :, None], positions, arrays)
+        q, k, v, gate = self._project(x[:, :, None], positions, arrays, decodes=True)
         q = q.reshape(*inputs.length.shape, -1, *q.shape[3:])  # [G,R,W,J,H/J,d]
         if k is not None and v is not None:
             k, v = (a.reshape(*q.shape[:3], *a.shape[3:]) for a in (k, v))
@@ -212,22 +212,12 @@ class Attention(nnx.Module):
         found = KeyValues(*(cut(*args) for args in pair))
         return ShiftedKeyValues(*found, prompt.shift) if isinstance(prompt, ShiftedKeyValues) else found
 
-    def _project(self, x, positions, arrays: AttentionArrays):
+    def _project(self, x, positions, arrays: AttentionArrays, decodes: bool = False):
         """Queries `[..., t, J, H/J, d]` (scaled), keys and values `[..., t, J, d]`, gates `[..., t, H*d]` of x.
 
         Keys and values are None where they are those of another layer.
         """
         c, k, v, gate = self.config, None, None, None
-        if self.k is None:
-            q = self.q(x)
-        else:
-            both = side_by_side(x, self.q, self.k)
-            split = c.heads * c.head_dim * (1 + c.attention_gate)
-            q, k = (self.q(x), self.k(x)) if both is None else jnp.split(both, [split], axis=-1)
-            v = k if self.v is None else self.v(x)
-        if c.attention_gate:
-            q, gate = jnp.split(q.reshape(*x.shape[:-1], c.heads, -1), 2, axis=-1)
-            q, gate = (a.reshape(*x.shape[:-1], -1) for a in (q, gate))
 
         def turned(a, norm):
             a = norm(a) if norm is not None and c.qk_norm_whole else a
@@ -236,7 +226,21 @@ class Attention(nnx.Module):
             a = rotate(a, positions, arrays.inv_freq, arrays.scale, c.rope_interleaved)
             return jnp.where(arrays.rotated, over_rms(a, c.norm_eps), a).astype(a.dtype) if c.qk_rms else a
 
-        q = turned(q, self.q_norm)
+        normed = self._normed_together(x) if decodes else None
+        if normed is not None and self.v is not None:
+            (q, k), v = jnp.split(turned(normed, None), [c.heads], axis=-2), self.v(x)
+        else:
+            if self.k is None:
+                q = self.q(x)
+            else:
+                both = side_by_side(x, self.q, self.k)
+                split = c.heads * c.head_dim * (1 + c.attention_gate)
+                q, k = (self.q(x), self.k(x)) if both is None else jnp.split(both, [split], axis=-1)
+                v = k if self.v is None else self.v(x)
+            if c.attention_gate:
+                q, gate = jnp.split(q.reshape(*x.shape[:-1], c.heads, -1), 2, axis=-1)
+                q, gate = (a.reshape(*x.shape[:-1], -1) for a in (q, gate))
+            q, k = turned(q, self.q_norm), None if k is None else turned(k, self.k_norm)
         if c.query_growth:  # arXiv 2501.19399
             growth = 1 + c.query_growth * jnp.log1p((positions + 1) // c.query_growth_every)
             q = (q * jnp.where(arrays.rotated, 1.0, growth)[..., None, None]).astype(q.dtype)
@@ -245,7 +249,19 @@ class Attention(nnx.Module):
         if k is None or v is None:
             return q, None, None, gate
         v = v.reshape(*x.shape[:-1], -1, c.head_dim)
-        return q, turned(k, self.k_norm), v if self.v_norm is None else self.v_norm(v), gate
+        return q, k, v if self.v_norm is None else self.v_norm(v), gate
+
+    def _normed_together(self, x) -> jax.Array | None:
+        """Queries and keys behind their norms, as blocks `[..., H/J + 1, J, d]` of heads; None where they are apart."""
+        c, q_norm, k_norm = self.config, self.q_norm, self.k_norm
+        if q_norm is None or k_norm is None or self.k is None or c.qk_norm_whole or c.attention_gate:
+            return None
+        blocks = as_blocks(x, c.kv_heads, c.head_dim, self.q, self.k)
+        if blocks is None:
+            return None
+        is_query = np.arange(blocks.shape[-3])[:, None, None] < c.heads // c.kv_heads
+        factors = jnp.where(is_query, q_norm.factors(), k_norm.factors())
+        return (over_rms(blocks, c.norm_eps) * factors).astype(x.dtype)
 
     def _output(self, out, gate, x):
         out = out.reshape(*x.shape[:-1], -1)

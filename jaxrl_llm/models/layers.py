@@ -88,6 +88,27 @@ def side_by_side(x, *maps: Linear) -> jax.Array | None:
     return jnp.matmul(x.reshape(-1, x.shape[-1]), joined).reshape(*x.shape[:-1], -1)
 
 
+def as_blocks(x, heads: int, size: int, *maps: Linear) -> jax.Array | None:
+    """The outputs `[..., blocks, heads, size]` of maps of the same few x, where GPUs gain by it, or None.
+
+    `heads * size` divides the outputs of each map, which follow one another as blocks. XLA makes one product of theirs,
+    and one kernel of what is computed of all of them next. It is for decoding: the backward pass would keep matrices of
+    8 bits as numbers of x.
+    """
+    kind, rows = maps[0].quantize, x.reshape(-1, x.shape[-1])
+    plain = all(each.lora is None and each.bias is None for each in maps) and kind in ("none", *quantize.BYTES)
+    if jax.default_backend() != "gpu" or not plain or x.size >= LARGE or not columns_are_whole():
+        return None
+    shape = (*x.shape[:-1], -1, heads, size)
+    if kind == "none":
+        return jnp.concatenate([each(rows) for each in maps], axis=-1).reshape(shape)
+    sums = jnp.concatenate([quantize.sums(rows, each.kernel["codes"][...]) for each in maps], axis=-1)
+    # Each block's scales are selected: put together they would be an array, written by a kernel of its own.
+    scales = [block for each in maps for block in each.kernel["absmax"][...].reshape(-1, heads, size)]
+    scales = jnp.select([np.arange(len(scales))[:, None, None] == i for i in range(len(scales))], scales)
+    return quantize.scaled(sums.reshape(shape), scales, kind).astype(x.dtype)
+
+
 def stacked(make: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs) -> Any:
     """The module that `make` returns with parameters `[count, ...]`, each of the `count` drawn from its own stream."""
     return nnx.split_rngs(splits=count)(nnx.vmap(make, in_axes=0, out_axes=0))(rngs)
@@ -148,10 +169,14 @@ class RMSNorm(nnx.Module):
         self.eps, self.offset = config.norm_eps, config.norm_offset
 
     def __call__(self, x):
-        if self.scale is None:
-            return over_rms(x, self.eps).astype(x.dtype)
+        found = over_rms(x, self.eps)
+        return (found if self.scale is None else found * self.factors()).astype(x.dtype)
+
+    def factors(self) -> jax.Array:
+        """What `x / rms(x)` is multiplied by, in fp32."""
+        assert self.scale is not None
         scale = self.scale[...].astype(jnp.float32)
-        return (over_rms(x, self.eps) * (scale + self.offset if self.offset else scale)).astype(x.dtype)
+        return scale + self.offset if self.offset else scale
 
 
 def gated(config, gate, up):

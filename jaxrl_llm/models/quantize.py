@@ -83,8 +83,17 @@ def matmul(x, kernel: Kernel, kind: str) -> jax.Array:
     """`x @ kernel`, x `[n, in]`, in the dtype of x."""
     if not isinstance(kernel, dict) or kind not in BYTES:
         return cpu_matmul.matmul(x, dequantize(kernel, kind, x.dtype) if isinstance(kernel, dict) else kernel)
-    scaled = jnp.matmul(x, widened(kernel["codes"], x.dtype), preferred_element_type=jnp.float32)
-    return (scaled * (kernel["absmax"] / BYTES[kind][1])).astype(x.dtype)
+    return scaled(sums(x, kernel["codes"]), kernel["absmax"], kind).astype(x.dtype)
+
+
+def sums(x, codes) -> jax.Array:
+    """The products `[n, out]` of x `[n, in]` and codes of 8 bits in fp32, to be `scaled`."""
+    return jnp.matmul(x, widened(codes, x.dtype), preferred_element_type=jnp.float32)
+
+
+def scaled(sums, absmax, kind: str) -> jax.Array:
+    """The products with the matrix whose codes gave these `sums`, in fp32."""
+    return sums * (absmax / BYTES[kind][1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -109,8 +118,8 @@ def _backward(kind: str, kernel: Kernel, gradient):
     dtype = gradient.dtype
     if not isinstance(kernel, dict) or kind not in BYTES:
         return cpu_matmul.matmul_transposed(gradient, as_matrix(kernel, kind, dtype)), None
-    scaled = (gradient * kernel["absmax"]).astype(dtype)
-    gradient = jnp.matmul(scaled, widened(kernel["codes"], dtype).T, preferred_element_type=jnp.float32)
+    gradient = (gradient * kernel["absmax"]).astype(dtype)
+    gradient = jnp.matmul(gradient, widened(kernel["codes"], dtype).T, preferred_element_type=jnp.float32)
     return (gradient / BYTES[kind][1]).astype(dtype), None
 
 

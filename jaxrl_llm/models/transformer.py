@@ -6,7 +6,7 @@ computes is a pure function of both: `net.bind(params).hidden(inputs)`.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -461,18 +461,15 @@ class Net:
 
     def empty_caches(self, prompts, rows: int, size: int) -> tuple:
         """Row caches with room for `size` tokens, for `rows` rows of each prompt whose caches `prefill` made."""
-        return tuple(mixer.empty_cache(cache, rows, size) for mixer, cache in self._with_mixers(prompts))
-
-    def grow_caches(self, caches, size: int) -> tuple:
-        """The row caches with room for `size` tokens."""
-        return tuple(mixer.grow_cache(cache, size) for mixer, cache in self._with_mixers(caches))
+        return tuple(mixer.empty_cache(cache, rows, size) for mixer, cache in self.with_mixers(prompts))
 
     def prompt_caches(self, prompts, rows, end, size: int) -> tuple:
         """Prompt caches of `size` tokens: those before the place `end` of prompts with their only rows behind them."""
-        pairs = zip(self._with_mixers(prompts), rows, strict=True)
+        pairs = zip(self.with_mixers(prompts), rows, strict=True)
         return tuple(mixer.prompt_cache(prompt, row, end, size) for (mixer, prompt), row in pairs)
 
-    def _with_mixers(self, caches) -> list[tuple[type[Mixer], Any]]:
+    def with_mixers(self, caches) -> list[tuple[type[Mixer], Any]]:
+        """The caches of runs of layers, each behind its mixer."""
         kinds = [self.config.layer_configs[run.layers[0]] for run in self.config.layer_runs]
         return [(kind.mixer, cache) for kind, cache in zip(kinds, caches, strict=True)]
 
@@ -518,6 +515,22 @@ class Net:
     def unrolled(self) -> "Net":
         """The same model computing its layers one after another."""
         return Net(dataclasses.replace(self.config, scan_layers=False))
+
+
+def replace_caches(caches: Iterable[tuple[type[Mixer], Any]], replace: Callable[[type[Mixer], Any], Any]) -> tuple:
+    """What `replace(mixer, cache)` makes of each layer's cache, which is deleted where that is another one.
+
+    The cache of a layer is deleted before that of the next one is made, so that the devices hold those of one layer
+    twice, and not all.
+    """
+    made = []
+    for mixer, cache in caches:
+        made.append(jax.block_until_ready(replace(mixer, cache)))
+        kept = {id(x) for x in jax.tree.leaves(made[-1])}
+        for x in jax.tree.leaves(cache):
+            if id(x) not in kept:
+                x.delete()
+    return tuple(made)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,10 +29,10 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import on_device, path_name, row_shards
 from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.lora import copied, has_adapters, merge
-from jaxrl_llm.models.mixer import DecodeInputs
+from jaxrl_llm.models.mixer import DecodeInputs, Mixer
 from jaxrl_llm.models.quantize import BYTES, FP8, narrowed, quantized_as
 from jaxrl_llm.models.rope import check_length
-from jaxrl_llm.models.transformer import Net, Params, unstack
+from jaxrl_llm.models.transformer import Net, Params, replace_caches, unstack
 from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata, unpacked
 from jaxrl_llm.rollout.borders import Borders, OnBorder
 from jaxrl_llm.rollout.grammar import Grammar, GrammarRows
@@ -206,7 +206,7 @@ class Engine:
                 if (following := scheduler.next(live)) is None:
                     break
                 grid = following
-        grid_prompts, slots = assign(self, all_prompts, rows, keys, None, grid, None, min(self.chunk, longest))
+        grid_prompts, slots = assign(self, all_prompts, rows, keys, grid, min(self.chunk, longest))
         while True:
             # The only wait for the devices: the host plans on the numbers of the chunk before.
             lengths, has_ended, finished, to_come, steps = (np.asarray(x) for x in status(slots))
@@ -235,7 +235,7 @@ class Engine:
                 executed += int(steps) * grid.slots
                 rows = collect(rows, slots, grid, shards)
                 sources = following.slots_in(grid)
-                grid_prompts, slots = assign(self, all_prompts, rows, keys, slots, following, sources, slots.capacity)
+                grid_prompts, slots = reassign(self, all_prompts, rows, keys, slots, following, sources)
                 grid = following
             elif live.any():
                 if borders is not None:
@@ -394,31 +394,19 @@ def first_tokens(
     return all_prompts, _append(engine, all_prompts, rows, keys.reshape(shape), logits, no_proposals, 0)
 
 
-@functools.partial(jax.jit, static_argnames=("engine", "capacity"))
+@functools.partial(jax.jit, static_argnames=("engine", "capacity", "empty"))
 def assign(
-    engine: Engine, all_prompts: Prompts, rows: Rows, keys, slots: Slots | None, grid: SlotGrid, sources, capacity: int
+    engine: Engine, all_prompts: Prompts, rows: Rows, keys, grid: SlotGrid, capacity: int, empty: bool = True
 ) -> tuple[Prompts, Slots]:
-    """The prompts and slots of a grid, with row caches for `capacity` tokens: those of `slots` at `sources`, or empty.
-
-    `sources` `[shards, G*R]` are the slots that the grid's rows had before (`SlotGrid.slots_in`).
-    """
+    """The prompts and slots of a grid, with empty row caches for `capacity` tokens, or with none unless `empty`."""
     shards, g, r = grid.row.shape
     axis, all_prompts = _prompt_axis(engine), all_prompts._replace(experts=None)
-    everyone = (shards * g, r) == rows.length.shape and slots is None
     prompts = all_prompts
-    if not everyone:  # of all rows at once the caches of the prompts are read where they are
+    if (shards * g, r) != rows.length.shape or not empty:  # of all rows at once they are read where they are
         cache = jax.tree.map(lambda x: take(x, grid.prompt, axis), all_prompts.cache)
         tokens, mask = (take(x, grid.prompt, 0) for x in (all_prompts.tokens, all_prompts.mask))
         prompts = all_prompts._replace(cache=cache, tokens=tokens, mask=mask)
-    if slots is None:
-        cache = engine.decoder.empty_caches(prompts.cache, r, capacity)
-    else:
-
-        def move(x):
-            taken = take(flat(x, axis), sources, axis)
-            return taken.reshape(*x.shape[:axis], shards * g, r, *x.shape[axis + 2 :])
-
-        cache = jax.tree.map(move, slots.cache)
+    cache = engine.decoder.empty_caches(prompts.cache, r, capacity) if empty else ()
 
     def assigned(x):
         return take(x, jnp.maximum(grid.row, 0).reshape(shards, -1), 0).reshape(shards * g, r, *x.shape[1:])
@@ -426,6 +414,30 @@ def assign(
     grid_rows = jax.tree.map(lambda x: assigned(flat(x, 0)), rows)
     grid_rows = grid_rows._replace(finished=grid_rows.finished | (grid.row == IDLE).reshape(shards * g, r))
     return prompts, Slots(cache, grid_rows, assigned(keys), jnp.zeros((), jnp.int32), capacity)
+
+
+def reassign(
+    engine: Engine, all_prompts: Prompts, rows: Rows, keys, slots: Slots, grid: SlotGrid, sources
+) -> tuple[Prompts, Slots]:
+    """The prompts and slots of a grid, with the row caches that `slots` had at `sources`, and has no longer.
+
+    `sources` `[shards, G*R]` are the slots that the grid's rows had before (`SlotGrid.slots_in`).
+    """
+    moved = functools.partial(_moved, sources=sources, axis=_prompt_axis(engine), rows=grid.row.shape[-1])
+    cache = replace_caches(engine.decoder.with_mixers(slots.cache), lambda _, cache: moved(cache))
+    prompts, following = assign(engine, all_prompts, rows, keys, grid, slots.capacity, empty=False)
+    return prompts, following.replace(cache=cache)
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "rows"))
+def _moved(cache, sources, axis: int, rows: int):
+    """The row caches of one run of layers at `sources`, with so many rows a prompt."""
+
+    def move(x):
+        taken = take(flat(x, axis), sources, axis)
+        return taken.reshape(*x.shape[:axis], -1, rows, *x.shape[axis + 2 :])
+
+    return jax.tree.map(move, cache)
 
 
 @functools.partial(jax.jit, static_argnames="engine", donate_argnames="slots")
@@ -580,7 +592,18 @@ def read_observations(engine: Engine, params, prompts: Prompts, slots: Slots, in
     return slots.replace(cache=cache, rows=everyone._replace(length=length))
 
 
-@functools.partial(jax.jit, static_argnames=("engine", "capacity"))
 def grow(engine: Engine, slots: Slots, capacity: int) -> Slots:
-    """The slots with room for `capacity` completion tokens in the row caches."""
-    return slots.replace(cache=engine.decoder.grow_caches(slots.cache, capacity), capacity=capacity)
+    """The slots with room for `capacity` completion tokens in the row caches, which `slots` has no longer."""
+
+    def grown(mixer: type[Mixer], cache):
+        shapes = jax.eval_shape(functools.partial(mixer.grow_cache, size=capacity), cache)
+        same = jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, cache)  # of a state, or of another layer
+        return cache if same else _grown(cache, mixer, capacity)
+
+    cache = replace_caches(engine.decoder.with_mixers(slots.cache), grown)
+    return slots.replace(cache=cache, capacity=capacity)
+
+
+@functools.partial(jax.jit, static_argnames=("mixer", "size"))
+def _grown(cache, mixer: type[Mixer], size: int):
+    return mixer.grow_cache(cache, size)

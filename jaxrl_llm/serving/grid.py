@@ -27,7 +27,7 @@ from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.image_rows import Tiles
 from jaxrl_llm.models.logprobs import Likeliest, likeliest
 from jaxrl_llm.models.vision.row_images import row_images
-from jaxrl_llm.rollout.engine import READ, Engine, assign, prefill
+from jaxrl_llm.rollout.engine import READ, Engine, prefill, reassign
 from jaxrl_llm.rollout.grammar import Grammar
 from jaxrl_llm.rollout.processors import padded_words
 from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams
@@ -189,9 +189,9 @@ def alone(slots: Sequence[int], group: int, size: int) -> SlotGrid:
 
 
 def regrouped(engine: Engine, grid: Grid, planned: SlotGrid) -> Grid:
-    """The grid whose slots have the rows of `planned`, which are numbers of slots of this one."""
+    """The grid whose slots have the rows of `planned`, numbers of slots of this one, which has no row caches then."""
     (prompts, slots), sources = grid, np.maximum(planned.row, 0).reshape(len(planned.row), -1)
-    return Grid(*assign(engine, prompts, slots.rows, slots.keys.reshape(-1), slots, planned, sources, slots.capacity))
+    return Grid(*reassign(engine, prompts, slots.rows, slots.keys.reshape(-1), slots, planned, sources))
 
 
 def score_prompts(engine: Engine, params, requests: Sequence[RowRequest]) -> list[Likeliest]:

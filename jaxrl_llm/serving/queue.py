@@ -415,7 +415,7 @@ class RequestQueue:
             if rows.length.shape[1] != self._group:  # in a grid of single rows each leaves by itself
                 count = len(some)
                 single = alone(range(count), count, count)
-                prompts, begun_slots = assign(self.engine, prompts, rows, keys.reshape(-1), None, single, None, 1)
+                prompts, begun_slots = assign(self.engine, prompts, rows, keys.reshape(-1), single, 1)
                 rows, keys = begun_slots.rows, begun_slots.keys
             if prompts.tokens.shape[1] != grid.width:
                 prompts = widened(self.engine, self._params, prompts, grid.width)

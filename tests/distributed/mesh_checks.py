@@ -547,7 +547,7 @@ def test_rows_are_written_where_they_are(net, params):
         keys = engines.row_keys(jax.random.key(0), np.uint32(0), 24)
         bank, rows = engines.prefill(engine, whole, *rows_to_global((prompts, prompts), mesh), keys)
         grid = Scheduler(1, 3, 8, 3).grid
-        seated = engines.assign(engine, bank, rows, keys, None, grid, None, 4)
+        seated = engines.assign(engine, bank, rows, keys, grid, 4)
         decode = engines.decode_chunk.lower(engine, whole, *seated, 4)
         read = engines.read_observations.lower(engine, whole, *seated, np.zeros((8, 2), np.int32), 4)
     for lowered in (decode, read):

@@ -16,6 +16,7 @@ from tests.models.decoding import continued_logits
 CONFIG = ModelConfig(
     vocab_size=31, width=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=24, init_scale=0.3, dtype="float16"
 )
+NORMED = dataclasses.replace(CONFIG, qk_norm=True, norm_offset=0.5)
 CHUNKED = dataclasses.replace(CONFIG, sliding_window=5, sliding_layers=(1,), sliding_chunks=True)
 
 
@@ -70,9 +71,30 @@ def test_decode_attention(shape, sizes, window, softcap, chunks, programs, monke
     np.testing.assert_allclose(found, expected, atol=3e-6)
 
 
+def drawn(config):
+    """Random parameters, those of norms too, which otherwise begin as ones."""
+    params = jax.jit(Net(config).init)(jax.random.key(0))
+    draw = np.random.default_rng(3)
+
+    def leaf(path, x):
+        return draw.uniform(0.5, 1.5, x.shape).astype(x.dtype) if path[-1].key == "scale" else x
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def trace_as_on(backend: str, monkeypatch) -> None:
+    """Programs that are traced from here on are those of an accelerator, as far as they run on CPUs."""
+    kernel = functools.partial(decode_attention.decode_attention, interpret=True)
+    monkeypatch.setattr(attention, "decode_attention", kernel)
+    for module in (attention, transformer):  # prompts have no kernel that runs here
+        monkeypatch.setattr(module, "implementation", lambda *_: "xla")
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
 @pytest.mark.parametrize(
-    ("at_once", "config"), [pytest.param(1, CONFIG, marks=pytest.mark.slow), (2, CONFIG), (2, CHUNKED)]
+    ("at_once", "config"), [pytest.param(1, CONFIG, marks=pytest.mark.slow), (2, CONFIG), (2, CHUNKED), (2, NORMED)]
 )
 def test_accelerators_decode_the_same(backend, at_once, config, monkeypatch):
     """With their own layouts of the caches and, on GPUs, the kernel: the logits of CPUs."""
@@ -80,15 +102,33 @@ def test_accelerators_decode_the_same(backend, at_once, config, monkeypatch):
     segments = np.ones_like(tokens)
     segments[0, :4] = 0
     continuations = np.random.default_rng(2).integers(0, 31, (2, 3, 4))
-    params = jax.jit(Net(config).init)(jax.random.key(0))
+    params = drawn(config)
     jax.clear_caches()  # the helpers are jitted by net alone, and a backend does not change in a process
     expected = continued_logits(Net(config), params, tokens, segments, continuations, at_once)
-    kernel = functools.partial(decode_attention.decode_attention, interpret=True)
-    monkeypatch.setattr(attention, "decode_attention", kernel)
-    for module in (attention, transformer):  # prompts have no kernel that runs here
-        monkeypatch.setattr(module, "implementation", lambda *_: "xla")
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    jax.clear_caches()
+    trace_as_on(backend, monkeypatch)
     found = continued_logits(Net(config), params, tokens, segments, continuations, at_once)
     jax.clear_caches()
     np.testing.assert_allclose(found, expected, atol=0.02)  # in float16: either is 0.013 off those of float32
+
+
+@pytest.mark.parametrize("kind", ["none", "int8", "fp8"])
+def test_gpus_norm_queries_and_keys_together(kind, monkeypatch):
+    """In one array, with the scales and the norms of each: what they are apart, bit for bit."""
+    config = dataclasses.replace(NORMED, quantize=kind, heads=6)
+    net, x = Net(config), jax.random.normal(jax.random.key(1), (2, 3, 1, config.width), jnp.float16)
+    params = drawn(config)
+    positions = jnp.arange(6).reshape(2, 3, 1)
+
+    def projected(decodes: bool):
+        mixer = net.unrolled().bind(params).layers[1].attention
+        arrays = mixer.layer_arrays(config, config.layer_configs[1])
+        found = mixer._project(x, positions, arrays, decodes=decodes)
+        return found, mixer._normed_together(x)
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    apart, together = projected(False)[0], projected(True)
+    assert together[1].shape == (2, 3, 1, 4, 2, 16)
+    for found, expected in zip(together[0][:3], apart[:3], strict=True):
+        assert found.shape == expected.shape
+        np.testing.assert_array_equal(found, expected)
+    assert not np.allclose(together[0][0][..., 0, 0, :], together[0][1][..., 0, :], atol=0.1)

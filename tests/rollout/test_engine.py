@@ -352,13 +352,48 @@ def test_a_prompt_is_stored_once(params):
     def start(params):
         keys = engine_module.row_keys(jax.random.key(0), np.uint32(0), 192)
         bank, rows = engine_module.prefill(engine, params, tokens, segments, keys)
-        return engine_module.assign(engine, bank, rows, keys, None, grid, None, 4)
+        return engine_module.assign(engine, bank, rows, keys, grid, 4)
 
     grid_prompts, slots = jax.eval_shape(start, params)
     assert {x.shape for x in jax.tree.leaves(grid_prompts.cache)} == {(3, 2, 7, 8)}  # B, J, P, d
     assert [x.shape for x in slots.cache[0]] == [(3, 64, 2, 8, 4), (3, 64, 2, 4, 8)]  # keys J, d, S; values J, S, d
-    grown = jax.eval_shape(lambda slots: engine_module.grow(engine, slots, 9), slots)
+    slots = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), slots.replace(keys=None))
+    grown = engine_module.grow(engine, slots, 9)
     assert [x.shape for x in grown.cache[1]] == [(3, 64, 2, 8, 9), (3, 64, 2, 9, 8)]
+
+
+@pytest.mark.parametrize("slots", [0, 6], ids=["all rows", "some at once"])
+def test_row_caches_are_replaced_a_layer_at_a_time(slots, monkeypatch):
+    """While caches grow, or rows move, those of one layer are held twice: never all layers' of both sizes."""
+    layers = 4
+    net = Net(dataclasses.replace(CONFIG, layers=layers))
+    params = jax.jit(net.init)(jax.random.key(0))
+    real, ratios, changes = engine_module.replace_caches, [], []
+
+    def replace_caches(caches, replace):
+        old, made, totals = jax.tree.leaves([cache for _, cache in caches]), [], []
+
+        def recorded(mixer, cache):
+            made.extend(jax.tree.leaves(replace(mixer, cache)))
+            totals.append(sum(x.nbytes for x in [*made, *old] if not x.is_deleted()))
+            return jax.tree.unflatten(jax.tree.structure(cache), made[-2:])
+
+        found = real(caches, recorded)
+        before, after = (sum(x.nbytes for x in arrays) for arrays in (old, made))
+        assert len(totals) == layers and all(x.is_deleted() for x in old)
+        changes.append(after / before)
+        ratios.append(max(totals) / max(before, after))
+        return found
+
+    monkeypatch.setattr(engine_module, "replace_caches", replace_caches)
+    engine = dataclasses.replace(ENGINE, net=net, slots=slots, max_completion_length=24, chunk=3)
+    found, _ = generate(engine, params)
+    assert set(changes) >= ({2.0, 1.0} if slots else {2.0, 0.5})  # grown; moved to as many slots, or to half of them
+    assert max(ratios) <= 1 + 1 / layers
+    monkeypatch.undo()
+    expected, _ = generate(dataclasses.replace(ENGINE, net=net, max_completion_length=24, chunk=24, shrink=0.0), params)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_allclose(found.sample_logps, expected.sample_logps, atol=1e-5)
 
 
 def test_caches_in_another_type(params):

@@ -191,7 +191,7 @@ def decode_program(engine, params):
     held = jax.jit(engine.decoding_params)(params)
     keys = engines.row_keys(jax.random.key(0), np.uint32(0), 12)
     bank, rows = engines.prefill(engine, held, TOKENS, SEGMENTS, keys)
-    seated = engines.assign(engine, bank, rows, keys, None, Scheduler(3, 4, 1, 12).grid, None, 8)
+    seated = engines.assign(engine, bank, rows, keys, Scheduler(3, 4, 1, 12).grid, 8)
     compiled = engines.decode_chunk.lower(engine, held, *seated, 8).compile()
     return compiled, sum(x.nbytes for x in jax.tree.leaves(held))
 

@@ -188,7 +188,7 @@ def compile_rollout(
         all_prompts, rows = compiler.add("rollout: prefill", engines.prefill, (engine, sampled, ints, ints, keys))
         local = prompts // shards
         grid = Scheduler(local, k, shards, min(engine.slots // shards or local * k, local * k)).grid
-        assign = (engine, all_prompts, rows, keys, None, grid, None, longest)
+        assign = (engine, all_prompts, rows, keys, grid, longest)
         grid_prompts, slots = compiler.add("rollout: assign", engines.assign, assign, held=(sampled,))
         waiting = None if grid.slots == prompts * k else all_prompts.cache
         waves = prompts * k / grid.slots
