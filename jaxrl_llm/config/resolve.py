@@ -149,17 +149,18 @@ def import_file(path: str | Path) -> ModuleType:
         near = f"; the closest is {closest(str(path), beside)}" if beside else ""
         raise ConfigError(f"there is no file {path} (looked in {Path.cwd()}){near}")
     # The content is part of the name: a file edited between two calls in a notebook is executed again.
-    name = f"{path.stem}_{zlib.crc32(bytes(path.resolve()) + path.read_bytes()):08x}"
+    source = path.read_bytes()
+    name = f"{path.stem}_{zlib.crc32(bytes(path.resolve()) + source):08x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
-    assert spec.loader is not None  # a .py file always has one
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
         with contained():
-            spec.loader.exec_module(module)
+            # Not by the loader, whose bytecode of a file may be that of another content, of the same size and second.
+            exec(compile(source, path, "exec"), module.__dict__)
     except ConfigError:
         del sys.modules[name]
         raise
