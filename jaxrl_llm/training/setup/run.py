@@ -658,10 +658,10 @@ def _producer(
         followed = None if rollout.arrivals is None else Path(rollout.arrivals)
         record = Path(config.output_dir) / RECORD
         arrivals = Arrivals(record, rollout.staleness, rollout.update_in_flight, rollout.max_wait, followed)
-    for key, off in (("update_in_flight", "false"), ("partial_prompts", "0")):
-        if compares is not None and rollout[key]:
+    for name, off in (("update_in_flight", "false"), ("partial_prompts", "0")):
+        if compares is not None and rollout[name]:
             raise ConfigError(
-                f"rollout.{key} is {str(rollout[key]).lower()}, but {compares.setting} = {compares.name!r} compares "
+                f"rollout.{name} is {str(rollout[name]).lower()}, but {compares.setting} = {compares.name!r} compares "
                 f"with a greedy completion of one policy: set the one to {off}, or another advantage"
             )
     if rollout.update_in_flight:
