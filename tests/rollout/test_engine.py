@@ -362,10 +362,12 @@ def test_a_prompt_is_stored_once(params):
     assert [x.shape for x in grown.cache[1]] == [(3, 64, 2, 8, 9), (3, 64, 2, 9, 8)]
 
 
-@pytest.mark.parametrize("slots", [0, 6], ids=["all rows", "some at once"])
+@pytest.mark.parametrize(
+    "slots", [pytest.param(0, id="all rows", marks=pytest.mark.slow), pytest.param(6, id="some at once")]
+)
 def test_row_caches_are_replaced_a_layer_at_a_time(slots, monkeypatch):
     """While caches grow, or rows move, those of one layer are held twice: never all layers' of both sizes."""
-    layers = 4
+    layers = 3
     net = Net(dataclasses.replace(CONFIG, layers=layers))
     params = jax.jit(net.init)(jax.random.key(0))
     real, ratios, changes = engine_module.replace_caches, [], []
