@@ -173,7 +173,7 @@ class RMSNorm(nnx.Module):
         return (found if self.scale is None else found * self.factors()).astype(x.dtype)
 
     def factors(self) -> jax.Array:
-        """What `x / rms(x)` is multiplied by, in fp32."""
+        """The factors of `x / rms(x)`, in fp32: the scale, with the offset that the family adds to it."""
         assert self.scale is not None
         scale = self.scale[...].astype(jnp.float32)
         return scale + self.offset if self.offset else scale

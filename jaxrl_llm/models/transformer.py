@@ -518,7 +518,7 @@ class Net:
 
 
 def replace_caches(caches: Iterable[tuple[type[Mixer], Any]], replace: Callable[[type[Mixer], Any], Any]) -> tuple:
-    """What `replace(mixer, cache)` makes of each layer's cache, which is deleted where that is another one.
+    """Returns what `replace(mixer, cache)` makes of each layer's cache, which is deleted where that is another one.
 
     The cache of a layer is deleted before that of the next one is made, so that the devices hold those of one layer
     twice, and not all.

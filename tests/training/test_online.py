@@ -55,7 +55,7 @@ def configured(settings: dict):
 def value(settings: dict, batch: Batch):
     objective = objective_of(configured(settings), NET)
     observed = () if objective.observe is None else (objective.observe(PARAMS, batch),)
-    loss, metrics = jax.jit(objective.loss)(PARAMS, objective.prepare(jax.tree.map(jnp.asarray, batch), *observed))
+    loss, metrics = objective.loss(PARAMS, objective.prepare(jax.tree.map(jnp.asarray, batch), *observed))
     return loss, {name: metric.value for name, metric in metrics.items()}
 
 

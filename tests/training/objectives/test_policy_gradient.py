@@ -379,8 +379,7 @@ def test_rows_with_weights_of_their_own_are_as_batches_alone(aggregation, on_pol
         config.algorithm.beta = beta
         objective = objective_of(config, NET)
         prepared = objective.prepare(batch)
-        loss = jax.jit(jax.value_and_grad(objective.loss, has_aux=True))
-        (value, _), gradient = loss(PARAMS, prepared)
+        (value, _), gradient = jax.jit(jax.value_and_grad(objective.loss, has_aux=True))(PARAMS, prepared)
         return value, gradient
 
     total, gradient = 0.0, jax.tree.map(jnp.zeros_like, PARAMS)
