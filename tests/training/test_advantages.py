@@ -304,11 +304,15 @@ OWN_RULES = (
     "group", "gdpo", "rloo(normalize=True)", "gpg", "passk", "pkpo(k=2)", "maxrl", "opo", "remax", "otb",
     "reinforce_plus_plus(gamma=0.9)", "reinforce_plus_plus_baseline", "turn", "mt_grpo", "gigpo", "zero",
 )  # fmt: skip
+READ_SCALE = ("group", "turn", "mt_grpo", "gigpo")
 
 
 @pytest.mark.parametrize(
     ("rule", "scale"),
-    [(rule, "group") for rule in OWN_RULES] + [(rule, "batch") for rule in ("group", "turn", "mt_grpo", "gigpo")],
+    [
+        *((rule, "group") for rule in OWN_RULES),
+        *(pytest.param(x, "batch", marks=() if x in READ_SCALE else pytest.mark.slow) for x in OWN_RULES),
+    ],
 )
 def test_a_mixed_batch_has_the_advantages_of_each_environment_alone(rule, scale):
     draw = np.random.default_rng(0)
@@ -335,7 +339,7 @@ def test_a_mixed_batch_has_the_advantages_of_each_environment_alone(rule, scale)
         alone = result_of(step_of(configured(advantage=own, scale_rewards=scale), names), rows)
         np.testing.assert_allclose(advantages[rows], alone[0], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(priority[rows[::2]], alone[1], rtol=1e-5, atol=1e-6)
-    if rule in ("group", "gigpo"):  # a batch without rows of one environment, whose others are as they are alone
+    if scale == "batch":  # a batch without rows of one environment, whose others are as they are alone
         advantages, _ = result_of(mixed, ~OF_MAZE, rule_numbers=np.zeros(4, np.int32))
         np.testing.assert_allclose(advantages, alone[0], rtol=1e-5, atol=1e-6)
 

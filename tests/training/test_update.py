@@ -186,7 +186,10 @@ def test_gradients_of_microbatches_add_up_in_fp32(monkeypatch, backend):
     np.testing.assert_allclose(metrics["grad_norm"].value, 129 * 4 * (1 + 2**-7), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("scan", "tied"), [(True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("scan", "tied"),
+    [(True, True), (False, False), *(pytest.param(x, not x, marks=pytest.mark.slow) for x in (True, False))],
+)
 def test_several_gpus_add_the_same_gradients_in_place(monkeypatch, scan, tied):
     """Those of a layer to its part of the sums, where the backward pass makes them; here on one device."""
     net = Net(dataclasses.replace(NET.config, scan_layers=scan, tie_embeddings=tied, remat="block"))
