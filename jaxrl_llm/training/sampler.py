@@ -127,14 +127,16 @@ def _check_settings(own: dict[str, Any], start: dict[str, Any], meeting: Meeting
 
 def _job(folder: Path, index: int, samplers: int, newest: int) -> tuple[Path, int] | None:
     """The policy's file and the step of this process's next batch, None where the learners ask for none."""
-    taken = read_facts(folder / "taken").get("step", 0)
-    asked = []
+    absent = []
     for path in folder.glob("policy_*"):
         if found := POLICY.fullmatch(path.name):
             _, first, last = map(int, found.groups())
-            asked += [
+            absent += [
                 (step, path)
-                for step in range(max(first, newest + 1, taken + 1), last + 1)
+                for step in range(max(first, newest + 1), last + 1)
                 if step % samplers == index and not path.with_name(f"batch_{step:08d}").exists()
             ]
+    # Read last: a batch goes after its step is in this file, so that none which was taken meanwhile is made again.
+    taken = read_facts(folder / "taken").get("step", 0)
+    asked = [(step, path) for step, path in absent if step > taken]
     return min(asked)[::-1] if asked else None

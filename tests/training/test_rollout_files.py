@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.distributed.processes import join
-from jaxrl_llm.training import rollout_files
+from jaxrl_llm.training import rollout_files, sampler
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.rollout_files import (
     Beat,
@@ -28,7 +28,6 @@ from jaxrl_llm.training.rollout_files import (
     write_file,
 )
 from jaxrl_llm.training.rollouts import pack
-from jaxrl_llm.training.sampler import _job
 from tests.training.test_rollout_queue import MESH, rollouts_of
 
 
@@ -126,7 +125,7 @@ def test_policies_are_kept_as_long_as_one_is_made_of_them(tmp_path, monkeypatch,
         made = 0
         while made < 12:
             for index in (0, 1) if queue._folder != tmp_path else ():
-                if job := _job(queue._folder, index, 2, 0):
+                if job := sampler._job(queue._folder, index, 2, 0):
                     path, step = job
                     version = int(path.name.split("_")[1])
                     _, arrays = read_policy(path, *held) if index else read_policy(path, "", {})
@@ -162,7 +161,7 @@ def test_batches_are_asked_for_and_taken_in_order(tmp_path):
         made = []
         while len(made) < 4:
             for index in (1, 0):
-                if job := _job(folder[0], index, 2, 0):
+                if job := sampler._job(folder[0], index, 2, 0):
                     path, step = job
                     version, first, _ = map(int, path.name.split("_")[1:])
                     header, arrays = read_policy(path, "", {})
@@ -201,6 +200,22 @@ def test_batches_are_asked_for_and_taken_in_order(tmp_path):
         go_on()
     end = read_facts(again._folder / "end.json")
     assert end["code"] == 2 and "sampler 0 of 2" in end["error"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_batch_that_is_taken_meanwhile_is_not_made_again(tmp_path, monkeypatch, before):
+    """Learners take the batch of step 1 while a sampler looks for its next one: before or after it reads `taken`."""
+    for name in ("policy_00000000_00000001_00000002", "batch_00000001"):
+        (tmp_path / name).touch()
+
+    def read_and_take(path):
+        facts = {} if before else read_facts(path)
+        write_file(tmp_path / "taken", {"step": 1})
+        (tmp_path / "batch_00000001").unlink()
+        return read_facts(path) if before else facts
+
+    monkeypatch.setattr(sampler, "read_facts", read_and_take)
+    assert sampler._job(tmp_path, 0, 1, 0) == (tmp_path / "policy_00000000_00000001_00000002", 2)
 
 
 def test_a_sampler_tells_its_error(tmp_path):
