@@ -121,6 +121,7 @@ def test_phases_by_hand():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_profile_of_a_step(tmp_path):
     watch, shown = Stopwatch(), []
     with Profiler("2", tmp_path, watch, shown.append) as profiler:

@@ -66,6 +66,7 @@ def test_samples_in_eight_bits_need_no_correction_where_nothing_is_trained(confi
     assert abs(found - jaxrl_llm.evaluate(config)["eval/accuracy"]) < 0.1
 
 
+@pytest.mark.slow
 def test_a_run_reports_the_same_numbers(config, tiny_run):
     config.model.path = str(tiny_run.output_dir / "hf")
     expected = last_evaluation(tiny_run)
@@ -143,7 +144,7 @@ def test_output_folder_must_exist(tmp_path):
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("--config.model.path=embedded:srt", "embedded:sort"),
+        pytest.param("--config.model.path=embedded:srt", "embedded:sort", marks=pytest.mark.slow),
         ("--config.model.pth=x", "the closest is --config.model.path"),
     ],
 )

@@ -182,7 +182,7 @@ def test_compiled_activations_are_sharded(rows):
     assert not {shape for shape in shapes if shape[0] == 48 or (shape[:2] == (8, 6) and len(shape) > 2)}
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_few_tokens_go_to_the_parts_of_the_vocabulary(tied):
     """With fewer tokens than words no device ever has the whole embedding or head; the numbers are those of one."""
     tokens = np.random.default_rng(0).integers(0, 40, (8, 9)).astype(np.int32)

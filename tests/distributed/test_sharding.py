@@ -17,11 +17,15 @@ def test_a_failing_check_fails_here(root, run_python):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["dense", "experts"])
-@pytest.mark.parametrize("what", ["update", "samples"])
-def test_every_mesh_of_eight_devices(root, run_python, what, model):
-    """All sizes of the five axes that multiply to 8."""
-    checks = f"the_{what} and {model}"
+@pytest.mark.parametrize(
+    "checks",
+    [
+        *(f"the_{what}_of and {model}" for what in ("update", "samples") for model in ("dense", "experts")),
+        "not the_update_of and not the_samples_of",
+    ],
+)
+def test_every_mesh_of_eight_devices(root, run_python, checks):
+    """All sizes of the five axes that multiply to 8, and the slow checks that are made on a few of them."""
     done = run_python(
         "-m",
         "pytest",

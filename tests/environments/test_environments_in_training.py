@@ -121,6 +121,7 @@ def train_on_two_games(*arguments, **settings):
     return jaxrl_llm.train(config, train_dataset=rows, environment=GAMES)
 
 
+@pytest.mark.slow
 def test_two_environments_with_options_of_their_own(root, tmp_path):
     """The advantages of each in the table are of its own rule, and with options that all rows have anyway nothing
     changes."""

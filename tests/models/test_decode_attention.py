@@ -94,7 +94,8 @@ def trace_as_on(backend: str, monkeypatch) -> None:
 
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
 @pytest.mark.parametrize(
-    ("at_once", "config"), [pytest.param(1, CONFIG, marks=pytest.mark.slow), (2, CONFIG), (2, CHUNKED), (2, NORMED)]
+    ("at_once", "config"),
+    [*(pytest.param(n, CONFIG, marks=pytest.mark.slow) for n in (1, 2)), (2, CHUNKED), (2, NORMED)],
 )
 def test_accelerators_decode_the_same(backend, at_once, config, monkeypatch):
     """With their own layouts of the caches and, on GPUs, the kernel: the logits of CPUs."""

@@ -60,7 +60,7 @@ def dense(mask, softcap, q, k, v):
     return jnp.einsum("njrts,nsjd->ntjrd", jax.nn.softmax(jnp.where(mask[:, None, None], scores, -1e30)), v)
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, 2.0)])
+@pytest.mark.parametrize(("window", "softcap"), [pytest.param(None, None, marks=pytest.mark.slow), (40, 2.0)])
 @pytest.mark.parametrize("by", ["segments", "mask", "mask of images"])
 def test_outputs_and_gradients(by, window, softcap):
     """Of packed documents, by their numbers; of completions that see their prompt, and of images, by a mask."""
@@ -130,7 +130,7 @@ def interpreted(monkeypatch):
     ("sliding", "scan", "changes"),
     [
         ((1,), True, {}),
-        ((1,), True, {"sliding_chunks": True}),
+        pytest.param((1,), True, {"sliding_chunks": True}, marks=pytest.mark.slow),
         pytest.param((0,), False, {}, marks=pytest.mark.slow),
         pytest.param((0, 1), True, {}, marks=pytest.mark.slow),
         pytest.param((1,), True, {"sliding_chunks": True, "sliding_window": 1000}, marks=pytest.mark.slow),

@@ -160,6 +160,7 @@ def test_the_engine_samples_it(params, rows, changes):
     np.testing.assert_allclose(rollout.sample_logps, logps, atol=0.3 if "weights_dtype" in changes else 1e-4)
 
 
+@pytest.mark.slow
 def test_observations_enter_its_state(params, rows):
     """Rows of several turns, that wait while others decode."""
     tokens, segments = rows

@@ -134,7 +134,9 @@ def test_guided_rows_do_not_change_others(web, sorter):
     np.testing.assert_allclose(alone[1]["logprobs"]["token_logprobs"], logps[range(len(ids)), ids], atol=1e-4)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "move"}}])
+@pytest.mark.parametrize(
+    "choice", [pytest.param("required", marks=pytest.mark.slow), {"type": "function", "function": {"name": "move"}}]
+)
 def test_tools_that_must_be_called(web, choice):
     """Calls of the tools' schemas, whose references to their own parts are kept."""
     no_space = {str(ord(letter)): -100 for letter in " \n"}  # between the tokens of JSON, where rows are short

@@ -104,6 +104,7 @@ def test_verls_rows_to_a_folder_that_transformers_loads(folder, tmp_path):
     assert np.abs(np.asarray(own) - blank.numpy()).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_options_of_the_image_processor(folder, tmp_path):
     """Rows are read by them, and the exported folder reads images so by itself, also in transformers."""
     image, smolvlm = picture(64, 64), folder.name == "smolvlm"

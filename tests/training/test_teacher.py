@@ -166,7 +166,7 @@ DIVERGENCES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.slow if x == "packed" else ()) for x in DIVERGENCES]
+    "name", [pytest.param(x, marks=pytest.mark.slow if "packed" in x else ()) for x in DIVERGENCES]
 )
 def test_the_divergence_in_the_loss(teacher, name):
     """By the whole logits of both models, at a temperature of its own; without rewards nothing else is in the loss."""
@@ -210,7 +210,8 @@ def test_given_rows_are_learned_from_by_the_teachers_distributions(teacher, pack
     assert 0.3 * expected < held_out["eval/loss"] < 3 * expected
 
 
-@pytest.mark.parametrize("packing", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["false", "true"])
 def test_samples_and_given_rows_by_turns(packing):
     """A share of the steps, drawn from the seed, takes the data's completions; a resumed run goes on with the same."""
     settings = {"teacher__form": "divergence", "algorithm__advantage": "zero", "teacher__on_policy": 0.5}

@@ -145,6 +145,7 @@ def check_gradients(oracle, model, documents):
         )
 
 
+@pytest.mark.slow
 def test_packed_rows_of_an_update_compute_the_same(model, documents):
     """Rows of groups whose prompts have images, in packed rows that hold a prompt once, two shards of them."""
     rows = [document for document in documents for _ in range(2)] + [documents[1]] * 2
@@ -195,6 +196,7 @@ def test_image_tokens_without_a_tile_keep_the_embedding_of_their_id(model, docum
     np.testing.assert_allclose(found[0], logits[-2:], atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_recomputing_gives_the_same_gradients(model, documents):
     columns = max(len(document.tokens) for document in documents)
 

@@ -42,7 +42,13 @@ def test_noise_has_the_size_of_the_paper_and_comes_from_the_seeds():
 
 @pytest.mark.parametrize(
     ("name", "loss"),
-    [("sft", "nll"), ("preference", "dpo"), ("preference", "kto"), ("reward_model", "auto"), ("grpo", "auto")],
+    [
+        ("sft", "nll"),
+        ("preference", "dpo"),
+        pytest.param("preference", "kto", marks=pytest.mark.slow),
+        pytest.param("reward_model", "auto", marks=pytest.mark.slow),
+        pytest.param("grpo", "auto", marks=pytest.mark.slow),
+    ],
 )
 def test_every_objective_has_the_noise_in_updates_alone(name, loss):
     """That is: where a batch has seeds, the loss is that of embeddings with `neftune_noise` added by hand."""

@@ -13,7 +13,7 @@ from jaxrl_llm.training.passes import scored_distributions
 from jaxrl_llm.training.setup.objectives import objective_of, policy_spec
 
 NET = Net(ModelConfig(vocab_size=31, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3))
-PARAMS = NET.init(jax.random.key(0))
+PARAMS = jax.jit(NET.init)(jax.random.key(0))
 PROMPT, COMPLETION = 3, 4
 BY_THE_RATIO = ("ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "reinforce", "rloo", "gmpo", "luspo", "vespo")
 
@@ -357,8 +357,17 @@ def test_a_loss_without_a_public_formula_is_refused():
         policy_spec(config)
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize(
+    ("aggregation", "on_policy"),
+    [
+        ("token", True),
+        ("sequence", False),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (("token", False), ("sequence", True), ("constant", False), ("constant", True))
+        ),
+    ],
+)
 def test_rows_with_weights_of_their_own_are_as_batches_alone(aggregation, on_policy):
     """The loss and its gradient are the sums over environments, each alone with its beta, times its weight and its
     share of the rows, or of the tokens."""

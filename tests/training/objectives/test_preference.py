@@ -22,8 +22,7 @@ from jaxrl_llm.training.update import _prepare, init_state, make_measure, make_u
 
 SHAPE = {"vocab_size": 29, "width": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 24}
 NET = Net(ModelConfig(**SHAPE, init_scale=0.3, scan_layers=False))
-PARAMS = NET.init(jax.random.key(0))
-REFERENCE = NET.init(jax.random.key(1))
+PARAMS, REFERENCE = (jax.jit(NET.init)(jax.random.key(seed)) for seed in (0, 1))
 PAIRED = sorted(name for name, loss in preference_losses.LOSSES.items() if loss.rows == "pair")
 
 

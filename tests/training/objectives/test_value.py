@@ -232,9 +232,10 @@ def trained_names(params):
 
 @pytest.mark.parametrize(
     ("rank", "own"),
-    [pytest.param(2, 0, marks=pytest.mark.slow), (0, 2)],
+    [(2, 0), (0, 2)],
     ids=["of the policy alone", "of the critic alone"],
 )
+@pytest.mark.slow
 def test_adapters_of_one_of_both(rank, own, root, tmp_path):
     """Of a critic with adapters those and its head are trained, of another all; one step moves both networks."""
     config = ppo(root, tmp_path, 1)

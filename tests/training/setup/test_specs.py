@@ -14,6 +14,7 @@ from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import merge_frozen
 
 
+@pytest.mark.slow
 def test_completions_that_go_past_the_end_of_text(tmp_path):
     config = jaxrl_llm.default_config()
     config.output_dir, config.total_steps, config.eval.every = str(tmp_path / "run"), 1, -1
@@ -32,11 +33,12 @@ def test_completions_that_go_past_the_end_of_text(tmp_path):
     ("minibatches", "made", "rates"),
     # Three passes of two minibatches in each of two steps. The joint pass is the last of the three: updates 4 and 5 of
     # 6 in the first step, of 12 over which the rate rises.
-    [pytest.param(0, 12, [4 / 12, 5 / 12, 10 / 12, 11 / 12], marks=pytest.mark.slow),
+    [(0, 12, [4 / 12, 5 / 12, 10 / 12, 11 / 12]),
      # Passes of one minibatch, all before the policy's.
      (1, 6, [0, 1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6])],
     ids=["the policy's minibatches", "its own"],
 )  # fmt: skip
+@pytest.mark.slow
 def test_the_critics_own_passes_rate_and_sizes(minibatches, made, rates, tmp_path):
     config = jaxrl_llm.default_config()
     config.algorithm.name, config.algorithm.advantage, config.batch.packing = "ppo", "ppo", "false"
