@@ -99,6 +99,7 @@ def test_a_reward_that_never_applies_is_no_number(config):
 # --- the command line ---
 
 
+@pytest.mark.slow
 def test_command_prints_and_writes(root, run_python, tiny_run, tmp_path):
     result = run_python(
         "-m", "jaxrl_llm", "evaluate", f"--config={root / 'configs' / 'grpo.py'}:tiny",

@@ -252,6 +252,7 @@ def test_columns_that_datasets_decodes_are_read_within_bounds(folder):
         loading.tokenized(spec, loading.open_sources(spec, tokenizer, rows), "prompts", tokenizer)
 
 
+@pytest.mark.slow
 def test_a_stream_reads_images(folder):
     config = config_of(folder, "unused")
     config.data.streaming, config.batch.prompts = True, 1

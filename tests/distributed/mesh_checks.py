@@ -513,6 +513,7 @@ def test_the_samples_of_a_mesh_with_context(model, on_one_device, samples):
         assert place.devices_indices_map(x.shape) == other.devices_indices_map(x.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2, 2)], ids=str)
 def test_packed_updates_on_every_mesh(sizes):
     """Each row shard packs its own rows; all make the same number of steps."""

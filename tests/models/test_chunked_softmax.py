@@ -126,7 +126,9 @@ def test_an_fp32_head_multiplies_unrounded_numbers(params):
         assert {dtype for path, dtype in dtypes.items() if not path.endswith("scale")} == {jnp.dtype("bfloat16")}
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    "beta", [pytest.param(0.0, marks=pytest.mark.slow), 0.3, pytest.param(1.0, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("top_k", "of_policy", "tail"), [(0, False, True), (4, False, True), (4, True, True), (4, True, False)]
 )

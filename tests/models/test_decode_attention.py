@@ -95,7 +95,11 @@ def trace_as_on(backend: str, monkeypatch) -> None:
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
 @pytest.mark.parametrize(
     ("at_once", "config"),
-    [*(pytest.param(n, CONFIG, marks=pytest.mark.slow) for n in (1, 2)), (2, CHUNKED), (2, NORMED)],
+    [
+        *(pytest.param(n, CONFIG, marks=pytest.mark.slow) for n in (1, 2)),
+        pytest.param(2, CHUNKED, marks=pytest.mark.slow),
+        (2, NORMED),
+    ],
 )
 def test_accelerators_decode_the_same(backend, at_once, config, monkeypatch):
     """With their own layouts of the caches and, on GPUs, the kernel: the logits of CPUs."""
@@ -112,7 +116,9 @@ def test_accelerators_decode_the_same(backend, at_once, config, monkeypatch):
     np.testing.assert_allclose(found, expected, atol=0.02)  # in float16: either is 0.013 off those of float32
 
 
-@pytest.mark.parametrize("kind", ["none", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("none", marks=pytest.mark.slow), "int8", pytest.param("fp8", marks=pytest.mark.slow)]
+)
 def test_gpus_norm_queries_and_keys_together(kind, monkeypatch):
     """In one array, with the scales and the norms of each: what they are apart, bit for bit."""
     config = dataclasses.replace(NORMED, quantize=kind, heads=6)

@@ -78,7 +78,8 @@ def test_rows_of_a_group_share_their_prompt(oracle, model):
         np.testing.assert_allclose(part, expected, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("remat", ["block", pytest.param("dots", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["block", "dots"])
 def test_gradients_reach_shared_keys_through_recomputed_layers(oracle, folder, remat):
     tokens, segments = padded(DOCUMENTS, "left")
     model = load_model(folder, remat=remat)
@@ -106,7 +107,8 @@ def test_adapters_are_those_of_peft(folder, model, tmp_path):
     np.testing.assert_array_equal(again(tokens), found)
 
 
-@pytest.mark.parametrize("kind", ["int8", pytest.param("nf4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_quantised_matrices_are_the_numbers_that_are_exported(folder, model, tmp_path, kind):
     quantised = load_model(folder, quantize=kind)
     save_hf(quantised, tmp_path / "out")

@@ -61,7 +61,12 @@ def values_and_gradients(function, params, coefficients):
 
 @pytest.mark.parametrize(
     ("layout", "tied", "temperature"),
-    [("left", True, 0.7), ("right", False, 1.0), ("packed", False, 0.7), ("packed", True, 1.0)],
+    [
+        ("left", True, 0.7),
+        pytest.param("right", False, 1.0, marks=pytest.mark.slow),
+        ("packed", False, 0.7),
+        pytest.param("packed", True, 1.0, marks=pytest.mark.slow),
+    ],
 )
 def test_values_and_gradients_are_those_of_whole_logits(monkeypatch, layout, tied, temperature):
     """For both outputs at once, three columns at a time, with respect to every parameter of the model."""

@@ -149,7 +149,7 @@ def test_late_rows_leave_the_others_their_rewards():
 def test_a_blocked_loop_is_replaced():
     async def block(completions, **_):
         if completions == ["block"]:
-            time.sleep(2)
+            time.sleep(1)
         return [1.0]
 
     rewards = load_rewards(block, timeout=0.1, on_timeout=0.0)
@@ -319,7 +319,7 @@ def test_functions_of_modules_travel_as_they_are():
     assert numbers(functions.exact_match, ["a", "b"], {"answer": ["a", "a"]}, workers=1).tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_workers_end_with_their_parent(run_python, worker_file, hangs):
     code = f"""
 import time

@@ -182,7 +182,11 @@ def next_greedy(net, params, tokens, segments, place):
     return net.bind(params)(tokens, segments)[:, place].argmax(-1)
 
 
-@pytest.mark.parametrize(("scanned", "tied"), [(False, False), (True, True)], ids=["unrolled", "scanned and tied"])
+@pytest.mark.parametrize(
+    ("scanned", "tied"),
+    [pytest.param(False, False, marks=pytest.mark.slow), (True, True)],
+    ids=["unrolled", "scanned and tied"],
+)
 def test_greedy_equals_repeated_forward_passes(monkeypatch, scanned, tied):
     """24 tokens, the row cache growing from 10 to 24, against a forward pass of the whole row for every token."""
     net = Net(dataclasses.replace(CONFIG, tie_embeddings=tied, attention_bias=scanned, layers=3))
@@ -362,9 +366,8 @@ def test_a_prompt_is_stored_once(params):
     assert [x.shape for x in grown.cache[1]] == [(3, 64, 2, 8, 9), (3, 64, 2, 9, 8)]
 
 
-@pytest.mark.parametrize(
-    "slots", [pytest.param(0, id="all rows", marks=pytest.mark.slow), pytest.param(6, id="some at once")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [0, 6], ids=["all rows", "some at once"])
 def test_row_caches_are_replaced_a_layer_at_a_time(slots, monkeypatch):
     """While caches grow, or rows move, those of one layer are held twice: never all layers' of both sizes."""
     layers = 3

@@ -116,6 +116,7 @@ def test_a_thousand_of_a_thousand_parse(web, white):
     assert follow(web, 112, 10_000, white) >= 1000
 
 
+@pytest.mark.slow
 def test_guided_rows_do_not_change_others(web, sorter):
     """A row of no guide beside guided ones is what it is alone, and a guided one too; log-probs are the policy's."""
     from concurrent.futures import ThreadPoolExecutor
@@ -134,9 +135,8 @@ def test_guided_rows_do_not_change_others(web, sorter):
     np.testing.assert_allclose(alone[1]["logprobs"]["token_logprobs"], logps[range(len(ids)), ids], atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "choice", [pytest.param("required", marks=pytest.mark.slow), {"type": "function", "function": {"name": "move"}}]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "move"}}])
 def test_tools_that_must_be_called(web, choice):
     """Calls of the tools' schemas, whose references to their own parts are kept."""
     no_space = {str(ord(letter)): -100 for letter in " \n"}  # between the tokens of JSON, where rows are short

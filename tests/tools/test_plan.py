@@ -220,7 +220,8 @@ def test_the_policy_as_its_teacher_holds_its_copy_and_reads_longer_rows(folder):
     assert bytes_on_device(describe_for(config, on).teachers[""].own) == 0
 
 
-@pytest.mark.parametrize("top_k", [pytest.param(0, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("top_k", [0, 4])
 def test_distributions_of_a_teacher_are_arguments_of_the_update(folder, top_k):
     config = small(folder)
     on = target(config, "h100", 1, simulate=True)

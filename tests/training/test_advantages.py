@@ -305,13 +305,14 @@ OWN_RULES = (
     "reinforce_plus_plus(gamma=0.9)", "reinforce_plus_plus_baseline", "turn", "mt_grpo", "gigpo", "zero",
 )  # fmt: skip
 READ_SCALE = ("group", "turn", "mt_grpo", "gigpo")
+QUICK = (*READ_SCALE, "gdpo", "remax", "zero")
 
 
 @pytest.mark.parametrize(
     ("rule", "scale"),
     [
-        *((rule, "group") for rule in OWN_RULES),
-        *(pytest.param(x, "batch", marks=() if x in READ_SCALE else pytest.mark.slow) for x in OWN_RULES),
+        *(pytest.param(x, "group", marks=() if x in QUICK else pytest.mark.slow) for x in OWN_RULES),
+        *(pytest.param(x, "batch", marks=() if x == "group" else pytest.mark.slow) for x in OWN_RULES),
     ],
 )
 def test_a_mixed_batch_has_the_advantages_of_each_environment_alone(rule, scale):

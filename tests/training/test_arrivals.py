@@ -72,7 +72,7 @@ def asked(path, staleness, followed=None, last_step=8, pause=0.01, resume=None, 
     return produce.given, states
 
 
-@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize("staleness", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_record_is_followed_whatever_the_timing(tmp_path, staleness):
     given, _ = asked(tmp_path / "one", staleness)
     assert any(len(set(x)) > 1 for x in given.values())  # policies came to batches under way
@@ -159,7 +159,8 @@ def test_what_arrivals_need():
         build(config, MESH, train_dataset=ROWS, rewards=digits)
 
 
-@pytest.mark.parametrize("partial", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("partial", [False, True])
 def test_log_probs_are_of_the_policies_that_came_and_are_corrected(tmp_path, partial):
     """Policies that differ behind the last layer alone have the same keys and values: each token's log-prob is that
     which its policy gives to the whole row, and the ratio of the newest one's tokens is 1."""

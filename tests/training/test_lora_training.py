@@ -85,6 +85,7 @@ def test_magnitudes_of_dora_are_trained():
     assert all(np.abs(change).max() > 1e-4 for _, change in changes)
 
 
+@pytest.mark.slow
 def test_the_base_has_no_gradient():
     """The whole model's update multiplies into arrays of the shapes of its matrices; that of adapters does not."""
 

@@ -322,6 +322,7 @@ def test_every_mesh_gives_the_same_step(run_python, root):
     assert done.stdout.count("same") == 6
 
 
+@pytest.mark.slow
 def test_a_mesh_does_not_cut_a_pair(run_python, root):
     flags = ["--config.batch.prompts=6", "--config.output_dir=out", "--config.mesh.fsdp=4"]
     done = run_python("-m", "jaxrl_llm.train", f"--config={root / 'configs/dpo.py'}:tiny", *flags, devices=4)

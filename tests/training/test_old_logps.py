@@ -115,7 +115,8 @@ def test_correction_with_sampler_is_refused():
     assert old_logps_of(config_of(loss="reinforce", old_logps="sampler", importance_correction="sequence_mask"))
 
 
-@pytest.mark.parametrize("normalize", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("normalize", [False, True])
 def test_bypass_weighs_by_the_policy_itself(normalize):
     """In each update of a step `reinforce` is weighed by the ratio of the policy as it is then and the sampler."""
     config = config_of(rollout_correction="bypass_pg_is(threshold=1.05)", num_iterations=2)
@@ -149,6 +150,7 @@ def interpolated(staleness=1, **changes):
     return config
 
 
+@pytest.mark.slow
 def test_interpolation_takes_the_age_of_rows_and_costs_no_pass(monkeypatch):
     """The second batch of a run with staleness 1 is of the policy before the first update: age 1, half of the way."""
 

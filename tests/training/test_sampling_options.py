@@ -47,10 +47,7 @@ def train(config):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        pytest.param(x, marks=() if name in ("together", "guided") else pytest.mark.slow, id=name)
-        for name, x in OPTIONS.items()
-    ],
+    [pytest.param(x, marks=() if name == "together" else pytest.mark.slow, id=name) for name, x in OPTIONS.items()],
 )
 def test_the_ratio_is_1_on_policy(tmp_path, options):
     completions, record = train(small_config(tmp_path, **options))

@@ -64,7 +64,8 @@ def logps_by(path, batch, temperature=1.0):
     return np.pad(np.asarray(logps), ((0, 0), (1, 0)))
 
 
-@pytest.mark.parametrize("packing", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["false", "true"])
 def test_teacher_in_the_advantages(teacher, packing):
     """A teacher of another family and size, at the sampling temperature, beside rewards."""
     settings = {"rollout__temperature": 0.7, "batch__packing": packing}
@@ -82,7 +83,9 @@ def test_teacher_in_the_advantages(teacher, packing):
     assert not np.asarray(batch.advantages)[~mask].any()
 
 
-@pytest.mark.parametrize("rewards", [None, length], ids=["no reward function", "measured"])
+@pytest.mark.parametrize(
+    "rewards", [None, pytest.param(length, marks=pytest.mark.slow)], ids=["no reward function", "measured"]
+)
 def test_teacher_alone(teacher, rewards):
     """Without rewards, or with the rule that learns nothing from them, the advantage is the teacher's term."""
     alone = {"rewards__functions": ()} if rewards is None else {"algorithm__advantage": "zero"}
@@ -189,7 +192,8 @@ def test_the_divergence_in_the_loss(teacher, name):
     assert updates[0]["grad_norm"].value > 0.01
 
 
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
 def test_given_rows_are_learned_from_by_the_teachers_distributions(teacher, packed):
     """sft with a teacher: offline distillation, here by the forward KL, and the same measure on held-out rows."""
     settings = {"algorithm__name": "sft", "teacher__form": "divergence", "teacher__beta": 0.0, "data__packing": packed}

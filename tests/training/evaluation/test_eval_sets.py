@@ -217,6 +217,7 @@ def evaluated_steps(result) -> list[int]:
     return [line["step"] for line in result.metrics if any(name.startswith("eval/") for name in line)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "start", "end", "first", "steps"),
     [

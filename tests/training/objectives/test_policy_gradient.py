@@ -360,11 +360,10 @@ def test_a_loss_without_a_public_formula_is_refused():
 @pytest.mark.parametrize(
     ("aggregation", "on_policy"),
     [
-        ("token", True),
         ("sequence", False),
         *(
             pytest.param(*x, marks=pytest.mark.slow)
-            for x in (("token", False), ("sequence", True), ("constant", False), ("constant", True))
+            for x in (("token", False), ("token", True), ("sequence", True), ("constant", False), ("constant", True))
         ),
     ],
 )

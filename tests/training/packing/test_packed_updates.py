@@ -168,7 +168,8 @@ PREFERENCES = {
 }
 
 
-@pytest.mark.parametrize("loss", [pytest.param(x, marks=slow if n else ()) for n, x in enumerate(PREFERENCES)])
+@slow
+@pytest.mark.parametrize("loss", PREFERENCES)
 def test_pairs(loss):
     check_same(config_of("preference", algorithm__loss=loss, **PREFERENCES[loss]), pairs())
 
