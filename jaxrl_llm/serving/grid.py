@@ -1,7 +1,7 @@
 """The slot grid of requests: G prompts by R rows, which requests join and leave between chunks.
 
     prefill_requests(requests, ...)          -> Prompts, Rows    # their prompts' caches and first tokens (engine.py)
-    join(grid, Prompts, Rows, places)        -> Grid             # in places whose rows have ended
+    join(params, grid, Prompts, Rows, ...)   -> Grid             # in places whose rows have ended
     regrouped(grid, SlotGrid)                -> Grid             # the rows that go on, in another grid
     decode_chunk(params, Prompts, Slots)     -> Slots            # the engine's
     newest(Slots, starts)                    -> Newest           # what the host reads after a chunk
@@ -35,7 +35,8 @@ from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
 from jaxrl_llm.rollout.slots import Prompts, Rows, Slots, ended, flat
 from jaxrl_llm.serving.prefixes import Prefix, resume
 
-SMALLEST = 64  # tokens of the narrowest prompt that a program is compiled for
+SMALLEST = 64  # tokens of the narrowest caches of prompts that a program decodes with
+SHORTEST = 32  # and of the narrowest prompts that are prefilled: on CPUs most of a short request is its padded prompt
 CAPACITY = 32  # tokens that the row caches of a new grid have room for
 MOST_ENDS = 16  # ids that may end a row
 MOST_BIASES = 1024  # tokens whose logits a request may change
@@ -124,7 +125,7 @@ def prefill_requests(
     may be, in a grid with guided rows. `found` is a kept text and how many of its tokens the one prompt begins with.
     """
     own = list({id(r.prompt): r for r in requests}.values())
-    prompts, segments = pad_prompts([list(r.prompt) for r in own], bucket(max(len(r.prompt) for r in own)))
+    prompts, segments = pad_prompts([list(r.prompt) for r in own], bucket(max(len(r.prompt) for r in own), SHORTEST))
     shape = (len(own), len(requests) // len(own))
     sampling = row_sampling(engine, requests, shape, top, allowed)
     seeds, numbers = (
@@ -278,9 +279,11 @@ def widened(engine: Engine, params, prompts: Prompts, width: int) -> Prompts:
 
 
 @functools.partial(jax.jit, static_argnames="engine", donate_argnames="grid")
-def join(engine: Engine, grid: Grid, prompts: Prompts, rows: Rows, keys, index) -> Grid:
-    """The grid with new prompts, of its width, and their rows at the places `index` `[B]`."""
+def join(engine: Engine, params, grid: Grid, prompts: Prompts, rows: Rows, keys, index) -> Grid:
+    """The grid with new prompts and their rows at the places `index` `[B]`; the prompts get its width."""
     axis = 1 if engine.decoder.config.scan_layers else 0
+    if prompts.tokens.shape[1] != grid.width:
+        prompts = widened(engine, params, prompts, grid.width)
 
     def put(old, new):
         return old.at[(slice(None),) * axis + (index,)].set(new.astype(old.dtype))

@@ -30,6 +30,7 @@ from jaxrl_llm.rollout.grammar import GrammarRow
 from jaxrl_llm.rollout.scheduler import IDLE, Scheduler, SlotGrid
 from jaxrl_llm.serving.grid import (
     CAPACITY,
+    SHORTEST,
     Grid,
     RowRequest,
     alone,
@@ -310,7 +311,7 @@ class RequestQueue:
             if own and self._shrinks:
                 regroups = size < self.size or _group(own, group * len(free)) != group
             for handles in _pieces(own, group)[: 0 if regroups else len(free)]:
-                width = bucket(len(handles[0].request.prompt))
+                width = bucket(len(handles[0].request.prompt), SHORTEST)
                 if joining and prompt_tokens + width > PREFILL_TOKENS:
                     break
                 prompt_tokens += width
@@ -417,10 +418,8 @@ class RequestQueue:
                 single = alone(range(count), count, count)
                 prompts, begun_slots = assign(self.engine, prompts, rows, keys.reshape(-1), single, 1)
                 rows, keys = begun_slots.rows, begun_slots.keys
-            if prompts.tokens.shape[1] != grid.width:
-                prompts = widened(self.engine, self._params, prompts, grid.width)
             places = np.asarray([handle.slot for handle in some[:: self._group]]) // self._group
-            grid = join(self.engine, grid, prompts, rows, keys, places)
+            grid = join(self.engine, self._params, grid, prompts, rows, keys, places)
             for handle in some:
                 handle.version = self.counts.weight_version
             self.counts.prompt_tokens += sum(len(request.prompt) for request in requests)
@@ -584,8 +583,10 @@ def _batches(handles: Sequence[Handle], begun: Collection[int], group: int) -> I
     for rows in _pieces(handles, group):
         prompt = rows[0].request.prompt
         by_prompt = rows_of[id(prompt)] > group or id(prompt) in begun
-        key = (id(prompt), 1 if group > 1 else PREFILL_ROWS) if by_prompt else (bucket(len(prompt)), PREFILL_ROWS)
-        batches.setdefault((by_prompt, *key), []).append(rows)
+        kind, most = bucket(len(prompt), SHORTEST), PREFILL_ROWS
+        if by_prompt:
+            kind, most = id(prompt), 1 if group > 1 else PREFILL_ROWS
+        batches.setdefault((by_prompt, kind, most), []).append(rows)
     for (*_, most), batch in batches.items():
         while batch:
             count = min(most, 1 << (len(batch).bit_length() - 1))
