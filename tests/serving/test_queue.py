@@ -189,23 +189,24 @@ def test_the_likeliest_tokens(queue, model):
 
 
 def test_a_prompt_of_several_rows_is_computed_once(queue, model, monkeypatch):
-    """Choices of one answer share the prefill, whatever their settings; each is what it is alone."""
+    """Choices of one answer share the prefill, in 32 places, whatever their settings; each is what it is alone."""
     from jaxrl_llm.serving import grid
 
-    widths = []
-    pad = grid.pad_prompts
-    monkeypatch.setattr(grid, "pad_prompts", lambda prompts, width: widths.append(len(prompts)) or pad(prompts, width))
+    shapes, pad = [], grid.pad_prompts
+    monkeypatch.setattr(
+        grid, "pad_prompts", lambda prompts, width: shapes.append((len(prompts), width)) or pad(prompts, width)
+    )
     ids = prompt_rows(model, ["sort:90817="])[0]["prompt_ids"]
     settings = [SamplingParams(), SamplingParams(0.0), SamplingParams(1.5, top_k=4), SamplingParams(top_p=0.5)]
     requests = [RowRequest(ids, 5 + number, each, (), 3, number) for number, each in enumerate(settings)]
     together = ask(queue, *requests)
     for row in together:
         row.wait()
-    assert widths == [1]
+    assert shapes == [(1, 32)]
     for row in together:
         (alone,) = ask(queue, row.handle.request)
         assert alone.wait() == row.ids and len(row.ids) == row.handle.request.limit
-    assert widths == [1] * 5
+    assert shapes == [(1, 32)] * 5
 
 
 @pytest.mark.slow
