@@ -74,7 +74,7 @@ def ask(queue: RequestQueue, *requests: RowRequest) -> list[Collected]:
 def random_requests(
     count: int, seed: int, ends: tuple[int, ...], sizes: tuple[int, ...] = (1, 9, 60, 100, 200), most: int = LONGEST
 ) -> list[RowRequest]:
-    """Prompts of any length (of three buckets), limits and settings; some are greedy, some filtered, some neither."""
+    """Prompts of any length (of several buckets), limits and settings; some are greedy, some filtered, some neither."""
     draw = np.random.default_rng(seed)
     settings = [
         SamplingParams(),
@@ -138,7 +138,7 @@ def test_every_row_gets_what_it_gets_alone(queue, model, seed):
 
 @pytest.mark.slow
 def test_every_row_of_a_small_grid_gets_what_it_gets_alone(model):
-    """The same with two slots, two buckets of prompts and one capacity, for which few programs are compiled."""
+    """The same with two slots, few buckets of prompts and one capacity, for which few programs are compiled."""
     queue = RequestQueue(Engine(model.net, SamplingParams(), 1, CAPACITY, (), chunk=4), model.params, 2)
     queue.start()
     compare_with_alone(queue, random_requests(12, 0, eos_ids(model), (1, 9, 60, 100), CAPACITY), 0)
