@@ -31,9 +31,9 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import Model, load_model
+from jaxrl_llm.serving.grid import bucket
 
 HELP = "/image FILE shows an image, /reset starts a new conversation, /quit or the end of the input leaves"
-SMALLEST = 64  # tokens of the narrowest prompt that a program is compiled for; wider ones double
 
 FLAGS = (
     *MODEL,
@@ -147,11 +147,6 @@ def _show_answers(
         table.add_column(Text(speaker.name), ratio=1, overflow="fold")
     table.add_row(*map(Text, answers))
     console.print(table)
-
-
-def bucket(length: int) -> int:
-    """The padded width of a prompt of `length` tokens: 64, 128, 256, ..., so that few programs are compiled."""
-    return max(SMALLEST, 1 << (length - 1).bit_length())
 
 
 def answerer(model: Model, **settings: Any) -> Callable[[Prompt, int], str]:

@@ -36,7 +36,7 @@ from jaxrl_llm.rollout.slots import Prompts, Rows, Slots, ended, flat
 from jaxrl_llm.serving.prefixes import Prefix, resume
 
 SMALLEST = 64  # tokens of the narrowest caches of prompts that a program decodes with
-SHORTEST = 32  # and of the narrowest prompts that are prefilled: on CPUs most of a short request is its padded prompt
+SHORTEST = 32  # and of the narrowest prompts that are prefilled, whose padding is computed like tokens
 CAPACITY = 32  # tokens that the row caches of a new grid have room for
 MOST_ENDS = 16  # ids that may end a row
 MOST_BIASES = 1024  # tokens whose logits a request may change
@@ -64,6 +64,11 @@ class RowRequest:
     grammar: Grammar | None = None
     adapter: str = ""  # the name of one of the queue's; none is the model itself
     tiles: Sequence[np.ndarray] | Tiles | None = None  # each [H,W,C] fp32, of the images of the prompt
+
+    @property
+    def width(self) -> int:
+        """Tokens that its prompt is prefilled with, padding included."""
+        return bucket(len(self.prompt), SHORTEST)
 
 
 class Grid(NamedTuple):
@@ -125,7 +130,7 @@ def prefill_requests(
     may be, in a grid with guided rows. `found` is a kept text and how many of its tokens the one prompt begins with.
     """
     own = list({id(r.prompt): r for r in requests}.values())
-    prompts, segments = pad_prompts([list(r.prompt) for r in own], bucket(max(len(r.prompt) for r in own), SHORTEST))
+    prompts, segments = pad_prompts([list(r.prompt) for r in own], max(r.width for r in own))
     shape = (len(own), len(requests) // len(own))
     sampling = row_sampling(engine, requests, shape, top, allowed)
     seeds, numbers = (

@@ -30,7 +30,6 @@ from jaxrl_llm.rollout.grammar import GrammarRow
 from jaxrl_llm.rollout.scheduler import IDLE, Scheduler, SlotGrid
 from jaxrl_llm.serving.grid import (
     CAPACITY,
-    SHORTEST,
     Grid,
     RowRequest,
     alone,
@@ -311,10 +310,9 @@ class RequestQueue:
             if own and self._shrinks:
                 regroups = size < self.size or _group(own, group * len(free)) != group
             for handles in _pieces(own, group)[: 0 if regroups else len(free)]:
-                width = bucket(len(handles[0].request.prompt), SHORTEST)
-                if joining and prompt_tokens + width > PREFILL_TOKENS:
+                if joining and prompt_tokens + handles[0].request.width > PREFILL_TOKENS:
                     break
-                prompt_tokens += width
+                prompt_tokens += handles[0].request.width
                 joining += handles
             for handle in joining:
                 self._waiting.remove(handle)
@@ -581,11 +579,12 @@ def _batches(handles: Sequence[Handle], begun: Collection[int], group: int) -> I
     """
     rows_of, batches = Counter(id(handle.request.prompt) for handle in handles), {}
     for rows in _pieces(handles, group):
-        prompt = rows[0].request.prompt
-        by_prompt = rows_of[id(prompt)] > group or id(prompt) in begun
-        kind, most = bucket(len(prompt), SHORTEST), PREFILL_ROWS
+        request = rows[0].request
+        prompt = id(request.prompt)
+        by_prompt = rows_of[prompt] > group or prompt in begun
+        kind, most = request.width, PREFILL_ROWS
         if by_prompt:
-            kind, most = id(prompt), 1 if group > 1 else PREFILL_ROWS
+            kind, most = prompt, 1 if group > 1 else PREFILL_ROWS
         batches.setdefault((by_prompt, kind, most), []).append(rows)
     for (*_, most), batch in batches.items():
         while batch:
