@@ -29,8 +29,8 @@ def sampled(engine, on_border, **others):
     return jax.tree.map(np.asarray, engine.generate(POLICIES[0], TOKENS, SEGMENTS, KEY, on_border=on_border, **others))
 
 
-@pytest.mark.parametrize("name", ["plain", "few slots, speculative tokens"])
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "few slots, speculative tokens"])
 def test_each_token_is_drawn_by_the_policy_of_its_time_behind_the_caches_that_are_there(name):
     """A token enters its cache by the policy that draws the next one, and keys and values of before stay."""
     engine, swaps, asked = ENGINES[name], [], []

@@ -57,7 +57,7 @@ def test_equal_steps_of_u_give_every_token_its_share(vocab, scale):
     """u at the middle of M equal intervals: a token of probability p is drawn M p times, give or take one."""
     logits = random_logits(1, vocab, scale)[0]
     probs = np.exp(logits - logits.max())
-    count = 20_000
+    count = 50_000
     drawn = draw(probs, ((np.arange(count) + 0.5) / count).astype(np.float32))
     expected = count * probs.astype(np.float64) / probs.sum(dtype=np.float64)
     assert np.abs(np.bincount(drawn, minlength=vocab) - expected).max() <= 1.1

@@ -26,7 +26,7 @@ METRICS = {
 }
 
 
-QUICK = ("sft", "dpo", "reward_model")  # the others have objectives of the kind of dpo
+QUICK = ("sft", "dpo", "reward_model")  # of the others all but kto have objectives of the kind of dpo
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in METRICS])

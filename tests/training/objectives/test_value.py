@@ -230,12 +230,12 @@ def trained_names(params):
     return {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "own"),
     [(2, 0), (0, 2)],
     ids=["of the policy alone", "of the critic alone"],
 )
-@pytest.mark.slow
 def test_adapters_of_one_of_both(rank, own, root, tmp_path):
     """Of a critic with adapters those and its head are trained, of another all; one step moves both networks."""
     config = ppo(root, tmp_path, 1)

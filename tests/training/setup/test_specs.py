@@ -29,6 +29,7 @@ def test_completions_that_go_past_the_end_of_text(tmp_path):
         jaxrl_llm.train(config, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("minibatches", "made", "rates"),
     # Three passes of two minibatches in each of two steps. The joint pass is the last of the three: updates 4 and 5 of
@@ -38,7 +39,6 @@ def test_completions_that_go_past_the_end_of_text(tmp_path):
      (1, 6, [0, 1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6])],
     ids=["the policy's minibatches", "its own"],
 )  # fmt: skip
-@pytest.mark.slow
 def test_the_critics_own_passes_rate_and_sizes(minibatches, made, rates, tmp_path):
     config = jaxrl_llm.default_config()
     config.algorithm.name, config.algorithm.advantage, config.batch.packing = "ppo", "ppo", "false"
