@@ -149,7 +149,7 @@ def test_late_rows_leave_the_others_their_rewards():
 def test_a_blocked_loop_is_replaced():
     async def block(completions, **_):
         if completions == ["block"]:
-            time.sleep(1)
+            time.sleep(2)
         return [1.0]
 
     rewards = load_rewards(block, timeout=0.1, on_timeout=0.0)

@@ -339,10 +339,8 @@ def test_a_mixed_batch_has_the_advantages_of_each_environment_alone(rule, scale)
         alone = result_of(step_of(configured(advantage=own, scale_rewards=scale), names), rows)
         np.testing.assert_allclose(advantages[rows], alone[0], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(priority[rows[::2]], alone[1], rtol=1e-5, atol=1e-6)
-    if scale == "batch" or rule in (
-        "group",
-        "gigpo",
-    ):  # a batch without rows of one environment, whose others are as they are alone
+    # A batch without rows of one environment, whose others are as they are alone.
+    if scale == "batch" or rule in ("group", "gigpo"):
         advantages, _ = result_of(mixed, ~OF_MAZE, rule_numbers=np.zeros(4, np.int32))
         np.testing.assert_allclose(advantages, alone[0], rtol=1e-5, atol=1e-6)
 
