@@ -68,6 +68,9 @@ from jaxrl_llm.rollout.streaming import FinishedRows, OnFinished
 READ = 64  # the most observation tokens of a row that are read at once
 # Programs of one more grid compile in seconds: a few tenths of a second (on CPUs) in each rollout are worth that.
 COMPILE_WORK = 2e9
+# Rows of a matmul from which on XLA's CPU backend adds up each in the same order, however many there are; the logits
+# of up to so many prompts are computed as those of just as many.
+STEADY_ROWS, STEADY_PROMPTS = 64, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,7 +331,7 @@ def _in_decoding_dtype(params: Params, decoder: Net) -> Params:
     return jax.tree_util.tree_map_with_path(leaf, params)
 
 
-@functools.partial(jax.jit, static_argnames="engine")
+@functools.partial(jax.jit, static_argnames=("engine", "steady"))
 def prefill(
     engine: Engine,
     params,
@@ -338,21 +341,35 @@ def prefill(
     automata: Automata = NO_AUTOMATA,
     sampling: RowSampling | None = None,
     images: Images | None = None,
+    steady: bool = False,
 ) -> tuple[Prompts, Rows]:
     """The prompts' caches, and all rows `[B,K]` with their first token, from one forward pass per prompt.
 
-    `sampling` are settings of each row, in the place of the engine's.
+    `sampling` are settings of each row, in the place of the engine's. `steady` gives each of up to STEADY_PROMPTS
+    prompts the same bits alone and beside others of its width: a CPU computes copies of the first with few short ones.
     """
-    model = engine.decoder.bind(params)
-    hidden, cache, experts = model.prefill(prompts, segments, images)
+    model, (count, width) = engine.decoder.bind(params), prompts.shape
+    steady = steady and jax.default_backend() == "cpu" and images is None
+    copies = max(0, -(-STEADY_ROWS // width) - count) if steady else 0
+    hidden, cache, experts = model.prefill(_with_copies(prompts, copies), _with_copies(segments, copies), images)
+    if copies:
+        hidden, experts = jax.tree.map(lambda x: x[:count], (hidden, experts))
+        cache = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, 0, count, axis=_prompt_axis(engine)), cache)
+    alike = max(0, STEADY_PROMPTS - count) if steady else 0
+    logits = model.logits(_with_copies(hidden[:, -1], alike))[:count]
     if engine.cache_dtype is not None:
         dtype = engine.cache_dtype
         if dtype == "fp8":  # TPUs would write a cache of bytes anew, as fp8, to read it
             dtype = FP8 if jax.default_backend() == "tpu" else BYTES["fp8"][0]
         dtype = jnp.dtype(dtype)
         cache = jax.tree.map(lambda x: narrowed(x, dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
-    made = first_tokens(engine, cache, prompts, segments, model.logits(hidden[:, -1]), keys, automata, sampling)
+    made = first_tokens(engine, cache, prompts, segments, logits, keys, automata, sampling)
     return made[0]._replace(experts=_recorded(engine, experts)), made[1]
+
+
+def _with_copies(x, count: int) -> jax.Array:
+    """`x` `[B, ...]` with so many copies of the first row behind it."""
+    return jnp.concatenate([x, jnp.repeat(x[:1], count, axis=0)]) if count else x
 
 
 def _recorded(engine: Engine, experts) -> jax.Array | None:

@@ -142,7 +142,9 @@ def prefill_requests(
         (first, *_), images = requests, None
         if first.tiles is not None:
             images = row_images([first.prompt], [first.tiles], engine.net.config.vision)
-        new_prompts, new_rows = prefill(group, params, prompts, segments, keys, sampling=sampling, images=images)
+        new_prompts, new_rows = prefill(
+            group, params, prompts, segments, keys, sampling=sampling, images=images, steady=True
+        )
     else:
         prefix, common = found
         behind = list(requests[0].prompt[common:])

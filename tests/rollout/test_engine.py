@@ -11,7 +11,7 @@ import pytest
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.rollout import engine as engine_module
-from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.engine import Engine, prefill
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.rollout.speculative import prompt_lookup
@@ -58,6 +58,27 @@ def test_the_layout_of_a_rollout(params):
     np.testing.assert_array_equal(rollout.sample_logps != 0, rollout.mask > 0)
     assert rollout.mask.dtype == rollout.sample_logps.dtype == np.float32
     assert 1 <= rollout.lengths.min() < rollout.lengths.max() == 12  # the rows of this test end at different places
+
+
+def test_a_steady_prefill_does_not_depend_on_the_prompts_beside():
+    """To the bit, for a net so wide that the CPU adds up products of few rows otherwise, and for short prompts."""
+    net = Net(dataclasses.replace(CONFIG, layers=1, width=640, ffn=640, heads=8, head_dim=64))
+    engine = Engine(net, SamplingParams(), group_size=2, max_completion_length=1, eos=())
+    tokens = np.random.default_rng(0).integers(1, VOCAB, (8, 32)).astype(np.int32)
+    segments, keys = np.ones_like(tokens), jax.random.split(jax.random.key(0), 16)
+
+    def of(count, steady):
+        rows = slice(0, count)
+        return prefill(engine, params, tokens[rows], segments[rows], keys[: 2 * count], steady=steady)
+
+    params = jax.jit(net.init)(jax.random.key(1))
+    (whole, whole_rows), prompts = of(8, True), engine_module._prompt_axis(engine)
+    for count in (1, 2, 3):
+        few, rows = of(count, True)
+        np.testing.assert_array_equal(rows.logps, whole_rows.logps[:count])
+        first = functools.partial(jax.lax.slice_in_dim, start_index=0, limit_index=count, axis=prompts)
+        jax.tree.map(np.testing.assert_array_equal, few.cache, jax.tree.map(first, whole.cache))
+    np.testing.assert_allclose(of(1, False)[1].logps, whole_rows.logps[:1], rtol=1e-4)  # the same but for rounding
 
 
 def test_a_row_ends_with_its_first_end_of_text(params):
