@@ -75,7 +75,9 @@ def test_a_run_reports_the_same_numbers(config, tiny_run):
     assert 0 < expected["eval/accuracy"] < expected["eval/pass@4"]
 
 
-@pytest.mark.parametrize(("samples", "ks"), [(4, [1, 2, 4]), (3, [1, 2, 3]), (1, [1])])
+@pytest.mark.parametrize(
+    ("samples", "ks"), [pytest.param(4, [1, 2, 4], marks=pytest.mark.slow), (3, [1, 2, 3]), (1, [1])]
+)
 def test_metrics_of_known_rewards(samples, ks, config):
     def first_of_each(completions, right, **columns):
         return [float(row % samples == 0 and right[row]) for row in range(len(completions))]

@@ -68,7 +68,7 @@ def address():
             """Nothing."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield "http://{}:{}".format(*server.server_address)
     server.shutdown()
     server.server_close()

@@ -210,7 +210,15 @@ def test_constraints_without_a_mesh_do_nothing(net, params, rows):
     assert "sharding_constraint" not in jax.jit(lambda p: net.bind(p)(*rows)).lower(params).as_text()
 
 
-@pytest.mark.parametrize(("sizes", "tied"), [((2, 2, 2), False), ((2, 2, 2), True), ((2, 4, 1), True)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "tied"),
+    [
+        ((2, 2, 2), True),
+        pytest.param((2, 2, 2), False, marks=pytest.mark.slow),
+        pytest.param((2, 4, 1), True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_nothing_is_rematerialized_in_full(params, rows, capfd, sizes, tied):
     """The partitioner warns when it can only replicate an array on all devices to reshard it."""
     net = Net(dataclasses.replace(CONFIG, tie_embeddings=tied))
@@ -232,7 +240,7 @@ def test_the_rematerialization_check_can_fail(capfd):
     assert "involuntary full rematerialization" in capfd.readouterr().err.lower()
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_loading_sharded_equals_loading(net, params, tmp_path, scan_layers):
     save_hf(Model(net, params), tmp_path / "model", max_shard_bytes=4000)
     whole = load_model(tmp_path / "model", scan_layers=scan_layers)
@@ -425,7 +433,9 @@ def test_the_update_of_one_device(model, sizes, on_one_device, batch, capfd):
         assert exchanges >= 8  # queries, keys, values and outputs, there and back
 
 
-@pytest.mark.parametrize(("sizes", "masked"), [((2, 2, 2, 1), False), ((1, 2, 1, 2), True)])
+@pytest.mark.parametrize(
+    ("sizes", "masked"), [((2, 2, 2, 1), False), pytest.param((1, 2, 1, 2), True, marks=pytest.mark.slow)]
+)
 def test_fused_attention_of_a_mesh(sizes, masked):
     """Each device computes its rows and heads, which the context axis shards where it divides them."""
     segments = np.repeat([[0, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0]], 4, axis=0)

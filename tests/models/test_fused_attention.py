@@ -61,7 +61,7 @@ def dense(mask, softcap, q, k, v):
 
 
 @pytest.mark.parametrize(("window", "softcap"), [pytest.param(None, None, marks=pytest.mark.slow), (40, 2.0)])
-@pytest.mark.parametrize("by", ["segments", "mask", "mask of images"])
+@pytest.mark.parametrize("by", ["segments", pytest.param("mask", marks=pytest.mark.slow), "mask of images"])
 def test_outputs_and_gradients(by, window, softcap):
     """Of packed documents, by their numbers; of completions that see their prompt, and of images, by a mask."""
     segments, prefixes, positions = shared_prompts()

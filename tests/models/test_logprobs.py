@@ -253,7 +253,7 @@ def array_sizes(jaxpr):
                 yield from array_sizes(inner)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["untied", "tied"])
 def test_logits_of_all_positions_are_never_made(monkeypatch, tied):
     """No array of the loss and its gradient is as large as [N,T,V]; plain logits are, so the search does see them."""
     rows, length, vocab = 4, 64, 5000

@@ -121,7 +121,7 @@ def test_unrolled_equals_scanned(params, rows):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), *found)
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_prefill_and_decode_equal_apply(params, rows, scan_layers):
     """Tokens one by one, and in steps of two."""
     net = NET if scan_layers else NET.unrolled()

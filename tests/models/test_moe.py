@@ -98,7 +98,7 @@ def test_balance_loss_by_hand():
     assert balance_loss(Routing(jnp.zeros(4), jnp.zeros(4), jnp.array(0.0))) == 0.0
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_balance_loss_equals_transformers_and_sees_no_padding(scan_layers):
     net = Net(dataclasses.replace(CONFIG, scan_layers=scan_layers))
     params = jax.jit(net.init)(jax.random.key(0))

@@ -325,7 +325,7 @@ def test_replies_without_an_end(kind, said):
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_port}/v1"
         judge = Judge(url, "m", timeout=0.5 if kind is not Huge else 20, attempts=1, on_failure="none")

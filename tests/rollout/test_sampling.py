@@ -51,8 +51,16 @@ def draw(probs, uniforms):
     return jax.vmap(lambda u: inverse_cdf(probs[None], u[None])[0])(uniforms)
 
 
-@pytest.mark.parametrize("scale", [0.0, 1.0, 6.0], ids=["uniform", "flat", "peaky"])
-@pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.parametrize(
+    ("vocab", "scale"),
+    [
+        pytest.param(vocab, scale, id=f"{vocab}-{name}", marks=() if vocab in often else pytest.mark.slow)
+        for name, scale, often in (
+            ("uniform", 0.0, (BLOCK,)), ("flat", 1.0, (BLOCK + 1, 5000)), ("peaky", 6.0, VOCABULARIES)
+        )
+        for vocab in VOCABULARIES
+    ],
+)  # fmt: skip
 def test_equal_steps_of_u_give_every_token_its_share(vocab, scale):
     """u at the middle of M equal intervals: a token of probability p is drawn M p times, give or take one."""
     logits = random_logits(1, vocab, scale)[0]

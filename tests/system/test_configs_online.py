@@ -48,7 +48,7 @@ CONFIGS = {
     "agent": ("kl", "environment/turns", "environment/calls", "environment/failures", "environment/branches"),
 }
 # Each has a test of its formulas; these differ in the parts that a run is made of.
-QUICK = ("grpo", "gdpo", "ppo")
+QUICK = ("grpo", "ppo")
 EVERYWHERE = (
     "loss", "reward", "entropy", "unscorable_rows", "frac_reward_zero_std", "completions/clipped_ratio",
     "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",

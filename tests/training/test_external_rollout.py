@@ -179,7 +179,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
 
     def __enter__(self):
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *error):
@@ -292,7 +292,7 @@ def test_a_server_that_comes_up_is_waited_for(rollout, monkeypatch):
         refusals.append(values[1])
         if len(refusals) == 2:  # now something listens
             late.http = http.server.ThreadingHTTPServer(("127.0.0.1", port), late.http.RequestHandlerClass)
-            threading.Thread(target=late.http.serve_forever, daemon=True).start()
+            threading.Thread(target=late.http.serve_forever, args=(0.01,), daemon=True).start()
         if len(refusals) == 4:
             late.status = 200
 

@@ -82,7 +82,10 @@ def test_m2po_bounds_the_second_moment_of_an_update():
     np.testing.assert_allclose(second["m2po/masked"], 1 - len(left) / len(squares), atol=0.02)
 
 
-@pytest.mark.parametrize("settings", [{}, {"kl_in_reward": True, "beta": 0.1, "advantage": "rloo"}], ids=["", "kl"])
+KL_IN_REWARD = {"kl_in_reward": True, "beta": 0.1, "advantage": "rloo"}
+
+
+@pytest.mark.parametrize("settings", [{}, pytest.param(KL_IN_REWARD, marks=pytest.mark.slow)], ids=["", "kl"])
 def test_sampler_and_trainer_agree_on_policy(settings):
     (_, ours, state, _), (_, theirs, other, _) = (
         stepped(config_of(old_logps=kind, **settings)) for kind in ("sampler", "trainer")

@@ -143,7 +143,7 @@ def test_muon_orthogonalises_each_layer():
         )
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow), "lion", "sgd", "muon"])
 def test_moments_in_fp32_stored_as_set(name):
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), jax.tree.map(jnp.asarray, parameters()))
     params, state = improve(config_of(name=name), half)

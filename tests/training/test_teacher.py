@@ -169,7 +169,7 @@ DIVERGENCES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.slow if "packed" in x else ()) for x in DIVERGENCES]
+    "name", [pytest.param(x, marks=() if x == "beside rewards" else pytest.mark.slow) for x in DIVERGENCES]
 )
 def test_the_divergence_in_the_loss(teacher, name):
     """By the whole logits of both models, at a temperature of its own; without rewards nothing else is in the loss."""

@@ -44,7 +44,7 @@ def test_noise_has_the_size_of_the_paper_and_comes_from_the_seeds():
     ("name", "loss"),
     [
         ("sft", "nll"),
-        ("preference", "dpo"),
+        pytest.param("preference", "dpo", marks=pytest.mark.slow),
         pytest.param("preference", "kto", marks=pytest.mark.slow),
         pytest.param("reward_model", "auto", marks=pytest.mark.slow),
         pytest.param("grpo", "auto", marks=pytest.mark.slow),

@@ -143,7 +143,8 @@ def test_entropy_bonus_lowers_the_loss_by_the_mean_entropy():
     assert plain != without
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])  # with and without slopes that are known before the log-probs are
+# With and without slopes that are known before the log-probs are.
+@pytest.mark.parametrize("beta", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_observation_tokens_are_predicted(beta):
     config = default()
     config.algorithm.beta = beta
@@ -409,7 +410,7 @@ def test_rows_with_weights_of_their_own_are_as_batches_alone(aggregation, on_pol
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), slope_of_moved, slope)
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo"])
+@pytest.mark.parametrize("loss", ["gspo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ppo_clip", "cispo"))])
 def test_equal_weights_of_rows_are_those_of_all(loss):
     config, batch = default(), make_batch()
     config.algorithm.beta, config.algorithm.loss, config.rollout.max_completion_length = 0.05, loss, COMPLETION
