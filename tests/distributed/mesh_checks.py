@@ -524,13 +524,13 @@ def test_the_samples_of_a_mesh_with_context(model, on_one_device, samples):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 2, 2, 2), (2, 1, 1, 4)], ids=str)
 def test_packed_updates_on_every_mesh(sizes):
-    """Each row shard packs its own rows; all make the same number of steps."""
+    """Each row shard packs its own rows, which the context axis splits; all make the same number of steps."""
     config, rows = config_of("grpo", algorithm__beta=0.1, batch__microbatch_tokens=80), online_batch()
     batch = jax.tree.map(lambda x: np.concatenate([x, x[:GROUP]]), rows)
     found = []
-    for mesh, packs in ((mesh_of(1, 1, 1), False), (mesh_of(*sizes), True)):
+    for mesh, packs in ((mesh_of(1, 1, 1), False), (make_mesh(*sizes), True)):
         with jax.set_mesh(mesh):
             optimizer, objective = make_optimizer(config), objective_of(config, Net(PACKED))
             params = Net(PACKED).init(jax.random.key(0))

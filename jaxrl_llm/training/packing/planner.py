@@ -144,8 +144,6 @@ def make_packer(
     if spec.packing == "false":
         return nothing
     forced = spec.packing == "true" or spec.microbatch_tokens
-    if mesh.shape["context"] > 1 and not forced:  # what it saves is estimated for whole rows on a device
-        return nothing
     reason = _obstacle(spec, net, sample)
     if reason is not None:
         if forced:
@@ -153,8 +151,9 @@ def make_packer(
             raise ConfigError(f"batch.{wanted}, but {reason}")
         return nothing
     assert sample is not None
-    fewest = FEWEST_TOKENS.get(backend or jax.default_backend(), FEWEST_TOKENS_ACCELERATOR)
-    fit, fit_in_pass = (room and max(tokens_in(room, net, gradients), fewest) for gradients in (True, False))
+    together = mesh.shape["context"]  # devices that have a part of each row
+    fewest = together * FEWEST_TOKENS.get(backend or jax.default_backend(), FEWEST_TOKENS_ACCELERATOR)
+    fit, fit_in_pass = (room and max(tokens_in(together * room, net, gradients), fewest) for gradients in (True, False))
     sizes, cost = packed_sizes(spec, net, mesh, positions, sample, fewest, fit)
     if not forced:
         balances = net.experts and net.router_aux_loss_coef  # their evenness is asked of each micro-batch by itself
@@ -226,7 +225,7 @@ def packed_sizes(
     whole_groups = spec.whole_groups and group_size > 1
     start = Sizes(0, 1, rows, 1, group_size, whole_groups, last=positions.last, unread=net.experts > 0)
     choices: list[tuple[float, Sizes]] = []
-    for length in _lengths(spec, arrays, group_size, budget):
+    for length in _lengths(spec, arrays, group_size, budget, math.lcm(8, mesh.shape["context"])):
         sizes, packed_rows, logits = _sizes_for_length(arrays, start._replace(length=length), budget, fewest, fit)
         cost = packed_rows * length * _token_cost(net, length) + logits * _logit_cost(net, positions)
         choices.append((cost, sizes))
@@ -256,8 +255,8 @@ def _sizes_for_length(
     return sizes._replace(microbatches=-(-rows // min(whole, sizes.rows))), used, read
 
 
-def _lengths(spec: PackingSpec, arrays: Arrays, group_size: int, budget: int | None) -> list[int]:
-    """The lengths of packed rows to choose from; raises ConfigError where the settings allow none.
+def _lengths(spec: PackingSpec, arrays: Arrays, group_size: int, budget: int | None, multiple: int) -> list[int]:
+    """The lengths of packed rows to choose from, multiples of `multiple`; raises ConfigError where there is none.
 
     They hold one row of full length, or 1, 2, 4, ... rows of the longest group behind their common prefix.
     """
@@ -277,7 +276,7 @@ def _lengths(spec: PackingSpec, arrays: Arrays, group_size: int, budget: int | N
         return [spec.pack_length]
     counts = {min(2**power, group_size) for power in range(1, 1 + math.ceil(math.log2(max(group_size, 2))))}
     items = {longest_item(*arrays, Sizes(width, 1, 1, 1, group_size), count) for count in counts} - {0}
-    rounded = sorted({_round_up(max(size, width), 8) for size in {width, *items}})
+    rounded = sorted({_round_up(max(size, width), multiple) for size in {width, *items}})
     return [length for length in rounded if budget is None or length <= max(budget, rounded[0])]
 
 

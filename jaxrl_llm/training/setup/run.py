@@ -295,6 +295,7 @@ def sized_updates(config, net: ModelConfig, room: float | None, width: int, mesh
         return updates
     minibatch = batch_rows(config) // config.batch.minibatches
     multiple = rows_of_shards(specs.algorithm_of(config), mesh)
+    room = room and room * mesh.shape["context"]  # devices that have a part of each row
     return replace(updates, microbatch_rows=fitting_rows(room, net, minibatch, width, multiple, row_shards(mesh)))
 
 

@@ -251,9 +251,12 @@ def test_auto_packs_where_rows_share_or_waste():
     assert packer(config, sampled_rows(64, 1, 8, 64, full=True)).sizes is None  # nothing is shared, no row is shorter
     assert packer(config, sampled_rows(64, GROUP, 256, 16), SPARSE).sizes is None  # balanced in each micro-batch
     assert packer(config, None).sizes is None
-    eight = jax.sharding.AbstractMesh((2, 4, 1, 1, 1), ("data", "fsdp", "context", "expert", "tensor"))
-    local = sampled_rows(8, GROUP, 256, 16, full=True)  # those of one of eight shards
-    assert packer_of(config, SHAPE, eight, objective_of(config, Net(SHAPE)), local).sizes is not None
+    axes = ("data", "fsdp", "context", "expert", "tensor")
+    for sizes in ((2, 4, 1, 1, 1), (2, 1, 12, 1, 1)):
+        local = sampled_rows(64 // sizes[0] // sizes[1], GROUP, 256, 16, full=True)  # those of one row shard
+        mesh = jax.sharding.AbstractMesh(sizes, axes)
+        found = packer_of(config, SHAPE, mesh, objective_of(config, Net(SHAPE)), local).sizes
+        assert found is not None and found.length % sizes[2] == 0 and found.length >= 256 + GROUP * 16
     config.batch.packing = "false"
     assert packer(config, sampled_rows(64, GROUP, 256, 16)).sizes is None
 
