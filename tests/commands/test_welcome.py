@@ -77,13 +77,8 @@ def test_commands_take_their_arguments(capsys):
         main(["plan", "--device_count=8"])
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        ["-m", "jaxrl_llm"],
-        pytest.param(["-c", "from jaxrl_llm.__main__ import console; console()"], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [["-m", "jaxrl_llm"], ["-c", "from jaxrl_llm.__main__ import console; console()"]])
 def test_errors_end_with_code_2(start, run_python):
     result = run_python(*start, "plan", "--config=dap")
     assert result.returncode == 2

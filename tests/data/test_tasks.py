@@ -15,7 +15,9 @@ def test_split_is_the_checksum_of_the_prompt():
         assert tasks.split_of(prompt) == expected
 
 
-@pytest.mark.parametrize("name", sorted(tasks.TASKS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow if x.endswith("_demos") else ()) for x in sorted(tasks.TASKS)]
+)
 def test_splits_are_disjoint(name):
     prompts = {
         split: {

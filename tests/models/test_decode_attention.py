@@ -39,19 +39,25 @@ def attended(q, prompt, cache, start, length, window, softcap, chunks):
     return out
 
 
+CASES = (
+    ((2, 3, 2, 1, 2, 16), (70, 96), None, None, False),  # no multiple of a block
+    ((2, 2, 1, 3, 4, 16), (128, 64), None, 5.0, False),  # several tokens at once
+    ((1, 2, 2, 2, 1, 16), (200, 300), 100, None, False),  # blocks before the window are not read
+    ((2, 3, 2, 4, 2, 16), (200, 300), 100, None, True),  # nor those before the chunk
+    ((2, 3, 1, 3, 2, 16), (70, 96), 2, None, True),  # tokens of several chunks at once
+    ((2, 2, 2, 1, 2, 24), (70, 96), None, None, False),  # heads that are no power of two
+    ((1, 2, 1, 1, 2, 8), (70, 96), None, None, False),  # or smaller than a tile
+)
+
+
 @pytest.mark.parametrize(
-    ("shape", "sizes", "window", "softcap", "chunks"),
+    ("shape", "sizes", "window", "softcap", "chunks", "programs"),
     [
-        ((2, 3, 2, 1, 2, 16), (70, 96), None, None, False),  # no multiple of a block
-        ((2, 2, 1, 3, 4, 16), (128, 64), None, 5.0, False),  # several tokens at once
-        ((1, 2, 2, 2, 1, 16), (200, 300), 100, None, False),  # blocks before the window are not read
-        ((2, 3, 2, 4, 2, 16), (200, 300), 100, None, True),  # nor those before the chunk
-        ((2, 3, 1, 3, 2, 16), (70, 96), 2, None, True),  # tokens of several chunks at once
-        ((2, 2, 2, 1, 2, 24), (70, 96), None, None, False),  # heads that are no power of two
-        ((1, 2, 1, 1, 2, 8), (70, 96), None, None, False),  # or smaller than a tile
+        pytest.param(*case, programs, marks=() if (number + programs) % 2 else pytest.mark.slow)  # each case once
+        for programs in (1, 256)
+        for number, case in enumerate(CASES)
     ],
 )
-@pytest.mark.parametrize("programs", [1, 256])
 def test_decode_attention(shape, sizes, window, softcap, chunks, programs, monkeypatch):
     """Padded prompts, rows of every length, keys in one share or in many."""
     monkeypatch.setattr(decode_attention, "PROGRAMS", programs)

@@ -57,7 +57,7 @@ def test_gkd(beta, temperature):
 
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("tail", [True, False])
-@pytest.mark.parametrize("k", [2, 8])
+@pytest.mark.parametrize("k", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_likeliest_tokens_of_the_student(beta, k, tail):
     """With an entry for the rest, or of these tokens alone."""
     from trl.experimental.sdpo.loss_utils import compute_topk_self_distillation_loss

@@ -304,7 +304,7 @@ OWN_RULES = (
     "group", "gdpo", "rloo(normalize=True)", "gpg", "passk", "pkpo(k=2)", "maxrl", "opo", "remax", "otb",
     "reinforce_plus_plus(gamma=0.9)", "reinforce_plus_plus_baseline", "turn", "mt_grpo", "gigpo", "zero",
 )  # fmt: skip
-QUICK = ("group", "gdpo", "remax", "turn", "zero")
+QUICK = ("group", "gdpo", "remax")
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_loss_is_the_formula(loss):
 
 
 @pytest.mark.parametrize(
-    "loss", [pytest.param(x, marks=() if x in ("dpo", "ipo", "simpo", "orpo") else pytest.mark.slow) for x in PAIRED]
+    "loss", [pytest.param(x, marks=() if x in ("dpo", "orpo") else pytest.mark.slow) for x in PAIRED]
 )
 def test_every_paired_loss_is_the_mean_of_its_function_and_has_a_gradient(loss):
     config, batch = config_of(loss), make_batch()
