@@ -4,12 +4,16 @@
     python -m benchmarks.compiled --only=0.6b,h100      # those whose names have all of these parts
     python -m benchmarks.compiled --again               # anew
     python -m benchmarks.compiled --page                # the page alone
+    python -m benchmarks.compiled --only=tunix --tunix=PYTHON   # Tunix's decode step
 
 Wants `pip install "jaxrl_llm[plan-cuda]"` for GPUs and libtpu for TPUs (docs/plan.md); cells whose compiler is missing
 are left out. Each cell is a process of its own, which plans configs/grpo.py for the shape of a public model: 8 prompts
 of 512 tokens, 8 completions of 1024 tokens each, `model.remat=block`; everything else is the default, so that
 micro-batches are as large as memory allows. The bytes that a decode step must read are the sampler's parameters and all
 keys and values, once; states of gated delta nets are read and written.
+
+PYTHON is that of an environment with Tunix, this library and the GPU's compiler, where
+`pip install google-tunix==0.1.7 jax==0.10.2 flax==0.12.8 transformers==5.12.1 ".[plan-cuda]"` was run.
 """
 
 import argparse
@@ -24,6 +28,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cases import OURS, TUNIX
+from benchmarks.meter import report, result_of
 from benchmarks.page import table
 
 ROOT = Path(__file__).parent.parent
@@ -124,6 +130,7 @@ FEW = {
     "gemma4 of 6 layers": ("rollout", "update"),
     "llama4 of 4 layers": ("rollout",),
 }
+PEERS = (f"0.6b | h100 | {TUNIX}",)  # model, device and library whose decode step is compiled too
 
 
 def cells() -> list[tuple[str, str, str]]:
@@ -283,10 +290,39 @@ def page(store: dict[str, Any]) -> str:
                 others.append([model, on, phase if program == "update" else own, *numbers])
     versions = ", ".join(f"{name} {number}" for name, number in store["versions"].items())
     parts = ["# Compiled programs", "", f"By `python -m benchmarks.compiled`, of one device; {versions}.", ""]
-    parts += ["## A decode step", "", table(decode), "## Other programs, whole runs", "", table(others)]
+    parts += ["## A decode step", "", table(decode)]
+    peers = _beside_peers(store)
+    parts += ["## A decode step beside a peer's", "", BESIDE_PEERS, table(peers)] if len(peers) > 1 else []
+    parts += ["## Other programs, whole runs", "", table(others)]
     parts += ["## A policy to the mesh that samples", "", table(pushes)] if len(pushes) > 1 else []
     parts += ["## Refused", "", *refused] if refused else []
     return "\n".join(parts)
+
+
+BESIDE_PEERS = """\
+The same work by the same compiler and counter: 64 rows of 512 + 1024 tokens, eight of each prompt, in bfloat16. Our
+least is the matrices once, and the keys and values of 8 prompts and 64 completions once. Tunix keeps a prompt's keys
+and values for each of its rows, so its own least is larger. Its caches have their full size from the first step; ours
+grow to the size that is counted here. What lies beside the steps moves once a chunk of at most 32 steps here, and once
+a rollout of 1024 in Tunix: its caches into another layout, which is its temporaries, and back. A step here also gives
+the log-probs of its tokens; Tunix's, as benchmarks/peers/with_tunix.py calls it, does not.
+"""
+
+
+def _beside_peers(store: dict[str, Any]) -> list[list[str]]:
+    """The decode step of each peer behind ours of the same model and device, and only where that was measured."""
+    rows = [["model", "device", "library", "GB moved", "over our least", "over its own least", "kernels",
+             "temporaries, GB", "beside the steps, GB", "s to compile"]]  # fmt: skip
+    for name, peer in store.get("peers", {}).items():
+        model, device, _ = name.split(" | ")
+        ours = store["cells"].get(f"{model} | {device} | rollout", {}).get("rollout: decode")
+        label = ", ".join(f"{package} {number}" for package, number in peer["versions"].items())
+        for library, row in ((OURS, ours), (label, peer)) if ours else ():
+            ratios = [f"{row['moved'] / least:.2f}" for least in (ours["least"], row["least"])]
+            moved, temporaries, beside = (f"{row[size] / 1e9:.2f}" for size in ("moved", "temporaries", "beside"))
+            numbers = [moved, *ratios, f"{row['kernels']:.0f}", temporaries, beside, f"{row['seconds']:.0f}"]
+            rows.append([model, device, library, *numbers])
+    return rows
 
 
 def main() -> None:
@@ -295,29 +331,34 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parts of names, by commas")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--page", action="store_true")
+    parser.add_argument("--tunix", metavar="PYTHON", help="an interpreter that has Tunix, whose step is compiled too")
     parser.add_argument("--cell", help=argparse.SUPPRESS)  # the child's: model, device and phase
     options = parser.parse_args()
     if options.cell:
         model, device, phase = options.cell.split(" | ")
-        print("RESULT " + json.dumps((pushed if phase in PUSHES else measured)(model, device, phase)))
+        report((pushed if phase in PUSHES else measured)(model, device, phase))
         return
     store = json.loads(STORE.read_text()) if STORE.is_file() else {"versions": {}, "cells": {}}
-    for name in () if options.page else map(" | ".join, cells()):
+    lines = {name: [sys.executable, "-m", "benchmarks.compiled", f"--cell={name}"] for name in map(" | ".join, cells())}
+    for name in PEERS if options.tunix else ():
+        model, device, _ = name.split(" | ")
+        lines[name] = [options.tunix, "-m", "benchmarks.peers.compiled_tunix", f"--model={model}", f"--device={device}"]
+    for name, line in () if options.page else lines.items():
+        stored = store.setdefault("peers" if name in PEERS else "cells", {})
         wanted = all(part in name for part in options.only.split(","))
-        if not wanted or (name in store["cells"] and not options.again):
+        if not wanted or (name in stored and not options.again):
             continue
-        line = [sys.executable, "-m", "benchmarks.compiled", f"--cell={name}"]
         done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
-        printed = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), None)
-        if printed is None:
+        found = result_of(done.stdout)
+        if found is None:
             print(f"{name}: failed\n{done.stderr[-2000:]}", flush=True)
             continue
-        found = json.loads(printed.removeprefix("RESULT "))
         print(f"{name}: {found}", flush=True)
         if "missing" not in found:
-            names = [x for x in ("jax", "jax-cuda12-plugin", "libtpu") if _version(x)]
-            store["versions"] |= {x: _version(x) for x in names}
-            store["cells"][name] = found
+            if name not in PEERS:  # whose versions are in their rows
+                names = [x for x in ("jax", "jax-cuda12-plugin", "libtpu") if _version(x)]
+                store["versions"] |= {x: _version(x) for x in names}
+            stored[name] = found
             STORE.write_text(json.dumps(store, indent=1) + "\n")
     PAGE.write_text(page(store))
 

@@ -102,3 +102,27 @@ def test_the_page_of_what_was_measured():
     store = json.loads(compiled.STORE.read_text())
     assert compiled.PAGE.read_text() == compiled.page(store)
     assert set(store["cells"]) <= {" | ".join(cell) for cell in compiled.cells()}
+
+
+def test_a_peer_stands_behind_the_same_step_of_this_library():
+    """GB over our least, and over its own; a peer without our step beside it has no row."""
+    ours = {"moved": 12e9, "least": 10e9, "kernels": 400.0, "temporaries": 1e7, "beside": 0.0, "seconds": 20.4}
+    ours["exchanged"] = 0.0
+    peer = {"moved": 30e9, "least": 15e9, "kernels": 500.0, "temporaries": 5e9, "beside": 45e9, "seconds": 6.0}
+    peers = {"0.6b | h100 | tunix": peer | {"versions": {"google-tunix": "1.2", "jax": "3.4"}}}
+    store = {"versions": {}, "cells": {"0.6b | h100 | rollout": {"rollout: decode": ours}}, "peers": peers}
+    page = compiled.page(store)
+    assert "| jaxrl_llm | 12.00 | 1.20 | 1.20 | 400 | 0.01 | 0.00 | 20 |" in page
+    assert "| google-tunix 1.2, jax 3.4 | 30.00 | 3.00 | 2.00 | 500 | 5.00 | 45.00 | 6 |" in page
+    assert "peer" not in compiled.page(store | {"cells": {}})
+
+
+def test_what_a_stored_peer_must_move_is_known():
+    """Tunix's least is ours and the keys and values of the prompts that it keeps for 56 rows more."""
+    store = json.loads(compiled.STORE.read_text())
+    ours = store["cells"]["0.6b | h100 | rollout"]["rollout: decode"]["least"]
+    keys_and_values = 2 * 2 * 28 * 8 * 128  # of a token, in bytes
+    assert set(store["peers"]) == set(compiled.PEERS)
+    peer = store["peers"]["0.6b | h100 | tunix"]
+    assert peer["least"] - ours == pytest.approx(56 * 512 * keys_and_values, rel=1e-3)
+    assert peer["moved"] > peer["least"]
