@@ -26,7 +26,10 @@ class PackedLayout:
     row_idx: Array  # [Z,I,n] the rows of a micro-batch; N / Z where there is none
     token_idx: Array  # [Z,I,Q,W] the token of `rows [n * T]` that lies here
     segments: Array  # [Z,I,Q,W] 0 is padding
-    prefix_segments: Array  # [Z,I,Q,W] the segment that is seen besides a token's own: its group's prefix (or its own)
+    prefix_segments: (
+        Array | None
+    )  # [Z,I,Q,W] the segment that is seen besides a token's own: its group's prefix, or its
+    #                                own; None: every token's own alone is seen
     positions: Array  # [Z,I,Q,W]
     multiplicity: Array  # [Z,I,Q,W] how many rows a packed token is part of
     hidden_idx: Array  # [Z,I,X] the packed token `[Q * W]` whose hidden state predicts
@@ -37,7 +40,7 @@ class PackedLayout:
 
     def microbatch(self, number) -> "PackedLayout":
         """The layout of one micro-batch."""
-        return PackedLayout(**{name: x if x.ndim < 2 else x[:, number] for name, x in vars(self).items()})
+        return jax.tree.map(lambda x: x if x.ndim < 2 else x[:, number], self)
 
 
 @jax.tree_util.register_dataclass

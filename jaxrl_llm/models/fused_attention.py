@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import activation_spec, attention_dims, context_shards, is_sharded
 
-MASKED_LENGTH = 4096  # the longest rows whose mask `[N,T,T]` costs GPUs little
+MASKED_LENGTH = 4096  # the longest rows whose mask `[N,T,T]` costs accelerators little
 BLOCKS = (512, 256, 128)  # tokens of a block of the TPU's kernel, which takes multiples of 128
 WASTE = 1 / 8  # of a row that may be padded for a larger block
 

@@ -274,7 +274,7 @@ def _predicting_packed(model: Transformer, inputs: Inputs, layout: PackedLayout)
         tokens=in_packed_rows(tokens),
         segments=rows(layout.segments),
         positions=rows(layout.positions),
-        prefix_segments=rows(layout.prefix_segments),
+        prefix_segments=None if layout.prefix_segments is None else rows(layout.prefix_segments),
         multiplicity=rows(layout.multiplicity),
     )
     hidden = model.hidden(packed)

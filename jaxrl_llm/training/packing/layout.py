@@ -10,7 +10,7 @@ that stay together) into micro-batches, first fit, the largest first.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ class Sizes(NamedTuple):
     whole_groups: bool = False  # the rows of a group stay in one micro-batch
     last: bool = False  # read each row's last token; otherwise, of each token that is predicted, the one before it
     unread: bool = False  # compute tokens behind the last that is read, too
+    shares: bool = True  # rows of a group share their common prefix; else segments alone say what a token sees
 
 
 class _Item(NamedTuple):
@@ -77,7 +78,9 @@ def plan(tokens, segments, mask, sizes: Sizes, shards: int = 1) -> PackedLayout:
     indices = [
         _index_arrays(shard, microbatches, sizes, count) for shard, microbatches in zip(rows, packed, strict=True)
     ]
-    stacked = {name: np.stack([shard[name] for shard in indices]) for name in indices[0]}
+    stacked: dict[str, Any] = {name: np.stack([shard[name] for shard in indices]) for name in indices[0]}
+    if not sizes.shares:
+        stacked["prefix_segments"] = None
     return PackedLayout(**stacked, num_microbatches=np.full(shards, used, np.int32))
 
 
@@ -147,7 +150,7 @@ class _Rows:
 
 def _items(rows: _Rows, members: list[int], sizes: Sizes) -> list[_Item]:
     """The rows of a group in as few packed rows as first-fit by falling length finds."""
-    prefix = rows.common_prefix(members)
+    prefix = rows.common_prefix(members) if sizes.shares else 0
     if not prefix:
         return [_Item([row], 0) for row in members]
     bins: list[list[int]] = []

@@ -18,6 +18,7 @@ from jaxrl_llm.algorithms.batch import Batch, PackedLayout
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.processes import gather
 from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
+from jaxrl_llm.models.fused_attention import MASKED_LENGTH
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.packing.layout import Sizes, longest_item, needs, plan
@@ -151,10 +152,11 @@ def make_packer(
             raise ConfigError(f"batch.{wanted}, but {reason}")
         return nothing
     assert sample is not None
+    backend = backend or jax.default_backend()
     together = mesh.shape["context"]  # devices that have a part of each row
-    fewest = together * FEWEST_TOKENS.get(backend or jax.default_backend(), FEWEST_TOKENS_ACCELERATOR)
+    fewest = together * FEWEST_TOKENS.get(backend, FEWEST_TOKENS_ACCELERATOR)
     fit, fit_in_pass = (room and max(tokens_in(together * room, net, gradients), fewest) for gradients in (True, False))
-    sizes, cost = packed_sizes(spec, net, mesh, positions, sample, fewest, fit)
+    sizes, cost = packed_sizes(spec, net, mesh, positions, sample, backend, fewest, fit)
     if not forced:
         balances = net.experts and net.router_aux_loss_coef  # their evenness is asked of each micro-batch by itself
         saves = cost <= LARGEST_SHARE * _unpacked_cost(net, positions, sample)
@@ -207,6 +209,7 @@ def packed_sizes(
     mesh: Mesh,
     positions: Positions,
     sample: Sample,
+    backend: str,
     fewest: int,
     fit: float | None = None,
 ) -> tuple[Sizes, float]:
@@ -226,7 +229,10 @@ def packed_sizes(
     start = Sizes(0, 1, rows, 1, group_size, whole_groups, last=positions.last, unread=net.experts > 0)
     choices: list[tuple[float, Sizes]] = []
     for length in _lengths(spec, arrays, group_size, budget, math.lcm(8, mesh.shape["context"])):
-        sizes, packed_rows, logits = _sizes_for_length(arrays, start._replace(length=length), budget, fewest, fit)
+        # To see a prefix and its own tokens takes a mask `[W,W]`, which long rows on accelerators are to be without.
+        masked = net.attention != "flash" and (backend == "cpu" or length <= MASKED_LENGTH)
+        sizes = start._replace(length=length, shares=masked or net.attention in ("xla", "cudnn"))
+        sizes, packed_rows, logits = _sizes_for_length(arrays, sizes, budget, fewest, fit)
         cost = packed_rows * length * _token_cost(net, length) + logits * _logit_cost(net, positions)
         choices.append((cost, sizes))
     cost, sizes = min(choices)

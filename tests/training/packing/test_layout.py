@@ -24,7 +24,8 @@ def seen_by(layout, microbatch: int, index: int) -> list[int]:
     """The packed tokens that the one at `index` attends to, itself the last, of shard 0."""
     length = layout.segments.shape[-1]
     row, column = divmod(index, length)
-    segments, prefixes = layout.segments[0, microbatch, row], layout.prefix_segments[0, microbatch, row]
+    segments = layout.segments[0, microbatch, row]
+    prefixes = segments if layout.prefix_segments is None else layout.prefix_segments[0, microbatch, row]
     same = (segments == segments[column]) | (segments == prefixes[column])
     return [row * length + n for n in np.flatnonzero(same & (np.arange(length) <= column) & (segments > 0))]
 
@@ -62,12 +63,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("left", [0, 2])
+@pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize(("length", "packed_rows", "rows"), [(16, 1, 2), (12, 2, 8), (40, 1, 8)])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_token_is_predicted_once(case, length, packed_rows, rows, left):
+def test_every_token_is_predicted_once(case, length, packed_rows, rows, shares, left):
     prompts, completions = CASES[case]
     tokens, segments, mask = rows_of(prompts, completions, left)
-    layout = plan(tokens, segments, mask, Sizes(length, packed_rows, rows, 1, group_size=4))
+    layout = plan(tokens, segments, mask, Sizes(length, packed_rows, rows, 1, group_size=4, shares=shares))
+    assert (layout.prefix_segments is None) != shares and (shares or layout.multiplicity.max() <= 1)
     found = contexts(layout, tokens, len(tokens))
     assert set(found) == set(zip(*np.nonzero(mask), strict=True))
     for (row, t), (seen, positions, target) in found.items():

@@ -104,11 +104,11 @@ def sample_of(batch: Batch) -> Sample:
     return Sample(*(np.asarray(x) for x in (inputs.tokens, inputs.segments, batch.mask)), inputs.prompt_width)
 
 
-def packer_of(config, shape: ModelConfig, mesh, objective, sample: Sample | None) -> Packer:
-    return make_packer(packing_spec(config), shape, mesh, objective.positions, sample)
+def packer_of(config, shape: ModelConfig, mesh, objective, sample: Sample | None, backend=None) -> Packer:
+    return make_packer(packing_spec(config), shape, mesh, objective.positions, sample, backend)
 
 
-def both_updates(config, batch: Batch, shape: ModelConfig = SHAPE, make=objective_of):
+def both_updates(config, batch: Batch, shape: ModelConfig = SHAPE, make=objective_of, backend=None):
     """Parameters and metrics after the update of the rows and of their packed form, and the packed batch."""
     net, mesh = Net(shape), make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
@@ -117,14 +117,15 @@ def both_updates(config, batch: Batch, shape: ModelConfig = SHAPE, make=objectiv
             params = {**Net(SHAPE).init(jax.random.key(0)), "score": {"kernel": jnp.ones((16, 1)) / 16}}
         else:
             params = net.init(jax.random.key(0))
-        packed = packer_of(config, shape, mesh, objective, sample_of(batch))(batch)
+        packed = packer_of(config, shape, mesh, objective, sample_of(batch), backend)(batch)
         update = make_update(objective, optimizer, update_spec(config), mesh)
         found = [update(init_state(jax.tree.map(jnp.copy, params), optimizer, mesh), rows) for rows in (batch, packed)]
     return params, *found, packed
 
 
-def check_same(config, batch: Batch, shape: ModelConfig = SHAPE, make=objective_of) -> None:
-    params, (rows, metrics), (packed, packed_metrics), laid_out = both_updates(config, batch, shape, make)
+def check_same(config, batch: Batch, shape: ModelConfig = SHAPE, make=objective_of, backend=None) -> Batch:
+    """Compares both updates, and returns the batch with the layout of packed rows."""
+    params, (rows, metrics), (packed, packed_metrics), laid_out = both_updates(config, batch, shape, make, backend)
     assert (laid_out.inputs.layout.num_microbatches[0] > 1) == (config.batch.microbatch_tokens < 100)
     moved = max(jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), rows.params, params)))
     assert moved > 1e-3
@@ -133,6 +134,7 @@ def check_same(config, batch: Batch, shape: ModelConfig = SHAPE, make=objective_
     for name in metrics:
         values = packed_metrics[name].value, metrics[name].value
         np.testing.assert_allclose(*values, rtol=1e-4, atol=1e-5, err_msg=name)
+    return laid_out
 
 
 slow = pytest.mark.slow
@@ -197,6 +199,28 @@ def test_reward_model():
 def test_policy_and_values_of_one_network():
     config = config_of("ppo", critic__shared=True)
     check_same(config, online_batch(), dataclasses.replace(SHAPE, head="lm"))
+
+
+def test_rows_that_share_no_prefix(monkeypatch):
+    """As long rows are packed on accelerators: segments alone say what a token sees, so that no mask is read."""
+    monkeypatch.setattr(planner, "MASKED_LENGTH", 0)
+    packed = check_same(config_of("grpo", algorithm__beta=0.1), online_batch(), backend="gpu")
+    assert packed.inputs.layout.prefix_segments is None
+
+
+def test_long_rows_of_accelerators_share_no_prefix():
+    """But where their attention reads a mask anyway; and flash reads none of short rows either."""
+    config, mesh = config_of("grpo", batch__microbatch_tokens=0, batch__pack_length=0), make_mesh()
+
+    def shares(length: int, attention: str = "auto", backend: str = "gpu") -> bool:
+        net, sample = dataclasses.replace(SHAPE, attention=attention), sampled_rows(8, GROUP, 256, length - 256)
+        packer = make_packer(packing_spec(config), net, mesh, Positions(), sample, backend)
+        assert packer.sizes is not None and packer.sizes.length >= length
+        return packer.sizes.shares
+
+    assert shares(512) and shares(512, "splash", "tpu") and not shares(512, "flash")
+    assert not shares(8192) and not shares(8192, "splash", "tpu") and not shares(8192, "flash")
+    assert shares(8192, "xla") and shares(8192, "cudnn") and shares(8192, backend="cpu")
 
 
 @slow
@@ -286,7 +310,7 @@ def test_micro_batches_leave_little_room():
     mesh = make_mesh(devices=jax.devices()[:1])
     config = config_of("preference", batch__microbatch_tokens=0, batch__pack_length=192)
     spec, sample = packing_spec(config), sampled_rows(32, 2, 64, 64, full=True)
-    sizes, _ = planner.packed_sizes(spec, SHAPE, mesh, Positions(), sample, 1024)
+    sizes, _ = planner.packed_sizes(spec, SHAPE, mesh, Positions(), sample, "cpu", 1024)
     assert (sizes.length, sizes.packed_rows) == (192, 4)
 
 
