@@ -21,6 +21,7 @@ import contextlib
 import functools
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,7 @@ MODELS["0.8b-hybrid"] = {  # Qwen3.5: gated delta nets in three layers of four
     "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4, "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
 }  # fmt: skip
+MODELS["0.6b of 2 layers"] = MODELS["0.6b"] | {"num_hidden_layers": 2}
 MODELS["0.8b-hybrid of 4 layers"] = MODELS["0.8b-hybrid"] | {"num_hidden_layers": 4}  # ten minutes for v6e
 # Layers of the kinds of Gemma 4 (its last three read the keys and values of the first) and Llama 4, not their number.
 MODELS["gemma4 of 6 layers"] = {
@@ -79,7 +81,8 @@ DEVICES = ("h100", "v5e", "v5p", "v6e")
 # How many devices hold the training of a model, all of them by fsdp.
 COUNTS = {
     "0.6b": {"v5e": 1}, "1.7b": {}, "8b": dict.fromkeys(DEVICES, 8), "70b": {"h100": 64, "v5p": 64},
-    "0.8b-hybrid": {"h100": 1, "v6e": 1}, "0.8b-hybrid of 4 layers": {"v6e": 1}, "gemma4 of 6 layers": {"h100": 1},
+    "0.8b-hybrid": {"h100": 1, "v6e": 1}, "0.8b-hybrid of 4 layers": {"v6e": 1},
+    "0.6b of 2 layers": {"h100": 1, "v6e": 1}, "gemma4 of 6 layers": {"h100": 1},
     "llama4 of 4 layers": {"h100": 1},
 }  # fmt: skip
 SETTINGS = {
@@ -104,6 +107,7 @@ PUSHES: dict[str, tuple[int, str]] = {
     "push, fsdp=4 to tensor=4 of others": (4, "tensor=4"),
     "push, fsdp=32 to data=4,tensor=8 of others": (32, "data=4,tensor=8"),
 }
+LONG = 16_384  # tokens from which an array of length times length would be seen in a program of rows of 32k
 ROWS_OF_8K = {"rollout.max_prompt_length": 1024, "rollout.max_completion_length": 7168}
 ROWS_OF_32K = {"rollout.max_prompt_length": 1024, "rollout.max_completion_length": 31744}
 FOUR_ROWS = {**ROWS_OF_32K, "batch.prompts": 1, "rollout.group_size": 4, "algorithm.beta": 0.04}
@@ -125,6 +129,7 @@ FURTHER = {
 # Of models that have not all phases on all devices: theirs, on those of COUNTS.
 FEW = {
     "70b": tuple(PHASES),
+    "0.6b of 2 layers": ("update, rows of 32k", "update, 4 rows of 32k", "logps, 4 rows of 32k"),
     "0.8b-hybrid": ("rollout", "update, 4 rows of 32k", "logps, 4 rows of 32k"),
     "0.8b-hybrid of 4 layers": ("update, 4 rows of 32k",),
     "gemma4 of 6 layers": ("rollout", "update"),
@@ -159,6 +164,12 @@ def state_bytes(model: dict[str, Any], rows: int) -> int:
     return rows * (model["num_hidden_layers"] * 3 // 4) * (state - recent)
 
 
+def squares(text: str, length: int) -> list[str]:
+    """The arrays of a program, by type and shape, of which two dimensions are `length` or more."""
+    shapes = set(re.findall(r"\b[a-z]+\d*\w*\[[\d,]+\]", text))
+    return sorted(x for x in shapes if sum(int(n) >= length for n in re.findall(r"\d+", x[x.index("[") :])) > 1)
+
+
 @contextlib.contextmanager
 def target_of(config: Any, model: str, device: str, count: int) -> Iterator[Any]:
     """The devices to compile for; in the block `config.model.path` is a folder with the model's shape alone."""
@@ -190,7 +201,10 @@ def measured(model: str, device: str, phase: str) -> dict[str, Any]:
     for program in plan.programs:
         if program.name not in names or not plan.target.exact:
             continue
-        row = {"temporaries": program.temporaries, "arguments": program.arguments, "seconds": round(program.seconds, 1)}
+        row: dict[str, Any] = {"temporaries": program.temporaries, "arguments": program.arguments}
+        row["seconds"] = round(program.seconds, 1)
+        if "32k" in phase:
+            row["squares"] = squares(program.text, LONG)
         if program.name == "rollout: decode":
             step, rest = step_and_rest(program.text)
             of_config = MODELS[model]

@@ -98,6 +98,22 @@ def test_a_decode_step_moves_little_more_than_it_must(monkeypatch):
     assert found["beside"] <= 1e7
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not _cuda_folder(), reason="the GPU compiler is not installed: pip install '.[plan-cuda]'")
+@pytest.mark.parametrize("phase", compiled.FEW["0.6b of 2 layers"])
+def test_long_rows_have_no_array_of_length_times_length(phase):
+    """Packed rows of a rollout, rows of fine-tuning as they are, and rows that are only scored."""
+    found = compiled.measured("0.6b of 2 layers", "h100", phase)[compiled.FURTHER[phase][1][0]]
+    assert found["squares"] == []
+
+
+def test_arrays_of_length_times_length():
+    text = (
+        "a = pred[2,64,64]{2,1,0} fusion(bf16[64,3], f8e4m3fn[128,64]) b = f32[] c = s32[64] d = (f32[64,128], u8[5])"
+    )
+    assert compiled.squares(text, 64) == ["f32[64,128]", "f8e4m3fn[128,64]", "pred[2,64,64]"]
+
+
 def test_the_page_of_what_was_measured():
     store = json.loads(compiled.STORE.read_text())
     assert compiled.PAGE.read_text() == compiled.page(store)
