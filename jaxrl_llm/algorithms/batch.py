@@ -26,10 +26,7 @@ class PackedLayout:
     row_idx: Array  # [Z,I,n] the rows of a micro-batch; N / Z where there is none
     token_idx: Array  # [Z,I,Q,W] the token of `rows [n * T]` that lies here
     segments: Array  # [Z,I,Q,W] 0 is padding
-    prefix_segments: (
-        Array | None
-    )  # [Z,I,Q,W] the segment that is seen besides a token's own: its group's prefix, or its
-    #                                own; None: every token's own alone is seen
+    prefix_segments: Array  # [Z,I,Q,W] a segment that a token sees besides its own, its group's prefix; None: none
     positions: Array  # [Z,I,Q,W]
     multiplicity: Array  # [Z,I,Q,W] how many rows a packed token is part of
     hidden_idx: Array  # [Z,I,X] the packed token `[Q * W]` whose hidden state predicts

@@ -68,8 +68,8 @@ from jaxrl_llm.rollout.streaming import FinishedRows, OnFinished
 READ = 64  # the most observation tokens of a row that are read at once
 # Programs of one more grid compile in seconds: a few tenths of a second (on CPUs) in each rollout are worth that.
 COMPILE_WORK = 2e9
-# Rows of a matmul from which on XLA's CPU backend adds up each in the same order, however many there are; the logits
-# of up to so many prompts are computed as those of just as many.
+# XLA's CPU backend adds up products of fewer rows than the first in another order, which depends on how many there are.
+# The logits of up to the second number of prompts are computed as those of just as many.
 STEADY_ROWS, STEADY_PROMPTS = 64, 8
 
 
