@@ -344,7 +344,8 @@ def make_layouts(
     sample = sample_of(rows)
     if packer is None:
         measured = planner.sampled_rows(rows, config.rollout.group_size, prompt, width - prompt) if online else sample
-        backend = "accelerator" if accelerator else None
+        platform = mesh.devices.flat[0].platform
+        backend = "accelerator" if accelerator and platform == "cpu" else platform  # which CPUs may simulate
         packer = make_packer(packing_spec(config), net.config, mesh, objective.positions, measured, backend, room)
     if packer.sizes is None:
         return Layouts()

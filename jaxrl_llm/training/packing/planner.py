@@ -229,9 +229,11 @@ def packed_sizes(
     start = Sizes(0, 1, rows, 1, group_size, whole_groups, last=positions.last, unread=net.experts > 0)
     choices: list[tuple[float, Sizes]] = []
     for length in _lengths(spec, arrays, group_size, budget, math.lcm(8, mesh.shape["context"])):
-        # To see a prefix and its own tokens takes a mask `[W,W]`, which long rows on accelerators are to be without.
-        masked = net.attention != "flash" and (backend == "cpu" or length <= MASKED_LENGTH)
-        sizes = start._replace(length=length, shares=masked or net.attention in ("xla", "cudnn"))
+        # To see a prefix and its own tokens takes a mask `[W,W]`: long rows on accelerators are to be without, where
+        # their attention does not read one anyway.
+        reads_mask = net.attention in ("xla", "cudnn") or (net.sliding_window is not None and backend != "tpu")
+        shares = net.attention != "flash" and (reads_mask or backend == "cpu" or length <= MASKED_LENGTH)
+        sizes = start._replace(length=length, shares=shares)
         sizes, packed_rows, logits = _sizes_for_length(arrays, sizes, budget, fewest, fit)
         cost = packed_rows * length * _token_cost(net, length) + logits * _logit_cost(net, positions)
         choices.append((cost, sizes))

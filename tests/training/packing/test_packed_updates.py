@@ -212,8 +212,8 @@ def test_long_rows_of_accelerators_share_no_prefix():
     """But where their attention reads a mask anyway; and flash reads none of short rows either."""
     config, mesh = config_of("grpo", batch__microbatch_tokens=0, batch__pack_length=0), make_mesh()
 
-    def shares(length: int, attention: str = "auto", backend: str = "gpu") -> bool:
-        net, sample = dataclasses.replace(SHAPE, attention=attention), sampled_rows(8, GROUP, 256, length - 256)
+    def shares(length: int, attention: str = "auto", backend: str = "gpu", shape: ModelConfig = SHAPE) -> bool:
+        net, sample = dataclasses.replace(shape, attention=attention), sampled_rows(8, GROUP, 256, length - 256)
         packer = make_packer(packing_spec(config), net, mesh, Positions(), sample, backend)
         assert packer.sizes is not None and packer.sizes.length >= length
         return packer.sizes.shares
@@ -221,6 +221,7 @@ def test_long_rows_of_accelerators_share_no_prefix():
     assert shares(512) and shares(512, "splash", "tpu") and not shares(512, "flash")
     assert not shares(8192) and not shares(8192, "splash", "tpu") and not shares(8192, "flash")
     assert shares(8192, "xla") and shares(8192, "cudnn") and shares(8192, backend="cpu")
+    assert shares(8192, shape=WINDOWED) and not shares(8192, "auto", "tpu", WINDOWED)
 
 
 @slow
