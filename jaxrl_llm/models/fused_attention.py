@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import activation_spec, attention_dims, context_shards, is_sharded
 
+BY_SEGMENTS = {"splash", "flash"}  # read no mask where segments say all that a token sees
 MASKED_LENGTH = 4096  # the longest rows whose mask `[N,T,T]` costs accelerators little
 BLOCKS = (512, 256, 128)  # tokens of a block of the TPU's kernel, which takes multiples of 128
 WASTE = 1 / 8  # of a row that may be padded for a larger block
@@ -23,8 +24,8 @@ def is_in_chunks(config, length: int) -> bool:
     return config.sliding_chunks and length > config.sliding_window
 
 
-def implementation(config, length: int, by_mask: bool) -> str:
-    """The attention of rows of that length: `config.attention`, or what `auto` stands for on this backend.
+def implementation(config, length: int, by_mask: bool, backend: str | None = None) -> str:
+    """The attention of rows of that length: `config.attention`, or what `auto` stands for on a backend, else this one.
 
     `by_mask`: segments alone do not say what a token sees. On TPUs splash; on GPUs, in 16 bits, cudnn with a mask or,
     for long rows, flash; xla where those cannot be had.
@@ -34,9 +35,10 @@ def implementation(config, length: int, by_mask: bool) -> str:
     if config.attention_sinks:
         return "xla"
     whole_rows = not is_sharded() or len(set(attention_dims(config.kv_heads))) == 1
-    if jax.default_backend() == "tpu":
+    backend = backend or jax.default_backend()
+    if backend == "tpu":
         return "splash" if whole_rows else "xla"
-    if jax.default_backend() != "gpu" or config.dtype == "float32" or config.attention_softcap is not None:
+    if backend != "gpu" or config.dtype == "float32" or config.attention_softcap is not None:
         return "xla"
     needs_mask = by_mask or not whole_rows or config.sliding_window is not None
     if not needs_mask and length > MASKED_LENGTH:

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images, Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain, context_shards
-from jaxrl_llm.models.fused_attention import implementation, is_in_chunks
+from jaxrl_llm.models.fused_attention import BY_SEGMENTS, implementation, is_in_chunks
 from jaxrl_llm.models.layers import Embed, FeedForward, Linear, RMSNorm, soft_cap, stacked
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout, overlaid, with_saved
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer
@@ -290,7 +290,7 @@ class Transformer(nnx.Module):
                 "images are seen in both directions or that are longer than a chunk of the attention need: use "
                 "'auto', 'cudnn' or 'xla'"
             )
-        mask = None if kernels <= {"splash", "flash"} and not by_mask else attention_mask(segments, prefixes, runs)
+        mask = None if kernels <= BY_SEGMENTS and not by_mask else attention_mask(segments, prefixes, runs)
         # Of models with axes also where no row has images, so that their caches can be put together.
         rotary, shift = None, jnp.zeros(len(tokens), jnp.int32) if c.rope_axes else None
         if images is not None and images.positions is not None:

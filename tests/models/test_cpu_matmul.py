@@ -20,9 +20,8 @@ def exact(x) -> np.ndarray:
     return np.asarray(x.astype(jnp.float32), np.float64)
 
 
-@pytest.mark.parametrize(
-    "rows", [1, pytest.param(2, marks=pytest.mark.slow), 7]
-)  # one row and odd numbers of them are padded
+# One row and odd numbers of them are padded.
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow), 7])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_products_and_gradients(rows, dtype):
     x, kernel, d_out = draw(0, rows, 6, dtype=dtype), draw(1, 6, 5, dtype=jnp.float32), draw(2, rows, 5, dtype=dtype)

@@ -9,8 +9,9 @@ It is bin packing twice: items (the rows of a group behind their common prefix) 
 that stay together) into micro-batches, first fit, the largest first.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -78,10 +79,9 @@ def plan(tokens, segments, mask, sizes: Sizes, shards: int = 1) -> PackedLayout:
     indices = [
         _index_arrays(shard, microbatches, sizes, count) for shard, microbatches in zip(rows, packed, strict=True)
     ]
-    stacked: dict[str, Any] = {name: np.stack([shard[name] for shard in indices]) for name in indices[0]}
-    if not sizes.shares:
-        stacked["prefix_segments"] = None
-    return PackedLayout(**stacked, num_microbatches=np.full(shards, used, np.int32))
+    stacked = {name: np.stack([shard[name] for shard in indices]) for name in indices[0]}
+    layout = PackedLayout(**stacked, num_microbatches=np.full(shards, used, np.int32))
+    return layout if sizes.shares else dataclasses.replace(layout, prefix_segments=None)
 
 
 class Needs(NamedTuple):

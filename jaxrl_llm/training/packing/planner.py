@@ -18,7 +18,7 @@ from jaxrl_llm.algorithms.batch import Batch, PackedLayout
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.processes import gather
 from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
-from jaxrl_llm.models.fused_attention import MASKED_LENGTH
+from jaxrl_llm.models.fused_attention import BY_SEGMENTS, MASKED_LENGTH, implementation
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.packing.layout import Sizes, longest_item, needs, plan
@@ -229,11 +229,10 @@ def packed_sizes(
     start = Sizes(0, 1, rows, 1, group_size, whole_groups, last=positions.last, unread=net.experts > 0)
     choices: list[tuple[float, Sizes]] = []
     for length in _lengths(spec, arrays, group_size, budget, math.lcm(8, mesh.shape["context"])):
-        # To see a prefix and its own tokens takes a mask `[W,W]`: long rows on accelerators are to be without, where
-        # their attention does not read one anyway.
-        reads_mask = net.attention in ("xla", "cudnn") or (net.sliding_window is not None and backend != "tpu")
-        shares = net.attention != "flash" and (reads_mask or backend == "cpu" or length <= MASKED_LENGTH)
-        sizes = start._replace(length=length, shares=shares)
+        # To see a prefix and its own tokens takes a mask `[W,W]`, where segments alone may take none.
+        kernels = {implementation(net.of(kind), length, False, backend) for kind in net.layer_configs}
+        masked = not kernels <= BY_SEGMENTS or ("flash" not in kernels and length <= MASKED_LENGTH)
+        sizes = start._replace(length=length, shares=masked)
         sizes, packed_rows, logits = _sizes_for_length(arrays, sizes, budget, fewest, fit)
         cost = packed_rows * length * _token_cost(net, length) + logits * _logit_cost(net, positions)
         choices.append((cost, sizes))

@@ -204,15 +204,16 @@ def test_policy_and_values_of_one_network():
 def test_rows_that_share_no_prefix(monkeypatch):
     """As long rows are packed on accelerators: segments alone say what a token sees, so that no mask is read."""
     monkeypatch.setattr(planner, "MASKED_LENGTH", 0)
-    packed = check_same(config_of("grpo", algorithm__beta=0.1), online_batch(), backend="gpu")
+    packed = check_same(config_of("grpo", algorithm__beta=0.1), online_batch(), backend="tpu")
     assert packed.inputs.layout.prefix_segments is None
 
 
 def test_long_rows_of_accelerators_share_no_prefix():
     """But where their attention reads a mask anyway; and flash reads none of short rows either."""
     config, mesh = config_of("grpo", batch__microbatch_tokens=0, batch__pack_length=0), make_mesh()
+    half, windowed = (dataclasses.replace(shape, dtype="bfloat16") for shape in (SHAPE, WINDOWED))
 
-    def shares(length: int, attention: str = "auto", backend: str = "gpu", shape: ModelConfig = SHAPE) -> bool:
+    def shares(length: int, attention: str = "auto", backend: str = "gpu", shape: ModelConfig = half) -> bool:
         net, sample = dataclasses.replace(shape, attention=attention), sampled_rows(8, GROUP, 256, length - 256)
         packer = make_packer(packing_spec(config), net, mesh, Positions(), sample, backend)
         assert packer.sizes is not None and packer.sizes.length >= length
@@ -221,7 +222,8 @@ def test_long_rows_of_accelerators_share_no_prefix():
     assert shares(512) and shares(512, "splash", "tpu") and not shares(512, "flash")
     assert not shares(8192) and not shares(8192, "splash", "tpu") and not shares(8192, "flash")
     assert shares(8192, "xla") and shares(8192, "cudnn") and shares(8192, backend="cpu")
-    assert shares(8192, shape=WINDOWED) and not shares(8192, "auto", "tpu", WINDOWED)
+    assert shares(8192, shape=windowed) and not shares(8192, "auto", "tpu", windowed)
+    assert shares(8192, shape=SHAPE) and not shares(8192, "auto", "tpu", SHAPE)  # GPUs have no such kernel of fp32
 
 
 @slow
