@@ -1,17 +1,19 @@
-"""Time to reward, side by side: GRPO by this library and by TRL, from the same weights to the same level.
+"""Time to reward, side by side: GRPO by this library, TRL and Tunix, from the same weights to the same level.
 
-    python -m benchmarks.race                                          # the embedded model sorts: half an hour
-    python -m benchmarks.race --tasks=reverse,sums --weights=FOLDER    # a model of your own: hours
-    python -m benchmarks.race --page                                   # the page alone
+    python -m benchmarks.race                                                # the embedded model sorts: half an hour
+    python -m benchmarks.race --tasks=reverse,sums,needle --weights=FOLDER --libraries=jaxrl_llm,trl,tunix    # hours
+    python -m benchmarks.race --page                                         # the page and the pictures alone
 
-Both libraries get the same model folder, prompts, reward function, seeds and settings (SETTINGS), and compute in
-float32 on the same cores. The reward function itself keeps the record: whenever it is called, with all completions of a
-step, it writes down the seconds and the processor's seconds since its process began, the tokens so far, and the mean
-reward. So nothing is left out: imports, compilation and loading count, evaluations and files are none.
+Records of the second line are of SmolLM2-135M-Instruct. All libraries get the same model folder, prompts, reward
+function, seeds and settings (CONTESTS), and compute in float32 on the same cores. The reward function itself keeps the
+record: whenever it is called, with all completions of a step, it writes down the seconds and the processor's seconds
+since its process began, the tokens so far, and the mean reward. So nothing is left out: imports, compilation and
+loading count, evaluations and files are none. A run ends when it has reached the level.
 
 Each run is a process of its own; nothing else should run on the machine meanwhile, though the processor's seconds tell
 little of it. Records are kept in benchmarks/results/race/TASK-LIBRARY-SEED.json, runs that are there are not repeated,
-and benchmarks/results/race.md is made from them alone. TRL comes with `pip install -e ".[dev]"`.
+and benchmarks/results/race.md and race.svg are made from them alone. TRL and the picture come with
+`pip install -e ".[dev,report]"`; Tunix gets an environment of its own (benchmarks/environments.py).
 """
 
 import argparse
@@ -21,6 +23,7 @@ import json
 import os
 import random
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -32,20 +35,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks import environments, run
+from benchmarks.cases import TUNIX
 from benchmarks.page import table
+from benchmarks.task import Task
 
 ROOT = Path(__file__).parent.parent
-STORE, PAGE = (ROOT / "benchmarks" / "results" / name for name in ("race", "race.md"))
-LIBRARIES = ("jaxrl_llm", "trl")
+STORE, PAGE, PICTURE = (ROOT / "benchmarks" / "results" / name for name in ("race", "race.md", "race.svg"))
+LIBRARIES = ("jaxrl_llm", "trl")  # unless others are asked for
 SEEDS = (0, 1, 2)
 WINDOW = 5  # steps whose mean reward has to reach the level
 Row = dict[str, Any]
 
 
 class Settings(NamedTuple):
-    """What both libraries are told."""
+    """What all libraries are told."""
 
-    steps: int
+    steps: int  # at most
     prompts: int
     group: int
     prompt_tokens: int
@@ -94,6 +100,16 @@ def summing(seed: int) -> list[Row]:
     return rows
 
 
+def finding(seed: int) -> list[Row]:
+    """Who of four to six people likes something, from reasoning-gym's needle_haystack."""
+    import reasoning_gym
+
+    made = reasoning_gym.create_dataset(
+        "needle_haystack", size=4096, seed=seed, min_num_statements=4, max_num_statements=6
+    )
+    return [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in made]
+
+
 def exact(text: str, answer: str) -> float:
     """1 for the answer itself."""
     return float(text.strip() == answer)
@@ -113,17 +129,23 @@ def last_number(text: str, answer: str) -> float:
 
 CONTESTS = {
     "sort": Contest(sorting, exact, Settings(250, 32, 8, 16, 10, 3e-4, 0.8)),
-    "reverse": Contest(reversing, alike, Settings(150, 8, 8, 64, 12, 2e-5, 0.6)),
-    "sums": Contest(summing, last_number, Settings(150, 8, 8, 80, 24, 2e-5, 0.6)),
+    "reverse": Contest(reversing, alike, Settings(60, 4, 8, 64, 12, 4e-5, 0.35)),
+    "sums": Contest(summing, last_number, Settings(60, 4, 8, 80, 24, 4e-5, 0.4)),
+    "needle": Contest(finding, exact, Settings(60, 4, 8, 160, 12, 4e-5, 0.6)),
 }
 
 
 class Recorder:
     """A reward function that keeps a line for each step."""
 
-    def __init__(self, reward: Callable[[str, str], float]):
-        self.reward, self.lines, self.tokens = reward, [], 0
+    def __init__(self, contest: Contest):
+        self.reward, self.level = contest.reward, contest.settings.level
+        self.lines, self.tokens = [], 0
         self.__name__ = "reward"  # by which TRL calls it
+
+    def done(self) -> bool:
+        """Whether the level has been reached."""
+        return reached(self.lines, self.level) is not None
 
     def __call__(self, completions, answer, completion_ids, **_) -> list[float | None]:
         texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
@@ -152,15 +174,29 @@ def with_jaxrl_llm(folder: str, rows: list[Row], record: Recorder, s: Settings, 
     config.algorithm.aggregation, config.algorithm.beta, config.algorithm.epsilon_high = "token", 0.0, 0.28
     config.optimizer.learning_rate, config.optimizer.b2, config.optimizer.warmup_steps = s.learning_rate, 0.99, 5
     config.eval.every, config.checkpoint.every, config.logging.backends = -1, 0, ()
-    jaxrl_llm.train(config, rows, rewards=record)
+
+    class Ends:
+        """Ends the run at the level."""
+
+        def on_step(self, _):
+            return "stop" if record.done() else None
+
+    jaxrl_llm.train(config, rows, rewards=record, callbacks=[Ends()])
 
 
 def with_trl(folder: str, rows: list[Row], record: Recorder, s: Settings, seed: int, output: str) -> None:
     """A run of TRL's GRPOTrainer: one batch a step, nothing recomputed."""
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
+
+    class Ends(TrainerCallback):
+        """Ends the run at the level."""
+
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = control.should_training_stop or record.done()
+            return control
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     given = GRPOConfig(
@@ -174,21 +210,102 @@ def with_trl(folder: str, rows: list[Row], record: Recorder, s: Settings, seed: 
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), reward_funcs=record,
         train_dataset=Dataset.from_list(rows), processing_class=AutoTokenizer.from_pretrained(folder), args=given,
+        callbacks=[Ends()],
     )  # fmt: skip
     trainer.train()
 
 
-RUNNERS = {"jaxrl_llm": with_jaxrl_llm, "trl": with_trl}
+def with_tunix(folder: str, rows: list[Row], record: Recorder, s: Settings, seed: int, output: str) -> None:
+    """A run of Tunix's GRPOLearner with its own sampler, one mesh for all roles."""
+    import jax
+    import optax
+    from transformers import AutoTokenizer
+    from tunix.rl import rl_cluster
+    from tunix.rl.grpo import grpo_learner
+    from tunix.rl.rollout import base_rollout
+
+    from benchmarks.peers.with_tunix import load
+
+    del output
+    texts = AutoTokenizer.from_pretrained(folder)
+    stop, pad = texts.eos_token_id, texts.convert_tokens_to_ids("<|endoftext|>")
+
+    class Tokenizer:
+        """The model's own. Tunix finds padding by its id, so that it must be one that no prompt has."""
+
+        def encode(self, text, **_):
+            return texts.encode(text, add_special_tokens=False)
+
+        def decode(self, ids, **_):
+            return texts.decode(ids, skip_special_tokens=True)
+
+        bos_id, eos_id, pad_id = (staticmethod(lambda i=i: i) for i in (texts.bos_token_id, stop, pad))
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    model, _ = load(Task("", "", Path(folder), None), mesh)
+    role, rate = rl_cluster.Role, optax.schedules.join_schedules(
+        [optax.linear_schedule(0.0, s.learning_rate, 5), optax.constant_schedule(s.learning_rate)], [5]
+    )  # fmt: skip
+    config = rl_cluster.ClusterConfig(
+        role_to_mesh={role.ACTOR: mesh, role.REFERENCE: mesh, role.ROLLOUT: mesh},
+        rollout_engine="vanilla", offload_to_cpu=False,
+        training_config=rl_cluster.RLTrainingConfig(
+            actor_optimizer=optax.chain(
+                optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.0)
+            ),
+            eval_every_n_steps=10**6, max_steps=s.steps,
+        ),
+        rollout_config=base_rollout.RolloutConfig(
+            max_tokens_to_generate=s.tokens, max_prompt_length=s.prompt_tokens,
+            kv_cache_size=s.prompt_tokens + s.tokens, temperature=1.0, top_p=1.0, top_k=None, eos_tokens=[stop],
+        ),
+    )  # fmt: skip
+    cluster = rl_cluster.RLCluster(actor=model, reference=None, tokenizer=Tokenizer(), cluster_config=config)
+    generate, sampled = cluster.generate, []
+
+    def kept(*arguments, **options):
+        found = generate(*arguments, **options)
+        sampled[:] = found.tokens
+        return found
+
+    def reward(prompts, completions, answer, **_) -> list[float]:
+        del prompts
+        return record(completions, answer, sampled)  # pyright: ignore[reportReturnType]
+
+    def batches():
+        order = np.random.default_rng(seed).permutation(len(rows))
+        for step in range(s.steps):
+            if record.done():
+                return
+            config.rollout_config.seed = seed * s.steps + step  # else its sampler draws the same numbers at each step
+            chosen = [rows[i] for i in order[step * s.prompts : (step + 1) * s.prompts]]
+            asked = [
+                texts.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in chosen
+            ]
+            yield {"prompts": np.array(asked), "answer": np.array([row["answer"] for row in chosen])}
+
+    cluster.generate = kept
+    algorithm = grpo_learner.GRPOConfig(
+        num_generations=s.group, num_iterations=1, beta=0.0, epsilon=0.2, loss_agg_mode="token-mean"
+    )
+    with mesh:
+        grpo_learner.GRPOLearner(rl_cluster=cluster, algo_config=algorithm, reward_fns=reward).train(batches())
 
 
-def race(task: str, library: str, seed: int, weights: str, steps: int | None) -> Row:
-    """The record of one run, in this process."""
+RUNNERS = {"jaxrl_llm": with_jaxrl_llm, "trl": with_trl, TUNIX: with_tunix}
+
+
+def race(name: str, weights: str, rows: Path, steps: int | None) -> Row:
+    """The record of one run, TASK-LIBRARY-SEED, in this process."""
+    task, library, seed = name.split("-")
     contest = CONTESTS[task]
     settings = contest.settings._replace(**({} if steps is None else {"steps": steps}))
-    record = Recorder(contest.reward)
+    record = Recorder(contest)
     with tempfile.TemporaryDirectory() as output:
-        RUNNERS[library](weights, contest.rows(seed), record, settings, seed, output)
-    return {"settings": settings._asdict(), "cores": len(os.sched_getaffinity(0)), "lines": record.lines}
+        RUNNERS[library](weights, json.loads(rows.read_text(encoding="utf-8")), record, settings, int(seed), output)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    about = {"settings": settings._asdict(), "cores": len(os.sched_getaffinity(0)), "weights": Path(weights).name}
+    return about | {"peak": peak, "lines": record.lines}
 
 
 def reached(lines: list[Row], level: float) -> Row | None:
@@ -199,30 +316,63 @@ def reached(lines: list[Row], level: float) -> Row | None:
     return None
 
 
+def spread(values: list[float], digits: int = 0) -> str:
+    """The median, and what the values lie between."""
+    if not values:
+        return ""
+    low, middle, high = (f"{x:,.{digits}f}" for x in (min(values), statistics.median(values), max(values)))
+    return middle if len(values) == 1 else f"{middle} ({low} to {high})"
+
+
 def page(store: dict[tuple[str, str], list[Row]]) -> str:
     """The table of all records."""
     head = ["task", "level", "library", "seeds", "reached it", "steps", "seconds", "CPU seconds", "tokens",
-            "s to the first step", "last reward"]  # fmt: skip
+            "s to the first step", "last reward", "peak GB"]  # fmt: skip
     rows = [head]
     for (task, library), records in sorted(store.items()):
         level = records[0]["settings"]["level"]
         ends = [end for record in records if (end := reached(record["lines"], level)) is not None]
-        medians = [
-            f"{statistics.median(end[name] for end in ends):,.0f}" if ends else ""
-            for name in ("step", "seconds", "cpu", "tokens")
-        ]
-        first = statistics.median(record["lines"][0]["seconds"] for record in records)
-        last = statistics.median(
-            statistics.mean(line["reward"] for line in record["lines"][-WINDOW:]) for record in records
-        )
-        counts = (str(len(records)), str(len(ends)))
-        rows.append([task, f"{level:g}", library, *counts, *medians, f"{first:.0f}", f"{last:.3f}"])
+        found = [spread([end[name] for end in ends]) for name in ("step", "seconds", "cpu", "tokens")]
+        first = spread([record["lines"][0]["seconds"] for record in records])
+        last = spread([statistics.mean(line["reward"] for line in record["lines"][-WINDOW:]) for record in records], 3)
+        peak = spread([record["peak"] / 1e9 for record in records if "peak" in record], 1)
+        rows.append([task, f"{level:g}", library, str(len(records)), str(len(ends)), *found, first, last, peak])
     cores = sorted({record["cores"] for records in store.values() for record in records})
     return (
         "# Time to reward\n\nWritten by `python -m benchmarks.race` from the records in benchmarks/results/race; "
-        f"medians over seeds, {', '.join(map(str, cores))} CPU cores, float32. A level is reached by the mean of "
-        f"{WINDOW} steps. Time counts from the start of the process.\n\n" + table(rows) + "\n"
+        f"medians over seeds, and what they lie between; {', '.join(map(str, cores))} CPU cores, float32. A level is "
+        f"reached by the mean of {WINDOW} steps. Time counts from the start of the process.\n\n"
+        + table(rows)
+        + "\n\n![reward by seconds and by tokens](race.svg)\n"
     )
+
+
+def picture(store: dict[tuple[str, str], list[Row]]) -> None:
+    """Draws the mean reward of the last steps by seconds and by tokens, a line for each record."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "race"  # so that the same records make the same file
+    from matplotlib import pyplot
+
+    tasks = sorted({task for task, _ in store})
+    figure, axes = pyplot.subplots(len(tasks), 2, figsize=(9, 2.6 * len(tasks)), squeeze=False, sharey="row")
+    for (task, library), records in sorted(store.items()):
+        colour = f"C{list(RUNNERS).index(library)}"
+        for axis, name in zip(axes[tasks.index(task)], ("seconds", "tokens"), strict=True):
+            for i, record in enumerate(records):
+                lines = record["lines"]
+                means = [
+                    statistics.mean(line["reward"] for line in lines[max(0, end - WINDOW) : end])
+                    for end in range(1, len(lines) + 1)
+                ]
+                label = library if i == 0 else None
+                axis.plot([line[name] for line in lines], means, color=colour, linewidth=1, label=label)
+            axis.axhline(records[0]["settings"]["level"], color="#999", linewidth=0.6, linestyle=":")
+            axis.set(xlabel=name, ylabel=f"{task}: reward" if name == "seconds" else None, xlim=(0, None))
+    axes[0][0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(PICTURE, metadata={"Date": None})
 
 
 def stored() -> dict[tuple[str, str], list[Row]]:
@@ -238,23 +388,24 @@ def main(argv: list[str]) -> None:
     """The command line; see the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default="sort", help=f"of {', '.join(CONTESTS)}")
-    parser.add_argument("--libraries", default=",".join(LIBRARIES))
+    parser.add_argument("--libraries", default=",".join(LIBRARIES), help=f"of {', '.join(RUNNERS)}")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--weights", help="a model folder; the embedded model's unless given")
     parser.add_argument("--steps", type=int, help="in place of the task's own; then nothing is kept")
-    parser.add_argument("--page", action="store_true", help="only write the page")
+    parser.add_argument("--tunix-python", type=Path, help="an interpreter that has Tunix already")
+    parser.add_argument("--page", action="store_true", help="only write the page and draw the picture")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # TASK-LIBRARY-SEED: what the processes run
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # its data
     options = parser.parse_args(argv)
     if options.one:
-        task, library, seed = options.one.split("-")
-        print(json.dumps(race(task, library, int(seed), options.weights, options.steps)))
+        print(json.dumps(race(options.one, options.weights, options.rows, options.steps)))
         return
     with tempfile.TemporaryDirectory() as folder:
         weights = options.weights
         if not weights and not options.page:
             from jaxrl_llm.models.model import load_model, save_hf
 
-            weights = f"{folder}/model"
+            weights = f"{folder}/embedded"
             save_hf(load_model("embedded:sort"), weights)
         names = (options.tasks.split(","), options.seeds.split(","), options.libraries.split(","))
         for task, seed, library in itertools.product(*names) if not options.page else ():
@@ -262,17 +413,24 @@ def main(argv: list[str]) -> None:
             if (STORE / f"{name}.json").exists() and options.steps is None:
                 continue
             print(name, flush=True)
-            command = [sys.executable, "-m", "benchmarks.race", f"--one={name}", f"--weights={weights}"]
+            python = sys.executable
+            if library == TUNIX:
+                python = environments.python_of(TUNIX, run.CACHE, options.tunix_python)
+            # Every library reads the same file: what makes the rows need not be in its environment.
+            rows = Path(folder) / "rows.json"
+            rows.write_text(json.dumps(CONTESTS[task].rows(int(seed))), encoding="utf-8")
+            command = [str(python), "-m", "benchmarks.race", f"--one={name}", f"--weights={weights}", f"--rows={rows}"]
             command += [] if options.steps is None else [f"--steps={options.steps}"]
-            environment = os.environ | {"RACE_BEGAN": str(time.time())}
+            environment = os.environ | {"RACE_BEGAN": str(time.time()), "BENCHMARK_DTYPE": "float32"}
             done = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True)
             record = json.loads(done.stdout.splitlines()[-1])
             print(f"{record['lines'][-1]} {reached(record['lines'], record['settings']['level'])}", flush=True)
             if options.steps is None:
                 STORE.mkdir(parents=True, exist_ok=True)
                 (STORE / f"{name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
-    if records := stored():
+    if options.steps is None and (records := stored()):
         PAGE.write_text(page(records), encoding="utf-8")
+        picture(records)
 
 
 if __name__ == "__main__":
