@@ -1,7 +1,7 @@
 """Time to reward, side by side: GRPO by this library, TRL and Tunix, from the same weights to the same level.
 
     python -m benchmarks.race                                                # the embedded model sorts: half an hour
-    python -m benchmarks.race --tasks=reverse,sums,needle --weights=FOLDER --libraries=jaxrl_llm,trl,tunix    # hours
+    python -m benchmarks.race --tasks=reverse,sums,chain_sum --weights=FOLDER --libraries=jaxrl_llm,trl,tunix    # hours
     python -m benchmarks.race --page                                         # the page and the pictures alone
 
 Records of the second line are of SmolLM2-135M-Instruct. All libraries get the same model folder, prompts, reward
@@ -100,13 +100,11 @@ def summing(seed: int) -> list[Row]:
     return rows
 
 
-def finding(seed: int) -> list[Row]:
-    """Who of four to six people likes something, from reasoning-gym's needle_haystack."""
+def adding(seed: int) -> list[Row]:
+    """Sums and differences of two or three numbers below 100: reasoning-gym's chain_sum."""
     import reasoning_gym
 
-    made = reasoning_gym.create_dataset(
-        "needle_haystack", size=4096, seed=seed, min_num_statements=4, max_num_statements=6
-    )
+    made = reasoning_gym.create_dataset("chain_sum", size=4096, seed=seed, max_terms=3, min_digits=1, max_digits=2)
     return [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in made]
 
 
@@ -129,9 +127,9 @@ def last_number(text: str, answer: str) -> float:
 
 CONTESTS = {
     "sort": Contest(sorting, exact, Settings(250, 32, 8, 16, 10, 3e-4, 0.8)),
-    "reverse": Contest(reversing, alike, Settings(60, 4, 8, 64, 12, 4e-5, 0.35)),
-    "sums": Contest(summing, last_number, Settings(60, 4, 8, 80, 24, 4e-5, 0.4)),
-    "needle": Contest(finding, exact, Settings(60, 4, 8, 160, 12, 4e-5, 0.6)),
+    "reverse": Contest(reversing, alike, Settings(60, 8, 8, 64, 12, 3e-5, 0.3)),
+    "sums": Contest(summing, last_number, Settings(60, 4, 8, 80, 24, 4e-5, 0.3)),
+    "chain_sum": Contest(adding, last_number, Settings(60, 4, 8, 64, 16, 4e-5, 0.3)),
 }
 
 
