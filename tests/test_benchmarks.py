@@ -1,14 +1,17 @@
 """The benchmarks' own parts, and the profile of training steps."""
 
 import json
+import re
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import folders, limits, marks, meter, peaks, race, run, scaling, serving, sizes, table
+from benchmarks import folders, limits, marks, meter, peaks, run, scaling, serving, sizes, table
 from benchmarks.cases import PROMPT, SHAPES, lengths, prompts, texts, useful_tokens, word, words
 from benchmarks.ours import fit
+from benchmarks.race import __main__ as race
+from benchmarks.race import contests, record
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.model import describe
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
@@ -198,17 +201,35 @@ def test_the_benchmark_of_serving(capfd):
 
 def test_a_level_is_reached_by_the_mean_of_some_steps():
     lines = [{"reward": reward, "seconds": float(step)} for step, reward in enumerate((0, 1, 0, 1, 1, 1, 1, 1))]
-    assert race.reached(lines, 0.8) == {"reward": 1, "seconds": 5.0, "step": 6}
-    assert race.reached(lines[:5], 0.8) is None and race.reached(lines[:4], 0.0) is None
+    assert record.reached(lines, 0.8) == {"reward": 1, "seconds": 5.0, "step": 6}
+    assert record.reached(lines[:5], 0.8) is None and record.reached(lines[:4], 0.0) is None
 
 
-@pytest.mark.parametrize("task", race.CONTESTS)
+def test_a_loss_reaches_its_level_from_above():
+    lines = [{"loss": loss, "step": 5 * i} for i, loss in enumerate((0.9, 0.4, 0.3, 0.35))]
+    assert record.reached(lines, 0.3) == {"loss": 0.3, "step": 10} and record.reached(lines, 0.2) is None
+
+
+@pytest.mark.parametrize("task", [name for name, contest in contests.CONTESTS.items() if contest.reward])
 def test_the_answers_of_a_race_are_worth_one(task):
-    contest = race.CONTESTS[task]
+    if task == "chain_sum":
+        pytest.importorskip("reasoning_gym")
+    contest = contests.CONTESTS[task]
     rows = contest.rows(0)
     assert rows == contest.rows(0) != contest.rows(1)
     assert {contest.reward(f" {row['answer']} ", row["answer"]) for row in rows} == {1.0}
     assert contest.reward("no", rows[0]["answer"]) < 0.5
+
+
+def test_a_working_of_a_race_ends_with_the_answer():
+    """Whose sums are right; the answer alone is what is rejected."""
+    problems = contests.CONTESTS["sums"].rows(0)
+    for problem, learned, pair in zip(problems, contests.working(0), contests.preferring(0), strict=False):
+        text = learned["completion"][0]["content"]
+        assert pair["chosen"] == learned["completion"] and pair["prompt"] == learned["prompt"]
+        assert contests.last_number(text, problem["answer"]) == 1.0
+        assert pair["rejected"][0]["content"] == f"The answer is {problem['answer']}."
+        assert all(eval(left) == int(right) for left, right in re.findall(r"([\d+ ]+) = (\d+)", text))
 
 
 @pytest.mark.slow

@@ -1,0 +1,176 @@
+"""Time to reward, side by side: this library, TRL and Tunix, from the same weights to the same level.
+
+    python -m benchmarks.race                                                # the embedded model sorts: half an hour
+    python -m benchmarks.race --tasks=reverse,sums,chain_sum,sft,dpo --weights=FOLDER --libraries=jaxrl_llm,trl,tunix
+    python -m benchmarks.race --page                                         # the page and the pictures alone
+
+Records of the second line are of SmolLM2-135M-Instruct, and take hours. All libraries get the same model folder,
+prompts, rewards, seeds and settings (contests.py), and compute in float32 on the same cores. GRPO runs to a mean
+reward: the reward function itself keeps the record, whenever it is called with all completions of a step. SFT and DPO
+run to a loss on held-out rows, as each library's own evaluation gives it every few steps. A line of a record has the
+seconds and the processor's seconds since the process began, so nothing is left out: imports, compilation and loading
+count. A run ends when it has reached the level.
+
+Each run is a process of its own; nothing else should run on the machine meanwhile, though the processor's seconds tell
+little of it. Records are kept in benchmarks/results/race/TASK-LIBRARY-SEED.json, runs that are there are not repeated,
+and benchmarks/results/race.md and race.svg are made from them alone. TRL and the picture come with
+`pip install -e ".[dev,report]"`; Tunix gets an environment of its own (benchmarks/environments.py).
+"""
+
+import argparse
+import importlib
+import itertools
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks import environments, run
+from benchmarks.cases import OURS, TRL, TUNIX
+from benchmarks.page import table
+from benchmarks.race.contests import CONTESTS, Row
+from benchmarks.race.record import WINDOW, Record, courses, reached
+
+ROOT = Path(__file__).parent.parent.parent
+STORE, PAGE, PICTURE = (ROOT / "benchmarks" / "results" / name for name in ("race", "race.md", "race.svg"))
+LIBRARIES = (OURS, TRL, TUNIX)
+SEEDS = (0, 1, 2)
+
+
+def race(name: str, weights: str, rows: Path, steps: int | None) -> Row:
+    """The record of one run, TASK-LIBRARY-SEED, in this process."""
+    task, library, seed = name.split("-")
+    contest = CONTESTS[task]
+    settings = contest.settings._replace(**({} if steps is None else {"steps": steps}))
+    record, data = Record(contest), json.loads(rows.read_text(encoding="utf-8"))
+    runner = importlib.import_module(f"benchmarks.race.with_{library}")
+    with tempfile.TemporaryDirectory() as output:
+        runner.run(contest.method, weights, data, record, settings, int(seed), output)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    about = {"settings": settings._asdict(), "cores": len(os.sched_getaffinity(0)), "weights": Path(weights).name}
+    return about | {"peak": peak, "lines": record.lines}
+
+
+def spread(values: list[float], digits: int = 0) -> str:
+    """The median, and what the values lie between."""
+    if not values:
+        return ""
+    low, middle, high = (f"{x:,.{digits}f}" for x in (min(values), statistics.median(values), max(values)))
+    return middle if len(values) == 1 else f"{middle} ({low} to {high})"
+
+
+def page(store: dict[tuple[str, str], list[Row]]) -> str:
+    """The table of all records."""
+    head = ["task", "level", "library", "seeds", "reached it", "steps", "seconds", "CPU seconds", "tokens sampled",
+            "s to the first line", "at last", "peak GB"]  # fmt: skip
+    rows = [head]
+    for (task, library), records in sorted(store.items()):
+        level = records[0]["settings"]["level"]
+        ends = [end for record in records if (end := reached(record["lines"], level)) is not None]
+        found = [spread([end[name] for end in ends if name in end]) for name in ("step", "seconds", "cpu", "tokens")]
+        first = spread([record["lines"][0]["seconds"] for record in records])
+        last = spread([courses(record["lines"])[-1] for record in records], 3)
+        peak = spread([record["peak"] / 1e9 for record in records if "peak" in record], 1)
+        level = f"{'loss' if 'loss' in records[0]['lines'][0] else 'reward'} {level:g}"
+        rows.append([task, level, library, str(len(records)), str(len(ends)), *found, first, last, peak])
+    cores = sorted({record["cores"] for records in store.values() for record in records})
+    return (
+        "# Time to reward\n\nWritten by `python -m benchmarks.race` from the records in benchmarks/results/race; "
+        f"medians over seeds, and what they lie between; {', '.join(map(str, cores))} CPU cores, float32. A reward is "
+        f"the mean of {WINDOW} steps, a loss that of held-out rows. Time counts from the start of the process.\n\n"
+        + table(rows)
+        + "\n\n![reward by seconds and by tokens, loss by seconds and by steps](race.svg)\n"
+    )
+
+
+def picture(store: dict[tuple[str, str], list[Row]]) -> None:
+    """Draws what approaches the level by seconds, and by sampled tokens or steps, a line for each record."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "race"  # so that the same records make the same file
+    from matplotlib import pyplot
+
+    tasks = sorted({task for task, _ in store})
+    figure, axes = pyplot.subplots(len(tasks), 2, figsize=(9, 2.6 * len(tasks)), squeeze=False, sharey="row")
+    for (task, library), records in sorted(store.items()):
+        measured = "loss" if "loss" in records[0]["lines"][0] else "reward"
+        names = ("seconds", "step" if measured == "loss" else "tokens")
+        for axis, name in zip(axes[tasks.index(task)], names, strict=True):
+            for i, record in enumerate(records):
+                along = [line[name] for line in record["lines"]]
+                label = library if i == 0 else None
+                colour = f"C{LIBRARIES.index(library)}"
+                axis.plot(along, courses(record["lines"]), color=colour, linewidth=1, label=label)
+            axis.axhline(records[0]["settings"]["level"], color="#999", linewidth=0.6, linestyle=":")
+            axis.set(xlabel=name, ylabel=f"{task}: {measured}" if name == "seconds" else None, xlim=(0, None))
+    axes[0][0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(PICTURE, metadata={"Date": None})
+
+
+def stored() -> dict[tuple[str, str], list[Row]]:
+    """The records that are kept, by task and library."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for file in sorted(STORE.glob("*.json")):
+        task, library, _ = file.stem.split("-")
+        found.setdefault((task, library), []).append(json.loads(file.read_text(encoding="utf-8")))
+    return found
+
+
+def main(argv: list[str]) -> None:
+    """The command line; see the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default="sort", help=f"of {', '.join(CONTESTS)}")
+    parser.add_argument("--libraries", default=f"{OURS},{TRL}", help=f"of {', '.join(LIBRARIES)}")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--weights", help="a model folder; the embedded model's unless given")
+    parser.add_argument("--steps", type=int, help="in place of the task's own; then nothing is kept")
+    parser.add_argument("--tunix-python", type=Path, help="an interpreter that has Tunix already")
+    parser.add_argument("--page", action="store_true", help="only write the page and draw the picture")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # TASK-LIBRARY-SEED: what the processes run
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # its data
+    options = parser.parse_args(argv)
+    if options.one:
+        print(json.dumps(race(options.one, options.weights, options.rows, options.steps)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        weights = options.weights
+        if not weights and not options.page:
+            from jaxrl_llm.models.model import load_model, save_hf
+
+            weights = f"{folder}/embedded"
+            save_hf(load_model("embedded:sort"), weights)
+        names = (options.tasks.split(","), options.seeds.split(","), options.libraries.split(","))
+        for task, seed, library in itertools.product(*names) if not options.page else ():
+            name = f"{task}-{library}-{seed}"
+            if (STORE / f"{name}.json").exists() and options.steps is None:
+                continue
+            print(name, flush=True)
+            python = sys.executable
+            if library == TUNIX:
+                python = environments.python_of(TUNIX, run.CACHE, options.tunix_python)
+            # Every library reads the same file: what makes the rows need not be in its environment.
+            rows = Path(folder) / "rows.json"
+            rows.write_text(json.dumps(CONTESTS[task].rows(int(seed))), encoding="utf-8")
+            command = [str(python), "-m", "benchmarks.race", f"--one={name}", f"--weights={weights}", f"--rows={rows}"]
+            command += [] if options.steps is None else [f"--steps={options.steps}"]
+            environment = os.environ | {"RACE_BEGAN": str(time.time()), "BENCHMARK_DTYPE": "float32"}
+            done = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+            record = json.loads(done.stdout.splitlines()[-1])
+            print(f"{record['lines'][-1]} {reached(record['lines'], record['settings']['level'])}", flush=True)
+            if options.steps is None:
+                STORE.mkdir(parents=True, exist_ok=True)
+                (STORE / f"{name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    if options.steps is None and (records := stored()):
+        PAGE.write_text(page(records), encoding="utf-8")
+        picture(records)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
