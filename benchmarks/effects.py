@@ -193,10 +193,8 @@ def shared_prompts(task: Task) -> Measured:
 def unrolled(task: Task) -> Measured:
     """Decoding has a program for each layer: against one that is scanned."""
     full = np.full(task.shape.completions, task.shape.new)
-    on = _parts(_config(task, model__scan_layers="false"), ours.data_of(task))
-    off = _parts(_config(task, model__scan_layers="true"), ours.data_of(task))
-    sides = (_engine(off, Scanned), off), (_engine(on), on)
-    return measured(*(_rollout(engine, parts, prompts(task.shape), full) for engine, parts in sides))
+    parts = _parts(_config(task), ours.data_of(task))
+    return measured(*(_rollout(_engine(parts, kind), parts, prompts(task.shape), full) for kind in (Scanned, Engine)))
 
 
 def chunked_head(task: Task) -> Measured:

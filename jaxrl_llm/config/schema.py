@@ -279,15 +279,13 @@ KEYS = (
         bool),
     Setting("model.trust_remote_code", False, "Run the Python code that a tokenizer's folder may contain.", bool),
     Setting("model.random_init", False, "Start from random parameters (drawn from seed) instead of the model's.", bool),
-    Setting("model.remat", "none",
+    Setting("model.remat", "auto",
         "Rematerialisation: none saves all activations; block saves the inputs of layers, and the backward pass "
         "recomputes the rest; offload saves these inputs in host memory; dots saves the outputs of matmuls and of "
-        "attention kernels.",
-        choices=("none", "block", "dots", "offload")),
-    Setting("model.scan_layers", "auto",
-        "Scan one compiled layer (true), or compile each layer (false: slower to start, faster on CPU); auto scans "
-        "except on CPU.",
-        choices=("auto", "true", "false")),
+        "attention kernels; auto is dots on CPUs, which compute the rest again sooner than they read it back, else "
+        "none.",
+        choices=("auto", "none", "block", "dots", "offload")),
+    Setting("model.scan_layers", True, "Scan one compiled layer; false compiles each, which takes longer.", bool),
     Setting("model.attention", "auto",
         "Attention over whole rows: xla; or kernels that keep no scores in memory: cudnn on NVIDIA GPUs (in 16 bits), "
         "flash there too (no mask in memory either), splash on TPUs. auto: splash on TPUs; on GPUs cudnn, for rows of "

@@ -119,7 +119,7 @@ class ModelConfig:
     remat: str = "none"  # or one of transformer.REMAT: what is saved for the backward pass; the rest is recomputed
     lora: LoraConfig | None = None
     quantize: str = "none"  # of the layers' linear maps, which are then frozen: one of quantize.KINDS
-    scan_layers: bool = True  # False: a program per layer, slower to compile and, on CPU, up to twice as fast to run
+    scan_layers: bool = True  # False: each layer is compiled, as decoding wants it
 
     @property
     def rotated_size(self) -> int:

@@ -138,7 +138,22 @@ def wrapped_optimizer(spec: OptimizerSpec, optimizer: optax.GradientTransformati
     """The optimizer after clipping to the global norm, and without effect on routers where these are frozen."""
     if spec.freeze_router:  # their gradients are 0; this is about weight decay
         optimizer = optax.chain(optimizer, optax.masked(optax.set_to_zero(), _routers))
-    return optax.chain(optax.clip_by_global_norm(spec.max_grad_norm), optimizer) if spec.max_grad_norm else optimizer
+    return optax.chain(clip_by_global_norm(spec.max_grad_norm), optimizer) if spec.max_grad_norm else optimizer
+
+
+def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
+    """Gradients g times `limit / max(|g|, limit)`, |g| over all of them.
+
+    One factor for all, unlike optax's division of each by the norm: XLA multiplies wherever a gradient is read, and
+    holds no second copy of them.
+    """
+
+    def clipped(updates, params):
+        del params
+        factor = limit / jnp.maximum(optax.tree.norm(updates), limit)
+        return jax.tree.map(lambda x: x * factor.astype(x.dtype), updates)
+
+    return optax.stateless(clipped)
 
 
 def weight_decay_of(spec: OptimizerSpec) -> optax.ScalarOrSchedule:

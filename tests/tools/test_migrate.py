@@ -252,7 +252,7 @@ def test_the_older_trl_has_other_defaults(tmp_path):
         rollout={"temperature": 0.9, "top_k": 50, "max_completion_length": 256, "max_prompt_length": 512, "top_p": 0.9},
         algorithm={"beta": 0.04, "aggregation": "microbatch_token", "kl_bias_correction": False},
         data={"overlong": "truncate_left"},
-        model={"dtype": "float32", "remat": "none"},
+        model={"dtype": "float32", "remat": "auto"},
     )
     assert "config.rollout.top_k = 50  # top_k, by default" in text
     new, _ = migrate(file, trainer="grpo", devices=1)

@@ -87,7 +87,7 @@ def test_sampling_in_eight_bits_is_planned(folder, planned):
     """A byte for each number of the matrices and of keys and values, which is what decoding reads."""
     config = small(folder)
     config.rollout.weights_dtype, config.rollout.cache_dtype = "int8", "fp8"
-    config.model.scan_layers = "false"  # of the layers that are trained
+    config.model.scan_layers = False  # of the layers that are trained
     with pytest.raises(ConfigError, match=r"rollout.weights_dtype is int8, .* set token_truncate"):
         make_plan(config, target(config, "h100", 1, simulate=True), only="rollout")
     config.algorithm.importance_correction = "token_truncate"

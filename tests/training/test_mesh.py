@@ -83,7 +83,7 @@ EXPERT_SHAPES = [
 ]
 
 
-def check(run_python, root, shapes, settings=None, scan="true", model="embedded:sort", config="grpo"):
+def check(run_python, root, shapes, settings=None, scan=True, model="embedded:sort", config="grpo"):
     path = f"{root / 'configs' / config}.py:tiny"
     code = CHECK.format(path=path, shapes=shapes, scan=scan, settings=settings or {}, model=str(model))
     done = run_python("-c", code, devices=8, timeout=900)
@@ -112,7 +112,7 @@ def test_experts_on_a_mesh(run_python, root, tmp_path, shapes):
 
 @pytest.mark.slow
 def test_unrolled_layers_on_a_mesh(run_python, root):
-    check(run_python, root, [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 4}], scan="false")
+    check(run_python, root, [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 4}], scan=False)
 
 
 @pytest.mark.slow
@@ -142,10 +142,10 @@ ADAPTERS = {"lora.rank": 4, "lora.targets": ("all-linear",), "lora.modules_to_sa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "scan"), [({"batch.packing": "true"}, "true"), (ADAPTERS, "true"), ({"model.remat": "block"}, "false")]
+    ("settings", "scan"), [({"batch.packing": "true"}, True), (ADAPTERS, True), ({"model.remat": "block"}, False)]
 )
 def test_the_update_of_gpus(run_python, root, settings, scan):
-    """Traced as for GPUs, which add gradients in place, the update is the same; on one device and on eight."""
+    """Traced as for GPUs, which add gradients in place on a mesh alone, the update is the same; on one and on eight."""
     shapes = [{"data": 1}, {"data": 2, "fsdp": 2, "tensor": 2}]
     if settings is not ADAPTERS:  # fsdp alone leaves their largest matrices whole
         shapes.append({"data": 1, "fsdp": 8})

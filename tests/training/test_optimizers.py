@@ -12,7 +12,7 @@ import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import parameter_spec
-from jaxrl_llm.training.optimizers import learning_rate_schedule, weight_decay_of
+from jaxrl_llm.training.optimizers import clip_by_global_norm, learning_rate_schedule, weight_decay_of
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import optimizer_spec
 
@@ -99,6 +99,20 @@ def test_optimizers_agree_with_torch(name):
     params, _ = improve(config_of(name=name, **own))
     for ours, theirs in zip(jax.tree.leaves(params), torchimprove(TORCH[name]), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("limit", [0.5, 100.0])
+def test_gradients_are_clipped_as_by_torch(limit):
+    """To the norm of all of them together; those within the limit stay as they are, bit for bit."""
+    given = gradients(0)
+    tensors = [torch.nn.Parameter(torch.tensor(x)) for x in jax.tree.leaves(given)]
+    for tensor in tensors:
+        tensor.grad = tensor.detach().clone()
+    torch.nn.utils.clip_grad_norm_(tensors, limit)
+    clipped, _ = clip_by_global_norm(limit).update(given, optax.EmptyState())
+    for x, tensor in zip(jax.tree.leaves(clipped), tensors, strict=True):
+        np.testing.assert_allclose(x, tensor.grad, rtol=3e-6)
+    assert limit < 100 or all(map(np.array_equal, jax.tree.leaves(clipped), jax.tree.leaves(given)))
 
 
 def test_lion_by_hand():

@@ -191,23 +191,24 @@ def test_gradients_of_microbatches_add_up_in_fp32(monkeypatch, backend):
     ("scan", "tied"),
     [(False, False), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((True, True), (True, False), (False, True)))],
 )
-def test_several_gpus_add_the_same_gradients_in_place(monkeypatch, scan, tied):
-    """Those of a layer to its part of the sums, where the backward pass makes them; here on one device."""
+def test_gradients_added_in_place_are_the_same(monkeypatch, scan, tied):
+    """CPUs, and several GPUs, add those of a layer to its part of the sums, where the backward pass makes them."""
     net = Net(dataclasses.replace(NET.config, scan_layers=scan, tie_embeddings=tied, remat="block"))
     config, mesh = config_with(batch__microbatch_rows=2), make_mesh(devices=jax.devices()[:1])
     batch, optimizer = jax.tree.map(jnp.asarray, make_batch(rows=8)), optax.sgd(lambda count: 1.0)
-    before, after, texts = jax.device_get(net.init(jax.random.key(0))), {}, {}
-    monkeypatch.setattr("jaxrl_llm.training.update.is_sharded", lambda: True)
-    for backend in ("cpu", "gpu"):
+    before, after = jax.device_get(net.init(jax.random.key(0))), {}
+    for backend, several in (("gpu", False), ("gpu", True), ("cpu", False)):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        monkeypatch.setattr("jaxrl_llm.training.update.is_sharded", lambda several=several: several)
         with jax.set_mesh(mesh):
             update = make_update(objective_of(config, net), optimizer, update_spec(config), mesh)
             state = init_state(jax.tree.map(jnp.asarray, before), optimizer, mesh)
-            texts[backend] = str(jax.make_jaxpr(update)(state, batch))
-            after[backend] = update(state, batch)[0].params
-    assert "Ref{" in texts["gpu"] and "Ref{" not in texts["cpu"]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), after["gpu"], after["cpu"])
-    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), after["cpu"], before)
+            assert ("Ref{" in str(jax.make_jaxpr(update)(state, batch))) == (several or backend == "cpu")
+            after[backend, several] = update(state, batch)[0].params
+    plain = after.pop(("gpu", False))
+    for params in after.values():
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), params, plain)
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), plain, before)
     assert min(jax.tree.leaves(moved)) > 1e-3
 
 

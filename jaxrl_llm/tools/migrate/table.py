@@ -19,7 +19,7 @@ def _top_k(value: Any) -> int:
 
 # Their key -> our value of theirs, where the two are written differently.
 CONVERT: dict[str, Callable[[Any], Any]] = {
-    "gradient_checkpointing": lambda on: "block" if on else "none",
+    "gradient_checkpointing": lambda on: "block" if on else "auto",
     "chat_template_kwargs": lambda options: ", ".join(f"{name}={value!r}" for name, value in options.items()),
     "top_k": _top_k,
     "stop_token_id": lambda token: (int(token),),

@@ -116,7 +116,7 @@ def _model(draft: Draft) -> None:
     draft.set("model.trust_remote_code", any(draft.get(key) for key in trusts) or None, *trusts)
     keys = (f"{M}.enable_gradient_checkpointing", f"{M}.enable_activation_offload")
     keys = (*keys, "model.enable_gradient_checkpointing")
-    remat = "block" if draft.get(keys[0]) or draft.get(keys[2]) else "none"
+    remat = "block" if draft.get(keys[0]) or draft.get(keys[2]) else "auto"
     draft.set("model.remat", "offload" if draft.get(keys[1]) else remat, *keys)
     entries = _below(draft, f"{M}.override_config")
     if isinstance(inner := entries.pop("model_config", None), dict):

@@ -118,7 +118,7 @@ def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packe
             shapes,
             target_.mesh,
             widths,
-            target_.scanned,
+            target_.accelerator,
             only,
             packer,
             dict(target_.options),
@@ -171,8 +171,7 @@ def tree_size(tree) -> int:
 def describe_for(config, target_: Target, mesh: Any = None) -> Shapes:
     """Return the shapes of a run as the target computes it, on its own mesh or another; ConfigError as in training."""
     dtype = target_.dtype if config.model.dtype == "auto" else config.model.dtype
-    scan = target_.scanned if config.model.scan_layers == "auto" else config.model.scan_layers == "true"
-    shapes = describe(config, mesh or target_.mesh, dtype, scan)
+    shapes = describe(config, mesh or target_.mesh, dtype, not target_.accelerator)
     check_attention(shapes.net.config, target_.mesh.devices.flat[0].platform)
     return shapes
 

@@ -92,7 +92,7 @@ def compile_step(
     shapes: Shapes,
     mesh: Mesh,
     widths: tuple[int, int],
-    scanned: bool,
+    accelerator: bool,
     only: str = "",
     packer: Packer | None = None,
     options: dict[str, Any] | None = None,
@@ -105,7 +105,7 @@ def compile_step(
     devices hold nothing else. Evaluation is not among them. `packer` is that of a run, `options` are the compiler's,
     `memory` are the bytes of a device that a run may use, where they are known.
     """
-    simulated = scanned and mesh.devices.flat[0].platform == "cpu"
+    simulated = accelerator and mesh.devices.flat[0].platform == "cpu"
     held = 0 if only == "sampling" else held_bytes(shapes)
     compiler, rollout = Compiler(held, mesh.size, simulated, options or {}), None
     online = config.algorithm.name not in OFFLINE
@@ -115,15 +115,15 @@ def compile_step(
         sampling_mesh = rollout_mesh(mesh, config.rollout.mesh, shapes.net.config.kv_heads)
         if config.rollout.memory_fraction is not None and memory:
             share, prompts = config.rollout.memory_fraction, config.batch.prompts + config.rollout.partial_prompts
-            total = memory * (1 if mesh.devices.flat[0].platform == "cpu" and not scanned else mesh.size)
+            total = memory * (1 if mesh.devices.flat[0].platform == "cpu" and not accelerator else mesh.size)
             engine = with_fitting_slots(engine, visiting(params), share, total, prompts, widths[0], sampling_mesh)
         rollout = compile_rollout(config, engine, params, mesh, sampling_mesh, widths[0], compiler)
         if only == "sampling":
             return compiler.programs[1:], rollout, Microbatch(0, 0)  # parameters come in the type that decodes
     objective, room = objective_of(config, shapes.net), None
-    if scanned and memory:  # of an accelerator
+    if accelerator and memory:
         room = max(memory - held_bytes(shapes) - gradient_bytes(shapes.state.params), 0.0)
-    layouts = make_layouts(config, shapes.net, mesh, objective, widths, scanned, packer, room)
+    layouts = make_layouts(config, shapes.net, mesh, objective, widths, accelerator, packer, room)
     if only in ("", "logps", "training"):
         compile_logps(config, shapes, params, mesh, widths, layouts, compiler)
     updates, sizes = sized_updates(config, shapes.net.config, room, widths[1], mesh), layouts.sizes

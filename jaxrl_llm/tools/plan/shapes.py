@@ -52,17 +52,17 @@ class Shapes(NamedTuple):
     teachers: dict[str, TeacherShapes]  # by the value of the column that names them, "" for that of teacher.path
 
 
-def describe_net(config, dtype: str, scan: bool, head: str | None = None) -> Net:
+def describe_net(config, dtype: str, on_cpu: bool, head: str | None = None) -> Net:
     """The net of the configuration, from config.json (and adapter_config.json) alone."""
     c = config.model
-    options = net_options(config, head)
+    options = net_options(config, head, on_cpu)
     path = c.path
     if config.lora.path is not None:
         options |= peft.read_config(config.lora.path).fields
     folder = hf.locate(path, config_only=True)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path = {path!r} has no config.json; a plan needs that one file")
-    net = hf.load_net(folder, **options | {"dtype": dtype, "param_dtype": c.param_dtype, "scan_layers": scan})
+    net = hf.load_net(folder, **options | {"dtype": dtype, "param_dtype": c.param_dtype})
     family = family_of(hf.read_config(folder))
     if config.lora.rank:
         net = net.with_lora(build_lora(config))
@@ -70,9 +70,9 @@ def describe_net(config, dtype: str, scan: bool, head: str | None = None) -> Net
     return net if config.lora.path is None else peft.with_adapter_modules(net, family, config.lora.path)
 
 
-def describe(config, mesh: Mesh, dtype: str, scan: bool) -> Shapes:
+def describe(config, mesh: Mesh, dtype: str, on_cpu: bool) -> Shapes:
     """The shapes of a run on `mesh`, computing in `dtype`."""
-    net = describe_net(config, dtype, scan)
+    net = describe_net(config, dtype, on_cpu)
     params = _trained_score_in_fp32(over(net.shapes(), mesh))
     if config.model.quantize != "none" and not has_adapters(params):
         raise ConfigError(
@@ -82,7 +82,7 @@ def describe(config, mesh: Mesh, dtype: str, scan: bool) -> Shapes:
     critic, frozen_critic = None, {}
     state = _state(trainable, make_optimizer(config), config.optimizer.offload, mesh)
     if config.algorithm.name == "ppo":
-        critic = describe_net(critic_config(config), dtype, scan, head="score")
+        critic = describe_net(critic_config(config), dtype, on_cpu, head="score")
         critic_params = _trained_score_in_fp32(over(critic.shapes(), mesh))
         if config.critic.shared:
             head = {HEAD: critic_params[HEAD]}
@@ -99,11 +99,11 @@ def describe(config, mesh: Mesh, dtype: str, scan: bool) -> Shapes:
     if config.model.offload:
         head = _offloaded(state.critic) if state.critic and config.critic.shared else state.critic
         state, frozen = dataclasses.replace(_offloaded(state), critic=head), jax.tree.map(_on_host, frozen)
-    teachers = _teachers(config, net, params, mesh, dtype, scan)
+    teachers = _teachers(config, net, params, mesh, dtype)
     return Shapes(net, critic, state, Frozen(frozen, frozen_critic), reference, own_reference, teachers)
 
 
-def _teachers(config, policy: Net, own: Params, mesh: Mesh, dtype: str, scan: bool) -> dict[str, TeacherShapes]:
+def _teachers(config, policy: Net, own: Params, mesh: Mesh, dtype: str) -> dict[str, TeacherShapes]:
     """The teachers of the run; one behind a server takes nothing here, and the policy as it is holds nothing more."""
     c, found = config.teacher, {}
     if is_own_teacher(config):
@@ -120,7 +120,7 @@ def _teachers(config, policy: Net, own: Params, mesh: Mesh, dtype: str, scan: bo
         lora = None if adapter is None else peft.read_config(adapter).lora
         folder = hf.locate(path, config_only=True, revision=c.revision)
         types = {"dtype": dtype, "param_dtype": dtype, "quantize": c.quantize}
-        net = hf.load_net(folder, head="lm", scan_layers=scan, lora=lora, **types)
+        net = hf.load_net(folder, head="lm", lora=lora, **types)
         if adapter is not None:
             net = peft.with_adapter_modules(net, family_of(hf.read_config(folder)), adapter)
         params = over(net.shapes(), mesh)

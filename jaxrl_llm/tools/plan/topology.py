@@ -34,7 +34,7 @@ class Target(NamedTuple):
     compiler: str
     exact: bool  # temporaries are those of the device's own compiler
     dtype: str  # that `model.dtype = "auto"` stands for
-    scanned: bool  # layers are scanned where `model.scan_layers` is auto, as accelerators do
+    accelerator: bool
     options: tuple[tuple[str, Any], ...] = ()  # of the compiler
 
 
@@ -93,7 +93,7 @@ def traced_as_on(target: Target) -> Iterator[None]:
     here, own = jax.default_backend, target.mesh.devices.flat[0].platform
     logits = chunked_softmax.LOGITS_IN_FLIGHT
     jax.default_backend = lambda: own
-    if target.scanned:
+    if target.accelerator:
         chunked_softmax.LOGITS_IN_FLIGHT = chunked_softmax.LOGITS_ON_ACCELERATORS
     try:
         yield

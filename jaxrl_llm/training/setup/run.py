@@ -345,13 +345,14 @@ def build_model(
     return model
 
 
-def net_options(config, head: str | None = None) -> dict[str, Any]:
-    """The fields of ModelConfig that the configuration sets, besides the types."""
+def net_options(config, head: str | None = None, on_cpu: bool | None = None) -> dict[str, Any]:
+    """The fields of ModelConfig that the configuration sets, besides the types; `on_cpu` None is this process's."""
     c = config.model
-    scan = jax.default_backend() != "cpu" if c.scan_layers == "auto" else c.scan_layers == "true"
+    on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu
+    remat = ("dots" if on_cpu else "none") if c.remat == "auto" else c.remat
     head = head or ("score" if config.algorithm.name == "reward_model" else "lm")
     options = {
-        "remat": c.remat, "scan_layers": scan, "head": head, "quantize": c.quantize, "fp32_head": c.fp32_head,
+        "remat": remat, "scan_layers": c.scan_layers, "head": head, "quantize": c.quantize, "fp32_head": c.fp32_head,
         "freeze_router": c.freeze_router, "attention": c.attention, "vision_training": c.vision,
     }  # fmt: skip
     return options if c.router_aux_loss_coef is None else options | {"router_aux_loss_coef": c.router_aux_loss_coef}
@@ -440,10 +441,9 @@ def build_teacher(
                 f"teacher.path = {path!r}: {error}; write server(url='http://localhost:8000/v1', model='m'), with "
                 "timeout and api_key (a variable's name) where they differ"
             ) from None
-    scan = net_options(config)["scan_layers"]
     model = load_model(
         path, own.dtype if c.dtype == "auto" else c.dtype, mesh=mesh, allow_pickle=own.allow_pickle,
-        trust_remote_code=own.trust_remote_code, revision=c.revision, head="lm", scan_layers=scan, quantize=c.quantize,
+        trust_remote_code=own.trust_remote_code, revision=c.revision, head="lm", quantize=c.quantize,
     )  # fmt: skip
     if model.tokenizer is None:
         raise ConfigError(f"teacher.path = {path!r} has no tokenizer, by which its vocabulary could be compared")
