@@ -285,7 +285,7 @@ def one_pass(task: Task) -> Measured:
 
 
 def products_of_16_bits(task: Task) -> Measured:
-    """On CPUs, products in bfloat16 in the forms that matrix units compute (products.py): against plain ones."""
+    """On CPUs, products in bfloat16 in the forms that matrix units compute (cpu_matmul.py): against plain ones."""
     return _replaced(task, cpu_matmul, "_is_special", lambda x: False, model__dtype="bfloat16")
 
 

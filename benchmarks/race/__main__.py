@@ -1,6 +1,6 @@
 """Time to reward, side by side: this library, TRL and Tunix, from the same weights to the same level.
 
-    python -m benchmarks.race                                                # the embedded model sorts: half an hour
+    python -m benchmarks.race                                                # the embedded model sorts: ten minutes
     python -m benchmarks.race --tasks=reverse,sums,chain_sum,sft,dpo --weights=FOLDER --libraries=jaxrl_llm,trl,tunix
     python -m benchmarks.race --page                                         # the page and the pictures alone
 
@@ -13,7 +13,7 @@ count. A run ends when it has reached the level.
 
 Each run is a process of its own; nothing else should run on the machine meanwhile, though the processor's seconds tell
 little of it. Records are kept in benchmarks/results/race/TASK-LIBRARY-SEED.json, runs that are there are not repeated,
-and benchmarks/results/race.md and race.svg are made from them alone. TRL and the picture come with
+and the table in docs/how_good.md and its picture are made from them alone. TRL and the picture come with
 `pip install -e ".[dev,report]"`; Tunix gets an environment of its own (benchmarks/environments.py).
 """
 
@@ -32,12 +32,14 @@ from pathlib import Path
 
 from benchmarks import environments, run
 from benchmarks.cases import OURS, TRL, TUNIX
+from benchmarks.marks import put
 from benchmarks.page import table
 from benchmarks.race.contests import CONTESTS, Row
-from benchmarks.race.record import WINDOW, Record, courses, reached
+from benchmarks.race.record import Record, courses, reached
 
 ROOT = Path(__file__).parent.parent.parent
-STORE, PAGE, PICTURE = (ROOT / "benchmarks" / "results" / name for name in ("race", "race.md", "race.svg"))
+STORE, PAGE = ROOT / "benchmarks" / "results" / "race", ROOT / "docs" / "how_good.md"
+PICTURE = ROOT / "docs" / "images" / "race.svg"
 LIBRARIES = (OURS, TRL, TUNIX)
 SEEDS = (0, 1, 2)
 
@@ -64,8 +66,8 @@ def spread(values: list[float], digits: int = 0) -> str:
     return middle if len(values) == 1 else f"{middle} ({low} to {high})"
 
 
-def page(store: dict[tuple[str, str], list[Row]]) -> str:
-    """The table of all records."""
+def summary(store: dict[tuple[str, str], list[Row]]) -> str:
+    """The table of all records: medians over seeds, and what they lie between."""
     head = ["task", "level", "library", "seeds", "reached it", "steps", "seconds", "CPU seconds", "tokens sampled",
             "s to the first line", "at last", "peak GB"]  # fmt: skip
     rows = [head]
@@ -78,14 +80,7 @@ def page(store: dict[tuple[str, str], list[Row]]) -> str:
         peak = spread([record["peak"] / 1e9 for record in records if "peak" in record], 1)
         level = f"{'loss' if 'loss' in records[0]['lines'][0] else 'reward'} {level:g}"
         rows.append([task, level, library, str(len(records)), str(len(ends)), *found, first, last, peak])
-    cores = sorted({record["cores"] for records in store.values() for record in records})
-    return (
-        "# Time to reward\n\nWritten by `python -m benchmarks.race` from the records in benchmarks/results/race; "
-        f"medians over seeds, and what they lie between; {', '.join(map(str, cores))} CPU cores, float32. A reward is "
-        f"the mean of {WINDOW} steps, a loss that of held-out rows. Time counts from the start of the process.\n\n"
-        + table(rows)
-        + "\n\n![reward by seconds and by tokens, loss by seconds and by steps](race.svg)\n"
-    )
+    return table(rows) + "\n"
 
 
 def picture(store: dict[tuple[str, str], list[Row]]) -> None:
@@ -108,7 +103,9 @@ def picture(store: dict[tuple[str, str], list[Row]]) -> None:
                 colour = f"C{LIBRARIES.index(library)}"
                 axis.plot(along, courses(record["lines"]), color=colour, linewidth=1, label=label)
             axis.axhline(records[0]["settings"]["level"], color="#999", linewidth=0.6, linestyle=":")
-            axis.set(xlabel=name, ylabel=f"{task}: {measured}" if name == "seconds" else None, xlim=(0, None))
+            axis.set(xlabel=name, ylabel=f"{task}: {measured}" if name == "seconds" else None)
+    for axis in axes.flat:
+        axis.set_xlim(left=0)
     axes[0][0].legend(frameon=False)
     figure.tight_layout()
     figure.savefig(PICTURE, metadata={"Date": None})
@@ -168,7 +165,7 @@ def main(argv: list[str]) -> None:
                 STORE.mkdir(parents=True, exist_ok=True)
                 (STORE / f"{name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
     if options.steps is None and (records := stored()):
-        PAGE.write_text(page(records), encoding="utf-8")
+        put(PAGE, "race", summary(records))
         picture(records)
 
 
