@@ -12,9 +12,9 @@ seconds and the processor's seconds since the process began, so nothing is left 
 count. A run ends when it has reached the level.
 
 Each run is a process of its own; nothing else should run on the machine meanwhile, though the processor's seconds tell
-little of it. Records are kept in benchmarks/results/race/TASK-LIBRARY-SEED.json, runs that are there are not repeated,
-and the table in docs/how_good.md and its picture are made from them alone. TRL and the picture come with
-`pip install -e ".[dev,report]"`; Tunix gets an environment of its own (benchmarks/environments.py).
+little of it. Records are kept in benchmarks/results/race/TASK-LIBRARY-SEED.json, and runs that have one are repeated
+with --again alone; the table in docs/how_good.md and its picture are made from the records. TRL and the picture come
+with `pip install -e ".[dev,report]"`; Tunix gets an environment of its own (benchmarks/environments.py).
 """
 
 import argparse
@@ -35,7 +35,7 @@ from benchmarks.cases import OURS, TRL, TUNIX
 from benchmarks.marks import put
 from benchmarks.page import table
 from benchmarks.race.contests import CONTESTS, Row
-from benchmarks.race.record import Record, courses, reached
+from benchmarks.race.record import Record, courses, measured, reached
 
 ROOT = Path(__file__).parent.parent.parent
 STORE, PAGE = ROOT / "benchmarks" / "results" / "race", ROOT / "docs" / "how_good.md"
@@ -78,8 +78,8 @@ def summary(store: dict[tuple[str, str], list[Row]]) -> str:
         first = spread([record["lines"][0]["seconds"] for record in records])
         last = spread([courses(record["lines"])[-1] for record in records], 3)
         peak = spread([record["peak"] / 1e9 for record in records if "peak" in record], 1)
-        level = f"{'loss' if 'loss' in records[0]['lines'][0] else 'reward'} {level:g}"
-        rows.append([task, level, library, str(len(records)), str(len(ends)), *found, first, last, peak])
+        asked = f"{measured(records[0]['lines'])} {level:g}"
+        rows.append([task, asked, library, str(len(records)), str(len(ends)), *found, first, last, peak])
     return table(rows) + "\n"
 
 
@@ -94,8 +94,8 @@ def picture(store: dict[tuple[str, str], list[Row]]) -> None:
     tasks = sorted({task for task, _ in store})
     figure, axes = pyplot.subplots(len(tasks), 2, figsize=(9, 2.6 * len(tasks)), squeeze=False, sharey="row")
     for (task, library), records in sorted(store.items()):
-        measured = "loss" if "loss" in records[0]["lines"][0] else "reward"
-        names = ("seconds", "step" if measured == "loss" else "tokens")
+        kind = measured(records[0]["lines"])
+        names = ("seconds", "step" if kind == "loss" else "tokens")
         for axis, name in zip(axes[tasks.index(task)], names, strict=True):
             for i, record in enumerate(records):
                 along = [line[name] for line in record["lines"]]
@@ -103,7 +103,7 @@ def picture(store: dict[tuple[str, str], list[Row]]) -> None:
                 colour = f"C{LIBRARIES.index(library)}"
                 axis.plot(along, courses(record["lines"]), color=colour, linewidth=1, label=label)
             axis.axhline(records[0]["settings"]["level"], color="#999", linewidth=0.6, linestyle=":")
-            axis.set(xlabel=name, ylabel=f"{task}: {measured}" if name == "seconds" else None)
+            axis.set(xlabel=name, ylabel=f"{task}: {kind}" if name == "seconds" else None)
     for axis in axes.flat:
         axis.set_xlim(left=0)
     axes[0][0].legend(frameon=False)
@@ -128,6 +128,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--weights", help="a model folder; the embedded model's unless given")
     parser.add_argument("--steps", type=int, help="in place of the task's own; then nothing is kept")
+    parser.add_argument("--again", action="store_true", help="measure the chosen runs anew")
     parser.add_argument("--tunix-python", type=Path, help="an interpreter that has Tunix already")
     parser.add_argument("--page", action="store_true", help="only write the page and draw the picture")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # TASK-LIBRARY-SEED: what the processes run
@@ -146,7 +147,7 @@ def main(argv: list[str]) -> None:
         names = (options.tasks.split(","), options.seeds.split(","), options.libraries.split(","))
         for task, seed, library in itertools.product(*names) if not options.page else ():
             name = f"{task}-{library}-{seed}"
-            if (STORE / f"{name}.json").exists() and options.steps is None:
+            if (STORE / f"{name}.json").exists() and options.steps is None and not options.again:
                 continue
             print(name, flush=True)
             python = sys.executable

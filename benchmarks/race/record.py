@@ -44,9 +44,14 @@ class Record:
         self.lines.append({name: round(value, 4) for name, value in line.items()})
 
 
+def measured(lines: list[Row]) -> str:
+    """What the lines hold: a loss or a reward."""
+    return "loss" if lines and "loss" in lines[0] else "reward"
+
+
 def courses(lines: list[Row]) -> list[float]:
     """What is compared with the level, at each line: the loss, or the mean reward of the last steps up to there."""
-    if lines and "loss" in lines[0]:
+    if measured(lines) == "loss":
         return [line["loss"] for line in lines]
     rewards = [line["reward"] for line in lines]
     return [statistics.mean(rewards[max(0, end - WINDOW) : end]) for end in range(1, len(rewards) + 1)]
@@ -54,7 +59,8 @@ def courses(lines: list[Row]) -> list[float]:
 
 def reached(lines: list[Row], level: float) -> Row | None:
     """The first line at which the loss, or the mean reward of the last steps, has reached the level; None: no line."""
+    falls = measured(lines) == "loss"
     for number, (line, value) in enumerate(zip(lines, courses(lines), strict=True), 1):
-        if value <= level if "loss" in line else number >= WINDOW and value >= level:
+        if value <= level if falls else number >= WINDOW and value >= level:
             return {"step": number} | line
     return None

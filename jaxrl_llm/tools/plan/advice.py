@@ -102,11 +102,12 @@ def _recompiling(plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:
     else:
         half = {"batch.microbatch_rows": rows // 2}
         halves = rows % 2 == 0 and (rows // 2) % (shards * together) == 0
-    if config.model.remat in ("auto", "none"):
+    is_default = config.model.remat in ("auto", "none")
+    if is_default:
         yield _flags(remat), remat
     if halves:
         yield _flags(half), half
-    if halves and config.model.remat in ("auto", "none"):
+    if halves and is_default:
         yield _flags(remat | half), remat | half
 
 
