@@ -9,7 +9,8 @@ prompts, rewards, seeds and settings (contests.py), and compute in float32 on th
 reward: the reward function itself keeps the record, whenever it is called with all completions of a step. SFT and DPO
 run to a loss on held-out rows, as each library's own evaluation gives it every few steps. A line of a record has the
 seconds and the processor's seconds since the process began, so nothing is left out: imports, compilation and loading
-count. A run ends when it has reached the level.
+count. A run ends when it has reached the level. Seconds are compared within a seed, as another seed's may have been
+measured on another machine.
 
 Each run is a process of its own; nothing else should run on the machine meanwhile, though the processor's seconds tell
 little of it. Records are kept in benchmarks/results/race/TASK-LIBRARY-SEED.json, and runs that have one are repeated
@@ -22,6 +23,8 @@ import importlib
 import itertools
 import json
 import os
+import platform
+import re
 import resource
 import statistics
 import subprocess
@@ -42,6 +45,7 @@ STORE, PAGE = ROOT / "benchmarks" / "results" / "race", ROOT / "docs" / "how_goo
 PICTURE = ROOT / "docs" / "images" / "race.svg"
 LIBRARIES = (OURS, TRL, TUNIX)
 SEEDS = (0, 1, 2)
+Store = dict[tuple[str, str], dict[str, Row]]  # records by task and library, and by seed
 
 
 def race(name: str, weights: str, rows: Path, steps: int | None) -> Row:
@@ -54,8 +58,16 @@ def race(name: str, weights: str, rows: Path, steps: int | None) -> Row:
     with tempfile.TemporaryDirectory() as output:
         runner.run(contest.method, weights, data, record, settings, int(seed), output)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    about = {"settings": settings._asdict(), "cores": len(os.sched_getaffinity(0)), "weights": Path(weights).name}
+    machine = {"cores": len(os.sched_getaffinity(0)), "processor": _processor()}
+    about = {"settings": settings._asdict(), **machine, "weights": Path(weights).name}
     return about | {"peak": peak, "lines": record.lines}
+
+
+def _processor() -> str:
+    """The name that Linux gives the processor; what Python knows of it elsewhere."""
+    about = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", about.read_text(encoding="utf-8")) if about.exists() else None
+    return found[1] if found else platform.processor()
 
 
 def spread(values: list[float], digits: int = 0) -> str:
@@ -66,15 +78,22 @@ def spread(values: list[float], digits: int = 0) -> str:
     return middle if len(values) == 1 else f"{middle} ({low} to {high})"
 
 
-def summary(store: dict[tuple[str, str], list[Row]]) -> str:
+def summary(store: Store) -> str:
     """The table of all records: medians over seeds, and what they lie between."""
-    head = ["task", "level", "library", "seeds", "reached it", "steps", "seconds", "CPU seconds", "tokens sampled",
-            "s to the first line", "at last", "peak GB"]  # fmt: skip
+    head = ["task", "level", "library", "seeds", "reached it", "steps", "seconds", "times ours", "CPU seconds",
+            "tokens sampled", "s to the first line", "at last", "peak GB"]  # fmt: skip
     rows = [head]
-    for (task, library), records in sorted(store.items()):
+    for (task, library), seeds in sorted(store.items()):
+        records = list(seeds.values())
         level = records[0]["settings"]["level"]
-        ends = [end for record in records if (end := reached(record["lines"], level)) is not None]
-        found = [spread([end[name] for end in ends if name in end]) for name in ("step", "seconds", "cpu", "tokens")]
+        ends = {seed: end for seed, record in seeds.items() if (end := reached(record["lines"], level)) is not None}
+        steps, seconds, processors, tokens = (
+            spread([end[name] for end in ends.values() if name in end]) for name in ("step", "seconds", "cpu", "tokens")
+        )
+        # Of one seed, whose runs share a machine; another seed's may be another.
+        ours = {seed: reached(record["lines"], level) for seed, record in store.get((task, OURS), {}).items()}
+        times = spread([end["seconds"] / own["seconds"] for seed, end in ends.items() if (own := ours.get(seed))], 1)
+        found = [steps, seconds, "" if library == OURS else times, processors, tokens]
         first = spread([record["lines"][0]["seconds"] for record in records])
         last = spread([courses(record["lines"])[-1] for record in records], 3)
         peak = spread([record["peak"] / 1e9 for record in records if "peak" in record], 1)
@@ -83,7 +102,7 @@ def summary(store: dict[tuple[str, str], list[Row]]) -> str:
     return table(rows) + "\n"
 
 
-def picture(store: dict[tuple[str, str], list[Row]]) -> None:
+def picture(store: Store) -> None:
     """Draws what approaches the level by seconds, and by sampled tokens or steps, a line for each record."""
     import matplotlib
 
@@ -93,7 +112,8 @@ def picture(store: dict[tuple[str, str], list[Row]]) -> None:
 
     tasks = sorted({task for task, _ in store})
     figure, axes = pyplot.subplots(len(tasks), 2, figsize=(9, 2.6 * len(tasks)), squeeze=False, sharey="row")
-    for (task, library), records in sorted(store.items()):
+    for (task, library), seeds in sorted(store.items()):
+        records = list(seeds.values())
         kind = measured(records[0]["lines"])
         names = ("seconds", "step" if kind == "loss" else "tokens")
         for axis, name in zip(axes[tasks.index(task)], names, strict=True):
@@ -111,12 +131,12 @@ def picture(store: dict[tuple[str, str], list[Row]]) -> None:
     figure.savefig(PICTURE, metadata={"Date": None})
 
 
-def stored() -> dict[tuple[str, str], list[Row]]:
-    """The records that are kept, by task and library."""
-    found: dict[tuple[str, str], list[Row]] = {}
+def stored() -> Store:
+    """The records that are kept."""
+    found: Store = {}
     for file in sorted(STORE.glob("*.json")):
-        task, library, _ = file.stem.split("-")
-        found.setdefault((task, library), []).append(json.loads(file.read_text(encoding="utf-8")))
+        task, library, seed = file.stem.split("-")
+        found.setdefault((task, library), {})[seed] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 

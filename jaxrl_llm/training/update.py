@@ -48,6 +48,9 @@ class Frozen(NamedTuple):
 
 
 NOTHING = Frozen()
+# Where the backward pass adds each layer's gradient to the sums over micro-batches: XLA would hold all of a
+# micro-batch's, with what they are summed over devices from. On one GPU that saves little, for a tenth more kernels.
+ADDS_IN_PLACE: dict[str, Callable[[], bool]] = {"cpu": lambda: True, "gpu": is_sharded, "tpu": lambda: False}
 Update = Callable[..., tuple["State", Metrics]]  # (state, batch, frozen parameters)
 
 
@@ -202,10 +205,7 @@ def optimizer_step(
 
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), gradients)
             in_fp32 = all(x.dtype == jnp.float32 for x in jax.tree.leaves(gradients))
-            backend = jax.default_backend()
-            if in_fp32 and (backend == "cpu" or (backend == "gpu" and is_sharded())):
-                # The backward pass adds each layer's gradient to the sums: XLA would hold all of a micro-batch's, with
-                # what they are summed over devices from. On one GPU that saves little, for a tenth more kernels.
+            if in_fp32 and ADDS_IN_PLACE.get(jax.default_backend(), ADDS_IN_PLACE["tpu"])():
                 sums = jax.tree.map(jax.new_ref, zeros)
                 metrics = jax.lax.fori_loop(0, micro.count, add_in_place, _neutral(metrics))
                 gradients = jax.tree.map(jax.freeze, sums)

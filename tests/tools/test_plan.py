@@ -83,6 +83,17 @@ def test_caches_of_sampling_are_exact(planned):
     assert planned.sampling["keys and values of completions"] == 4 * 2 * 8 * tokens
 
 
+def test_gradients_of_a_micro_batch_are_planned_as_the_device_holds_them(folder):
+    """Beside the sums on a TPU and on one GPU, where CPUs add to these in the backward pass."""
+    config = small(folder)
+    config.batch.microbatch_rows = 2
+    cpu, h100, v5e = (
+        make_plan(config, target(config, name, 1, simulate=True), only="update").programs[0].temporaries
+        for name in ("cpu", "h100", "v5e")
+    )
+    assert h100 == v5e > cpu + 4 * PARAMETERS
+
+
 def test_sampling_in_eight_bits_is_planned(folder, planned):
     """A byte for each number of the matrices and of keys and values, which is what decoding reads."""
     config = small(folder)

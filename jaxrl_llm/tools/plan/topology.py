@@ -18,6 +18,7 @@ from jaxrl_llm.distributed.overlap import overlap_collectives
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models import chunked_softmax
 from jaxrl_llm.tools.plan.devices import Device, Gpu, at_hand, named
+from jaxrl_llm.training import update
 from jaxrl_llm.training.setup.run import build_mesh
 
 GPU_OPTIONS = (("xla_gpu_autotune_level", 0),)  # kernels are not tried out, as no device is there
@@ -88,17 +89,20 @@ def target_of(mesh: Mesh, name: str, simulate: bool = False) -> Target:
 def traced_as_on(target: Target) -> Iterator[None]:
     """Traces programs as a process on the target would: code that asks for the backend gets the target's.
 
-    Those of simulated devices are traced as what they are, programs of CPUs, but form as many logits at once.
+    Those of simulated devices are traced as what they are, programs of CPUs, but form as many logits at once, and hold
+    as many gradients.
     """
     here, own = jax.default_backend, target.mesh.devices.flat[0].platform
-    logits = chunked_softmax.LOGITS_IN_FLIGHT
+    logits, in_place = chunked_softmax.LOGITS_IN_FLIGHT, update.ADDS_IN_PLACE["cpu"]
     jax.default_backend = lambda: own
     if target.accelerator:
         chunked_softmax.LOGITS_IN_FLIGHT = chunked_softmax.LOGITS_ON_ACCELERATORS
+        update.ADDS_IN_PLACE["cpu"] = update.ADDS_IN_PLACE["tpu" if target.device.topology else "gpu"]
     try:
         yield
     finally:
         jax.default_backend, chunked_softmax.LOGITS_IN_FLIGHT = here, logits
+        update.ADDS_IN_PLACE["cpu"] = in_place
 
 
 def tpu_chips(version: str, count: int) -> list[Any] | None:
