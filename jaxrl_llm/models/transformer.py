@@ -334,8 +334,8 @@ class Transformer(nnx.Module):
         for number, run in enumerate(self.config.layer_runs):
             graph, state = stacks[run.stack] if run.scanned else nnx.split(self.layers[run.layers[0]])
             if run.scanned and len(run.layers) < len(self.config.stacks[run.stack]):
-                layers = slice(run.start, run.start + len(run.layers))
-                state = jax.tree.map(lambda x, layers=layers: x[layers], state)
+                first, last = run.start, run.start + len(run.layers)
+                state = jax.tree.map(lambda x, a=first, b=last: jax.lax.slice_in_dim(x, a, b), state)
             arrays, stacked = _layer_arrays(self.config, run)
 
             def step(x, layer, graph=graph, arrays=arrays, run=run):

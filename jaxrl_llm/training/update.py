@@ -199,9 +199,7 @@ def optimizer_step(
 
             def add_in_place(number, total):
                 loss_at = functools.partial(loss_of, microbatch=micro.take(number), number=number)
-                loss, pull_back, metrics = jax.vjp(loss_at, state.params, has_aux=True)
-                pull_back.with_refs(sums)(jnp.ones_like(loss))
-                return _merge(total, metrics)
+                return _merge(total, add_gradients(loss_at, state.params, sums))
 
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), gradients)
             in_fp32 = all(x.dtype == jnp.float32 for x in jax.tree.leaves(gradients))
@@ -239,6 +237,18 @@ def optimizer_step(
         return new, metrics | {name: Metric(value, "sum") for name, value in own.items()}
 
     return update
+
+
+def add_gradients(loss_of: Callable[[Params], tuple[jax.Array, Any]], params: Params, sums: Any) -> Any:
+    """Adds the gradients of `loss_of(params)` to the references `sums` in the backward pass; returns its second result.
+
+    A parameter must be cut by `lax.slice_in_dim`, as JAX 0.10 has no such addition for `x[a:b]`, and must not enter one
+    call (of jit, scan or cond) twice, where it would add one of the two gradients alone. The tests of every family take
+    their gradients from here.
+    """
+    loss, pull_back, others = jax.vjp(loss_of, params, has_aux=True)
+    pull_back.with_refs(sums)(jnp.ones_like(loss))
+    return others
 
 
 def make_measure(objective: Objective, rows: int, mesh: Mesh) -> Callable[[Params, Batch], dict[str, jax.Array]]:

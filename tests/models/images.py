@@ -26,7 +26,7 @@ from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, patch_rows
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
-from tests.models.oracles import EXPERTS, SHAPE, VARIANTS, VOCAB, in_files
+from tests.models.oracles import EXPERTS, SHAPE, VARIANTS, VOCAB, added_gradients, in_files
 
 IMAGE_TOKEN = 90  # no document has it as text
 TILE = (24, 24, 3)
@@ -262,9 +262,9 @@ def image_gradients(model, documents) -> dict[str, np.ndarray]:
     inputs = Inputs(jnp.asarray(tokens), jnp.asarray(segments), images=jax.tree.map(jnp.asarray, images))
 
     def loss(params):
-        return -token_logps(model.net, params, inputs)[0].sum() / len(documents)
+        return -token_logps(model.net, params, inputs)[0].sum() / len(documents), None
 
-    found = jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(model.params))
+    found = jax.tree_util.tree_leaves_with_path(added_gradients(loss, model.params)[1])
     return {path_name(path): np.asarray(x) for path, x in found}
 
 

@@ -9,16 +9,16 @@ from jaxrl_llm.distributed.sharding import make_mesh, path_name
 from jaxrl_llm.models import moe
 from jaxrl_llm.models.model import load_model
 from tests.models.images import VISION, image_documents, make_vision_oracle, padded_images
-from tests.models.oracles import FAMILIES, VARIANTS, make_oracle
+from tests.models.oracles import FAMILIES, VARIANTS, added_gradients, make_oracle
 
 
 def logits_and_gradients(net, params, tokens, segments, images=None):
-    def loss(params):
+    def loss(params, tokens, segments, images):
         logits = net.bind(params)(tokens, segments, images=images)
         logits = jnp.where((segments != 0)[..., None], logits, 0.0)  # what padding computes is nobody's
         return (jax.nn.log_softmax(logits) ** 2).mean(), logits
 
-    return jax.value_and_grad(loss, has_aux=True)(params)
+    return added_gradients(loss, params, tokens, segments, images)
 
 
 @pytest.mark.parametrize("way", ["cpu", "accelerator"])
@@ -38,10 +38,9 @@ def test_eight_devices_compute_the_same(variant, way, tmp_path, monkeypatch):
     whole = load_model(tmp_path)
     mesh = make_mesh(1, 2, 2, **{"expert" if experts else "context": 2})
     cut = load_model(tmp_path, mesh=mesh)
-    run = jax.jit(logits_and_gradients, static_argnums=0)
-    (_, expected), gradients = run(whole.net, whole.params, tokens, segments)
+    expected, gradients = logits_and_gradients(whole.net, whole.params, tokens, segments)
     with jax.set_mesh(mesh):
-        (_, found), cut_gradients = run(cut.net, cut.params, tokens, segments)
+        found, cut_gradients = logits_and_gradients(cut.net, cut.params, tokens, segments)
     np.testing.assert_allclose(found, expected, atol=2e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), cut_gradients, gradients)
     matrices = {path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(cut.params) if x.ndim > 2}
@@ -59,10 +58,9 @@ def test_eight_devices_compute_the_same_of_images(family, tmp_path):
     whole = load_model(tmp_path)
     mesh = make_mesh(1, 2, 2, context=2)
     cut = load_model(tmp_path, mesh=mesh)
-    run = jax.jit(logits_and_gradients, static_argnums=0)
-    (_, expected), gradients = run(whole.net, whole.params, tokens, segments, images)
+    expected, gradients = logits_and_gradients(whole.net, whole.params, tokens, segments, images)
     with jax.set_mesh(mesh):
-        (_, found), cut_gradients = run(cut.net, cut.params, tokens, segments, images)
+        found, cut_gradients = logits_and_gradients(cut.net, cut.params, tokens, segments, images)
     np.testing.assert_allclose(found, expected, atol=2e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), cut_gradients, gradients)
     tower = cut.params["vision"]

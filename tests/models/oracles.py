@@ -3,6 +3,7 @@
 The tests of families and `python -m benchmarks.models` measure with these.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -42,6 +43,7 @@ from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.safetensors import Stored
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.training.update import add_gradients
 
 VOCAB = 97
 WINDOW = 5  # shorter than the documents of the tests
@@ -270,6 +272,14 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def added_gradients(loss, params, *arguments):
+    """The second result of `loss(params, *arguments)`, and the gradients of the first as updates of CPUs add them."""
+    sums = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), params)
+    others = add_gradients(lambda params: loss(params, *arguments), params, sums)
+    return others, jax.tree.map(jax.freeze, sums)
+
+
 def gradients(model, tokens, segments) -> dict[str, np.ndarray]:
     """Gradients of the same loss, by the path of the parameter."""
     tokens, segments = jnp.asarray(tokens), jnp.asarray(segments)
@@ -278,9 +288,9 @@ def gradients(model, tokens, segments) -> dict[str, np.ndarray]:
     def loss(params):
         logps = jax.nn.log_softmax(model.net.bind(params)(tokens, segments))
         picked = jnp.take_along_axis(logps[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
-        return -(picked * weights).sum() / weights.sum()
+        return -(picked * weights).sum() / weights.sum(), None
 
-    found = jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(model.params))
+    found = jax.tree_util.tree_leaves_with_path(added_gradients(loss, model.params)[1])
     return {path_name(path): np.asarray(x) for path, x in found}
 
 

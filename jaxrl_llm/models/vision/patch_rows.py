@@ -309,11 +309,12 @@ class PatchRows(nnx.Module):
 
         features, first = [], 0
         for number, last in enumerate((*c.deepstack, c.layers - 1)):
-            some = jax.tree.map(lambda x, first=first, last=last: x[first : last + 1], (layers, full))
+            some = jax.tree.map(lambda x, a=first, b=last + 1: jax.lax.slice_in_dim(x, a, b), (layers, full))
             x, _ = jax.lax.scan(checkpointed(step), x, some)
             first = last + 1
             if self.deepstack is not None and number < len(c.deepstack):
                 of_merger, mergers = nnx.split(self.deepstack)
-                features.append(nnx.merge(of_merger, jax.tree.map(lambda x, number=number: x[number], mergers))(x))
+                one = jax.tree.map(lambda x, n=number: jax.lax.index_in_dim(x, n, keepdims=False), mergers)
+                features.append(nnx.merge(of_merger, one)(x))
         features = jnp.concatenate([self.merger(x), *features], axis=-1)
         return features if order is None else sorted_(features, jnp.argsort(order, axis=1))
