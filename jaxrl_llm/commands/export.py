@@ -28,8 +28,9 @@ from jaxrl_llm.tools.cards import hub
 from jaxrl_llm.tools.cards.card import write_card
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.logging.console import stderr_console, waiting
+from jaxrl_llm.training.setup.data import model_entries, tokenizer_of
 from jaxrl_llm.training.setup.records import checkpoint_spec
-from jaxrl_llm.training.setup.run import build_model
+from jaxrl_llm.training.setup.run import build_model, net_options
 
 FLAGS = (
     Setting("run", "", "Folder of the run: its output_dir."),
@@ -125,12 +126,18 @@ def push(run: str | Path, repo: str, output: str | Path = "", private: bool = Fa
 
 
 def _untrained(config: ConfigDict, mesh: Mesh, dtype: str) -> Model:
-    """The model at the start of the run; without adapters its shapes suffice, as all parameters are restored."""
-    if config.lora.rank or config.lora.path:
-        return build_model(config, mesh)
-    head = "score" if config.algorithm.name == "reward_model" else "lm"
-    c = config.model
-    return describe(c.path, dtype, c.param_dtype, trust_remote_code=c.trust_remote_code, head=head)
+    """The model at the start of the run; where all parameters were trained shapes suffice, as these are restored."""
+    c, tokenizer = config.model, tokenizer_of(config)
+    if not (config.lora.rank or config.lora.path):
+        described = describe(
+            c.path, dtype, c.param_dtype, None, c.allow_pickle, c.trust_remote_code, c.revision, tokenizer,
+            model_entries(config), **net_options(config),
+        )  # fmt: skip
+        if not described.net.config.frozen:
+            return described
+    config = config.copy_and_resolve_references()
+    config.model.dtype = dtype
+    return build_model(config, mesh, tokenizer=tokenizer)
 
 
 def config_of(folder: Path) -> ConfigDict:

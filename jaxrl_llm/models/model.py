@@ -341,18 +341,26 @@ def save_hf(
     """Writes the model as a Hugging Face folder that transformers and vLLM load; see `hf.save`.
 
     Adapters are merged into the matrices. A model without generation_config.json gets one that names the tokenizer's
-    end-of-text and padding tokens; the config.json of a score model names the padding token, which transformers needs
-    to find the last token of each row. Raises ConfigError where the folder holds a model already, unless `overwrite`.
+    end-of-text and padding tokens; one that does not know the tokenizer's end of text, as after training with another
+    chat template, gets it before its own, and config.json in place of its own. The config.json of a score model names
+    the padding token, which transformers needs to find the last token of each row. Raises ConfigError where the folder
+    holds a model already, unless `overwrite`.
     """
     with all_or_none():  # of many processes the first looks, before any writes
         if jax.process_index() == 0 and not overwrite and (Path(path) / "config.json").is_file():
             raise ConfigError(
                 f"{path} holds a model already: save to another folder, or replace it with save_hf(..., overwrite=True)"
             )
-    generation = model.generation
-    if generation is None and model.tokenizer is not None:
-        generation = {name: getattr(model.tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    hf_config = model.hf_config
+    generation, hf_config = model.generation, model.hf_config
+    if model.tokenizer is not None:
+        known, end = (generation or {}).get("eos_token_id"), model.tokenizer.eos_token_id
+        known = known if isinstance(known, list) else [] if known is None else [known]
+        if generation is None:
+            names = ("bos_token_id", "eos_token_id", "pad_token_id")
+            generation = {name: getattr(model.tokenizer, name) for name in names}
+        elif end is not None and end not in known:
+            generation = {**generation, "eos_token_id": [end, *known] if known else end}
+            hf_config = None if hf_config is None else {**hf_config, "eos_token_id": end}
     pad = getattr(model.tokenizer, "pad_token_id", None)
     if model.net.config.head == "score" and hf_config is not None and pad is not None:
         hf_config = {**hf_config, "pad_token_id": pad}

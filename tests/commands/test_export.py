@@ -10,7 +10,10 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxrl_llm
+from jaxrl_llm.commands.serve import load_served
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.distributed.sharding import make_mesh
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -124,3 +127,29 @@ def test_a_model_that_is_there_is_replaced_when_told_so(tiny_run, tmp_path):
     with pytest.raises(ConfigError, match=r"other files than an exported model's \(notes.txt\)"):
         jaxrl_llm.export(tiny_run.output_dir, folder, overwrite=True)
     assert (folder / "notes.txt").read_text() == "words"
+
+
+CHAT = [{"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}] * 2
+
+
+@pytest.mark.parametrize(
+    "kind", ["text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("trained", "frozen"))]
+)
+def test_what_the_run_made_of_its_model_is_exported(kind, root, tmp_path):
+    """Entries in place of those of config.json, another chat template, and a tower that is trained, or is as it was."""
+    if kind == "text":
+        config, rows = jaxrl_llm.default_config(), CHAT
+        config.algorithm.name, config.data.chat_template, config.data.max_length = "sft", "chatml", 128
+        config.model.overrides, config.batch.prompts = "rope_theta=20000.0", 2
+    else:
+        config, rows = load_config_file(f"{root / 'configs' / 'vision_grpo.py'}:tiny"), None
+        config.model.vision = kind
+    config.total_steps, config.eval.every, config.checkpoint.every, config.logging.backends = 1, -1, 1, ()
+    config.output_dir = str(tmp_path / "run")
+    run = jaxrl_llm.train(config, rows).output_dir
+    assert contents(jaxrl_llm.export(run, tmp_path / "exported")) == contents(run / "hf")
+    served = load_served(str(run), "float32", make_mesh())
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(served.params))
+    saved = jaxrl_llm.load_model(run / "hf")
+    assert served.net.config.rope == saved.net.config.rope
+    assert served.tokenizer.chat_template == saved.tokenizer.chat_template

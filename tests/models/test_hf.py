@@ -1,5 +1,6 @@
 """Model folders: what is read and written bit for bit, and what is refused by name."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -429,6 +430,21 @@ def test_the_embedded_model_loads_without_torch_and_datasets(run_python):
     result = run_python("-c", code)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("own", [4, [4, 5], None])
+def test_the_end_of_another_template_is_saved_before_the_models_own(copy, tmp_path, own):
+    """As a run saves whose chat template has another end of text than the model had."""
+    tokenizer = make_tokenizer()
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": own, "temperature": 0.6}))
+    edit_config(copy, eos_token_id=own)
+    save_hf(dataclasses.replace(load_model(copy), tokenizer=tokenizer), tmp_path / "out")
+    again, end = load_model(tmp_path / "out"), tokenizer.eos_token_id
+    assert again.generation == {
+        "eos_token_id": end if own is None else [end, 4, *([5] if own != 4 else [])],
+        "temperature": 0.6,
+    }
+    assert again.hf_config["eos_token_id"] == end == again.tokenizer.eos_token_id
 
 
 def test_tokenizer_template_and_generation_config_come_back(copy, tmp_path):
