@@ -121,6 +121,7 @@ def train(
     )
     validate(config)
     config = with_correction(config)  # as a run that is gone on with was written down
+    config.output_dir = str(Path(config.output_dir).expanduser())  # once, for all that is kept in it
     overlap_collectives(config.overlap_collectives)
     keep_compiled(config.compilation_cache)
     with contained(), contextlib.ExitStack() as stack:

@@ -132,6 +132,16 @@ def test_train_takes_lists_and_functions(tmp_path):
     assert result.output_dir == tmp_path / "run"
 
 
+def test_all_of_a_run_is_in_one_folder_below_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    result = jaxrl_llm.train(small_config(tmp_path, output_dir="~/run"), [{"prompt": "ab"}, {"prompt": "c"}])
+    run = tmp_path / "home" / "run"
+    assert result.output_dir == run and not (tmp_path / "~").exists()
+    assert {"checkpoints", "config.json", "hf"} <= {path.name for path in run.iterdir()}
+    assert json.loads((run / "config.json").read_text())["output_dir"] == str(run)
+
+
 def test_train_dataset_alone_is_not_evaluated(tmp_path):
     result = jaxrl_llm.train(
         small_config(tmp_path), [{"prompt": "ab"}, {"prompt": "c"}], rewards=lambda completions: []

@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
         return
     if len(files) != 1:
         raise ConfigError("give one file: python -m jaxrl_llm migrate FILE --output=my_config.py")
-    output = Path(options["output"])
+    output = Path(options["output"]).expanduser()
     if options["output"] and output.exists():
         raise ConfigError(f"{output} is there already; name another file with --output, or remove it")
     if options["output"]:

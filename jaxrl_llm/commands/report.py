@@ -67,7 +67,7 @@ def report(
     if png is not None:
         check_pictures()
     runs = read_runs(folders)
-    path = Path(output) if output else (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
+    path = Path(output).expanduser() if output else (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
     files = (file for run in runs for file in (run.folder / COMPLETIONS).glob("*_*.parquet"))
     total = sum(count_rows(file) for file in files if file.name.startswith(("completions_", "evaluation_")))
     reload_seconds = 0 if all(run.is_finished for run in runs) else reload_seconds
@@ -78,7 +78,7 @@ def report(
         with unfinished.open("w", encoding="utf-8") as file:
             write_page(file, runs, chunks_of(runs, completions, characters), smoothing, note, reload_seconds)
         unfinished.replace(path)
-        return [path, *(write_pictures(runs, Path(png), smoothing) if png is not None else ())]
+        return [path, *(write_pictures(runs, Path(png).expanduser(), smoothing) if png is not None else ())]
     except OSError as error:
         raise ConfigError(f"the report cannot be written: {error}; set another --output") from error
     finally:

@@ -10,7 +10,7 @@ The same command resumes after an interruption and skips finished stages.
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxrl_llm.config import ConfigDict, ConfigError, to_json, validate
+from jaxrl_llm.config import ConfigDict, ConfigError, from_json, to_json, validate
 from jaxrl_llm.config.flags import find_config, load_options
 from jaxrl_llm.config.resolve import import_file
 from jaxrl_llm.config.schema import Setting
@@ -18,6 +18,7 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.train import Result, train
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
+from jaxrl_llm.training.checkpoint.settings import as_computed
 from jaxrl_llm.training.setup.records import checkpoint_spec
 
 FLAGS = (
@@ -35,7 +36,7 @@ def load_stages(spec: str, folder: str | Path) -> dict[str, ConfigDict]:
 
     Raises ConfigError for a file without get_stages, or one that returns anything but configurations.
     """
-    path, argument = find_config(spec, "--stages")
+    (path, argument), folder = find_config(spec, "--stages"), Path(folder).expanduser()
     get_stages = getattr(import_file(path), "get_stages", None)
     if not callable(get_stages):
         raise ConfigError(f"{path} has no function get_stages(folder); see configs/rlhf.py")
@@ -43,7 +44,7 @@ def load_stages(spec: str, folder: str | Path) -> dict[str, ConfigDict]:
     if not isinstance(stages, Mapping) or not all(isinstance(config, ConfigDict) for config in stages.values()):
         raise ConfigError(f"get_stages of {path} must return a dict of configurations by name")
     for name, config in stages.items():
-        config.output_dir = str(Path(folder) / name)
+        config.output_dir = str(folder / name)
         validate(config)
     return dict(stages)
 
@@ -59,14 +60,18 @@ def is_finished(config: ConfigDict) -> bool:
     record = folder / "config.json"
     if not (folder / "hf" / "config.json").is_file() or not record.is_file():
         return False
-    if record.read_text(encoding="utf-8") != to_json(config):
+    try:
+        recorded = from_json(record.read_text(encoding="utf-8"))
+    except ConfigError:  # of another version
+        return False
+    if to_json(as_computed(config, recorded)) != to_json(recorded):
         return False
     checkpoints_folder = checkpoint_spec(config).folder
     if not checkpoints_folder.is_dir():
         return False
     with Checkpoints(checkpoints_folder, read_only=True) as checkpoints:
         latest = checkpoints.latest()
-        if latest is None or latest == config.total_steps:
+        if latest is None or latest == recorded.total_steps:
             return latest is not None
         return checkpoints.host(latest).get("callbacks", {}).get("end") == latest
 

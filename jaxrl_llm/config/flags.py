@@ -97,8 +97,10 @@ def _processes() -> ModuleType | None:
 
 def _message(error: BaseException) -> str:
     """The message for the error that ends a command; the traceback of an unexpected one is written to a file."""
+    # JAX adds a note on errors that pass through it: which frames a traceback leaves out, and none is shown here.
+    notes = [note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in note]
     if isinstance(error, ConfigError):
-        return "; ".join((str(error), *getattr(error, "__notes__", ())))
+        return "; ".join((str(error), *notes))
     if isinstance(error, KeyboardInterrupt):
         return "stopped by Ctrl-C; a run goes on from its newest checkpoint when the same command is started again"
     report = "".join(traceback.format_exception(error))
@@ -109,7 +111,7 @@ def _message(error: BaseException) -> str:
         file.write_text(masked(f"{sys.orig_argv}\n{versions}\n\n{report}"), encoding="utf-8")
     except OSError as refused:
         return f"{report}(it could not be written to {file}: {refused})"
-    message = "; ".join((str(error).strip(), *getattr(error, "__notes__", ()))).strip("; ")
+    message = "; ".join((str(error).strip(), *notes)).strip("; ")
     return f"{type(error).__name__}{': ' if message else ''}{message}\nThe full traceback is in {file.absolute()}"
 
 
@@ -145,7 +147,9 @@ def load_flags(argv: Sequence[str], usage: str = "", options: Sequence[Setting] 
         else:
             assign(config, flags[name].name, value)
     validate(config)
-    _run_folder.set(Path(config.output_dir))
+    folder = Path(config.output_dir).expanduser()
+    config.output_dir = str(folder)
+    _run_folder.set(folder)
     return Flags(config, values)
 
 
@@ -227,7 +231,7 @@ def find_config(spec: str, flag: str = "--config") -> tuple[Path, str | None]:
     shipped = shipped_configs()
     path = Path(name)
     if path.suffix != ".py":
-        candidates = [Path(f"{name}.py"), Path("configs", f"{name}.py")]
+        candidates = [Path(f"{name}.py").expanduser(), Path("configs", f"{name}.py")]
         path = next((file for file in candidates if file.is_file()), shipped.get(name))
     elif not path.expanduser().is_file() and path.parts[0] == "configs":
         name = path.relative_to("configs").with_suffix("").as_posix()

@@ -42,8 +42,8 @@ def locate(
 
     A hub id (`Qwen/Qwen3-0.6B`) is downloaded once, of a `revision` (branch, tag or commit) if one is named: only json,
     safetensors and tokenizer files, and pickles if allowed; with `config_only` its config.json and the settings of its
-    image processor alone. Raises
-    ConfigError when there is no such model, and for the revision of a folder.
+    image processor alone. Raises ConfigError when there is no such model, for the folder of a run, and for the
+    revision of a folder.
     """
     name = os.fspath(path)
     if revision is not None and (name.startswith("embedded:") or Path(name).expanduser().is_dir()):
@@ -56,6 +56,12 @@ def locate(
         return folder
     folder = Path(name).expanduser()
     if folder.is_dir():
+        entries = safetensors.read_json(folder / "config.json") or {}
+        if "output_dir" in entries and "model_type" not in entries:  # the record of a run, of the same name
+            steps = sorted(folder.glob("hf_steps/*/config.json"))
+            trained = next((x.parent for x in (folder / "hf" / "config.json", *steps[::-1]) if x.is_file()), None)
+            way_out = f"give {trained}" if trained else f"jaxrl-llm export --run={name} writes that of a checkpoint"
+            raise ConfigError(f"{name} is the folder of a run, which has its model in a folder of its own: {way_out}")
         return folder
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
         raise ConfigError(

@@ -346,8 +346,9 @@ def save_hf(
     the padding token, which transformers needs to find the last token of each row. Raises ConfigError where the folder
     holds a model already, unless `overwrite`.
     """
+    path = Path(path).expanduser()
     with all_or_none():  # of many processes the first looks, before any writes
-        if jax.process_index() == 0 and not overwrite and (Path(path) / "config.json").is_file():
+        if jax.process_index() == 0 and not overwrite and (path / "config.json").is_file():
             raise ConfigError(
                 f"{path} holds a model already: save to another folder, or replace it with save_hf(..., overwrite=True)"
             )
@@ -380,7 +381,7 @@ def save_adapter(model: Model, path: str | os.PathLike[str]) -> None:
     """
     if not lora.has_adapters(model.params):
         raise ConfigError("the model has no adapters: all of it was trained. Save it with save_hf")
-    folder = Path(path).absolute()
+    folder = Path(path).expanduser().absolute()
     hf.refuse_foreign(folder, peft.CONFIG)
     with hf.replacing(folder) as partial:
         peft.write(partial, model.net, _family(model), model.params, model.path)

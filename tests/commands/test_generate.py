@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jaxrl_llm
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import ConfigError, to_json
 from jaxrl_llm.models.model import Model
 
 module = importlib.import_module("jaxrl_llm.commands.generate")
@@ -153,6 +153,16 @@ def test_command_prints_one_completion_as_it_is(model, run_python):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert result.stdout == jaxrl_llm.generate(model, ["sort:4821="], 8, temperature=0)[0] + "\n"
+
+
+def test_the_folder_of_a_run_leads_to_its_model(tmp_path):
+    (tmp_path / "config.json").write_text(to_json(jaxrl_llm.default_config()))
+    for model, words in (("", "export --run="), ("hf_steps/00002", "give .*hf_steps/00002"), ("hf", "give .*/hf$")):
+        if model:
+            (tmp_path / model).mkdir(parents=True)
+            (tmp_path / model / "config.json").write_text("{}")
+        with pytest.raises(ConfigError, match=f"is the folder of a run.*{words}"):
+            module.main([f"--model={tmp_path}", "--prompt=a"])
 
 
 @pytest.mark.slow

@@ -30,6 +30,45 @@ def test_three_stages_and_going_on(root, tmp_path):
     assert [line["step"] for line in done["ppo"].metrics] == [3]
 
 
+STAGES = """
+from jaxrl_llm.config import default
+
+def get_stages(folder):
+    config = default()
+    config.algorithm.name, config.data.path, config.eval.every = "sft", {rows!r}, -1
+    config.num_epochs, config.batch.prompts, config.optimizer.learning_rate = {epochs}, 2, "auto"
+    config.logging.backends = ("jsonl",)
+    return {{"sft": config}}
+"""
+
+
+def test_a_finished_stage_whose_settings_are_computed_is_skipped(tmp_path):
+    """Its record has the steps of its epochs and its learning rate as numbers."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(3 * (json.dumps({"prompt": "sort:21=", "completion": "12"}) + "\n"))
+
+    def stages(epochs):
+        file = tmp_path / f"stages_{epochs}.py"
+        file.write_text(STAGES.format(rows=str(rows), epochs=epochs))
+        return load_stages(str(file), tmp_path / "stages")
+
+    assert [len(done.metrics) for done in run_stages(stages(1.0)).values()] == [2]
+    assert run_stages(stages(1.0)) == {}
+    assert not is_finished(stages(2.0)["sft"])
+    changed = stages(1.0)["sft"]
+    changed.batch.prompts = 3
+    assert not is_finished(changed)
+    (tmp_path / "stages" / "sft" / "checkpoints" / "2").rename(tmp_path / "lost")
+    assert not is_finished(stages(1.0)["sft"])
+
+
+def test_the_home_folder_in_output_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "stages.py"
+    file.write_text("from jaxrl_llm.config import default\ndef get_stages(folder):\n    return {folder: default()}\n")
+    assert list(load_stages(str(file), "~/runs")) == [str(tmp_path / "runs")]
+
+
 def test_files_without_stages(root, tmp_path):
     with pytest.raises(ConfigError, match=r"has no function get_stages\(folder\)"):
         load_stages(str(root / "configs/grpo.py"), tmp_path)

@@ -300,7 +300,7 @@ def test_kto_sft_orpo_reward_and_ppo_of_trl():
     sft, text = made("trl_sft.json", rows=100, devices=2)
     expect(
         sft,
-        _={"total_steps": 14},
+        _={"num_epochs": 2.0},  # its rows are packed
         algorithm={"name": "sft", "neftune_alpha": 5.0},
         data={"packing": True, "max_length": 4096, "loss_on": "completion", "overlong": "truncate_right"},
         optimizer={"learning_rate": 2e-5},
@@ -1322,6 +1322,37 @@ def test_rows_are_counted_in_a_file_that_is_here(tmp_path):
     said = {"output_dir": "o", "dataset_name": str(rows), "num_train_epochs": 2, "per_device_train_batch_size": 8}
     config, _ = migrate(written(tmp_path, "a.json", said), trainer="sft", devices=1)
     assert config.total_steps == 6  # 20 rows are three batches of at most 8
+
+
+def test_the_steps_of_packed_rows_are_counted_by_the_run(tmp_path):
+    """A batch is of packed rows: steps of as many rows would be many epochs."""
+    row = json.dumps({"prompt": "a", "completion": "b"}) + "\n"
+    rows = str(written(tmp_path, "rows.jsonl", 200 * row))
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    trl = {"output_dir": "o", "dataset_name": rows, "num_train_epochs": 1, "packing": True, **sizes}
+    datasets = f"base_model: m\nlearning_rate: 1\ndatasets: [{{path: {rows}, ds_type: json}}]\n"
+    axolotl = f"{datasets}sample_packing: true\nnum_epochs: 1\nmicro_batch_size: 2\ngradient_accumulation_steps: 2\n"
+    for name, text in (("a.json", trl | {"save_strategy": "epoch"}), ("a.yaml", axolotl)):
+        for said in ({}, {"rows": 200}):
+            config, made_text = migrate(written(tmp_path, name, text), trainer="sft", devices=1, **said)
+            head = " ".join(made_text.split('"""')[1].split())
+            assert (config.data.packing, config.batch.prompts, config.num_epochs) == (True, 4, 1.0)
+            assert "= 1, and the number of packed rows is known only" in head and "--rows" not in head
+    assert (config.optimizer.warmup_steps, config.optimizer.warmup_ratio) == (0, 0.03)  # axolotl's share of the steps
+    assert migrate(written(tmp_path, "b.json", trl | {"max_steps": 7}), trainer="sft", devices=1)[0].num_epochs is None
+    unpacked = migrate(written(tmp_path, "c.json", trl | {"packing": False}), trainer="sft", devices=1)[0]
+    assert (unpacked.total_steps, unpacked.num_epochs) == (50, None)
+
+
+def test_the_home_folder_in_paths_of_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    output = tmp_path / "home" / "mine.py"
+    main([str(FILES / "trl_kto.yaml"), "--rows=100", "--devices=1", "--output=~/mine.py"])
+    assert output.is_file() and f"wrote {output}" in capsys.readouterr().out
+    (tmp_path / "home" / "s.py").write_text(FILES.joinpath("trl_grpo.py").read_text())
+    migrate("~/s.py", devices=1)
+    assert (tmp_path / "home" / "s_functions.py").is_file() and not (tmp_path / "~").exists()
+    assert load_config_file("~/mine").algorithm.name == "preference"  # a name without .py, as --config takes it
 
 
 def test_command_line(tmp_path, capsys):

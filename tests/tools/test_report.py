@@ -293,6 +293,13 @@ def test_the_command_line(tmp_path, run_python):
     assert "jax" in sys.modules  # the report itself needs no accelerator, and starts none
 
 
+def test_the_home_folder_in_paths(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(write_run(tmp_path / "run", steps=1))
+    assert report(["~/run"], output="~/page.html") == [tmp_path / "page.html"]
+    assert (tmp_path / "page.html").is_file()
+
+
 def test_pictures(tmp_path):
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
     runs = [write_run(tmp_path / name, rate=rate) for name, rate in (("a", 1e-6), ("b", 2e-6))]

@@ -34,7 +34,7 @@ def migrate(
     defines are written to `NAME_functions.py`, where NAME is that of `output` (the file for the text) or else of
     `path`. Raises ConfigError: a file that cannot be read, or that configures nothing.
     """
-    named = Path(output or path)
+    path, named = Path(path).expanduser(), Path(output or path).expanduser()
     companion = named.with_name(f"{named.stem}_functions.py")
     source = read(str(path), system, trainer, str(companion))
     options, checks = Options(devices, rows, version, str(companion)), []

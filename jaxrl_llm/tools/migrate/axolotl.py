@@ -165,7 +165,14 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
         if key in yaml:
             draft.set("mesh.context", int(yaml[key]), key)
     total = draft.values["total_steps"]
-    if not ({"warmup_steps", "warmup_ratio"} & set(yaml)):
+    unset = not ({"warmup_steps", "warmup_ratio"} & set(yaml))
+    if unset and "num_epochs" in draft.values:  # the steps are not known, but what share of them it is
+        draft.set("optimizer.warmup_ratio", WARMUP_RATIO, "warmup_ratio")
+        draft.check(
+            f"axolotl warms up for at most {WARMUP_MOST} steps: set optimizer.warmup_steps to that, in place of "
+            f"warmup_ratio, where the run has more than {WARMUP_MOST / WARMUP_RATIO:.0f} steps"
+        )
+    elif unset:
         draft.set("optimizer.warmup_steps", min(int(WARMUP_RATIO * total), WARMUP_MOST), "warmup_steps")
     for key, ours in (("saves_per_epoch", "checkpoint.every"), ("evals_per_epoch", "eval.every")):
         if yaml.get(key) and draft.values[ours] != -1:

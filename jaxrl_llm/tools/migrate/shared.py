@@ -37,18 +37,24 @@ def _counted(files: tuple[tuple[str, int], ...], split: str) -> int:
     return len(load([file for file, _ in files], split or "train"))  # pyright: ignore[reportArgumentType]
 
 
+def unknown_rows(draft: Draft) -> tuple[str, str]:
+    """Return what is said of rows whose number is not known, and the way out besides setting what depends on it."""
+    if draft.values.get("data.packing"):
+        return "the number of packed rows is known only when the run has packed them", ""
+    return "the number of rows is not known", ", or add --rows=N"
+
+
 def epochs(draft: Draft, per_epoch: int, count: float, key: str) -> None:
     """Set the steps of so many epochs of `per_epoch` steps each, or the epochs where the rows are unknown."""
     if per_epoch:
         draft.set("total_steps", max(1, math.ceil(per_epoch * count)), key)
         return
-    steps = OURS["total_steps"].default
+    steps, (unknown, way_out) = OURS["total_steps"].default, unknown_rows(draft)
     draft.set("total_steps", steps, key)
     draft.set("num_epochs", float(count), key)
     draft.check(
-        f"{draft.named(key)} = {count:g}, and the number of rows is not known: the run computes its steps from them "
-        f"(num_epochs). Warm-up, saves and evaluations that are shares of the steps are written for {steps}: set them, "
-        "or add --rows=N"
+        f"{draft.named(key)} = {count:g}, and {unknown}: the run computes its steps from them (num_epochs). Warm-up, "
+        f"saves and evaluations that are shares of the steps are written for {steps}: set them{way_out}"
     )
 
 

@@ -12,7 +12,9 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
     """Set the steps of the run, of checkpoints, evaluations and logged completions; `updates` are those of a step."""
     epochs, most = draft.get("num_train_epochs"), int(draft.get("max_steps") or -1)
     batch, path, split = draft.values["batch.prompts"], draft.values.get("data.path"), draft.get("dataset_train_split")
-    rows = shared.known_rows(options, path, split)
+    # A batch is of packed rows, and how many the rows make follows from their tokens.
+    rows = 0 if draft.values.get("data.packing") else shared.known_rows(options, path, split)
+    unknown, way_out = shared.unknown_rows(draft)
     # Only those that sample groups drop a last batch that is not full.
     per_epoch = (
         max(1, rows // batch if trainer in ("grpo", "rloo", "sdpo", "sdft") else math.ceil(rows / batch)) if rows else 0
@@ -33,7 +35,7 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
         elif strategy == "epoch":
             draft.set(ours, per_epoch or total, key)
             if not per_epoch:
-                draft.check(f"{key} is epoch, and the number of rows is not known: set {ours}, or add --rows=N")
+                draft.check(f"{key} is epoch, and {unknown}: set {ours}{way_out}")
         else:
             every = every * total if every < 1 else every / updates
             draft.set(ours, max(1, math.ceil(every)), steps, key)

@@ -39,7 +39,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[ReportedRun]:
 
     Raises ConfigError for a folder that is named twice or holds no run.
     """
-    paths = [Path(folder).resolve() for folder in folders]
+    paths = [Path(folder).expanduser().resolve() for folder in folders]
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise ConfigError(f"the run {twice} is named twice: name each once")

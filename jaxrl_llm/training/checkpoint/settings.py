@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config import ConfigDict, ConfigError, flat, from_json, to_json
+from jaxrl_llm.config import ConfigDict, ConfigError, flat, from_json, to_json, with_correction
 from jaxrl_llm.config.schema import BY_NAME, IDENTITY, OF_A_START
 
 CONFIG = "config.json"
@@ -24,16 +24,22 @@ def changed_settings(folder: Path, config: ConfigDict) -> Changes:
         former = from_json((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ConfigError):  # it is no part of the run's state, which goes on without it
         return {}
-    old, new = (flat(x.to_dict()) for x in (former, from_json(to_json(config))))
-    if config.num_epochs is not None and old["num_epochs"] == config.num_epochs:
-        new["total_steps"] = old["total_steps"]  # it is computed from the data
-    if config.optimizer.learning_rate == "auto":
-        new["optimizer.learning_rate"] = old["optimizer.learning_rate"]  # it follows from the model
+    old, new = (flat(x.to_dict()) for x in (former, from_json(to_json(as_computed(config, former)))))
     return {
         name: (old[name], value)
         for name, value in new.items()
         if name in BY_NAME and name not in OF_A_START and old.get(name) != value
     }
+
+
+def as_computed(config: ConfigDict, former: ConfigDict) -> ConfigDict:
+    """The configuration with what a run computes before it records it, as `former`, such a record, has it."""
+    config = with_correction(config).copy_and_resolve_references()
+    if config.num_epochs is not None and config.num_epochs == former.num_epochs:
+        config.total_steps = former.total_steps  # it is computed from the data
+    if config.optimizer.learning_rate == "auto":
+        config.optimizer.learning_rate = former.optimizer.learning_rate  # it follows from the model
+    return config
 
 
 def check_changes(folder: Path, changes: Changes, accepted: tuple[str, ...]) -> None:
