@@ -241,11 +241,11 @@ def read_prompts(prompt: str, file: str, chat: bool) -> list[Any]:
         if not path.is_file():
             raise ConfigError(f"--prompts_file: there is no file {path} (looked in {Path.cwd()})")
         if path.suffix == ".txt":
-            prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            prompts = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
             if not prompts:
                 raise ConfigError(f"{path} has no prompts: write one a line")
         else:
-            rows = sources.load(path)
+            rows: Any = sources.load(path)
             columns = rows.column_names or []
             if "prompt" not in columns:
                 raise ConfigError(f"{path} has no column prompt; it has {', '.join(columns)}")
@@ -264,7 +264,7 @@ def read_images(given: Sequence[str], file: str) -> list[Any] | None:
         raise ConfigError("--image is of --prompt; a file of prompts has a column images")
     if path.suffix == ".txt":
         return None
-    rows = sources.load(path)
+    rows: Any = sources.load(path)
     if IMAGES not in (rows.column_names or []):
         return None
     limits = ImageLimits()

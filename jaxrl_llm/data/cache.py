@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ def file_of(setting: str, rows: Any, format_key: Any, code: bytes | None, tokeni
     `format_key` identifies the format, and `code` is the text of the user's own; without it nothing is kept.
     `setting` is `auto` (large sources only, in $JAXRL_LLM_CACHE or ~/.cache/jaxrl_llm), a folder, or `none`.
     """
-    if setting == "none" or code is None or not sources.is_table(rows):
+    if setting == "none" or code is None or not (sources.is_table(rows) or isinstance(rows, list)):
         return None
     if setting == "auto" and len(rows) < LARGE:
         return None
@@ -48,7 +49,11 @@ def file_of(setting: str, rows: Any, format_key: Any, code: bytes | None, tokeni
         str(getattr(t.tokenizer, "chat_template", "")),
         str(t.tokenizer.special_tokens_map),
     ]
-    identity = [format_key, settings, tokenizer, rows._fingerprint, len(rows)]
+    try:
+        data = rows._fingerprint if sources.is_table(rows) else hashlib.sha256(pickle.dumps(rows)).hexdigest()
+    except Exception:  # objects of many kinds cannot be pickled
+        return None
+    identity = [format_key, settings, tokenizer, data, len(rows)]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=repr).encode())
     digest.update(code)
     package = Path(__file__).parent

@@ -96,7 +96,7 @@ def with_chat_template(tokenizer: Any, template: str) -> Any:
     elif "{{" in template or "{%" in template:
         own.chat_template = template
     elif (file := Path(template).expanduser()).is_file():
-        own.chat_template = file.read_text(encoding="utf-8")
+        own.chat_template = file.read_text(encoding="utf-8-sig")
     else:
         raise ConfigError(
             f"data.chat_template is {template!r}, which is no file, no text of a template and no name; the closest is "

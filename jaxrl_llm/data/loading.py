@@ -20,12 +20,12 @@ from tqdm import tqdm
 
 from jaxrl_llm.config.resolve import ConfigError, closest, split_options
 from jaxrl_llm.config.user_code import contained
-from jaxrl_llm.data import Row, cache, sources, tasks
+from jaxrl_llm.data import Row, cache, sources
 from jaxrl_llm.data.formats.lookup import Example, FactoryOptions, Format, code_of, find, fitting
 from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.pipeline import Stream, StreamSource
-from jaxrl_llm.data.templates import is_conversational
+from jaxrl_llm.data.templates import is_conversational, without_absent_keys
 from jaxrl_llm.data.tokenize import PIXELS, RowTokenizer, split_pair
 
 log = logging.getLogger(__name__)
@@ -179,13 +179,9 @@ def _open(entry: Mapping[str, Any], spec: DataSpec, held_out: bool, purpose: str
     # axolotl also writes the type of the files in the place of the path.
     path_type = entry.get("path") if entry.get("data_files") and entry.get("path") in sources.READERS.values() else None
     arguments = {"tokenizer": tokenizer, "config": FactoryOptions(spec.settings)}
-    rows: sources.Rows | list[Row]
-    if isinstance(path, str) and path.startswith("task:") and not spec.streaming:
-        rows = tasks.generate(path.removeprefix("task:"), split)  # as they are: a table would take `datasets`
-    else:
-        rows = sources.load(
-            path, split, entry.get("name"), spec.streaming, entry.get("ds_type") or path_type, arguments
-        )
+    rows: sources.Rows | list[Row] = sources.load(
+        path, split, entry.get("name"), spec.streaming, entry.get("ds_type") or path_type, arguments
+    )
     if shared:
         if sources.is_stream(rows):
             raise ConfigError(
@@ -253,20 +249,23 @@ def examples(source: DataSource, kind: str) -> Iterator[tuple[str, Example]]:
         if row is None:
             return
         with _located(location):
-            made = formatted(source.form, row, kind)
+            made = formatted(source, row, kind)
         yield from ((location, example) for example in made)
         index += 1
 
 
-def formatted(form: Format, row: Mapping[str, Any], kind: str) -> list[Example]:
-    """The examples of one row; raises ConfigError when a user's format fails."""
+def formatted(source: DataSource, row: Mapping[str, Any], kind: str) -> list[Example]:
+    """The examples of one row of a source; raises ConfigError when a user's format fails."""
+    from_arrow = not isinstance(source.rows, list)
     try:
-        with contained():
-            example = form(row)
+        with contained():  # some formats render the row's messages, others make messages of its columns
+            example = source.form(without_absent_keys(row) if from_arrow else row)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(f"the format failed: {type(error).__name__}: {error}") from error
+    if from_arrow:
+        example = without_absent_keys(example)
     if kind != "labels" or example.get("label") is not None or example.get("chosen") is None:
         return [example]
     prompt, *completions = split_pair(example)
@@ -366,20 +365,24 @@ def stream(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Stream:
-    """The pipeline that reads the sources as it goes; `wrap` makes of each token row what a batch holds."""
+    """The pipeline that reads the sources as it goes; `wrap` makes of each token row what a batch holds.
+
+    As in memory, sources without any weight follow each other.
+    """
 
     def converter(source: DataSource) -> Callable[[Mapping[str, Any]], list[Any]]:
         tokenize = row_tokenizer(spec, kind, tokenizer, source.folder)
         tokenize.measure = False  # the lengths of an endless stream would fill the memory
 
         def convert(row: Mapping[str, Any]) -> list[Any]:
-            rows = (tokenize(example) for example in formatted(source.form, row, kind))
+            rows = (tokenize(example) for example in formatted(source, row, kind))
             return [wrap(row) for row in rows if row is not None]
 
         return convert
 
+    follow = len(opened) > 1 and all(source.weight is None for source in opened)
     streamed = [
-        StreamSource(source.name, source.rows, converter(source), source.weight or 1.0)
+        StreamSource(source.name, source.rows, converter(source), None if follow else source.weight or 1.0)
         for source in opened
         if sources.is_stream(source.rows)
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.image_rows import ImageText, Tiles
-from jaxrl_llm.data.templates import chat_ids, is_conversational, render_chat, render_prompt, template_options
+from jaxrl_llm.data.templates import continued_ids, is_conversational, render_chat, render_prompt, template_options
 from jaxrl_llm.data.tokenize import PIXELS
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,9 @@ class TurnTokenizer:
         if not is_conversational(row["prompt"]):
             if not isinstance(observation, str):
                 raise ConfigError(f"the prompt is plain text, but the observation is {observation!r}; answer with text")
-            return chat_ids(self.tokenizer, observation)
+            # Where there are stop strings, a turn ends with one of them, which is ordinary text.
+            before = self.eos[:1] if ended and not self.stops else ()
+            return continued_ids(self.tokenizer, before or None, observation)
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         if not is_conversational(messages):
             raise ConfigError(f"the observation is {observation!r}; give text, or messages with role and content")
@@ -135,7 +137,7 @@ class TurnTokenizer:
                 "cannot go on from the tokens that were sampled; give the tokenizer a chat_template that keeps them as "
                 "they are"
             )
-        ids = chat_ids(self.tokenizer, text[text.find(TURN) + len(TURN) :])
+        ids = continued_ids(self.tokenizer, None, text[text.find(TURN) + len(TURN) :])
         # The policy has sampled the end of its turn itself.
         return ids[1:] if ended and ids and ids[0] in self.eos else ids
 
@@ -164,7 +166,7 @@ class TurnTokenizer:
                 "the chat template changes earlier messages when results of tools follow; give the tokenizer a "
                 "chat_template that keeps them as they are"
             )
-        return chat_ids(self.tokenizer, text[kept:])
+        return continued_ids(self.tokenizer, self.eos[:1] if ends else None, text[kept:])
 
 
 def _refuse_images(name: str, messages: Any) -> None:

@@ -123,7 +123,7 @@ class StreamSource(NamedTuple):
     name: str  # in errors
     rows: "datasets.IterableDataset"
     convert: Callable[[Mapping[str, Any]], list[Any]]  # a row to token rows: none where it is dropped, two of a pair
-    weight: float  # share of the rows of the stream
+    weight: float | None  # share of the rows of the stream; None for all: they follow each other
 
 
 class Block(NamedTuple):
@@ -137,11 +137,12 @@ class Block(NamedTuple):
 class Stream:
     """An endless iterator over batches, lists of this process's rows, of data that does not fit in memory.
 
-    Sources are mixed by weight, row by row and without chance; each starts again when it ends. Rows are read in blocks
-    of `buffer`, each a permutation drawn from (seed, number of the block), or in the data's own order when `shuffle` is
-    off. A block is tokenised in the background while the one before is used. The position is the state of every source
-    at the start of the block and the rows of it that have been used, so a restart reads one block again and no more.
-    Every process reads everything and takes its equal share of each batch.
+    Sources are mixed by weight, row by row and without chance, and each starts again when it ends; without weights they
+    follow each other, and all start again when the last one ends. Rows are read in blocks of `buffer`, each a
+    permutation drawn from (seed, number of the block), or in the data's own order when `shuffle` is off. A block is
+    tokenised in the background while the one before is used. The position is the state of every source at the start of
+    the block and the rows of it that have been used, so a restart reads one block again and no more. Every process
+    reads everything and takes its equal share of each batch.
 
     Raises ConfigError: a batch that the processes cannot share equally, a source of which no row is left, or a state
     that was saved over other data.
@@ -222,10 +223,15 @@ class Stream:
         before = {"readers": [reader.get_state() for reader in self._readers], "drawn": list(self._drawn)}
         rows: list[Any] = []
         while len(rows) < self._buffer:
-            # The source that is furthest behind its share is next.
-            index = int(np.argmin([drawn / weight for drawn, weight in zip(self._drawn, self._weights, strict=True)]))
-            self._drawn[index] += 1
-            rows += self._readers[index].next()
+            # The source that is furthest behind its share is next; without weights, the first that is an epoch behind.
+            behind = [
+                reader.epoch if weight is None else drawn / weight
+                for reader, drawn, weight in zip(self._readers, self._drawn, self._weights, strict=True)
+            ]
+            index = int(np.argmin(behind))
+            read = self._readers[index].next()
+            self._drawn[index] += bool(read)
+            rows += read
         if self._shuffle:
             order = np.random.default_rng((self._seed, number)).permutation(len(rows))
             rows = [rows[index] for index in order]
@@ -237,11 +243,11 @@ class _Reader:
 
     def __init__(self, source: StreamSource):
         self._name, self._source, self._convert = source.name, source.rows, source.convert
-        self._epoch, self._index, self._kept = 0, 0, False
+        self.epoch, self._index, self._kept = 0, 0, False
         self._begin({})
 
     def next(self) -> list[Any]:
-        """The token rows of the next row that is not dropped."""
+        """The token rows of the next row that is not dropped; none at the end of an epoch."""
         while True:
             location = f"{self._name} row {self._index}".strip()
             try:
@@ -254,9 +260,9 @@ class _Reader:
                         f"no row is left to train on, of {self._index} that were read; check the data and the length "
                         "limit"
                     )
-                self._epoch, self._index, self._kept = self._epoch + 1, 0, False
+                self.epoch, self._index, self._kept = self.epoch + 1, 0, False
                 self._begin({})
-                continue
+                return []
             self._index, self._moved = self._index + 1, True
             try:
                 token_rows = self._convert(row)
@@ -269,11 +275,11 @@ class _Reader:
     def get_state(self) -> dict[str, Any]:
         """The position in the source, as a JSON-able dictionary."""
         rows = deepcopy(self._source.state_dict() if self._moved else self._begun)
-        return {"epoch": self._epoch, "index": self._index, "kept": self._kept, "rows": rows}
+        return {"epoch": self.epoch, "index": self._index, "kept": self._kept, "rows": rows}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`."""
-        self._epoch, self._index, self._kept = state["epoch"], state["index"], state["kept"]
+        self.epoch, self._index, self._kept = state["epoch"], state["index"], state["kept"]
         self._begin(state["rows"])
 
     def _begin(self, state: dict[str, Any]) -> None:

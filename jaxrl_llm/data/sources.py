@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import fsspec
+import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError, resolve, split_options
-from jaxrl_llm.data import tasks
+from jaxrl_llm.data import Row, tasks
 from jaxrl_llm.data.diagnose import content_fault, encoding_fault
 from jaxrl_llm.data.formats.native import as_rows
 from jaxrl_llm.data.tokenize import TEXTS
@@ -18,7 +19,20 @@ if TYPE_CHECKING:
     import datasets  # slow to import: only the functions that make such rows do so
     from typing_extensions import TypeIs
 
-Rows: TypeAlias = "datasets.Dataset | datasets.IterableDataset"
+
+class RowList(list[Row]):
+    """Rows that were given as Python objects, all with the same columns and otherwise as they are.
+
+    A table would give nested objects each other's keys, and a column one type.
+    """
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns of every row."""
+        return list(self[0])
+
+
+Rows: TypeAlias = "datasets.Dataset | datasets.IterableDataset | RowList"
 Source: TypeAlias = "str | Path | Sequence[Any] | Rows | datasets.DatasetDict"
 
 
@@ -55,11 +69,12 @@ def load(
     - a list of dictionaries, of threads (lists of turns), or of tuples (preferred, dispreferred); or a
       `datasets.Dataset`.
 
-    With `streaming` files are read as they are needed, and the result is a `datasets.IterableDataset`. `ds_type` names
-    the type of the files (json, csv, parquet, arrow) where their names do not.
+    The result is a `datasets.Dataset`, or a list where the rows come as Python objects. With `streaming` files are read
+    as they are needed, and it is a `datasets.IterableDataset`. `ds_type` names the type of the files (json, csv,
+    parquet, arrow) where their names do not.
 
-    Raises ConfigError: nothing there, no such split (listing those there are), unreadable (naming the line), or without
-    rows.
+    Raises ConfigError: nothing there, no such split (listing those there are), unreadable (naming the line), without
+    rows, or a list to stream of which a column changes its type.
     """
     rows: Rows
     if isinstance(path, list | tuple) and path and all(isinstance(file, str | Path) for file in path):
@@ -78,7 +93,9 @@ def load(
         return rows
     if len(rows) == 0:
         raise ConfigError(f"{shown} has no rows in split {split!r}; choose another split or check how it was made")
-    return rows.to_iterable_dataset() if streaming else rows
+    if not streaming:
+        return rows
+    return (_table(rows) if isinstance(rows, RowList) else rows).to_iterable_dataset()
 
 
 def folder_of(path: Any) -> Path | None:
@@ -202,6 +219,8 @@ def _load_folder(folder: str, split: str, name: str | None, streaming: bool) -> 
     files = [str(file) for file in fs.find(inner)]
     if any(file.removeprefix(inner).strip("/") in SAVED for file in files):
         loaded = _read(folder, lambda: datasets.load_from_disk(folder))
+        if not is_splits(loaded) and "[" in split:  # one data set, which has no splits but may be asked for a part
+            loaded = datasets.DatasetDict({split.partition("[")[0]: loaded})
     elif not any(_reader(file) for file in files):
         raise ConfigError(f"the folder {folder!r} holds no {', '.join(READERS)} file and no saved data set")
     else:
@@ -227,10 +246,11 @@ def _load_remote(path: str, split: str, name: str | None, streaming: bool, ds_ty
     if names & set(SAVED):
         return _load_folder(path, split, name, streaming)
     readable = sorted(file for file in names if _reader(file))
-    matching = [file for file in readable if split in Path(file).name] or (readable if split == "train" else [])
+    whole, bracket, part = split.partition("[")
+    matching = [file for file in readable if whole in Path(file).name] or (readable if whole == "train" else [])
     if not matching:
-        raise SplitError(f"the folder {path!r} has no file for the split {split!r}; it has {', '.join(sorted(names))}")
-    return _load_files([f"{path.rstrip('/')}/{file}" for file in matching], "train", streaming, None)
+        raise SplitError(f"the folder {path!r} has no file for the split {whole!r}; it has {', '.join(sorted(names))}")
+    return _load_files([f"{path.rstrip('/')}/{file}" for file in matching], f"train{bracket}{part}", streaming, None)
 
 
 def _call_function(path: str, split: str, name: str | None, arguments: Mapping[str, Any]) -> Rows:
@@ -292,21 +312,54 @@ def _read(shown: str, reader: Callable[[], Any], files: Sequence[str] = ()) -> A
 
 
 def _pick(splits: Mapping[Any, Any], split: str, shown: str) -> Any:
-    if split not in splits:
-        raise SplitError(f"{shown} has no split {split!r}; its splits are {', '.join(map(str, splits))}")
-    return splits[split]
-
-
-def _from_list(items: Any) -> "datasets.Dataset":
+    """The rows of a split, or of parts of splits (train[:10%], train+test), by their names."""
+    if split in splits:
+        return splits[split]
+    names = [part.partition("[")[0] for part in split.split("+")]
+    if unknown := [name for name in names if name not in splits]:
+        raise SplitError(f"{shown} has no split {unknown[0]!r}; its splits are {', '.join(map(str, splits))}")
+    if any(is_stream(splits[name]) for name in names):
+        raise ConfigError(
+            f"the split {split!r} is a part of {shown}, whose rows are streamed and not counted; set data.streaming to "
+            "False, or name a whole split"
+        )
     import datasets
 
+    counts = {name: len(splits[name]) for name in names}
+    parts = _read(shown, lambda: datasets.ReadInstruction.from_spec(split).to_absolute(counts))
+    return datasets.concatenate_datasets(
+        [splits[part.splitname].select(range(part.from_ or 0, counts[part.splitname] if part.to is None else part.to))
+         for part in parts]
+    )  # fmt: skip
+
+
+def _from_list(items: Any) -> RowList:
     if isinstance(items, Mapping) or not isinstance(items, Sequence):
         raise ConfigError("data given as a Python object is a list of dictionaries, one for each row, or of threads")
     if not items:
         raise ConfigError("the list has no rows; give at least one dictionary")
     rows = as_rows(items)
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return RowList(_plain({**columns, **row}) for row in rows)
+
+
+def _plain(value: Any) -> Any:
+    """The value with lists for other sequences, and Python's numbers for numpy's: what formats and rewards look for."""
+    if isinstance(value, Mapping):
+        return {name: _plain(held) for name, held in value.items()}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.ndim == 1:  # one of more dimensions may be an image
+        return _plain(value.tolist())
+    return [_plain(held) for held in value] if isinstance(value, list | tuple) else value
+
+
+def _table(rows: RowList) -> "datasets.Dataset":
+    import datasets
+
     try:
-        return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in columns})
+        return datasets.Dataset.from_dict({name: [row[name] for row in rows] for name in rows.column_names})
     except Exception as error:
-        raise ConfigError(f"the list cannot be made a table, because a column changes its type: {error}") from error
+        raise ConfigError(
+            f"the list cannot be streamed, because a column changes its type ({error}); set data.streaming to False"
+        ) from error

@@ -1,15 +1,21 @@
 """Chat templates: a prompt, plain or conversational, to token ids, and sampled ids back to text or messages.
 
 A tokenizer here is any Hugging Face tokenizer. A chat template writes its own special tokens, so rendered chat text is
-always tokenised without adding more; plain text gets the special tokens that the tokenizer puts before a text.
+always tokenised without adding more; plain text gets the special tokens that the tokenizer puts before a text. Text
+that continues a row has the ids that it has within the text of the whole row, merges across its beginning aside.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from jaxrl_llm.config.resolve import ConfigError
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # of a row, for its chat template
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
 
@@ -54,12 +60,85 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def chat_ids(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of text that already carries its special tokens, or of the middle of a row."""
+    """Token ids of text that opens a row and already carries its special tokens."""
     return _ids(tokenizer, text, False) if text else []
 
 
-def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
-    ids = list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+def continued_ids(tokenizer: Any, before: Sequence[int] | None, text: str) -> list[int]:
+    """Token ids of text that follows the ids `before` in a row; None stands for those of ordinary text.
+
+    SentencePiece's tokenizers, and a few of bytes, put a space before a text, some behind special tokens too. A text
+    that continues a row has it only where the text of the whole row has it: "4" after "2+2=" is "4" and not "▁4".
+    """
+    unspaced = _unspaced(tokenizer)
+    if not text or unspaced is None or (before is not None and (not before or before[-1] in unspaced.spaced_again)):
+        return chat_ids(tokenizer, text)
+    encoding = unspaced.backend.encode(text, add_special_tokens=False)
+    end = next((index for index, token in enumerate(encoding.ids) if token in unspaced.spaced_again), None)
+    if end is None:
+        return _checked(tokenizer, encoding.ids)
+    # What is left begins with a special token, before which no tokenizer puts a space.
+    return _checked(tokenizer, encoding.ids[:end]) + chat_ids(tokenizer, text[encoding.offsets[end][0] :])
+
+
+class Unspaced(NamedTuple):
+    """The backend of a tokenizer without the space that this puts before a text."""
+
+    backend: "Tokenizer"
+    spaced_again: frozenset[int]  # special tokens behind which the tokenizer puts it too
+
+
+# The stages of tokenizers that put a space before a text, with the option that does and the value that does not.
+SPACING = {
+    "Prepend": ("prepend", ""),
+    "Metaspace": ("prepend_scheme", "never"),
+    "ByteLevel": ("add_prefix_space", False),
+}
+_UNSPACED: WeakKeyDictionary[Any, tuple[int, Unspaced | None]] = WeakKeyDictionary()  # with the tokenizer's size
+
+
+def _unspaced(tokenizer: Any) -> Unspaced | None:
+    """The tokenizer without the space that it puts before a text; None where it puts none there."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    size, unspaced = _UNSPACED.get(tokenizer, (0, None))
+    if size == len(tokenizer):  # else tokens have been added since
+        return unspaced
+    stages = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer")}
+    try:
+        states = {name: json.loads(stage.__getstate__()) for name, stage in stages.items() if stage is not None}
+    except Exception:  # a stage that is written in Python has no state
+        states = {}
+    spacing, unspaced = [stage for state in states.values() for stage in _spacing_stages(state)], None
+    if spacing:
+        from tokenizers import Tokenizer
+
+        again = {stage["type"] for stage in spacing if stage.get("prepend_scheme") != "first"}
+        spaced_again = {
+            index
+            for index, token in tokenizer.added_tokens_decoder.items()
+            # A token that is normalised is found in text that has been given its space.
+            if again and not (again == {"Prepend"} and token.normalized)
+        }
+        for stage in spacing:
+            stage.update([SPACING[stage["type"]]])
+        state = json.loads(backend.to_str()) | states | {"truncation": None, "padding": None}
+        unspaced = Unspaced(Tokenizer.from_str(json.dumps(state)), frozenset(spaced_again))
+    _UNSPACED[tokenizer] = len(tokenizer), unspaced
+    return unspaced
+
+
+def _spacing_stages(state: Any) -> list[dict[str, Any]]:
+    """The stages that put a space before a text, of a stage of a tokenizer that may be a sequence of others."""
+    if state["type"] == "Sequence":
+        inner = state.get("normalizers", []) + state.get("pretokenizers", [])
+        return [found for stage in inner for found in _spacing_stages(stage)]
+    option, without = SPACING.get(state["type"], ("", None))
+    return [state] if state.get(option, without) != without else []
+
+
+def _checked(tokenizer: Any, ids: list[int]) -> list[int]:
     missing = getattr(tokenizer, "without_embedding", frozenset())  # set when the model is loaded
     if not missing.isdisjoint(ids):
         index = next(index for index in ids if index in missing)
@@ -68,6 +147,10 @@ def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
             "embedding; remove it from the data"
         )
     return ids
+
+
+def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    return _checked(tokenizer, list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]))
 
 
 def render_chat(
@@ -141,16 +224,46 @@ _PARTS_ALONE: dict[str, bool] = {}  # by chat template
 def template_options(row: Mapping[str, Any], template_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """`tools` and `template_kwargs` of `render_chat`, from the columns tools and chat_template_kwargs of a row.
 
-    Raises ConfigError for tools written as text that is no JSON.
+    Raises ConfigError for one that is text and no JSON, and for chat_template_kwargs that are no object.
     """
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"the tools column is not JSON: {error}") from error
-    row_kwargs = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
-    return {"tools": tools or None, "template_kwargs": {**(template_kwargs or {}), **row_kwargs}}
+    columns = {name: row.get(name) for name in TEMPLATE_COLUMNS}
+    for name, value in columns.items():
+        if isinstance(value, str):
+            try:
+                columns[name] = json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"the {name} column is not JSON: {error}") from error
+    tools, row_kwargs = (columns[name] or None for name in TEMPLATE_COLUMNS)
+    if not isinstance(row_kwargs or {}, Mapping):
+        raise ConfigError(
+            f"the chat_template_kwargs column is {row_kwargs!r:.80}; it takes an object of the template's variables, "
+            'such as {"enable_thinking": false}, or the JSON text of one'
+        )
+    present = {key: value for key, value in (row_kwargs or {}).items() if value is not None}
+    return {"tools": tools, "template_kwargs": {**(template_kwargs or {}), **present}}
+
+
+def without_absent_keys(example: Mapping[str, Any]) -> dict[str, Any]:
+    """A row or example from Arrow storage with what its messages, tools and template options hold as it was written.
+
+    Arrow gives every object the keys of all others at its place, set to None, and a template would show those of other
+    rows' tools. Nothing tells them from keys that were written as null, which go too. `render_chat` sees to the keys of
+    messages themselves.
+    """
+    made = dict(example)
+    for name, value in example.items():
+        if name in TEMPLATE_COLUMNS:
+            made[name] = _without_none(value)
+        elif is_conversational(value):
+            made[name] = [{key: _without_none(held) for key, held in message.items()} for message in value]
+    return made
+
+
+def _without_none(value: Any) -> Any:
+    """The value without the keys of None, in it and in all that it holds."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(held) for key, held in value.items() if held is not None}
+    return [_without_none(held) for held in value] if isinstance(value, list | tuple) else value
 
 
 def decode_completion(tokenizer: Any, ids: Sequence[int], conversational: bool) -> str | list[dict[str, str]]:

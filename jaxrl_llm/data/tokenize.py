@@ -8,13 +8,14 @@ row has nothing before it to be predicted from, so its mask is always 0.
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.image_rows import ImageReader, ImageText, Tiles
 from jaxrl_llm.data.templates import (
-    chat_ids,
+    continued_ids,
     is_conversational,
     plain_ids,
     render_chat,
@@ -154,7 +155,15 @@ class RowTokenizer:
             for name, completion in (("chosen", chosen), ("rejected", rejected)):
                 ids, mask = prompt_and_completion(tokenizer, prompt, completion, options)
                 row |= {f"{name}_ids": ids, f"{name}_mask": mask}
-            return row if example.get("margin") is None else {**row, "margin": float(example["margin"])}
+            if (margin := example.get("margin")) is None:
+                return row
+            try:
+                return {**row, "margin": float(margin)}
+            except (TypeError, ValueError):
+                raise ConfigError(
+                    f"margin is {margin!r:.80}; it is a number, by how much chosen is better: write one, or rename the "
+                    "column"
+                ) from None
         _check_columns(example, ("prompt", "completion", "label"), "data.format")
         label = example["label"]
         if isinstance(label, str):
@@ -301,7 +310,9 @@ def prompt_and_completion(
             "give both as text or both as messages"
         )
     prompt_ids = plain_ids(tokenizer, prompt)
-    completion_ids = ended(tokenizer, chat_ids(tokenizer, completion), completion)
+    # Behind no text an answer opens the row, whatever special token stands before it.
+    completion_ids = continued_ids(tokenizer, prompt_ids if prompt else [], completion)
+    completion_ids = ended(tokenizer, completion_ids, completion)
     return prompt_ids + completion_ids, [0] * len(prompt_ids) + [1] * len(completion_ids)
 
 
@@ -311,7 +322,8 @@ def conversation(
     """(ids, mask) of a conversation, the mask 1 on the assistant's turns from message `first` on, or on the last only.
 
     A turn is what the template adds after the text that the model is given to answer: for message `first` that is
-    `prompt` (which may end inside it), for later ones the messages before.
+    `prompt` (which may end inside it), for later ones the messages before; with none before it is what the template
+    writes before any content.
 
     Raises ConfigError for a template that renders earlier messages differently once later ones follow.
     """
@@ -322,8 +334,15 @@ def conversation(
     done = ""  # the text that has its ids
     for index in turns:
         before = prompt if index == first else messages[:index]
-        asked = render_chat(tokenizer, before, True, **options) if before else done
         answered = render_chat(tokenizer, messages[: index + 1], False, **options)
+        if before:
+            asked = render_chat(tokenizer, before, True, **options)
+        else:
+            # Templates cannot be asked for the opening of a turn with nothing before it: it is what turns share.
+            stand_ins = ([{"role": "assistant", "content": word}] for word in ("a", "b"))
+            others = [render_chat(tokenizer, stand_in, False, **options) for stand_in in stand_ins]
+            shared = takewhile(lambda letters: len(set(letters)) == 1, zip(answered, *others, strict=False))
+            asked = "".join(letters[0] for letters in shared)
         # Each rendering must extend the one before, or a turn's tokens are not those that sampling would make.
         if not (asked.startswith(done) and answered.startswith(asked) and rendered.startswith(answered)):
             raise ConfigError(
@@ -333,11 +352,11 @@ def conversation(
             )
         learned = int(not last_turn or index == turns[-1])
         for text, on in ((asked[len(done) :], 0), (answered[len(asked) :], learned)):
-            text_ids = chat_ids(tokenizer, text)
+            text_ids = continued_ids(tokenizer, ids, text)
             ids += text_ids
             mask += [on] * len(text_ids)
         done = answered
-    rest = chat_ids(tokenizer, rendered[len(done) :])
+    rest = continued_ids(tokenizer, ids, rendered[len(done) :])
     return ids + rest, mask + [0] * len(rest)
 
 

@@ -249,6 +249,72 @@ def test_streaming_gives_the_same_rows(tokenizer):
     assert [next(again) for _ in range(3)] == rest
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_streaming_without_weights_takes_every_row_once(folder, tokenizer, streaming):
+    for name, count in (("few", 2), ("many", 18)):
+        rows = [{"prompt": name[0], "completion": str(i)} for i in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of("sft", sources=("few.jsonl", "many.jsonl"), shuffle=False, shuffle_buffer=20)
+    spec = replace(data_spec(config), streaming=streaming, batch_size=20)
+    sources = loading.open_sources(spec, tokenizer)
+    made = (
+        next(loading.stream(spec, sources, "completions", tokenizer))
+        if streaming
+        else tokens_of(config, tokenizer).rows
+    )
+    assert [tokenizer.decode(row["ids"][:1]) for row in made] == ["f"] * 2 + ["m"] * 18
+    spec = replace(spec, sources=("few.jsonl(weight=1)", "many.jsonl"))
+    mixed = next(
+        loading.stream(spec, loading.open_sources(replace(spec, streaming=True), tokenizer), "completions", tokenizer)
+    )
+    assert Counter(tokenizer.decode(row["ids"][:1]) for row in mixed) == {"f": 10, "m": 10}
+
+
+def calling(name, argument):
+    """A conversation whose answer calls a tool."""
+    properties = {argument: {"type": "string"}}
+    tool = {"name": name, "description": "", "parameters": {"type": "object", "properties": properties}}
+    call = {"type": "function", "function": {"name": name, "arguments": {argument: "x"}}}
+    messages = [{"role": "user", "content": "w?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    options = {"modes": {argument: 1}}
+    return {"messages": messages, "tools": [{"type": "function", "function": tool}], "chat_template_kwargs": options}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["list", "table", "parquet", "jsonl"])
+def test_keys_of_other_rows_are_not_shown(folder, tokenizer, tokenizer_folder, kind, streaming):
+    """Arrow storage gives every object the keys of all others at its place."""
+    template = (
+        "{{ tools | tojson }}{{ modes | tojson }}{%- for m in messages -%}[{{ m.role }}]{{ m.content or '' }}"
+        "{%- for c in m.tool_calls or [] -%}{{ c.function.arguments | tojson }}{%- endfor -%}<|end|>{%- endfor -%}"
+        "{%- if add_generation_prompt -%}[assistant]{%- endif -%}"
+    )
+    tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=template)
+    rows = [calling("a", "city"), calling("b", "unit")]
+    datasets.Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"list": rows, "table": datasets.Dataset.from_list(rows)}.get(kind)
+    spec = replace(data_spec(config_of("sft", path=f"rows.{kind}", shuffle=False)), streaming=streaming, batch_size=2)
+    sources = loading.open_sources(spec, tokenizer, given)
+    if streaming:
+        made = next(loading.stream(spec, sources, "completions", tokenizer))
+    else:
+        made = loading.tokenized(spec, sources, "completions", tokenizer).rows
+    for row, argument in zip(made, ("city", "unit"), strict=True):
+        text = tokenizer.decode(row["ids"])
+        assert "null" not in text
+        assert f'"properties": {{"{argument}": {{"type": "string"}}}}' in text
+        assert text.endswith(f'{{"{argument}": 1}}[user]w?<|end|>[assistant]{{"{argument}": "x"}}<|end|>')
+
+
+def test_keys_of_none_in_a_list_are_kept(tokenizer, tokenizer_folder):
+    template = "{%- for m in messages -%}{{- m.calls | tojson -}}{%- endfor -%}"
+    tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=template)
+    rows = [{"prompt": [{"role": "user", "content": "a", "calls": [{"unit": None}]}]}]
+    (row,) = tokens_of(config_of("grpo"), tokenizer, dataset=rows).rows
+    assert tokenizer.decode(row["prompt_ids"]) == '[{"unit": null}]'
+
+
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +359,10 @@ def test_cache_files_differ_by_their_inputs(folder, tokenizer, chatml_tokenizer)
     others = [("x", key, b"", second), ("x", key, b"code", first), ("x", ("auto", {}, "labels"), b"", first)]
     for setting, *rest in others:
         assert cache.file_of(setting, tables[0], *rest) not in (None, files[0])
+    rows = [[dict(row) for row in table] for table in tables]
+    files = [cache.file_of("x", each, key, b"", first) for each in rows]
+    assert files[0] == files[2] != files[1]
+    assert cache.file_of("x", [{"prompt": refuse, "own": lambda: None}], key, b"", first) is None
     for setting, code in (("auto", b""), ("none", b""), ("x", None)):
         assert cache.file_of(setting, tables[0], key, code, first) is None
 

@@ -15,6 +15,7 @@ from jaxrl_llm.models.hf import remember_images
 from tests.data.byte_tokenizer import build_byte_tokenizer
 from tests.data.qwen_vl import qwen_vl_folder
 from tests.data.smolvlm import picture
+from tests.data.spacing_tokenizer import SPACINGS, spacing_tokenizer
 
 # Mistral's order: results of tools only after a message with calls, and an id in each.
 STRICT = (
@@ -56,6 +57,28 @@ def test_text_after_plain_text(tokenizer):
     assert tokenizer.decode(observation_ids(tokenizer, "more=", "2+2?")) == "more="
     with pytest.raises(ConfigError, match="answer with text"):
         observation_ids(tokenizer, [{"role": "user", "content": "x"}], "2+2?")
+
+
+@pytest.mark.parametrize("spacing", SPACINGS)
+def test_observations_get_no_space_from_the_tokenizer(spacing):
+    """The row has the ids of its text, behind turns that end with a special token and behind those that do not."""
+    tokenizer = spacing_tokenizer(spacing)
+    end, whole = tokenizer.eos_token_id, lambda text: chat_ids(tokenizer, text)
+    turns = TurnTokenizer(tokenizer, (end,), 300)
+    assert whole("2+2=5</s>") + turns.observation_ids({"prompt": "2+2="}, "No, 4=") == whole("2+2=5</s>No, 4=")
+    assert whole("2+2=5") + turns.observation_ids({"prompt": "2+2="}, "No=", ended=False) == whole("2+2=5No=")
+    stopped = TurnTokenizer(tokenizer, (end,), 300, stops=True)
+    assert whole("2+2=5#") + stopped.observation_ids({"prompt": "2+2="}, "No=") == whole("2+2=5#No=")
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "5"}]
+    messages += [{"role": "user", "content": "No."}]
+    row, sampled = {"prompt": messages[:1]}, whole(render_chat(tokenizer, messages[:1], True) + "5")
+    conversation = whole(render_chat(tokenizer, messages, True))
+    assert [*sampled, end, *turns.observation_ids(row, messages[2:])] == conversation
+    assert sampled + turns.observation_ids(row, messages[2:], ended=False) == conversation
+    tokenizer.chat_template = STRICT.replace("<|end|>", "</s>")
+    results = [{"role": "tool", "name": "add", "content": text} for text in ("3", "4")]
+    expected = whole("5</s>[R]3#call00000[/R][R]4#call00001[/R]")
+    assert [*whole("5</s>"), *turns.observation_ids(row, results)] == expected
 
 
 def test_images_in_observations_are_refused(tokenizer):

@@ -14,7 +14,7 @@ def keep(row):
 
 
 def make(sources=(ROWS,), converts=None, weights=None, batch=3, buffer=7, **options):
-    converts, weights = converts or [keep] * len(sources), weights or [1.0] * len(sources)
+    converts, weights = converts or [keep] * len(sources), [1.0] * len(sources) if weights is None else weights
     opened = [
         StreamSource(f"s{i}", source.to_iterable_dataset(num_shards=2), convert, weight)
         for i, (source, convert, weight) in enumerate(zip(sources, converts, weights, strict=True))
@@ -92,6 +92,23 @@ def test_sources_are_mixed_by_weight():
     seen = taken(make((ROWS, other), weights=[3.0, 1.0], buffer=8, batch=8), 5)
     assert sum(x >= 100 for x in seen) == 10
     assert sorted(x for x in seen if x >= 100)[:3] == [100, 100, 100]
+
+
+@pytest.mark.parametrize("done", [0, 1, 4, 7])
+def test_sources_without_weights_follow_each_other(done):
+    few = datasets.Dataset.from_list([{"x": 100 + i} for i in range(2)])
+    make_both = lambda **options: make((few, ROWS), weights=[None, None], buffer=5, **options)  # noqa: E731
+    epoch = [100, 101, *range(10)]
+    stream = make_both(shuffle=False)
+    assert taken(stream, 8) == epoch * 2
+    stream = make_both()
+    before = taken(stream, done)
+    state = json.loads(json.dumps(stream.get_state()))
+    rest = taken(stream, 20 - done)
+    again = make_both()
+    again.set_state(state)
+    assert taken(again, 20 - done) == rest
+    assert sorted(before + rest) == sorted(epoch * 5)
 
 
 def test_rows_may_be_dropped_or_doubled():

@@ -1,9 +1,18 @@
+import json
 import re
 
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.templates import decode_completion, is_conversational, render_prompt
+from jaxrl_llm.data.templates import (
+    chat_ids,
+    continued_ids,
+    decode_completion,
+    is_conversational,
+    render_prompt,
+    template_options,
+)
+from tests.data.spacing_tokenizer import MARKED, SPACINGS, spacing_tokenizer
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -66,6 +75,49 @@ def test_keys_of_none_are_left_out(tokenizer, tokenizer_folder):
     tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=template)
     assert text(tokenizer, render_prompt(tokenizer, [{**USER[0], "name": None}])) == "hi"
     assert text(tokenizer, render_prompt(tokenizer, [{**USER[0], "name": "x"}])) == "hinamed"
+
+
+@pytest.mark.parametrize("spacing", SPACINGS)
+def test_the_middle_of_a_row_is_that_of_the_whole_text(spacing):
+    tokenizer = spacing_tokenizer(spacing)
+    texts = ["4", " 4", "a b", "4</s>", "4</s>b", "4</s> b", "\nc</s>\nd", "</s>", "</s>e"]
+    # With a normaliser that puts the space, the library finds such a token only behind one.
+    texts += [] if spacing == "prepend" else [f"4{MARKED}b", f"{MARKED}b", f"4</s>{MARKED}b"]
+    for before in ("a", "a b=", "a</s>", "</s>", "a\n", f"a{MARKED}", f"a {MARKED}"):
+        ids = chat_ids(tokenizer, before)
+        for text in texts:
+            assert ids + continued_ids(tokenizer, ids, text) == chat_ids(tokenizer, before + text), (before, text)
+            assert continued_ids(tokenizer, [], text) == chat_ids(tokenizer, text)
+            if not before.endswith(("</s>", MARKED)):
+                assert continued_ids(tokenizer, None, text) == continued_ids(tokenizer, ids, text)
+
+
+def test_added_tokens_and_missing_embeddings_are_seen():
+    tokenizer = spacing_tokenizer("always")
+    assert continued_ids(tokenizer, None, "4") == [tokenizer.convert_tokens_to_ids("4")]
+    tokenizer.add_tokens("<new>")
+    ids = chat_ids(tokenizer, "a<new>")
+    assert ids + continued_ids(tokenizer, ids, "<new>b") == chat_ids(tokenizer, "a<new><new>b")
+    tokenizer.without_embedding = frozenset(tokenizer.convert_tokens_to_ids(["4"]))
+    with pytest.raises(ConfigError, match=r"a text contains 4, token .*, for which the model has no embedding"):
+        continued_ids(tokenizer, None, "4")
+
+
+def test_tokenizers_without_spaces_are_asked_as_they_are(tokenizer, special_tokenizer, monkeypatch):
+    for one in (tokenizer, special_tokenizer):
+        assert continued_ids(one, [97], "4 5<|end|>") == [*b"4 5", 257]
+        monkeypatch.setattr(type(one.backend_tokenizer), "to_str", lambda *_: pytest.fail("copied"))
+        assert continued_ids(one, [257], " 4") == list(b" 4")
+
+
+def test_options_as_json_text():
+    tools, options = [{"type": "function", "function": {"name": "f"}}], {"a": 1, "b": None}
+    row = {"tools": json.dumps(tools), "chat_template_kwargs": json.dumps(options)}
+    assert template_options(row, {"c": 2}) == {"tools": tools, "template_kwargs": {"a": 1, "c": 2}}
+    with pytest.raises(ConfigError, match="the chat_template_kwargs column is not JSON"):
+        template_options({"chat_template_kwargs": "{a: 1}"})
+    with pytest.raises(ConfigError, match=r"the chat_template_kwargs column is \['a'\]; it takes an object"):
+        template_options({"chat_template_kwargs": '["a"]'})
 
 
 def test_errors(tokenizer, tokenizer_folder):

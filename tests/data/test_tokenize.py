@@ -4,10 +4,12 @@ import re
 
 import datasets
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.loading import DataSource, token_rows
 from jaxrl_llm.data.tokenize import RowTokenizer, split_pair
+from tests.data.spacing_tokenizer import SPACINGS, spacing_tokenizer
 
 END = 257
 USER, ASSISTANT = 259, 260
@@ -214,6 +216,49 @@ def test_a_row_begins_with_the_sampled_prompt(tokenizer_folder, prompt, completi
     assert "".join(merging.convert_ids_to_tokens(row["ids"][width:])).removesuffix("<end>") == completion
 
 
+def llama_tokenizer(legacy):
+    from transformers import LlamaTokenizer
+
+    tokenizer = spacing_tokenizer("first")
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    return LlamaTokenizer(model["vocab"], merges, legacy=legacy, chat_template=tokenizer.chat_template)
+
+
+TURNS = [user("2"), assistant("4"), user("3"), assistant("5 6")]
+
+
+@pytest.mark.parametrize("make", [*SPACINGS, True, False])
+def test_answers_get_no_space_from_the_tokenizer(make):
+    """SentencePiece's tokenizers put one before a text: the first token of an answer would never be sampled."""
+    tokenizer = spacing_tokenizer(make) if isinstance(make, str) else llama_tokenizer(make)
+    ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    for prompt, completion in (("2+2=", "4"), ("2+2=", " 4"), ("2+2=\n", "4 5"), ("", "4")):
+        (row,) = tokenized("completions", [{"prompt": prompt, "completion": completion}], tokenizer)
+        assert row["ids"] == ids(f"{prompt}{completion}</s>")
+    pair = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+    (row,) = tokenized("pairs", [pair], tokenizer)
+    assert (row["chosen_ids"], row["rejected_ids"]) == (ids("2+2=4</s>"), ids("2+2=5</s>"))
+    (row,) = tokenized("completions", [{"messages": TURNS}], tokenizer)
+    assert row["ids"] == ids(tokenizer.apply_chat_template(TURNS, tokenize=False))
+    answers = [token for token, on in zip(row["ids"], row["mask"], strict=True) if on]
+    assert [token for token in tokenizer.convert_ids_to_tokens(answers) if token[-1] in "456"][:2] == ["4", "5"]
+    # What comes after a turn is the beginning of the next turn's prompt.
+    (asked,) = tokenized("prompts", [{"prompt": TURNS[:3]}], tokenizer)
+    assert row["ids"][: len(asked["prompt_ids"])] == asked["prompt_ids"]
+
+
+def test_a_beginning_of_the_row_is_no_token_of_its_text():
+    """An answer behind no text opens the row, with the space that the tokenizer puts there."""
+    tokenizer = spacing_tokenizer("first")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    rows = tokenized("completions", [{"prompt": "", "completion": "4"}, {"prompt": "2", "completion": "4"}], tokenizer)
+    assert [tokenizer.convert_ids_to_tokens(row["ids"]) for row in rows] == [
+        ["<s>", "▁4", "</s>"],
+        ["<s>", "▁2", "4", "</s>"],
+    ]
+
+
 def test_full_loss_learns_all_but_the_first(tokenizer):
     rows = tokenized("completions", [{"prompt": "ab", "completion": "c"}], tokenizer, loss_on="all")
     assert rows == [{"ids": [97, 98, 99, END], "mask": [0, 1, 1, 1]}]
@@ -251,6 +296,19 @@ def test_messages_learn_every_assistant_turn(chatml_tokenizer):
     assert learned(chatml_tokenizer, **made) == "b<|im_end|>\nd<|im_end|>\n"
     (made,) = tokenized("completions", [{"messages": messages}], chatml_tokenizer, loss_on="all")
     assert sum(made["mask"]) == len(made["ids"]) - 1
+
+
+@pytest.mark.parametrize("system", ["", "{{- '<|im_start|>system\nBe kind.<|im_end|>\n' -}}"])
+def test_the_opening_of_a_first_turn_of_the_assistant_is_not_learned(chatml_tokenizer, system):
+    """Nor is the system prompt that the template puts before it."""
+    chatml_tokenizer.chat_template = system + chatml_tokenizer.chat_template
+    for first in ("hello", "a", "b"):
+        messages = [assistant(first), user("c"), assistant("d")]
+        (made,) = tokenized("completions", [{"messages": messages}], chatml_tokenizer)
+        assert learned(chatml_tokenizer, **made) == f"{first}<|im_end|>\nd<|im_end|>\n"
+        assert made["ids"] == chatml_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    (made,) = tokenized("completions", [{"messages": [assistant("hello")]}], chatml_tokenizer)
+    assert learned(chatml_tokenizer, **made) == "hello<|im_end|>\n"
 
 
 def test_a_last_user_message_is_not_learned(chatml_tokenizer):
@@ -378,6 +436,15 @@ def test_chat_pairs(chatml_tokenizer):
     assert all(row == rows[0] for row in rows)
     assert learned(chatml_tokenizer, rows[0]["chosen_ids"], rows[0]["chosen_mask"]) == "yes<|im_end|>\n"
     assert learned(chatml_tokenizer, rows[0]["rejected_ids"], rows[0]["rejected_mask"]) == "no<|im_end|>\n"
+
+
+@pytest.mark.parametrize("margin", ["slightly", [1], ""])
+def test_a_margin_is_a_number(tokenizer, margin):
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    (row,) = tokenized("pairs", [{**pair, "margin": "0.5"}], tokenizer)
+    assert row["margin"] == 0.5
+    with pytest.raises(ConfigError, match=rf"row 1: margin is {re.escape(repr(margin))}; it is a number, by how much"):
+        tokenized("pairs", [pair, {**pair, "margin": margin}], tokenizer)
 
 
 def test_rows_of_a_pair_share_the_prompt_ids(tokenizer):
