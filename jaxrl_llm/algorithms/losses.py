@@ -95,6 +95,15 @@ def log_ratio_at(level: str, log_ratio, mask) -> Array:
     return jnp.broadcast_to(over_row(log_ratio, mask, axis=-1, keepdims=True), log_ratio.shape)
 
 
+def bounded_ratio(log_ratio: Array) -> Array:
+    """Returns `exp(log_ratio)` with the log-ratio bounded to +-20, as verl bounds it.
+
+    The sum over a long row may pass 88, from where on float32's exp is infinite: the gradient of a row that the clip
+    takes out is then 0 * inf, NaN, as is the loss of a row with A = 0. No clip range reaches as far as the bounds.
+    """
+    return jnp.exp(jnp.clip(log_ratio, -20.0, 20.0))
+
+
 def with_metrics(result: Any) -> tuple[Array, Metrics]:
     """(loss, metrics) of what a loss returned, which may be the loss alone."""
     loss, metrics = result if isinstance(result, tuple) else (result, {})

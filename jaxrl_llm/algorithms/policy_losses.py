@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.aggregation import as_float, as_mask, magnitude, masked_mean, masked_sum
-from jaxrl_llm.algorithms.losses import Metric, Metrics, check_rank, declare, log_ratio_at
+from jaxrl_llm.algorithms.losses import Metric, Metrics, bounded_ratio, check_rank, declare, log_ratio_at
 
 Array = jax.Array
 
@@ -119,10 +119,10 @@ def rloo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> tu
     """Returns the clipped surrogate of the whole sequence's ratio, spread over `[N, T]`.
 
     Formula: `s = exp(sum_t(logps - old_logps))`, not length-normalised, loss `-min(s A, clip(s) A)` on every token of
-    the row; aggregate with `sequence`. Source: RLOO, arXiv 2402.14740, clipped as in TRL.
+    the row; aggregate with `sequence`. The sum is bounded to +-20. Source: RLOO, arXiv 2402.14740, clipped as in TRL.
     """
     _, log_ratio, per_token = _prepare(logps, old_logps, advantages, mask)
-    ratio = jnp.exp(masked_sum(log_ratio, mask, axis=-1, keepdims=True))
+    ratio = bounded_ratio(masked_sum(log_ratio, mask, axis=-1, keepdims=True))
     loss = _clipped(ratio, per_token, epsilon_low, epsilon_high)
     return loss, _clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, level="sequence_sum")
 
@@ -190,7 +190,7 @@ def sapo(
     del epsilon_low, epsilon_high
     _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     tau = jnp.where(advantages > 0, temperature_positive, temperature_negative)
-    ratio = jnp.exp(log_ratio_at(level, log_ratio, mask))
+    ratio = bounded_ratio(log_ratio_at(level, log_ratio, mask))
     return -advantages * (4.0 / tau) * jax.nn.sigmoid(tau * (ratio - 1.0))
 
 
@@ -287,7 +287,7 @@ def dppo_kl(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, 
 
 def _kept_reinforce(logps: Array, log_ratio: Array, advantages: Array, keep: Array, maximum) -> Array:
     """REINFORCE of the tokens that are kept, with the ratio, cut at `maximum`, as their weight."""
-    weights = jnp.where(keep, jnp.minimum(jnp.exp(jnp.clip(log_ratio, -20.0, 20.0)), maximum), 0.0)
+    weights = jnp.where(keep, jnp.minimum(bounded_ratio(log_ratio), maximum), 0.0)
     return -jax.lax.stop_gradient(weights) * advantages * logps
 
 

@@ -18,6 +18,7 @@ OF_OWN_CRITIC = (
 )  # fmt: skip
 # Settings of which each says how completions are made, in place of plain sampling.
 ENVIRONMENTS = ("environment.name", "environment.tools", "environment.rollout_func", "environment.agent")
+LARGEST_SERVED_BIAS = 100  # of a token, in OpenAI's API
 CURRICULUM = ("data.curriculum_easy", "data.curriculum_hard")
 # Ways to sample: each with the reason why some settings do not go with it, and these.
 WAYS_TO_SAMPLE = (
@@ -393,13 +394,8 @@ def _online(config: ConfigDict) -> Iterator[str]:
 
 
 def _offline(config: ConfigDict) -> Iterator[str]:
-    algorithm, batch, data, together = config.algorithm, config.batch, config.data, rows_together(config)
-    if together == 2 and batch.prompts % batch.minibatches:
-        yield (
-            f"batch.minibatches is {batch.minibatches}, but it must divide batch.prompts = {batch.prompts}: a pair "
-            "stays together"
-        )
-    if batch.microbatch_rows % together:
+    algorithm, batch, data = config.algorithm, config.batch, config.data
+    if batch.microbatch_rows % rows_together(config):
         yield (
             f"batch.microbatch_rows is {batch.microbatch_rows}, but the two rows of a pair stay together (as do kto's "
             "row and its mismatch): make it even"
@@ -434,12 +430,16 @@ def _batch(config: ConfigDict, online: bool) -> Iterator[str]:
         formula += f" x rollout.group_size = {batch.prompts} x {config.rollout.group_size}"
     elif rows_together(config) == 2:
         formula += " x 2"
-    if rows % batch.minibatches:
-        yield f"batch.minibatches is {batch.minibatches}, but it must divide the {rows} rows ({formula})"
+    # The rows of a prompt go into one minibatch: a loss compares those of a pair, and packed rows share their prompt.
+    for name, minibatches in (("batch", batch.minibatches), ("critic", config.critic.minibatches or 1)):
+        if batch.prompts % minibatches:
+            together = f", as the {rows_together(config)} rows of each stay together" if rows > batch.prompts else ""
+            yield (
+                f"{name}.minibatches is {minibatches}, but it must divide batch.prompts = {batch.prompts}{together}: "
+                f"set it to a divisor, or batch.prompts to a multiple of {minibatches}"
+            )
     minibatch, critics = rows // batch.minibatches, config.critic.minibatches or batch.minibatches
-    if rows % critics:
-        yield f"critic.minibatches is {critics}, but it must divide the {rows} rows ({formula})"
-    elif critic_rows and rows // critics % critic_rows:
+    if critic_rows and batch.prompts % critics == 0 and rows // critics % critic_rows:
         yield f"critic.microbatch_rows is {critic_rows}, but it must divide the {rows // critics} rows of a minibatch"
     for name in ("microbatch_rows", "logps_microbatch_rows"):
         if batch[name] and minibatch % batch[name]:
@@ -763,6 +763,13 @@ def _environment(config: ConfigDict) -> Iterator[str]:
             f"environment.rollout_func and {named[0]} are both set, but a rollout function holds its own "
             "conversations: set one"
         )
+    if split_options(c.rollout_func)[0] == "server":
+        for token, bias in logit_bias("rollout.logit_bias", config.rollout.logit_bias):
+            if abs(bias) > LARGEST_SERVED_BIAS:
+                yield (
+                    f"rollout.logit_bias adds {bias:g} to token {token}, but the server of environment.rollout_func "
+                    f"takes -{LARGEST_SERVED_BIAS} to {LARGEST_SERVED_BIAS}: bring it into these bounds"
+                )
     if algorithm.importance_correction == "none" and algorithm.old_logps != "sampler":
         yield (
             "algorithm.importance_correction is none, but environment.rollout_func may sample with another policy than "

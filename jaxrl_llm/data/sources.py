@@ -219,8 +219,9 @@ def _load_folder(folder: str, split: str, name: str | None, streaming: bool) -> 
     files = [str(file) for file in fs.find(inner)]
     if any(file.removeprefix(inner).strip("/") in SAVED for file in files):
         loaded = _read(folder, lambda: datasets.load_from_disk(folder))
-        if not is_splits(loaded) and "[" in split:  # one data set, which has no splits but may be asked for a part
-            loaded = datasets.DatasetDict({split.partition("[")[0]: loaded})
+        if not is_splits(loaded):  # one data set: the rows to train on, or of the split that it was saved from
+            own = str(loaded.split or "train").partition("[")[0]
+            loaded = datasets.DatasetDict({"train": loaded, own: loaded})
     elif not any(_reader(file) for file in files):
         raise ConfigError(f"the folder {folder!r} holds no {', '.join(READERS)} file and no saved data set")
     else:
@@ -232,7 +233,7 @@ def _load_folder(folder: str, split: str, name: str | None, streaming: bool) -> 
             ):
                 raise ConfigError(f"cannot load {file}: {fault}")
         loaded = _read(folder, lambda: datasets.load_dataset(folder, name, streaming=streaming), files)
-    return _pick(loaded, split, folder) if is_splits(loaded) else loaded
+    return _pick(loaded, split, folder)
 
 
 def _load_remote(path: str, split: str, name: str | None, streaming: bool, ds_type: str | None) -> Rows:

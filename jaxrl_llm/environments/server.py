@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 CONCURRENT_REQUESTS = 16
 COMING_UP = (502, 503, 504)  # a proxy's answers for a server that is not there yet
+# Fields, by vLLM's names, that are sent where they ask for something: servers that know fewer serve runs without them.
+CONSTRAINTS = ("logit_bias", "bad_words", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "structured_outputs")
 BYTES_PER_TOKEN = 4096  # of a reply, at most: a token's id and text, its log-prob, and those of others
 
 
@@ -125,17 +127,25 @@ def server(
         client: HttpClient, headers: dict[str, str], version: int | None, prompt: list[int], trainer: Any
     ) -> list[dict[str, Any]]:
         args = trainer.args
+        constraints = {name: value for name in CONSTRAINTS if (value := vars(args).get(name))}
+        if "logit_bias" in constraints:
+            constraints["logit_bias"] = dict(args.logit_bias)
         body = {
             "model": model,
             "prompt": prompt,
             "n": trainer.num_generations,
             "max_tokens": args.max_completion_length,
+            # At their defaults too: vLLM takes what is left out from the generation_config.json of its model.
             "temperature": args.temperature,
             "top_p": args.top_p,
+            "top_k": args.top_k or -1,
+            "min_p": args.min_p,
+            "repetition_penalty": args.repetition_penalty,
+            "frequency_penalty": args.frequency_penalty,
+            "presence_penalty": args.presence_penalty,
+            **constraints,
             "logprobs": 1,
             "return_token_ids": True,
-            **({"top_k": args.top_k} if args.top_k else {}),
-            **({"min_p": args.min_p} if args.min_p else {}),
         }
         largest = 2**20 + BYTES_PER_TOKEN * trainer.num_generations * args.max_completion_length
         answer = answered(client, endpoint, headers, body, largest)

@@ -20,6 +20,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -392,7 +393,11 @@ class Pending:
                 scores = read_results(call.name, outcome.results[0], rest.rows)
                 numbers = np.full(call.rows, np.nan, np.float32)
                 numbers[kept] = scores.numbers
-                call.log.metrics, call.log.columns = rest.log.metrics, spread(rest.log.columns)
+                for column, values in rest.log.columns.items():
+                    _check_extra(rest, column, values)
+                # The log is that of the call which gave the scores: one that broke off has logged the same rows before.
+                rest.log.log_total(f"rewards/{call.name}/errors", len(failing))
+                call.log = replace(rest.log, columns=spread(rest.log.columns))
                 return Scores(numbers, spread(scores.extras))
             call.log.log_total(f"rewards/{call.name}/errors", rest.rows)
         return read_results(call.name, [None] * call.rows, call.rows)
@@ -417,14 +422,18 @@ def _collect(logged: Logged, call: Call, scores: Scores, taken: tuple[str, ...])
         logged.totals[name] = logged.totals.get(name, 0.0) + value
     logged.columns.update({f"{call.name}/{key}": values for key, values in scores.extras.items()})
     for column, values in call.log.columns.items():
-        if len(values) != call.rows:
-            raise RewardError(
-                f"reward {call.name!r} gave log_extra {len(values)} values of {column!r} for {call.rows} completions; "
-                "give one for each"
-            )
+        _check_extra(call, column, values)
         if column in logged.columns or column in taken:
             raise RewardError(f"reward {call.name!r} gave log_extra the column {column!r}, which is taken; rename it")
         logged.columns[column] = list(values)
+
+
+def _check_extra(call: Call, column: str, values: Sequence[Any]) -> None:
+    if len(values) != call.rows:
+        raise RewardError(
+            f"reward {call.name!r} gave log_extra {len(values)} values of {column!r} for {call.rows} completions; "
+            "give one for each"
+        )
 
 
 def _travels(arguments: Mapping[str, Any]) -> bool:

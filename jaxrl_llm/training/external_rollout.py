@@ -13,7 +13,7 @@ import inspect
 import itertools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
 from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.data.collate import pad_prompts
-from jaxrl_llm.data.templates import chat_ids, is_conversational, render_prompt
+from jaxrl_llm.data.templates import continued_ids, is_conversational, render_prompt
 from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
 from jaxrl_llm.environments.server import server
 from jaxrl_llm.models.transformer import Params
@@ -157,7 +157,8 @@ class ExternalRollout:
     """Calls a rollout function with the policy, in place of `Engine.generate`.
 
     policy_logps: `(params, inputs) -> [N,T]`, the log-probs of the policy for rows whose function returns none. save:
-    writes parameters as a model's folder, for functions that hand the policy to a server.
+    writes parameters as a model's folder, for functions that hand the policy to a server. constraints: what completions
+    keep to besides `engine.sampling`, under the names of vLLM, for functions that do not sample with the engine.
     """
 
     function: Callable[..., Any]
@@ -167,6 +168,7 @@ class ExternalRollout:
     prompt_width: int
     policy_logps: Callable[[Params, Inputs], Any]
     save: Callable[[Params, str], None] | None = None
+    constraints: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(
         self, params: Params, examples: Sequence[Mapping[str, Any]], key, state: Any
@@ -175,11 +177,12 @@ class ExternalRollout:
 
         state: `trainer.state`. Raises ConfigError when the function raises, or returns anything but rows.
         """
-        settings = {  # under the names of TRL and transformers
+        settings = {  # under the names of TRL, transformers and vLLM
             "num_generations": self.engine.group_size,
             "max_completion_length": self.engine.max_completion_length,
             "max_new_tokens": self.engine.max_completion_length,
             **asdict(self.engine.sampling),
+            **self.constraints,
         }
         save = None if self.save is None else partial(self.save, params)
         trainer = RolloutTrainer(self._generate(params, key), self.tokenizer, settings, state, save)
@@ -218,10 +221,30 @@ class ExternalRollout:
                 f"environment.rollout_func returned prompt_ids of {min(map(len, rows.prompt_ids))} to {longest} "
                 f"tokens, but they have 1 to rollout.max_prompt_length = {width}"
             )
+        vocab = self.engine.net.config.vocab_size
+        for name, each in (("prompt_ids", rows.prompt_ids), ("completion_ids", rows.completion_ids)):
+            for row, ids in enumerate(each):
+                if (token := next((token for token in ids if not 0 <= token < vocab), None)) is not None:
+                    raise ConfigError(
+                        f"environment.rollout_func returned token {token} in {name} of row {row}, but the model's "
+                        f"tokens are 0 to {vocab - 1}"
+                    )
         if rows.logprobs is not None and not all(np.isfinite(logps).all() for logps in rows.logprobs):
             raise ConfigError("environment.rollout_func returned logprobs that are not finite")
-        finished = [ids[-1] in self.engine.eos for ids in rows.completion_ids]
+        ends = zip(rows.completion_ids, rows.mask, strict=True)
+        finished = [ids[-1] in self.engine.eos or self._ends_in_stop(ids, mask) for ids, mask in ends]
         return as_rollout(rows, finished, width, self.engine.max_completion_length, self.mesh)
+
+    def _ends_in_stop(self, ids: Sequence[int], mask: Sequence[int]) -> bool:
+        """True where the last token completes a stop string, found as the engine finds it."""
+        automaton, state, found = self.engine.automata.stop, 0, False
+        if automaton is None:
+            return False
+        for token, own in zip(ids, mask, strict=True):
+            transition = int(automaton.next[state, automaton.classes[token]])
+            found = bool(own) and transition < 0
+            state = max(transition, ~transition) if own else 0
+        return found
 
 
 def as_rollout(rows: ExternalRows, finished: Sequence[bool], width: int, limit: int, mesh: Mesh) -> Rollout:
@@ -298,9 +321,10 @@ def call_rollout_function(
     except Exception as error:
         raise ConfigError(f"environment.rollout_func raised {type(error).__name__}: {error}") from error
     if is_axolotl:
-        ids = _tokenized_texts(returned, trainer.processing_class, rows)
+        asked = [list(prompt) for prompt in prompt_ids for _ in range(count)]
+        ids = _tokenized_texts(returned, trainer.processing_class, asked)
         return ExternalRows(
-            [list(prompt) for prompt in prompt_ids for _ in range(count)],
+            asked,
             ids,
             [[1] * len(row) for row in ids],
             None,
@@ -309,13 +333,17 @@ def call_rollout_function(
     return _checked_rows(returned, rows)
 
 
-def _tokenized_texts(texts: Any, tokenizer: Any, rows: int) -> list[list[int]]:
+def _tokenized_texts(texts: Any, tokenizer: Any, prompt_ids: list[list[int]]) -> list[list[int]]:
+    rows = len(prompt_ids)
     if not isinstance(texts, Sequence) or len(texts) != rows or not all(isinstance(text, str) for text in texts):
         raise ConfigError(
             f"environment.rollout_func must return a list of {rows} texts, one for each prompt that it got; it "
             f"returned {_shorten(texts)}"
         )
-    return [[*chat_ids(tokenizer, text), tokenizer.eos_token_id] for text in texts]
+    return [
+        [*continued_ids(tokenizer, prompt, text), tokenizer.eos_token_id]
+        for prompt, text in zip(prompt_ids, texts, strict=True)
+    ]
 
 
 def _checked_rows(returned: Any, rows: int) -> ExternalRows:

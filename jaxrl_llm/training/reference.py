@@ -10,6 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.algorithms.aggregation import as_float
+from jaxrl_llm.algorithms.random_streams import REFERENCE_ROUNDING
+from jaxrl_llm.algorithms.rounding import round_like
 from jaxrl_llm.distributed.sharding import on_device, on_host
 from jaxrl_llm.models.lora import LoraConfig, combine, copied, has_adapters, merge, split, without_adapters
 from jaxrl_llm.models.transformer import Params
@@ -24,6 +27,7 @@ class ReferenceSpec:
     offload_reference: bool = False  # keep a copy in the host's memory
     ref_sync_steps: int = 0  # steps between moves towards the policy; 0 is never
     ref_mixup_alpha: float = 1.0  # share of the policy in the moved reference
+    seed: int = 0
 
 
 @dataclasses.dataclass
@@ -39,7 +43,10 @@ class Reference:
 
     def sync(self, state: State) -> None:
         """After every `ref_sync_steps` steps: reference = alpha * policy + (1 - alpha) * reference (TR-DPO,
-        arXiv 2404.09656). A reference with adapters takes those of the policy."""
+        arXiv 2404.09656). A reference with adapters takes those of the policy.
+
+        Storage types narrower than float32 are rounded to stochastically, by draws from the seed and the step alone.
+        """
         if not self.spec.ref_sync_steps:
             return
         step = int(state.step)
@@ -49,7 +56,8 @@ class Reference:
             self.params = copied(on_device(state.params))
         else:
             policy = merge(on_device(state.params), self.lora)
-            self._put(_mix(on_device(self.params), policy, self.spec.ref_mixup_alpha))
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.spec.seed), REFERENCE_ROUNDING), step)
+            self._put(_mix(on_device(self.params), policy, self.spec.ref_mixup_alpha, key))
 
     def arrays(self) -> dict[str, Any]:
         """The trees of arrays that a checkpoint holds, by name."""
@@ -86,5 +94,8 @@ def start_reference(spec: ReferenceSpec, params: Params, lora: LoraConfig | None
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _mix(reference: Params, params: Params, alpha) -> Params:
-    return jax.tree.map(lambda r, p: alpha * p + (1.0 - alpha) * r, reference, params)
+def _mix(reference: Params, params: Params, alpha, key) -> Params:
+    # A small share of a small difference is below the spacing of 16-bit types: rounded to the nearest, a reference in
+    # them would stay where it is however often it moves.
+    mixed = jax.tree.map(lambda r, p: alpha * as_float(p) + (1.0 - alpha) * as_float(r), reference, params)
+    return round_like(mixed, reference, key)

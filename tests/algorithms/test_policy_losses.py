@@ -118,6 +118,22 @@ def test_rloo_uses_the_whole_sequence_ratio(x64):
     np.testing.assert_allclose(rloo(LOGPS, OLD, [-1.0], 0.2, 0.2, mask=ONES), 0.8 * ONES, rtol=1e-12)
 
 
+@pytest.mark.parametrize(("loss", "options"), [(rloo, {}), (sapo, {"level": "sequence_sum"})], ids=["rloo", "sapo"])
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize("moved", [0.5, -0.5])
+def test_the_ratio_of_a_long_row_stays_finite(loss, options, advantage, moved):
+    """The log-ratios of 200 tokens sum up to 100, of which the exp is infinite in float32."""
+    old, mask = jnp.full((1, 200), -2.0), jnp.ones((1, 200))
+
+    def total(logps):
+        return loss(logps, old, jnp.full(1, advantage), 0.2, 0.2, mask=mask, **options).sum()
+
+    value, slope = jax.value_and_grad(total)(old + moved)
+    assert jnp.isfinite(value) and jnp.isfinite(slope).all()
+    assert advantage or value == 0
+    np.testing.assert_array_equal(slope, 0)
+
+
 def test_gmpo_clips_one_side_of_the_log_ratio(x64):
     up = np.exp((0.1 - 0.5 + 0) / 3)  # 0.2 clipped to 0.1, -0.5 left alone
     down = np.exp((0.2 - 0.1 + 0) / 3)  # -0.5 clipped to -0.1, 0.2 left alone

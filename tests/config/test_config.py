@@ -165,13 +165,18 @@ def test_validate_names_unknown_and_missing_keys():
     ("values", "words"),
     [
         ({"rollout__group_size": 1}, ["rollout.group_size is 1", "algorithm.advantage", "2 or more"]),
-        ({"batch__minibatches": 7}, ["batch.minibatches is 7", "256 rows", "32 x 8"]),
+        ({"batch__minibatches": 7}, ["batch.minibatches is 7", "batch.prompts = 32", "the 8 rows of each"]),
+        # 12 rows divide into two, but not without a cut through the second group.
+        (
+            {"batch__prompts": 3, "rollout__group_size": 4, "batch__minibatches": 2},
+            ["batch.minibatches is 2", "batch.prompts = 3, as the 4 rows of each stay together", "a multiple of 2"],
+        ),
         ({"batch__minibatches": 4, "batch__microbatch_rows": 24}, ["microbatch_rows is 24", "64 rows of a minibatch"]),
         ({"rewards__weights": (1.0, 2.0)}, ["rewards.weights has 2", "1 rewards.functions"]),
         ({"rewards__functions": ()}, ["rewards.functions is empty", "grpo"]),
         ({"mesh__data": 0}, ["mesh.data is 0", "-1"]),
         ({"model__path": "gs://b/m"}, ["model.path is 'gs://b/m'", "copy it first"]),
-        ({"algorithm__name": "sft", "batch__minibatches": 64}, ["must divide the 32 rows (batch.prompts)"]),
+        ({"algorithm__name": "sft", "batch__minibatches": 64}, ["must divide batch.prompts = 32: set it to a divisor"]),
     ],
 )
 def test_validate_refuses_contradictions(values, words):
@@ -601,6 +606,37 @@ def test_run_keeps_it_in_the_folder_of_the_run(run_python, tmp_path):
     assert result.returncode == 1
     assert result.stderr.endswith(f"The full traceback is in {tmp_path / 'mine' / 'error.txt'}\n")
     assert "AttributeError" in (tmp_path / "mine" / "error.txt").read_text()
+
+
+def test_the_home_folder_in_output_dir(run_python, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "mine").mkdir(parents=True)
+    code = "from jaxrl_llm.config.flags import load_flags, run\nrun(lambda argv: print(load_flags(argv).config.%s))"
+    done = run_python("-c", code % "output_dir", "--config.output_dir=~/mine")
+    assert done.stdout == f"{tmp_path / 'home' / 'mine'}\n"
+    assert run_python("-c", code % "nothing", "--config.output_dir=~/mine").returncode == 1
+    assert (tmp_path / "home" / "mine" / "error.txt").is_file()
+
+
+def test_run_tells_what_is_noted_on_an_error_but_not_by_jax(run_python, tmp_path):
+    code = """
+import jax
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.flags import run
+
+def fails(x):
+    error = {}("no")
+    error.add_note("but why")
+    raise error
+
+run(lambda argv: jax.jit(fails)(1.0))
+"""
+    for name, status, message in (("ConfigError", 2, "no"), ("ValueError", 1, "ValueError: no")):
+        done = run_python("-c", code.format(name))
+        assert done.returncode == status
+        assert done.stderr.splitlines()[0] == f"error: {message}; but why"
+        assert "JAX" not in done.stderr
+    assert "JAX_TRACEBACK_FILTERING" in (tmp_path / "jaxrl_llm_error.txt").read_text()  # where it belongs
 
 
 def test_run_shows_a_traceback_that_cannot_be_kept(run_python, tmp_path):

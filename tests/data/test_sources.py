@@ -74,6 +74,14 @@ def test_one_file(tmp_path, table, suffix):
 def test_saved_to_disk(tmp_path, table):
     table.save_to_disk(tmp_path / "one")
     assert load(tmp_path / "one").to_list() == ROWS
+    with pytest.raises(ConfigError, match=r"no split 'test'; its splits are train"):  # or it would be evaluated on
+        load(tmp_path / "one", "test")
+    (tmp_path / "test.jsonl").write_text('{"prompt": "a"}\n')
+    of_test = datasets.load_dataset("json", data_files={"test": str(tmp_path / "test.jsonl")}, split="test")
+    of_test.save_to_disk(tmp_path / "saved_test")
+    assert (
+        load(tmp_path / "saved_test").to_list() == load(tmp_path / "saved_test", "test").to_list() == [{"prompt": "a"}]
+    )
     datasets.DatasetDict(train=table, test=datasets.Dataset.from_list(OTHERS)).save_to_disk(tmp_path / "two")
     assert load(str(tmp_path / "two"), "test").to_list() == OTHERS
     with pytest.raises(ConfigError, match=r"no split 'validation'; its splits are train, test"):

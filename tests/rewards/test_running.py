@@ -393,10 +393,34 @@ def test_trainer_state_holds_the_step():
     assert numbers(late_bonus, ["a"], state=TrainerState(3, 4)).tolist() == [0.75]
 
 
-def test_the_search_for_a_failing_row_logs_nothing():
-    def fails(completions, answer, log_metric, **kwargs):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_log_of_a_batch_that_failed_is_that_of_its_second_call(is_async):
+    """Neither the call that broke off nor the search for the failing row is logged."""
+
+    def fails(completions, answer, log_metric, log_total, log_extra):
         log_metric("calls", 1.0)
+        log_total("rows", len(completions))
+        log_extra("seen", completions)
         return [1 / number for number in answer]
 
+    async def fails_async(completions, answer, log_metric, log_total, log_extra):
+        return fails(completions, answer, log_metric, log_total, log_extra)
+
+    reward = fails_async if is_async else fails
     with pytest.warns(UserWarning, match="on row 0"):
-        assert submit(fails, ["a", "b"], {"answer": [0, 1]}, on_error="none").logged.metrics == {"calls": [1.0]}
+        logged = submit(reward, ["a", "b", "c"], {"answer": [0, 1, 2]}, on_error="none").logged
+    assert logged.metrics == {"calls": [1.0]}
+    assert logged.totals == {"rows": 2, f"rewards/{reward.__name__}/errors": 1}
+    assert logged.columns == {"seen": [None, "b", "c"]}
+
+
+def test_log_extra_of_the_wrong_length_beside_a_failing_row():
+    def short(completions, answer, log_extra):
+        log_extra("seen", ["x"])
+        return [1 / number for number in answer]
+
+    with (
+        pytest.warns(UserWarning, match="on row 0"),
+        pytest.raises(RewardError, match="reward 'short' gave log_extra 1 values of 'seen' for 2 completions"),
+    ):
+        submit(short, ["a", "b", "c"], {"answer": [0, 1, 2]}, on_error="none")

@@ -19,7 +19,9 @@ from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.rewards.runner import TrainerState
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.serving.bodies import parse
 from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
+from jaxrl_llm.training.setup.run import build
 from tests.models.decoding import trainer_logps
 
 WIDTH, C, K = 16, 10, 2
@@ -134,6 +136,11 @@ GOOD = {"prompt_ids": [[1]] * 4, "completion_ids": [[2, 3]] * 4, "logprobs": [[-
             "of 17 to 17 tokens, but they have 1 to rollout.max_prompt_length = 16",
         ),
         ({**GOOD, "logprobs": [[-1.0, float("inf")]] * 4}, "logprobs that are not finite"),
+        (
+            {**GOOD, "completion_ids": [[2, 3], [2, -1]] * 2},
+            "returned token -1 in completion_ids of row 1, but the model's tokens are 0 to 319",
+        ),
+        ({**GOOD, "prompt_ids": [[1], [1], [320], [1]]}, "token 320 in prompt_ids of row 2"),
     ],
 )
 def test_what_a_function_may_not_return(rollout, said, message):
@@ -200,6 +207,66 @@ def test_a_server_samples(rollout, monkeypatch):
     assert made.sample_logps[:, WIDTH : WIDTH + 2].tolist() == [[-0.5, -0.25]] * 4
     path, body = server.bodies[0]
     assert path == "/v1/completions" and body["n"] == K and body["max_tokens"] == C and body["return_token_ids"] is True
+
+
+UNSET = {  # vLLM would take what is left out from its model's generation_config.json
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        ({}, {}),
+        (
+            {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.3,
+             "frequency_penalty": 0.2, "presence_penalty": 0.4,
+             "logit_bias": ("52=-5",), "bad_words": ("11",), "min_completion_length": 1, "stop": ("12",),
+             "stop_token_ids": (55,), "ignore_eos": True},
+            {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.3,
+             "frequency_penalty": 0.2, "presence_penalty": 0.4,
+             "logit_bias": {"52": -5.0}, "bad_words": ["11"], "min_tokens": 1, "stop": ["12"], "stop_token_ids": [55],
+             "ignore_eos": True},
+        ),
+        ({"structured_choice": ("12", "13")}, {"structured_outputs": {"choice": ["12", "13"]}}),
+    ],
+    ids=["none", "sampling", "guide"],
+)  # fmt: skip
+def test_a_server_is_asked_for_what_the_run_samples_by(settings, asked, model, monkeypatch):
+    """In fields that `jaxrl-llm serve` reads as the same settings; and a stop string ends a row as one of ours does."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    if "structured_choice" in settings:
+        pytest.importorskip("outlines_core")
+        pytest.importorskip("llguidance")
+    config = default()
+    config.rollout.update({**settings, "max_prompt_length": WIDTH, "max_completion_length": C, "group_size": K})
+    config.batch.prompts, config.eval.every = 1, -1
+    config.algorithm.importance_correction = "token_truncate"
+    mesh = make_mesh(devices=jax.devices()[:1])
+
+    def change(answer):
+        for number, choice in enumerate(answer["choices"]):
+            choice["token_ids"] = [49, 50 + number]  # 12 and 13
+        return answer
+
+    with Server(change) as server, jax.set_mesh(mesh):
+        config.environment.rollout_func = f"server(url={server.url!r}, model='m')"
+        worker = build(config, mesh, [{"prompt": "sort:4821=", "answer": "1248"}]).source.producer.worker
+        example = {"prompt": "sort:4821=", "prompt_ids": model.tokenizer("sort:4821=")["input_ids"]}
+        made, _ = worker.external(model.params, [example], jax.random.key(0), TrainerState(3, 9))
+    assert np.asarray(made.finished).tolist() == [bool(config.rollout.stop), False]
+    ((_, body),) = server.bodies
+    always = {"model", "prompt", "n", "max_tokens", "logprobs", "return_token_ids"}
+    assert {name: value for name, value in body.items() if name not in always} == UNSET | asked
+    read = parse(body, False, model.tokenizer, ["m"], (257,), 64, 320, 16)
+    assert read.sampling == worker.engine.sampling and set(read.ends) == set(worker.engine.eos)
+    assert read.stop == config.rollout.stop and (read.guide is not None) == ("structured_outputs" in asked)
 
 
 def test_a_server_gets_the_policy_first(rollout, model, monkeypatch, tmp_path):
@@ -315,13 +382,19 @@ def test_a_server_that_comes_up_is_waited_for(rollout, monkeypatch):
             "environment.rollout_func and environment.name are both set",
         ),
         ({"rollout_func": "m:f"}, "importance_correction is none, but environment.rollout_func"),
+        (
+            {"rollout_func": "server(url='http://localhost:8000/v1', model='m')", "rollout.logit_bias": ("7=-200",)},
+            r"logit_bias adds -200 to token 7, but the server of environment\.rollout_func takes -100 to 100",
+        ),
         ({"max_turns": 0}, "environment.max_turns is 0"),
         ({"on_error": "skip"}, "environment.on_error is 'skip'"),
     ],
 )
 def test_contradictions(values, message):
     config = default()
-    config.environment.update(values)
+    for name, value in values.items():
+        section, _, leaf = name.rpartition(".")
+        config[section or "environment"][leaf] = value
     with pytest.raises(ConfigError, match=message):
         validate(config)
     config = default()

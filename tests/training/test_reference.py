@@ -1,5 +1,7 @@
 """State between the steps of an online run: replayed groups, the reference, controllers; and fills of flat groups."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,6 +97,36 @@ def test_reference_follows_the_policy():
         reference.sync(state_at(step, value))
         seen.append(round(float(reference.params["w"][0]), 4))
     assert seen == [0.0, 0.0, 0.6, 0.6, 1.44]  # after steps 2 and 4: 0.6 * 1, then 0.6 * 2 + 0.4 * 0.6
+
+
+def test_a_reference_in_16_bits_follows_a_small_share():
+    """Rounded to the nearest it would stay where it is, as each move is less than half the spacing of its type."""
+    start = np.random.default_rng(0).normal(size=4096)
+    policy = State(jnp.asarray(0), {"w": jnp.asarray(1.02 * start, jnp.bfloat16)}, ())
+    target = np.asarray(policy.params["w"], np.float32)
+
+    def distance(reference):
+        assert reference.params["w"].dtype == jnp.bfloat16
+        return np.abs(np.asarray(reference.params["w"], np.float32) - target).mean()
+
+    def moved(reference, first, last):
+        for step in range(first, last):
+            reference.sync(dataclasses.replace(policy, step=jnp.asarray(step)))
+        return reference
+
+    def started(seed=3):
+        spec = ReferenceSpec(ref_sync_steps=1, ref_mixup_alpha=0.05, seed=seed)
+        return Reference({"w": jnp.asarray(start, jnp.bfloat16)}, spec)
+
+    before = distance(started())
+    whole, half = moved(started(), 1, 41), moved(started(), 1, 21)
+    np.testing.assert_allclose(distance(half) / before, 0.95**20, atol=0.03)
+    assert distance(whole) / before < 0.2
+    # A resumed run draws the same, and another seed does not.
+    resumed = started()
+    resumed.restore(half.arrays())
+    np.testing.assert_array_equal(moved(resumed, 21, 41).params["w"], whole.params["w"])
+    assert (moved(started(seed=4), 1, 41).params["w"] != whole.params["w"]).any()
 
 
 def test_fixed_reference_is_not_saved():

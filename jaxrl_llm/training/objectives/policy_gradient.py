@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.controllers import top_entropy_mask
 from jaxrl_llm.algorithms.kl import kl_estimate
-from jaxrl_llm.algorithms.losses import Metric, Metrics, log_ratio_at, with_metrics
+from jaxrl_llm.algorithms.losses import Metric, Metrics, bounded_ratio, log_ratio_at, with_metrics
 from jaxrl_llm.algorithms.off_policy import (
     LARGEST_LOG_RATIO,
     Criterion,
@@ -195,7 +195,7 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
     if batch.ref_logps is not None:
         ratio = None
         if spec.kl_bias_correction:
-            ratio = jnp.exp(log_ratio_at(chosen.ratio, jnp.where(mask > 0, logps - old_logps, 0.0), mask))
+            ratio = bounded_ratio(log_ratio_at(chosen.ratio, jnp.where(mask > 0, logps - old_logps, 0.0), mask))
         kl = kl_estimate(logps, batch.ref_logps, spec.kl, ratio=ratio)
     if kl is not None:
         metrics["kl"] = Metric(kl)

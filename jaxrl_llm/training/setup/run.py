@@ -656,7 +656,7 @@ def _producer(
     greedy = None if compares is None else worker_of(specs.training_sampling(config).greedy, 1)
     key, partial_rollouts, arrivals = jax.random.key(config.seed), None, None
     if rollout.update_in_flight or rollout.max_wait is not None:
-        followed = None if rollout.arrivals is None else Path(rollout.arrivals)
+        followed = None if rollout.arrivals is None else Path(rollout.arrivals).expanduser()
         record = Path(config.output_dir) / RECORD
         arrivals = Arrivals(record, rollout.staleness, rollout.update_in_flight, rollout.max_wait, followed)
     for name, off in (("update_in_flight", "false"), ("partial_prompts", "0")):

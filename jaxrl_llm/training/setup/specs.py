@@ -34,7 +34,7 @@ from jaxrl_llm.models.cast import draws_from_another
 from jaxrl_llm.models.model import Model, check_positions, save_hf
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards.runner import Rewards
-from jaxrl_llm.rollout.constraints import Guide, bad_word_ids, build_automata, check_tokens
+from jaxrl_llm.rollout.constraints import Guide, bad_word_ids, build_automata, check_tokens, setting_text
 from jaxrl_llm.rollout.engine import Engine, RolloutSpec
 from jaxrl_llm.rollout.grammar import build_grammar
 from jaxrl_llm.rollout.resharded import ReshardedEngine
@@ -229,7 +229,7 @@ def critic_update_spec(config) -> UpdateSpec:
 def reference_spec(config) -> ReferenceSpec:
     """The reference policy of a run."""
     c = config.algorithm
-    return ReferenceSpec(config.lora.reference, c.offload_reference, c.ref_sync_steps, c.ref_mixup_alpha)
+    return ReferenceSpec(config.lora.reference, c.offload_reference, c.ref_sync_steps, c.ref_mixup_alpha, config.seed)
 
 
 def teacher_spec(config) -> TeacherSpec:
@@ -286,7 +286,8 @@ def self_reference(config) -> ReferenceSpec | None:
     rate, every = options["rate"], options["every"]
     if (rate, every) == (1, 1):
         return None
-    return ReferenceSpec("start" if rate in (0, 1) else "copy", config.teacher.offload, every if rate else 0, rate)
+    adapters = "start" if rate in (0, 1) else "copy"
+    return ReferenceSpec(adapters, config.teacher.offload, every if rate else 0, rate, config.seed)
 
 
 def controllers_of(config) -> Controllers:
@@ -546,7 +547,16 @@ def build_worker(
         def save(params: Params, path: str) -> None:
             save_hf(replace(model, params=params), path, overwrite=True)
 
-        external = ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps, save)
+        grammar_text = setting_text(c.structured_grammar, ":" in c.structured_grammar, "rollout.structured_grammar")
+        guides = {**guide._asdict(), "grammar": grammar_text}
+        constraints = {
+            "bad_words": tuple(c.bad_words),  # texts, where the engine's are tokens
+            "stop": tuple(c.stop),
+            "stop_token_ids": tuple(c.stop_token_ids),
+            "ignore_eos": c.ignore_eos,
+            "structured_outputs": {kind: value for kind, value in guides.items() if value},
+        }
+        external = ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps, save, constraints)
     if isinstance(environments, Agents):
         if engine_mesh != mesh:
             raise EpisodeError("environment.agent is sampled on the mesh of training: set rollout.mesh to none, and "

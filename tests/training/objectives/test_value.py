@@ -283,7 +283,7 @@ def test_an_offloaded_critic_with_updates_of_its_own(root, tmp_path):
     [
         ({"lora_alpha": 4.0}, r"critic\.lora_alpha is 4.0, but the critic has no adapters of its own"),
         ({"lora_targets": ("q_proj",)}, r"critic\.lora_targets is .* has no adapters of its own"),
-        ({"minibatches": 5}, r"critic\.minibatches is 5, but it must divide the \d+ rows"),
+        ({"minibatches": 5}, r"critic\.minibatches is 5, but it must divide batch\.prompts = 16: set it to a divisor"),
         ({"shared": True, "offload": False}, r"critic\.offload is False, but critic\.shared is true.* set it to none"),
         ({"shared": True, "minibatches": 2}, r"critic\.minibatches is 2, but critic\.shared is true.* set it to 0"),
     ],
