@@ -27,7 +27,7 @@ from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError, resolve_with_options
 from jaxrl_llm.environments.call_pool import CallPool
-from jaxrl_llm.environments.protocol import EpisodeError
+from jaxrl_llm.environments.protocol import EpisodeError, encodable
 
 FUNCTION = re.compile(r"[^\s:()]+:[A-Za-z_][\w.]*(\(.*\))?", re.DOTALL)
 LAST = 2000  # bytes of a failed command's output in its message
@@ -107,7 +107,7 @@ class Agents:
                 if result.timed_out:
                     outcome = Outcome(failure=f"it took more than environment.agent_timeout = {self.spec.timeout:g} s")
                 elif result.error is not None:
-                    outcome = Outcome(failure=f"{type(result.error).__name__}: {result.error}")
+                    outcome = Outcome(failure=encodable(f"{type(result.error).__name__}: {result.error}"))
                 ended(result.key, outcome)
 
     def close(self) -> None:

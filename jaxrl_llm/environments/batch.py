@@ -177,7 +177,10 @@ class EpisodeBatch:
         try:
             tools = self.environments.schemas[self.environments.name(self.rows[row])]
             tokens = self.tokenizer.observation_ids(self.rows[row], observation, tools)
-        except ConfigError as error:  # the chat template refuses this observation: a fault of its environment
+        except (TypeError, ValueError) as error:
+            # A fault of its environment: the chat template refuses it, or the tokenizer, which takes Unicode alone.
+            if not isinstance(error, ConfigError):
+                error = EpisodeError(f"the observation {observation!r:.200} is no text for the tokenizer: {error}")
             self._has_failed(result._replace(error=error), "step")
             return None
         if not tokens:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
-from jaxrl_llm.environments.protocol import EpisodeError, Step, checked_step, is_messages, with_parts
+from jaxrl_llm.environments.protocol import EpisodeError, Step, checked_step, encodable, is_messages, with_parts
 from jaxrl_llm.environments.tools import Tool, ToolResult, call_tool, parse_tool_calls
 
 Row = Mapping[str, Any]  # the columns of a row of the data
@@ -122,7 +122,7 @@ class Episode:
 
     def fail(self, reason: str) -> None:
         """End the episode because of its environment: it is not rewarded."""
-        self.stop_reason, self.failed, self.reward = reason, True, None
+        self.stop_reason, self.failed, self.reward = encodable(reason), True, None
 
     def end_at(self, length: int) -> None:
         """End the episode with its row, whose completion has `length` tokens."""

@@ -1,5 +1,6 @@
 """The protocol of an environment: `reset` with a row of the data, then `step` with each turn of the policy."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 from jaxrl_llm.config.resolve import ConfigError
 
 Messages = Sequence[Mapping[str, Any]]
+HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs
 
 
 class EpisodeError(ConfigError):
@@ -100,6 +102,14 @@ def with_parts(
         else dict(message)
         for message in messages
     ]
+
+
+def encodable(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair.
+
+    JSON, and names of files that are no UTF-8, give such halves; no tokenizer, table or answer can hold them.
+    """
+    return HALVES.sub("\ufffd", text)
 
 
 def is_picture(value: Any) -> bool:

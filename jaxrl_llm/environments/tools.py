@@ -1,5 +1,6 @@
 """Tools: Python functions that the policy calls, in the formats of Hermes, Qwen and Llama 3."""
 
+import contextlib
 import inspect
 import json
 import re
@@ -9,12 +10,14 @@ from typing import Any, NamedTuple
 from transformers.utils import get_json_schema
 
 from jaxrl_llm.config.user_code import contained
-from jaxrl_llm.environments.protocol import EpisodeError, content_parts, is_image_part, is_picture
+from jaxrl_llm.environments.protocol import EpisodeError, content_parts, encodable, is_image_part, is_picture
 
 Tool = Callable[..., Any]
 
 TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 PYTHON_TAG = "<|python_tag|>"
+# What json.loads raises: an integer of thousands of digits is a plain ValueError, brackets without end are the other.
+UNREADABLE = (ValueError, RecursionError)
 TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "</s>")
 
 
@@ -76,8 +79,8 @@ def call_tool(call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult | Awaitab
     """The result of a call; awaitable for an async tool.
 
     A result that is an image of PIL, or a list with one, becomes a content in parts; others become text or JSON. A call
-    that is malformed, of an unknown tool, or on which the tool raises is answered with the error: the policy may
-    correct it in its next turn.
+    that is malformed, of an unknown tool, or on which the tool raises or returns what is no JSON is answered with the
+    error: the policy may correct it in its next turn.
     """
     tool = tools.get(call.name)
     if call.error is not None:
@@ -89,10 +92,10 @@ def call_tool(call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult | Awaitab
         inspect.signature(tool).bind(**call.arguments)
         with contained():
             result = tool(**call.arguments)
+        if not inspect.isawaitable(result):
+            return _tool_result(call, result)
     except Exception as error:
         return _tool_result(call, {"error": f"{type(error).__name__}: {error}"}, failed=True)
-    if not inspect.isawaitable(result):
-        return _tool_result(call, result)
 
     async def awaited() -> ToolResult:
         try:
@@ -109,16 +112,17 @@ def _tool_result(call: ToolCall, result: Any, failed: bool = False) -> ToolResul
     if is_picture(result) or (listed is result and any(is_picture(part) or is_image_part(part) for part in listed)):
         content = content_parts(listed)
     else:
-        content = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
-    return ToolResult({"role": "tool", "name": call.name or "unknown", "content": content}, failed)
+        content = encodable(result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False))
+    return ToolResult({"role": "tool", "name": encodable(call.name) or "unknown", "content": content}, failed)
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
     """The calls in a turn, in order; none when it asks for no tool.
 
     `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them (Hermes, Qwen); or a turn that is
-    nothing but JSON with `name` and `parameters` (Llama 3), one object, several with semicolons between, or a list.
-    A call that is meant but malformed has an `error`.
+    nothing but JSON with `name` and `parameters` or `arguments` (Llama 3), one object, several with semicolons between,
+    or a list. Behind a tag a call of a tool that takes nothing may leave its arguments out; without one such JSON is an
+    answer. A call that is meant but malformed has an `error`.
     """
     tagged = TAGGED.findall(text)
     if tagged:
@@ -126,7 +130,7 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
         for body in tagged:
             try:
                 calls.append(_as_call(json.loads(body)))
-            except json.JSONDecodeError as error:
+            except UNREADABLE as error:
                 calls.append(ToolCall("", {}, f"the call {_shorten(body.strip())} is not JSON: {error}"))
         return calls
     body = text.rpartition(PYTHON_TAG)[2].strip()
@@ -134,12 +138,14 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
         body = body.removesuffix(end).strip()
     if not body.startswith(("{", "[")):
         return []
-    values = _json_values(body)
-    if values and all(isinstance(value, Mapping) and "name" in value for value in values):
-        return [_as_call(value) for value in values]
-    # Without the tag a turn that opens with a brace may be an answer, such as {"sum": 3} or {1, 2}.
-    malformed = ToolCall("", {}, f"the call {_shorten(body)} is not JSON with name and parameters")
-    return [malformed] if PYTHON_TAG in text else []
+    # Without the tag a turn that opens with a brace may be an answer, such as {"sum": 3}, {"name": "Ann"} or {1, 2}.
+    is_tagged = PYTHON_TAG in text
+    with contextlib.suppress(*UNREADABLE):
+        values = _json_values(body)
+        named = values and all(isinstance(value, Mapping) and "name" in value for value in values)
+        if named and (is_tagged or all(value.keys() & {"arguments", "parameters"} for value in values)):
+            return [_as_call(value) for value in values]
+    return [ToolCall("", {}, f"the call {_shorten(body)} is not JSON with name and parameters")] if is_tagged else []
 
 
 def _as_call(value: Any) -> ToolCall:
@@ -151,7 +157,7 @@ def _as_call(value: Any) -> ToolCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except json.JSONDecodeError:
+        except UNREADABLE:
             return ToolCall(value["name"], {}, f"the arguments {_shorten(arguments)} are not JSON")
     if not isinstance(arguments, Mapping):
         return ToolCall(value["name"], {}, f"the arguments {_shorten(arguments)} are not an object")
@@ -159,13 +165,13 @@ def _as_call(value: Any) -> ToolCall:
 
 
 def _json_values(text: str) -> list[Any]:
-    """The JSON values of a text that holds nothing else, with semicolons or white space between; [] otherwise."""
+    """The JSON values of a text that holds nothing else, with semicolons or white space between.
+
+    Raises as `json.loads`, UNREADABLE.
+    """
     decoder, values, position = json.JSONDecoder(), [], 0
     while position < len(text):
-        try:
-            value, position = decoder.raw_decode(text, position)
-        except json.JSONDecodeError:
-            return []
+        value, position = decoder.raw_decode(text, position)
         values += value if isinstance(value, list) else [value]
         while position < len(text) and (text[position].isspace() or text[position] == ";"):
             position += 1

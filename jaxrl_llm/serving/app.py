@@ -34,6 +34,7 @@ from jaxrl_llm.serving.queue import Handle, RequestQueue, StoppedError, Tokens
 
 AT_ONCE = 2**16  # bytes of a body that is read as JSON without a thread
 LEFT = 499  # the status that is counted for a client which left
+FAILED = BadRequestError("the server failed on this request", 500)
 
 
 class Decoded(list[Any]):
@@ -118,7 +119,7 @@ class Server:
                 response = Response(status_code=LEFT)
             except Exception:
                 traceback.print_exc()
-                response = JSONResponse(BadRequestError("the server failed on this request", 500).body(), 500)
+                response = JSONResponse(FAILED.body(), 500)
             self.metrics.requests[path, response.status_code] += 1
             return response
 
@@ -271,6 +272,9 @@ class EventStream(Response):
                     await write(json.dumps(event, ensure_ascii=False))
             except BadRequestError as error:
                 await write(json.dumps(error.body()))
+            except Exception:
+                traceback.print_exc()
+                await write(json.dumps(FAILED.body()))
             await write("[DONE]", more=False)
 
         self.server.active += 1

@@ -98,7 +98,7 @@ class Asked:
     logprobs: int | None  # of so many likeliest tokens beside the sampled one; None: no log-probs
     stream: bool
     include_usage: bool
-    tools: bool  # calls are looked for in the answer
+    tools: tuple[str, ...]  # the names of those that the answer may call
     skip_special_tokens: bool
     include_stop: bool
     return_token_ids: bool
@@ -236,9 +236,10 @@ def parse(
         limits.append(limit)
     return Asked(
         prompts, chat, model, limits, values["n"], sampling,
-        values["seed"], ends, tuple(stop), logprobs, values["stream"], bool(options.get("include_usage")), bool(tools),
-        values["skip_special_tokens"], values["include_stop_str_in_output"], values["return_token_ids"],
-        values["return_tokens_as_token_ids"], values["echo"], prompt_logprobs, guide, tiles,
+        values["seed"], ends, tuple(stop), logprobs, values["stream"], bool(options.get("include_usage")),
+        tuple(tool["function"]["name"] for tool in tools), values["skip_special_tokens"],
+        values["include_stop_str_in_output"], values["return_token_ids"], values["return_tokens_as_token_ids"],
+        values["echo"], prompt_logprobs, guide, tiles,
     )  # fmt: skip
 
 
@@ -458,7 +459,10 @@ def _message(message: Mapping[str, Any], sees: bool) -> dict[str, Any]:
             if isinstance(arguments, str):
                 try:
                     arguments = json.loads(arguments or "{}")
+                    json.dumps(arguments, ensure_ascii=False).encode()  # as the body: no tokenizer takes half a pair
                 except (ValueError, RecursionError):
-                    raise BadRequestError("tool_calls has arguments that are not JSON", param="messages") from None
+                    raise BadRequestError(
+                        "tool_calls has arguments that are no JSON of Unicode text", param="messages"
+                    ) from None
             read["tool_calls"].append({**call, "function": {**function, "arguments": arguments}})
     return read

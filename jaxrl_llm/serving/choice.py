@@ -6,7 +6,8 @@ import json
 import uuid
 from typing import Any
 
-from jaxrl_llm.environments.tools import parse_tool_calls
+from jaxrl_llm.environments.protocol import encodable
+from jaxrl_llm.environments.tools import PYTHON_TAG, parse_tool_calls
 from jaxrl_llm.models.logprobs import Likeliest
 from jaxrl_llm.serving.bodies import Asked
 from jaxrl_llm.serving.queue import Handle, Tokens
@@ -92,12 +93,12 @@ class Choice:
         if final or not text.endswith(REPLACEMENT):
             self.text += text[len(known) :]
             self._decoded, self._read = self._read, len(ids)
-        for stop in self.asked.stop if len(ids) >= self.asked.sampling.min_tokens else ():
-            at = self.text.find(stop, max(0, before - len(stop) + 1))
-            if at >= 0:
-                self.text = self.text[: at + (len(stop) if self.asked.include_stop else 0)]
-                return True
-        return False
+        stops = self.asked.stop if len(ids) >= self.asked.sampling.min_tokens else ()
+        found = [(self.text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in stops]
+        # The first to be complete, however the text is cut into tokens; of those that end alike the longest.
+        end, at = min(((at + len(stop), at) for at, stop in found if at >= 0), default=(None, None))
+        self.text = self.text[: end if self.asked.include_stop else at]
+        return end is not None
 
     def _certain(self) -> int:
         """The characters that can be given out."""
@@ -116,20 +117,24 @@ class Choice:
         return max(self.given, end)
 
     def _find_calls(self) -> None:
-        """The calls in a turn that has ended; a turn with a malformed one is text, as it is."""
+        """The calls in a turn that has ended; a turn with a malformed one is text, as it is.
+
+        So is one without the tags of a call that names a tool which is not offered; with them it is a call, as the client
+        may tell the model that there is no such tool.
+        """
         raw = self.tokenizer.decode(self.ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        calls = parse_tool_calls(raw)
-        if not calls or any(call.error is not None for call in calls):
+        calls, is_tagged = parse_tool_calls(raw), CALL in raw or PYTHON_TAG in raw
+        if any(call.error is not None or not (is_tagged or call.name in self.asked.tools) for call in calls):
             return
         self.calls = [
             {
                 "id": f"call_{self.call_ids}{number:08x}",
                 "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                "function": {"name": call.name, "arguments": encodable(json.dumps(call.arguments, ensure_ascii=False))},
             }
             for number, call in enumerate(calls)
         ]
-        if self.finish_reason == "stop":
+        if self.calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
 
     def logprobs(self, piece: Piece) -> dict[str, Any] | None:

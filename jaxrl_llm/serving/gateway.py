@@ -108,7 +108,6 @@ class Gateway:
         asked = parse(body | {"model": MODEL}, chat, server.tokenizer, server.names, server.eos, ANY_LENGTH,
                       server.vocabulary, MANY, call.render, self.images)  # fmt: skip
         with self.lock:
-            session.check_open()
             answer = KeptAnswer(server, call.bounded(asked), call, self.lock)
         if asked.stream:
             return EventStream(answer, server)
@@ -156,9 +155,14 @@ class KeptAnswer(Answer):
             with self.lock:
                 if not self.going and self.call.session.over is None:
                     self.call.record(self.choices)
+                    self._let_go()  # now, as a stream is closed after its client has seen the end and may ask again
             yield piece
 
     def close(self) -> None:
         """Cancels the rows that have not ended."""
         super().close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Takes no tokens of the session's any more, beside those that are recorded."""
         self.call.session.handles -= self.handles

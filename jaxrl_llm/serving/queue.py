@@ -279,7 +279,7 @@ class RequestQueue:
                 if self._stopping:
                     return False
                 self._condition.wait()
-            cancelled, self._cancelled = self._cancelled, []
+            cancelled, self._cancelled = set(self._cancelled), []
             calls = list(self._calls)
             self._calls.clear()
         for call, done in calls:
@@ -289,7 +289,8 @@ class RequestQueue:
             except Exception as error:
                 failed = error
             done(failed)
-        self._end([h.slot for h in cancelled if h.slot is not None and self._rows[h.slot] is h])
+        # By the rows, as the slot of a handle that has ended may be another row's by now, or beyond a grid that shrank.
+        self._end([slot for slot, handle in enumerate(self._rows) if handle in cancelled])
         joining, prompt_tokens, regroups = [], 0, False
         with self._condition:
             adapter, own = self._adapter, [h for h in self._waiting if h.request.adapter == self._adapter]

@@ -19,7 +19,7 @@ import numpy as np
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.image_rows import ImageReader, ImageText, Tiles
 from jaxrl_llm.data.observations import TurnTokenizer
-from jaxrl_llm.data.templates import chat_ids, render_prompt
+from jaxrl_llm.data.templates import continued_ids, render_prompt
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.bodies import Asked, BadRequestError
 from jaxrl_llm.serving.choice import Choice
@@ -104,10 +104,10 @@ class Session:
         """The sessions of its sub-agents, and of theirs, and behind them itself."""
         return [*(one for sub_agent in self.sub_agents for one in sub_agent.family()), self]
 
-    def check_open(self) -> None:
-        """Raise BadRequestError where no call is taken any more."""
+    def check_open(self, rows: int = 1) -> None:
+        """Raise BadRequestError where no call, of so many completions, is taken any more."""
         if self.parent is not None:
-            self.parent.check_open()
+            self.parent.check_open(rows)
         spec, names = self.spec, ("environment.max_turns", "environment.agent_tokens")
         who = "the session"
         if self.role is not None:
@@ -116,16 +116,19 @@ class Session:
             raise BadRequestError(f"{who} is over: {self.over}", 403, OVER)
         if sum(one.calls for one in self.family()) >= spec.calls:
             raise BadRequestError(f"{who} has made its {spec.calls} calls ({names[0]})", 403, BUDGET)
-        if self.tokens_left < 1:
-            raise BadRequestError(f"{who} has its {spec.tokens} tokens ({names[1]})", 403, BUDGET)
+        if (left := self.tokens_left) < rows:
+            raise BadRequestError(f"{who} has its {spec.tokens} tokens ({names[1]}), sampled or kept for calls under "
+                                  f"way: {left} are left for n = {rows}", 403, BUDGET)  # fmt: skip
         if time.monotonic() > spec.end:
             raise BadRequestError(f"{who} has had its seconds", 403, BUDGET)
 
     @property
     def tokens_left(self) -> float:
-        """Tokens that the session and its sub-agents may still sample."""
+        """Tokens that the session and its sub-agents may still sample, when the calls under way take all of theirs."""
         limit = math.inf if self.spec.tokens is None else self.spec.tokens
-        return limit - sum(one.sampled for one in self.family())
+        family = self.family()
+        under_way = sum(handle.request.limit for one in family for handle in one.handles)
+        return limit - under_way - sum(one.sampled for one in family)
 
     def open_sub_agent(self, body: Mapping[str, Any]) -> "Session":
         """A sub-agent as `{"name": "searcher", "max_turns": 3, "max_tokens": 100, "seconds": 60}` asks for it.
@@ -220,7 +223,7 @@ class Call:
             self.history = prompt
             self.before = self._longest()
             if self.before is not None:
-                self.observed = chat_ids(turns.tokenizer, prompt[len(self.before.history) :])
+                self.observed = continued_ids(turns.tokenizer, None, prompt[len(self.before.history) :])
         elif all(isinstance(index, int) for index in prompt):
             self.history = prompt
             self.before = self._longest()
@@ -266,6 +269,7 @@ class Call:
     def bounded(self, asked: Asked) -> Asked:
         """The request with the sampling, the seed and the limits of its session. Raises BadRequestError."""
         session, spec = self.session, self.session.spec
+        session.check_open(asked.n)
         if len(asked.prompts) > 1:
             raise BadRequestError(
                 f"prompt has {len(asked.prompts)} prompts; a session takes one a call", param="prompt"
@@ -291,7 +295,7 @@ class Call:
         while one is not None:
             tokens, one = min(tokens, one.tokens_left), one.parent
         if tokens < room * asked.n:
-            room = max(int(tokens) // asked.n, 1)
+            room = int(tokens) // asked.n
         digest = hashlib.blake2b(session.key + np.asarray(prompt, np.int32).tobytes(), digest_size=8).digest()
         seed = hashlib.blake2b(digest + session.asked[digest].to_bytes(4), digest_size=4).digest()
         session.asked[digest] += 1

@@ -184,6 +184,13 @@ def test_prompts_of_a_jsonl_file(tmp_path, model, capsys):
     assert printed == jaxrl_llm.generate(model, PROMPTS, 8, temperature=0)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path):
+    """As editors on Windows write it."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("sort:21=\nsort:43=\n", encoding="utf-8-sig")
+    assert module.read_prompts("", str(file), chat=False) == ["sort:21=", "sort:43="]
+
+
 def test_prompts_are_read_from_messages_too(tmp_path):
     file = tmp_path / "chats.jsonl"
     file.write_text(json.dumps({"prompt": CHAT}) + "\n", encoding="utf-8")

@@ -41,10 +41,13 @@ def test_failures_are_told_and_end_nothing_else():
             raise ValueError("no luck")
         if task["n"] == 1:
             sys.exit(3)
+        if task["n"] == 6:
+            raise ValueError("\udce9")
         return {2: "1.0", 3: float("nan"), 4: [1], 5: 0.5}[task["n"]]
 
-    said = [outcome.failure or "" for outcome in run(agent, [{"n": n} for n in range(6)])]
+    said = [outcome.failure or "" for outcome in run(agent, [{"n": n} for n in range(7)])]
     assert said[0] == "ValueError: no luck" and "sys.exit(3)" in said[1] and said[5] == ""
+    assert said[6] == "ValueError: \ufffd", "the table of completions can hold it"
     assert all("return a finite number" in failure for failure in said[2:5])
 
 

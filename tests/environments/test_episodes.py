@@ -196,6 +196,30 @@ def test_on_error_stop(tokenizer):
         play(tokenizer, environments, [row], [["sleep"]])
 
 
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
+def test_observations_that_are_no_unicode(tokenizer, chat):
+    """Half of a surrogate pair ends its row as a step that raises does, with a reason that can be written."""
+
+    class Files:
+        def reset(self, row): ...
+
+        def step(self, text):
+            if text == "raise":
+                raise FileNotFoundError("no file \udce9.txt")
+            return Step("file \udce9.txt" if text == "odd" else "file")
+
+    row = {"prompt": user("List!") if chat else "List!"}
+    turns = [["odd"], ["raise"], ["even"]]
+    environments = environments_of(Files, max_turns=2)
+    batch, *_, columns = play(tokenizer, environments, [row] * 3, turns)
+    said = [episode.stop_reason.encode().decode() for episode in batch.episodes]
+    assert said[0].startswith(r"EpisodeError: the observation 'file \udce9.txt' is no text for the tokenizer")
+    assert said[1:] == ["FileNotFoundError: no file \ufffd.txt", "max_turns"]
+    assert columns["environment_reward"] == [None, None, 0.0]
+    with pytest.raises(EpisodeError, match=r"Files.step raised EpisodeError: the observation 'file \\udce9"):
+        play(tokenizer, environments_of(Files, on_error="stop"), [row], [["odd"]])
+
+
 def test_a_reset_that_fails_stops_the_run(tokenizer):
     with pytest.raises(EpisodeError, match=r"Guess.reset raised KeyError: 'number', in row 0"):
         play(tokenizer, environments_of(Guess), [{"prompt": "x"}], [["5"]])

@@ -19,6 +19,7 @@ JSON = {"Content-Type": "application/json"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "sort:1="}]
 TOOL = {"type": "function", "function": {"name": "add"}}
+HALF = {"name": "add", "arguments": '{"a": "\\ud83d"}'}  # of a surrogate pair
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +120,7 @@ def test_what_is_no_object_of_json(web, body):
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         (CHAT, {"messages": [{"role": "assistant", "content": None, "tool_calls": ["x"]}]}, "messages"),
+        (CHAT, {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"function": HALF}]}]}, "messages"),
         (CHAT, {"messages": MESSAGES, "logprobs": 3}, "logprobs"),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"),
         (CHAT, {"messages": MESSAGES, "tools": ["add"]}, "tools"),
@@ -224,6 +226,23 @@ def test_what_asks_for_nothing_is_taken(web):
         answer = web.post(CHAT, json={**body, "messages": messages, "temperature": 0, "max_tokens": 3})
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["prompt_tokens"] == 10
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_a_stream_that_fails_says_so(web, monkeypatch, capsys, path):
+    """As an answer that is no stream does with status 500."""
+
+    def fails(*_):
+        raise RuntimeError("of the server")
+
+    monkeypatch.setattr("jaxrl_llm.serving.app.Choice.logprobs", fails)
+    body = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
+    said = refused(web.post(path, json=body), 500)
+    answer = web.post(path, json={**body, "stream": True})
+    *_, error, end = answer.text.removesuffix("\n\n").split("\n\n")
+    assert answer.status_code == 200 and end == "data: [DONE]"
+    assert json.loads(error.removeprefix("data: "))["error"] == said
+    assert capsys.readouterr().err.count("RuntimeError: of the server") == 2
 
 
 def test_paths_and_methods(web):

@@ -1,5 +1,6 @@
 """OpenAI's own client against the server: answers are those of `generate`, and their parts fit together."""
 
+import itertools
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -153,6 +154,46 @@ def test_stop_strings(client, sorter):
     assert (choice.text, choice.finish_reason) == ("12", "stop")
 
 
+class Words:
+    """A tokenizer whose tokens are these texts."""
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def decode(self, ids, **_):
+        return "".join(self.texts[index] for index in ids)
+
+
+@pytest.mark.parametrize(
+    ("texts", "stop", "kept", "behind"),
+    [
+        (["<", "tool"], ["ol", "o"], "<t", "<to"),
+        (["<", "tool"], ["oo", "t"], "<", "<t"),
+        (["<", "tool"], ["tool", "oo"], "<t", "<too"),  # `oo` is there before `tool` is
+        (["<", "tool"], ["ol", "ool"], "<t", "<tool"),
+        (["a stop", " and END"], ["END", "stop"], "a ", "a stop"),
+    ],
+)
+def test_the_stop_string_that_is_complete_first_ends_an_answer(sorter, texts, stop, kept, behind):
+    """However the text is cut into tokens, and whichever is first in the list."""
+    from jaxrl_llm.serving.bodies import parse
+    from jaxrl_llm.serving.choice import Choice
+    from jaxrl_llm.serving.queue import Tokens
+
+    for stops, words, stream, include in itertools.product(
+        (stop, stop[::-1]), (texts, list("".join(texts))), (True, False), (True, False)
+    ):
+        body = {"prompt": "x", "stop": stops, "stream": stream, "include_stop_str_in_output": include}
+        asked = parse(body, False, sorter.tokenizer, ["sorter"], (257,), 128, 320, 8)
+        choice = Choice(0, asked, Words(words), [1])
+        given = ""
+        for index in range(len(words)):
+            given += choice.add(Tokens([index], [0.0], [], [], None)).text
+            if choice.finish_reason is not None:
+                break
+        assert choice.finish_reason == "stop" and given == choice.text == (behind if include else kept)
+
+
 def test_models(client):
     assert [model.id for model in client.models.list()] == ["sorter"]
     assert client.models.retrieve("sorter").max_model_len == 128
@@ -209,6 +250,12 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
         ('{"name": "add", "parameters": {"a": 3}}', None, [{"a": 3}]),
         ('{"sum": 3} is <tool> it', '{"sum": 3} is <tool> it', []),
         ("<tool_call>add(3)</tool_call>", "<tool_call>add(3)</tool_call>", []),
+        ('<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>', None, [{"a": "\ufffd"}]),
+        ('{"name": "sub", "arguments": {}}', '{"name": "sub", "arguments": {}}', []),
+        ('<tool_call>{"name": "add"}</tool_call>', None, [{}]),
+        ('{"name": "Ann", "age": 30}', '{"name": "Ann", "age": 30}', []),
+        ('{"name": "Ann", "parameters": {}}', '{"name": "Ann", "parameters": {}}', []),
+        ("[" * 3000, "[" * 3000, []),
         ("a < b and <tool_", "a < b and <tool_", []),
     ],
 )
@@ -256,7 +303,16 @@ def test_the_client_of_the_environments_room(running, sorter):
 
     ids = render_prompt(sorter.tokenizer, "sort:4821=")
     trainer = SimpleNamespace(
-        args=SimpleNamespace(max_completion_length=6, temperature=1.0, top_p=1.0, top_k=5, min_p=None),
+        args=SimpleNamespace(
+            max_completion_length=6,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=5,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            frequency_penalty=0.0,
+            presence_penalty=0.0,
+        ),
         num_generations=2,
         tokenize=lambda prompts: [ids for _ in prompts],
     )

@@ -275,6 +275,29 @@ def test_a_cancelled_row_leaves_its_slot(queue):
     assert sum(row.done.is_set() for row in rows) <= 4
 
 
+def test_rows_that_have_ended_are_cancelled_in_a_grid_that_shrank():
+    """As the end of a session cancels them, with slots that are no more: the queue goes on."""
+    net = Net(CONFIG)
+    engine = Engine(net, SamplingParams(), 1, LONGEST, (), chunk=2, compile_work=0.0)
+    queue = RequestQueue(engine, jax.jit(net.init)(jax.random.key(0)), 8)
+    shrank, regroup = threading.Event(), queue._regroup
+
+    def seen(planned):
+        regroup(planned)
+        shrank.set()
+
+    queue._regroup = seen
+    queue.start()
+    prompt, limits = [5] * 9, [LONGEST, *[3] * 7]
+    rows = ask(queue, *(RowRequest(prompt, limit, SamplingParams(), (), 0, row) for row, limit in enumerate(limits)))
+    assert [len(row.wait()) for row in rows[1:]] == [3] * 7 and shrank.wait(60)
+    queue.cancel([row.handle for row in rows])
+    (other,) = ask(queue, RowRequest([6] * 9, 4, SamplingParams(), (), 1))
+    assert len(other.wait()) == 4
+    queue.stop(60)
+    assert queue.failure is None and queue.counts.cancelled_rows <= 1
+
+
 def test_new_parameters_count_from_the_next_chunk(queue, model):
     ids = prompt_rows(model, ["sort:4821="])[0]["prompt_ids"]
     request = RowRequest(ids, 6, SamplingParams(0.0), (), 0)

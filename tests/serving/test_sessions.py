@@ -2,15 +2,19 @@
 
 import dataclasses
 import types
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
+import httpx
 import pytest
 
-from jaxrl_llm.data.images import data_url
+from jaxrl_llm.data.images import ImageLimits, data_url
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import render_prompt
 from jaxrl_llm.models.hf import find_tokenizer, remember_images
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.bodies import BadRequestError, parse
+from jaxrl_llm.serving.queue import Handle, Tokens
 from jaxrl_llm.serving.sessions import MODEL, Branch, Call, Session, SessionSpec
 from tests.data.qwen_vl import qwen_vl_folder
 from tests.data.smolvlm import picture
@@ -180,6 +184,56 @@ def test_budgets(turns):
         ask(short, prompt="sort:21=12x")
     with pytest.raises(BadRequestError, match="one a call"):
         ask(session_of(turns), prompt=["a", "b"])
+    asked, _ = ask(several := session_of(turns, tokens=5), prompt="sort:21=", n=2)
+    assert asked.limits == [2]
+    with pytest.raises(BadRequestError, match=r"agent_tokens\), .*: 2 are left for n = 3") as raised:
+        ask(several, prompt="sort:21=", n=3)
+    assert raised.value.status == 403 and raised.value.code == "budget_exceeded"
+
+
+def test_calls_at_once_keep_to_the_tokens_of_their_session(turns):
+    """Each keeps what it may take until it has ended, however it ends, and what it has not taken is free again."""
+    pytest.importorskip("uvicorn")
+    from jaxrl_llm.serving.gateway import Gateway
+
+    waiting: SimpleQueue[list[Handle]] = SimpleQueue()
+    counts = types.SimpleNamespace(waiting=0, weight_version=0)
+    queue = types.SimpleNamespace(submit=waiting.put, cancel=lambda handles: None, counts=counts, adapters={})
+    gateway = Gateway(queue, turns, 320, 60, ImageLimits())
+    [session] = gateway.open([b"key"], SessionSpec(SamplingParams(), 40, 60, 100, tokens=10))
+    sub_agent = session.open_sub_agent({"name": "searcher"})
+    gateway.sessions[sub_agent.name] = sub_agent
+    end = Tokens([50, 49], [-0.5, -0.5], [], [], "stop")
+
+    def post(of=session, **body):
+        key = {"Authorization": f"Bearer {gateway.key}"}
+        return httpx.post(f"{gateway.base_url(of)}/completions", json={"prompt": "x", **body}, headers=key, timeout=60)
+
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(post, max_tokens=6)
+        [one] = waiting.get(timeout=60)
+        second = pool.submit(post, sub_agent, max_tokens=60, stream=True)
+        [two] = waiting.get(timeout=60)
+        assert (one.request.limit, two.request.limit) == (6, 4)
+        for of in (session, sub_agent):
+            refused = post(of)
+            assert refused.status_code == 403 and "0 are left for n = 1" in refused.text
+        one.deliver(end)
+        assert first.result().json()["usage"]["completion_tokens"] == 2
+        third = pool.submit(post, n=2, max_tokens=60)
+        three = waiting.get(timeout=60)
+        assert [handle.request.limit for handle in three] == [2, 2]
+        two.deliver(end)
+        assert second.result().status_code == 200
+        three[0].deliver(MemoryError("none left"))  # nothing of it is kept
+        assert third.result().status_code == 500
+        fourth = pool.submit(post, max_tokens=60)
+        [four] = waiting.get(timeout=60)
+        assert four.request.limit == 6
+        gateway.end(session, "the step is over")
+        assert fourth.result().status_code == 500
+    assert (session.sampled, sub_agent.sampled) == (2, 2) and session.tokens_left == 6
+    gateway.close()
 
 
 def test_sub_agents_have_names_keys_and_limits_of_their_own(turns):
