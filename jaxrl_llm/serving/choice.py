@@ -119,8 +119,8 @@ class Choice:
     def _find_calls(self) -> None:
         """The calls in a turn that has ended; a turn with a malformed one is text, as it is.
 
-        So is one without the tags of a call that names a tool which is not offered; with them it is a call, as the client
-        may tell the model that there is no such tool.
+        So is one without the tags of a call that names a tool which is not offered; with them it is a call, as the
+        client may tell the model that there is no such tool.
         """
         raw = self.tokenizer.decode(self.ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         calls, is_tagged = parse_tool_calls(raw), CALL in raw or PYTHON_TAG in raw
