@@ -70,6 +70,10 @@ FLAGS = (
     Setting("timeout", 600.0, "Seconds for an answer.", float, above=0),
     Setting("drain", 60.0, "Seconds that answers have after SIGTERM or Ctrl-C.", float, minimum=0),
 )  # fmt: skip
+# How a run trains a network, which makes it no other one for those that sample from it.
+OF_TRAINING = (
+    "param_dtype", "remat", "attention", "fp32_head", "freeze_router", "router_aux_loss_coef", "vision_training"
+)  # fmt: skip
 
 
 def serve(
@@ -140,7 +144,7 @@ def serve(
 
     def load(path: str) -> Params:
         loaded = merged(load_served(path, config.dtype, mesh or make_mesh(devices=jax.devices()[:1])))
-        if dataclasses.replace(loaded.net.config, param_dtype=config.param_dtype) != config:
+        if dataclasses.replace(loaded.net.config, **{name: getattr(config, name) for name in OF_TRAINING}) != config:
             raise ConfigError(f"{path} is another network than the one that is served")
         return jax.tree.map(lambda x, like: x.astype(like.dtype), loaded.params, shapes)
 

@@ -102,6 +102,7 @@ def test_a_checkpoint_of_another_model(tiny_run, tmp_path):
     hf = {**other.hf_config, "hidden_size": 48, "head_dim": 12, "intermediate_size": 64}
     (tmp_path / "other").mkdir()
     importlib.import_module("jaxrl_llm.models.safetensors").write_json(tmp_path / "other" / "config.json", hf)
+    other.tokenizer.save_pretrained(tmp_path / "other")
     (tmp_path / "config.json").write_text(config.replace("embedded:sort", str(tmp_path / "other")))
     with pytest.raises(ConfigError, match="cannot be read"):
         jaxrl_llm.export(tmp_path, tmp_path / "exported")

@@ -17,7 +17,7 @@ from jaxrl_llm.training.optimizers import learning_rate_schedule
 from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import optimizer_spec, update_spec
-from jaxrl_llm.training.update import init_state, make_update
+from jaxrl_llm.training.update import ADDS_IN_PLACE, init_state, make_update
 from tests.training.objectives.test_policy_gradient import NET, make_batch
 
 
@@ -199,7 +199,7 @@ def test_gradients_added_in_place_are_the_same(monkeypatch, scan, tied):
     before, after = jax.device_get(net.init(jax.random.key(0))), {}
     for backend, several in (("gpu", False), ("gpu", True), ("cpu", False)):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        monkeypatch.setattr("jaxrl_llm.training.update.is_sharded", lambda several=several: several)
+        monkeypatch.setitem(ADDS_IN_PLACE, "gpu", lambda several=several: several)
         with jax.set_mesh(mesh):
             update = make_update(objective_of(config, net), optimizer, update_spec(config), mesh)
             state = init_state(jax.tree.map(jnp.asarray, before), optimizer, mesh)
