@@ -14,6 +14,7 @@ from jaxrl_llm.algorithms.rounding import round_like
 from jaxrl_llm.distributed.sharding import path_name
 
 MOMENTS = ("mu", "nu", "trace", "v", "v_row", "v_col")  # fields of optax's states that moment_dtype is the type of
+MATRICES = ("/kernel", "/lora_a", "/lora_b")  # last names in the paths of matrices
 MUON_RMS = 0.2  # of an update, as AdamW's are: one learning rate serves both (arXiv 2502.16982)
 
 
@@ -209,8 +210,8 @@ def _sgd(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformat
 
 
 def _muon(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
-    def is_matrix(path, x) -> bool:
-        return _in_layers(path) and x.ndim > 2
+    def is_matrix(path, x) -> bool:  # biases of experts have as many dimensions, and so have convolutions
+        return _in_layers(path) and x.ndim > 2 and path_name(path).endswith(MATRICES)
 
     def labels(params):
         return jax.tree_util.tree_map_with_path(lambda *leaf: "muon" if is_matrix(*leaf) else "adamw", params)
@@ -246,11 +247,14 @@ def _in_layers(path) -> bool:
     return "layers" in path_name(path)
 
 
-OWN_STACKS = {"dense": "dense_layers", "vision": "vision/"}
+STACKS = {"layers": "stacked", "dense_layers": "dense"}  # stacks whose state has another name than their own
 
 
 def per_layer(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The transformation applied to every layer by itself, though parameters are stacked over layers."""
+    """The transformation applied to every layer by itself, though parameters are stacked over layers.
+
+    Layers of another kind than most are a stack of their own, with as many layers as there are of that kind.
+    """
 
     def over_layers(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda tree, *rest: (jax.vmap(function) if jax.tree.leaves(tree) else function)(tree, *rest)
@@ -258,15 +262,19 @@ def per_layer(transformation: optax.GradientTransformation) -> optax.GradientTra
     stacked = optax.GradientTransformation(over_layers(transformation.init), over_layers(transformation.update))
 
     def label(path, _) -> str:
-        # Layers without experts, among layers with them, are a stack of their own, and so are those of an encoder.
         name = path_name(path)
-        own = next((kind for kind, part in OWN_STACKS.items() if part in name), "stacked")
-        return own if _in_layers(path) else "whole"
+        stack = next((part for part in name.split("/") if part.endswith("layers")), None)
+        return "whole" if stack is None else "vision" if "vision/" in name else STACKS.get(stack, stack)
 
-    def labels(params):
-        return jax.tree_util.tree_map_with_path(label, params)
+    def of_stacks(tree) -> optax.GradientTransformation:
+        labels = jax.tree_util.tree_map_with_path(label, tree)
+        stacks = {"vision", *STACKS.values(), *jax.tree.leaves(labels)} - {"whole"}
+        return optax.partition({**dict.fromkeys(sorted(stacks), stacked), "whole": transformation}, labels)
 
-    return optax.partition({"stacked": stacked, **dict.fromkeys(OWN_STACKS, stacked), "whole": transformation}, labels)
+    return optax.GradientTransformation(
+        lambda params: of_stacks(params).init(params),
+        lambda updates, state, params=None: of_stacks(updates).update(updates, state, params),
+    )
 
 
 def stored_in(transformation: optax.GradientTransformation, dtype: str, seed: int) -> optax.GradientTransformation:

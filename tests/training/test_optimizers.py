@@ -157,6 +157,39 @@ def test_muon_orthogonalises_each_layer():
         )
 
 
+def test_muon_is_for_matrices_alone():
+    """Biases of experts and filters of convolutions have as many dimensions as stacked matrices."""
+    random = np.random.default_rng(0)
+    layers = {
+        "experts": {"kernel": random.normal(size=(2, 3, 4, 6)), "bias": random.normal(size=(2, 3, 6))},
+        "delta": {"conv": random.normal(size=(2, 8, 1, 4))},
+    }
+    params = {"layers": jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), layers)}
+    changes = {}
+    for name in ("muon", "adamw"):
+        optimizer = make_optimizer(config_of(name=name))
+        changes[name], _ = optimizer.update(params, optimizer.init(params), params)
+    muon, adamw = (changes[name]["layers"] for name in ("muon", "adamw"))
+    np.testing.assert_allclose(muon["experts"]["bias"], adamw["experts"]["bias"], rtol=1e-6)
+    np.testing.assert_allclose(muon["delta"]["conv"], adamw["delta"]["conv"], rtol=1e-6)
+    assert not np.allclose(muon["experts"]["kernel"], adamw["experts"]["kernel"], rtol=0.1)
+
+
+@pytest.mark.parametrize("stack", ["delta_layers", "full_layers", "dense_latent_layers"])
+def test_adafactor_updates_each_layer_by_itself(stack):
+    """Layers of another kind are a stack of another length: what a layer gets does not depend on the others."""
+    kernels = jax.tree.map(jnp.asarray, parameters()["layers"]["q"]["kernel"])
+    params = {"layers": {"q": {"kernel": kernels}}, stack: {"q": {"kernel": kernels[:1] + 1.0}}}
+    optimizer = make_optimizer(config_of(name="adafactor"))
+    changes, _ = optimizer.update(params, optimizer.init(params), params)
+    for name, layers in params.items():
+        for index, kernel in enumerate(layers["q"]["kernel"]):
+            alone = {"head": {"kernel": kernel}}
+            change, _ = optimizer.update(alone, optimizer.init(alone), alone)
+            found = changes[name]["q"]["kernel"][index]
+            np.testing.assert_allclose(found, change["head"]["kernel"], rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow), "lion", "sgd", "muon"])
 def test_moments_in_fp32_stored_as_set(name):
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), jax.tree.map(jnp.asarray, parameters()))
