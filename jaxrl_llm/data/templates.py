@@ -181,13 +181,8 @@ def render_chat(
     continued = add_generation_prompt and messages[-1]["role"] == "assistant"
     # Arrow storage gives every message the keys of all others, set to None, and templates test for the key alone.
     present = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
-    if _reads_parts_alone(tokenizer):
-        present = [
-            {**message, "content": [{"type": "text", "text": message["content"]}]}
-            if isinstance(message["content"], str)
-            else message
-            for message in present
-        ]
+    reads = _forms_read(tokenizer)
+    present = [_in_form(message, reads) for message in present]
     try:
         text = tokenizer.apply_chat_template(
             present,
@@ -202,23 +197,73 @@ def render_chat(
     return text if expand is None else expand(text)
 
 
-def _reads_parts_alone(tokenizer: Any) -> bool:
-    """True for a chat template that loses a content which is text, as those of some models with images do."""
+class FormsRead(NamedTuple):
+    """The forms of a message, as data has them, that a chat template reads."""
+
+    texts: bool  # contents that are text
+    parts: bool  # contents that are lists of parts
+    objects: bool  # arguments of calls that are objects
+
+
+_FORMS_READ: dict[str, FormsRead] = {}  # by chat template
+
+
+def _forms_read(tokenizer: Any) -> FormsRead:
+    """The forms that the tokenizer's chat template reads, tried with a message of each."""
     template = str(tokenizer.chat_template)
-    if template not in _PARTS_ALONE:
-        word = "probe"
-        try:
-            found = [
-                word in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
-                for content in (word, [{"type": "text", "text": word}])
-            ]
-        except Exception:  # a template may ask for more than a message
-            found = [True]
-        _PARTS_ALONE[template] = found == [False, True]
-    return _PARTS_ALONE[template]
+    if template not in _FORMS_READ:
+        text, parts = ([{"role": "user", "content": x}] for x in ("probe", [{"type": "text", "text": "probe"}]))
+        call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"argument": 1}}}
+        called = [*text, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+        def reads(messages: list[Any], word: str, quoted: str) -> bool:
+            try:
+                shown = tokenizer.apply_chat_template(messages, tokenize=False)
+            except Exception:  # a template may ask for other messages than these
+                return False
+            return word in shown and quoted not in shown  # which stands in what Python writes of a list or dictionary
+
+        _FORMS_READ[template] = FormsRead(
+            texts=reads(text, "probe", "'probe'"),
+            parts=reads(parts, "probe", "'probe'"),
+            objects=reads(called, "argument", "'argument'"),
+        )
+    return _FORMS_READ[template]
 
 
-_PARTS_ALONE: dict[str, bool] = {}  # by chat template
+def _in_form(message: dict[str, Any], reads: FormsRead) -> dict[str, Any]:
+    """The message in the forms that its chat template reads, where it is known to read these and not those it has.
+
+    Texts become a part, and parts that are all texts one text. Arguments of calls that are JSON text, as OpenAI writes
+    them and columns of one type need them, become objects: a template would write them as a text within the call.
+    """
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, str) and reads.parts and not reads.texts:
+        message = {**message, "content": [{"type": "text", "text": content}]}
+    elif isinstance(content, list) and reads.texts and not reads.parts and all(map(_is_text_part, content)):
+        message = {**message, "content": "".join(part["text"] for part in content)}
+    if reads.objects and isinstance(calls, list | tuple):
+        message = {**message, "tool_calls": [_with_object(call) for call in calls]}
+    return message
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _with_object(call: Any) -> Any:
+    """The call with an object as its arguments, where these are the JSON text of one."""
+    inner = call.get("function", call) if isinstance(call, Mapping) else None  # templates take either
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(inner["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, Mapping):
+        return call
+    inner = {**inner, "arguments": arguments}
+    return {**call, "function": inner} if "function" in call else inner
 
 
 def template_options(row: Mapping[str, Any], template_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:

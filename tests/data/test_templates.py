@@ -9,6 +9,7 @@ from jaxrl_llm.data.templates import (
     continued_ids,
     decode_completion,
     is_conversational,
+    render_chat,
     render_prompt,
     template_options,
 )
@@ -75,6 +76,57 @@ def test_keys_of_none_are_left_out(tokenizer, tokenizer_folder):
     tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=template)
     assert text(tokenizer, render_prompt(tokenizer, [{**USER[0], "name": None}])) == "hi"
     assert text(tokenizer, render_prompt(tokenizer, [{**USER[0], "name": "x"}])) == "hinamed"
+
+
+CALLS = (
+    "{%- for m in messages -%}[{{ m.role }}]{{ m.content or '' }}"
+    "{%- for c in m.tool_calls or [] -%}{%- set c = c.function if c.function is defined else c -%}WRITTEN{%- endfor -%}"
+    "{%- endfor -%}"
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments", "expected"),
+    [
+        ("{{ c.arguments | tojson }}", '{"a":[1]}', '{"a": [1]}'),  # Hermes, Qwen2.5, Llama 3
+        ("{% for k, v in c.arguments | items %}{{ k }}={{ v }}{% endfor %}", '{"a":[1]}', "a=[1]"),  # Qwen3-Coder
+        ("{{ c.arguments | tojson }}", "", "{}"),
+        ("{{ c.arguments | tojson }}", "{oops", '"{oops"'),
+        ("{{ c.arguments | tojson }}", "[1]", '"[1]"'),
+        ("{{ '<' + c.arguments + '>' }}", '{"a":[1]}', '<{"a":[1]}>'),  # DeepSeek takes texts alone
+        ("{{ c.arguments }}", '{"a":[1]}', '{"a":[1]}'),
+    ],
+)
+@pytest.mark.parametrize("nested", [True, False])
+def test_arguments_of_calls_as_json_text(tokenizer, tokenizer_folder, written, arguments, expected, nested):
+    """Text is what OpenAI's clients write there, and what columns of one type hold."""
+    tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=CALLS.replace("WRITTEN", written))
+    function = {"name": "f", "arguments": arguments}
+    call = {"type": "function", "function": function} if nested else function
+    messages = [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert render_chat(tokenizer, messages, False) == f"[user]hi[assistant]{expected}"
+    assert function["arguments"] == arguments
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{{ m.content }}", "one two"),
+        ("{{ m.content | trim }}", "one two"),  # Llama 3
+        ("{{ m.content + '.' }}", "one two."),  # Qwen2.5
+        ("{% if m.content is string %}{{ m.content }}{% else %}{{ m.content | length }} parts{% endif %}", "one two"),
+        (
+            "{% if m.content is string %}{{ m.content }}"
+            "{% else %}{% for p in m.content %}({{ p.text }}){% endfor %}{% endif %}",
+            "(one )(two)",
+        ),
+    ],
+)
+def test_contents_of_text_parts(tokenizer, tokenizer_folder, written, expected):
+    template = "{%- for m in messages -%}" + written + "{%- endfor -%}"
+    tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=template)
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert render_chat(tokenizer, [{"role": "user", "content": parts}], False) == expected
 
 
 @pytest.mark.parametrize("spacing", SPACINGS)
