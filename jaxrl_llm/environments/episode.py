@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
 from jaxrl_llm.environments.protocol import EpisodeError, Step, checked_step, encodable, is_messages, with_parts
-from jaxrl_llm.environments.tools import Tool, ToolResult, call_tool, parse_tool_calls
+from jaxrl_llm.environments.tools import Tool, ToolResult, call_tool, parse_tool_calls, turn_message
 
 Row = Mapping[str, Any]  # the columns of a row of the data
 Decode = Callable[[Sequence[int], bool], str]  # ids, and whether special tokens are left out -> text
@@ -141,17 +141,25 @@ class Episode:
         return [Turn(*turn) for turn in zip(ends, rewards, self.states, strict=False)]
 
     def messages(self, ids: Sequence[int], decode: Decode) -> list[dict[str, Any]]:
-        """The completion as messages: the assistant's turns, and the observations between them."""
+        """The completion as messages: the assistant's turns, and the observations between them.
+
+        Where there are tools, calls are `tool_calls` of a turn's message, as TRL's users read them.
+        """
+
+        def said(turn: Sequence[int]) -> dict[str, Any]:
+            text = decode(turn, True)
+            return turn_message(text, decode(turn, False)) if self.tools else {"role": "assistant", "content": text}
+
         messages, start = [], 0
         for (begin, end), observation in zip(self.observation_spans, self.observations, strict=True):
-            messages.append({"role": "assistant", "content": decode(ids[start:begin], True)})
+            messages.append(said(ids[start:begin]))
             if isinstance(observation, str):
                 messages.append({"role": "user", "content": observation})
             else:
                 messages += [dict(message) for message in observation]
             start = end
         if start < len(ids) or not messages:
-            messages.append({"role": "assistant", "content": decode(ids[start:], True)})
+            messages.append(said(ids[start:]))
         return messages
 
     def _stepped(self, returned: Any) -> TurnResult:

@@ -148,6 +148,21 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     return [ToolCall("", {}, f"the call {_shorten(body)} is not JSON with name and parameters")] if is_tagged else []
 
 
+def turn_message(text: str, raw: str) -> dict[str, Any]:
+    """A turn as a message of the assistant: its text, or what stands before its calls, and these as `tool_calls`.
+
+    `raw` is the text with special tokens. A turn with a call that cannot be read is its text alone, as in TRL.
+    """
+    calls = parse_tool_calls(raw)
+    if not calls or any(call.error is not None for call in calls):
+        return {"role": "assistant", "content": text}
+    said = raw[: min((raw.find(tag) for tag in ("<tool_call>", PYTHON_TAG) if tag in raw), default=0)]
+    functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+    readable = json.loads(encodable(json.dumps(functions, ensure_ascii=False)))
+    tool_calls = [{"type": "function", "function": function} for function in readable]
+    return {"role": "assistant", "content": said.strip(), "tool_calls": tool_calls}
+
+
 def _as_call(value: Any) -> ToolCall:
     if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):  # as OpenAI nests it
         value = value["function"]

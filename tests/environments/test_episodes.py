@@ -274,6 +274,9 @@ def test_tools(tokenizer):
     assert "is not JSON" in results[4][0] and results[5] == ["3"] * 3
     assert [episode.stop_reason for episode in batch.episodes] == ["answered"] * 5 + ["max_tool_calls"]
     assert completions[1][-1] == {"role": "assistant", "content": "11"}
+    called = [[c["function"]["arguments"] for c in m.get("tool_calls", [])] for m in completions[1]]
+    assert called == [[{"a": 1, "b": 2}, {"a": 4}], [], [], []] and completions[1][0]["content"] == ""
+    assert completions[4][0] == {"role": "assistant", "content": "<tool_call>{oops</tool_call>"}
     assert "<|user|>3<|end|><|user|>8<|end|><|assistant|>11<|end|>" in tokenizer.decode(ids[1])
     metrics, _, _ = batch.release()
     assert metrics["tools/call_frequency"] == [1, 2, 0, 3, 1, 3]

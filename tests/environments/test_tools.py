@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxrl_llm.environments.tools import ToolCall, ToolResult, call_tool, parse_tool_calls
+from jaxrl_llm.environments.tools import ToolCall, ToolResult, call_tool, parse_tool_calls, turn_message
 
 ADD = ToolCall("add", {"a": 1, "b": 2})
 
@@ -92,3 +92,24 @@ def test_results_are_text_that_tokenizers_take(name):
     """Names of files may be none."""
     result = call_tool(ToolCall("tool", {}), {"tool": lambda: name})
     assert isinstance(result, ToolResult) and not result.failed and "file \ufffd.txt" in result.message["content"]
+
+
+def of_calls(*calls):
+    return [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+
+
+@pytest.mark.parametrize(
+    ("raw", "content", "calls"),
+    [
+        ('I add.\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>', "I add.", [("add", {"a": 1})]),
+        ('{"name": "now", "parameters": {}}<|eot_id|>', "", [("now", {})]),
+        ('So: <|python_tag|>{"name": "now", "parameters": {}}', "So:", [("now", {})]),
+        ('<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>', "", [("add", {"a": "\ufffd"})]),
+        ('<tool_call>{"name": "now"}</tool_call> <tool_call>{oops</tool_call>', "the text", None),
+        ("No call.", "the text", None),
+    ],
+)
+def test_messages_of_turns(raw, content, calls):
+    """As TRL makes them: rewards of its users look for `tool_calls`."""
+    message = turn_message("the text", raw)
+    assert message == {"role": "assistant", "content": content, **({"tool_calls": of_calls(*calls)} if calls else {})}

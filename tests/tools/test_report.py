@@ -135,7 +135,8 @@ def test_names_are_as_long_as_it_takes():
 
 def test_completions_are_of_evenly_spaced_steps_and_long_texts_lose_their_middle(tmp_path):
     folder = write_run(tmp_path / "run", steps=10)
-    talk = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "q"}]
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+    talk = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "q", "tool_calls": calls}]
     write_completions(folder / "completions", 10, [{"prompt": talk, "completion": "a" * 90 + "b" * 90, "r": None}])
     picked = picked_files(folder / "completions", 12)
     assert [path.stem[-2:] for path in picked] == ["02", "06", "10"]
@@ -143,7 +144,8 @@ def test_completions_are_of_evenly_spaced_steps_and_long_texts_lose_their_middle
     (piece,) = chunks_of(read_runs([folder]), 13, 100)
     assert piece["rows"] == 13
     assert piece["texts"][piece["columns"]["completion"][-1]] == "a" * 50 + "\n… 80 characters left out …\n" + "b" * 50
-    assert piece["texts"][piece["columns"]["prompt"][-1]] == "user: p\nassistant: q"
+    called = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    assert piece["texts"][piece["columns"]["prompt"][-1]] == f"user: p\nassistant: q{called}"
     assert piece["columns"]["r"] == [None] * 13
 
 

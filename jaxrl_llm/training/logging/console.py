@@ -6,6 +6,7 @@ there are only lines, with one for a few steps.
 """
 
 import contextlib
+import json
 import sys
 import time
 from collections import deque
@@ -288,12 +289,20 @@ def duration(seconds: float) -> str:
 
 
 def as_text(value: object) -> str:
-    """A text unchanged, a conversation as one `role: content` a line."""
+    """A text unchanged, a conversation as one `role: content` a line, with the calls of tools behind it."""
     if isinstance(value, list | tuple):
         return "\n".join(
-            f"{turn['role']}: {_parts_text(turn['content'])}" if "content" in turn else str(turn) for turn in value
+            f"{turn['role']}: {_parts_text(turn['content'])}{_calls_text(turn)}" if "content" in turn else str(turn)
+            for turn in value
         )
     return str(value)
+
+
+def _calls_text(turn: Mapping[str, object]) -> str:
+    """The tool calls of a message as JSON, each in tags as most models write them."""
+    calls = turn.get("tool_calls")
+    called = [call.get("function", call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return "".join(f"<tool_call>{json.dumps(each, ensure_ascii=False, default=repr)}</tool_call>" for each in called)
 
 
 def _parts_text(content: object) -> object:
