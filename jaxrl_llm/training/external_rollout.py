@@ -27,6 +27,7 @@ from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
 from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.templates import continued_ids, is_conversational, render_prompt
+from jaxrl_llm.data.tokenize import ended
 from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
 from jaxrl_llm.environments.server import server
 from jaxrl_llm.models.transformer import Params
@@ -78,26 +79,29 @@ class RolloutTrainer:
         num_generations: int | None = None,
         *,
         input_ids: Any = None,
+        attention_mask: Any = None,
         max_new_tokens: int | None = None,
         **options: Any,
     ):
         """Completions of prompts, as a dictionary; of `input_ids`, as `transformers` has it: rows of whole sequences.
 
-        `max_new_tokens` cuts completions. Raises ConfigError for options: lengths and sampling are those of the
-        configuration (rollout.*).
+        Where `attention_mask` is 0 the ids are padding, which stays in the rows. `max_new_tokens` cuts completions.
+        Raises ConfigError for options: lengths and sampling are those of the configuration (rollout.*).
         """
-        options = {key: value for key, value in options.items() if key not in ("attention_mask", "generation_config")}
+        options = {key: value for key, value in options.items() if key != "generation_config"}
         if options:
             raise ConfigError(
                 f"generate got {', '.join(options)}; how the policy is sampled is set in the configuration, "
                 "under rollout"
             )
         if input_ids is not None:
-            prompt_ids = [[int(token) for token in row] for row in np.asarray(input_ids)]
+            given = np.asarray(input_ids)
+            shown = np.ones(given.shape, bool) if attention_mask is None else np.asarray(attention_mask) > 0
+            prompt_ids = [row[own].tolist() for row, own in zip(given, shown, strict=True)]
             completions = [row[:max_new_tokens] for row in self._generate(prompt_ids, 1)[0]]
             width = max(map(len, completions))
             pad = self.processing_class.pad_token_id or 0
-            rows = [[*p, *c, *[pad] * (width - len(c))] for p, c in zip(prompt_ids, completions, strict=True)]
+            rows = [[*p, *c, *[pad] * (width - len(c))] for p, c in zip(given.tolist(), completions, strict=True)]
             return np.asarray(rows, np.int32)
         count = self.num_generations if num_generations is None else num_generations
         ids = self.tokenize(prompts)
@@ -341,7 +345,7 @@ def _tokenized_texts(texts: Any, tokenizer: Any, prompt_ids: list[list[int]]) ->
             f"returned {_shorten(texts)}"
         )
     return [
-        [*continued_ids(tokenizer, prompt, text), tokenizer.eos_token_id]
+        ended(tokenizer, continued_ids(tokenizer, prompt, text), text)
         for prompt, text in zip(prompt_ids, texts, strict=True)
     ]
 

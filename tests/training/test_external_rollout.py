@@ -20,7 +20,12 @@ from jaxrl_llm.rewards.runner import TrainerState
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.bodies import parse
-from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function
+from jaxrl_llm.training.external_rollout import (
+    ExternalRollout,
+    RolloutTrainer,
+    TokenizerWithoutTorch,
+    load_rollout_function,
+)
 from jaxrl_llm.training.setup.run import build
 from tests.models.decoding import trainer_logps
 
@@ -112,13 +117,31 @@ def test_texts_get_the_log_probs_of_the_policy(model, rollout):
         assert ids.shape[0] == 1 and 0 < ids.shape[1] - inputs.input_ids.shape[1] <= 2
         assert isinstance(processing_class.decode(ids[0][inputs.input_ids.shape[1] :]), str)
         assert generation_config.max_new_tokens == C
-        return ["1248", "4821", "01399", "far too long to fit"]
+        return ["1248", "4821<|end|>", "01399", "far too long to fit"]  # an end of its own stays the only one
 
     made, columns = rollout(math_rollout)
     assert columns == {} and made.lengths.tolist() == [5, 5, 6, C] and made.finished.tolist() == [True] * 3 + [False]
     assert model.tokenizer.decode(made.tokens[0, WIDTH : WIDTH + 5]) == "1248<|end|>"
     np.testing.assert_allclose(made.sample_logps, policy_logps(model, made), atol=1e-5)
     assert made.sample_logps[0].sum() > made.sample_logps[1].sum()  # the right answer is likelier
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_of_a_batch_is_no_prompt(model, side):
+    asked = []
+
+    def generate(ids, count):
+        asked.extend(ids)
+        return [[7], [8, 9]], []
+
+    tokenizer = TokenizerWithoutTorch(model.tokenizer)
+    trainer = RolloutTrainer(generate, tokenizer, {"num_generations": 1}, None)
+    prompts = ["sort:4821=", "sort:21="]
+    inputs = tokenizer(prompts, padding=True, padding_side=side, return_tensors="pt")
+    rows = trainer.generate(**inputs)
+    assert asked == [model.tokenizer(prompt)["input_ids"] for prompt in prompts]
+    width = inputs["input_ids"].shape[1]
+    assert (rows[:, :width] == inputs["input_ids"]).all() and rows[1, width:].tolist() == [8, 9]
 
 
 GOOD = {"prompt_ids": [[1]] * 4, "completion_ids": [[2, 3]] * 4, "logprobs": [[-1.0, -1.0]] * 4}
