@@ -227,6 +227,12 @@ def test_loss_types_of_trl(tmp_path, loss_type, loss, of_sequences, aggregation)
     assert policy_loss(config).ratio == ("token" if loss_type == "vespo" else "sequence")
 
 
+def test_numbers_of_vespo(tmp_path):
+    said = {"output_dir": "o", "loss_type": "vespo", "max_steps": 5, "vespo_k_pos": 1.5, "vespo_lambda_neg": 2.5}
+    config, _ = migrate(written(tmp_path, "a.json", said), trainer="grpo", devices=1)
+    expect(config, algorithm={"loss": "vespo(k_positive=1.5, lambda_negative=2.5)"})
+
+
 def test_vespo_of_trl_with_a_kl_of_sequence_ratios_is_noted(tmp_path):
     said = {"output_dir": "o", "loss_type": "vespo", "importance_sampling_level": "sequence", "max_steps": 5}
     file = written(tmp_path, "a.json", {**said, "beta": 0.04, "num_generations": 4})
