@@ -98,7 +98,7 @@ def _verl_grader(function: Callable[..., Any], is_batch: bool) -> Any:
     takes = [key for key in VERL_ARGUMENTS if accepts(function, key + plural)]
 
     def row_arguments(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-        values = {"solution_str": text, "ground_truth": ground_truth(columns)}
+        values = {"solution_str": text} | ({"ground_truth": ground_truth(columns)} if "ground_truth" in takes else {})
         return {key: values.get(key, columns.get(key)) for key in takes}
 
     def grade_row(sample: Sample) -> Any:

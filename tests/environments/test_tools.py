@@ -101,7 +101,7 @@ def of_calls(*calls):
 @pytest.mark.parametrize(
     ("raw", "content", "calls"),
     [
-        ('I add.\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>', "I add.", [("add", {"a": 1})]),
+        ('Now.\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>', "Now.", [("add", {"a": 1})]),
         ('{"name": "now", "parameters": {}}<|eot_id|>', "", [("now", {})]),
         ('So: <|python_tag|>{"name": "now", "parameters": {}}', "So:", [("now", {})]),
         ('<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>', "", [("add", {"a": "\ufffd"})]),

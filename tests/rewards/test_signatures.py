@@ -82,6 +82,18 @@ def test_verl_without_ground_truth():
         score(compute_score, ["a"], {"answer": ["4"]})
 
 
+def test_verl_forms_that_read_no_ground_truth():
+    def short(solution_str, extra_info=None):
+        return -float(len(solution_str))
+
+    def long(solution_strs, **kwargs):
+        assert set(kwargs) == {"data_sources", "ground_truths", "extra_infos"}
+        return [float(len(text)) for text in solution_strs]
+
+    assert score(short, ["a", "bc"], {"answer": ["4", "5"]}).rewards.tolist() == [[-1], [-2]]
+    assert score(long, ["a", "bc"], VERL).rewards.tolist() == [[1], [2]]
+
+
 # --- Harmony ----------------------------------------------------------------------------------------------------------
 
 

@@ -278,9 +278,9 @@ def _grpo(draft: Draft, trainer: str, devices: int) -> int:
             draft.check(f"{level} = sequence: {kind} takes the ratio of the row, its paper that of each token")
     elif kind == "vespo" and sequence and beta and draft.get("use_bias_correction_kl"):
         draft.check(f"{level}: with vespo it is of the KL term alone in TRL, whose ratio is that of tokens here")
-    shape = {"k_positive": "k_pos", "lambda_positive": "lambda_pos", "k_negative": "k_neg", "lambda_negative": "lambda_neg"}
-    options = {"delta": "delta"} | {option: f"vespo_{key}" for option, key in shape.items()}
-    set_loss(draft, [(loss, options)], "loss_type", "importance_sampling_level")
+    signs = {"positive": "pos", "negative": "neg"}
+    numbers = {f"{name}_{ours}": f"vespo_{name}_{sign}" for ours, sign in signs.items() for name in ("k", "lambda")}
+    set_loss(draft, [(loss, {"delta": "delta", **numbers})], "loss_type", "importance_sampling_level")
     token = "rollout_token" if draft.values["batch.minibatches"] > 1 else "token"
     means = MEANS.get(kind, token)
     if kind == "bnpo" and devices > 1:
