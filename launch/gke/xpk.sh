@@ -20,11 +20,11 @@ command="python -u -m jaxrl_llm.train"
 for argument in "$@"; do
   command+=" $(printf %q "$argument")"
 done
-storage=()
+storage=() # bash 3.2, which macOS has, takes an empty array for an unset one: hence the + below
 if [[ -n ${STORAGE:-} ]]; then
   storage=("--storage=$STORAGE")
 fi
 exec xpk workload create --workload="$name" --cluster="$CLUSTER" --zone="$ZONE" --tpu-type="$TPU_TYPE" \
   --num-slices="${SLICES:-1}" --max-restarts="${RESTARTS:-10}" --restart-on-exit-codes=1,2 \
-  --termination-grace-period-seconds=600 --docker-image="$IMAGE" "${storage[@]}" \
+  --termination-grace-period-seconds=600 --docker-image="$IMAGE" ${storage[@]+"${storage[@]}"} \
   --command="$command"

@@ -17,6 +17,7 @@ import pytest
 from jaxrl_llm.commands.welcome import welcome
 from jaxrl_llm.config.flags import load_flags, load_options
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.tools.plan.devices import named
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -208,7 +209,9 @@ def understand(command: Command) -> None:
     if command.module == "train":
         load_flags(command.options, "", (module.DRY_RUN,))
     elif command.module in WITH_CONFIG:
-        load_flags(command.options, "", module.FLAGS)
+        options = load_flags(command.options, "", module.FLAGS).options
+        if command.module == "plan":
+            named(options["device"])
     else:
         load_options(command.options, "", module.FLAGS)
 

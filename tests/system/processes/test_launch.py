@@ -146,6 +146,13 @@ def test_xpk_names_the_workload(launch, tmp_path):
     assert call["arguments"][-1] == "--command=python -u -m jaxrl_llm.train --config=configs/grpo.py"
 
 
+def test_xpk_without_a_volume_is_given_no_empty_argument(launch, tmp_path):
+    process = launch("gke/xpk.sh", "run-1", CLUSTER="c", ZONE="z", IMAGE="i", TPU_TYPE="v6e-16")
+    assert process.wait(30) == 0
+    (call,) = notes(tmp_path)
+    assert all(argument.startswith("--") for argument in call["arguments"][2:])
+
+
 @pytest.mark.parametrize(("name", "variable"), [("tpu_vm.sh", "TPU"), ("gke/xpk.sh", "CLUSTER")])
 def test_what_is_missing_is_named(launch, name, variable):
     process = launch(name)

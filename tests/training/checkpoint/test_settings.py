@@ -1,6 +1,7 @@
 """Settings that change when a run goes on: told, kept, or refused."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -55,6 +56,18 @@ def test_what_a_run_is_does_not_change_unasked(tmp_path, name):
     with pytest.raises(ConfigError, match=rf"would go on as another one: {name}: a -> b\. .*accept_changes={name}$"):
         check_changes(tmp_path, changes, ())
     check_changes(tmp_path, changes, (name,))
+
+
+def test_the_page_names_what_a_run_is(root):
+    page = (root / "docs" / "reliability.md").read_text(encoding="utf-8")
+    named = page.partition("Settings that say what a run is")[2].partition("Accepted or")[0]
+    found = {
+        f"{section}.{name}"
+        for section, names in re.findall(r"of\s+`(\w+)`([^;.]+)", named)
+        for name in re.findall(r"\w+", names)
+        if name != "and"
+    }
+    assert found | {"seed"} == set(IDENTITY)
 
 
 def test_every_refused_setting_is_named_at_once(tmp_path):
