@@ -11,7 +11,6 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +19,7 @@ import numpy as np
 from jaxrl_llm.algorithms.advantages import combine_rewards
 from jaxrl_llm.algorithms.sample_statistics import bootstrap_interval, mean_of
 from jaxrl_llm.config import ConfigError, validate
-from jaxrl_llm.config.flags import load_flags
+from jaxrl_llm.config.flags import file_to_write, load_flags
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data.templates import chat_ids
 from jaxrl_llm.distributed import processes
@@ -193,10 +192,7 @@ def main(argv: list[str]) -> None:
     config, options = load_flags(argv, __doc__ or "", FLAGS)
     processes.join(config)
     keep_compiled(config.compilation_cache)
-    files = {name: Path(options[name]).expanduser() for name in ("output", "pairs") if options[name]}
-    for name, path in files.items():
-        if not path.parent.is_dir():
-            raise ConfigError(f"--{name}: there is no folder {path.parent}; make it first")
+    output, pairs = (file_to_write(name, options[name]) for name in ("output", "pairs"))
     with waiting(f"comparing {options['a']} with {options['b']}", stderr_console(), lines=False):
         comparison = compare(config, options["a"], options["b"], tie=options["tie"], level=options["level"])
     if jax.process_index() > 0:
@@ -205,9 +201,9 @@ def main(argv: list[str]) -> None:
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name.ljust(width)}  {value if isinstance(value, str) else show(value)}")
-    if "output" in files:
+    if output is not None:
         numbers = {name: None if value != value else value for name, value in rows.items()}
-        files["output"].write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-    if "pairs" in files:
+        output.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    if pairs is not None:
         lines = [json.dumps(pair, ensure_ascii=False) + "\n" for pair in comparison.pairs]
-        files["pairs"].write_text("".join(lines), encoding="utf-8")
+        pairs.write_text("".join(lines), encoding="utf-8")

@@ -12,13 +12,12 @@ row of the file has the responses to a prompt (a text, or a list of them) and th
 import contextlib
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxrl_llm.config import ConfigError, validate
-from jaxrl_llm.config.flags import load_flags
+from jaxrl_llm.config.flags import file_to_write, load_flags
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
@@ -105,9 +104,7 @@ def main(argv: list[str]) -> None:
     config, options = load_flags(argv, __doc__ or "", FLAGS)
     processes.join(config)
     keep_compiled(config.compilation_cache)
-    output = Path(options["output"]).expanduser() if options["output"] else None
-    if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"--output: there is no folder {output.parent}; make it first")
+    output = file_to_write("output", options["output"])
     if options["responses"]:
         keys = {"responses": options["response_key"], "prompt": options["prompt_key"]}
         keys |= {name: options[f"{name}_key"] for name in ("data_source", "reward_model")}

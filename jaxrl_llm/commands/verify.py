@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.config import ConfigError, batch_rows, validate
-from jaxrl_llm.config.flags import load_flags
+from jaxrl_llm.config import ConfigError, batch_rows, rows_together, validate
+from jaxrl_llm.config.flags import file_to_write, load_flags
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.training.checkpoint.manager import Checkpoints, free
@@ -82,7 +82,8 @@ def verify(config) -> Report:
             "sampled to their end at once: --config.rollout.partial_prompts=0"
         )
     config = config.copy_and_resolve_references()
-    config.optimizer.schedule, config.optimizer.warmup_steps, config.optimizer.warmup_ratio = "constant", 0, 0.0
+    c = config.optimizer
+    c.schedule, c.decay_steps, c.warmup_steps, c.warmup_ratio, c.warmup_init = "constant", 0, 0, 0.0, 0.0
     with _run(config) as run:
         start = jax.device_get(run.state.params)
         variants = list(_variants(config, run))
@@ -141,11 +142,12 @@ def _variants(config, run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
         if slots > 1:
             yield f"{max(slots // 2, 1)} decode slots for {slots}", {"rollout.slots": max(slots // 2, 1)}
     rows = config.batch.microbatch_rows or batch_rows(config) // config.batch.minibatches
-    halves = {"batch.microbatch_rows": rows // 2}
-    if config.batch.microbatch_tokens:
-        halves["batch.microbatch_tokens"] = config.batch.microbatch_tokens // 2
-    if rows > 1:
-        yield f"micro-batches of {rows // 2} rows for {rows}", halves
+    unit = 1 if run.algorithm.online else rows_together(config)
+    if part := next((size for size in range(rows // 2, 0, -1) if rows % size == 0 and size % unit == 0), 0):
+        smaller = {"batch.microbatch_rows": part}
+        if config.batch.microbatch_tokens:
+            smaller["batch.microbatch_tokens"] = config.batch.microbatch_tokens // 2
+        yield f"micro-batches of {part} rows for {rows}", smaller
     packed = run.pack.sizes is not None
     yield ("rows not packed" if packed else "packed rows"), {"batch.packing": "false" if packed else "true"}
     devices, own = jax.device_count(), dict(run.mesh.shape)
@@ -170,7 +172,8 @@ def _compared(name: str, start: Any, own: Made, other: Made) -> Check:
         return Check(name, samples, "no parameter moves in this step: take another seed or more rows", None)
     difference = float(np.sqrt(apart / length))
     norms = [made.metrics["grad_norm"] for made in (own, other)]
-    words = f"differs by {difference:.1e} of its length, the gradient's norm by {abs(norms[1] / norms[0] - 1):.1e}"
+    of_norm = abs(norms[1] - norms[0]) / (norms[0] or 1.0)  # weight decay moves parameters without a gradient
+    words = f"differs by {difference:.1e} of its length, the gradient's norm by {of_norm:.1e}"
     return Check(name, samples, words if difference else EQUAL, difference)
 
 
@@ -197,9 +200,7 @@ def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     config, options = load_flags(argv, __doc__ or "", FLAGS)
     keep_compiled(config.compilation_cache)
-    output = Path(options["output"]).expanduser() if options["output"] else None
-    if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"--output: there is no folder {output.parent}; make it first")
+    output = file_to_write("output", options["output"])
     with waiting("making the first step in several ways", stderr_console(), lines=False):
         report = verify(config)
     sys.stdout.write("\n".join(lines(report)) + "\n")

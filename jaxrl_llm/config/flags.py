@@ -171,6 +171,21 @@ def load_options(argv: Sequence[str], usage: str, options: Sequence[Setting]) ->
     return {name: flag.parse(texts[name]) if name in texts else flag.default for name, flag in flags.items()}
 
 
+def file_to_write(flag: str, text: str) -> Path | None:
+    """The file that a flag names for what a command finds out, None for an empty text.
+
+    Raises ConfigError, before the command's work is done, where it cannot be written.
+    """
+    if not text:
+        return None
+    path = Path(text).expanduser()
+    if not path.parent.is_dir():
+        raise ConfigError(f"--{flag}: there is no folder {path.parent}; make it first")
+    if path.is_dir():
+        raise ConfigError(f"--{flag}: {path} is a folder, but it takes a file")
+    return path
+
+
 def _exit_after_help(argv: Sequence[str], usage: str, options: Sequence[Setting], keys: Sequence[Setting]) -> None:
     for index, argument in enumerate(argv):
         flag, equals, section = argument.partition("=")

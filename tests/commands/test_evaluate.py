@@ -139,9 +139,11 @@ def test_infinite_is_null_in_json(config, tmp_path, monkeypatch, capsys):
     assert "reward           -\n" in capsys.readouterr().out
 
 
-def test_output_folder_must_exist(tmp_path):
-    with pytest.raises(ConfigError, match="no folder"):
-        importlib.import_module("jaxrl_llm.commands.evaluate").main([f"--output={tmp_path / 'none' / 'x.json'}"])
+@pytest.mark.parametrize("command", ["evaluate", "verify", "compare"])
+@pytest.mark.parametrize(("name", "words"), [("none/x.json", "there is no folder"), ("", "is a folder, but it takes")])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, command, name, words):
+    with pytest.raises(ConfigError, match=f"--output: .*{words}"):
+        importlib.import_module(f"jaxrl_llm.commands.{command}").main([f"--output={tmp_path / name}"])
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jaxrl_llm.commands import verify as command
-from jaxrl_llm.commands.verify import EQUAL, Made, _compared, verify
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.commands.verify import EQUAL, Made, _compared, _variants, verify
+from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 
 
@@ -31,6 +32,49 @@ def test_updates_are_compared_by_their_length():
     assert far.update == "differs by 1.0e-01 of its length, the gradient's norm by 2.5e-01"
     still = _compared("still", start, made([0, 0]), made([0, 0]))
     assert still.difference is None and still.update.startswith("no parameter moves")
+
+
+def test_parameters_that_move_without_a_gradient():
+    """By weight decay, where all completions of a prompt score alike."""
+    start = {"w": np.zeros(2, np.float32)}
+    found = _compared("far", start, made([3, 4], norm=0.0), made([3, 4.5], norm=0.0))
+    assert found.update == "differs by 1.0e-01 of its length, the gradient's norm by 0.0e+00"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "prompts", "expected"),
+    [("sft", 8, "micro-batches of 4 rows for 8"), ("sft", 5, "micro-batches of 1 rows for 5"),
+     ("sft", 9, "micro-batches of 3 rows for 9"), ("preference", 5, "micro-batches of 2 rows for 10"),
+     ("preference", 1, None), ("sft", 1, None)],
+)  # fmt: skip
+def test_smaller_micro_batches_divide_a_minibatch(algorithm, prompts, expected):
+    config = default()
+    config.algorithm.name, config.batch.prompts = algorithm, prompts
+    run = SimpleNamespace(
+        algorithm=SimpleNamespace(online=False),
+        pack=SimpleNamespace(sizes=None),
+        mesh=SimpleNamespace(shape=dict.fromkeys(("data", "fsdp", "context", "expert", "tensor"), 1)),
+    )
+    found = [name for name, _ in _variants(config, run) if name.startswith("micro-batches")]
+    assert found == ([] if expected is None else [expected])
+
+
+def test_a_run_of_epochs_has_no_warm_up_and_no_decay(config, monkeypatch):
+    """Its steps are counted with the rows, and the settings then checked again."""
+
+    class Reached(Exception):  # noqa: N818
+        pass
+
+    def reached(changed):
+        changed.num_epochs = None
+        validate(changed)
+        raise Reached
+
+    monkeypatch.setattr(command, "_run", reached)
+    c = config.optimizer
+    config.num_epochs, c.schedule, c.decay_steps, c.warmup_steps, c.warmup_init = 1.0, "wsd", 5, 2, 1e-6
+    with pytest.raises(Reached):
+        verify(config)
 
 
 def test_it_runs_in_one_process_and_in_step(config, monkeypatch):
