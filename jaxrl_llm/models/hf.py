@@ -200,7 +200,7 @@ def load(
     net = load_net(folder, entries, dtype=dtype, param_dtype=param_dtype, **overrides)
     with contextlib.ExitStack() as stack:
         files = safetensors.Files(folder, stack, allow_pickle)
-        family = family_of(read_config(folder))
+        family = family_of(read_config(folder, entries))
         tensors = files.stored_tensors(net, family)
         new_head = net.config.head == "score" and "score.weight" not in files.where
         if new_head:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -275,6 +276,14 @@ def test_score_head_equals_a_sequence_classifier(variant, tmp_path, documents):
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     written, original = again.state_dict(), oracle.state_dict()
     assert written.keys() == original.keys() and all(torch.equal(written[name], original[name]) for name in original)
+
+
+def test_entries_that_name_the_family_are_those_that_weights_are_read_by(tmp_path):
+    folder, known = shutil.copytree(hf.EMBEDDED / "sort", tmp_path / "model"), load_model("embedded:sort")
+    entries = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(entries | {"model_type": "mine"}))
+    model = load_model(folder, tokenizer=known.tokenizer, entries={"model_type": "llama"})
+    jax.tree.map(np.testing.assert_array_equal, model.params, known.params)
 
 
 def test_the_family_in_the_documentation(tmp_path, root, documents, monkeypatch):
