@@ -35,6 +35,7 @@ def dry_run(config, colour: bool = False) -> str:
         config.output_dir = folder  # where a queue writes what arrives
         run = build(config, target.mesh)
         config = run.config
+        config.num_epochs = None  # the data are here, and total_steps is counted
         try:
             plan = make_plan(config, target, widths(run), packer=run.pack)
             tight = bool(target.device.memory) and plan.peak.peak > plan.capacity

@@ -94,19 +94,20 @@ def in_process_order(devices: np.ndarray) -> bool:
     return owners == sorted(owners)
 
 
-def rollout_mesh(mesh: Mesh, text: str | None = None, kv_heads: int = 1) -> Mesh:
+def rollout_mesh(mesh: Mesh, text: str | None = None, kv_heads: int = 1, host: int | None = None) -> Mesh:
     """The mesh that samples: the same devices in the same order, arranged by a text such as `fsdp=2,tensor=4`.
 
     Axes that are not named have size 1, `data` what remains. None is the mesh itself with `context` merged into `fsdp`:
     no parameter moves. `auto` is that too, on CPUs and where `fsdp` and `context` are 1; else, so that no token gathers
-    parameters, `expert` stays and `tensor` is as large as `kv_heads` and the devices of a process allow. Raises
-    ConfigError for sizes that do not fit, and for a context axis.
+    parameters, `expert` stays and `tensor` is as large as `kv_heads` and the devices of a process allow: `host` of them
+    where CPUs stand in for accelerators. Raises ConfigError for sizes that do not fit, and for a context axis.
     """
     if text == "auto":
         shape, text = mesh.shape, None
-        if shape["fsdp"] * shape["context"] > 1 and jax.default_backend() != "cpu":
+        if shape["fsdp"] * shape["context"] > 1 and (host is not None or jax.default_backend() != "cpu"):
             process = mesh.devices.flat[0].process_index
-            near = sum(device.process_index == process for device in mesh.devices.flat) // shape["expert"]
+            near = sum(device.process_index == process for device in mesh.devices.flat)
+            near = (near if host is None else min(near, host)) // shape["expert"]
             tensor = max(size for size in range(1, max(near, 1) + 1) if kv_heads % size == 0 and near % size == 0)
             text = f"expert={shape['expert']},tensor={tensor}"
     if text is None and mesh.shape["context"] == 1:

@@ -312,6 +312,8 @@ def test_the_mesh_that_samples(monkeypatch):
     assert rollout_mesh(home, "data=1, tensor=-1").shape["tensor"] == 8
     assert rollout_mesh(home, "tensor=4").devices.ravel().tolist() == home.devices.ravel().tolist()
     assert rollout_mesh(home, "auto", kv_heads=4) == rollout_mesh(home)  # on CPUs
+    on_hosts = rollout_mesh(make_mesh(1, 8), "auto", kv_heads=8, host=4)  # on CPUs that stand in for accelerators
+    assert (on_hosts.shape["data"], on_hosts.shape["tensor"]) == (2, 4)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     for sizes, kv_heads, expected in [
         ({"fsdp": 8}, 8, {"tensor": 8}),

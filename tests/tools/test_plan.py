@@ -1,9 +1,11 @@
 """The plan of a run: exact where it says so, and what it counts in programs is counted right."""
 
+import dataclasses
 import functools
 import importlib.util
 import itertools
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +13,24 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import bytes_on_device
+from jaxrl_llm.models import families, hf
 from jaxrl_llm.models.fused_attention import flash_attention, splash_attention
 from jaxrl_llm.models.lora import split
 from jaxrl_llm.tools.plan import hlo
 from jaxrl_llm.tools.plan.advice import advice
 from jaxrl_llm.tools.plan.compiler import traced_flops
 from jaxrl_llm.tools.plan.devices import DEVICES, named
-from jaxrl_llm.tools.plan.planned import describe_for, floors, make_plan
+from jaxrl_llm.tools.plan.planned import describe_for, floors, make_plan, tree_size
 from jaxrl_llm.tools.plan.programs import held_bytes
 from jaxrl_llm.tools.plan.shapes import describe
 from jaxrl_llm.tools.plan.split import Split, balances, least_seconds, make_split
 from jaxrl_llm.tools.plan.text import lines, seconds, size
 from jaxrl_llm.tools.plan.topology import _cuda_folder, _described, slice_shape, target
 from jaxrl_llm.training.reference import start_reference
-from jaxrl_llm.training.setup.run import build_mesh, build_model, make_optimizer
-from jaxrl_llm.training.setup.specs import reference_spec
+from jaxrl_llm.training.setup.run import build_mesh, build_model, make_optimizer, sized_critic_updates
+from jaxrl_llm.training.setup.specs import reference_spec, update_spec
 from jaxrl_llm.training.update import init_state
 
 SHAPE = {
@@ -144,6 +148,13 @@ def test_the_report_names_what_matters(planned):
     assert floors(planned).step > 0
 
 
+def test_steps_of_epochs_are_not_known(planned):
+    config = planned.config.copy_and_resolve_references()
+    config.num_epochs = 2.0
+    text = "\n".join(lines(planned._replace(config=config)))
+    assert "run       2 epochs in steps of 1 update" in text and f"{config.total_steps} steps" not in text
+
+
 def test_the_report_says_how_many_packed_tokens_an_update_takes(folder):
     """On accelerators memory decides, where no key does."""
     config = small(folder)
@@ -184,6 +195,36 @@ def test_shapes_are_those_of_a_real_run(change):
     assert bytes_on_device(shapes.state) + bytes_on_device(shapes.state, host=True) == sum(
         x.nbytes for x in jax.tree.leaves(state)
     )
+
+
+def test_a_model_is_planned_as_it_is_read(folder, tmp_path, monkeypatch):
+    """With the entries of model.overrides, a family of model.register, and the revision."""
+    config, on = small(folder), target(small(folder), "h100", 1, simulate=True)
+    config.model.overrides = "num_hidden_layers=1"
+    one_layer = tree_size(describe_for(config, on).state.params)
+    assert PARAMETERS - one_layer == (PARAMETERS - 65 * 32) / 2
+    monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
+    (tmp_path / "family.py").write_text("from jaxrl_llm.models.families.llama import *\nMODEL_TYPE = 'mine'\n")
+    config.model.register, config.model.overrides = (str(tmp_path / "family.py"),), "model_type='mine'"
+    assert tree_size(describe_for(config, on).state.params) == PARAMETERS
+    config.model.path, config.model.revision = "owner/name", "v2"
+    asked = []
+    monkeypatch.setattr(hf, "_download", lambda name, patterns, revision: asked.append((name, revision)) or folder)
+    describe_for(config, on)
+    assert asked == [("owner/name", "v2")]
+
+
+@pytest.mark.parametrize(("device", "simulate", "host"), [("h100", True, 8), ("v5e", True, 4), ("cpu", False, None)])
+def test_devices_of_a_host(folder, device, simulate, host):
+    assert target(small(folder), device, 1, simulate).host == host
+
+
+def test_micro_batches_of_a_critic_are_its_own(root):
+    config = load_config_file(str(root / "configs" / "ppo.py"))
+    updates = update_spec(config)
+    assert sized_critic_updates(config, dataclasses.replace(updates, microbatch_rows=64)).microbatch_rows == 64
+    config.critic.microbatch_rows = 16
+    assert sized_critic_updates(config, dataclasses.replace(updates, microbatch_rows=64)).microbatch_rows == 16
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -246,8 +287,6 @@ def test_distributions_of_a_teacher_are_arguments_of_the_update(folder, top_k):
 
 @pytest.mark.parametrize("name", ["dpo", "ppo", "grpo_lora"])
 def test_held_bytes_of_other_algorithms(name, root):
-    from jaxrl_llm.config.flags import load_config_file
-
     config = load_config_file(str(root / "configs" / f"{name}.py"))
     on = target(config, "h100", 1)
     shapes = describe_for(config, on)
@@ -533,6 +572,7 @@ def test_the_command_plans_for_many_devices(folder, run_python):
     found = plan_of_eight(folder, run_python, "--config.mesh.fsdp=8", "--device=h200", "--simulate")
     assert "8 x h200, mesh data 1 x fsdp 8" in found
     assert "all-gather over 8" in found and "fits: at most" in found
+    assert "all-reduce over 2" in found  # decoding has tensor in the place of fsdp, as GPUs have: two key/value heads
 
 
 @pytest.mark.slow
@@ -610,6 +650,16 @@ def test_a_gpu_is_described_to_its_compiler_in_full():
     assert "cuda_compute_capability { major: 8 minor: 0 }" in text
     assert "shared_memory_per_block_optin: 166912" in text  # 163 KiB: NVIDIA's guide of compute capability 8.0
     assert 'device_description_str: "A100"' in text
+
+
+def test_a_cuda_compiler_alone_is_no_compiler_for_jax(tmp_path, monkeypatch):
+    """Other wheels bring it too, and a plugin that was removed, or another one, leaves the folder of plugins."""
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    (tmp_path / "cuda_nvcc").mkdir()
+    assert _cuda_folder() == {}
+    (tmp_path / "xla_cuda12").mkdir()
+    assert _cuda_folder() == {"xla_gpu_cuda_data_dir": str(tmp_path / "cuda_nvcc")}
 
 
 def test_attention_that_simulated_devices_lack_is_planned_without(folder):

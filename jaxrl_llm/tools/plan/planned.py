@@ -123,6 +123,7 @@ def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packe
             packer,
             dict(target_.options),
             target_.device.memory,
+            target_.host,
         )
     state, frozen, reference = shapes.state, shapes.frozen, shapes.own_reference
     held = {

@@ -3,7 +3,6 @@
 All that the plan takes from the engine, the batch and the objectives is here.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer
 from jaxrl_llm.training.passes import scored_distributions, scored_logps, scored_norms, scored_top, values_before
 from jaxrl_llm.training.setup.memory import gradient_bytes, with_fitting_slots
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, policy_loss
-from jaxrl_llm.training.setup.run import make_optimizer, shard_rows, sized_updates
+from jaxrl_llm.training.setup.run import make_optimizer, shard_rows, sized_critic_updates, sized_updates
 from jaxrl_llm.training.setup.specs import (
     advantage_spec,
     algorithm_of,
@@ -42,7 +41,6 @@ from jaxrl_llm.training.setup.specs import (
     check_correction,
     context_width,
     critic_optimizer_spec,
-    critic_update_spec,
     learner_spec,
     offline_spec,
     old_logps_of,
@@ -97,13 +95,15 @@ def compile_step(
     packer: Packer | None = None,
     options: dict[str, Any] | None = None,
     memory: float | None = None,
+    host: int | None = None,
 ) -> tuple[list[ProgramStats], Rollout | None, Microbatch]:
     """Return the programs of a step with rows of `widths` (prompt, total) tokens, what sampling holds, and the
     micro-batches of an update.
 
     `only` names one phase, "rollout", "logps" or "update", or one half of a split run, "training", or "sampling", whose
     devices hold nothing else. Evaluation is not among them. `packer` is that of a run, `options` are the compiler's,
-    `memory` are the bytes of a device that a run may use, where they are known.
+    `memory` are the bytes of a device that a run may use, where they are known, and `host` the devices of one host
+    where CPUs stand in for accelerators.
     """
     simulated = accelerator and mesh.devices.flat[0].platform == "cpu"
     held = 0 if only == "sampling" else held_bytes(shapes)
@@ -112,7 +112,7 @@ def compile_step(
     params = merge_frozen(shapes.state, shapes.frozen).params
     if online and only in ("", "rollout", "sampling"):
         engine = make_engine(config, shapes.net, simulated)
-        sampling_mesh = rollout_mesh(mesh, config.rollout.mesh, shapes.net.config.kv_heads)
+        sampling_mesh = rollout_mesh(mesh, config.rollout.mesh, shapes.net.config.kv_heads, host)
         if config.rollout.memory_fraction is not None and memory:
             share, prompts = config.rollout.memory_fraction, config.batch.prompts + config.rollout.partial_prompts
             total = memory * (1 if mesh.devices.flat[0].platform == "cpu" and not accelerator else mesh.size)
@@ -130,7 +130,7 @@ def compile_step(
     if only in ("", "update", "training"):
         update_critic = None
         if shapes.critic is not None and not config.critic.shared:
-            spec = dataclasses.replace(critic_update_spec(config), microbatch_rows=updates.microbatch_rows)
+            spec = sized_critic_updates(config, updates)
             regression = value_regression(critic_spec(config), shapes.critic)
             update_critic = optimizer_step(regression, build_optimizer(critic_optimizer_spec(config)), spec, mesh)
         has_critic = shapes.critic is not None

@@ -20,6 +20,7 @@ from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.value import HEAD
 from jaxrl_llm.training.optimizers import build_optimizer
 from jaxrl_llm.training.reference import ReferenceSpec, start_reference
+from jaxrl_llm.training.setup.data import model_entries, register
 from jaxrl_llm.training.setup.objectives import needs_reference
 from jaxrl_llm.training.setup.run import build_lora, critic_config, make_optimizer, net_options
 from jaxrl_llm.training.setup.specs import (
@@ -54,16 +55,16 @@ class Shapes(NamedTuple):
 
 def describe_net(config, dtype: str, on_cpu: bool, head: str | None = None) -> Net:
     """The net of the configuration, from config.json (and adapter_config.json) alone."""
-    c = config.model
+    c, entries = config.model, model_entries(config)
+    register(c.register)
     options = net_options(config, head, on_cpu)
-    path = c.path
     if config.lora.path is not None:
         options |= peft.read_config(config.lora.path).fields
-    folder = hf.locate(path, config_only=True)
+    folder = hf.locate(c.path, config_only=True, revision=c.revision)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path = {path!r} has no config.json; a plan needs that one file")
-    net = hf.load_net(folder, **options | {"dtype": dtype, "param_dtype": c.param_dtype})
-    family = family_of(hf.read_config(folder))
+        raise ConfigError(f"model.path = {c.path!r} has no config.json; a plan needs that one file")
+    net = hf.load_net(folder, entries, **options | {"dtype": dtype, "param_dtype": c.param_dtype})
+    family = family_of(hf.read_config(folder, entries))
     if config.lora.rank:
         net = net.with_lora(build_lora(config))
         return peft.with_modules(net, family, config.lora.modules_to_save, "lora.modules_to_save")

@@ -90,7 +90,8 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"step      {rows} rows of {width} tokens{rest}{part}"
     updates = config.batch.minibatches * config.algorithm.num_iterations
     plural = "s" if updates > 1 else ""
-    yield f"run       {config.total_steps} steps of {updates} update{plural}, {config.algorithm.name}"
+    length = f"{config.total_steps} steps" if config.num_epochs is None else f"{config.num_epochs:g} epochs in steps"
+    yield f"run       {length} of {updates} update{plural}, {config.algorithm.name}"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -138,7 +139,8 @@ def _time(plan: Plan) -> Iterator[str]:
         yield f"time: no rates are known of {plan.target.device.name}"
         return
     steps = plan.config.total_steps
-    yield f"least time of a step: {seconds(least.step)}, of {steps} steps {seconds(least.step * steps)}"
+    of_all = f", of {steps} steps {seconds(least.step * steps)}" if plan.config.num_epochs is None else ""
+    yield f"least time of a step: {seconds(least.step)}{of_all}"
     yield from table(
         [
             ("matmuls at the peak rate", seconds(least.compute)),

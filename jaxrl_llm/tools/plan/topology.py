@@ -4,7 +4,7 @@ import contextlib
 import importlib.util
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +22,10 @@ from jaxrl_llm.training import update
 from jaxrl_llm.training.setup.run import build_mesh
 
 GPU_OPTIONS = (("xla_gpu_autotune_level", 0),)  # kernels are not tried out, as no device is there
+PLUGINS = ("xla_cuda12", "xla_cuda13")  # folders of jax's CUDA plugin; others lie beside it
 NVCC = ("cuda_nvcc", "cu13")  # folders of the CUDA compiler in NVIDIA's wheels, of versions 12 and 13
 CUDA, CUDNN = (12, 9, 0), (9, 10, 0)  # versions that the GPU compiler gets where there is no driver to ask
+CHIPS = 4  # of a host of TPUs
 HOST = {1: (1, 1, 1), 2: (1, 2, 1)}  # chips of one host, where there are fewer than four
 
 
@@ -37,6 +39,11 @@ class Target(NamedTuple):
     dtype: str  # that `model.dtype = "auto"` stands for
     accelerator: bool
     options: tuple[tuple[str, Any], ...] = ()  # of the compiler
+
+    @property
+    def host(self) -> int | None:
+        """Devices of one host where CPUs stand in for accelerators; None where the devices of the mesh say it."""
+        return None if self.exact or not self.accelerator else self.device.node or CHIPS
 
 
 def at_hand_target(config) -> Target:
@@ -123,7 +130,7 @@ def tpu_chips(version: str, count: int) -> list[Any] | None:
 
 def gpu_chips(device: Device, count: int) -> list[Any] | None:
     """GPUs of one host, for the compiler alone; None without jax's CUDA plugin."""
-    if device.gpu is None or importlib.util.find_spec("jax_plugins") is None or not _cuda_folder():
+    if device.gpu is None or not _cuda_folder():
         return None
     # A topology is asked for by the name "cuda", while its devices say "gpu", which jax resolves by the GPUs it finds.
     canonical = xla_bridge.canonicalize_platform
@@ -134,10 +141,16 @@ def gpu_chips(device: Device, count: int) -> list[Any] | None:
 
 
 def _cuda_folder() -> dict[str, str]:
-    """The compiler option that says where the CUDA compiler of the plugin's wheels lies; empty without it."""
-    spec = importlib.util.find_spec("nvidia")
-    folders = [Path(base) / name for base in (spec and spec.submodule_search_locations) or () for name in NVCC]
-    return next(({"xla_gpu_cuda_data_dir": str(folder)} for folder in folders if folder.is_dir()), {})
+    """The compiler option that says where the CUDA compiler of the plugin's wheels lies; empty without both."""
+    compilers, plugins = _folders_in("nvidia", NVCC), _folders_in("jax_plugins", PLUGINS)
+    return {"xla_gpu_cuda_data_dir": str(compilers[0])} if compilers and plugins else {}
+
+
+def _folders_in(package: str, names: Sequence[str]) -> list[Path]:
+    """The folders of these names in a package that several wheels share, each with a part of it."""
+    spec = importlib.util.find_spec(package)
+    folders = [Path(base) / name for base in (spec and spec.submodule_search_locations) or () for name in names]
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def _described(device: Device, gpu: Gpu) -> str:

@@ -221,11 +221,8 @@ def build(
         critic_optimizer = build_optimizer(critic_settings)
         frozen_critic, trainable = split(critic.params, critic.net.config.frozen)
         state = replace(state, critic=init_state(trainable, critic_optimizer, mesh, updates_of_critic.offload))
-        own_rows = batch_rows(config) // (config.critic.minibatches or config.batch.minibatches)
-        of_microbatch = updates_of_critic.microbatch_rows or math.gcd(updates.microbatch_rows, own_rows)
-        settings = replace(updates_of_critic, microbatch_rows=of_microbatch)
         regression = value_regression(critic_spec(config), critic.net)
-        update_critic = optimizer_step(regression, critic_optimizer, settings, mesh)
+        update_critic = optimizer_step(regression, critic_optimizer, sized_critic_updates(config, updates), mesh)
     updates, critic_alone = replace(updates, schedule=rate), None
     if update_critic is not None:
         c, passes = config.critic, config.critic.num_iterations or config.algorithm.num_iterations
@@ -297,6 +294,13 @@ def sized_updates(config, net: ModelConfig, room: float | None, width: int, mesh
     multiple = rows_of_shards(specs.algorithm_of(config), mesh)
     room = room and room * mesh.shape["context"]  # devices that have a part of each row
     return replace(updates, microbatch_rows=fitting_rows(room, net, minibatch, width, multiple, row_shards(mesh)))
+
+
+def sized_critic_updates(config, updates: UpdateSpec) -> UpdateSpec:
+    """The updates of a critic of its own, in micro-batches of `updates`, the policy's, where no key says their rows."""
+    own, rows = specs.critic_update_spec(config), batch_rows(config)
+    rows //= config.critic.minibatches or config.batch.minibatches
+    return replace(own, microbatch_rows=own.microbatch_rows or math.gcd(updates.microbatch_rows, rows))
 
 
 def check_rows(config, rows: int, mesh: Mesh) -> None:
