@@ -777,7 +777,8 @@ KEYS = (
     Setting("optimizer.weight_decay_end", None,
         "Weight decay at the end of the run, to which it moves from weight_decay; none is constant.", float, minimum=0),
     Setting("optimizer.weight_decay_shape", "linear", "Shape of that change.", choices=("linear", "cosine")),
-    Setting("optimizer.no_decay", ("bias", "scale"), "Last names in the paths of parameters without weight decay."),
+    Setting("optimizer.no_decay", ("bias", "scale", "shift"),
+        "Last names in the paths of parameters without weight decay."),
     Setting("optimizer.moment_dtype", "float32",
         "Storage type of the optimizer's moments; bfloat16 is rounded to stochastically, as the second moment would "
         "not fall with b2 = 0.999 otherwise.", choices=DTYPES[:2]),

@@ -12,7 +12,7 @@ import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import parameter_spec
-from jaxrl_llm.training.optimizers import clip_by_global_norm, learning_rate_schedule, weight_decay_of
+from jaxrl_llm.training.optimizers import clip_by_global_norm, decayed, learning_rate_schedule, weight_decay_of
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import optimizer_spec
 
@@ -267,6 +267,13 @@ def test_a_resumed_run_in_bfloat16_equals_a_whole_one(root, tmp_path, capsys):
     )
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
     assert {str(x.dtype) for x in jax.tree.leaves(whole)} == {"bfloat16"}
+
+
+def test_norms_and_biases_do_not_decay():
+    """As in transformers; a norm with a bias, as encoders of images have them, calls it `shift`."""
+    layer = {"norm": {"scale": 0, "shift": 0}, "q": {"kernel": 1, "bias": 0}}
+    params = {"embed": {"weight": 1}, "layers": layer, "vision": {"layers": layer}}
+    assert decayed(optimizer_spec(config_of()))(params) == jax.tree.map(bool, params)
 
 
 def test_no_decay_names_what_is_not_decayed():

@@ -283,7 +283,14 @@ def _of_labels(spec: PreferenceSpec, net: Net) -> Objective:
             sums, reference, batch.labels, spec.beta, kl=batch.prepared.baseline, **chosen.options
         )
         ratio = sums if reference is None else sums - reference
-        metrics = _label_metrics(batch, spec.beta, sums, ratio) | _token_metrics(batch, batch.labels > 0, tokens)
+        desirable, prepared = batch.labels > 0, batch.prepared
+        metrics = _label_metrics(batch, spec.beta, sums, ratio) | _token_metrics(batch, desirable, tokens)
+        # Where rows of one label are all of the batch, there is no mean of the other: curves have a gap there.
+        alone = (prepared.row_weights > 0) & (prepared.row_share == prepared.row_weights)
+        for side, rows in (("chosen", desirable), ("rejected", ~desirable)):
+            gap = jnp.where((alone & ~rows).any(), jnp.nan, 0.0)
+            for name in (f"rewards/{side}", f"logps/{side}", f"logits/{side}", "rewards/margins"):
+                metrics[name] = Metric(metrics[name].value + gap, "sum")
         return (batch.prepared.row_weights * with_metrics(per_row)[0]).sum(), metrics
 
     return Objective(prepare, loss, observe if mismatched else None, Positions(alternate=mismatched))

@@ -264,6 +264,14 @@ def test_apo_zero_unpaired_reads_every_row():
     np.testing.assert_allclose(metrics["rewards/rejected"], u[batch.labels == 0].mean(), rtol=2e-4)
 
 
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+def test_a_label_that_no_row_has_is_no_number_in_metrics(loss):
+    batch = make_batch(labels=True)
+    _, metrics = evaluate(config_of(loss), batch.replace(labels=np.ones_like(batch.labels)))
+    gaps = {name for name, value in metrics.items() if np.isnan(value)}
+    assert gaps == {"rewards/rejected", "logps/rejected", "logits/rejected", "rewards/margins"}
+
+
 # --- metrics ---
 
 
