@@ -134,8 +134,15 @@ class EpisodeBatch:
         return completions, columns
 
     def turn_records(self, lengths: Sequence[int]) -> tuple[list[list[Turn]], int]:
-        """The turns of each row, whose completion has `lengths` tokens, and the most turns that a row may have."""
-        records = [episode.turn_records(length) for episode, length in zip(self.episodes, lengths, strict=True)]
+        """The turns of each row, whose completion has `lengths` tokens, and the most turns that a row may have.
+
+        Their rewards are on the scale of the row's environment, as the episode's is.
+        """
+        scaled, played = self.environments.scaled, zip(self.rows, self.episodes, lengths, strict=True)
+        records = [
+            [turn._replace(reward=scaled(row, turn.reward)) for turn in episode.turn_records(length)]
+            for row, episode, length in played
+        ]
         return records, self.environments.spec.max_turns
 
     def release(self) -> tuple[dict[str, list[float]], dict[str, float], dict[str, list[Any]]]:

@@ -105,7 +105,8 @@ class EpisodeAgent:
                 episode.set_reward(called("get_reward", episode.environment.get_reward))
             rewarded = zip(episode.turn_rewards, episode.states, strict=False) if episode.reward is not None else ()
             for turn, (reward, state) in enumerate(rewarded):
-                post(reward_url, {"reward": reward, "turn": turn, "state": json.loads(state_key(state))})
+                own = self.environments.scaled(task, reward)
+                post(reward_url, {"reward": own, "turn": turn, "state": json.loads(state_key(state))})
         except BaseException as error:
             episode.fail(f"{type(error).__name__}: {error}")  # so that its environment is closed
             raise

@@ -92,7 +92,9 @@ def play(tokenizer):
 
     closing = []
 
-    def run(say, prompts, environment=None, tools=(), limits=ImageLimits(), completion=400, **settings):  # noqa: B008
+    def run(
+        say, prompts, environment=None, tools=(), limits=ImageLimits(), completion=400, row=(), **settings  # noqa: B008
+    ):  # fmt: skip
         eos, mesh = tokenizer.eos_token_id, make_mesh(devices=jax.devices()[:1])
         turns = TurnTokenizer(tokenizer, (eos,), WIDTH)
         on_error, seconds = settings.pop("on_error", "end"), settings.pop("agent_timeout", 60.0)
@@ -107,7 +109,10 @@ def play(tokenizer):
             group_size=K, sampling=SamplingParams(), net=net, max_completion_length=completion
         )
         rollout = AgentRollout(agents, engine, turns, mesh, WIDTH, 4, limits, {"gateway": gateway})
-        tasks = [{"number": number, "prompt": prompt, "prompt_ids": [1]} for number, prompt in enumerate(prompts)]
+        tasks = [
+            {"number": number, "prompt": prompt, "prompt_ids": [1], **dict(row)}
+            for number, prompt in enumerate(prompts)
+        ]
         with jax.set_mesh(mesh):
             made, episodes = rollout({}, tasks, jax.random.key(0))
         return jax.tree.map(np.asarray, made), episodes, queue
@@ -374,6 +379,19 @@ def test_a_game_of_text_is_the_engines_own(tokenizer, play, chat, completion):
     table = checked_rows(rollout, episodes, turns, WIDTH, prompts, spec, completion)
     assert np.isfinite(table.rewards).all() == (completion == 200)
     assert rollout.finished.all() == (completion == 200)
+
+
+def test_rewards_of_turns_are_on_the_scale_of_their_environment(play):
+    """They add up to the reward of the episode."""
+    percent = {"percent": lambda: Game(False)}
+    _, episodes, _ = play(
+        lambda prompt: "aa", ["what?"], percent, reward_scales={"percent": 0.5}, row={"environment": "percent"}
+    )
+    _, plain, _ = play(lambda prompt: "aa", ["what?"], lambda: Game(False))
+    for own, other in zip(*(played.turn_records([400] * K)[0] for played in (episodes, plain)), strict=True):
+        assert [turn.reward for turn in own] == pytest.approx([0.5 * turn.reward for turn in other]) and own
+    rewards = [sum(turn.reward for turn in own) for own in episodes.turn_records([400] * K)[0]]
+    assert episodes.finish(["what?"] * K, [[1]] * K)[1]["environment_reward"] == pytest.approx(rewards)
 
 
 @pytest.mark.slow

@@ -354,6 +354,8 @@ def test_environments_have_a_reward_scale_each(tokenizer):
     rows = [{"prompt": "x", "environment": name, "number": 5} for name in ("guess", "percent", "percent")]
     batch, _, _, columns = play(tokenizer, environments, rows, [["3", "5"], ["5"], ["boom"]])
     assert columns["environment_reward"] == [1.1, 0.5, None]
+    turns = [[turn.reward for turn in own] for own in batch.turn_records([400] * 3)[0]]
+    assert turns[:2] == [[0.1, 1.0], [0.5]]  # the sum of which is the episode's
     metrics, totals, _ = batch.release()
     assert metrics["environment/percent/reward"] == [1.0]
     assert (totals["environment/percent/failures"], totals["environment/guess/failures"]) == (1.0, 0.0)
