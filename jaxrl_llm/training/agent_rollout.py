@@ -160,7 +160,11 @@ class AgentEpisodes:
 
     def turn_records(self, lengths: Sequence[int]) -> tuple[list[list[Turn]], int]:
         """The turns of each row, which are calls of its session, and how many a row may have."""
-        return [[] if row is None else row.turns for row in self.rows], self.sessions[0].spec.calls
+        records, most = [[] if row is None else row.turns for row in self.rows], self.sessions[0].spec.calls
+        if any(len(turns) > most for turns in records):
+            # A call with several choices has a turn for each that is kept; all but one of them are further branches.
+            most += self.branches - 1
+        return records, most
 
     def parts(self) -> tuple[list[list[Turn]], int]:
         """Of each row its sub-agents and its session, with what is known of them; and how many a row may have."""

@@ -13,6 +13,7 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm.algorithms.batch import Inputs
+from jaxrl_llm.algorithms.turn_advantages import turn_table
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data.observations import TurnTokenizer
@@ -202,6 +203,20 @@ def test_a_turn_that_two_branches_begin_with_is_learned_from_once(play):
             == session.sampled
             == sum(sum(x.mask) for x in session.branches) - 2 * sum(session.branches[0].mask)
         )
+
+
+def test_choices_of_a_call_are_turns_of_the_row(play):
+    """A session whose every call asks for several choices has more turns than calls: credit to turns has room."""
+
+    def chooses(base_url, api_key, task):
+        with openai.OpenAI(base_url=base_url, api_key=api_key, timeout=1000) as client:
+            reply = client.completions.create(model="any", prompt=task["prompt"], max_tokens=2, n=3)
+        return float(len(reply.choices))
+
+    rollout, episodes = play(chooses, [{"prompt": "s:21="}], calls=1)
+    table = turn_table(*episodes.turn_records(rollout.lengths.tolist()), K, WIDTH)
+    ends = WIDTH + np.array([[turn.end for turn in row.turns] for row in episodes.rows])
+    np.testing.assert_array_equal(np.sort(table.ends, axis=1)[:, :3], ends)
 
 
 def test_agents_that_fail(model, play):
