@@ -14,7 +14,7 @@ from jaxrl_llm.algorithms.batch import Batch, Images, Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data import shapes, tasks
-from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.distributed.sharding import make_mesh, rows_to_global
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.lora import split
 from jaxrl_llm.models.model import describe
@@ -23,9 +23,12 @@ from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 from jaxrl_llm.models.vision.row_images import row_images
 from jaxrl_llm.training.dynamic_sampling import _as_wide
 from jaxrl_llm.training.images import prompt_images
+from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.offline import as_examples, pad_examples, with_images
+from jaxrl_llm.training.packing.planner import PackingSpec, Sample, make_packer
 from jaxrl_llm.training.passes import images_of_rows, scored_logps
 from jaxrl_llm.training.rollouts import Rollouts, pack, unpack
+from jaxrl_llm.training.setup.specs import packing_spec
 
 PROMPT = "<|image|>" * shapes.IMAGE_TOKENS
 TILES = tasks.generate("shapes", size=4)
@@ -281,6 +284,27 @@ def test_rows_read_what_was_encoded_once(model):
     ]
     np.testing.assert_allclose(logps[0], logps[1], atol=1e-6)
     assert np.abs(logps[0][:2, -1]).min() > 0
+
+
+def test_rows_that_begin_alike_see_their_own_images(model):
+    """Packed rows of a group of agents' sessions, whose image tokens are the same and whose images are not."""
+    net, params, mesh = model.net, model.net.init(jax.random.key(0)), make_mesh(devices=jax.devices()[:1])
+    tokens = np.array([[3, *[2] * 4, 6, 7], [3, *[2] * 4, 6, 8]])
+    segments, mask = np.ones(tokens.shape, np.int32), np.array([[0.0] * 6 + [1.0]] * 2)
+    images = Images(jnp.asarray(np.stack([TILES[0]["pixels"], TILES[1]["pixels"]])), jnp.array([1, 1]))
+    spec = PackingSpec("true", 0, 0, 0, group_size=2, whole_groups=False, documents=False, noise=False, own_images=True)
+    packer = make_packer(spec, net.config, mesh, Positions(), Sample(tokens, segments, mask))
+    with jax.set_mesh(mesh):
+        layout = packer.passing(*rows_to_global((tokens, segments, mask), mesh))
+    expected, logps = (
+        scored_logps(net, params, Inputs(tokens, segments, images=images, layout=layout), 1.0, 2, 1)
+        for layout in (None, layout)
+    )
+    np.testing.assert_allclose(np.asarray(logps)[:, -1], np.asarray(expected)[:, -1], atol=1e-6)
+    config = load_config_file("configs/vision_grpo.py:tiny")
+    assert not packing_spec(config).own_images
+    config.environment.agent = "agents.py:run"
+    assert packing_spec(config).own_images
 
 
 def test_what_is_frozen(model):

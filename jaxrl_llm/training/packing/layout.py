@@ -30,6 +30,7 @@ class Sizes(NamedTuple):
     last: bool = False  # read each row's last token; otherwise, of each token that is predicted, the one before it
     unread: bool = False  # compute tokens behind the last that is read, too
     shares: bool = True  # rows of a group share their common prefix; else segments alone say what a token sees
+    apart: int | None = None  # a token that no two rows share, as what it stands for differs from row to row
 
 
 class _Item(NamedTuple):
@@ -116,7 +117,7 @@ class _Rows:
     def __init__(self, tokens, segments, mask, sizes: Sizes):
         count, width = tokens.shape
         real, column = segments != 0, np.arange(width)
-        self.width, self.count = width, count
+        self.width, self.count, self.apart = width, count, sizes.apart
         self.start = np.where(real.any(1), real.argmax(1), 0)
         length = real.sum(1)
         # From here on columns count from the start of each row, whichever side its padding is on.
@@ -145,7 +146,8 @@ class _Rows:
             return 0
         end = self.needed[list(rows)].min()
         tokens, document = self.tokens[list(rows), :end], self.document[list(rows), :end]
-        return int(np.logical_and.accumulate((tokens == tokens[0]).all(0) & (document == 0).all(0)).sum())
+        common = (tokens == tokens[0]).all(0) & (document == 0).all(0) & (tokens[0] != self.apart)
+        return int(np.logical_and.accumulate(common).sum())
 
 
 def _items(rows: _Rows, members: list[int], sizes: Sizes) -> list[_Item]:

@@ -49,6 +49,7 @@ class PackingSpec:
     documents: bool  # data.packing has packed the rows already
     noise: bool  # algorithm.neftune_alpha
     logps_microbatch_tokens: int = 0
+    own_images: bool = False  # rows of a group may have the same image tokens, and other images
 
 
 class Sample(NamedTuple):
@@ -226,7 +227,8 @@ def packed_sizes(
     arrays = (sample.tokens, sample.segments, mask)
     budget = (spec.microbatch_tokens or spec.microbatch_rows * width) // row_shards(mesh) or None
     whole_groups = spec.whole_groups and group_size > 1
-    start = Sizes(0, 1, rows, 1, group_size, whole_groups, last=positions.last, unread=net.experts > 0)
+    apart = None if net.vision is None or not spec.own_images else net.vision.image_token
+    start = Sizes(0, 1, rows, 1, group_size, whole_groups, last=positions.last, unread=net.experts > 0, apart=apart)
     choices: list[tuple[float, Sizes]] = []
     for length in _lengths(spec, arrays, group_size, budget, math.lcm(8, mesh.shape["context"])):
         # To see a prefix and its own tokens takes a mask `[W,W]`, where segments alone may take none.

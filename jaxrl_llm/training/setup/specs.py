@@ -167,6 +167,7 @@ def packing_spec(config) -> PackingSpec:
         whole_groups=config.algorithm.name in OFFLINE and group_size > 1,
         documents=config.data.packing,
         noise=config.algorithm.neftune_alpha > 0,
+        own_images=config.environment.agent is not None,  # each session shows what it sees
     )
 
 

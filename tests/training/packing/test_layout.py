@@ -108,6 +108,18 @@ def test_a_prompt_is_computed_once():
     assert layout.num_read.tolist() == [[8]]
 
 
+def test_rows_share_no_token_that_stands_for_something_of_their_own():
+    """Rows that begin alike, with an image token behind the prompt: the images may differ."""
+    tokens, segments, mask = rows_of([[1, 2, 3]] * 4, [[5, 9, 9, 6, row] for row in range(4)])
+    mask[:, 4:6] = 0
+    layout = plan(tokens, segments, mask, Sizes(32, 1, 4, 1, group_size=4, apart=9))
+    assert (layout.multiplicity > 1).sum() == 4  # 1 2 3 5
+    found = contexts(layout, tokens, len(tokens))
+    assert set(found) == set(zip(*np.nonzero(mask), strict=True))
+    for (row, t), (seen, positions, target) in found.items():
+        assert seen == tokens[row, :t].tolist() and positions == list(range(t)) and target == tokens[row, t]
+
+
 def test_pairs_stay_together_and_keep_both_rows():
     tokens, segments, mask = rows_of([[1, 2, 3]] * 6, [[5] * 9, [], [6] * 8, [7] * 9, [], []])
     layout = plan(tokens, segments, mask, Sizes(16, 2, 2, 1, group_size=2, whole_groups=True))
