@@ -25,7 +25,7 @@ WAYS_TO_SAMPLE = (
     ("rollout.staleness", "which needs batches that are sampled and trained on in turn",
      (*CURRICULUM, "teacher.others", "teacher.on_policy", "teacher.context", "environment.agent")),
     ("rollout.processes", "for which the process that samples a batch would need what is known after those of others",
-     (*CURRICULUM, "data.streaming", "teacher.others", "teacher.on_policy", *ENVIRONMENTS[2:],
+     (*CURRICULUM, "data.streaming", "teacher.others", "teacher.on_policy", "teacher.context", *ENVIRONMENTS[2:],
       "algorithm.dynamic_sampling", "rollout.devices", "rollout.partial_prompts")),
     ("rollout.partial_prompts", "which needs completions that are sampled to their end at once",
      (*CURRICULUM, "data.streaming", "teacher.on_policy", *ENVIRONMENTS, "rollout.router_replay",

@@ -180,9 +180,10 @@ class Beat:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._ended.set()
         self._thread.join()
-        if isinstance(error, Exception):
+        if isinstance(error, Exception | SystemExit):
+            code = error.code if isinstance(error, SystemExit) else exit_code(error)
             with contextlib.suppress(OSError):  # the error itself is shown
-                self.update(error=f"{type(error).__name__}: {error}", code=exit_code(error))
+                self.update(error=f"{type(error).__name__}: {error}", code=code)
 
     def update(self, **facts: Any) -> None:
         """Write the facts, beside those of earlier calls."""

@@ -68,16 +68,20 @@ def _sample(config, index: int, meeting: Meeting) -> None:
                 now = read_facts(meeting.folder / START)
                 alive = learners.look()
                 if not alive and not (now and _end_of(meeting, now)):
+                    said = learners.facts.get("error")
                     raise ConfigError(
                         f"the learners show no sign of life in {meeting.folder}: they were killed, their machine is "
-                        "lost, or they do not reach that folder. Start the run again, which goes on from its newest "
-                        "checkpoint"
+                        "lost, or they do not reach that folder"
+                        + (f"; the last that were there ended with {said}" if said else "")
+                        + ". Start the run again, which goes on from its newest checkpoint"
                     )
                 # What an earlier run has left is none: its learners are not those that are seen alive.
                 if now != start and now and learners.alive and now["learner"] == learners.facts["process"]:
                     start, newest = now, 0
                     _check_settings(facts, start, meeting)
-                if end := _end_of(meeting, start if alive else now):
+                # Without an end of their queue learners have failed, or were preempted, before they opened it.
+                failed = learners.facts if learners.alive and "error" in learners.facts else {}
+                if end := _end_of(meeting, start if alive else now) or failed:
                     if end["code"]:
                         raise AgreedError(f"the learners have ended: {end['error']}", end["code"])
                     return

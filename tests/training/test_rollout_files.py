@@ -2,6 +2,7 @@
 
 import threading
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import ConfigError, default, validate
-from jaxrl_llm.distributed.processes import join
+from jaxrl_llm.distributed.processes import AgreedError, join
+from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.training import rollout_files, sampler
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.rollout_files import (
@@ -28,6 +30,7 @@ from jaxrl_llm.training.rollout_files import (
     write_file,
 )
 from jaxrl_llm.training.rollouts import pack
+from jaxrl_llm.training.runtime.preemption import Preempted
 from tests.training.test_rollout_queue import MESH, rollouts_of
 
 
@@ -236,6 +239,27 @@ def test_a_sampler_tells_its_error(tmp_path):
     assert not (tmp_path / "sampler_1.json").exists()  # the next start is not told of it
 
 
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("another seed"), 2), (Preempted(None, "before the first step"), 143)]
+)
+def test_learners_that_fail_before_their_queue_opens_end_samplers(tmp_path, monkeypatch, error, code):
+    """They have written no end of the queue then, and a sampler need not wait until it takes them for lost."""
+    parts = types.SimpleNamespace(mesh=MESH, rewards=load_rewards(len), copy_policy=lambda params: params)
+    model = types.SimpleNamespace(params={}, net=types.SimpleNamespace(config=types.SimpleNamespace(frozen=())))
+    made = types.SimpleNamespace(worker=parts), model, Stopwatch(), None
+    meeting, config = Meeting(tmp_path, 1, 20.0, 20.0), default()
+
+    def build(config):  # learners fail while the sampler loads its model
+        with pytest.raises(type(error)), start_learners(meeting):
+            raise error
+        return made
+
+    monkeypatch.setattr(sampler, "build_producer", build)
+    with pytest.raises(AgreedError, match=rf"the learners have ended: {type(error).__name__}") as ended:
+        sampler._sample(config, 0, meeting)
+    assert ended.value.code == code
+
+
 def test_signs_of_life(tmp_path):
     meeting, path = Meeting(tmp_path, 1, 0.0, 0.2), tmp_path / "learner.json"
     with Beat(path, 0.2):
@@ -252,9 +276,15 @@ def test_signs_of_life(tmp_path):
 
 
 def test_what_needs_the_batches_of_others_is_refused():
-    for key, value in (("algorithm.dynamic_sampling", True), ("rollout.devices", 1), ("data.curriculum_easy", 0.9)):
+    refused = {
+        "algorithm.dynamic_sampling": True,
+        "rollout.devices": 1,
+        "data.curriculum_easy": 0.9,
+        "teacher.context": "success",
+    }
+    for key, value in refused.items():
         config = default()
-        config.rollout.processes = 2
+        config.rollout.processes, config.teacher.path = 2, "self" if key.startswith("teacher.") else None
         config.update_from_flattened_dict({key: value})
         with pytest.raises(ConfigError, match=rf"rollout\.processes is 2, but {key} is .*: set the one to 0"):
             validate(config)
