@@ -444,8 +444,8 @@ KEYS = (
         "Most decoding steps between two checks by the host; decoding pauses earlier when slots can be reassigned.",
         int, minimum=1),
     Setting("rollout.slots", 0,
-        "Decode slots over all devices; further completions wait for a free one. 0 is a slot for every completion.",
-        int, minimum=0),
+        "Decode slots over all devices, one at least in each shard of rows; further completions wait for a free one. 0 "
+        "is a slot for every completion.", int, minimum=0),
     Setting("rollout.memory_fraction", None,
         "Share of the devices' memory that sampling holds at most, parameters, keys and values together: as many slots "
         "as fit. None is no bound.", float, above=0, maximum=1),

@@ -194,7 +194,7 @@ class Engine:
             rows = rows._replace(limit=jnp.minimum(rows.limit, np.asarray(limits).reshape(rows.limit.shape)))
         local = prompts.shape[0] // shards
         count = local * self.group_size
-        shard_slots = min(self.slots // shards or count, count)
+        shard_slots = self.shard_slots(shards, count)
         scheduler = Scheduler(local, self.group_size, shards, shard_slots, self.shrink, (prompts.shape[1], longest))
         turns = None if turn_server is None else TurnTracker(turn_server, count * shards, longest)
         finished_rows = FinishedRows(on_finished if turns is None else None, count * shards)
@@ -278,6 +278,10 @@ class Engine:
         for name, value in others.items():
             if value:
                 raise ConfigError(f"a grammar (structured_grammar) is not followed with {name}: leave one of them out")
+
+    def shard_slots(self, shards: int, rows: int) -> int:
+        """The slots in each of so many shards of `rows` rows: an equal part, and one at least."""
+        return min(max(self.slots // shards, 1), rows) if self.slots else rows
 
     def worth_shrinking(self, parameters: int, left: int, slots: int) -> bool:
         """True where a smaller grid may save more than its programs cost while rows decode `left` tokens more."""

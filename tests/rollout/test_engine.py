@@ -289,6 +289,14 @@ def test_a_row_does_not_depend_on_its_slot(params, setting, useful):
     assert useful < (rollout.lengths - 1).sum() / rollout.steps.sum() <= 1
 
 
+@pytest.mark.parametrize(
+    ("slots", "shards", "found"), [(0, 4, 6), (8, 4, 2), (9, 4, 2), (3, 4, 1), (1, 1, 1), (100, 4, 6)]
+)
+def test_slots_are_those_of_all_shards(slots, shards, found):
+    """0 is one for each of the 6 rows of a shard; fewer slots than shards are one each, and not all."""
+    assert dataclasses.replace(ENGINE, slots=slots).shard_slots(shards, 6) == found
+
+
 @pytest.mark.slow
 def test_a_grid_that_saves_little_is_not_compiled(params, monkeypatch):
     """All rows stay in the first grid while what another one could save is less than `compile_work`; samples do too."""

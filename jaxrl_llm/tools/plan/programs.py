@@ -187,7 +187,7 @@ def compile_rollout(
         keys = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=NamedSharding(sampling_mesh, PartitionSpec()))
         all_prompts, rows = compiler.add("rollout: prefill", engines.prefill, (engine, sampled, ints, ints, keys))
         local = prompts // shards
-        grid = Scheduler(local, k, shards, min(engine.slots // shards or local * k, local * k)).grid
+        grid = Scheduler(local, k, shards, engine.shard_slots(shards, local * k)).grid
         assign = (engine, all_prompts, rows, keys, grid, longest)
         grid_prompts, slots = compiler.add("rollout: assign", engines.assign, assign, held=(sampled,))
         waiting = None if grid.slots == prompts * k else all_prompts.cache
