@@ -318,7 +318,8 @@ def token_rows(source: DataSource, kind: str, tokenize: RowTokenizer, workers: i
 def tokenized(spec: DataSpec, opened: Sequence[DataSource], kind: str, tokenizer: Any) -> Tokenized:
     """The token rows of all sources; raises ConfigError for rows that cannot be read, or when a source has none left.
 
-    Large sources are tokenised once and kept in `spec.cache`.
+    Prompts have the columns of all of them, None where their own source lacks one. Large sources are tokenised once and
+    kept in `spec.cache`.
     """
     rows: list[Row] = []
     counts, reports = [], []
@@ -350,6 +351,9 @@ def tokenized(spec: DataSpec, opened: Sequence[DataSource], kind: str, tokenizer
         rows += made
         counts.append(len(made))
         reports.append(tokenize)
+    # Rewards are given the columns of a batch, which are the same whichever sources its rows come from.
+    columns = dict.fromkeys(name for row in rows for name in row if name != PIXELS) if kind == "prompts" else {}
+    rows = [row if columns.keys() <= row.keys() else {**columns, **row} for row in rows]
     if all(source.weight is None for source in opened):
         return Tokenized(rows, None, reports)
     shares = [(count, float(source.weight or 1.0)) for source, count in zip(opened, counts, strict=True)]

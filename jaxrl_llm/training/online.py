@@ -132,7 +132,8 @@ class RolloutWorker:
             opened = examples if episodes is None else episodes.examples
             rows = [example for example in opened for _ in range(group_size)]
             own = ("prompt", "prompt_ids", PIXELS)
-            columns = {name: [row[name] for row in rows] for name in examples[0] if name not in own}
+            names = dict.fromkeys(name for row in rows for name in row if name not in own)
+            columns = {name: [row.get(name) for row in rows] for name in names}
             prompts = [row["prompt"] for row in rows]
             with all_or_none():
                 shown = shown_images(opened, group_size)

@@ -84,6 +84,14 @@ def test_axolotls_datasets_are_sources(tokenizer):
     assert found[4:] == [f"Q: p{i} A: ja<|end|>" for i in range(3)]
 
 
+def test_prompts_of_all_sources_have_the_same_columns(folder, tokenizer):
+    """What rewards are given does not depend on the sources that a batch has rows of."""
+    (folder / "code.jsonl").write_text(json.dumps({"prompt": "c", "tests": "assert True"}) + "\n")
+    (folder / "math.jsonl").write_text(json.dumps({"prompt": "m", "answer": 1}) + "\n")
+    rows = tokens_of(config_of("grpo", sources=("code.jsonl", "math.jsonl")), tokenizer).rows
+    assert [(row["prompt"], row["tests"], row["answer"]) for row in rows] == [("c", "assert True", None), ("m", None, 1)]
+
+
 def test_sources_as_flags_and_in_json(tokenizer):
     flag = "--config.data.sources=orca.jsonl(format='chatml.intel',weight=3),ultra.jsonl"
     others = [f"--config.algorithm.{value}" for value in ("name=preference", "loss=dpo", "beta=1")]

@@ -2,7 +2,10 @@
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
@@ -10,9 +13,13 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.rewards.runner import Logged
+from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.rewards.runner import Logged, load_rewards
 from jaxrl_llm.rewards.signatures import RewardError
+from jaxrl_llm.rollout.engine import Rollout
 from jaxrl_llm.training.logging.reward_metrics import join, over_processes, table_value
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.online import RolloutWorker
 from jaxrl_llm.training.setup.run import build_rewards
 from tests.rewards.judge_server import JudgeServer
 
@@ -21,6 +28,27 @@ def tiny(root, tmp_path):
     config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
     config.output_dir, config.logging.backends, config.eval.every = str(tmp_path / "run"), ("jsonl",), -1
     return config
+
+
+@pytest.mark.parametrize("columns", [({"answer": "1"}, {"tests": "x"}), ({}, {"tests": "x", "answer": None})])
+def test_rows_with_other_columns_are_graded_together(columns):
+    """Rows of streams and of a function's format may have columns that others lack, which are None to rewards."""
+    seen = {}
+
+    def score(completions, **columns):
+        seen.update(columns)
+        return [0.0] * len(completions)
+
+    mesh, rows = make_mesh(devices=jax.devices()[:1]), len(columns)
+    network = SimpleNamespace(config=SimpleNamespace(vision=None))
+    engine, tokenizer = SimpleNamespace(group_size=1, net=network), SimpleNamespace(decode=lambda *_, **__: "said")
+    rollout = Rollout(*(jnp.ones((rows, 2)) for _ in range(4)), *(jnp.ones(rows, jnp.int32) for _ in range(3)))
+    worker = RolloutWorker(engine, load_rewards(score), tokenizer, mesh, 1, Stopwatch())
+    examples = [{"prompt": "p", "prompt_ids": [1], **own} for own in columns]
+    graded = worker({}, examples, jax.random.key(0), sampled=rollout)
+    assert graded.rewards.shape == (rows, 1)
+    for name in ("answer", "tests"):
+        assert seen[name] == [own.get(name) for own in columns]
 
 
 @pytest.mark.slow
