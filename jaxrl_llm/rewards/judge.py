@@ -254,9 +254,17 @@ def shown(prompt: Any) -> str:
     """A prompt as a judge reads it: a text, or a conversation with the role before each message."""
     if isinstance(prompt, str):
         return prompt
+    texts = [_text_of_content(message["content"]) for message in prompt]
     if len(prompt) == 1:
-        return prompt[0]["content"]
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+        return texts[0]
+    return "\n\n".join(f"{message['role']}: {text}" for message, text in zip(prompt, texts, strict=True))
+
+
+def _text_of_content(content: Any) -> str:
+    """The text of a content, with `<image>` for each image in it."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    return "".join(part["text"] if part.get("type") == "text" else "<image>" for part in content)
 
 
 def _compile(template: str) -> jinja2.Template:

@@ -16,7 +16,7 @@ import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.rewards.endpoint import _retry_after
-from jaxrl_llm.rewards.judge import Judge, PairwiseJudge
+from jaxrl_llm.rewards.judge import Judge, PairwiseJudge, shown
 from jaxrl_llm.rewards.replies import ReplyError, json_objects, read_rubric, read_score, read_winner
 from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.rewards.signatures import RewardError
@@ -63,6 +63,23 @@ TEMPLATE = "{{ prompt }} <{{ completion }}>"
         ("3", {"scale": (1, 5)}, 0.5),
     ],
 )
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("how many?", "how many?"),
+        ([{"role": "user", "content": "how many?"}], "how many?"),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]}], "<image>how many?"),
+        (
+            [{"role": "system", "content": [{"type": "text", "text": "count"}]}, {"role": "tool", "content": None}],
+            "system: count\n\ntool: ",
+        ),
+    ],
+)
+def test_a_prompt_is_shown_as_text(prompt, text):
+    """Contents in parts, as rows with images have them, are no Python to a judge."""
+    assert shown(prompt) == text
+
+
 def test_scores_are_read(text, options, score):
     options = {"pattern": None, "field": "score", "scale": (0, 10)} | options
     assert read_score(text, **options) == pytest.approx(score)
