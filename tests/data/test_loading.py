@@ -89,7 +89,10 @@ def test_prompts_of_all_sources_have_the_same_columns(folder, tokenizer):
     (folder / "code.jsonl").write_text(json.dumps({"prompt": "c", "tests": "assert True"}) + "\n")
     (folder / "math.jsonl").write_text(json.dumps({"prompt": "m", "answer": 1}) + "\n")
     rows = tokens_of(config_of("grpo", sources=("code.jsonl", "math.jsonl")), tokenizer).rows
-    assert [(row["prompt"], row["tests"], row["answer"]) for row in rows] == [("c", "assert True", None), ("m", None, 1)]
+    assert [(row["prompt"], row["tests"], row["answer"]) for row in rows] == [
+        ("c", "assert True", None),
+        ("m", None, 1),
+    ]
 
 
 def test_sources_as_flags_and_in_json(tokenizer):

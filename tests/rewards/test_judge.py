@@ -46,23 +46,7 @@ def by_completion(scores):
 
 TEMPLATE = "{{ prompt }} <{{ completion }}>"
 
-# --- replies ----------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("text", "options", "score"),
-    [
-        ('{"score": 7}', {}, 0.7),
-        ('Well.\n```json\n{"reason": "ok {", "score": 10}\n```', {}, 1.0),
-        ("I give it 8/10.", {}, 0.8),
-        ("First 3, no: 4", {}, 0.4),
-        ("Score: 2.5\nLength: 9", {"pattern": r"Score:\s*([\d.]+)"}, 0.25),
-        ("[[6]]", {"pattern": r"\[\[(\d+)\]\]"}, 0.6),
-        ('{"rating": "5"}', {"field": "rating"}, 0.5),
-        ("-3.5", {"scale": None}, -3.5),
-        ("3", {"scale": (1, 5)}, 0.5),
-    ],
-)
 @pytest.mark.parametrize(
     ("prompt", "text"),
     [
@@ -80,6 +64,23 @@ def test_a_prompt_is_shown_as_text(prompt, text):
     assert shown(prompt) == text
 
 
+# --- replies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "score"),
+    [
+        ('{"score": 7}', {}, 0.7),
+        ('Well.\n```json\n{"reason": "ok {", "score": 10}\n```', {}, 1.0),
+        ("I give it 8/10.", {}, 0.8),
+        ("First 3, no: 4", {}, 0.4),
+        ("Score: 2.5\nLength: 9", {"pattern": r"Score:\s*([\d.]+)"}, 0.25),
+        ("[[6]]", {"pattern": r"\[\[(\d+)\]\]"}, 0.6),
+        ('{"rating": "5"}', {"field": "rating"}, 0.5),
+        ("-3.5", {"scale": None}, -3.5),
+        ("3", {"scale": (1, 5)}, 0.5),
+    ],
+)
 def test_scores_are_read(text, options, score):
     options = {"pattern": None, "field": "score", "scale": (0, 10)} | options
     assert read_score(text, **options) == pytest.approx(score)

@@ -157,7 +157,7 @@ def test_rows_of_like_length_where_that_saves_nothing(section, key, value, messa
 def test_a_reference_of_given_rows_does_not_move():
     config = config_of("preference", "dpo")
     config.algorithm.ref_sync_steps = 8
-    with pytest.raises(ConfigError, match="ref_sync_steps is 8, but the reference of .*'preference' stays"):
+    with pytest.raises(ConfigError, match=r"ref_sync_steps is 8, but the reference of .*'preference' stays"):
         validate(config)
 
 
