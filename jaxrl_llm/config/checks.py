@@ -400,10 +400,12 @@ def _offline(config: ConfigDict) -> Iterator[str]:
             f"batch.microbatch_rows is {batch.microbatch_rows}, but the two rows of a pair stay together (as do kto's "
             "row and its mismatch): make it even"
         )
-    if algorithm.ref_sync_steps:
+    if algorithm.ref_sync_steps and (algorithm.name != "preference" or data.precompute_reference):
+        still = "data.precompute_reference reads the reference once, as it starts"
         yield (
-            f"algorithm.ref_sync_steps is {algorithm.ref_sync_steps}, but the reference of algorithm.name = "
-            f"{algorithm.name!r} stays as it starts: set it to 0"
+            f"algorithm.ref_sync_steps is {algorithm.ref_sync_steps}, but "
+            + (still if algorithm.name == "preference" else f"algorithm.name = {algorithm.name!r} has no reference")
+            + ": set it to 0"
         )
     if data.packing and algorithm.name != "sft":
         yield f"data.packing is for sft only, and algorithm.name is {algorithm.name!r}: set it to false"

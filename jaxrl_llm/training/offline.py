@@ -30,6 +30,7 @@ from jaxrl_llm.training.online import Experience, Row
 from jaxrl_llm.training.packing.documents import pad_groups
 from jaxrl_llm.training.packing.planner import Packer, Sample
 from jaxrl_llm.training.passes import scored_logps
+from jaxrl_llm.training.reference import Reference
 from jaxrl_llm.training.served_teacher import ServedTeacher
 from jaxrl_llm.training.teacher import Teacher
 from jaxrl_llm.training.update import State
@@ -55,7 +56,7 @@ class OfflineSpec:
 
 @dataclasses.dataclass
 class OfflineSource:
-    """Batches of given examples. `ref_params` is None unless each step needs the reference's log-probs."""
+    """Batches of given examples. `reference` is None unless each step needs its log-probs."""
 
     spec: OfflineSpec
     batch: BatchSpec
@@ -64,7 +65,7 @@ class OfflineSource:
     mesh: Mesh
     pack: Packer
     stopwatch: Stopwatch
-    ref_params: Params | None = None
+    reference: Reference | None = None
     mean_reward: RunningMean = dataclasses.field(default_factory=RunningMean)  # so far, for running_mean
     teacher: Teacher | ServedTeacher | None = None
 
@@ -88,8 +89,9 @@ class OfflineSource:
                 batch = batch.replace(seeds=np.asarray(jax.random.bits(key, (batch.rows,), np.uint32)))
             batch = _to_devices(batch, mesh)
         with self.stopwatch("logps"):
-            if self.ref_params is not None:
-                batch = reference_logps(self.net, self.ref_params, batch, rows, mesh, self.pack)
+            if self.reference is not None:
+                self.reference.sync(state)
+                batch = reference_logps(self.net, self.reference.params, batch, rows, mesh, self.pack)
             if self.teacher is not None:
                 batch = self.teacher.with_distributions(batch, _inputs(batch, self.pack), rows)
             if spec.running_mean:
@@ -101,6 +103,12 @@ class OfflineSource:
         seen = segments[::2] if spec.mismatched else segments
         epochs = self.pipeline.epochs
         return Experience(batch, {"num_tokens": (seen != 0).sum()} | ({} if epochs is None else {"epoch": epochs}), [])
+
+    def as_of_now(self, batch: Batch, rows: int) -> Batch:
+        """The held-out batch with what has moved since it was made; log-probs are computed `rows` rows at a time."""
+        if self.reference is not None and self.reference.spec.ref_sync_steps:
+            batch = reference_logps(self.net, self.reference.params, batch, rows, self.mesh)
+        return self.with_baseline(batch)
 
     def with_baseline(self, batch: Batch) -> Batch:
         """The batch with the mean of all rewards so far, where a loss subtracts it."""
@@ -120,13 +128,14 @@ class OfflineSource:
         return {"pipeline": self.pipeline.get_state(), "seen": seen}
 
     def get_arrays(self) -> dict[str, Any]:
-        """The arrays that a resumed run needs besides: none."""
-        return {}
+        """The arrays that a resumed run needs besides: those of a reference that follows the policy."""
+        return {} if self.reference is None else self.reference.arrays()
 
     def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Go on where `get_state` was called."""
-        del arrays
+        """Go on where `get_state` and `get_arrays` were called."""
         self.pipeline.set_state(state["pipeline"])
+        if self.reference is not None:
+            self.reference.restore(arrays)
         self.mean_reward = RunningMean(**state["seen"])
 
 
@@ -139,13 +148,14 @@ class HeldOut:
 
     measure: Callable[[Params, Batch], dict[str, jax.Array]]
     batch: Batch
-    source: OfflineSource | None  # whose running mean a loss may read
+    rows: int  # of its micro-batches
+    source: OfflineSource  # whose reference may move, and whose running mean a loss may read
     name: str = ""
 
     def __call__(self, params: Params, key, table: list[Row] | None = None) -> dict[str, float]:
         """The metrics, named `eval/...`; nothing is random, and there are no completions for `table`."""
         del key, table
-        batch = self.batch if self.source is None else self.source.with_baseline(self.batch)
+        batch = self.source.as_of_now(self.batch, self.rows)
         prefix = f"eval/{self.name}/" if self.name else "eval/"
         measured = jax.device_get(self.measure(on_device(params), batch))
         return {f"{prefix}{name}": float(x) for name, x in measured.items()}

@@ -154,13 +154,6 @@ def test_rows_of_like_length_where_that_saves_nothing(section, key, value, messa
         validate(config)
 
 
-def test_a_reference_of_given_rows_does_not_move():
-    config = config_of("preference", "dpo")
-    config.algorithm.ref_sync_steps = 8
-    with pytest.raises(ConfigError, match=r"ref_sync_steps is 8, but the reference of .*'preference' stays"):
-        validate(config)
-
-
 def test_data_of_another_kind_is_refused():
     with pytest.raises(ConfigError, match="chosen"):
         built(config_of("preference", "dpo", task="sort_demos"))
@@ -189,6 +182,53 @@ def test_precomputed_reference_is_the_same(tmp_path):
     assert found[0][-1]["eval/rewards/margins"] != 0
 
 
+def test_the_reference_follows_the_policy(tmp_path):
+    """TR-DPO: after two steps a share of the policy is in the reference, of the next steps and of held-out rows."""
+    config = config_of("preference", "dpo")
+    config.algorithm.ref_sync_steps, config.algorithm.ref_mixup_alpha = 2, 0.75
+    config.data.shuffle, config.eval.every, config.eval.prompts, config.eval.measure = False, 1, 8, "loss"
+    config.total_steps, config.output_dir, config.optimizer.learning_rate = 3, str(tmp_path / "goes on"), 1e-3
+    pairs = tasks.generate("sort_pairs", size=config.batch.prompts)  # the same in each step
+    metrics = train(config, pairs, pairs[:8]).metrics
+
+    def apart(row, prefix=""):
+        return row[f"{prefix}rewards/chosen"] / config.algorithm.beta
+
+    first, second, third = metrics[-3:]
+    # Rewards are measured before the update of their step, on the same pairs: the third step's reference has moved.
+    assert apart(first) == pytest.approx(0, abs=1e-5)
+    moved = third["logps/chosen"] - apart(third) - (first["logps/chosen"] - apart(first))
+    whole = third["logps/chosen"] - first["logps/chosen"]
+    assert abs(whole) > 0.05
+    assert moved == pytest.approx(0.75 * whole, rel=0.2)  # log-probs are not linear in the parameters
+    assert abs(apart(third)) < abs(apart(second))
+    held_out = [apart(row, "eval/") for row in metrics if "eval/rewards/chosen" in row]
+    assert abs(held_out[-1]) < abs(whole)
+    # A run that goes on has the reference that it left.
+    config.total_steps = 4
+    resumed = train(config, pairs, pairs[:8]).metrics[-1]
+    config.output_dir = str(tmp_path / "at once")
+    at_once = train(config, pairs, pairs[:8]).metrics[-1]
+    for name in ("loss", "rewards/chosen", "eval/rewards/chosen"):
+        assert resumed[name] == at_once[name], name
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "loss", "precompute", "message"),
+    [
+        ("sft", "nll", False, "ref_sync_steps is 8, but algorithm.name = 'sft' has no reference"),
+        ("preference", "simpo", False, "ref_sync_steps is 8, but algorithm.loss = 'simpo' reads no reference"),
+        ("preference", "dpo", True, "ref_sync_steps is 8, but data.precompute_reference reads the reference once"),
+    ],
+)
+def test_a_reference_that_cannot_move(algorithm, loss, precompute, message):
+    config = config_of(algorithm, loss, **({"task": "sort_demos"} if algorithm == "sft" else {}))
+    config.algorithm.ref_sync_steps, config.data.precompute_reference = 8, precompute
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
+        built(config)
+
+
 def test_a_reference_is_kept_only_when_it_is_read():
     for config, kept in (
         (config_of("preference", "dpo"), True),
@@ -197,12 +237,12 @@ def test_a_reference_is_kept_only_when_it_is_read():
         (config_of("sft", "nll", task="sort_demos"), False),
     ):
         source = built(config).source
-        assert (source.ref_params is not None) == kept, config.algorithm.loss
+        assert (source.reference is not None) == kept, config.algorithm.loss
     config = config_of("preference", "dpo")
     config.data.precompute_reference = True
     rows = [{"prompt": f"sort:{a}1=", "chosen": f"1{a}", "rejected": f"{a}1"} for a in range(2, 8)]
     source = built(config, rows).source
-    assert source.ref_params is None
+    assert source.reference is None
     assert "ref" in source.pipeline.example(0)[0]
 
 

@@ -208,13 +208,18 @@ def _online(draft: Draft, devices: int) -> int:
     draft.set("algorithm.epsilon_low", low, "epsilon")
     draft.set("algorithm.epsilon_high", low if high is None else float(high), "epsilon_high", "epsilon")
     draft.set("algorithm.beta", float(draft.get("beta")), "beta")
+    _reference_sync(draft, updates)
+    return updates
+
+
+def _reference_sync(draft: Draft, updates: int) -> None:
+    """Set how the reference follows the policy, which is counted in optimizer updates there and in steps here."""
     if draft.get("sync_ref_model") and draft.get("beta"):
         steps = shared.divided(draft.get("ref_model_sync_steps"), updates)
         draft.set("algorithm.ref_sync_steps", steps, "sync_ref_model", "ref_model_sync_steps")
         draft.set("algorithm.ref_mixup_alpha", draft.get("ref_model_mixup_alpha"), "ref_model_mixup_alpha")
         if draft.values.get("lora.rank"):
             draft.set("lora.reference", "copy")
-    return updates
 
 
 def _groups(draft: Draft, devices: int) -> int:
@@ -370,8 +375,7 @@ def _offline(draft: Draft, trainer: str, devices: int) -> int:
             draft.check(f"{key} is left out: it saves padding, of which packed rows have none")
         else:
             draft.set("data.group_by_length", True, key)
-    if draft.get("sync_ref_model"):
-        draft.check("sync_ref_model: the reference of a preference loss does not move here")
+    _reference_sync(draft, 1)
     return 1
 
 

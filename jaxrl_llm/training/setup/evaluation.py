@@ -119,7 +119,7 @@ def build_evaluate(
                 batch = offline.reference_logps(model.net, reference, batch, size, mesh)
             if source.teacher is not None:
                 batch = source.teacher.with_distributions(batch, batch.inputs, size)
-            evaluations.append(HeldOut(make_measure(objective, size, mesh), batch, source, name))
+            evaluations.append(HeldOut(make_measure(objective, size, mesh), batch, size, source, name))
     if by_samples:
         evaluations += _sampled_evaluations(config, model, grader, by_samples, mesh, environments, watch, compute)
     return Evaluations(tuple(evaluations))

@@ -743,15 +743,22 @@ def _offline(
 ) -> OfflineSource:
     """The batches of an offline algorithm."""
     rows, c = specs.batch_spec(config), config.data
-    sample = ref_params = None
+    settings, lora = specs.reference_spec(config), model.net.config.lora
+    sample = reference = None
+    if algorithm.needs_reference:
+        kept = not c.precompute_reference
+        reference = Reference(start_reference(settings, model.params, lora, kept), settings, lora)
+    elif settings.ref_sync_steps and config.algorithm.name == "preference":
+        raise ConfigError(
+            f"algorithm.ref_sync_steps is {settings.ref_sync_steps}, but algorithm.loss = {config.algorithm.loss!r} "
+            "reads no reference here: set it to 0"
+        )
     if tokens is None:
         margins = any("margin" in loading.columns(source) for source in data)
         as_example = partial(offline.as_example, margins=margins)
         pipeline = loading.stream(specs.data_spec(config), data, algorithm.data, model.tokenizer, as_example)
         check_positions(model, c.max_length, "data.max_length, as rows are streamed")
         spec = specs.offline_spec(config, c.max_length)
-        if algorithm.needs_reference:
-            ref_params = start_reference(specs.reference_spec(config), model.params, model.net.config.lora)
     else:
         examples: list[Any] = offline.as_examples(tokens.rows)
         if algorithm.data == "labels":
@@ -764,12 +771,9 @@ def _offline(
             check_positions(model, c.max_length, "data.max_length, which data.packing fills")
         width = specs.padded_width(longest, c.max_length)
         spec = specs.offline_spec(config, c.max_length if c.packing else width)
-        if algorithm.needs_reference:
-            kept = not c.precompute_reference
-            ref_params = start_reference(specs.reference_spec(config), model.params, model.net.config.lora, kept)
-            if not kept:
-                examples = offline.with_reference(rows, model.net, ref_params, examples, width, mesh)
-                ref_params = None
+        if reference is not None and c.precompute_reference:
+            examples = offline.with_reference(rows, model.net, reference.params, examples, width, mesh)
+            reference = None
         if c.packing:
             groups = first_fit([len(row["ids"]) for (row,) in examples], c.max_length)
             examples = [[examples[i][0] for i in group] for group in groups]
@@ -779,7 +783,7 @@ def _offline(
         lengths = [max(len(row["ids"]) for row in example) for example in examples] if c.group_by_length else None
         pipeline = Pipeline(examples, rows.prompts, config.seed, c.shuffle, shares=tokens.shares, lengths=lengths)
     teacher = build_teacher(config, model, mesh, spec.width, "the longest of the data, up to data.max_length")
-    return OfflineSource(spec, rows, model.net, pipeline, mesh, packer(sample), stopwatch, ref_params, teacher=teacher)
+    return OfflineSource(spec, rows, model.net, pipeline, mesh, packer(sample), stopwatch, reference, teacher=teacher)
 
 
 def finished_models(config, run: Run, state: State) -> tuple[Model, Model | None]:
