@@ -196,6 +196,12 @@ def test_steps_of_trl_are_updates_and_ours_are_rollouts(tmp_path):
     )
 
 
+def test_a_reference_of_pairs_that_follows(tmp_path):
+    said = {"dataset_name": "d", "sync_ref_model": True, "ref_model_sync_steps": 40}
+    config, _ = migrate(written(tmp_path, "dpo.json", said), trainer="dpo")
+    expect(config, algorithm={"ref_sync_steps": 40, "ref_mixup_alpha": 0.6})
+
+
 @pytest.mark.parametrize(
     ("loss_type", "loss", "of_sequences", "aggregation"),
     [
