@@ -124,8 +124,8 @@ def last_number(text: str, answer: str) -> float:
 CONTESTS = {
     "sort": Contest(sorting, "grpo", exact, Settings(250, 32, 8, 16, 10, 3e-4, 0.8)),
     "reverse": Contest(reversing, "grpo", alike, Settings(60, 8, 8, 64, 12, 3e-5, 0.3)),
-    "sums": Contest(summing, "grpo", last_number, Settings(60, 4, 8, 80, 24, 4e-5, 0.3)),
-    "chain_sum": Contest(adding, "grpo", last_number, Settings(60, 4, 8, 64, 16, 4e-5, 0.3)),
+    "sums": Contest(summing, "grpo", last_number, Settings(60, 8, 8, 80, 24, 2e-5, 0.3)),
+    "chain_sum": Contest(adding, "grpo", last_number, Settings(60, 8, 8, 64, 16, 2e-5, 0.3)),
     "sft": Contest(working, "sft", None, Settings(60, 8, 1, 72, 48, 2e-5, 0.2, every=5)),
     "dpo": Contest(preferring, "dpo", None, Settings(60, 4, 1, 72, 48, 1e-5, 0.1, every=5)),
 }
