@@ -111,7 +111,7 @@ def build_evaluate(
         algorithm = specs.algorithm_of(config)
         longest = max(offline.longest(rows, algorithm.mismatched) for rows in examples)
         spec, reference = specs.offline_spec(config, specs.padded_width(longest, config.data.max_length)), None
-        if algorithm.needs_reference:
+        if algorithm.needs_reference and not config.algorithm.ref_sync_steps:  # a moving one is read at each evaluation
             reference = start_reference(specs.reference_spec(config), model.params, kept=False)
         for (name, _), rows in zip(by_loss, examples, strict=True):
             batch, size = offline.held_out_batch(spec, specs.batch_spec(config), rows, model.net, mesh)
