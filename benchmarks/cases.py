@@ -5,7 +5,6 @@ from string import ascii_letters
 
 import numpy as np
 
-PROMPT = 64  # tokens of every prompt
 VOCABULARY = 49152  # ids of the tokenizer; a model may have more
 WORDS = VOCABULARY - 1250  # ids that appear in prompts and rows; those behind are parts of words, see folders.py
 FIRST_WORD = 16  # smaller ids are special, or could be
@@ -15,7 +14,10 @@ LIBRARIES = (OURS, TRL, TUNIX, LIMIT)
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One model's workloads. Rows of dpo and sft have `row` tokens, the end-of-text token included."""
+    """One model's workloads. Rows of dpo and sft have `row` tokens, the end-of-text token included.
+
+    `lora` is the rank of the adapters that are trained, on all linear maps of a frozen model; 0 trains the model.
+    """
 
     prompts: int
     group: int  # completions of a prompt
@@ -25,6 +27,8 @@ class Shape:
     pairs: int
     rows: int
     row: int = 128
+    prompt: int = 64  # tokens of every prompt
+    lora: int = 0
     config: dict = dataclasses.field(default_factory=dict)  # of the model, in Hugging Face's words
 
     @property
@@ -49,21 +53,36 @@ HALF = QWEN25 | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_laye
                  "num_key_value_heads": 2}  # fmt: skip
 LARGE = QWEN25 | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
                   "num_key_value_heads": 2}  # fmt: skip
+SEVEN = QWEN25 | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+                  "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}  # fmt: skip
+QWEN3 = QWEN25 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "head_dim": 128,
+                  "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+                  "num_key_value_heads": 8}  # fmt: skip
 SHAPES = {
     "qwen2": Shape(8, 8, 64, 32, 128, pairs=16, rows=32, config=QWEN2),
     "smollm2": Shape(4, 4, 32, 16, 64, pairs=4, rows=8, config=SMOLLM2),
-    # For accelerators: Qwen2.5's shapes, 64, 256 and 512 completions.
+    # For accelerators: the shapes of Qwen2.5 and Qwen3, with the number of completions. Those of qwen3-0.6b-64 are the
+    # rows of benchmarks/compiled.py.
     "qwen2.5-0.5b-64": Shape(8, 8, 256, 128, 512, pairs=32, rows=64, row=512, config=HALF),
     "qwen2.5-0.5b-512": Shape(64, 8, 256, 128, 512, pairs=32, rows=64, row=512, config=HALF),
     "qwen2.5-1.5b-64": Shape(8, 8, 256, 128, 512, pairs=32, rows=64, row=512, config=LARGE),
     "qwen2.5-1.5b-256": Shape(32, 8, 256, 128, 512, pairs=32, rows=64, row=512, config=LARGE),
+    "qwen2.5-7b-lora-64": Shape(8, 8, 256, 128, 512, pairs=16, rows=32, row=512, lora=16, config=SEVEN),
+    "qwen3-0.6b-64": Shape(8, 8, 1024, 512, 2048, pairs=32, rows=64, row=1536, prompt=512, config=QWEN3),
     # For tests of the benchmarks themselves: seconds each.
     "toy": Shape(2, 2, 8, 4, 12, pairs=2, rows=4, row=80,
                  config=QWEN2 | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}),
 }  # fmt: skip
 DEVICES = {
     "cpu": ("qwen2", "smollm2"),
-    "gpu": ("qwen2.5-0.5b-64", "qwen2.5-0.5b-512", "qwen2.5-1.5b-64", "qwen2.5-1.5b-256"),
+    "gpu": (
+        "qwen2.5-0.5b-64",
+        "qwen2.5-0.5b-512",
+        "qwen2.5-1.5b-64",
+        "qwen2.5-1.5b-256",
+        "qwen2.5-7b-lora-64",
+        "qwen3-0.6b-64",
+    ),
 }
 # What a row of the table is, and which libraries can do it.
 CASES = {
@@ -90,14 +109,19 @@ TITLES = {
 }
 
 
+def head_size(config: dict) -> int:
+    """Numbers of a head's query, key or value."""
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
 def usual_dtype(device: str) -> str:
     """What is computed in where nothing else is said: as `model.dtype = auto`."""
     return "float32" if device == "cpu" else "bfloat16"
 
 
 def prompts(shape: Shape) -> np.ndarray:
-    """Token ids `[B, PROMPT]`."""
-    return np.random.default_rng(0).integers(FIRST_WORD, WORDS, (shape.prompts, PROMPT))
+    """Token ids `[B, shape.prompt]`."""
+    return np.random.default_rng(0).integers(FIRST_WORD, WORDS, (shape.prompts, shape.prompt))
 
 
 def texts(count: int, length: int) -> np.ndarray:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import ours
-from benchmarks.cases import PROMPT, SHAPES, Shape, lengths, prompts, texts, words
+from benchmarks.cases import SHAPES, Shape, lengths, prompts, texts, words
 from benchmarks.folders import folder_of
 from benchmarks.page import table
 from benchmarks.run import CACHE, STORE
@@ -239,7 +239,7 @@ def packing_sft(task: Task) -> Measured:
 
 def micro_batches(task: Task) -> Measured:
     """The update in micro-batches of a prompt's rows: against all rows at once."""
-    data, one = ours.data_of(task), PROMPT + task.shape.group * task.shape.new
+    data, one = ours.data_of(task), task.shape.prompt + task.shape.group * task.shape.new
     sizes = (one * task.shape.prompts, one)
     return measured(*(_update(task, data, batch__packing="true", batch__microbatch_tokens=size) for size in sizes))
 

@@ -2,14 +2,18 @@
 
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from string import ascii_letters
 
+import ml_dtypes
 import numpy as np
 
-from benchmarks.cases import SHAPES, WORDS, word
+from benchmarks.cases import SHAPES, WORDS, head_size, word
 
+LARGE = 1e9  # parameters from which a model's files are in bfloat16
+DRAWN = 1_000_003  # random numbers, which repeat in every matrix; a prime, so that no two of its rows are alike
 SPECIAL = {"<pad>": 0, "<bos>": 1, "</s>": 2}
 
 
@@ -37,44 +41,52 @@ def folder_of(model: str, cache: Path, weights: Path | None = None) -> Path:
 def _random(folder: Path, shape: dict) -> None:
     from safetensors.numpy import save_file
 
+    # Large models in the type that accelerators compute in: their files are written and read once a machine.
+    large = sum(map(math.prod, tensor_shapes(shape).values())) > LARGE
+    dtype = np.dtype(ml_dtypes.bfloat16 if large else np.float32)
+
     rope = {"rope_type": "default", "rope_theta": shape["rope_theta"]}
     config = {
-        **shape, "tie_word_embeddings": True, "hidden_act": "silu", "bos_token_id": 1,
-        "eos_token_id": 2, "pad_token_id": 0, "torch_dtype": "float32", "initializer_range": 0.02,
+        "tie_word_embeddings": True, **shape, "hidden_act": "silu", "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 0, "torch_dtype": str(dtype), "initializer_range": 0.02,
         "rope_parameters": rope,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     (folder / "generation_config.json").write_text(json.dumps(ids))
-    rng = np.random.default_rng(0)
+    numbers = (0.02 * np.random.default_rng(0).standard_normal(DRAWN, np.float32)).astype(dtype)
     tensors = {
-        name: np.ones(size, np.float32) if name.endswith("norm.weight")
-        else np.zeros(size, np.float32) if name.endswith("bias")
-        else 0.02 * rng.standard_normal(size, np.float32)
+        name: np.ones(size, dtype) if name.endswith("norm.weight")
+        else np.zeros(size, dtype) if name.endswith("bias")
+        else np.resize(numbers, size)
         for name, size in tensor_shapes(shape).items()
     }  # fmt: skip
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def tensor_shapes(shape: dict) -> dict[str, tuple[int, ...]]:
-    """The tensors of a llama or qwen2, by their names in a Hugging Face folder, as [out, in]."""
-    width, ffn = shape["hidden_size"], shape["intermediate_size"]
-    keys = width // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    """The tensors of a llama, qwen2 or qwen3, by their names in a Hugging Face folder, as [out, in]."""
+    width, ffn, head = shape["hidden_size"], shape["intermediate_size"], head_size(shape)
+    queries, keys = (head * shape[f"num_{name}_heads"] for name in ("attention", "key_value"))
     maps = {
-        "self_attn.q_proj": (width, width), "self_attn.k_proj": (keys, width), "self_attn.v_proj": (keys, width),
-        "self_attn.o_proj": (width, width), "mlp.gate_proj": (ffn, width), "mlp.up_proj": (ffn, width),
+        "self_attn.q_proj": (queries, width), "self_attn.k_proj": (keys, width), "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, queries), "mlp.gate_proj": (ffn, width), "mlp.up_proj": (ffn, width),
         "mlp.down_proj": (width, ffn),
     }  # fmt: skip
     sizes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (shape["vocab_size"], width),
         "model.norm.weight": (width,),
     }
+    if not shape.get("tie_word_embeddings", True):
+        sizes["lm_head.weight"] = sizes["model.embed_tokens.weight"]
     for layer in range(shape["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         sizes |= {f"{prefix}{name}.weight": size for name, size in maps.items()}
         sizes |= {f"{prefix}{name}.weight": (width,) for name in ("input_layernorm", "post_attention_layernorm")}
         if shape["model_type"] == "qwen2":
             sizes |= {f"{prefix}self_attn.{x}_proj.bias": maps[f"self_attn.{x}_proj"][:1] for x in "qkv"}
+        if shape["model_type"] == "qwen3":
+            sizes |= {f"{prefix}self_attn.{x}_norm.weight": (head,) for x in "qk"}
     return sizes
 
 

@@ -15,11 +15,14 @@ BUSY = 0.2  # cores that other processes may use in an undisturbed interval
 
 
 class Meter:
-    """Wall-clock seconds of intervals, the first of which warms up (compilation, fresh memory) and is kept apart."""
+    """Wall-clock seconds of intervals, the first of which warms up (compilation, fresh memory) and is kept apart.
 
-    def __init__(self, least: int | None = None):
+    `peak` tells the most GB that were in use so far: on an accelerator, of its memory; else, of the process.
+    """
+
+    def __init__(self, least: int | None = None, peak: Callable[[], float] | None = None):
         self.rows: list[dict[str, float]] = []
-        self.least = least
+        self.least, self.peak = least, peak or peak_gb
 
     def start(self) -> None:
         """The interval begins."""
@@ -45,7 +48,7 @@ class Meter:
         return len(self.rows) > (self.least or INTERVALS)
 
     def summary(self) -> dict[str, Any]:
-        """Medians of the intervals, all of them, and the peak of the process's memory in GB."""
+        """Medians of the intervals, all of them, and the peak of memory in GB."""
         counted = self.rows[1:]
         medians = {name: statistics.median(row[name] for row in counted) for name in counted[0]}
         return {
@@ -53,7 +56,7 @@ class Meter:
             "first": self.rows[0]["seconds"],
             "intervals": [round(row["seconds"], 4) for row in counted],
             "disturbed": medians["others"] > BUSY,
-            "peak_gb": peak_gb(),
+            "peak_gb": self.peak(),
         }
 
 

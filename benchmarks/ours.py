@@ -12,17 +12,7 @@ import jax
 import numpy as np
 
 from benchmarks import task
-from benchmarks.cases import (
-    BETA,
-    PROMPT,
-    is_geometric,
-    lengths,
-    prompts,
-    reward,
-    texts,
-    useful_tokens,
-    words,
-)
+from benchmarks.cases import BETA, is_geometric, lengths, prompts, reward, texts, useful_tokens, words
 from benchmarks.meter import Meter, report
 from benchmarks.task import Task, dtype
 from jaxrl_llm.config import ConfigDict, default
@@ -46,6 +36,11 @@ class Cut(Engine):
         return super().generate(*arguments, **options, limits=np.asarray(self.stops))
 
 
+def device_peak_gb() -> float:
+    """The most GB of the first accelerator's memory that were in use."""
+    return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"] / 2**30
+
+
 def config_of(task: Task) -> ConfigDict:
     """The configuration of a case, every other setting at its default."""
     config, shape = default(), task.shape
@@ -54,6 +49,8 @@ def config_of(task: Task) -> ConfigDict:
     config.eval.every = -1
     config.total_steps = 1000
     config.optimizer.learning_rate = 1e-6
+    if shape.lora:
+        config.lora.rank, config.lora.alpha = shape.lora, 2.0 * shape.lora
     if task.case in ("dpo", "sft"):
         config.data.max_length = shape.row
         config.data.overlong = "truncate_right"
@@ -63,7 +60,7 @@ def config_of(task: Task) -> ConfigDict:
             config.algorithm.loss, config.algorithm.beta = "dpo", 0.1
         return config
     config.batch.prompts, config.rollout.group_size = shape.prompts, shape.group
-    config.rollout.max_prompt_length = PROMPT
+    config.rollout.max_prompt_length = shape.prompt
     config.rollout.max_completion_length = int(lengths(shape).max()) if is_geometric(task.case) else shape.new
     config.algorithm.aggregation = "token"
     config.algorithm.beta = BETA.get(task.case, 0.0)
@@ -74,10 +71,10 @@ def data_of(task: Task) -> list[dict[str, str]]:
     """The rows that are trained on: enough for one step."""
     shape = task.shape
     if task.case == "dpo":
-        rows = texts(3 * shape.pairs, PROMPT)
-        answers = [words(row[: shape.row - PROMPT - 1]) for row in rows]
+        rows = texts(3 * shape.pairs, max(shape.prompt, shape.row - shape.prompt))
+        answers = [words(row[: shape.row - shape.prompt - 1]) for row in rows]
         return [
-            {"prompt": words(rows[i]), "chosen": answers[i + 1], "rejected": answers[i + 2]}
+            {"prompt": words(rows[i][: shape.prompt]), "chosen": answers[i + 1], "rejected": answers[i + 2]}
             for i in range(0, len(rows), 3)
         ]
     if task.case == "sft":
@@ -144,17 +141,17 @@ def scaling(task: Task, meter: Meter) -> dict[str, Any]:
     """Seconds of a GRPO step of 1 to 16 times the tokens, in micro-batches of one size."""
     points = []
     for scale in SCALES:
-        small = dataclasses.replace(task.shape, prompts=scale, new=PROMPT // 2)
+        small = dataclasses.replace(task.shape, prompts=scale, new=task.shape.prompt // 2)
         shape = dataclasses.replace(small, group=min(8, small.group))
         config = config_of(task)
         config.batch.prompts, config.rollout.group_size = shape.prompts, shape.group
         config.rollout.max_completion_length = shape.new
-        config.batch.microbatch_tokens = PROMPT + shape.group * shape.new
+        config.batch.microbatch_tokens = shape.prompt + shape.group * shape.new
         with jax.set_mesh(mesh := build_mesh(config)):
             stepper = Stepper(config, parts_of(config, mesh, [{"prompt": words(row)} for row in prompts(shape)]))
-            own = Meter(least=meter.least)
+            own = Meter(least=meter.least, peak=meter.peak)
             own.measure(stepper)
-        points.append((shape.completions * (PROMPT + shape.new), own.summary()["seconds"]))
+        points.append((shape.completions * (shape.prompt + shape.new), own.summary()["seconds"]))
     return {"points": points, **fit(points), "peak_gb": own.summary()["peak_gb"]}
 
 
@@ -175,7 +172,7 @@ def fit(points: list[tuple[int, float]]) -> dict[str, float]:
 def main(argv: list[str]) -> None:
     """The command line: one task."""
     job = task.read(argv)
-    meter = Meter(least=job.least)
+    meter = Meter(least=job.least, peak=None if task.device() == "cpu" else device_peak_gb)
     if job.case == "scaling":
         report(scaling(job, meter))
         return

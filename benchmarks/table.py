@@ -25,15 +25,18 @@ def text_of(found: Mapping[str, Any]) -> str:
             parts.append(f"\n## {model}\n\n{_shape(model)}\n\n{table([head, *rows])}")
         phases = [row for case in CASES if (row := _phases(tasks, model, case))]
         if phases:
-            head = ["", "decode, share of its products", "update, share of its products", "update GFLOP/s",
-                    "of the matrix rate"]  # fmt: skip
+            head = ["", "decode, share of its products", "of the bandwidth", "update, share of its products",
+                    "update TFLOP/s", "of the matrix rate"]  # fmt: skip
             parts.append(f"\n{table([head, *phases])}")
         if "points" in (scaling := tasks.get(f"{model}/scaling/{OURS}", {})):
             parts.append("\n" + _scaling(scaling))
     rates = [task for task in tasks.values() if "matrix_rate" in task]
     if rates:
         best = max(task["matrix_rate"] for task in rates), max(task["bandwidth"] for task in rates)
-        parts.append(f"\nThe machine: {best[0] / 1e9:.0f} GFLOP/s in square products, {best[1] / 1e9:.1f} GB/s read.\n")
+        device = rates[0].get("device", "cpu")
+        device = "The machine" if device == "cpu" else device
+        rate = f"{best[0] / 1e12:.3g} TFLOP/s in square products"
+        parts.append(f"\n{device}: {rate}, {best[1] / 1e9:.0f} GB/s read.\n")
     errors = [f"- {name}: {task['error']}" for name, task in tasks.items() if "error" in task]
     if errors:
         parts.append("\nNot measured:\n\n" + "\n".join(errors) + "\n")
@@ -49,9 +52,10 @@ def text_of(found: Mapping[str, Any]) -> str:
 def _shape(model: str) -> str:
     s = SHAPES[model]
     return (
-        f"{s.prompts} prompts x {s.group} completions, prompts of 64 tokens, {s.new} new ones; geometric lengths: mean "
-        f"{useful_tokens('rollout_geometric', s) / s.completions:.1f}, at most {s.longest}; DPO {s.pairs} pairs, SFT "
-        f"{s.rows} rows, of {s.row} tokens."
+        f"{s.prompts} prompts x {s.group} completions, prompts of {s.prompt} tokens, {s.new} new ones; geometric "
+        f"lengths: mean {useful_tokens('rollout_geometric', s) / s.completions:.1f}, at most {s.longest}; DPO "
+        f"{s.pairs} pairs, SFT {s.rows} rows, of {s.row} tokens."
+        + (f" Adapters of rank {s.lora} are trained." if s.lora else "")
     )
 
 
@@ -86,11 +90,13 @@ def _phases(tasks: Tasks, model: str, case: str) -> list[str] | None:
         return None
     decode = {**ours, "time/rollout": ours["seconds"]} if case.startswith("rollout") else ours
     ours, limit = _updates(ours), _updates(limit)
-    rate, share = "", ""
+    rate, share, read = "", "", ""
+    if "decode_bytes" in limit and "time/rollout" in decode:
+        read = f"{limit['decode_bytes'] / decode['time/rollout'] / limit['bandwidth']:.0%}"
     if "update_flops" in limit and "time/update" in ours:
         speed = limit["update_flops"] / ours["time/update"]
-        rate, share = f"{speed / 1e9:.0f}", f"{speed / limit['matrix_rate']:.0%}"
-    return [TITLES[case], _share(limit, decode, "time/rollout"), _share(limit, ours, "time/update"), rate, share]
+        rate, share = f"{speed / 1e12:.3g}", f"{speed / limit['matrix_rate']:.0%}"
+    return [TITLES[case], _share(limit, decode, "time/rollout"), read, _share(limit, ours, "time/update"), rate, share]
 
 
 def _updates(task: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -114,5 +120,7 @@ same weights, prompts, lengths and number of threads, in {dtype}. Ratios are pee
 
 The limit of a case is the time of its matrix products alone, each token and each prompt counted once: nothing is
 allowed for attention, sampling, norms, the optimizer or copies. Useful decode is the share of decode steps that gave a
-token which was kept. Peak GB is resident memory of the whole process.
+token which was kept. Peak GB is resident memory of the whole process, or what was in use of an accelerator's memory.
+The bandwidth's share counts what decoding must read: matrices, keys and values, once a step, a prompt's once for all of
+its rows. An update's operations, of which the matrix rate's share is, count no recomputation.
 """

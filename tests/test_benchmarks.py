@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import folders, limits, marks, meter, peaks, run, scaling, serving, sizes, table
-from benchmarks.cases import PROMPT, SHAPES, lengths, prompts, texts, useful_tokens, word, words
+from benchmarks.cases import SHAPES, lengths, prompts, texts, useful_tokens, word, words
 from benchmarks.ours import fit
 from benchmarks.race import __main__ as race
 from benchmarks.race import contests, record
@@ -36,7 +36,7 @@ def test_the_model_folder_has_the_shape(tmp_path):
 
 def test_lengths_and_prompts():
     shape = SHAPES["smollm2"]
-    assert prompts(shape).shape == (4, PROMPT) and lengths(shape).max() <= shape.longest
+    assert prompts(shape).shape == (4, shape.prompt) and lengths(shape).max() <= shape.longest
     assert useful_tokens("rollout_full", shape) == 4 * 4 * 32
     assert useful_tokens("grpo_geometric", shape) == lengths(shape).sum()
 
@@ -45,8 +45,8 @@ def test_flops_by_hand():
     # A layer of toy: q and o 32x32, k and v 32x16, gate, up and down 32x64; the head is 32x49152.
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
     assert limits.pass_flops(SHAPES["toy"], 10, 3) == 2 * (2 * layer * 10 + 32 * 49152 * 3)
-    assert limits.update_tokens("grpo", SHAPES["toy"]) == (2 * PROMPT + 32, 32)
-    assert limits.update_tokens("dpo", SHAPES["toy"]) == (2 * PROMPT + 4 * 16, 4 * 16)
+    assert limits.update_tokens("grpo", SHAPES["toy"]) == (2 * 64 + 32, 32)
+    assert limits.update_tokens("dpo", SHAPES["toy"]) == (2 * 64 + 4 * 16, 4 * 16)
 
 
 def test_the_meter_takes_five_intervals():
@@ -74,15 +74,16 @@ def test_a_fit_of_a_line():
 
 def test_the_table_has_ratios_and_names_what_failed():
     tasks = {
-        "toy/grpo/jaxrl_llm": {"seconds": 2.0, "first": 9.0, "peak_gb": 1.0, "useful": 0.95, "time/update": 1.0},
+        "toy/grpo/jaxrl_llm": {"seconds": 2.0, "first": 9.0, "peak_gb": 1.0, "useful": 0.95, "time/update": 1.0,
+                               "time/rollout": 0.5},
         "toy/grpo/trl": {"seconds": 8.0, "peak_gb": 3.0},
         "toy/grpo/tunix": {"error": "not installed: no network"},
-        "toy/grpo/limit": {"seconds": 1.0, "time/update": 0.7, "update_flops": 5e9, "matrix_rate": 1e10,
-                           "bandwidth": 1e10},
+        "toy/grpo/limit": {"seconds": 1.0, "time/update": 0.7, "update_flops": 5e12, "matrix_rate": 1e13,
+                           "bandwidth": 1e10, "decode_bytes": 4e9},
     }  # fmt: skip
     text = table.text_of({"machine": "a test", "tasks": tasks})
     assert "4.00x (8 s)" in text and "| failed |" in text and "- toy/grpo/tunix: not installed: no network" in text
-    assert "| 50% | 0.95 | 1.00 | 3.00 |" in text and "| 70% | 5 | 50% |" in text
+    assert "| 50% | 0.95 | 1.00 | 3.00 |" in text and "| 80% | 70% | 5 | 50% |" in text
 
 
 def test_a_peer_that_cannot_be_installed_is_reported_and_a_run_goes_on(tmp_path, capsys):

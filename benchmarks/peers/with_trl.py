@@ -1,4 +1,4 @@
-"""One task in TRL: generation of transformers, the GRPO, DPO and SFT trainers; nothing recomputed."""
+"""One task in TRL: generation of transformers, the GRPO, DPO and SFT trainers; a frozen model alone is recomputed."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList, TrainerCallback
 
 from benchmarks import task
-from benchmarks.cases import BETA, PROMPT, is_geometric, lengths, prompts, reward, texts, useful_tokens, words
+from benchmarks.cases import BETA, is_geometric, lengths, prompts, reward, texts, useful_tokens, words
 from benchmarks.meter import Meter, report
 from benchmarks.task import Task
 
@@ -23,11 +23,11 @@ STEPS = 100  # at most; the meter ends a run
 class Stops(StoppingCriteria):
     """Ends each row at its own length."""
 
-    def __init__(self, stops: np.ndarray):
-        self.stops = torch.tensor(stops)
+    def __init__(self, stops: np.ndarray, prompt: int):
+        self.stops, self.prompt = torch.tensor(stops, device=DEVICE), prompt
 
     def __call__(self, input_ids, scores, **_):
-        return (input_ids.shape[1] - PROMPT) >= self.stops
+        return (input_ids.shape[1] - self.prompt) >= self.stops
 
 
 class Timed(TrainerCallback):
@@ -46,6 +46,21 @@ class Timed(TrainerCallback):
         return control
 
 
+def device_peak_gb() -> float:
+    """The most GB of the accelerator's memory that tensors took."""
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def adapters(job: Task) -> dict:
+    """The trainers' argument that trains adapters in place of the model, where the shape says so."""
+    if not job.shape.lora:
+        return {}
+    from peft import LoraConfig
+
+    rank = job.shape.lora
+    return {"peft_config": LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")}
+
+
 def load(job: Task):
     """The model that never ends a row by itself."""
     model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.bfloat16 if HALF else torch.float32)
@@ -58,7 +73,7 @@ def rollout(job: Task, meter: Meter) -> None:
     shape, model = job.shape, load(job).eval()
     ids = torch.tensor(np.repeat(prompts(shape), shape.group, axis=0)).to(DEVICE)
     stops = lengths(shape) if is_geometric(job.case) else np.full(shape.completions, shape.new)
-    kept = StoppingCriteriaList([Stops(stops)]) if is_geometric(job.case) else None
+    kept = StoppingCriteriaList([Stops(stops, shape.prompt)]) if is_geometric(job.case) else None
 
     @torch.no_grad()
     def sample() -> dict[str, float]:
@@ -66,19 +81,19 @@ def rollout(job: Task, meter: Meter) -> None:
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
             max_new_tokens=int(stops.max()), pad_token_id=0, eos_token_id=None, stopping_criteria=kept,
         )  # fmt: skip
-        steps = found.shape[1] - PROMPT
+        steps = found.shape[1] - shape.prompt
         assert steps == stops.max(), f"{steps} tokens were sampled"
         return {"useful": useful_tokens(job.case, shape) / (shape.completions * steps)}
 
     meter.measure(sample)
 
 
-def settings(rows: int, **more) -> dict:
-    """Arguments of every trainer: one batch of `rows`, no recomputation, no files."""
+def settings(job: Task, rows: int, **more) -> dict:
+    """Arguments of every trainer: one batch of `rows`, no files, and recomputation behind adapters alone."""
     return {
         "output_dir": tempfile.mkdtemp(), "max_steps": STEPS, "learning_rate": 1e-6, "logging_steps": STEPS,
         "save_strategy": "no", "report_to": "none", "use_cpu": DEVICE == "cpu", "bf16": HALF,
-        "gradient_checkpointing": False, "disable_tqdm": True, "dataloader_pin_memory": False,
+        "gradient_checkpointing": bool(job.shape.lora), "disable_tqdm": True, "dataloader_pin_memory": False,
         "per_device_train_batch_size": rows, **more,
     }  # fmt: skip
 
@@ -90,7 +105,7 @@ def grpo(job: Task, meter: Meter) -> None:
 
     shape, phases, model = job.shape, {}, load(job)
     generate = model.generate
-    stops = StoppingCriteriaList([Stops(lengths(shape))]) if is_geometric(job.case) else None
+    stops = StoppingCriteriaList([Stops(lengths(shape), shape.prompt)]) if is_geometric(job.case) else None
 
     def timed(*arguments, **options):
         began = time.perf_counter()
@@ -110,7 +125,7 @@ def grpo(job: Task, meter: Meter) -> None:
     trainer = GRPOTrainer(
         model=model, reward_funcs=odd_share, train_dataset=Dataset.from_list(rows * 20),
         processing_class=AutoTokenizer.from_pretrained(job.folder), callbacks=[Timed(meter, phases)],
-        args=GRPOConfig(**settings(shape.completions, beta=BETA[job.case], **more)),
+        args=GRPOConfig(**settings(job, shape.completions, beta=BETA[job.case], **more)), **adapters(job),
     )  # fmt: skip
     if stops is None:
         trainer.eos_token_ids = []  # no sampled token is taken for an end
@@ -124,19 +139,21 @@ def offline(job: Task, meter: Meter) -> None:
 
     shape = job.shape
     common = {"processing_class": AutoTokenizer.from_pretrained(job.folder), "callbacks": [Timed(meter, {})]}
+    common |= adapters(job)
     if job.case == "dpo":
-        rows = texts(3 * shape.pairs, PROMPT)
-        cut = shape.row - PROMPT - 1
+        rows = texts(3 * shape.pairs, max(shape.prompt, shape.row - shape.prompt))
+        cut = shape.row - shape.prompt - 1
         data = [
-            {"prompt": words(a), "chosen": words(b[:cut]), "rejected": words(c[:cut])}
+            {"prompt": words(a[: shape.prompt]), "chosen": words(b[:cut]), "rejected": words(c[:cut])}
             for a, b, c in zip(rows[::3], rows[1::3], rows[2::3], strict=True)
         ]
-        given = settings(shape.pairs, beta=0.1, max_length=shape.row)
+        given = settings(job, shape.pairs, beta=0.1, max_length=shape.row)
         data = Dataset.from_list(data * 20)
-        DPOTrainer(model=load(job), ref_model=load(job), train_dataset=data, args=DPOConfig(**given), **common).train()
+        reference = None if job.shape.lora else load(job)
+        DPOTrainer(model=load(job), ref_model=reference, train_dataset=data, args=DPOConfig(**given), **common).train()
         return
     data = Dataset.from_list([{"text": words(row)} for row in texts(shape.rows, shape.row - 1)] * 20)
-    given = settings(shape.rows, max_length=shape.row)
+    given = settings(job, shape.rows, max_length=shape.row)
     SFTTrainer(model=load(job), train_dataset=data, args=SFTConfig(**given), **common).train()
 
 
@@ -147,7 +164,7 @@ def main(argv: list[str]) -> None:
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
-    meter = Meter(least=job.least)
+    meter = Meter(least=job.least, peak=None if DEVICE == "cpu" else device_peak_gb)
     if job.case.startswith("rollout"):
         rollout(job, meter)
     elif job.case in ("dpo", "sft"):

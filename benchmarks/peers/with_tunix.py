@@ -13,7 +13,7 @@ from flax import nnx
 from tunix.generate import sampler as sampling
 
 from benchmarks import task
-from benchmarks.cases import BETA, PROMPT, is_geometric, lengths, prompts, reward, texts
+from benchmarks.cases import BETA, is_geometric, lengths, prompts, reward, texts
 from benchmarks.meter import Meter, report
 from benchmarks.task import Task
 
@@ -74,14 +74,14 @@ def load(job: Task, mesh):
 class Stopping(sampling.Sampler):
     """A sampler whose rows end at their own lengths."""
 
-    def stop_at(self, stops: np.ndarray):
-        """The sampler itself, with these lengths."""
-        self.stops = jnp.asarray(stops)
+    def stop_at(self, stops: np.ndarray, prompt: int):
+        """The sampler itself, with these lengths behind prompts of `prompt` tokens."""
+        self.stops, self.prompt = jnp.asarray(stops), prompt
         return self
 
     def _sample(self, logits, eos, cache, sampler_state):
         state = super()._sample(logits=logits, eos=eos, cache=cache, sampler_state=sampler_state)
-        return dataclasses.replace(state, done=state.done | ((state.decoding_step + 1 - PROMPT) >= self.stops))
+        return dataclasses.replace(state, done=state.done | ((state.decoding_step + 1 - self.prompt) >= self.stops))
 
 
 def asked(job: Task) -> list[str]:
@@ -96,19 +96,19 @@ def rollout(job: Task, mesh, meter: Meter) -> None:
     geometric = is_geometric(job.case)
     longest = int(lengths(shape).max()) if geometric else shape.new
     cache = sampling.CacheConfig(
-        cache_size=PROMPT + longest, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads,
+        cache_size=shape.prompt + longest, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
     )  # fmt: skip
     sampler = (Stopping if geometric else sampling.Sampler)(model, Numbers(), cache)
     if geometric:
-        sampler.stop_at(lengths(shape))
+        sampler.stop_at(lengths(shape), shape.prompt)
     texts = [text for text in asked(job) for _ in range(shape.group)]
 
     def sample() -> None:
         with mesh:
             sampler(
-                texts, max_generation_steps=longest, max_prompt_length=PROMPT, temperature=1.0, top_p=1.0, top_k=None,
-                seed=len(meter.rows), eos_tokens=list(NEVER),
+                texts, max_generation_steps=longest, max_prompt_length=shape.prompt, temperature=1.0, top_p=1.0,
+                top_k=None, seed=len(meter.rows), eos_tokens=list(NEVER),
             )  # fmt: skip
 
     meter.measure(sample)
@@ -132,7 +132,7 @@ def grpo(job: Task, mesh, meter: Meter) -> None:
             actor_optimizer=optax.adamw(1e-6), eval_every_n_steps=10**6, max_steps=STEPS
         ),
         rollout_config=base_rollout.RolloutConfig(
-            max_tokens_to_generate=shape.new, max_prompt_length=PROMPT, kv_cache_size=PROMPT + shape.new,
+            max_tokens_to_generate=shape.new, max_prompt_length=shape.prompt, kv_cache_size=shape.prompt + shape.new,
             temperature=1.0, top_p=1.0, top_k=None, eos_tokens=list(NEVER),
         ),
     )  # fmt: skip
@@ -204,11 +204,11 @@ def _dpo(job: Task, mesh, model):
     from tunix.sft.dpo import dpo_trainer
 
     shape = job.shape
-    rows = texts(3 * shape.pairs, PROMPT)
-    cut = shape.row - PROMPT
+    rows = texts(3 * shape.pairs, max(shape.prompt, shape.row - shape.prompt))
+    cut = shape.row - shape.prompt
     ones = np.ones((shape.pairs, cut), np.int32)
     example = dpo_trainer.TrainingInput(
-        prompt_ids=rows[::3], prompt_mask=np.ones((shape.pairs, PROMPT), np.int32), chosen_ids=rows[1::3, :cut],
+        prompt_ids=rows[::3, : shape.prompt], prompt_mask=np.ones((shape.pairs, shape.prompt), np.int32), chosen_ids=rows[1::3, :cut],
         chosen_mask=ones, rejected_ids=rows[2::3, :cut], rejected_mask=ones,
     )  # fmt: skip
     config = dpo_trainer.DPOTrainingConfig(eval_every_n_steps=10**6, max_steps=STEPS)
@@ -238,11 +238,16 @@ def _sft(job: Task, mesh, model):
     return peft_trainer.PeftTrainer(model, optax.adamw(1e-6), config).with_gen_model_input_fn(inputs), example
 
 
+def device_peak_gb() -> float:
+    """The most GB of the accelerator's memory that were in use."""
+    return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"] / 2**30
+
+
 def main(argv: list[str]) -> None:
     """The command line: one task."""
     job = task.read(argv)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-    meter = Meter(least=job.least)
+    meter = Meter(least=job.least, peak=None if task.device() == "cpu" else device_peak_gb)
     if job.case.startswith("rollout"):
         rollout(job, mesh, meter)
     elif job.case in ("dpo", "sft"):

@@ -649,7 +649,7 @@ def test_a_gpu_is_described_to_its_compiler_in_full():
     text = _described(named("a100"), named("a100").gpu)
     assert "cuda_compute_capability { major: 8 minor: 0 }" in text
     assert "shared_memory_per_block_optin: 166912" in text  # 163 KiB: NVIDIA's guide of compute capability 8.0
-    assert 'device_description_str: "A100"' in text
+    assert 'device_description_str: "NVIDIA A100"' in text
 
 
 def test_a_cuda_compiler_alone_is_no_compiler_for_jax(tmp_path, monkeypatch):

@@ -1,0 +1,150 @@
+"""The kernels of GPUs, run by a GPU: `JAX_PLATFORMS=cuda XLA_FLAGS= pytest tests/models/test_gpu_kernels.py`.
+
+Every other test runs on the CPU, which interprets the kernels. Sizes are those of models that people train.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models import quantize
+from jaxrl_llm.models.decode_attention import decode_attention
+from jaxrl_llm.models.fused_attention import flash_attention, fused_attention
+from jaxrl_llm.models.transformer import ModelConfig, Net
+from tests.models.decoding import continued_logits
+from tests.models.test_decode_attention import attended
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU is here")
+
+CONFIG = ModelConfig(
+    vocab_size=997, width=256, layers=2, heads=8, kv_heads=2, head_dim=64, ffn=512, init_scale=0.1, dtype="bfloat16"
+)
+
+
+def relative(found, expected) -> float:
+    """The norm of the difference, in that of what is expected."""
+    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "window", "softcap", "chunks"),
+    [
+        ((8, 8, 8, 1, 2, 128), (512, 1024), None, None, False),  # Qwen3-0.6B, 64 rows
+        ((8, 8, 2, 1, 7, 64), (64, 320), None, None, False),  # Qwen2.5-0.5B
+        ((1, 4, 4, 1, 7, 128), (500, 700), None, None, False),  # Qwen2.5-7B, few rows: keys are split
+        ((2, 2, 1, 1, 4, 256), (130, 600), 512, None, False),  # Gemma 3 1B
+        ((2, 2, 4, 1, 2, 256), (130, 600), 100, 50.0, False),  # Gemma 2
+        ((2, 4, 4, 1, 1, 96), (100, 200), None, None, False),  # Phi-3
+        ((2, 4, 8, 1, 5, 128), (100, 200), 64, None, True),  # Llama 4
+        ((2, 4, 3, 5, 3, 64), (100, 200), None, None, False),  # SmolLM2, five tokens at once
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_decode_attention(shape, sizes, window, softcap, chunks, dtype):
+    draw = np.random.default_rng(0)
+    g, r, j, w, _, d = shape
+    drawn = (draw.normal(size=size) for size in (shape, *[(g, j, sizes[0], d)] * 2, *[(g, r, j, sizes[1], d)] * 2))
+    q, *stored = (jnp.asarray(x, dtype) for x in drawn)
+    q = q * d**-0.5
+    start, length = draw.integers(0, sizes[0] - 1, (g,)), draw.integers(0, sizes[1] - w, (g, r))
+    length[0, 0] = 0
+    kernel = jax.jit(decode_attention, static_argnames=("softcap", "chunks"))
+    arrays = (jnp.asarray(start), jnp.asarray(length))
+    found = kernel(q, tuple(stored[:2]), tuple(stored[2:]), *arrays, window, softcap=softcap, chunks=chunks)
+    host = [np.asarray(x, np.float64) for x in (q, *stored)]
+    expected = attended(host[0], host[1:3], host[3:], start, length, window or 10**6, softcap, chunks)
+    assert np.isfinite(np.asarray(found, np.float64)).all()
+    assert relative(found, expected) < {"bfloat16": 6e-3, "float16": 1e-3}[dtype]
+
+
+def test_caches_in_fp8_are_read_as_what_they_are():
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = ((4, 4, 2, 1, 4, 128), *[(4, 2, 128, 128)] * 2, *[(4, 4, 2, 256, 128)] * 2)
+    q, *stored = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
+    stored = [x.astype(quantize.BYTES["fp8"][0]) for x in stored]
+    start, length = jnp.zeros(4, int), jnp.full((4, 4), 200)
+    found, expected = (
+        jax.jit(decode_attention)(q * 128**-0.5, tuple(x[:2]), tuple(x[2:]), start, length)
+        for x in (stored, [x.astype(jnp.bfloat16) for x in stored])
+    )
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "length", "heads", "keys", "size"),
+    [
+        ("cudnn", 320, 14, 2, 64),
+        ("cudnn", 1537, 16, 8, 128),
+        ("cudnn", 300, 4, 1, 256),
+        ("flash", 1100, 14, 2, 64),
+        ("flash", 1100, 8, 4, 128),
+        ("flash", 600, 4, 1, 256),
+    ],
+)
+def test_attention_of_rows(implementation, length, heads, keys, size):
+    """Outputs and gradients against scores that are all formed in float32: packed documents, and padding."""
+    shapes = ((keys, heads // keys, size), (keys, size), (keys, size), (keys, heads // keys, size))
+    drawn = zip(jax.random.split(jax.random.key(0), 4), shapes, strict=True)
+    q, k, v, weights = (jax.random.normal(key, (2, length, *shape), jnp.bfloat16) for key, shape in drawn)
+    q = q * size**-0.5
+    segments = np.ones((2, length), np.int32)
+    segments[0, length // 3 :], segments[0, -7:], segments[1, : length // 4] = 2, 0, 0
+    mask = (segments[:, :, None] == segments[:, None]) & np.tri(length, dtype=bool)
+    real = jnp.asarray(segments != 0)[..., None, None, None]
+
+    def attend(q, k, v):
+        if implementation == "flash":
+            return flash_attention(q, k, v, jnp.asarray(segments))
+        return fused_attention(q, k, v, jnp.asarray(mask), "cudnn")
+
+    def dense(q, k, v):
+        scores = jnp.einsum("ntjrd,nsjd->njrts", q, k, precision="highest")
+        shares = jax.nn.softmax(jnp.where(jnp.asarray(mask)[:, None, None], scores, -1e30))
+        return jnp.einsum("njrts,nsjd->ntjrd", shares, v, precision="highest")
+
+    def outputs_and_gradients(function, *arguments):
+        def total(*x):
+            out = jnp.where(real, function(*x), 0)
+            return (out.astype(jnp.float32) * weights).sum(), out
+
+        gradients, out = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(*arguments)
+        return out, *gradients
+
+    found = outputs_and_gradients(attend, q, k, v)
+    expected = outputs_and_gradients(dense, *(x.astype(jnp.float32) for x in (q, k, v)))
+    for a, b in zip(found, expected, strict=True):
+        assert relative(a, b) < 2e-2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"qk_norm": True},
+        {"sliding_window": 5, "sliding_layers": (1,)},
+        {"attention": "xla"},
+        {"quantize": "int8"},
+        {"quantize": "fp8"},
+        {"quantize": "nf4"},
+        {"experts": 4, "experts_per_token": 4},  # all of them: which ones are chosen is a matter of rounding
+    ],
+)
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_what_is_decoded_is_what_rows_compute(changes, at_once):
+    """In bfloat16, token by token over the caches, against whole rows of the same parameters in the same type."""
+    config = dataclasses.replace(CONFIG, **changes)
+    tokens = np.random.default_rng(1).integers(0, 997, (2, 40))
+    segments = np.ones_like(tokens)
+    segments[0, :7] = 0
+    continuations = np.random.default_rng(2).integers(0, 997, (2, 3, 8))
+    params = jax.jit(Net(config).init)(jax.random.key(0))
+    decoded = continued_logits(Net(config).unrolled(), params, tokens, segments, continuations, at_once)
+    whole = jax.jit(lambda tokens, segments: Net(config).bind(params)(tokens, segments))
+    for group, row in np.ndindex(2, 3):
+        ids = np.concatenate([tokens[group], continuations[group, row]])[None]
+        expected = whole(ids, np.concatenate([segments[group], np.ones(8, int)])[None])[0, 40:]
+        assert relative(decoded[group, row], expected) < 2e-2
