@@ -208,8 +208,8 @@ def _dpo(job: Task, mesh, model):
     cut = shape.row - shape.prompt
     ones = np.ones((shape.pairs, cut), np.int32)
     example = dpo_trainer.TrainingInput(
-        prompt_ids=rows[::3, : shape.prompt], prompt_mask=np.ones((shape.pairs, shape.prompt), np.int32), chosen_ids=rows[1::3, :cut],
-        chosen_mask=ones, rejected_ids=rows[2::3, :cut], rejected_mask=ones,
+        prompt_ids=rows[::3, : shape.prompt], prompt_mask=np.ones((shape.pairs, shape.prompt), np.int32),
+        chosen_ids=rows[1::3, :cut], chosen_mask=ones, rejected_ids=rows[2::3, :cut], rejected_mask=ones,
     )  # fmt: skip
     config = dpo_trainer.DPOTrainingConfig(eval_every_n_steps=10**6, max_steps=STEPS)
     reference = load(job, mesh)[0]
