@@ -290,29 +290,6 @@ def test_a_row_does_not_depend_on_its_slot(params, setting, useful):
 
 
 @pytest.mark.parametrize(
-    ("at_once", "setting"),
-    [
-        (8, {}),
-        (4, {"slots": 3, "chunk": 5}),  # caches grow, and rows take the places of others
-        pytest.param(3, {"chunk": 3, "shrink": 0.9}, marks=pytest.mark.slow),
-        pytest.param(8, {"eos": (), "chunk": 9, "max_completion_length": 30}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_steps_at_once_change_no_row(params, at_once, setting, monkeypatch):
-    """Rows that end between two answers to the host, as on GPUs, stay as they are."""
-    engine = dataclasses.replace(ENGINE, **setting)
-    expected, _ = generate(engine, params)
-    monkeypatch.setattr(Engine, "steps_at_once", at_once)
-    jax.clear_caches()
-    found, _ = generate(engine, params)
-    jax.clear_caches()
-    for name in ("tokens", "segments", "mask", "lengths", "finished"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
-    np.testing.assert_allclose(found.sample_logps, expected.sample_logps, atol=1e-5)
-
-
-@pytest.mark.parametrize(
     ("slots", "shards", "found"), [(0, 4, 6), (8, 4, 2), (9, 4, 2), (3, 4, 1), (1, 1, 1), (100, 4, 6)]
 )
 def test_slots_are_those_of_all_shards(slots, shards, found):
