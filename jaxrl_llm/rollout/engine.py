@@ -65,7 +65,6 @@ from jaxrl_llm.rollout.slots import (
 from jaxrl_llm.rollout.speculative import prompt_lookup
 from jaxrl_llm.rollout.streaming import FinishedRows, OnFinished
 
-AT_ONCE = 8  # decode steps that GPUs run between two answers to their host
 READ = 64  # the most observation tokens of a row that are read at once
 # Programs of one more grid compile in seconds: a few tenths of a second (on CPUs) in each rollout are worth that.
 COMPILE_WORK = 2e9
@@ -250,7 +249,8 @@ class Engine:
                     if border.params is not None:
                         params = self.decoding_params(border.params)
                 reached = int(lengths.reshape(live.shape)[live].max())
-                slots, ahead = self.ahead(slots, reached)
+                slots = self.with_room(slots, reached + 1)
+                ahead = min(self.chunk, slots.capacity - reached)
                 # For what is left of the last chunk a smaller grid saves less than its program costs to compile.
                 pauses = turns is None and ((shrinks and longest - reached >= self.chunk) or scheduler.waiting.size)
                 pause_at = scheduler.pause_at(live) if pauses else 0
@@ -286,25 +286,6 @@ class Engine:
     def worth_shrinking(self, parameters: int, left: int, slots: int) -> bool:
         """True where a smaller grid may save more than its programs cost while rows decode `left` tokens more."""
         return left * slots * (1 - self.shrink) * parameters > self.compile_work
-
-    @property
-    def steps_at_once(self) -> int:
-        """Decode steps between two looks at whether any row goes on, which is asked behind each one but on GPUs.
-
-        There the host launches what a loop's turn runs, and waits for the answer before the next: 0.3 ms, where a step
-        of a small model takes 0.7. Rows that have ended stay as they are meanwhile.
-        """
-        if jax.default_backend() != "gpu" or self.speculative_tokens or self.grammar is not None:
-            return 1
-        return min(AT_ONCE, self.chunk, self.max_completion_length)
-
-    def ahead(self, slots: Slots, reached: int) -> tuple[Slots, int]:
-        """The slots, with room for the next steps of rows whose longest has `reached` tokens, and how many these are."""
-        at_once = self.steps_at_once
-        slots = self.with_room(slots, min(reached + at_once, self.max_completion_length))
-        steps = max(1, min(self.chunk - self.chunk % at_once, slots.capacity - reached))
-        # Where caches hold the longest rows these end in time, and more steps do nothing.
-        return slots, steps if slots.capacity == self.max_completion_length else steps - steps % at_once
 
     def with_room(self, slots: Slots, needed: int) -> Slots:
         """The slots, whose row caches are doubled until they have room for `needed` tokens."""
@@ -482,10 +463,7 @@ def _moved(cache, sources, axis: int, rows: int):
 
 @functools.partial(jax.jit, static_argnames="engine", donate_argnames="slots")
 def decode_chunk(engine: Engine, params, prompts: Prompts, slots: Slots, steps, pause_at=0) -> Slots:
-    """`steps` decode steps, or fewer: until no shard has more than `pause_at` rows that go on.
-
-    Of `Engine.steps_at_once` steps either all or none.
-    """
+    """`steps` decode steps, or fewer: until no shard has more than `pause_at` rows that go on."""
     model = engine.decoder.bind(params)
     start = slots.steps
 
@@ -513,9 +491,7 @@ def decode_chunk(engine: Engine, params, prompts: Prompts, slots: Slots, steps, 
         # Rows whose proposals are right may fill their caches before the steps are done.
         return go_on & (jnp.where(live, slots.rows.length, 0).max() <= slots.capacity)
 
-    if (at_once := engine.steps_at_once) == 1:
-        return jax.lax.while_loop(more, step, slots)
-    return jax.lax.while_loop(more, lambda slots: jax.lax.fori_loop(0, at_once, lambda _, x: step(x), slots), slots)
+    return jax.lax.while_loop(more, step, slots)
 
 
 def _with_experts(engine: Engine, rows: Rows, places, experts) -> Rows:

@@ -476,8 +476,6 @@ class RequestQueue:
         engine, guided = self.engine, any(handle is not None and handle.in_grammar for handle in self._rows)
         if guided:  # one step behind tokens that the host has seen; samples are the same without proposals
             engine = dataclasses.replace(engine, speculative_tokens=0)
-            if engine.steps_at_once > 1:
-                engine = dataclasses.replace(engine, chunk=1)
             if any(h is not None and h.in_grammar and not self._lengths[slot] for slot, h in enumerate(self._rows)):
                 self._collect()
         pause_at = self._shrink()
@@ -487,8 +485,8 @@ class RequestQueue:
         self._grid = with_allowed(self._grid, self._allowed(self._rows) if guided else None)
         # A row that was prefilled has a token that the host has not seen yet.
         reached = max(1, int(self._lengths[live].max()))
-        slots, ahead = engine.ahead(self._grid.slots, reached)
-        ahead = 1 if guided else ahead
+        slots = self.engine.with_room(self._grid.slots, min(reached + 1, self.engine.max_completion_length))
+        ahead = 1 if guided else max(1, min(self.engine.chunk, slots.capacity - reached))
         # With others waiting, an eighth of the slots is refilled as soon as it is free.
         if self._waiting:
             pause_at = max(0, len(live) - max(1, self.size // 8))
