@@ -55,9 +55,12 @@ LARGE = QWEN25 | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_la
                   "num_key_value_heads": 2}  # fmt: skip
 SEVEN = QWEN25 | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
                   "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}  # fmt: skip
-QWEN3 = QWEN25 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "head_dim": 128,
-                  "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-                  "num_key_value_heads": 8}  # fmt: skip
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128,
+    "num_key_value_heads": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "max_position_embeddings": 40960, "attention_bias": False,
+}  # fmt: skip
+SMALL = QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
 SHAPES = {
     "qwen2": Shape(8, 8, 64, 32, 128, pairs=16, rows=32, config=QWEN2),
     "smollm2": Shape(4, 4, 32, 16, 64, pairs=4, rows=8, config=SMOLLM2),
@@ -68,7 +71,7 @@ SHAPES = {
     "qwen2.5-1.5b-64": Shape(8, 8, 256, 128, 512, pairs=32, rows=64, row=512, config=LARGE),
     "qwen2.5-1.5b-256": Shape(32, 8, 256, 128, 512, pairs=32, rows=64, row=512, config=LARGE),
     "qwen2.5-7b-lora-64": Shape(8, 8, 256, 128, 512, pairs=16, rows=32, row=512, lora=16, config=SEVEN),
-    "qwen3-0.6b-64": Shape(8, 8, 1024, 512, 2048, pairs=32, rows=64, row=1536, prompt=512, config=QWEN3),
+    "qwen3-0.6b-64": Shape(8, 8, 1024, 512, 2048, pairs=32, rows=64, row=1536, prompt=512, config=SMALL),
     # For tests of the benchmarks themselves: seconds each.
     "toy": Shape(2, 2, 8, 4, 12, pairs=2, rows=4, row=80,
                  config=QWEN2 | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}),
@@ -127,6 +130,13 @@ def prompts(shape: Shape) -> np.ndarray:
 def texts(count: int, length: int) -> np.ndarray:
     """Token ids `[count, length]` of given rows."""
     return np.random.default_rng(2).integers(FIRST_WORD, WORDS, (count, length))
+
+
+def pairs(shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids of prompts `[pairs, prompt]`, and of chosen and rejected answers, which fill a row."""
+    answer = shape.row - shape.prompt
+    rows = texts(3 * shape.pairs, max(shape.prompt, answer))
+    return rows[::3, : shape.prompt], rows[1::3, :answer], rows[2::3, :answer]
 
 
 def lengths(shape: Shape) -> np.ndarray:

@@ -29,17 +29,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import OURS, TUNIX
+from benchmarks.cases import OURS, QWEN3, TUNIX
 from benchmarks.meter import report, result_of
 from benchmarks.page import table
 
 ROOT = Path(__file__).parent.parent
 STORE, PAGE = (ROOT / "benchmarks" / "results" / f"compiled.{kind}" for kind in ("json", "md"))
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128,
-    "num_key_value_heads": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-    "max_position_embeddings": 40960, "attention_bias": False,
-}  # fmt: skip
 LLAMA3 = QWEN3 | {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5,
     "rope_theta": 5e5, "max_position_embeddings": 131072, "tie_word_embeddings": False,

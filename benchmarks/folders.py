@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.cases import SHAPES, WORDS, head_size, word
 
-LARGE = 1e9  # parameters from which a model's files are in bfloat16
+LARGE = 1e9  # parameters from which a model's files are in bfloat16, in which accelerators compute anyway
 DRAWN = 1_000_003  # random numbers, which repeat in every matrix; a prime, so that no two of its rows are alike
 SPECIAL = {"<pad>": 0, "<bos>": 1, "</s>": 2}
 
@@ -41,10 +41,8 @@ def folder_of(model: str, cache: Path, weights: Path | None = None) -> Path:
 def _random(folder: Path, shape: dict) -> None:
     from safetensors.numpy import save_file
 
-    # Large models in the type that accelerators compute in: their files are written and read once a machine.
-    large = sum(map(math.prod, tensor_shapes(shape).values())) > LARGE
-    dtype = np.dtype(ml_dtypes.bfloat16 if large else np.float32)
-
+    sizes = tensor_shapes(shape)
+    dtype = np.dtype(ml_dtypes.bfloat16 if sum(map(math.prod, sizes.values())) > LARGE else np.float32)
     rope = {"rope_type": "default", "rope_theta": shape["rope_theta"]}
     config = {
         "tie_word_embeddings": True, **shape, "hidden_act": "silu", "bos_token_id": 1,
@@ -59,7 +57,7 @@ def _random(folder: Path, shape: dict) -> None:
         name: np.ones(size, dtype) if name.endswith("norm.weight")
         else np.zeros(size, dtype) if name.endswith("bias")
         else np.resize(numbers, size)
-        for name, size in tensor_shapes(shape).items()
+        for name, size in sizes.items()
     }  # fmt: skip
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

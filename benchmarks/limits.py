@@ -19,7 +19,7 @@ from benchmarks.cases import Shape, head_size, is_geometric, lengths, useful_tok
 from benchmarks.meter import report
 from benchmarks.task import Task, dtype
 
-MOST_ROWS = 1024 if jax.default_backend() == "cpu" else 8192  # of a product that is timed; larger ones take longer
+MOST_ROWS = {"cpu": 1024, "gpu": 8192}  # of a product that is timed; larger ones take as much longer
 REPEATS = 5
 Product = tuple[int, int]  # [in, out] of a matrix
 
@@ -129,7 +129,7 @@ def row_ends(case: str, shape: Shape) -> np.ndarray:
 
 def product_seconds(size: Product, rows: int, products: int) -> float:
     """Seconds of `rows` rows through a matrix; of 2 `products`, of the rows' gradients too; of 3, of the matrix's."""
-    count = min(rows, MOST_ROWS)
+    count = min(rows, MOST_ROWS[jax.default_backend()])
     x, w, y = (drawn((count, size[0])), drawn(size), drawn((count, size[1])))
     seconds = fastest(_logits, x, w)
     if products > 1:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from benchmarks import task
-from benchmarks.cases import BETA, is_geometric, lengths, prompts, reward, texts, useful_tokens, words
+from benchmarks.cases import BETA, is_geometric, lengths, pairs, prompts, reward, texts, useful_tokens, words
 from benchmarks.meter import Meter, report
 from benchmarks.task import Task, dtype
 from jaxrl_llm.config import ConfigDict, default
@@ -34,11 +34,6 @@ class Cut(Engine):
     def generate(self, *arguments, **options):
         """Completions, each as long as its stop."""
         return super().generate(*arguments, **options, limits=np.asarray(self.stops))
-
-
-def device_peak_gb() -> float:
-    """The most GB of the first accelerator's memory that were in use."""
-    return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"] / 2**30
 
 
 def config_of(task: Task) -> ConfigDict:
@@ -71,11 +66,9 @@ def data_of(task: Task) -> list[dict[str, str]]:
     """The rows that are trained on: enough for one step."""
     shape = task.shape
     if task.case == "dpo":
-        rows = texts(3 * shape.pairs, max(shape.prompt, shape.row - shape.prompt))
-        answers = [words(row[: shape.row - shape.prompt - 1]) for row in rows]
         return [
-            {"prompt": words(rows[i][: shape.prompt]), "chosen": answers[i + 1], "rejected": answers[i + 2]}
-            for i in range(0, len(rows), 3)
+            {"prompt": words(prompt), "chosen": words(chosen[:-1]), "rejected": words(rejected[:-1])}
+            for prompt, chosen, rejected in zip(*pairs(shape), strict=True)
         ]
     if task.case == "sft":
         return [{"text": words(row)} for row in texts(shape.rows, shape.row - 1)]
@@ -172,7 +165,7 @@ def fit(points: list[tuple[int, float]]) -> dict[str, float]:
 def main(argv: list[str]) -> None:
     """The command line: one task."""
     job = task.read(argv)
-    meter = Meter(least=job.least, peak=None if task.device() == "cpu" else device_peak_gb)
+    meter = Meter(least=job.least, peak=task.jax_peak_gb)
     if job.case == "scaling":
         report(scaling(job, meter))
         return

@@ -62,9 +62,6 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL already")
     parser.add_argument("--tunix-python", type=Path, help="an interpreter that has Tunix already")
     parser.add_argument("--smollm2", type=Path, help="a Hugging Face folder of SmolLM2-135M in fp32")
-    parser.add_argument(
-        "--compilation-cache", help="a folder in which jax keeps programs; tasks that find theirs have shorter `first`s"
-    )
     parser.add_argument("--intervals", type=int, help="of each task, in place of five")
     parser.add_argument("--again", action="store_true", help="measure the chosen tasks anew")
     parser.add_argument("--table", action="store_true", help="measure nothing")
@@ -141,7 +138,6 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
         "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": cores, "JAX_PLATFORMS": names[0], "BENCHMARK_DEVICE": names[1],
         "BENCHMARK_DTYPE": options.dtype,
         "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1",
-        **({"JAX_COMPILATION_CACHE_DIR": options.compilation_cache} if options.compilation_cache else {}),
     }  # fmt: skip
 
 

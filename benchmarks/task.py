@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.cases import CASES, SHAPES, Shape, usual_dtype
+from benchmarks.meter import peak_gb
 
 
 class Task(NamedTuple):
@@ -30,6 +31,15 @@ def device() -> str:
 def dtype() -> str:
     """What is computed in."""
     return os.environ.get("BENCHMARK_DTYPE", usual_dtype(device()))
+
+
+def jax_peak_gb() -> float:
+    """The most GB in use so far: of the accelerator's memory by jax, on CPUs of this process."""
+    if device() == "cpu":
+        return peak_gb()
+    import jax
+
+    return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"] / 2**30
 
 
 def read(argv: list[str]) -> Task:

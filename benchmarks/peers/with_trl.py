@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList, TrainerCallback
 
 from benchmarks import task
-from benchmarks.cases import BETA, is_geometric, lengths, prompts, reward, texts, useful_tokens, words
+from benchmarks.cases import BETA, is_geometric, lengths, pairs, prompts, reward, texts, useful_tokens, words
 from benchmarks.meter import Meter, report
 from benchmarks.task import Task
 
@@ -47,7 +47,7 @@ class Timed(TrainerCallback):
 
 
 def device_peak_gb() -> float:
-    """The most GB of the accelerator's memory that tensors took."""
+    """The most GB of the accelerator's memory that tensors took so far."""
     return torch.cuda.max_memory_allocated() / 2**30
 
 
@@ -141,11 +141,9 @@ def offline(job: Task, meter: Meter) -> None:
     common = {"processing_class": AutoTokenizer.from_pretrained(job.folder), "callbacks": [Timed(meter, {})]}
     common |= adapters(job)
     if job.case == "dpo":
-        rows = texts(3 * shape.pairs, max(shape.prompt, shape.row - shape.prompt))
-        cut = shape.row - shape.prompt - 1
         data = [
-            {"prompt": words(a[: shape.prompt]), "chosen": words(b[:cut]), "rejected": words(c[:cut])}
-            for a, b, c in zip(rows[::3], rows[1::3], rows[2::3], strict=True)
+            {"prompt": words(prompt), "chosen": words(chosen[:-1]), "rejected": words(rejected[:-1])}
+            for prompt, chosen, rejected in zip(*pairs(shape), strict=True)
         ]
         given = settings(job, shape.pairs, beta=0.1, max_length=shape.row)
         data = Dataset.from_list(data * 20)

@@ -13,7 +13,7 @@ from flax import nnx
 from tunix.generate import sampler as sampling
 
 from benchmarks import task
-from benchmarks.cases import BETA, is_geometric, lengths, prompts, reward, texts
+from benchmarks.cases import BETA, is_geometric, lengths, pairs, prompts, reward, texts
 from benchmarks.meter import Meter, report
 from benchmarks.task import Task
 
@@ -60,6 +60,8 @@ def load(job: Task, mesh):
         from tunix.models.qwen2 import model, params
 
         shape = model.ModelConfig(**sizes, use_tied_embedding=True)
+    elif config["model_type"] != "llama":
+        sys.exit(f"{config['model_type']} is not measured in Tunix")
     else:
         from tunix.models.llama3 import model, params
 
@@ -204,12 +206,11 @@ def _dpo(job: Task, mesh, model):
     from tunix.sft.dpo import dpo_trainer
 
     shape = job.shape
-    rows = texts(3 * shape.pairs, max(shape.prompt, shape.row - shape.prompt))
-    cut = shape.row - shape.prompt
-    ones = np.ones((shape.pairs, cut), np.int32)
+    prompt, chosen, rejected = pairs(shape)
+    ones = np.ones(chosen.shape, np.int32)
     example = dpo_trainer.TrainingInput(
-        prompt_ids=rows[::3, : shape.prompt], prompt_mask=np.ones((shape.pairs, shape.prompt), np.int32),
-        chosen_ids=rows[1::3, :cut], chosen_mask=ones, rejected_ids=rows[2::3, :cut], rejected_mask=ones,
+        prompt_ids=prompt, prompt_mask=np.ones(prompt.shape, np.int32), chosen_ids=chosen, chosen_mask=ones,
+        rejected_ids=rejected, rejected_mask=ones,
     )  # fmt: skip
     config = dpo_trainer.DPOTrainingConfig(eval_every_n_steps=10**6, max_steps=STEPS)
     reference = load(job, mesh)[0]
@@ -238,16 +239,13 @@ def _sft(job: Task, mesh, model):
     return peft_trainer.PeftTrainer(model, optax.adamw(1e-6), config).with_gen_model_input_fn(inputs), example
 
 
-def device_peak_gb() -> float:
-    """The most GB of the accelerator's memory that were in use."""
-    return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"] / 2**30
-
-
 def main(argv: list[str]) -> None:
     """The command line: one task."""
     job = task.read(argv)
+    if job.shape.lora:
+        sys.exit("adapters are not measured in Tunix")
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-    meter = Meter(least=job.least, peak=None if task.device() == "cpu" else device_peak_gb)
+    meter = Meter(least=job.least, peak=task.jax_peak_gb)
     if job.case.startswith("rollout"):
         rollout(job, mesh, meter)
     elif job.case in ("dpo", "sft"):

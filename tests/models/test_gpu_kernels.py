@@ -4,6 +4,7 @@ Every other test runs on the CPU, which interprets the kernels. Sizes are those 
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,18 @@ from jaxrl_llm.models.fused_attention import flash_attention, fused_attention
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from tests.models.decoding import continued_logits
 from tests.models.test_decode_attention import attended
-
-pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU is here")
+from tests.models.test_fused_attention import dense
 
 CONFIG = ModelConfig(
     vocab_size=997, width=256, layers=2, heads=8, kv_heads=2, head_dim=64, ffn=512, init_scale=0.1, dtype="bfloat16"
 )
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    """Skips where there is none: asked here, as to collect tests starts no backend."""
+    if jax.default_backend() != "gpu":
+        pytest.skip("no GPU is here")
 
 
 def relative(found, expected) -> float:
@@ -101,11 +108,6 @@ def test_attention_of_rows(implementation, length, heads, keys, size):
             return flash_attention(q, k, v, jnp.asarray(segments))
         return fused_attention(q, k, v, jnp.asarray(mask), "cudnn")
 
-    def dense(q, k, v):
-        scores = jnp.einsum("ntjrd,nsjd->njrts", q, k, precision="highest")
-        shares = jax.nn.softmax(jnp.where(jnp.asarray(mask)[:, None, None], scores, -1e30))
-        return jnp.einsum("njrts,nsjd->ntjrd", shares, v, precision="highest")
-
     def outputs_and_gradients(function, *arguments):
         def total(*x):
             out = jnp.where(real, function(*x), 0)
@@ -115,7 +117,9 @@ def test_attention_of_rows(implementation, length, heads, keys, size):
         return out, *gradients
 
     found = outputs_and_gradients(attend, q, k, v)
-    expected = outputs_and_gradients(dense, *(x.astype(jnp.float32) for x in (q, k, v)))
+    with jax.default_matmul_precision("highest"):
+        all_scores = functools.partial(dense, jnp.asarray(mask), None)
+        expected = outputs_and_gradients(all_scores, *(x.astype(jnp.float32) for x in (q, k, v)))
     for a, b in zip(found, expected, strict=True):
         assert relative(a, b) < 2e-2
 
