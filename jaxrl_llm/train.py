@@ -25,6 +25,7 @@ from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.overlap import overlap_collectives, overlaps
+from jaxrl_llm.models.fused_attention import described
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.tools.cards.card import write_cards
 from jaxrl_llm.tools.cards.hub import check_push, push_run, push_step
@@ -331,9 +332,11 @@ def _describe(run: Run, start: int) -> dict[str, Any]:
     sampling = f", sampling on {dict(own_mesh.shape)}" if own_mesh is not None and own_mesh != run.mesh else ""
     sampling += f" of {own_mesh.size} other devices" if own_mesh is not None and apart else ""
     overlapped = ", collectives overlap" if len(devices) > 1 and devices[0].platform == "tpu" and overlaps() else ""
+    attention = {} if devices[0].platform == "cpu" else {"attention": described(run.model.net.config)}
     return {
         "model": f"{run.model.path}, {count / 1e6:.2f} M parameters{of_these}, {run.model.net.config.dtype}",
         "devices": f"{len(devices)} {devices[0].platform}, mesh {dict(run.mesh.shape)}{sampling}{overlapped}",
+        **attention,
         "starts at step": start,
     }
 

@@ -14,6 +14,7 @@ from jaxrl_llm.models.decode_attention import decode_attention
 from jaxrl_llm.models.fused_attention import (
     flash_attention,
     fused_attention,
+    has_triton,
     implementation,
     is_in_chunks,
     splash_attention,
@@ -136,7 +137,7 @@ class Attention(nnx.Module):
             k, v = (a.reshape(*q.shape[:3], *a.shape[3:]) for a in (k, v))
             cache = _write(cache, k, v, inputs.length)
         by_head = q.swapaxes(2, 3)  # [G,R,J,W,H/J,d]
-        on_gpu = jax.default_backend() == "gpu" and q.dtype.itemsize == 2
+        on_gpu = jax.default_backend() == "gpu" and q.dtype.itemsize == 2 and has_triton()
         if on_gpu and self.config.attention != "xla" and self.sinks is None:
             in_fp8 = functools.partial(jax.tree.map, quantize.as_fp8)
             start, c = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1), self.config

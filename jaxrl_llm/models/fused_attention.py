@@ -4,6 +4,7 @@ No pass keeps scores in memory (arXiv 2307.08691).
 """
 
 import functools
+import importlib.util
 from typing import Any, Literal
 
 import jax
@@ -24,29 +25,63 @@ def is_in_chunks(config, length: int) -> bool:
     return config.sliding_chunks and length > config.sliding_window
 
 
+@functools.cache
+def has_triton() -> bool:
+    """True where this jax compiles Pallas kernels by Triton, which newer ones are to leave out."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+
+
 def implementation(config, length: int, by_mask: bool, backend: str | None = None) -> str:
     """The attention of rows of that length: `config.attention`, or what `auto` stands for on a backend, else this one.
 
     `by_mask`: segments alone do not say what a token sees. On TPUs splash; on GPUs, in 16 bits, cudnn with a mask or,
     for long rows, flash; xla where those cannot be had.
     """
+    return config.attention if config.attention != "auto" else _auto(config, length, by_mask, backend)[0]
+
+
+def described(config, backend: str | None = None) -> str:
+    """The attention of whole rows in words: the kernel, and that of long rows; or xla, and why no kernel serves."""
     if config.attention != "auto":
         return config.attention
-    if config.attention_sinks:
-        return "xla"
-    whole_rows = not is_sharded() or len(set(attention_dims(config.kv_heads))) == 1
+    choices: dict[str, list[str]] = {}
+    for length, rows in ((MASKED_LENGTH, f"rows up to {MASKED_LENGTH} tokens"), (MASKED_LENGTH + 1, "longer ones")):
+        for kind in config.layer_configs:
+            name, reason = _auto(config.of(kind), length, False, backend)
+            text = name if reason is None else f"{name} ({reason})"
+            if rows not in choices.setdefault(text, []):
+                choices[text].append(rows)
+    if len(choices) == 1:
+        return next(iter(choices))
+    return ", ".join(f"{text} for {' and '.join(rows)}" for text, rows in choices.items())
+
+
+def _auto(config, length: int, by_mask: bool, backend: str | None) -> tuple[str, str | None]:
+    # What `auto` stands for and, of xla, why.
     backend = backend or jax.default_backend()
+    whole_rows = not is_sharded() or len(set(attention_dims(config.kv_heads))) == 1
+    if backend not in ("gpu", "tpu"):
+        return "xla", f"there is no kernel for a {backend}"
+    if config.attention_sinks:
+        return "xla", "no kernel has this model's attention sinks"
     if backend == "tpu":
-        return "splash" if whole_rows else "xla"
-    if backend != "gpu" or config.dtype == "float32" or config.attention_softcap is not None:
-        return "xla"
+        return ("splash", None) if whole_rows else ("xla", "mesh.context shards rows whose heads it cannot shard")
+    if config.dtype == "float32":
+        return "xla", "kernels take 16 bits, and model.dtype is float32"
+    if config.attention_softcap is not None:
+        return "xla", "no kernel caps scores, as this model does"
     needs_mask = by_mask or not whole_rows or config.sliding_window is not None
-    if not needs_mask and length > MASKED_LENGTH:
-        return "flash"
+    if not needs_mask and length > MASKED_LENGTH and has_triton():
+        return "flash", None
     # cuDNN takes heads of up to 256 numbers from Hopper on.
     capability = getattr(jax.local_devices()[0], "compute_capability", "0")
     largest = 256 if float(capability) >= 9 else 128
-    return "cudnn" if config.head_dim % 8 == 0 and config.head_dim <= largest else "xla"
+    if config.head_dim % 8 or config.head_dim > largest:
+        return (
+            "xla",
+            f"cudnn takes heads of multiples of 8 up to {largest}, not of {config.head_dim}",
+        )
+    return "cudnn", None
 
 
 def flash_attention(q, k, v, segments, interpret: bool = False) -> jax.Array:

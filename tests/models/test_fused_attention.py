@@ -13,8 +13,15 @@ from jax.extend import core
 import jaxrl_llm
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.models import attention, layers, model
-from jaxrl_llm.models.fused_attention import block_size, flash_attention, implementation, splash_attention
+from jaxrl_llm.models import attention, fused_attention, layers, model
+from jaxrl_llm.models.fused_attention import (
+    block_size,
+    described,
+    flash_attention,
+    has_triton,
+    implementation,
+    splash_attention,
+)
 from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask, segment_positions
 
 LENGTH = 150  # no multiple of a block
@@ -117,6 +124,34 @@ def test_flash_attention_of_gpus(heads):
 def test_what_auto_stands_for(backend, change, length, by_mask, expected, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert implementation(dataclasses.replace(CONFIG, **change), length, by_mask) == expected
+
+
+@pytest.mark.parametrize(
+    ("backend", "change", "expected"),
+    [
+        ("cpu", {}, "xla (there is no kernel for a cpu)"),
+        ("tpu", {}, "splash"),
+        ("tpu", {"attention_sinks": True}, "xla (no kernel has this model's attention sinks)"),
+        ("gpu", {}, "xla (kernels take 16 bits, and model.dtype is float32)"),
+        ("gpu", {"dtype": "bfloat16"}, "cudnn"),
+        (
+            "gpu",
+            {"dtype": "bfloat16", "sliding_window": None},
+            "cudnn for rows up to 4096 tokens, flash for longer ones",
+        ),
+        ("gpu", {"attention": "xla"}, "xla"),
+    ],
+)
+def test_a_run_says_why_no_kernel_serves(backend, change, expected):
+    assert described(dataclasses.replace(CONFIG, **change), backend) == expected
+
+
+def test_without_pallas_triton_rows_are_attended_by_cudnn(monkeypatch):
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", sliding_window=None)
+    assert has_triton()
+    monkeypatch.setattr(fused_attention, "has_triton", lambda: False)
+    assert implementation(config, 5000, False, "gpu") == "cudnn"
+    assert described(config, "gpu") == "cudnn"
 
 
 @pytest.fixture
