@@ -203,6 +203,7 @@ class FormsRead(NamedTuple):
     texts: bool  # contents that are text
     parts: bool  # contents that are lists of parts
     objects: bool  # arguments of calls that are objects
+    json_texts: bool  # arguments of calls that are JSON text, as OpenAI writes them
 
 
 _FORMS_READ: dict[str, FormsRead] = {}  # by chat template
@@ -213,8 +214,10 @@ def _forms_read(tokenizer: Any) -> FormsRead:
     template = str(tokenizer.chat_template)
     if template not in _FORMS_READ:
         text, parts = ([{"role": "user", "content": x}] for x in ("probe", [{"type": "text", "text": "probe"}]))
-        call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"argument": 1}}}
-        called = [*text, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+        def called(arguments: Any) -> list[Any]:
+            call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": arguments}}
+            return [*text, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
         def reads(messages: list[Any], word: str, quoted: str) -> bool:
             try:
@@ -226,7 +229,8 @@ def _forms_read(tokenizer: Any) -> FormsRead:
         _FORMS_READ[template] = FormsRead(
             texts=reads(text, "probe", "'probe'"),
             parts=reads(parts, "probe", "'probe'"),
-            objects=reads(called, "argument", "'argument'"),
+            objects=reads(called({"argument": 1}), "argument", "'argument'"),
+            json_texts=reads(called('{"argument": 1}'), '{"argument": 1}', "'argument'"),
         )
     return _FORMS_READ[template]
 
@@ -235,15 +239,16 @@ def _in_form(message: dict[str, Any], reads: FormsRead) -> dict[str, Any]:
     """The message in the forms that its chat template reads, where it is known to read these and not those it has.
 
     Texts become a part, and parts that are all texts one text. Arguments of calls that are JSON text, as OpenAI writes
-    them and columns of one type need them, become objects: a template would write them as a text within the call.
+    them and columns of one type need them, become objects: a template would write them as a text within the call. Where
+    a template reads JSON text alone, as DeepSeek's, objects become that.
     """
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, str) and reads.parts and not reads.texts:
         message = {**message, "content": [{"type": "text", "text": content}]}
     elif isinstance(content, list) and reads.texts and not reads.parts and all(map(_is_text_part, content)):
         message = {**message, "content": "".join(part["text"] for part in content)}
-    if reads.objects and isinstance(calls, list | tuple):
-        message = {**message, "tool_calls": [_with_object(call) for call in calls]}
+    if isinstance(calls, list | tuple) and (reads.objects or reads.json_texts):
+        message = {**message, "tool_calls": [_with_arguments(call, reads.objects) for call in calls]}
     return message
 
 
@@ -251,16 +256,20 @@ def _is_text_part(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _with_object(call: Any) -> Any:
-    """The call with an object as its arguments, where these are the JSON text of one."""
+def _with_arguments(call: Any, as_object: bool) -> Any:
+    """The call with an object as its arguments, where they are the JSON text of one; or with the text of an object."""
     inner = call.get("function", call) if isinstance(call, Mapping) else None  # templates take either
-    if not isinstance(inner, Mapping) or not isinstance(inner.get("arguments"), str):
+    arguments = inner.get("arguments") if isinstance(inner, Mapping) else None
+    if not isinstance(inner, Mapping) or not isinstance(arguments, str if as_object else Mapping):
         return call
     try:
-        arguments = json.loads(inner["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
-    if not isinstance(arguments, Mapping):
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}")
+            if not isinstance(arguments, Mapping):
+                return call
+        else:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+    except (ValueError, TypeError, RecursionError):
         return call
     inner = {**inner, "arguments": arguments}
     return {**call, "function": inner} if "function" in call else inner

@@ -94,7 +94,9 @@ CALLS = (
         ("{{ c.arguments | tojson }}", "{oops", '"{oops"'),
         ("{{ c.arguments | tojson }}", "[1]", '"[1]"'),
         ("{{ '<' + c.arguments + '>' }}", '{"a":[1]}', '<{"a":[1]}>'),  # DeepSeek takes texts alone
+        ("{{ '<' + c.arguments + '>' }}", {"a": [1]}, '<{"a": [1]}>'),
         ("{{ c.arguments }}", '{"a":[1]}', '{"a":[1]}'),
+        ("{{ c.arguments }}", {"a": [1]}, '{"a": [1]}'),
     ],
 )
 @pytest.mark.parametrize("nested", [True, False])
