@@ -261,6 +261,9 @@ KEYS = (
         "Hugging Face hub id, local folder, or `embedded:<name>` for a model in the package."),
     Setting("model.tokenizer", None,
         "Folder or hub id of another tokenizer than that of model.path, for the same token ids; none is its own."),
+    Setting("model.eos_token", None,
+        "Token that ends texts in place of the tokenizer's own, `<|im_end|>`: samples end with it too, and the trained "
+        "model keeps it."),
     Setting("model.revision", None, "Branch, tag or commit of a hub id; none is its main branch."),
     Setting("model.overrides", "",
         "Entries of config.json that take the place of the model's, `rope_theta=1e6, sliding_window=None`."),
@@ -362,8 +365,8 @@ KEYS = (
         "do_image_splitting."),
     Setting("data.system_prompt", None, "System message put before conversations that have none."),
     Setting("data.chat_template", None,
-        "Chat template in place of the tokenizer's: chatml, gemma, llama2, llama3, mistral, phi3 or zephyr, a file, or "
-        "the text of a template. The trained model keeps it."),
+        "Chat template in place of the tokenizer's: chatml, gemma, llama2, llama3, mistral, phi3 or zephyr, a file, "
+        "the text of a template, or the folder or hub id of another tokenizer. The trained model keeps it."),
     Setting("data.chat_template_kwargs", "",
         "Options of the chat template, `enable_thinking=False`; a column chat_template_kwargs of a row overrides them.",
         ),
@@ -999,7 +1002,8 @@ IDENTITY = (
     "data.format", "data.streaming", "data.shuffle", "data.shuffle_buffer", "data.split", "data.prompt_key",
     "data.completion_key", "data.label_key", "data.image_key", "data.image_processor", "data.system_prompt",
     "data.chat_template",
-    "eval.fraction", "model.tokenizer", "model.revision", "model.overrides", "data.chat_template_kwargs",
+    "eval.fraction", "model.tokenizer", "model.eos_token", "model.revision", "model.overrides",
+    "data.chat_template_kwargs",
     "data.overlong", "data.max_length", "data.loss_on", "data.packing", "rollout.group_size",
     "rollout.max_prompt_length",
     "rewards.functions", "rewards.weights", "environment.name", "environment.tools", "environment.rollout_func",

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,33 +74,52 @@ TEMPLATES = {
 }
 
 
-def with_chat_template(tokenizer: Any, template: str) -> Any:
+def with_chat_template(tokenizer: Any, template: str, find: Callable[[str], Any] | None = None) -> Any:
     """A copy of the tokenizer with the chat template of that name, of that file, or of that text (`{{ ... }}`).
 
-    The token that ends a turn of a named template becomes the tokenizer's end-of-text token where it is one token, so
-    that sampling stops there; otherwise there is a warning. Raises ConfigError for a name that is none of these.
+    A folder or a hub id is that of a tokenizer with a template, which `find` loads. The token that ends a turn of a
+    named template, or a text of such a tokenizer, becomes the end-of-text token where it is one token here, so that
+    sampling stops there; otherwise there is a warning. Raises ConfigError for a name that is none of these.
     """
-    own = copy.deepcopy(tokenizer)
+    own, end = copy.deepcopy(tokenizer), None
+    file = Path(template).expanduser()
     if template in TEMPLATES:
-        named = TEMPLATES[template]
-        own.chat_template = named.text
-        if len(own(named.end, add_special_tokens=False)["input_ids"]) == 1:
-            own.eos_token = named.end
-        else:
-            log.warning(
-                "data.chat_template = %s ends turns with %s, which is no single token of this tokenizer: samples end "
-                "with %s all the same; another template may be the model's",
-                template,
-                named.end,
-                own.eos_token,
-            )
+        own.chat_template, end = TEMPLATES[template]
     elif "{{" in template or "{%" in template:
         own.chat_template = template
-    elif (file := Path(template).expanduser()).is_file():
+    elif file.is_file():
         own.chat_template = file.read_text(encoding="utf-8-sig")
+    elif find is not None and (file.is_dir() or template.count("/") == 1):
+        other = find(template)
+        if not other.chat_template:
+            raise ConfigError(f"data.chat_template is {template!r}, whose tokenizer has no chat template: name another")
+        own.chat_template, end = other.chat_template, other.eos_token
     else:
         raise ConfigError(
             f"data.chat_template is {template!r}, which is no file, no text of a template and no name; the closest is "
             f"{closest(template, TEMPLATES)}, of {', '.join(TEMPLATES)}"
         )
+    if end is not None and len(own(end, add_special_tokens=False)["input_ids"]) == 1:
+        own.eos_token = end
+    elif end is not None:
+        log.warning(
+            "data.chat_template = %s ends turns with %s, which is no single token of this tokenizer: samples end with "
+            "%s all the same; another template may be the model's",
+            template,
+            end,
+            own.eos_token,
+        )
+    return own
+
+
+def with_eos_token(tokenizer: Any, token: str) -> Any:
+    """A copy of the tokenizer whose texts end with that token; raises ConfigError where it has no such token."""
+    vocabulary = tokenizer.get_vocab()
+    if token not in vocabulary:
+        raise ConfigError(
+            f"model.eos_token is {token!r}, which is no token of this tokenizer; the closest is "
+            f"{closest(token, vocabulary)}"
+        )
+    own = copy.deepcopy(tokenizer)
+    own.eos_token = token
     return own

@@ -138,16 +138,18 @@ def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = Fal
         raise ConfigError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
 
-def find_tokenizer(path: str, trust_remote_code: bool = False, revision: str | None = None) -> Any:
+def find_tokenizer(
+    path: str, trust_remote_code: bool = False, revision: str | None = None, setting: str = "model.path"
+) -> Any:
     """The tokenizer of a model, or a folder or hub id of a tokenizer alone, without reading or downloading weights.
 
-    Raises ConfigError when there is none.
+    Raises ConfigError, which names the setting, when there is none.
     """
     if path.startswith("embedded:") or Path(path).expanduser().is_dir():
         folder = locate(path, revision=revision)
         if not has_tokenizer(folder):
             raise ConfigError(
-                f"model.path = {path!r} has no tokenizer files; add them to the folder, or name another with "
+                f"{setting} = {path!r} has no tokenizer files; add them to the folder, or name another with "
                 "model.tokenizer"
             )
         return load_tokenizer(folder, trust_remote_code)
@@ -157,7 +159,7 @@ def find_tokenizer(path: str, trust_remote_code: bool = False, revision: str | N
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision or "main")
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"cannot load the tokenizer of model.path = {path!r}: {reason}") from error
+        raise ConfigError(f"cannot load the tokenizer of {setting} = {path!r}: {reason}") from error
 
 
 def _is_generic_tokenizer(folder: Path) -> bool:

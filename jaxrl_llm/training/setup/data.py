@@ -1,5 +1,6 @@
 """The data of a run, read before its weights: tokenizer, training rows, evaluation rows, and the number of steps."""
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.config import ConfigDict, ConfigError, validate
 from jaxrl_llm.config.resolve import import_file, import_module, split_options
 from jaxrl_llm.data import image_processor, loading
-from jaxrl_llm.data.chat_templates import with_chat_template
+from jaxrl_llm.data.chat_templates import with_chat_template, with_eos_token
 from jaxrl_llm.data.loading import DataSource, Tokenized
 from jaxrl_llm.data.sources import is_stream
 from jaxrl_llm.models import families, hf
@@ -105,7 +106,7 @@ def tokenizer_of(config, tokenizer: Any = None, model: Model | None = None) -> A
     register(c.register)
     if tokenizer is None:
         if c.tokenizer is not None:
-            tokenizer = hf.find_tokenizer(c.tokenizer, c.trust_remote_code)
+            tokenizer = hf.find_tokenizer(c.tokenizer, c.trust_remote_code, setting="model.tokenizer")
         elif model is not None:
             tokenizer = model.tokenizer
         else:
@@ -114,7 +115,10 @@ def tokenizer_of(config, tokenizer: Any = None, model: Model | None = None) -> A
     if tokenizer is None:
         raise ConfigError(f"the model in memory ({c.path}) has no tokenizer: give tokenizer, or set model.tokenizer")
     if config.data.chat_template is not None:
-        tokenizer = with_chat_template(tokenizer, config.data.chat_template)
+        find = functools.partial(hf.find_tokenizer, trust_remote_code=c.trust_remote_code, setting="data.chat_template")
+        tokenizer = with_chat_template(tokenizer, config.data.chat_template, find)
+    if c.eos_token is not None:
+        tokenizer = with_eos_token(tokenizer, c.eos_token)
     if model is not None:
         tokenizer.image_folder = getattr(model.tokenizer, "image_folder", None)
     else:

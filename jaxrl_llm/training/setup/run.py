@@ -412,6 +412,7 @@ def critic_config(config) -> ConfigDict:
     own, critic = config.copy_and_resolve_references(), config.critic
     if critic.path is not None:
         own.model.path, own.model.revision, own.model.overrides, own.model.tokenizer = critic.path, None, "", None
+        own.model.eos_token = None
         own.data.chat_template = None
     if config.lora.path is not None:
         adapter = read_config(config.lora.path)

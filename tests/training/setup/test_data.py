@@ -129,6 +129,42 @@ def test_labels_of_another_column(config):
     assert [row["label"] for row in data.tokens.rows] == [False, True] * 4
 
 
+def test_the_end_of_text(config, tmp_path):
+    """`model.eos_token` ends plain rows, and is what the trained model stops at; so does that of another tokenizer."""
+    other = tokenizer_of(config)
+    other.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    other.save_pretrained(tmp_path / "with_turns")
+    config.algorithm.name, config.total_steps = "sft", 0
+    config.model.eos_token = "A"
+    rows = [{"prompt": "2+2=", "completion": "4"}]
+    data = read(config, rows)
+    assert data.tokenizer.decode(data.tokens.rows[0]["ids"]) == "2+2=4A"
+    folder = jaxrl_llm.train(config, rows).output_dir / "hf"
+    saved = load_model(folder)
+    assert saved.tokenizer.eos_token == "A"
+    assert saved.generation is not None and saved.generation["eos_token_id"] == saved.tokenizer.eos_token_id
+    config.model.eos_token = "<|turn|>"
+    with pytest.raises(ConfigError, match=r"model.eos_token is '<\|turn\|>', which is no token of this tokenizer"):
+        tokenizer_of(config)
+
+
+def test_the_chat_template_of_another_tokenizer(config, tmp_path, caplog):
+    other = tokenizer_of(config)
+    other.chat_template, other.eos_token = "{{ messages[0]['content'] }}B", "B"
+    other.save_pretrained(tmp_path / "other")
+    config.data.chat_template = str(tmp_path / "other")
+    found = tokenizer_of(config)
+    assert (found.chat_template, found.eos_token) == (other.chat_template, "B")
+    config.data.chat_template = "some/body"
+    with pytest.raises(ConfigError, match=r"cannot load the tokenizer of data.chat_template = 'some/body'"):
+        tokenizer_of(config)
+    other.chat_template = None
+    other.save_pretrained(tmp_path / "silent")
+    config.data.chat_template = str(tmp_path / "silent")
+    with pytest.raises(ConfigError, match="whose tokenizer has no chat template"):
+        tokenizer_of(config)
+
+
 def test_another_tokenizer_and_entries_of_config_json(config, tmp_path):
     tokenizer = tokenizer_of(default())
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
