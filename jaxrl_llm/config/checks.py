@@ -380,6 +380,11 @@ def _online(config: ConfigDict) -> Iterator[str]:
             f"rollout.group_size is {rollout.group_size}, and a single completion always scores like itself: "
             "algorithm.dynamic_sampling and replay_groups need 2 or more"
         )
+    if algorithm.dynamic_sampling_metric is not None and not algorithm.dynamic_sampling:
+        yield (
+            f"algorithm.dynamic_sampling_metric is {algorithm.dynamic_sampling_metric!r}, which is read with "
+            "algorithm.dynamic_sampling alone: set that to true, or leave the metric out"
+        )
     rules = {"algorithm.advantage": algorithm.advantage}
     for name, options in of_environments.items():
         if "advantage" in options:

@@ -676,6 +676,9 @@ KEYS = (
         "Subtracted from the score of a completion that did not end.", float, minimum=0),
     Setting("algorithm.dynamic_sampling", False,
         "Sample other prompts in place of those whose completions all score alike, until none is left.", bool),
+    Setting("algorithm.dynamic_sampling_metric", None,
+        "What dynamic sampling takes for the score: a column that a reward function logs, or a value that it returns "
+        "beside the score, as `acc`; none is the rewards."),
     Setting("algorithm.max_sampling_rounds", 10,
         "Rounds of sampling in a step with dynamic_sampling; then the run stops, or replay fills up.", int, minimum=1),
     Setting("algorithm.replay_groups", 0,

@@ -230,6 +230,7 @@ class ProducerSpec:
     prompts: int  # of a step, over all processes
     total_steps: int
     dynamic_sampling: bool
+    dynamic_sampling_metric: str | None  # the column of numbers that tells flat groups; None is the rewards
     max_sampling_rounds: int
     replay_groups: int
     correct_at: float  # a completion is solved when its first reward is at least this; for a curriculum
@@ -259,8 +260,7 @@ class Producer:
         spec, state = self.spec, TrainerState(step - 1, self.spec.total_steps)
         rollouts = self._sample(params, version, key, 0, state)
         if spec.dynamic_sampling:
-            weights, resampled = self.worker.rewards.weights, 0
-            flat = self.flat_groups(rollouts.rewards, weights, rollouts.environments)
+            flat, resampled = self._flat(rollouts), 0
             rows = len(rollouts.rewards) * jax.process_count()
             for sampling_round in range(1, spec.max_sampling_rounds):
                 missing = _sum_over_processes(flat)
@@ -269,7 +269,7 @@ class Producer:
                 resampled += missing
                 # Later rounds count their rows on, so that no two rows of a step draw the same numbers.
                 fresh = self._sample(params, version, key, sampling_round * rows, state)
-                fresh_flat = self.flat_groups(fresh.rewards, weights, fresh.environments)
+                fresh_flat = self._flat(fresh)
                 with turn():
                     rollouts, flat = fill(rollouts, flat, fresh, fresh_flat, self.worker.mesh)
             missing = _sum_over_processes(flat)
@@ -285,6 +285,28 @@ class Producer:
             greedy = self.greedy(params, rollouts.examples, key)
             rollouts = rollouts._replace(greedy=greedy, logged=add_totals(rollouts.logged, greedy.logged))
         return rollouts._replace(version=version, epochs=self.pipeline.epochs)
+
+    def _flat(self, rollouts: Rollouts) -> np.ndarray:
+        """Booleans `[B]`, true for prompts whose completions are all alike in what dynamic sampling looks at.
+
+        Raises ConfigError, in all processes, where that is a column that no reward function logs, or is no number.
+        """
+        rewards, weights, metric = rollouts.rewards, self.worker.rewards.weights, self.spec.dynamic_sampling_metric
+        if metric is not None:
+            with all_or_none():
+                columns, named = rollouts.logged.columns, "algorithm.dynamic_sampling_metric is"
+                found = [name for name in columns if metric in (name, name.rpartition("/")[2])]
+                if len(found) != 1:
+                    raise ConfigError(
+                        f"{named} {metric!r}, but reward functions log {', '.join(found or columns) or 'nothing'}: "
+                        "name the column of one of them, which log_extra or a value beside the score makes"
+                    )
+                try:
+                    numbers = [np.nan if value is None else float(value) for value in columns[found[0]]]
+                except (TypeError, ValueError) as error:
+                    raise ConfigError(f"{named} {metric!r}, a column of other things than numbers: {error}") from None
+                rewards, weights = np.array(numbers, np.float32)[:, None], np.ones(1, np.float32)
+        return self.flat_groups(rewards, weights, rollouts.environments)
 
     def _sample(self, params: Params, version: int, key, first_row: int, state: TrainerState) -> Rollouts:
         """The rollouts of the next prompts, of which a curriculum learns how often they are solved."""

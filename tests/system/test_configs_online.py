@@ -1,5 +1,6 @@
 """Every online configuration runs two steps, with finite metrics under the names that dashboards know."""
 
+import itertools
 import math
 
 import numpy as np
@@ -124,6 +125,33 @@ def test_dynamic_sampling_trains_on_groups_that_differ(root, tmp_path):
     assert all(int(row["prompt"][5]) % 2 for row in table)
     assert all(row["odd"] == i % 2 and row["advantage"] * (2 * row["odd"] - 1) > 0 for i, row in enumerate(table))
     assert len(set(seen)) > 4
+
+
+def test_dynamic_sampling_by_a_value_beside_the_score(root, tmp_path):
+    """verl's `filter_groups.metric=acc`: groups that are all wrong are alike, whatever credit their rows get."""
+    flips, credit = itertools.cycle([True, False]), itertools.count()
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        odd = int(ground_truth) % 2 == 1
+        return {"score": next(credit) / 100, "acc": odd and next(flips), "why": "because"}
+
+    config = tiny(root, tmp_path, dynamic_sampling=True, dynamic_sampling_metric="acc", max_sampling_rounds=20)
+    config.total_steps = 1
+    rows = [
+        {"prompt": f"sort:{n}1=", "data_source": "x", "reward_model": {"ground_truth": str(n)}} for n in range(1, 9)
+    ]
+    jaxrl_llm.train(config, rows, rewards=compute_score)
+    table = pq.read_table(tmp_path / "run/completions/completions_00001.parquet").to_pylist()
+    assert len(table) == 16
+    assert all(int(row["prompt"][5]) % 2 for row in table)
+    messages = {"accuracy": "reward functions log .*compute_score/acc", "why": "a column of other things than numbers"}
+    for metric, message in messages.items():
+        config.algorithm.dynamic_sampling_metric, config.checkpoint.resume = metric, "never"
+        with pytest.raises(ConfigError, match=f"algorithm.dynamic_sampling_metric is '{metric}', .*{message}"):
+            jaxrl_llm.train(config, rows, rewards=compute_score)
+    config.algorithm.dynamic_sampling = False
+    with pytest.raises(ConfigError, match=r"which is read with algorithm.dynamic_sampling alone"):
+        jaxrl_llm.train(config, rows, rewards=compute_score)
 
 
 def test_samples_of_another_precision_must_be_corrected_for(root, tmp_path):

@@ -602,6 +602,16 @@ def test_gdpo_of_verl_names_its_rewards(tmp_path):
     assert "adv_estimator = 'gdpo' is left out" in noted_from_verl(tmp_path, "algorithm.adv_estimator=gdpo", own)
 
 
+def test_groups_of_verl_are_filtered_by_what_it_names(tmp_path):
+    keys, own = (
+        "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=",
+        "custom_reward_function.path=r.py",
+    )
+    for metric, reward, expected in (("acc", own, "acc"), ("acc", "", None), ("score", own, None)):
+        config = from_verl(tmp_path, f"{keys}{metric}", reward, "actor_rollout_ref.rollout.n=4")
+        expect(config, algorithm={"dynamic_sampling": True, "dynamic_sampling_metric": expected})
+
+
 def test_no_loss_or_advantage_of_verl_is_left_behind_silently(tmp_path):
     """Every name that verl 0.9 registers gives a configuration, or an error that names it."""
     modes = "vanilla dppo_tv dppo_kl gspo sapo gpg clip_cov kl_cov geo_mean dro cispo bypass_mode"

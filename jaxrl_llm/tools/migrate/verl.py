@@ -200,6 +200,10 @@ def _online(draft: Draft, gpus: int) -> None:
         draft.set("algorithm.dynamic_sampling", True, key)
         key = "algorithm.filter_groups.max_num_gen_batches"
         draft.set("algorithm.max_sampling_rounds", int(draft.get(key) or 0) or 1000, key)
+        metric = draft.get(key := "algorithm.filter_groups.metric")
+        # The scores of verl's own functions are flat where their `acc` is.
+        if metric not in (None, "score", "seq_reward", "seq_final_reward") and draft.get("custom_reward_function.path"):
+            draft.set("algorithm.dynamic_sampling_metric", metric, key)
     correction = draft.get(key := f"{CORRECTION}.rollout_is")
     if correction and draft.get(f"{CORRECTION}.bypass_mode") and draft.values["algorithm.loss"] != "reinforce":
         draft.check(f"{key} is {correction}, which verl measures and does not apply with bypass_mode and ppo_clip")
