@@ -670,8 +670,10 @@ KEYS = (
         "Smallest and largest score: combined rewards are clipped to them before anything is added; empty is off.",
         float),
     Setting("algorithm.overlong_buffer", 0,
-        "Tokens before rollout.max_completion_length over which the score falls by up to 1 (DAPO's soft punishment).",
-        int, minimum=0),
+        "Tokens before rollout.max_completion_length over which the score falls by up to algorithm.overlong_penalty "
+        "(DAPO's soft punishment).", int, minimum=0),
+    Setting("algorithm.overlong_penalty", 1.0,
+        "What overlong_buffer takes from the score of a completion of rollout.max_completion_length.", float, above=0),
     Setting("algorithm.missing_eos_penalty", 0.0,
         "Subtracted from the score of a completion that did not end.", float, minimum=0),
     Setting("algorithm.dynamic_sampling", False,

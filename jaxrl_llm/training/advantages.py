@@ -54,6 +54,7 @@ class AdvantageSpec:
     reward_beta: float  # above 0: there is a KL in the reward besides that in the loss
     reward_clip: tuple[float, ...]
     overlong_buffer: int
+    overlong_penalty: float
     missing_eos_penalty: float
     has_critic: bool
     teacher_coef: float = 1.0
@@ -269,7 +270,7 @@ class AdvantageStep:
         if spec.reward_clip:
             scores = jnp.clip(scores, *spec.reward_clip)
         if spec.overlong_buffer:
-            scores += advantage_rules.soft_overlong_punishment(
+            scores += spec.overlong_penalty * advantage_rules.soft_overlong_punishment(
                 rollout.lengths, spec.max_completion_length, spec.overlong_buffer
             )
         return advantage_rules.missing_eos_penalty(scores, rollout.finished, spec.missing_eos_penalty)

@@ -612,6 +612,12 @@ def test_groups_of_verl_are_filtered_by_what_it_names(tmp_path):
         expect(config, algorithm={"dynamic_sampling": True, "dynamic_sampling_metric": expected})
 
 
+def test_soft_punishment_of_verl(tmp_path):
+    buffer = "reward_model.reward_kwargs.overlong_buffer_cfg"
+    config = from_verl(tmp_path, f"+{buffer}.enable=True +{buffer}.len=20 +{buffer}.penalty_factor=0.5")
+    expect(config, algorithm={"overlong_buffer": 20, "overlong_penalty": 0.5})
+
+
 def test_no_loss_or_advantage_of_verl_is_left_behind_silently(tmp_path):
     """Every name that verl 0.9 registers gives a configuration, or an error that names it."""
     modes = "vanilla dppo_tv dppo_kl gspo sapo gpg clip_cov kl_cov geo_mean dro cispo bypass_mode"

@@ -474,11 +474,8 @@ def _rewards(draft: Draft) -> None:
         if draft.get(f"{at}.enable"):
             length = int(draft.get(f"{at}.len"))
             draft.set("algorithm.overlong_buffer", length, f"{at}.enable", f"{at}.len", manager)
-            if float(draft.get(f"{at}.penalty_factor") or 1.0) != 1.0:
-                draft.check(
-                    f"{at}.penalty_factor is {draft.get(f'{at}.penalty_factor')}; the punishment here is at most 1: "
-                    "use the reward soft_overlong with a weight"
-                )
+            factor = draft.get(f"{at}.penalty_factor")
+            draft.set("algorithm.overlong_penalty", 1.0 if factor is None else float(factor), f"{at}.penalty_factor")
     draft.use(manager)
 
 
