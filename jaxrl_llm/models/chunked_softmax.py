@@ -159,9 +159,11 @@ def _over_chunks(function, hidden, table, count, total=None, filled: bool = Fals
     chunks = -(-length // width)
     if count is None:  # equal chunks, so that little is computed for nothing
         width = -(-length // (chunks * shards)) * shards
+    part = max(width // (REMAINDER * shards), 1) * shards  # the columns of a smaller chunk
+    padded = (chunks - 1) * width + -(-width // part) * part  # a slice that ended behind it would be moved back
 
     def columns_at(start, size, x):
-        x = jnp.pad(x, ((0, 0), (0, chunks * width - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
+        x = jnp.pad(x, ((0, 0), (0, padded - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
         return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
 
     def call(columns, total):
@@ -174,13 +176,12 @@ def _over_chunks(function, hidden, table, count, total=None, filled: bool = Fals
         return tuple(write(old, new) for old, new in zip(carry[0], found, strict=True)), total
 
     shapes, _ = jax.eval_shape(functools.partial(call, functools.partial(columns_at, 0, width)), total)
-    empty = tuple(jnp.zeros((x.shape[0], chunks * width, *x.shape[2:]), x.dtype) for x in shapes)
+    empty = tuple(jnp.zeros((x.shape[0], padded, *x.shape[2:]), x.dtype) for x in shapes)
     full = chunks if count is None else jnp.minimum(count, length) // width
     carry = jax.lax.fori_loop(0, full, functools.partial(step, 0, width), (empty, total))
     if count is not None:  # what remains, in smaller chunks
-        size = max(width // REMAINDER, 1)
-        left = -(-(jnp.minimum(count, length) - full * width) // size)
-        carry = jax.lax.fori_loop(0, left, functools.partial(step, full * width, size), carry)
+        left = -(-(jnp.minimum(count, length) - full * width) // part)
+        carry = jax.lax.fori_loop(0, left, functools.partial(step, full * width, part), carry)
     found, total = carry
     return (found if filled else tuple(x[:, :length] for x in found)), total
 

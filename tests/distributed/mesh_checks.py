@@ -26,6 +26,7 @@ from jaxrl_llm.distributed.sharding import (
 )
 from jaxrl_llm.models import hf, moe
 from jaxrl_llm.models.attention import Attention, KeyValues
+from jaxrl_llm.models.chunked_softmax import chunked_logps
 from jaxrl_llm.models.fused_attention import splash_attention
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import Model, init_sharded, load_model, save_hf
@@ -449,6 +450,23 @@ def test_fused_attention_of_a_mesh(sizes, masked):
     with jax.set_mesh(mesh):
         found = outputs_and_gradients(splash, *rows_to_global((*arrays, segments != 0), mesh))
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("count", [13, 9])
+def test_log_probs_of_columns_that_devices_share(count):
+    """Devices share the columns of each chunk, and of the parts of the last one, of rows of any length."""
+    rng = np.random.default_rng(0)
+    hidden, kernel, weights = (rng.normal(size=size).astype(np.float32) for size in ((4, 13, 8), (8, 32), (4, 13)))
+    targets = rng.integers(0, 32, (4, 13))
+    weights[:, count:] = 0.0
+
+    def loss(hidden, kernel, targets, weights):
+        return (weights * chunked_logps(hidden, kernel, targets, 1.0, smoothing=0.1, count=np.int32(count))[0]).sum()
+
+    arrays, gradients = (hidden, kernel, targets, weights), jax.jit(jax.value_and_grad(loss, (0, 1)))
+    expected = gradients(*arrays)
+    with jax.set_mesh(make_mesh(2, context=2, devices=jax.devices()[:4])):
+        assert_close(gradients(*arrays), expected)
 
 
 def test_fused_attention_needs_complete_rows(params, rows):

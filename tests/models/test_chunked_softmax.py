@@ -33,6 +33,33 @@ def test_soft_cap_by_hand():
     assert float(soft_cap(jnp.array(3.0), 2.0)) == pytest.approx(2 * np.tanh(1.5), rel=1e-6)
 
 
+@pytest.mark.parametrize("slopes", [False, True])
+@pytest.mark.parametrize("at_once", [2, 8, 64])
+@pytest.mark.parametrize(("length", "count"), [(14, 13), (14, 14), (14, 5), (19, 18), (23, 21), (27, 26), (16, 13)])
+def test_gradients_of_rows_up_to_a_count(monkeypatch, at_once, length, count, slopes):
+    """Each column counts once, whatever parts of a chunk the last columns take."""
+    monkeypatch.setattr(chunked_softmax, "LOGITS_IN_FLIGHT", at_once * 2 * 31)
+    rng = np.random.default_rng(0)
+    hidden, kernel, weights = (
+        rng.normal(size=size).astype(np.float32) for size in ((2, length, 8), (8, 31), (2, length))
+    )
+    targets = rng.integers(0, 31, (2, length))
+    weights[:, count:] = 0.0
+
+    def loss(hidden, kernel, count):
+        known = chunked_softmax.Slopes(jnp.asarray(weights)) if slopes else None
+        return (weights * chunked_logps(hidden, kernel, targets, 0.7, slopes=known, count=count)[0]).sum()
+
+    def naive(hidden, kernel):
+        logps = jax.nn.log_softmax(hidden @ kernel / 0.7)
+        return (weights * jnp.take_along_axis(logps, targets[..., None], axis=-1)[..., 0]).sum()
+
+    found = jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, kernel, np.int32(count))
+    expected = jax.jit(jax.value_and_grad(naive, (0, 1)))(hidden, kernel)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_the_kl_of_whole_distributions(monkeypatch, softcap):
     """Values and gradients equal torch's of the logits formed whole; the reference has another head."""
