@@ -222,7 +222,7 @@ difference.
 - export: logits of the exported folder in transformers, against ours.
 - LoRA: the same with random adapters on every linear map, merged by the export. Experts and routers have none.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`);
-  transformers has none of Granite, OLMoE, Gemma 4, Llama 4 and Qwen3.5's mixtures of experts.
+  transformers has none of Granite, OLMoE, Gemma 4, Llama 4 and the mixtures of experts of Qwen3.5 and GLM.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
@@ -238,9 +238,12 @@ difference.
   longer than a chunk; `flash` has none and is refused. Layers without rotary positions scale queries by their position
   in the document (`attn_temperature_tuning`); transformers counts padding on the left too, so it is compared without.
 - Latent attention (DeepSeek-V3, Moonlight): the cache of a token is its latent, `kv_lora_rank + qk_rope_head_dim`
-  numbers a layer, and decoding reads nothing else. Of the router's groups, scores and correction
-  (`e_score_correction_bias`) all is computed; training keeps the correction as it is. Folders with layers for
-  multi-token prediction and weights in fp8 are refused.
+  numbers per layer, and decoding reads nothing else. The router's groups, scores and correction
+  (`e_score_correction_bias`) are all computed; training keeps the correction as it is. Layers for multi-token
+  prediction are left out. `glm4_moe` is GLM-4.5 to 4.7, which has these experts, and `glm4_moe_lite` GLM-4.7-Flash,
+  which has the attention too.
+- Weights in fp8 with a scale for each block of numbers (`weight_block_size`), as DeepSeek-V3 and Qwen3's FP8 folders
+  have them, and gpt-oss' experts in MXFP4, are read as numbers and exported so.
 - Gated delta nets with short convolutions, beside gated attention (Qwen3-Next, Qwen3.5). Rows are computed in chunks of
   64 tokens, with memory linear in their length: four rows of 32k tokens train on one h100
   ([compiled](performance.md#what-a-step-moves-by-the-compilers)). A state starts anew with each document of a packed
@@ -252,8 +255,8 @@ difference.
 - Layers of full attention with heads of another size than those with a window, keys that are values too, layers that
   read the keys and values of an earlier one and have no cache of their own, embeddings for each layer, and experts
   beside a dense feed-forward (Gemma 4). Training keeps the number that a layer's output is multiplied by
-  (`layer_scalar`). The maps of per-layer embeddings have no adapters and are not quantised. Of `gemma4` models, which
-  read images and sound, nothing is loaded.
+  (`layer_scalar`). The maps of per-layer embeddings have no adapters and are not quantised. `gemma4` models, which read
+  images and sound, are not loaded.
 - Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE), and weights of their outputs
   or, in Llama 4, their inputs: no token is dropped. On accelerators tokens are sorted by expert and multiplied in
   groups; on CPU every expert computes every token. Checkpoints are read with each expert's matrices apart or stacked,
@@ -278,8 +281,9 @@ transformers' processor of images, and writes their tokens.
 {vision_lines}
 ## A family of your own
 
-A family is a file: names of tensors, and what entries of config.json mean for a `ModelConfig` (models/model_config.py
-has all its fields). With `--config.model.register=seed_oss.py` a run knows this one, which is not in the package:
+A family is a file: names of tensors, and the meaning of the entries of config.json for a `ModelConfig`
+(models/model_config.py has all its fields). With `--config.model.register=seed_oss.py` a run knows this one, which is
+not in the package:
 
 ```python
 {example}```
@@ -317,7 +321,7 @@ KEYS = (  # where each parameter is in the files; decoder.KEYS is the same table
     *linear("layers/attention/o", f"{LAYER}self_attn.o_proj"),
     *decoder.FEED_FORWARD,
 )
-DEFAULTS = {"head_dim": 128, "attention_bias": True}  # what entries mean that are left out
+DEFAULTS = {"head_dim": 128, "attention_bias": True}  # for entries that are left out
 
 
 def to_config(hf, **overrides):

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import safetensors
 from jaxrl_llm.models.families import family_for, family_of
-from jaxrl_llm.models.families.decoder import DTYPES, settings
+from jaxrl_llm.models.families.decoder import DTYPES, LAYER, settings
 from jaxrl_llm.models.transformer import Net, Params
 
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -199,17 +199,21 @@ def load(
     or of another shape than config.json says.
     """
     folder = Path(folder)
-    net = load_net(folder, entries, dtype=dtype, param_dtype=param_dtype, **overrides)
+    hf = read_config(folder, entries)
+    family = family_of(hf)
+    net = Net(family.to_config(hf, dtype=dtype, param_dtype=param_dtype, **overrides))
     with contextlib.ExitStack() as stack:
         files = safetensors.Files(folder, stack, allow_pickle)
-        family = family_of(read_config(folder, entries))
         tensors = files.stored_tensors(net, family)
         new_head = net.config.head == "score" and "score.weight" not in files.where
         if new_head:
             tensors = [tensor for tensor in tensors if tensor.leaf != "score/kernel"]
         unused = getattr(family, "unused_tensors", lambda _: set())(net.config)
         heads = safetensors.HEADS if net.config.tie_embeddings or new_head else ()
-        files.check(tensors, unused | set(heads))
+        # DeepSeek's and GLM's files hold the layers of multi-token prediction behind those of the model.
+        beyond = range(net.config.layers, net.config.layers + (hf.get("num_nextn_predict_layers") or 0))
+        predicting = tuple(LAYER.format(layer=layer) for layer in beyond)
+        files.check(tensors, {*unused, *heads, *(name for name in files.where if name.startswith(predicting))})
         if net.config.tie_embeddings and net.config.head == "lm":
             files.check_tied(next(tensor.name for tensor in tensors if tensor.leaf == "embed/weight"))
         return net, safetensors.read_params(net, files, tensors, mesh, seed)
@@ -281,6 +285,7 @@ def _exported_config(net: Net, family, hf_config: dict[str, Any] | None, dtype: 
     """The config.json to write; raises ConfigError where the family cannot describe the net."""
     config = net.config
     hf = family.from_config(config, hf_config)
+    hf.pop("quantization_config", None)  # matrices are written as numbers
     hf["dtype"] = dtype or config.param_dtype
     if hf["dtype"] not in DTYPES:
         raise ConfigError(f"dtype = {dtype!r} is not one of {', '.join(DTYPES)}.")

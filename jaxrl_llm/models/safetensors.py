@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import parameter_spec, path_name, shardings
-from jaxrl_llm.models import mxfp4
+from jaxrl_llm.models import block_fp8, mxfp4
 from jaxrl_llm.models.lora import merged_kernel, overlaid
 from jaxrl_llm.models.pickles import PickleFile
 from jaxrl_llm.models.quantize import quantize
@@ -148,11 +148,14 @@ class Files:
         index = read_json(folder / index_name)
         names = sorted(set(index.get("weight_map", {}).values())) if index is not None else [single]
         self.where: dict[str, Any] = {}
+        files: dict[str, Path] = {}
         for name in names:
             handle = stack.enter_context(open_file(folder / name))
             self.where |= dict.fromkeys(handle.keys(), handle)
+            files |= dict.fromkeys(handle.keys(), folder / name)
         held = set(self.where)
-        self.where = mxfp4.with_matrices(self.where)
+        block = block_fp8.block_of(read_json(folder / "config.json") or {})
+        self.where = block_fp8.with_matrices(mxfp4.with_matrices(self.where), files, block)
         if index is not None and (lost := sorted(set(index["weight_map"]) - held)):
             raise ConfigError(f"{folder / index_name} names tensors that no file holds: {some(lost)}.")
 

@@ -18,6 +18,8 @@ from transformers import (
     Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
@@ -174,6 +176,18 @@ VARIANTS = {
         qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
         rope_parameters=YARN_ROPE | {"mscale_all_dim": 1.0, "mscale": 1.0},
     ),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **SHAPE, **EXPERTS, head_dim=16, moe_intermediate_size=16, n_routed_experts=8, attention_bias=True,
+        routed_scaling_factor=1.5,
+    ),
+    "glm4_moe-norms": lambda: Glm4MoeConfig(
+        **SHAPE | {"num_hidden_layers": 4}, **EXPERTS, head_dim=8, moe_intermediate_size=16, n_routed_experts=8,
+        n_group=2, topk_group=1, use_qk_norm=True, first_k_dense_replace=3, n_shared_experts=2, norm_topk_prob=False,
+    ),
+    "glm4_moe_lite": lambda: Glm4MoeLiteConfig(
+        **SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4}, **EXPERTS, moe_intermediate_size=16,
+        n_routed_experts=8, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12,
+    ),
     "llama4_text": lambda: Llama4TextConfig(
         **SHAPE | {"num_hidden_layers": 4}, head_dim=8, intermediate_size_mlp=40, num_local_experts=4,
         router_aux_loss_coef=0.02, no_rope_layers=[1, 1, 0, 1], moe_layers=[1, 2], attention_chunk_size=WINDOW,
@@ -186,7 +200,10 @@ VARIANTS = {
     ),
 }  # fmt: skip
 UNTRAINED = ("e_score_correction_bias", "layer_scalar")  # buffers of routers and layers, which no gradient trains
-NO_CLASSIFIER = ("granite", "olmoe", "gemma4_text", "qwen3_5_moe_text", "llama4_text")  # of which transformers has none
+NO_CLASSIFIER = (  # of which transformers has none
+    "granite", "olmoe", "gemma4_text", "qwen3_5_moe_text", "llama4_text", "glm4_moe", "glm4_moe_lite",
+)  # fmt: skip
+ALIKE = {"glm4_moe_lite": "deepseek_v3"}  # families whose nets another describes too
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -185,9 +186,26 @@ def test_export_without_a_config_describes_the_net(oracle, model, documents, tmp
     """A net that came from no checkpoint: the family and config.json are worked out from its shape."""
     hf.save(model.net, model.params, tmp_path / "out")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
-    assert type(again) is type(oracle)
+    model_type = oracle.config.model_type
+    assert again.config.model_type in (model_type, oracles.ALIKE.get(model_type))
     np.testing.assert_array_equal(oracle_logits(again, documents[0][None]), oracle_logits(oracle, documents[0][None]))
     assert hf.load(tmp_path / "out")[0] == model.net
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3", "glm4_moe"])
+def test_layers_that_predict_further_tokens_are_passed_over(variant, tmp_path):
+    """DeepSeek and GLM publish one behind the model's last layer; without its entry it is a layer too many."""
+    oracle = oracles.make_oracle(variant)
+    oracle.save_pretrained(tmp_path)
+    expected, config = hf.load(tmp_path)[1], json.loads((tmp_path / "config.json").read_text())
+    beyond = f"model.layers.{oracle.config.num_hidden_layers}."
+    extra = {f"{beyond}{name}.weight": np.ones((3, 3), np.float32) for name in ("eh_proj", "enorm", "mlp.gate")}
+    save_file(load_file(tmp_path / "model.safetensors") | extra, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path)[1], expected)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ConfigError, match=f"config.json gives no place to: {beyond}eh_proj.weight"):
+        hf.load(tmp_path)
 
 
 def test_transformers_shards_load(oracle, model, tmp_path):

@@ -21,6 +21,8 @@ from jaxrl_llm.models.families import (
     gemma4_text,
     glm,
     glm4,
+    glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     granite,
     idefics3,
@@ -58,7 +60,7 @@ FAMILIES = {
         llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, phi3, qwen3_moe, mixtral, smollm3, olmo2,
         olmo3, granite, glm, glm4, olmoe, qwen2_moe, gpt_oss, deepseek_v3,
         qwen3_next, gemma4_text, qwen3_5_text, qwen3_5_moe_text, llama4_text, idefics3, smolvlm, gemma3, qwen2_5_vl,
-        qwen3_vl, qwen3_5, qwen3_5_moe, qwen3_vl_moe, qwen2_vl,
+        qwen3_vl, qwen3_5, qwen3_5_moe, qwen3_vl_moe, qwen2_vl, glm4_moe, glm4_moe_lite,
     )
 }  # fmt: skip
 

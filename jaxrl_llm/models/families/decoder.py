@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models import block_fp8
 from jaxrl_llm.models.families import rotary
 from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.transformer import ModelConfig
@@ -131,8 +132,9 @@ def to_config(
     are the names of `hidden_act` that the family may have, `rope` are arguments of `rotary.read`.
     Raises ConfigError for an entry that is missing or that the network does not compute, and an unknown override.
     """
-    if hf.get("quantization_config"):
-        refuse("quantization_config", hf["quantization_config"], "unquantized float32, bfloat16 and float16 weights")
+    if hf.get("quantization_config") and block_fp8.block_of(hf) is None:
+        supported = "fp8 in blocks, and unquantized float32, bfloat16 and float16 weights"
+        refuse("quantization_config", hf["quantization_config"], supported)
     if hf.get("use_bidirectional_attention"):
         refuse("use_bidirectional_attention", True, "causal attention")
     sizes = {field: positive(hf, entry) for field, entry in SIZES.items()}

@@ -10,6 +10,13 @@ from jaxrl_llm.models.transformer import ModelConfig
 
 MODEL_TYPE = "deepseek_v3"
 ARCHITECTURE = "DeepseekV3"
+FEED_FORWARD = (
+    *decoder.FEED_FORWARD,
+    TensorName("layers/mlp/correction", f"{LAYER}mlp.gate.e_score_correction_bias"),
+    *linear("layers/mlp/shared/gate", f"{LAYER}mlp.shared_experts.gate_proj"),
+    *linear("layers/mlp/shared/up", f"{LAYER}mlp.shared_experts.up_proj"),
+    *linear("layers/mlp/shared/down", f"{LAYER}mlp.shared_experts.down_proj"),
+)
 _COMMON = (
     *decoder.ENDS,
     *decoder.PRE_NORMS,
@@ -21,59 +28,54 @@ _COMMON = (
     TensorName("layers/latent/kv_a_norm/scale", f"{LAYER}self_attn.kv_a_layernorm.weight"),
     *linear("layers/latent/kv_b", f"{LAYER}self_attn.kv_b_proj"),
     *linear("layers/latent/o", f"{LAYER}self_attn.o_proj"),
-    *decoder.FEED_FORWARD,
-    TensorName("layers/mlp/correction", f"{LAYER}mlp.gate.e_score_correction_bias"),
-    *linear("layers/mlp/shared/gate", f"{LAYER}mlp.shared_experts.gate_proj"),
-    *linear("layers/mlp/shared/up", f"{LAYER}mlp.shared_experts.up_proj"),
-    *linear("layers/mlp/shared/down", f"{LAYER}mlp.shared_experts.down_proj"),
+    *FEED_FORWARD,
 )
 KEYS = (*_COMMON, *decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
 OTHER_KEYS = ((*_COMMON, *decoder.stacked_experts("mlp")),)
-# The fields that are an entry each, integers from 1, and their values where they are left out.
-SIZES = {
-    "latent_size": ("kv_lora_rank", 512),
-    "rotary_head_dim": ("qk_rope_head_dim", 64),
-    "value_head_dim": ("v_head_dim", 128),
-    "expert_ffn": ("moe_intermediate_size", 2048),
-    "experts": ("n_routed_experts", 256),
-    "experts_per_token": ("num_experts_per_tok", 8),
-    "router_groups": ("n_group", 8),
-    "router_top_groups": ("topk_group", 4),
+# The fields that are an entry each, integers from 1.
+LATENT_SIZES = {
+    "latent_size": "kv_lora_rank",
+    "rotary_head_dim": "qk_rope_head_dim",
+    "value_head_dim": "v_head_dim",
+}
+EXPERT_SIZES = {
+    "expert_ffn": "moe_intermediate_size",
+    "experts": "n_routed_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "router_groups": "n_group",
+    "router_top_groups": "topk_group",
 }
 DEFAULTS = {
-    **dict(SIZES.values()),
+    "kv_lora_rank": 512,
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_interleave": True,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
     "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
     "first_k_dense_replace": 3,
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
-    "rope_interleave": True,
-}
+}  # for entries that are left out
 
 
-def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | hf
-    sizes = {field: positive(hf, entry) for field, (entry, _) in SIZES.items()}
-    layers, heads = positive(hf, "num_hidden_layers"), positive(hf, "num_attention_heads")
-    groups, dense = sizes["router_groups"], hf["first_k_dense_replace"]
-    if hf.get("num_key_value_heads") not in (None, heads):
-        refuse("num_key_value_heads", hf["num_key_value_heads"], f"num_attention_heads = {heads}")
+def experts(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields of the experts, all of whose entries are there."""
+    sizes = {field: positive(hf, entry) for field, entry in EXPERT_SIZES.items()}
+    layers, groups, dense = positive(hf, "num_hidden_layers"), sizes["router_groups"], hf["first_k_dense_replace"]
     if dense >= layers:
         refuse("first_k_dense_replace", dense, f"numbers below num_hidden_layers = {layers}")
     if sizes["experts"] % groups or sizes["router_top_groups"] > groups:
         refuse("n_group", groups, f"divisors of n_routed_experts = {sizes['experts']}, from topk_group on")
     if sizes["experts_per_token"] > sizes["experts"] // groups * sizes["router_top_groups"]:
         refuse("num_experts_per_tok", sizes["experts_per_token"], "up to the experts of topk_group groups")
-    bias = bool(hf.get("attention_bias", False))
-    own = {
+    return {
         **sizes,
-        "mixers": (LatentAttention,) * layers,
-        "query_rank": 0 if hf["q_lora_rank"] is None else positive(hf, "q_lora_rank"),
-        "attention_bias": bias,
-        "attention_output_bias": bias,
-        "rope_interleaved": bool(hf["rope_interleave"]),
         "shared_expert_ffn": sizes["expert_ffn"] * positive(hf, "n_shared_experts"),
         "dense_layers": tuple(range(dense)),
         "router_sigmoid": True,
@@ -81,23 +83,59 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "normalize_top_k": bool(hf["norm_topk_prob"]),
         "routed_scale": number("routed_scaling_factor", hf["routed_scaling_factor"]),
     }
-    head_dim = positive(hf, "qk_nope_head_dim") + sizes["rotary_head_dim"]
-    hf |= {"head_dim": head_dim, "num_key_value_heads": heads}
-    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
 
 
-def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
-    own = {
-        **{entry: getattr(config, field) for field, (entry, _) in SIZES.items()},
-        "q_lora_rank": config.query_rank or None,
-        "qk_nope_head_dim": config.head_dim - config.rotated_size,
-        "head_dim": config.rotated_size,
-        "attention_bias": config.attention_bias,
-        "rope_interleave": config.rope_interleaved,
+def expert_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The entries of config.json that `experts` reads; without a `base` also that nothing predicts further tokens."""
+    further = {"num_nextn_predict_layers": 0} if base is None else {}
+    return {
+        **further,
+        **{entry: getattr(config, field) for field, entry in EXPERT_SIZES.items()},
         "n_shared_experts": config.shared_expert_ffn // max(config.expert_ffn, 1),
         "first_k_dense_replace": len(config.dense_layers),
         "norm_topk_prob": config.normalize_top_k,
         "routed_scaling_factor": config.routed_scale,
     }
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+
+
+def read(hf: dict[str, Any], family: str, overrides: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a `family` with the shape of DeepSeek-V3, all of whose entries are there."""
+    layers, heads = positive(hf, "num_hidden_layers"), positive(hf, "num_attention_heads")
+    if hf.get("num_key_value_heads") not in (None, heads):
+        refuse("num_key_value_heads", hf["num_key_value_heads"], f"num_attention_heads = {heads}")
+    sizes = {field: positive(hf, entry) for field, entry in LATENT_SIZES.items()}
+    bias = bool(hf.get("attention_bias", False))
+    own = {
+        **sizes,
+        **experts(hf),
+        "mixers": (LatentAttention,) * layers,
+        "query_rank": 0 if hf["q_lora_rank"] is None else positive(hf, "q_lora_rank"),
+        "attention_bias": bias,
+        "attention_output_bias": bias,
+        "rope_interleaved": bool(hf["rope_interleave"]),
+    }
+    head_dim = positive(hf, "qk_nope_head_dim") + sizes["rotary_head_dim"]
+    return decoder.to_config({**hf, "head_dim": head_dim, "num_key_value_heads": heads}, family, own, overrides)
+
+
+def entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The entries of config.json that `read` reads."""
+    return {
+        **{entry: getattr(config, field) for field, entry in LATENT_SIZES.items()},
+        **expert_entries(config, base),
+        "q_lora_rank": config.query_rank or None,
+        "qk_nope_head_dim": config.head_dim - config.rotated_size,
+        "head_dim": config.rotated_size,
+        "attention_bias": config.attention_bias,
+        "rope_interleave": config.rope_interleaved,
+    }
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    return read(DEFAULTS | hf, ARCHITECTURE, overrides)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, entries(config, base))

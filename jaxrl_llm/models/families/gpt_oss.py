@@ -83,8 +83,6 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         own["sliding_window"] = config.sliding_window
     if base is None:
         own |= {"swiglu_alpha": config.swiglu_alpha, **layer_types.write(config)}
-    else:  # the matrices are written as floats
-        base = {name: value for name, value in base.items() if name != "quantization_config"}
     rope = (
         None
         if base is None or base.get("rope_parameters") or base.get("rope_scaling")

@@ -1,0 +1,83 @@
+"""Matrices in 8-bit floats with a scale for each block, as DeepSeek-V3 stores them: read, slice by slice, as numbers.
+
+A matrix `[...,out,in]` named `x` is stored as E4M3, and the scales that its blocks are multiplied by (128 x 128 as a
+rule; those at the ends may be smaller) as `x_scale_inv` `[...,out/128,in/128]` (arXiv 2412.19437, section 3.3).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxrl_llm.models.families.entries import refuse
+
+SUFFIX = "_scale_inv"
+METHOD = "fp8"  # the quant_method of config.json
+STORED = "F8_E4M3"
+
+
+def block_of(hf: dict[str, Any]) -> tuple[int, int] | None:
+    """The rows and columns of a block by config.json, None where it says nothing of 8-bit floats.
+
+    Raises ConfigError for such without blocks of two dimensions.
+    """
+    entry = hf.get("quantization_config") or {}
+    if entry.get("quant_method") != METHOD:
+        return None
+    block = entry.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
+        refuse("weight_block_size", block, "two integers from 1, for the rows and columns that have a scale")
+    return block[0], block[1]
+
+
+class Matrices:
+    """One such matrix, or a stack of them, sliced like a tensor of safetensors."""
+
+    def __init__(self, codes: np.ndarray, scales: Any, block: tuple[int, int]):
+        self.codes, self.scales, self.block = codes, scales, block
+
+    def get_slice(self, name: str) -> "Matrices":
+        """Itself: it holds one tensor, `name`."""
+        return self
+
+    def get_shape(self) -> list[int]:
+        """`[..., out, in]`."""
+        return list(self.codes.shape)
+
+    def get_dtype(self) -> str:
+        """The type that numbers and scales are multiplied in."""
+        return "F32"
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """The slice `[..., outputs, inputs]`, of which blocks that are needed in part have their scales read whole."""
+        index = tuple(slice(*part.indices(size)) for part, size in zip(index, self.codes.shape, strict=True))
+        numbers = self.codes[index].astype(np.float32)
+        blocks = [slice(at.start // n, -(-at.stop // n)) for at, n in zip(index[-2:], self.block, strict=True)]
+        scales = np.asarray(self.scales[(*index[:-2], *blocks)], np.float32)
+        for axis, at, first, n in zip((-2, -1), index[-2:], blocks, self.block, strict=True):
+            scales = np.take(scales, np.arange(at.start, at.stop) // n - first.start, axis)
+        return numbers * scales
+
+
+def with_matrices(where: dict[str, Any], files: dict[str, Path], block: tuple[int, int] | None) -> dict[str, Any]:
+    """The files of tensors by name, with matrices in the place of each pair of numbers and scales.
+
+    `files` are the paths, by name. They are mapped into memory, as safetensors gives NumPy no floats of 8 bits.
+    """
+    pairs = [name for name in where if block is not None and name + SUFFIX in where]
+    found, headers = dict(where), {}
+    for name in pairs:
+        tensor = where[name].get_slice(name)
+        if tensor.get_dtype() != STORED:
+            continue
+        if files[name] not in headers:
+            with files[name].open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                headers[files[name]] = 8 + size, json.loads(file.read(size))
+        start, header = headers[files[name]]
+        offset, shape = start + header[name]["data_offsets"][0], tuple(tensor.get_shape())
+        codes = np.memmap(files[name], ml_dtypes.float8_e4m3fn, "r", offset, shape)
+        found[name] = Matrices(codes, found.pop(name + SUFFIX).get_slice(name + SUFFIX), block)
+    return found

@@ -1,0 +1,53 @@
+"""GLM-4.5 (arXiv 2508.06471): experts as DeepSeek-V3 has them, attention as GLM, half of each head rotated."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, deepseek_v3
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "glm4_moe"
+ARCHITECTURE = "Glm4Moe"
+_COMMON = (
+    *decoder.ENDS,
+    *decoder.PRE_NORMS,
+    *decoder.ATTENTION,
+    *decoder.QK_NORMS,
+    *deepseek_v3.FEED_FORWARD,
+)
+KEYS = (*_COMMON, *decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
+OTHER_KEYS = ((*_COMMON, *decoder.stacked_experts("mlp")),)
+DEFAULTS = {
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}  # for entries that are left out
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    own = {
+        **deepseek_v3.experts(hf),
+        "attention_bias": bool(hf.get("attention_bias", False)),
+        "qk_norm": bool(hf.get("use_qk_norm", False)),
+    }
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"partial": True})
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own = {
+        **deepseek_v3.expert_entries(config, base),
+        "attention_bias": config.attention_bias,
+        "use_qk_norm": config.qk_norm,
+    }
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -1,0 +1,46 @@
+"""GLM-4.7-Flash: DeepSeek-V3 with the experts of GLM-4.5, not in groups."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, deepseek_v3
+from jaxrl_llm.models.families.entries import positive, refuse
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "glm4_moe_lite"
+ARCHITECTURE = "Glm4MoeLite"
+KEYS, OTHER_KEYS = deepseek_v3.KEYS, deepseek_v3.OTHER_KEYS
+DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "rope_interleave": True,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+}  # for entries that are left out
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    layers = positive(hf, "num_hidden_layers")
+    types = hf.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
+    dense = types.index("sparse") if "sparse" in types else layers
+    if types != ["dense"] * dense + ["sparse"] * (layers - dense):
+        refuse("mlp_layer_types", types, f"dense layers before sparse ones, {layers} together")
+    return deepseek_v3.read(DEFAULTS | hf | {"first_k_dense_replace": dense}, ARCHITECTURE, overrides)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own = deepseek_v3.entries(config, base)
+    dense = len(config.dense_layers)
+    own["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (config.layers - dense)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
