@@ -352,11 +352,13 @@ def main() -> None:
     for variant in oracles.FAMILIES:
         with tempfile.TemporaryDirectory() as temporary:
             rows.append(row(variant, Path(temporary)))
+        jax.clear_caches()  # all programs together would need more memory maps than a process may have
         print(*rows[-1], flush=True)
     seen = [["family", *VISION_COLUMNS]]
     for family in images.VISION:
         with tempfile.TemporaryDirectory() as temporary:
             seen.append(vision_row(family, Path(temporary)))
+        jax.clear_caches()
         print(*seen[-1], flush=True)
     lines = [["family", "its own", "shared"], *map(vision_lines, images.VISION)]
     text = TEXT.format(

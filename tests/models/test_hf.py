@@ -145,6 +145,15 @@ CONFIG_FAULTS = {
         r"layer_types = \['sliding_attention'\] .* full_attention and chunked_attention",
     ),
     "no number of experts": ({"model_type": "qwen3_moe", "architectures": None}, "no entry num_experts"),
+    "rope of no kind": ({"rope_parameters": 2.5}, "rope_parameters = 2.5 is not supported; supported: an object"),
+    "rope of a layer": (
+        {"model_type": "gemma3_text", "rope_parameters": {"full_attention": 3}},
+        "rope_parameters of full_attention = 3",
+    ),
+    "one architecture": ({"architectures": "LlamaForCausalLM"}, "architectures = 'LlamaForCausalLM' .* a list"),
+    "types of layers": ({"layer_types": True}, "layer_types = True is not supported; supported: a list"),
+    "no size": ({"model_type": "gemma", "architectures": None, "hidden_size": -1}, "hidden_size = -1 .* from 1"),
+    "model_type": ({"model_type": ["llama"]}, r"model_type = \['llama'\] is not supported; supported: a text"),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = .*gptq"),
     "architecture": (
         {"architectures": ["LlamaForTokenClassification"]},

@@ -51,6 +51,7 @@ from jaxrl_llm.models.families import (
     smolvlm,
 )
 from jaxrl_llm.models.families.decoder import settings
+from jaxrl_llm.models.families.entries import check_kinds
 from jaxrl_llm.models.transformer import ModelConfig
 
 # A net without a config.json is exported as the first family that describes it.
@@ -79,7 +80,8 @@ def register(module: ModuleType) -> None:
 
 
 def family_of(hf: dict[str, Any]) -> ModuleType:
-    """The family module of a config.json; raises ConfigError for an unsupported model_type."""
+    """The family module of a config.json; raises ConfigError for an unsupported model_type, or nonsense in entries."""
+    check_kinds(hf)
     model_type = hf.get("model_type")
     if model_type not in FAMILIES:
         raise ConfigError(f"model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}.")

@@ -67,7 +67,7 @@ DEFAULTS = {
 def experts(hf: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields of the experts, all of whose entries are there."""
     sizes = {field: positive(hf, entry) for field, entry in EXPERT_SIZES.items()}
-    layers, groups, dense = positive(hf, "num_hidden_layers"), sizes["router_groups"], hf["first_k_dense_replace"]
+    layers, groups, dense = positive(hf, "num_hidden_layers"), sizes["router_groups"], hf["first_k_dense_replace"] or 0
     if dense >= layers:
         refuse("first_k_dense_replace", dense, f"numbers below num_hidden_layers = {layers}")
     if sizes["experts"] % groups or sizes["router_top_groups"] > groups:

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.families.entries import positive
 from jaxrl_llm.models.transformer import ModelConfig
 
 MODEL_TYPE = "gemma"
@@ -16,7 +17,7 @@ ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}  # early f
 def common(hf: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields that all versions of Gemma share."""
     bias = bool(hf.get("attention_bias", False))
-    scale = math.sqrt(hf["hidden_size"]) if isinstance(hf.get("hidden_size"), int) else 1.0
+    scale = math.sqrt(positive(hf, "hidden_size"))
     return {"norm_offset": 1.0, "embed_scale": scale, "attention_bias": bias, "attention_output_bias": bias}
 
 

@@ -139,6 +139,8 @@ def _full_heads(hf: dict[str, Any], sliding: tuple[int, ...]) -> dict[str, Any]:
         full["num_key_value_heads"] = hf["num_global_key_value_heads"]
     if each is not None:
         layers = [layer for layer in range(hf["num_hidden_layers"]) if layer not in sliding]
+        if not all(str(layer).isdigit() for layer in each):
+            refuse("per_layer_config", each, "numbers of layers, each with entries")
         numbered = {int(layer): entries for layer, entries in each.items()}  # "04", or 4
         full = numbered.get(layers[0], {})
         if numbered != dict.fromkeys(layers if each else [], full):
@@ -149,8 +151,8 @@ def _full_heads(hf: dict[str, Any], sliding: tuple[int, ...]) -> dict[str, Any]:
     for field, entry in {"full_head_dim": "head_dim", "full_kv_heads": "num_key_value_heads"}.items():
         if entry in full and full[entry] != hf[entry]:
             fields[field] = positive(full, entry)
-    if hf["num_attention_heads"] % fields.get("full_kv_heads", 1):
-        heads = hf["num_attention_heads"]
+    heads = positive(hf, "num_attention_heads")
+    if heads % fields.get("full_kv_heads", 1):
         refuse("num_global_key_value_heads", fields["full_kv_heads"], f"divisors of num_attention_heads = {heads}")
     return fields
 
