@@ -301,7 +301,13 @@ def prompt_and_completion(
         if prompt[-1]["role"] == completion[0]["role"] == "assistant":
             # The prompt ends inside the assistant's turn: the template must see one message, not two.
             first -= 1
-            joined = prompt[-1]["content"] + completion[0]["content"]
+            parts = [message.get("content") for message in (prompt[-1], completion[0])]
+            if not all(isinstance(part, str) for part in parts):
+                raise ConfigError(
+                    "the completion goes on with the assistant's turn that ends the prompt, so the content of both is "
+                    f"text, not {' and '.join(type(part).__name__ for part in parts)}; end the prompt before that turn"
+                )
+            joined = "".join(parts)
             messages = [*prompt[:-1], {**completion[0], "content": joined}, *completion[1:]]
         return conversation(tokenizer, messages, first, prompt, options, last_turn)
     if not isinstance(prompt, str) or not isinstance(completion, str):

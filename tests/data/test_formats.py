@@ -106,6 +106,8 @@ def test_nectar_chooses_the_best_rank():
     assert (made["chosen"], made["rejected"]) == ("d", "c")
     with pytest.raises(ConfigError, match=r"has 1 answers, but the format zephyr.nectar compares two"):
         find("zephyr.nectar")({"prompt": "Q", "answers": answers[:1]})
+    with pytest.raises(ConfigError, match=r"'answers' of the format zephyr.nectar is a list .* and rank, a number"):
+        find("zephyr.nectar")({"prompt": "Q", "answers": [*answers, {"answer": "e", "rank": "5"}]})
 
 
 def test_user_defined_pairs():
@@ -282,6 +284,9 @@ def test_sharegpt_and_stepwise():
     steps = {"prompt": "Q", "completions": ["a", "b"], "labels": [True, False]}
     made = find("auto", "labels")(steps)
     assert (made["prompt"], made["completion"], made["label"]) == ("Q", "a\nb", False)
+    for wrong in ({"labels": [True, "no"]}, {"labels": [[], True]}, {"completions": ["a", None]}):
+        with pytest.raises(ConfigError, match="stepwise takes steps of text, each with a label that is true or false"):
+            find("auto", "labels")({**steps, **wrong})
 
 
 # --- names and functions of one's own ---------------------------------------------------------------------------------

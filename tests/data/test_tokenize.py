@@ -164,6 +164,23 @@ def test_what_is_wrong_with_rows_is_named(tokenizer):
 # --- completions ------------------------------------------------------------------------------------------------------
 
 
+def test_text_that_is_no_unicode_is_named(tokenizer, special_tokenizer):
+    """Escapes of JSON may leave half of a letter, which tokenizers refuse without a word of where it is."""
+    torn = json.loads('"a smile: \\ud83d!"')
+    for prompt in (torn, [user(torn)]):
+        with pytest.raises(ConfigError, match=r"half of a surrogate pair, .* smile: \\ud83d!.*, letter \d+ of \d+"):
+            tokenized("prompts", [{"prompt": prompt}], tokenizer)
+    with pytest.raises(ConfigError, match="half of a surrogate pair"):
+        tokenized("completions", [{"prompt": "a", "completion": torn}], special_tokenizer)
+
+
+def test_a_completion_goes_on_with_a_turn_of_text_alone(chatml_tokenizer):
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    for prompt, completion in (([user("Q"), call], "4"), ([user("Q"), assistant("4")], [call])):
+        with pytest.raises(ConfigError, match=r"the content of both is text, not .*NoneType.*; end the prompt before"):
+            tokenized("completions", [{"prompt": prompt, "completion": completion}], chatml_tokenizer)
+
+
 def test_plain_completion_has_one_end(tokenizer):
     rows = tokenized(
         "completions", [{"prompt": "ab", "completion": "cd"}, {"prompt": "a", "completion": "b<|end|>"}], tokenizer

@@ -153,7 +153,10 @@ CONFIG_FAULTS = {
     "one architecture": ({"architectures": "LlamaForCausalLM"}, "architectures = 'LlamaForCausalLM' .* a list"),
     "types of layers": ({"layer_types": True}, "layer_types = True is not supported; supported: a list"),
     "no size": ({"model_type": "gemma", "architectures": None, "hidden_size": -1}, "hidden_size = -1 .* from 1"),
-    "model_type": ({"model_type": ["llama"]}, r"model_type = \['llama'\] is not supported; supported: a text"),
+    "model_type of no kind": (
+        {"model_type": ["llama"]},
+        r"model_type = \['llama'\] is not supported; supported: a text",
+    ),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = .*gptq"),
     "architecture": (
         {"architectures": ["LlamaForTokenClassification"]},

@@ -140,9 +140,13 @@ def nectar(row: Mapping[str, Any], inverted: bool = False) -> Row:
     name = "zephyr.nectar"
     prompt = ZEPHYR.prompt(text_column(row, ("prompt",), name))
     _, answers = first_column(row, ("answers",), name)
-    good = isinstance(answers, list) and all(isinstance(x, Mapping) and {"answer", "rank"} <= set(x) for x in answers)
+    good = isinstance(answers, list) and all(
+        isinstance(x, Mapping) and "answer" in x and isinstance(x.get("rank"), int | float) for x in answers
+    )
     if not good:
-        raise ConfigError(f"column 'answers' of the format {name} is a list of dictionaries with answer and rank")
+        raise ConfigError(
+            f"column 'answers' of the format {name} is a list of dictionaries with answer and rank, a number"
+        )
     ranked = sorted(answers, key=lambda answer: answer["rank"])[:: -1 if inverted else 1]
     if len(ranked) < 2:
         raise ConfigError(f"column 'answers' has {len(ranked)} answers, but the format {name} compares two")
@@ -223,7 +227,7 @@ def chat_default(
                 f"{keys['role']!r} and {keys['content']!r} there; set message_property_mappings"
             )
         role = value[keys["role"]]
-        if role not in targets:
+        if not isinstance(role, str) or role not in targets:
             raise ConfigError(
                 f"column {column!r} has the role {role!r}; the format {name} knows {', '.join(targets)}; set roles, "
                 "such as {'user': ['human']}"

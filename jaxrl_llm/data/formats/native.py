@@ -125,6 +125,12 @@ def stepwise(row: Mapping[str, Any], separator: str = "\n") -> Row:
     _, labels = first_column(row, ("labels",), "stepwise")
     if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels) or not steps:
         raise ConfigError("the format stepwise takes as many labels as completions, at least one, in lists")
+    for step, label in zip(steps, labels, strict=True):
+        if not isinstance(step, str) or not isinstance(label, bool | int) or label not in (0, 1):
+            raise ConfigError(
+                f"the format stepwise takes steps of text, each with a label that is true or false, not {step!r:.80} "
+                f"with {label!r:.80}"
+            )
     prompt = first_column(row, ("prompt",), "stepwise")[1]
     return {"prompt": prompt, "completion": separator.join(steps), "label": all(labels)}
 

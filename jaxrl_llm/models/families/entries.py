@@ -5,29 +5,29 @@ from typing import Any, NoReturn
 
 from jaxrl_llm.config import ConfigError
 
-
 # Entries that are no number, and numbers that are counted with before anything looks at them; null is allowed for all.
-KINDS: dict[str, tuple[type, str]] = {
-    **dict.fromkeys(("architectures", "layer_types", "mlp_layer_types", "mlp_only_layers"), (list, "a list")),
-    **dict.fromkeys(("no_rope_layers", "moe_layers"), (list, "a list")),
-    **dict.fromkeys(
-        ("rope_parameters", "rope_scaling", "per_layer_config", "quantization_config"), (dict, "an object")
+KINDS = {
+    (list, "a list"): (
+        "architectures", "layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers", "moe_layers",
     ),
-    **dict.fromkeys(("text_config", "vision_config"), (dict, "an object")),
-    **dict.fromkeys(("model_type", "hidden_act", "hidden_activation"), (str, "a text")),
-    **dict.fromkeys(("first_k_dense_replace", "decoder_sparse_step"), (int, "an integer")),
-}
+    (dict, "an object"): (
+        "rope_parameters", "rope_scaling", "per_layer_config", "quantization_config", "text_config", "vision_config",
+    ),
+    (str, "a text"): ("model_type", "hidden_act", "hidden_activation"),
+    (int, "an integer"): ("first_k_dense_replace", "decoder_sparse_step"),
+}  # fmt: skip
 
 
 def check_kinds(hf: dict[str, Any]) -> None:
-    """Raises ConfigError for an entry of another kind than KINDS says, in config.json or the part of a network in it."""
-    for entry, (kind, name) in KINDS.items():
-        value = hf.get(entry)
-        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-            refuse(entry, value, name)
-    for kind, parameters in (hf.get("rope_parameters") or {}).items():
-        if kind.endswith("_attention") and not isinstance(parameters, dict):
-            refuse(f"rope_parameters of {kind}", parameters, "an object")
+    """Raises ConfigError for an entry of config.json, or of a part in it, that is of another kind than KINDS says."""
+    for (kind, name), entries in KINDS.items():
+        for entry in entries:
+            value = hf.get(entry)
+            if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+                refuse(entry, value, name)
+    for layers, parameters in (hf.get("rope_parameters") or {}).items():
+        if layers.endswith("_attention") and not isinstance(parameters, dict):
+            refuse(f"rope_parameters of {layers}", parameters, "an object")
     for part in ("text_config", "vision_config"):
         if hf.get(part):
             check_kinds(hf[part])
