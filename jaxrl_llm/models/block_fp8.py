@@ -66,18 +66,20 @@ def with_matrices(where: dict[str, Any], files: dict[str, Path], block: tuple[in
 
     `files` are the paths, by name. They are mapped into memory, as safetensors gives NumPy no floats of 8 bits.
     """
-    pairs = [name for name in where if block is not None and name + SUFFIX in where]
-    found, headers = dict(where), {}
-    for name in pairs:
-        tensor = where[name].get_slice(name)
-        if tensor.get_dtype() != STORED:
+    if block is None:
+        return where
+    found: dict[str, Any] = dict(where)
+    headers: dict[Path, tuple[int, dict[str, Any]]] = {}
+    for name in where:
+        if name + SUFFIX not in where or where[name].get_slice(name).get_dtype() != STORED:
             continue
         if files[name] not in headers:
             with files[name].open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
                 headers[files[name]] = 8 + size, json.loads(file.read(size))
         start, header = headers[files[name]]
-        offset, shape = start + header[name]["data_offsets"][0], tuple(tensor.get_shape())
+        entry = header[name]
+        offset, shape = start + entry["data_offsets"][0], tuple(entry["shape"])
         codes = np.memmap(files[name], ml_dtypes.float8_e4m3fn, "r", offset, shape)
         found[name] = Matrices(codes, found.pop(name + SUFFIX).get_slice(name + SUFFIX), block)
     return found
