@@ -5,6 +5,7 @@
 3. `tokenized` makes token rows of them, in memory (and keeps them on disk), or `stream` makes them as they come.
 """
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -299,6 +300,13 @@ def token_rows(source: DataSource, kind: str, tokenize: RowTokenizer, workers: i
             names = fitting(example, kind, tokenize.tokenizer) if location.endswith("row 0") else []
             hint = f"; formats that read this row (data.format): {', '.join(names)}" if names else ""
             raise ConfigError(f"{location}: {error}{hint}") from error
+        except (TypeError, UnicodeError) as error:  # what tokenizers raise for text that is no Unicode
+            text = json.dumps(example, ensure_ascii=False, default=str)
+            torn = next((place for place, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
+            if torn is None:
+                raise
+            near = text[max(torn - 20, 0) : torn + 20]
+            raise ConfigError(f"{location}: half of a surrogate pair, which is no Unicode, in {near!r}") from error
 
     pending = examples(source, kind)
     # The first call sets a tokenizer's padding, which must not happen while another thread encodes.

@@ -6,7 +6,6 @@ that continues a row has the ids that it has within the text of the whole row, m
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,7 +15,6 @@ from jaxrl_llm.config.resolve import ConfigError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs, which escapes in JSON may leave
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # of a row, for its chat template
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
@@ -75,7 +73,6 @@ def continued_ids(tokenizer: Any, before: Sequence[int] | None, text: str) -> li
     unspaced = _unspaced(tokenizer)
     if not text or unspaced is None or (before is not None and (not before or before[-1] in unspaced.spaced_again)):
         return chat_ids(tokenizer, text)
-    _check_unicode(text)
     encoding = unspaced.backend.encode(text, add_special_tokens=False)
     end = next((index for index, token in enumerate(encoding.ids) if token in unspaced.spaced_again), None)
     if end is None:
@@ -153,14 +150,7 @@ def _checked(tokenizer: Any, ids: list[int]) -> list[int]:
 
 
 def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
-    _check_unicode(text)
     return _checked(tokenizer, list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]))
-
-
-def _check_unicode(text: str) -> None:
-    if half := HALVES.search(text):
-        place = f"{text[max(half.start() - 20, 0) : half.end() + 20]!r}, letter {half.start()} of {len(text)}"
-        raise ConfigError(f"a text has half of a surrogate pair, which is no Unicode: {place}; repair it in the data")
 
 
 def render_chat(

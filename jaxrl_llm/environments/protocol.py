@@ -1,13 +1,14 @@
 """The protocol of an environment: `reset` with a row of the data, then `step` with each turn of the policy."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.templates import HALVES
 
 Messages = Sequence[Mapping[str, Any]]
+HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs
 
 
 class EpisodeError(ConfigError):
