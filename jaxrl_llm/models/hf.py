@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import safetensors
+from jaxrl_llm.models import block_fp8, safetensors
 from jaxrl_llm.models.families import family_for, family_of
 from jaxrl_llm.models.families.decoder import DTYPES, LAYER, settings
 from jaxrl_llm.models.transformer import Net, Params
@@ -203,7 +203,7 @@ def load(
     family = family_of(hf)
     net = Net(family.to_config(hf, dtype=dtype, param_dtype=param_dtype, **overrides))
     with contextlib.ExitStack() as stack:
-        files = safetensors.Files(folder, stack, allow_pickle)
+        files = safetensors.Files(folder, stack, allow_pickle, block_fp8.block_of(hf))
         tensors = files.stored_tensors(net, family)
         new_head = net.config.head == "score" and "score.weight" not in files.where
         if new_head:

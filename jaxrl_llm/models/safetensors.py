@@ -136,9 +136,18 @@ VERL_SHARDS = ("model_world_size_*", "../model_world_size_*", "actor/model_world
 
 
 class Files:
-    """The open weight files of a folder, and which of them holds each tensor: safetensors, or pickles where allowed."""
+    """The open weight files of a folder, and which of them holds each tensor: safetensors, or pickles where allowed.
 
-    def __init__(self, folder: Path, stack: contextlib.ExitStack, allow_pickle: bool = False):
+    `block` is that of matrices in fp8, see block_fp8.py.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        stack: contextlib.ExitStack,
+        allow_pickle: bool = False,
+        block: tuple[int, int] | None = None,
+    ):
         self.folder = folder
         kinds = KINDS_OF_FILES if allow_pickle else KINDS_OF_FILES[:1]
         present = [kind for kind in kinds if any((folder / name).is_file() for name in kind[:2])]
@@ -154,7 +163,6 @@ class Files:
             self.where |= dict.fromkeys(handle.keys(), handle)
             files |= dict.fromkeys(handle.keys(), folder / name)
         held = set(self.where)
-        block = block_fp8.block_of(read_json(folder / "config.json") or {})
         self.where = block_fp8.with_matrices(mxfp4.with_matrices(self.where), files, block)
         if index is not None and (lost := sorted(set(index["weight_map"]) - held)):
             raise ConfigError(f"{folder / index_name} names tensors that no file holds: {some(lost)}.")

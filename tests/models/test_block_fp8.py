@@ -19,7 +19,7 @@ QUANTIZED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_bloc
 
 @pytest.fixture(scope="module", params=["qwen3", "deepseek_v3"])
 def quantized(request, tmp_path_factory):
-    """A folder with every `_proj` in fp8, and the oracle with the numbers."""
+    """A folder with most matrices in fp8, the oracle that it was made of, and the folder's tensors."""
     oracle, folder = make_oracle(request.param), tmp_path_factory.mktemp("fp8")
     oracle.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
