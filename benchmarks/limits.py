@@ -169,7 +169,9 @@ def rollout_seconds(case: str, shape: Shape) -> float:
     """Seconds of the products of a rollout in which rows leave when they end."""
     ends = row_ends(case, shape)
     alive = [int((ends > step).sum()) for step in range(1, ends.max())]  # the prefill gives the first token
-    sizes = sorted({2**i for i in range(shape.completions.bit_length()) if 2**i <= max(alive)} | {max(alive)})
+    # Powers of two from the last one below the fewest rows on: between two sizes a line is drawn.
+    powers = {2**i for i in range(min(alive).bit_length() - 1, max(alive).bit_length())}
+    sizes = sorted({size for size in powers if size <= max(alive)} | {max(alive)})
     measured = decode_seconds(shape, sizes)
     steps = np.interp(alive, list(measured), list(measured.values()))
     return float(steps.sum()) + pass_seconds(shape, shape.prompts * shape.prompt, shape.prompts, products=1)
