@@ -146,7 +146,7 @@ def state_bytes(model: dict[str, Any], rows: int) -> int:
     Of the latest tokens that a row keeps, which are as many as it might take back, none must be read but a
     convolution's.
     """
-    from jaxrl_llm.models.delta_net import AT_ONCE
+    from jaxrl_llm.models.short_conv import AT_ONCE
 
     if "linear_num_value_heads" not in model:
         return 0

@@ -222,15 +222,17 @@ difference.
 - export: logits of the exported folder in transformers, against ours.
 - LoRA: the same with random adapters on every linear map, merged by the export. Experts and routers have none.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`);
-  transformers has none of Granite, OLMoE, Gemma 4, Llama 4 and the mixtures of experts of Qwen3.5 and GLM.
+  transformers has none of Granite, OLMoE, Gemma 4, Llama 4, ERNIE 4.5, LFM2, MiniMax-M2 and the mixtures of experts of
+  Qwen3.5 and GLM.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
 
 - Rotary positions: {kinds}; the entries of transformers 4
   (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3 and 4, OLMo
-  3), a part of each head (Phi-3), neighbouring dimensions together (GLM), and layers without (SmolLM3, Llama 4). With
-  `dynamic`, rows longer than `max_position_embeddings` are scored and trained on, but not sampled.
+  3), a part of each head (Phi-3), neighbouring dimensions together (GLM, ERNIE 4.5), and layers without (SmolLM3,
+  Llama 4, EXAONE 4.0). With `dynamic`, rows longer than `max_position_embeddings` are scored and trained on, but not
+  sampled.
 - Windows (`sliding_window`) in all layers, in some (`layer_types`, `max_window_layers`, `sliding_window_pattern`), in
   training, prefill and decoding. The cache keeps all tokens.
 - Chunks (`attention_chunk_size`, Llama 4): a token sees those of its own chunk, counted from the start of its document,
@@ -249,6 +251,8 @@ difference.
   ([compiled](performance.md#what-a-step-moves-by-the-compilers)). A state starts anew with each document of a packed
   row. A row's cache is its state and the inputs of its latest tokens, whatever its length. An update's rows are not
   packed (`batch.packing`). Layers for multi-token prediction are left out.
+- Gated short convolutions beside attention (LFM2). They see no token of another document, nor padding. A row's cache
+  are its latest tokens, whatever its length; an update's rows are not packed (`batch.packing`).
 - Attention sinks (gpt-oss). They are computed by `model.attention=xla`, on every backend.
 - Soft caps on attention scores and logits, wherever logits are formed. `model.fp32_head` forms them in float32.
 - Multipliers of embeddings, attention scores, residuals and logits (Granite).

@@ -13,15 +13,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models import quantize
 from jaxrl_llm.models.layers import Linear
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig
+from jaxrl_llm.models.short_conv import (
+    AT_ONCE,
+    NO_SEGMENT,
+    convolved,
+    latest_at,
+    latest_in_rows,
+    written,
+)
 
 CHUNK = 64  # tokens whose effect on the state is worked out together
-AT_ONCE = 64  # the most tokens of a row that one decode step takes
-NO_SEGMENT = -1  # of tokens before the row
 
 
 class PromptState(NamedTuple):
@@ -76,29 +81,16 @@ class GatedDeltaNet(nnx.Module):
         """Output `[N,T,D]`, and the states behind rows that are padded on the left."""
         mixed, z, ba = self._project(x)
         mixed, ba, segments = (constrain(a, "rows", *(None,) * (a.ndim - 1)) for a in (mixed, ba, inputs.segments))
-        taps = self.conv.shape[-1]
-        before = jnp.pad(mixed, ((0, 0), (taps - 1, 0), (0, 0)))
-        ids = jnp.pad(segments, ((0, 0), (taps - 1, 0)), constant_values=NO_SEGMENT)
-        length = x.shape[1]
-        # One array a tap, and no window of all: that would be K times as large as what is convolved.
-        latest = [
-            jnp.where((ids[:, tap : tap + length] == segments)[..., None], before[:, tap : tap + length], 0)
-            for tap in range(taps)
-        ]
+        latest, tail = latest_in_rows(mixed, segments, self.conv.shape[-1])
         out, state = chunked_delta_rule(*self._heads(latest, ba), segments)
-        tail = jnp.where((ids[:, -taps + 1 :] == segments[:, -1:])[..., None], before[:, -taps + 1 :], 0)
-        return self._output(out, z), PromptState(_sharded(state, 1), constrain(tail, "rows", None, None))
+        return self._output(out, z), PromptState(_sharded(state, 1), tail)
 
     def decode(self, x, inputs: DecodeInputs, prompt: PromptState, cache: RowState, arrays):
         """The next W tokens of each row: output `[G,R*W,D]`, and the row's state before them with their inputs."""
         length = inputs.length
         mixed, z, ba = (a.reshape(*length.shape, -1, *a.shape[2:]) for a in self._project(x))
         width = mixed.shape[2]
-        if width > AT_ONCE:
-            raise ConfigError(f"a gated delta net decodes up to {AT_ONCE} tokens of a row at once, and not {width}")
-        new = quantize.narrowed(jnp.concatenate([mixed, ba], axis=-1), cache.recent.dtype)
-        places = (length[..., None] + jnp.arange(width)) % cache.recent.shape[2]
-        recent = jax.vmap(jax.vmap(lambda row, at, new: row.at[at].set(new)))(cache.recent, places, new)
+        recent = written(cache.recent, jnp.concatenate([mixed, ba], axis=-1), length)
         fresh = length == 0
         place = jnp.where(fresh, 0, cache.place)
 
@@ -108,8 +100,10 @@ class GatedDeltaNet(nnx.Module):
 
         def step(state, first, count, counts):
             """Outputs of `count` tokens from `first` on, and the states behind the first of them where it `counts`."""
-            tokens = self._at(first[..., None] + jnp.arange(count), recent, prompt.tail, x.dtype)
-            q, k, v, g, beta = self._heads(*tokens)
+            places = first[..., None] + jnp.arange(count)
+            numbers = jnp.take_along_axis(recent, (places % recent.shape[2])[..., None], axis=2)
+            own = quantize.widened(numbers[..., self.mixed :], x.dtype)
+            q, k, v, g, beta = self._heads(latest_at(places, recent, prompt.tail, x.dtype), own)
             known = (counts[..., None] | (jnp.arange(count) > 0))[..., None, None]
             g, beta = jnp.where(known, g, 0), jnp.where(known, beta, 0)  # a token without both leaves no trace
             same = jnp.zeros((*first.shape, count), jnp.int32)
@@ -165,21 +159,9 @@ class GatedDeltaNet(nnx.Module):
         h, r = c.delta_key_heads, c.delta_value_heads // c.delta_key_heads
         sizes = (c.delta_key_dim, c.delta_key_dim, r * c.delta_value_dim)
         by_head = self.qkvz(x).reshape(*x.shape[:-1], h, -1)
-        *convolved, z = jnp.split(by_head, [sum(sizes[: n + 1]) for n in range(3)], axis=-1)
-        mixed = jnp.concatenate([a.reshape(*x.shape[:-1], -1) for a in convolved], axis=-1)
+        *parts, z = jnp.split(by_head, [sum(sizes[: n + 1]) for n in range(3)], axis=-1)
+        mixed = jnp.concatenate([a.reshape(*x.shape[:-1], -1) for a in parts], axis=-1)
         return mixed, z.reshape(*z.shape[:-1], r, -1), self.ba(_apart(x))
-
-    def _at(self, places, recent, tail, dtype):
-        """The convolution's inputs at `places` `[G,R,t]`, as K arrays `[G,R,t,m]`, and the inputs of beta and g."""
-        taps, latest, numbers = self.conv.shape[-1], [], recent
-        for tap in range(1 - taps, 1):
-            index = places + tap
-            numbers = jnp.take_along_axis(recent, (index % recent.shape[2])[..., None], axis=2)
-            numbers = quantize.widened(numbers, dtype)
-            in_prompt = jnp.clip(index + taps - 1, 0, taps - 2)[..., None]
-            before = jnp.take_along_axis(quantize.widened(tail, dtype)[:, None], in_prompt, axis=2)
-            latest.append(jnp.where(index[..., None] < 0, before, numbers[..., : self.mixed]))
-        return latest, numbers[..., self.mixed :]
 
     def _heads(self, latest, ba):
         """Queries and keys `[...,h,d]`, values `[...,h,r,v]`, log decays g and beta `[...,h,r]`, in fp32.
@@ -188,12 +170,8 @@ class GatedDeltaNet(nnx.Module):
         """
         c = self.config
         h, r = c.delta_key_heads, c.delta_value_heads // c.delta_key_heads
-        dtype = latest[0].dtype
-        weights = self.conv[..., 0, :].astype(dtype).astype(jnp.float32)
-        mixed = jnp.zeros((), jnp.float32)
-        for tap, array in enumerate(latest):
-            mixed += array.astype(jnp.float32) * weights[:, tap]
-        mixed = jax.nn.silu(mixed.astype(dtype)).astype(jnp.float32)
+        mixed = convolved(latest, self.conv[...]).astype(latest[0].dtype)
+        mixed = jax.nn.silu(mixed).astype(jnp.float32)
         q, k, v = jnp.split(mixed, [h * c.delta_key_dim, 2 * h * c.delta_key_dim], axis=-1)
         q, k = (a.reshape(*a.shape[:-1], h, -1) for a in (q, k))
         q, k = (a * jax.lax.rsqrt((a * a).sum(-1, keepdims=True) + 1e-6) for a in (q, k))

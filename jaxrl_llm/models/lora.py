@@ -30,11 +30,13 @@ HF_NAMES = {
     "q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "gate": "gate_proj", "up": "up_proj",
     "down": "down_proj", "q_a": "q_a_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "kv_b": "kv_b_proj",
     "qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "qkv": "in_proj_qkv", "z": "in_proj_z", "b": "in_proj_b",
-    "a": "in_proj_a", "out": "out_proj", "fc1": "fc1", "fc2": "fc2",
+    "a": "in_proj_a", "into": "in_proj", "out": "out_proj", "fc1": "fc1", "fc2": "fc2",
 }  # fmt: skip
 TARGETS = tuple(HF_NAMES)
 # Which of them a module is, by the last word of its name in files; some families have words of their own.
-MODULES = {word: name for name, word in HF_NAMES.items()} | {"linear_fc1": "fc1", "linear_fc2": "fc2"}
+MODULES = {word: name for name, word in HF_NAMES.items()} | {
+    "linear_fc1": "fc1", "linear_fc2": "fc2", "w1": "gate", "w3": "up", "w2": "down"
+}  # fmt: skip
 ADAPTER = ("lora_a", "lora_b", "lora_m")
 SAVED = "saved"
 

@@ -88,6 +88,8 @@ class ModelConfig:
     delta_key_dim: int = 0
     delta_value_dim: int = 0
     delta_conv: int = 0  # tokens that are convolved, the current one included
+    conv_size: int = 0  # tokens that a short convolution sees, the current one included; see short_conv.ShortConv
+    conv_bias: bool = False
     experts: int = 0  # 0: every layer is dense
     experts_per_token: int = 0
     expert_ffn: int = 0

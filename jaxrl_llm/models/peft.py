@@ -240,12 +240,14 @@ def fused(net: Net, family) -> str | None:
 
     PEFT has one adapter for such a tensor and not one for each map.
     """
-    stored = {tensor.leaf: tensor.name.removesuffix(".weight") for tensor in _named_as_modules(net, family)}
+    stored: dict[str, set[str]] = {}
+    for tensor in _named_as_modules(net, family):
+        stored.setdefault(tensor.name, set()).add(tensor.leaf)
+    together = {leaf: name for name, leaves in stored.items() if len(leaves) > 1 for leaf in leaves}
     for path, _ in jax.tree_util.tree_leaves_with_path(adapters_of(net.shapes())):
         module = path_name(path).rpartition("/")[0]
-        name = stored[f"{module}/kernel"]
-        if MODULES.get(name.split(".")[-1]) != module.split("/")[-1]:
-            return name
+        if (name := together.get(f"{module}/kernel")) is not None:
+            return name.removesuffix(".weight")
     return None
 
 

@@ -13,6 +13,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -23,8 +25,10 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -38,6 +42,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -70,6 +75,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,  # with these, of the 8 waves some are kept, some slowed, some between
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -188,6 +194,21 @@ VARIANTS = {
         **SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4}, **EXPERTS, moe_intermediate_size=16,
         n_routed_experts=8, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12,
     ),
+    "minimax_m2": lambda: MiniMaxM2Config(
+        **SHAPE, **EXPERTS, head_dim=16, num_local_experts=4, rope_parameters=HALF_ROPE
+    ),
+    "exaone4": lambda: Exaone4Config(**SHAPE, sliding_window=WINDOW, sliding_window_pattern=2),
+    "exaone4-full": lambda: Exaone4Config(**SHAPE, sliding_window=None, layer_types=["full_attention"] * 2),
+    "ernie4_5": lambda: Ernie4_5Config(**SHAPE, head_dim=16, use_bias=True),
+    "seed_oss": lambda: SeedOssConfig(**SHAPE, head_dim=16, mlp_bias=True),
+    "seed_oss-output": lambda: SeedOssConfig(**SHAPE, head_dim=8, attention_bias=False, attention_out_bias=True),
+    "lfm2": lambda: Lfm2Config(
+        **SHAPE | {"num_hidden_layers": 4}, layer_types=["conv", "conv", "full_attention", "conv"],
+        block_multiple_of=12, tie_word_embeddings=False,
+    ),
+    "lfm2-biases": lambda: Lfm2Config(
+        **SHAPE, full_attn_idxs=[0], conv_bias=True, conv_L_cache=4, block_auto_adjust_ff_dim=False, norm_eps=1e-3
+    ),
     "llama4_text": lambda: Llama4TextConfig(
         **SHAPE | {"num_hidden_layers": 4}, head_dim=8, intermediate_size_mlp=40, num_local_experts=4,
         router_aux_loss_coef=0.02, no_rope_layers=[1, 1, 0, 1], moe_layers=[1, 2], attention_chunk_size=WINDOW,
@@ -202,6 +223,7 @@ VARIANTS = {
 UNTRAINED = ("e_score_correction_bias", "layer_scalar")  # buffers of routers and layers, which no gradient trains
 NO_CLASSIFIER = (  # of which transformers has none
     "granite", "olmoe", "gemma4_text", "qwen3_5_moe_text", "llama4_text", "glm4_moe", "glm4_moe_lite",
+    "minimax_m2", "ernie4_5", "lfm2",
 )  # fmt: skip
 ALIKE = {"glm4_moe_lite": "deepseek_v3"}  # families whose nets another describes too
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
@@ -233,8 +255,9 @@ def oracle_logits(oracle, tokens, **arguments):
 
 
 def counts_padding(oracle) -> bool:
-    """True of models whose queries transformers scales by places in the row, padding on the left included."""
-    return getattr(oracle.config, "attn_temperature_tuning", False)
+    """True of models for which padding on the left counts in transformers: as places that scale queries, or as tokens
+    that a convolution sees by their bias."""
+    return any(getattr(oracle.config, name, False) for name in ("attn_temperature_tuning", "conv_bias"))
 
 
 def oracle_greedy(oracle, tokens, segments, steps: int):
@@ -273,7 +296,7 @@ def oracle_gradients(oracle, tokens, segments) -> dict[str, np.ndarray]:
 
 def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Arrays by parameter of transformers as tensors of files, which hold each expert's matrices by themselves."""
-    mixtral = oracle.config.model_type == "mixtral"
+    mixtral = oracle.config.model_type in ("mixtral", "minimax_m2")
     block = "block_sparse_moe" if mixtral else "mlp"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     found = {}

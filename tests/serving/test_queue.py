@@ -15,6 +15,7 @@ from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.delta_net import GatedDeltaNet
 from jaxrl_llm.models.latent_attention import LatentAttention
 from jaxrl_llm.models.quantize import quantized_as
+from jaxrl_llm.models.short_conv import ShortConv
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -390,6 +391,7 @@ KINDS = {
                             delta_value_heads=4, delta_key_dim=6, delta_value_dim=5, delta_conv=4),
         {},
     ),
+    "convolved": (dataclasses.replace(CONFIG, mixers=(ShortConv, Attention, ShortConv), conv_size=3), {}),
 }  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from typing import Any
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.families import (
     deepseek_v3,
+    ernie4_5,
+    exaone4,
     gemma,
     gemma2,
     gemma3,
@@ -26,8 +28,10 @@ from jaxrl_llm.models.families import (
     gpt_oss,
     granite,
     idefics3,
+    lfm2,
     llama,
     llama4_text,
+    minimax_m2,
     mistral,
     mixtral,
     olmo2,
@@ -47,6 +51,7 @@ from jaxrl_llm.models.families import (
     qwen3_next,
     qwen3_vl,
     qwen3_vl_moe,
+    seed_oss,
     smollm3,
     smolvlm,
 )
@@ -62,6 +67,8 @@ FAMILIES = {
         olmo3, granite, glm, glm4, olmoe, qwen2_moe, gpt_oss, deepseek_v3,
         qwen3_next, gemma4_text, qwen3_5_text, qwen3_5_moe_text, llama4_text, idefics3, smolvlm, gemma3, qwen2_5_vl,
         qwen3_vl, qwen3_5, qwen3_5_moe, qwen3_vl_moe, qwen2_vl, glm4_moe, glm4_moe_lite,
+        minimax_m2, exaone4, ernie4_5, seed_oss,
+        lfm2,
     )
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ from jaxrl_llm.config import ConfigError
 KINDS = {
     (list, "a list"): (
         "architectures", "layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers", "moe_layers",
+        "full_attn_idxs",
     ),
     (dict, "an object"): (
         "rope_parameters", "rope_scaling", "per_layer_config", "quantization_config", "text_config", "vision_config",

@@ -24,28 +24,36 @@ THETA = 1_000_000.0
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    experts, chosen = positive(hf, "num_local_experts"), positive(hf, "num_experts_per_tok")
-    if chosen > experts:
-        refuse("num_experts_per_tok", chosen, f"up to num_local_experts = {experts}")
+    own = layer_types.read_uniform(hf) | experts(hf)
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": THETA})
+
+
+def experts(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields of the experts, all of whose entries are there."""
+    count, chosen = positive(hf, "num_local_experts"), positive(hf, "num_experts_per_tok")
+    if chosen > count:
+        refuse("num_experts_per_tok", chosen, f"up to num_local_experts = {count}")
     if hf.get("router_jitter_noise"):
         refuse("router_jitter_noise", hf["router_jitter_noise"], "0")
-    own = {
-        **layer_types.read_uniform(hf),
-        "experts": experts,
+    return {
+        "experts": count,
         "experts_per_token": chosen,
         "expert_ffn": positive(hf, "intermediate_size"),
         "normalize_top_k": True,
         "router_aux_loss_coef": number("router_aux_loss_coef", hf["router_aux_loss_coef"]),
     }
-    return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": THETA})
 
 
-def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
-    own = {
-        "sliding_window": config.sliding_window,
+def expert_entries(config: ModelConfig) -> dict[str, Any]:
+    """The entries of config.json that `experts` reads, but for the sizes that all families have."""
+    return {
         "num_local_experts": config.experts,
         "num_experts_per_tok": config.experts_per_token,
         "router_aux_loss_coef": config.router_aux_loss_coef,
     }
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own = {"sliding_window": config.sliding_window, **expert_entries(config)}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -1,0 +1,46 @@
+"""EXAONE 4.0 (arXiv 2507.11407): norms of what attention and feed-forward add, and of each head.
+
+Models with a window have it in some layers, and rotary positions in these alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, layer_types, olmo2
+from jaxrl_llm.models.families.entries import positive, refuse
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "exaone4"
+ARCHITECTURE = "Exaone4"
+KEYS = olmo2.KEYS
+DEFAULTS = {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4}  # for entries that are left out
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf, own = DEFAULTS | hf, {"norms": "post", "qk_norm": True}
+    if hf["sliding_window"] is None:
+        own |= layer_types.read_uniform(hf)
+    else:
+        own |= layer_types.read(hf, _slides(hf))
+        slides = own.get("sliding_layers", ())
+        own["unrotated_layers"] = tuple(i for i in range(positive(hf, "num_hidden_layers")) if i not in slides)
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+
+
+def _slides(hf: dict[str, Any]) -> Callable[[int], bool]:
+    """Whether a layer has the window, of files without `layer_types`: a pattern of L and G, or all but every n-th."""
+    pattern, last = hf["sliding_window_pattern"], positive(hf, "num_hidden_layers") - 1
+    if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
+        return lambda layer: pattern[layer % len(pattern)] == "L" and layer != last
+    if isinstance(pattern, int) and pattern > 0:
+        return lambda layer: (layer + 1) % pattern != 0
+    return refuse("sliding_window_pattern", pattern, "letters L and G, as in LLLG, and numbers from 1")
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own: dict[str, Any] = {"sliding_window": config.sliding_window} if config.sliding_layers else {}
+    if base is None:
+        own = layer_types.write(config) | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

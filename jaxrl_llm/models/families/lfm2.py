@@ -1,0 +1,97 @@
+"""LFM2 (arXiv 2511.23404): gated short convolutions in most layers, attention with norms of each head in the others."""
+
+from typing import Any
+
+from jaxrl_llm.models.attention import Attention
+from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
+from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.short_conv import ShortConv
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "lfm2"
+ARCHITECTURE = "Lfm2"
+KEYS = (
+    TensorName("embed/weight", "model.embed_tokens.weight"),
+    TensorName("norm/scale", "model.embedding_norm.weight"),
+    TensorName("head/kernel", "lm_head.weight", transpose=True),
+    TensorName("score/kernel", "score.weight", transpose=True),
+    TensorName("layers/input_norm/scale", f"{LAYER}operator_norm.weight"),
+    TensorName("layers/post_attention_norm/scale", f"{LAYER}ffn_norm.weight"),
+    *linear("layers/attention/q", f"{LAYER}self_attn.q_proj"),
+    *linear("layers/attention/k", f"{LAYER}self_attn.k_proj"),
+    *linear("layers/attention/v", f"{LAYER}self_attn.v_proj"),
+    *linear("layers/attention/o", f"{LAYER}self_attn.out_proj"),
+    TensorName("layers/attention/q_norm/scale", f"{LAYER}self_attn.q_layernorm.weight"),
+    TensorName("layers/attention/k_norm/scale", f"{LAYER}self_attn.k_layernorm.weight"),
+    *linear("layers/conv/into", f"{LAYER}conv.in_proj"),
+    TensorName("layers/conv/filter", f"{LAYER}conv.conv.weight"),
+    TensorName("layers/conv/bias", f"{LAYER}conv.conv.bias"),
+    *linear("layers/conv/out", f"{LAYER}conv.out_proj"),
+    *linear("layers/mlp/gate", f"{LAYER}feed_forward.w1"),
+    *linear("layers/mlp/up", f"{LAYER}feed_forward.w3"),
+    *linear("layers/mlp/down", f"{LAYER}feed_forward.w2"),
+)
+DEFAULTS = {
+    "intermediate_size": 12288,
+    "num_key_value_heads": 8,
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": True,
+}  # for entries that are left out
+THETA = 1_000_000.0
+MIXERS = {"conv": ShortConv, "full_attention": Attention}
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    layers, size = positive(hf, "num_hidden_layers"), positive(hf, "conv_L_cache")
+    if size < 2:
+        refuse("conv_L_cache", size, "numbers from 2")
+    attends = hf.get("full_attn_idxs")
+    types = hf.get("layer_types") or [
+        "full_attention" if attends is None or layer in attends else "conv" for layer in range(layers)
+    ]
+    if len(types) != layers or set(types) - set(MIXERS):
+        refuse("layer_types", types, f"{' or '.join(MIXERS)} for each of the {layers} layers")
+    own = {
+        "mixers": tuple(MIXERS[kind] for kind in types),
+        "ffn": _channels(hf),
+        "norm_eps": number("norm_eps", hf["norm_eps"]),
+        "qk_norm": True,
+        "conv_size": size,
+        "conv_bias": bool(hf["conv_bias"]),
+        "tie_embeddings": bool(hf.get("tie_embedding", hf["tie_word_embeddings"])),
+    }
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": THETA})
+
+
+def _channels(hf: dict[str, Any]) -> int:
+    """Channels of the feed-forward, for which config.json has a number that is made smaller first."""
+    channels = positive(hf, "block_ff_dim" if hf.get("block_ff_dim") is not None else "intermediate_size")
+    if not hf["block_auto_adjust_ff_dim"]:
+        return channels
+    channels, multiple = int(2 * channels / 3), positive(hf, "block_multiple_of")
+    if hf["block_ffn_dim_multiplier"] is not None:
+        channels = int(number("block_ffn_dim_multiplier", hf["block_ffn_dim_multiplier"], above=0) * channels)
+        channels = multiple * -(-channels // multiple)
+    return channels
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own: dict[str, Any] = {
+        "norm_eps": config.norm_eps, "conv_L_cache": config.conv_size, "conv_bias": config.conv_bias
+    }  # fmt: skip
+    if base is not None:
+        own["intermediate_size"] = (DEFAULTS | base)["intermediate_size"]
+    else:
+        own["block_auto_adjust_ff_dim"] = False
+        own["layer_types"] = ["conv" if kind.mixer is ShortConv else "full_attention" for kind in config.layer_configs]
+        own |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
