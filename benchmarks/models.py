@@ -286,7 +286,7 @@ transformers' processor of images, and writes their tokens.
 ## A family of your own
 
 A family is a file: names of tensors, and the meaning of the entries of config.json for a `ModelConfig`
-(models/model_config.py has all its fields). With `--config.model.register=seed_oss.py` a run knows this one, which is
+(models/model_config.py has all its fields). With `--config.model.register=helium.py` a run knows this one, which is
 not in the package:
 
 ```python
@@ -308,13 +308,13 @@ Not supported: Llama 4 with its vision part (`llama4`), Phi-3's `longrope`, chec
 bidirectional attention.
 """
 
-EXAMPLE = '''"""Seed-OSS (ByteDance): Llama's shape with biases on queries, keys and values."""
+EXAMPLE = '''"""Helium (Kyutai): Llama's shape, with neighbouring dimensions of a head rotated together."""
 
 from jaxrl_llm.models.families import decoder
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 
-MODEL_TYPE = "seed_oss"  # of config.json
-ARCHITECTURE = "SeedOss"  # its architectures begin with this
+MODEL_TYPE = "helium"  # of config.json
+ARCHITECTURE = "Helium"  # its architectures begin with this
 KEYS = (  # where each parameter is in the files; decoder.KEYS is the same table
     *decoder.ENDS,  # embedding, last norm, heads
     TensorName("layers/input_norm/scale", f"{LAYER}input_layernorm.weight"),
@@ -325,27 +325,23 @@ KEYS = (  # where each parameter is in the files; decoder.KEYS is the same table
     *linear("layers/attention/o", f"{LAYER}self_attn.o_proj"),
     *decoder.FEED_FORWARD,
 )
-DEFAULTS = {"head_dim": 128, "attention_bias": True}  # for entries that are left out
+DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-8}  # for entries that are left out
 
 
 def to_config(hf, **overrides):
     """The ModelConfig of a config.json."""
     hf = DEFAULTS | hf
     own = {
-        "attention_bias": hf["attention_bias"],
-        "attention_output_bias": hf.get("attention_out_bias", False),
+        "rope_interleaved": True,
+        "attention_bias": hf.get("attention_bias", False),
         "mlp_bias": hf.get("mlp_bias", False),
     }
-    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": 100_000.0})
 
 
 def from_config(config, base):
     """The config.json of a net, over the entries of `base`, those it was loaded from."""
-    own = {
-        "attention_bias": config.attention_bias,
-        "attention_out_bias": config.attention_output_bias,
-        "mlp_bias": config.mlp_bias,
-    }
+    own = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
 '''
 

@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    SeedOssConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, HeliumConfig
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
@@ -306,15 +302,15 @@ def test_entries_that_name_the_family_are_those_that_weights_are_read_by(tmp_pat
 def test_the_family_in_the_documentation(tmp_path, root, documents, monkeypatch):
     """It is the file that docs/models.md shows, and is no family of the package."""
     monkeypatch.setattr(families, "FAMILIES", dict(FAMILIES))
-    (tmp_path / "seed_oss.py").write_text(
+    (tmp_path / "helium.py").write_text(
         re.search(r"```python\n(.*?)```", (root / "docs/models.md").read_text(), re.DOTALL).group(1)
     )
-    config = SeedOssConfig(**oracles.SHAPE, head_dim=16)
+    config = HeliumConfig(**oracles.SHAPE, head_dim=8)
     oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     oracle.save_pretrained(tmp_path / "model")
-    with pytest.raises(ConfigError, match="model_type 'seed_oss' is not supported"):
+    with pytest.raises(ConfigError, match="model_type 'helium' is not supported"):
         load_model(tmp_path / "model")
-    register((str(tmp_path / "seed_oss.py"),))
+    register((str(tmp_path / "helium.py"),))
     model = load_model(tmp_path / "model")
     tokens = documents[1][None]
     np.testing.assert_allclose(model(tokens), oracle_logits(oracle, tokens), atol=TOLERANCE)
