@@ -323,7 +323,7 @@ def test_the_family_in_the_documentation(tmp_path, root, documents, monkeypatch)
 def test_all_families_on_eight_devices(root, run_python):
     """In a process of its own, since the number of devices is fixed when JAX starts."""
     done = run_python(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{root}/tests/models/mesh_families.py", devices=8
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{root}/tests/models/mesh_families.py", devices=8, timeout=1200
     )
     assert done.returncode == 0, done.stdout[-4000:]
     assert "passed" in done.stdout
