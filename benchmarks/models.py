@@ -251,8 +251,8 @@ difference.
   ([compiled](performance.md#what-a-step-moves-by-the-compilers)). A state starts anew with each document of a packed
   row. A row's cache is its state and the inputs of its latest tokens, whatever its length. An update's rows are not
   packed (`batch.packing`). Layers for multi-token prediction are left out.
-- Gated short convolutions beside attention (LFM2). They see no token of another document, nor padding. A row's cache
-  are its latest tokens, whatever its length; an update's rows are not packed (`batch.packing`).
+- Gated short convolutions beside attention (LFM2, LFM2-MoE). They see no token of another document, nor padding. A
+  row's cache are its latest tokens, whatever its length; an update's rows are not packed (`batch.packing`).
 - Attention sinks (gpt-oss). They are computed by `model.attention=xla`, on every backend.
 - Soft caps on attention scores and logits, wherever logits are formed. `model.fp32_head` forms them in float32.
 - Multipliers of embeddings, attention scores, residuals and logits (Granite).

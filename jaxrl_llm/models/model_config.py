@@ -103,6 +103,7 @@ class ModelConfig:
     swiglu_limit: float | None = None  # of gate and up of experts; see layers.gated
     swiglu_alpha: float = 1.702
     normalize_top_k: bool = False
+    top_k_epsilon: float = 0.0  # added to the sum that the chosen weights are divided by
     experts_beside: bool = False  # layers have a dense feed-forward and experts; see moe.ExpertsBeside
     shared_expert_ffn: int = 0  # channels of an expert that every token uses; 0: none
     shared_expert_gate: bool = False  # its output is multiplied by one number per token

@@ -219,7 +219,7 @@ class MixtureOfExperts(nnx.Module):
                 chosen = _replaced(chosen, replayed)
                 weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
         if c.normalize_top_k:
-            weights = weights / weights.sum(-1, keepdims=True)
+            weights = weights / (weights.sum(-1, keepdims=True) + c.top_k_epsilon)
         weights = weights if c.routed_scale == 1.0 else weights * c.routed_scale
         x, weights = self._inputs(x, weights, chosen)
         out = self.experts(x, weights, chosen)

@@ -26,6 +26,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -209,6 +210,14 @@ VARIANTS = {
     "lfm2-biases": lambda: Lfm2Config(
         **SHAPE, full_attn_idxs=[0], conv_bias=True, conv_L_cache=4, block_auto_adjust_ff_dim=False, norm_eps=1e-3
     ),
+    "lfm2_moe": lambda: Lfm2MoeConfig(
+        **SHAPE | {"num_hidden_layers": 4}, layer_types=["conv", "full_attention", "conv", "full_attention"],
+        num_experts_per_tok=2, num_experts=4, moe_intermediate_size=16, num_dense_layers=1, routed_scaling_factor=1.5,
+    ),
+    "lfm2_moe-uncorrected": lambda: Lfm2MoeConfig(
+        **SHAPE, layer_types=["full_attention", "conv"], num_experts_per_tok=2, num_experts=4, moe_intermediate_size=16,
+        num_dense_layers=0, use_expert_bias=False, norm_topk_prob=False,
+    ),
     "llama4_text": lambda: Llama4TextConfig(
         **SHAPE | {"num_hidden_layers": 4}, head_dim=8, intermediate_size_mlp=40, num_local_experts=4,
         router_aux_loss_coef=0.02, no_rope_layers=[1, 1, 0, 1], moe_layers=[1, 2], attention_chunk_size=WINDOW,
@@ -220,10 +229,14 @@ VARIANTS = {
         rope_parameters=LLAMA3_ROPE,
     ),
 }  # fmt: skip
-UNTRAINED = ("e_score_correction_bias", "layer_scalar")  # buffers of routers and layers, which no gradient trains
+UNTRAINED = (
+    "e_score_correction_bias",
+    "expert_bias",
+    "layer_scalar",
+)  # buffers of routers and layers, which no gradient trains
 NO_CLASSIFIER = (  # of which transformers has none
     "granite", "olmoe", "gemma4_text", "qwen3_5_moe_text", "llama4_text", "glm4_moe", "glm4_moe_lite",
-    "minimax_m2", "ernie4_5", "lfm2",
+    "minimax_m2", "ernie4_5", "lfm2", "lfm2_moe",
 )  # fmt: skip
 ALIKE = {"glm4_moe_lite": "deepseek_v3"}  # families whose nets another describes too
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
@@ -297,11 +310,11 @@ def oracle_gradients(oracle, tokens, segments) -> dict[str, np.ndarray]:
 def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Arrays by parameter of transformers as tensors of files, which hold each expert's matrices by themselves."""
     mixtral = oracle.config.model_type in ("mixtral", "minimax_m2")
-    block = "block_sparse_moe" if mixtral else "mlp"
-    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    numbered = mixtral or oracle.config.model_type == "lfm2_moe"
+    gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
     found = {}
     for name, x in arrays.items():
-        name = name.replace(".mlp.", f".{block}.") if mixtral else name
+        name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         start, stacked, part = name.partition(".experts.")
         if not stacked or oracle.config.model_type in ("gpt_oss", "gemma4_text", "qwen3_vl_moe", "llama4_text"):
             found[name] = x

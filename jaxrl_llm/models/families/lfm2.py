@@ -11,7 +11,8 @@ from jaxrl_llm.models.transformer import ModelConfig
 
 MODEL_TYPE = "lfm2"
 ARCHITECTURE = "Lfm2"
-KEYS = (
+# All but the feed-forward.
+MIXER_KEYS = (
     TensorName("embed/weight", "model.embed_tokens.weight"),
     TensorName("norm/scale", "model.embedding_norm.weight"),
     TensorName("head/kernel", "lm_head.weight", transpose=True),
@@ -28,17 +29,22 @@ KEYS = (
     TensorName("layers/conv/filter", f"{LAYER}conv.conv.weight"),
     TensorName("layers/conv/bias", f"{LAYER}conv.conv.bias"),
     *linear("layers/conv/out", f"{LAYER}conv.out_proj"),
+)
+FEED_FORWARD = (
     *linear("layers/mlp/gate", f"{LAYER}feed_forward.w1"),
     *linear("layers/mlp/up", f"{LAYER}feed_forward.w3"),
     *linear("layers/mlp/down", f"{LAYER}feed_forward.w2"),
 )
-DEFAULTS = {
-    "intermediate_size": 12288,
+KEYS = (*MIXER_KEYS, *FEED_FORWARD)
+MIXER_DEFAULTS = {
     "num_key_value_heads": 8,
     "norm_eps": 1e-5,
     "tie_word_embeddings": True,
     "conv_bias": False,
     "conv_L_cache": 3,
+}
+DEFAULTS = MIXER_DEFAULTS | {
+    "intermediate_size": 12288,
     "block_multiple_of": 256,
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": True,
@@ -50,25 +56,28 @@ MIXERS = {"conv": ShortConv, "full_attention": Attention}
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    layers, size = positive(hf, "num_hidden_layers"), positive(hf, "conv_L_cache")
+    own = mixer_fields(hf) | {"ffn": _channels(hf)}
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": THETA})
+
+
+def mixer_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields of all but the feed-forward, of entries with their defaults."""
+    layers, size, attends = positive(hf, "num_hidden_layers"), positive(hf, "conv_L_cache"), hf.get("full_attn_idxs")
     if size < 2:
         refuse("conv_L_cache", size, "numbers from 2")
-    attends = hf.get("full_attn_idxs")
     types = hf.get("layer_types") or [
         "full_attention" if attends is None or layer in attends else "conv" for layer in range(layers)
     ]
     if len(types) != layers or set(types) - set(MIXERS):
         refuse("layer_types", types, f"{' or '.join(MIXERS)} for each of the {layers} layers")
-    own = {
+    return {
         "mixers": tuple(MIXERS[kind] for kind in types),
-        "ffn": _channels(hf),
         "norm_eps": number("norm_eps", hf["norm_eps"]),
         "qk_norm": True,
         "conv_size": size,
         "conv_bias": bool(hf["conv_bias"]),
         "tie_embeddings": bool(hf.get("tie_embedding", hf["tie_word_embeddings"])),
     }
-    return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": THETA})
 
 
 def _channels(hf: dict[str, Any]) -> int:
@@ -85,13 +94,24 @@ def _channels(hf: dict[str, Any]) -> int:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
+    own = mixer_entries(config, base)
+    # What `_channels` reads: as it was, or the channels themselves.
+    own |= (
+        {"block_auto_adjust_ff_dim": False}
+        if base is None
+        else {"intermediate_size": (DEFAULTS | base)["intermediate_size"]}
+    )
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+
+
+def mixer_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The entries of config.json that `mixer_fields` reads, and ids whose defaults small vocabularies do not have."""
     own: dict[str, Any] = {
-        "norm_eps": config.norm_eps, "conv_L_cache": config.conv_size, "conv_bias": config.conv_bias
-    }  # fmt: skip
-    if base is not None:
-        own["intermediate_size"] = (DEFAULTS | base)["intermediate_size"]
-    else:
-        own["block_auto_adjust_ff_dim"] = False
+        "norm_eps": config.norm_eps,
+        "conv_L_cache": config.conv_size,
+        "conv_bias": config.conv_bias,
+    }
+    if base is None:
         own["layer_types"] = ["conv" if kind.mixer is ShortConv else "full_attention" for kind in config.layer_configs]
         own |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+    return own
