@@ -238,16 +238,14 @@ def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) ->
 def fused(net: Net, family) -> str | None:
     """A tensor in which the family keeps a linear map that has an adapter together with others, None without one.
 
-    PEFT has one adapter for such a tensor and not one for each map.
+    PEFT has one adapter for such a tensor and not one for each map. A name that is not in MODULES is taken for one.
     """
-    stored: dict[str, set[str]] = {}
-    for tensor in _named_as_modules(net, family):
-        stored.setdefault(tensor.name, set()).add(tensor.leaf)
-    together = {leaf: name for name, leaves in stored.items() if len(leaves) > 1 for leaf in leaves}
+    stored = {tensor.leaf: tensor for tensor in _named_as_modules(net, family)}
     for path, _ in jax.tree_util.tree_leaves_with_path(adapters_of(net.shapes())):
-        module = path_name(path).rpartition("/")[0]
-        if (name := together.get(f"{module}/kernel")) is not None:
-            return name.removesuffix(".weight")
+        tensor = stored[f"{path_name(path).rpartition('/')[0]}/kernel"]
+        name = tensor.name.removesuffix(".weight")
+        if tensor.full_shape != tensor.shape or name.split(".")[-1] not in MODULES:
+            return name
     return None
 
 
