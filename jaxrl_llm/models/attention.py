@@ -67,6 +67,7 @@ class Attention(nnx.Module):
     path = "attention"
     shares_prefixes = True
     projects_keys = True
+    output_name = "o"  # of `lora.TARGETS`
 
     def __init__(self, config, rngs: nnx.Rngs):
         c = config
@@ -76,7 +77,7 @@ class Attention(nnx.Module):
         own, keys = self.projects_keys, c.kv_heads * c.head_dim
         self.k = Linear(c.width, keys, c, rngs, c.attention_bias, "k") if own else None
         self.v = Linear(c.width, keys, c, rngs, c.attention_bias, "v") if own and not c.keys_as_values else None
-        self.o = Linear(c.heads * c.head_dim, c.width, c, rngs, c.attention_output_bias, "o")
+        self.o = Linear(c.heads * c.head_dim, c.width, c, rngs, c.attention_output_bias, self.output_name)
         heads = (c.heads, c.kv_heads) if c.qk_norm_whole else (1, 1)
         self.sinks = nnx.Param(jnp.zeros((c.heads,), c.param_dtype)) if c.attention_sinks else None
         self.q_norm = RMSNorm(heads[0] * c.head_dim, c, rngs) if c.qk_norm else None

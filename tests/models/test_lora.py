@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.logprobs import last_scores, token_logps
 from jaxrl_llm.models.lora import LoraConfig
@@ -131,6 +132,16 @@ def test_other_mixers_have_the_adapters_of_peft(tmp_path, variant):
         assert {name for name in adapted if "in_proj" in name} == expected
         with torch.no_grad():
             np.testing.assert_allclose(model(TOKENS), oracle(torch.tensor(TOKENS)).logits.numpy(), atol=1e-4)
+
+
+def test_a_name_means_every_module_that_peft_finds_by_it(tmp_path):
+    """LFM2 calls the output maps of attention and of convolutions alike."""
+    make_oracle("lfm2").save_pretrained(tmp_path)
+    shape = LoraConfig(2, targets=lora.parse_targets(["out_proj", "w1"]))
+    model = add_adapters(load_model(tmp_path), shape, jax.random.key(0))
+    found = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(lora.adapters_of(model.params))}
+    maps = {"conv_layers/conv/out", "conv_layers/mlp/gate", "layers/attention/o", "layers/mlp/gate"}
+    assert found == {f"{name}/{leaf}" for name in maps for leaf in ("lora_a", "lora_b")}
 
 
 def test_dora_is_that_of_peft(llama_folder, base, tmp_path):

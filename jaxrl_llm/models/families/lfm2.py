@@ -50,7 +50,15 @@ DEFAULTS = MIXER_DEFAULTS | {
     "block_auto_adjust_ff_dim": True,
 }  # for entries that are left out
 THETA = 1_000_000.0
-MIXERS = {"conv": ShortConv, "full_attention": Attention}
+
+
+class OutAttention(Attention):
+    """Attention whose output map has the name, for adapters, that the one of convolutions has too."""
+
+    output_name = "out"
+
+
+MIXERS = {"conv": ShortConv, "full_attention": OutAttention}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
