@@ -259,8 +259,11 @@ difference.
 - Layers of full attention with heads of another size than those with a window, keys that are values too, layers that
   read the keys and values of an earlier one and have no cache of their own, embeddings for each layer, and experts
   beside a dense feed-forward (Gemma 4). Training keeps the number that a layer's output is multiplied by
-  (`layer_scalar`). The maps of per-layer embeddings have no adapters and are not quantised. `gemma4` models, which read
-  images and sound, are not loaded.
+  (`layer_scalar`). The maps of per-layer embeddings have no adapters and are not quantised.
+- Of `gemma4`, `llama4` and `mistral3` (Mistral Small 3.1 and later, Ministral 3), which read images or sound too, the
+  text part alone: a folder of theirs is read as a `gemma4_text`, `llama4_text`, `mistral` or `ministral3`, rows with
+  images are refused, and the export is a model of that type, without the other parts. Adapters are named as in that
+  type's class.
 - Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE), and weights of their outputs
   or, in Llama 4, their inputs: no token is dropped. On accelerators tokens are sorted by expert and multiplied in
   groups; on CPU every expert computes every token. Checkpoints are read with each expert's matrices apart or stacked,
@@ -304,8 +307,8 @@ Another one is a class with this protocol in a file of its own, and a family tha
 `ModelConfig.mixers` and its tensors in `KEYS`, as `layers/<path>/...`. Layers of one mixer are stacked, and consecutive
 ones run in one scan. `tests/models/test_mixer.py` has a recurrent one, and samples with it.
 
-Not supported: Llama 4 with its vision part (`llama4`), Phi-3's `longrope`, checkpoints quantized otherwise,
-bidirectional attention.
+Not supported: the vision parts of Gemma 4, Llama 4 and Mistral Small 3, Phi-3's `longrope`, checkpoints quantized
+otherwise, bidirectional attention.
 """
 
 EXAMPLE = '''"""Helium (Kyutai): Llama's shape, with neighbouring dimensions of a head rotated together."""

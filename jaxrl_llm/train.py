@@ -332,9 +332,11 @@ def _describe(run: Run, start: int) -> dict[str, Any]:
     sampling = f", sampling on {dict(own_mesh.shape)}" if own_mesh is not None and own_mesh != run.mesh else ""
     sampling += f" of {own_mesh.size} other devices" if own_mesh is not None and apart else ""
     overlapped = ", collectives overlap" if len(devices) > 1 and devices[0].platform == "tpu" and overlaps() else ""
+    whole = (run.model.hf_config or {}).get("text_part_of")
+    part = f", the text part of a {whole}" if whole else ""
     attention = {} if devices[0].platform == "cpu" else {"attention": described(run.model.net.config)}
     return {
-        "model": f"{run.model.path}, {count / 1e6:.2f} M parameters{of_these}, {run.model.net.config.dtype}",
+        "model": f"{run.model.path}{part}, {count / 1e6:.2f} M parameters{of_these}, {run.model.net.config.dtype}",
         "devices": f"{len(devices)} {devices[0].platform}, mesh {dict(run.mesh.shape)}{sampling}{overlapped}",
         **attention,
         "starts at step": start,

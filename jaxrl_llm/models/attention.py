@@ -244,8 +244,10 @@ class Attention(nnx.Module):
                 q, gate = (a.reshape(*x.shape[:-1], -1) for a in (q, gate))
             q, k = turned(q, self.q_norm), None if k is None else turned(k, self.k_norm)
         if c.query_growth:  # arXiv 2501.19399
-            growth = 1 + c.query_growth * jnp.log1p((positions + 1) // c.query_growth_every)
-            q = (q * jnp.where(arrays.rotated, 1.0, growth)[..., None, None]).astype(q.dtype)
+            count = positions if c.query_growth_rotated else positions + 1
+            growth = 1 + c.query_growth * jnp.log1p(count // c.query_growth_every)
+            growth = growth if c.query_growth_rotated else jnp.where(arrays.rotated, 1.0, growth)
+            q = (q * growth[..., None, None]).astype(q.dtype)
         q = q.reshape(*x.shape[:-1], c.kv_heads, c.heads // c.kv_heads, c.head_dim)
         q *= c.head_dim**-0.5 if c.query_scale is None else c.query_scale
         if k is None or v is None:

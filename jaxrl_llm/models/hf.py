@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import block_fp8, safetensors
+from jaxrl_llm.models import block_fp8, safetensors, text_part
 from jaxrl_llm.models.families import family_for, family_of
 from jaxrl_llm.models.families.decoder import DTYPES, LAYER, settings
 from jaxrl_llm.models.transformer import Net, Params
@@ -93,13 +93,14 @@ def _download(name: str, patterns: list[str], revision: str | None) -> Path:
 
 def read_config(folder: str | os.PathLike[str], entries: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The entries of the folder's config.json; `entries` take the place of those of the same name, of a model with a
-    vision part those of its text part.
+    vision part those of its text part. Of a model whose text part alone is read they are that part's.
 
     Raises ConfigError when it is missing or no JSON object.
     """
     config = safetensors.read_json(Path(folder) / "config.json")
     if config is None:
         raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face model folder.")
+    config = text_part.entries_of(config)
     if entries and isinstance(config.get("text_config"), dict):  # of a model whose vision part is read too
         return {**config, "text_config": {**config["text_config"], **entries}}
     return {**config, **(entries or {})}
@@ -204,6 +205,8 @@ def load(
     net = Net(family.to_config(hf, dtype=dtype, param_dtype=param_dtype, **overrides))
     with contextlib.ExitStack() as stack:
         files = safetensors.Files(folder, stack, allow_pickle, block_fp8.block_of(hf))
+        if (safetensors.read_json(folder / "config.json") or {}).get("model_type") in text_part.WHOLES:
+            files.where = text_part.tensors_of(files.where)
         tensors = files.stored_tensors(net, family)
         new_head = net.config.head == "score" and "score.weight" not in files.where
         if new_head:

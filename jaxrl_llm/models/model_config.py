@@ -74,6 +74,7 @@ class ModelConfig:
     qk_rms: bool = False  # rotated queries and keys are divided by their rms
     query_growth: float = 0.0  # of unrotated queries with the log of their position
     query_growth_every: int = 0  # positions in one unit of that log
+    query_growth_rotated: bool = False  # of all queries, and from the position itself on, not the one behind it
     value_norm: bool = False  # of each head, without a scale
     keys_as_values: bool = False  # as they are before norms and rotation, in the layers without a window
     full_head_dim: int = 0  # of the layers without a window; 0: head_dim

@@ -30,6 +30,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -198,6 +199,13 @@ VARIANTS = {
     "minimax_m2": lambda: MiniMaxM2Config(
         **SHAPE, **EXPERTS, head_dim=16, num_local_experts=4, rope_parameters=HALF_ROPE
     ),
+    "ministral3": lambda: Ministral3Config(
+        **SHAPE, head_dim=8, rope_parameters=YARN_ROPE | {
+            "factor": 8.0, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.8, "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    ),
+    "ministral3-window": lambda: Ministral3Config(**SHAPE, head_dim=16, sliding_window=WINDOW),
     "exaone4": lambda: Exaone4Config(**SHAPE, sliding_window=WINDOW, sliding_window_pattern=2),
     "exaone4-full": lambda: Exaone4Config(**SHAPE, sliding_window=None, layer_types=["full_attention"] * 2),
     "ernie4_5": lambda: Ernie4_5Config(**SHAPE, head_dim=16, use_bias=True),

@@ -33,6 +33,7 @@ from jaxrl_llm.models.families import (
     llama,
     llama4_text,
     minimax_m2,
+    ministral3,
     mistral,
     mixtral,
     olmo2,
@@ -69,7 +70,7 @@ FAMILIES = {
         qwen3_next, gemma4_text, qwen3_5_text, qwen3_5_moe_text, llama4_text, idefics3, smolvlm, gemma3, qwen2_5_vl,
         qwen3_vl, qwen3_5, qwen3_5_moe, qwen3_vl_moe, qwen2_vl, glm4_moe, glm4_moe_lite,
         minimax_m2, exaone4, ernie4_5, seed_oss,
-        lfm2, lfm2_moe,
+        lfm2, lfm2_moe, ministral3,
     )
 }  # fmt: skip
 

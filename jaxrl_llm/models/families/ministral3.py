@@ -1,0 +1,55 @@
+"""Ministral 3: Mistral with queries that grow with the log of their position (arXiv 2501.19399), and YaRN."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, layer_types
+from jaxrl_llm.models.families.entries import number, refuse
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "ministral3"
+ARCHITECTURE = "Ministral3"
+KEYS = decoder.KEYS
+DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}  # for entries that are left out
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    rope = _rope_parameters(hf)
+    beta = number("llama_4_scaling_beta", rope.get("llama_4_scaling_beta") or 0.0)
+    every = rope.get("original_max_position_embeddings")
+    if beta and (not isinstance(every, int) or every < 1):
+        refuse("original_max_position_embeddings", every, "integers from 1, beside llama_4_scaling_beta")
+    own = layer_types.read_uniform(hf)
+    if beta:
+        own |= {"query_growth": beta, "query_growth_every": every, "query_growth_rotated": True}
+    return decoder.to_config({**hf, "rope_parameters": rope}, ARCHITECTURE, own, overrides)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own: dict[str, Any] = {"sliding_window": config.sliding_window}
+    rope = None if base is None else {**base, "rope_parameters": _rope_parameters(base)}
+    hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
+    if base is None:
+        ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+        growth = {"llama_4_scaling_beta": config.query_growth}
+        if config.query_growth:
+            growth["original_max_position_embeddings"] = config.query_growth_every
+        parameters = {"rope_type": "default", **(hf.pop("rope_scaling") or {}), "rope_theta": hf.pop("rope_theta")}
+        hf |= {"rope_parameters": parameters | growth, **ids}
+    return hf
+
+
+def _rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
+    """The rotary parameters, of which files of transformers 4 have the base apart; those of the family without any."""
+    return hf.get("rope_parameters") or hf.get("rope_scaling") or ({} if hf.get("rope_theta") else ROPE)

@@ -1,0 +1,92 @@
+"""The text parts of models with vision that is not read: they compute as in the whole, and are exported alone."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+)
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.hf import read_config
+from jaxrl_llm.models.model import load_model, save_hf
+from tests.models.oracles import VARIANTS, VOCAB
+
+TOKENS = np.random.default_rng(0).integers(0, VOCAB - 10, (2, 9))
+VISION = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+
+
+def whole(kind: str):
+    """A tiny random model with vision, and its text part."""
+    torch.manual_seed(0)
+    if kind == "gemma4":
+        vision = {name: x for name, x in VISION.items() if name not in ("image_size", "patch_size")}
+        vision |= {"num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "patch_size": 4}
+        ids = {"image_token_id": 90, "audio_token_id": 91, "boi_token_id": 92, "eoi_token_id": 93}
+        text = VARIANTS["gemma4_text"]().to_dict() | {"pad_token_id": 0}
+        config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None, **ids)
+        model = Gemma4ForConditionalGeneration(config)
+        return model, lambda tokens: model(tokens).logits
+    if kind == "llama4":
+        sizes = dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 16)
+        text = VARIANTS["llama4_text"]().to_dict()
+        config = Llama4Config(vision_config=VISION | sizes, text_config=text, image_token_index=92)
+        model = Llama4ForConditionalGeneration(config)
+        return model, lambda tokens: model.language_model(tokens).logits
+    text = VARIANTS[kind]().to_dict()
+    vision = VISION | {"model_type": "pixtral"}
+    config = Mistral3Config(vision_config=vision, text_config=text, image_token_index=90)
+    model = Mistral3ForConditionalGeneration(config)
+    return model, lambda tokens: model(tokens).logits
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "llama4", "mistral", "ministral3"])
+def test_the_text_part_computes_as_in_the_whole(tmp_path, kind):
+    oracle, logits = whole(kind)
+    oracle.eval().save_pretrained(tmp_path / "whole")
+    model = load_model(tmp_path / "whole")
+    with torch.no_grad():
+        expected = logits(torch.tensor(TOKENS)).numpy()
+    np.testing.assert_allclose(model(TOKENS), expected, atol=2e-5)
+    save_hf(model, tmp_path / "text")
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "text", attn_implementation="eager").eval()
+    with torch.no_grad():
+        np.testing.assert_allclose(alone(torch.tensor(TOKENS)).logits.numpy(), model(TOKENS), atol=2e-5)
+    assert alone.config.model_type == {"gemma4": "gemma4_text", "llama4": "llama4_text"}.get(kind, kind)
+    np.testing.assert_array_equal(load_model(tmp_path / "text")(TOKENS), model(TOKENS))
+
+
+def test_names_of_files_and_of_modules_read_alike(tmp_path):
+    """Files of the hub name the text part before the model, the classes of transformers behind it."""
+    oracle, _ = whole("mistral")
+    oracle.save_pretrained(tmp_path)
+    before = load_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = {name: name.replace("language_model.model.", "model.language_model.") for name in tensors}
+    assert names != dict.fromkeys(tensors)
+    save_file({names[name]: x for name, x in tensors.items()}, tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(load_model(tmp_path)(TOKENS), before(TOKENS))
+
+
+def test_entries_are_those_of_the_text_part(tmp_path):
+    oracle, _ = whole("mistral")
+    oracle.save_pretrained(tmp_path)
+    assert read_config(tmp_path, {"rms_norm_eps": 0.5})["rms_norm_eps"] == 0.5
+    assert read_config(tmp_path)["text_part_of"] == "mistral3"
+    entries = json.loads((tmp_path / "config.json").read_text())
+    entries["text_config"]["model_type"] = "qwen2"
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(ConfigError, match=r"text_config = .* is not supported; .* of a mistral or ministral3 model"):
+        load_model(tmp_path)
