@@ -1,6 +1,8 @@
 """The page of results, from runs that are kept; and the command that makes both."""
 
+import ast
 import json
+import string
 
 import pytest
 
@@ -76,3 +78,17 @@ def test_the_command(monkeypatch, tmp_path):
     before = (tmp_path / "results/reward_model-3.json").stat().st_mtime_ns
     results.main(["--page"])
     assert (tmp_path / "results/reward_model-3.json").stat().st_mtime_ns == before
+
+
+def test_the_page_of_models_has_the_text_of_its_command(root):
+    """Read from its source: to import it is to ask for eight devices."""
+    source = ast.parse((root / "benchmarks/models.py").read_text(encoding="utf-8"))
+    texts = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in source.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        and node.targets[0].id in ("TEXT", "EXAMPLE")
+    }  # fmt: skip
+    page = (root / "docs/models.md").read_text(encoding="utf-8")
+    parts = [texts["EXAMPLE"], *(literal for literal, *_ in string.Formatter().parse(texts["TEXT"]))]
+    assert len(parts) > 8 and all(part in page for part in parts)
