@@ -245,7 +245,7 @@ difference.
   prediction are left out. `glm4_moe` is GLM-4.5 to 4.7, which has these experts, and `glm4_moe_lite` GLM-4.7-Flash,
   which has the attention too.
 - Weights in fp8 with a scale for each block of numbers (`weight_block_size`), as DeepSeek-V3 and Qwen3's FP8 folders
-  have them, and gpt-oss' experts in MXFP4, are read as numbers and exported so.
+  have them, or for each matrix (Ministral 3), and gpt-oss' experts in MXFP4, are read as numbers and exported so.
 - Gated delta nets with short convolutions, beside gated attention (Qwen3-Next, Qwen3.5). Rows are computed in chunks of
   64 tokens, with memory linear in their length: four rows of 32k tokens train on one h100
   ([compiled](performance.md#what-a-step-moves-by-the-compilers)). A state starts anew with each document of a packed

@@ -1,7 +1,8 @@
 """Matrices in 8-bit floats with a scale for each block, as DeepSeek-V3 stores them: read, slice by slice, as numbers.
 
 A matrix `[...,out,in]` named `x` is stored as E4M3, and the scales that its blocks are multiplied by (128 x 128 as a
-rule; those at the ends may be smaller) as `x_scale_inv` `[...,out/128,in/128]` (arXiv 2412.19437, section 3.3).
+rule; those at the ends may be smaller) as `x_scale_inv` `[...,out/128,in/128]` (arXiv 2412.19437, section 3.3). Where
+the whole of a matrix is one block (Ministral 3) that is a number.
 """
 
 import json
@@ -16,19 +17,23 @@ from jaxrl_llm.models.families.entries import refuse
 SUFFIX = "_scale_inv"
 METHOD = "fp8"  # the quant_method of config.json
 STORED = "F8_E4M3"
+WHOLE = (0, 0)  # the block of matrices that have one scale each
+INPUTS = ".activation_scale"  # ends names of scales of what the matrices are multiplied with, where that is in fp8 too
 
 
 def block_of(hf: dict[str, Any]) -> tuple[int, int] | None:
-    """The rows and columns of a block by config.json, None where it says nothing of 8-bit floats.
+    """The rows and columns of a block by config.json, or WHOLE; None where it says nothing of 8-bit floats.
 
-    Raises ConfigError for such without blocks of two dimensions.
+    Raises ConfigError for blocks of other than two dimensions.
     """
     entry = hf.get("quantization_config") or {}
     if entry.get("quant_method") != METHOD:
         return None
-    block = entry.get("weight_block_size")
+    block = entry.get("weight_block_size", [128, 128])
+    if block is None:
+        return WHOLE
     if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
-        refuse("weight_block_size", block, "two integers from 1, for the rows and columns that have a scale")
+        refuse("weight_block_size", block, "two integers from 1, for the rows and columns that have a scale, and null")
     return block[0], block[1]
 
 
@@ -54,6 +59,8 @@ class Matrices:
         """The slice `[..., outputs, inputs]`, of which blocks that are needed in part have their scales read whole."""
         index = tuple(slice(*part.indices(size)) for part, size in zip(index, self.codes.shape, strict=True))
         numbers = self.codes[index].astype(np.float32)
+        if self.block == WHOLE:
+            return numbers * np.asarray(self.scales, np.float32).reshape(())
         blocks = [slice(at.start // n, -(-at.stop // n)) for at, n in zip(index[-2:], self.block, strict=True)]
         scales = np.asarray(self.scales[(*index[:-2], *blocks)], np.float32)
         for axis, at, first, n in zip((-2, -1), index[-2:], blocks, self.block, strict=True):
@@ -68,7 +75,7 @@ def with_matrices(where: dict[str, Any], files: dict[str, Path], block: tuple[in
     """
     if block is None:
         return where
-    found: dict[str, Any] = dict(where)
+    found: dict[str, Any] = {name: file for name, file in where.items() if not name.endswith(INPUTS)}
     headers: dict[Path, tuple[int, dict[str, Any]]] = {}
     for name in where:
         if name + SUFFIX not in where or where[name].get_slice(name).get_dtype() != STORED:
@@ -81,5 +88,7 @@ def with_matrices(where: dict[str, Any], files: dict[str, Path], block: tuple[in
         entry = header[name]
         offset, shape = start + entry["data_offsets"][0], tuple(entry["shape"])
         codes = np.memmap(files[name], ml_dtypes.float8_e4m3fn, "r", offset, shape)
-        found[name] = Matrices(codes, found.pop(name + SUFFIX).get_slice(name + SUFFIX), block)
+        scales = found.pop(name + SUFFIX)
+        scales = scales.get_tensor(name + SUFFIX) if block == WHOLE else scales.get_slice(name + SUFFIX)
+        found[name] = Matrices(codes, scales, block)
     return found

@@ -65,6 +65,26 @@ def test_a_model_in_fp8_is_read_as_numbers(quantized, tmp_path):
     np.testing.assert_array_equal(load_model(tmp_path / "out")(tokens), model(tokens))
 
 
+def test_a_matrix_may_have_one_scale(tmp_path):
+    """As Ministral 3's have, beside scales of their inputs, which computing with numbers has no use for."""
+    make_oracle("ministral3").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    plain = dict(tensors)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        scale = tensors[name].abs().max() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        plain[name] = tensors[name].float() * scale
+        tensors |= {name + "_scale_inv": scale, name.replace("weight", "activation_scale"): torch.tensor(0.5)}
+    tokens = np.random.default_rng(0).integers(0, 97, (1, 9))
+    save_file(plain, tmp_path / "model.safetensors")
+    expected = np.asarray(load_model(tmp_path)(tokens))
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantized = QUANTIZED | {"activation_scheme": "static", "weight_block_size": None}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
+    np.testing.assert_array_equal(load_model(tmp_path)(tokens), expected)
+
+
 def test_any_slice_of_a_matrix(quantized):
     """Devices of a mesh read their parts, whatever blocks these begin and end in."""
     folder, _, tensors = quantized
@@ -82,7 +102,7 @@ def test_any_slice_of_a_matrix(quantized):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"weight_block_size": None}, "weight_block_size = None is not supported; supported: two integers from 1"),
+        ({"weight_block_size": [128]}, r"weight_block_size = \[128\] is not supported; supported: two integers from 1"),
         ({"quant_method": "compressed-tensors"}, "quantization_config = .* fp8 in blocks, and unquantized"),
     ],
 )
