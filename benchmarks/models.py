@@ -223,7 +223,7 @@ difference.
 - LoRA: the same with random adapters on every linear map, merged by the export. Experts and routers have none.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`);
   transformers has none of Granite, OLMoE, Gemma 4, Llama 4, ERNIE 4.5, LFM2, MiniMax-M2 and the mixtures of experts of
-  Qwen3.5 and GLM.
+  Qwen3.5, GLM and Granite 4.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
@@ -251,6 +251,7 @@ difference.
   ([compiled](performance.md#what-a-step-moves-by-the-compilers)). A state starts anew with each document of a packed
   row. A row's cache is its state and the inputs of its latest tokens, whatever its length. An update's rows are not
   packed (`batch.packing`). Layers for multi-token prediction are left out.
+- Mamba-2 beside attention (Granite 4), in the same way: a state a head, in chunks of 64 tokens.
 - Gated short convolutions beside attention (LFM2, LFM2-MoE). They see no token of another document, nor padding. A
   row's cache are its latest tokens, whatever its length; an update's rows are not packed (`batch.packing`).
 - Attention sinks (gpt-oss). They are computed by `model.attention=xla`, on every backend.

@@ -37,7 +37,7 @@ PARAMETERS = (
     (r"experts/(gate|up)/bias$", ("expert", "tensor")),
     (r"experts/down/bias$", ("expert", None)),
     (r"attention/sinks$", ("tensor",)),
-    (r"(delta/conv|conv/filter)$", (FSDP, None, None)),
+    (r"((delta|mamba)/conv|conv/filter)$", (FSDP, None, None)),
     (r"embed/weight$", ("tensor", FSDP)),
     (r"/(q_a|kv_a|ba|b|a|into)/(kernel(/codes|/absmax)?|lora_a)$", (FSDP, None)),
     (r"/(q|k|v|q_b|kv_b|qkvz|qkv|z|gate|up|fc1)/kernel(/codes|/absmax)?$", (FSDP, "tensor")),

@@ -54,6 +54,7 @@ class GatedDeltaNet(nnx.Module):
 
     path = "delta"
     shares_prefixes = False
+    inputs = 2  # numbers that each value head has of a token: of beta and of g
 
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = c = config
@@ -82,7 +83,9 @@ class GatedDeltaNet(nnx.Module):
         mixed, z, ba = self._project(x)
         mixed, ba, segments = (constrain(a, "rows", *(None,) * (a.ndim - 1)) for a in (mixed, ba, inputs.segments))
         latest, tail = latest_in_rows(mixed, segments, self.conv.shape[-1])
-        out, state = chunked_delta_rule(*self._heads(latest, ba), segments)
+        heads = self._heads(latest, ba)
+        out, state = chunked(self.within, *heads, segments)
+        out = self._with_skip(out, heads[2])
         return self._output(out, z), PromptState(_sharded(state, 1), tail)
 
     def decode(self, x, inputs: DecodeInputs, prompt: PromptState, cache: RowState, arrays):
@@ -107,12 +110,11 @@ class GatedDeltaNet(nnx.Module):
             known = (counts[..., None] | (jnp.arange(count) > 0))[..., None, None]
             g, beta = jnp.where(known, g, 0), jnp.where(known, beta, 0)  # a token without both leaves no trace
             same = jnp.zeros((*first.shape, count), jnp.int32)
-            chunk = within_chunks(q, k, v, g, beta, same, same[..., 0])
-            taken, out = jnp.split(_exact(chunk.reads, state), 2, axis=-2)
-            added = chunk.own - taken
-            out += _exact(chunk.among, added)
+            chunk = self.within(q, k, v, g, beta, same, same[..., 0])
+            out, added = chunk.parts(_exact(chunk.reads, state))
+            out = jnp.moveaxis(out + _exact(chunk.among, added), -2, 2)  # [G,R,t,h,r,v]
             state = state * jnp.exp(g[..., 0, :, :])[..., None, None]
-            return out, state + k[..., 0, :, None, :, None] * added[..., 0, None, :]
+            return self._with_skip(out, v), state + k[..., 0, :, None, :, None] * added[..., 0, None, :]
 
         def follow(number, state):
             return step(state, place + number, 1, place + number < length - 1)[1]
@@ -122,16 +124,15 @@ class GatedDeltaNet(nnx.Module):
         state = jax.lax.fori_loop(0, fresh.any().astype(jnp.int32), begin, cache.state)
         state = _sharded(jax.lax.fori_loop(0, (length - place).max() - 1, follow, state), 2)
         out, state = step(state, length - 1, width + 1, place < length)
-        out = jnp.moveaxis(out[..., 1:, :], -2, 2)
-        out = self._output(out, z).reshape(x.shape)
+        out = self._output(out[:, :, 1:], z).reshape(x.shape)
         state = _sharded(state, 2)
         return out, RowState(state, length, constrain(recent, "rows", None, None, None))
 
-    @staticmethod
-    def empty_cache(prompt: PromptState, rows: int, size: int) -> RowState:
+    @classmethod
+    def empty_cache(cls, prompt: PromptState, rows: int, size: int) -> RowState:
         """The states of rows, which are as large for any `size`."""
         *lead, taps, mixed = prompt.tail.shape
-        numbers = mixed + 2 * prompt.state.shape[-4] * prompt.state.shape[-3]
+        numbers = mixed + cls.inputs * prompt.state.shape[-4] * prompt.state.shape[-3]
         stacked = (None,) * (len(lead) - 1)
         # Tokens accepted since the state's place, the convolution before them, and the step's own.
         recent = jnp.zeros((*lead, rows, 2 * AT_ONCE + taps, numbers), prompt.tail.dtype)
@@ -146,6 +147,14 @@ class GatedDeltaNet(nnx.Module):
     def grow_cache(cache: RowState, size: int) -> RowState:
         """The row caches, which need no more room."""
         return cache
+
+    def within(self, q, k, v, g, beta, segments, before) -> "Chunk":
+        """The terms of a run of tokens, see `within_chunks`."""
+        return within_chunks(q, k, v, g, beta, segments, before)
+
+    def _with_skip(self, out, v):
+        """The heads' outputs `[...,t,h,r,v]` with what their values add to them directly: nothing."""
+        return out
 
     def _add_projections(self, values: int, rngs: nnx.Rngs) -> None:
         """The maps that `_project` reads, of nets with so many numbers of values."""
@@ -269,14 +278,21 @@ class Chunk(NamedTuple):
     """The terms by which a run of tokens reads and updates any state S.
 
     With `reads S` in two halves, taken and read, `added = own - taken` is what tokens add along their keys, and their
-    outputs are `read + among added`.
+    outputs are `read + among added`. Where tokens correct nothing, `reads S` is what is read alone.
     """
 
     own: jax.Array  # [...,h,r,t,v]
-    reads: jax.Array  # [...,h,r,2t,d], of both halves: one product reads S once
+    reads: jax.Array  # [...,h,r,2t,d], of both halves: one product reads S once; or [...,h,r,t,d]
     among: jax.Array  # [...,h,r,t,t]
     kept: jax.Array  # [...,h,r]: the share of S that is left behind the last token
     keys: jax.Array  # [...,h,r,t,d]: with what is left of each then
+
+    def parts(self, found) -> tuple[jax.Array, jax.Array]:
+        """What tokens read and what they add, both `[...,h,r,t,v]`, of `found`, which is `reads S`."""
+        if found.shape[-2] == self.own.shape[-2]:
+            return found, self.own
+        taken, read = jnp.split(found, 2, axis=-2)
+        return read, self.own - taken
 
 
 def within_chunks(q, k, v, g, beta, segments, before) -> Chunk:
@@ -287,13 +303,8 @@ def within_chunks(q, k, v, g, beta, segments, before) -> Chunk:
     """
     q, k = (jnp.moveaxis(a, -3, -2) for a in (q, k))  # [...,h,t,d]
     v, g, beta = jnp.moveaxis(v, -4, -2), jnp.moveaxis(g, -3, -1), jnp.moveaxis(beta, -3, -1)  # [...,h,r,t,...]
-    causal, later = (jnp.tril(jnp.ones((g.shape[-1],) * 2, bool), -first) for first in (0, 1))
-    seen = (causal & (segments[..., :, None] == segments[..., None, :]))[..., None, None, :, :]
-    # Summed from each token on: as differences of sums from the first, decays of long chunks would lose their digits.
-    between = jnp.cumsum(jnp.where(later, g[..., :, None], 0), axis=-2)
-    decay = jnp.exp(jnp.where(seen, between, -jnp.inf))
-    of_state = (segments == before[..., None])[..., None, None, :]
-    from_state = jnp.where(of_state, jnp.exp(jnp.cumsum(g, axis=-1)), 0)
+    decay, from_state = decays(g, segments, before)
+    later = jnp.tril(jnp.ones((g.shape[-1],) * 2, bool), -1)
     keys, among = (jnp.einsum("...td,...sd->...ts", a, k)[..., None, :, :] * decay for a in (k, q))
     wanted = jnp.concatenate([v, from_state[..., None] * k[..., None, :, :]], axis=-1) * beta[..., None]
     own, taken = jnp.split(_solved(jnp.where(later, keys * beta[..., None], 0), wanted), [v.shape[-1]], axis=-1)
@@ -301,11 +312,30 @@ def within_chunks(q, k, v, g, beta, segments, before) -> Chunk:
     return Chunk(own, jnp.concatenate([taken, read], axis=-2), among, from_state[..., -1], left)
 
 
+def decays(g, segments, before) -> tuple[jax.Array, jax.Array]:
+    """What is left of token s at token t `[...,h,r,t,s]`, and of the state before at t `[...,h,r,t]`.
+
+    g are log decays `[...,h,r,t]`, segments `[...,t]`, `before` `[...]` those of states; of others nothing is left.
+    """
+    causal, later = (jnp.tril(jnp.ones((g.shape[-1],) * 2, bool), -first) for first in (0, 1))
+    seen = (causal & (segments[..., :, None] == segments[..., None, :]))[..., None, None, :, :]
+    # Summed from each token on: as differences of sums from the first, decays of long chunks would lose their digits.
+    between = jnp.cumsum(jnp.where(later, g[..., :, None], 0), axis=-2)
+    of_state = (segments == before[..., None])[..., None, None, :]
+    from_state = jnp.where(of_state, jnp.exp(jnp.cumsum(g, axis=-1)), 0)
+    return jnp.exp(jnp.where(seen, between, -jnp.inf)), from_state
+
+
 def chunked_delta_rule(q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[jax.Array, jax.Array]:
+    """`chunked` by the gated delta rule."""
+    return chunked(within_chunks, q, k, v, g, beta, segments, chunk)
+
+
+def chunked(within, q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[jax.Array, jax.Array]:
     """The outputs `[N,T,h,r,v]` of all tokens, and the states `[N,h,r,d,v]` of the last segments.
 
-    q, k `[N,T,h,d]`, v `[N,T,h,r,v]`, g and beta `[N,T,h,r]`, segments `[N,T]`. Chunks are worked out side by side, and
-    their states one after another.
+    `within` are the terms of a chunk, as `within_chunks` gives them. q, k `[N,T,h,d]`, v `[N,T,h,r,v]`, g and beta
+    `[N,T,h,r]`, segments `[N,T]`. Chunks are worked out side by side, and their states one after another.
     """
     (rows, length), segments = segments.shape, jnp.asarray(segments, jnp.int32)
     extra = -length % chunk  # before the row, so that the last state is that of its last token
@@ -315,15 +345,14 @@ def chunked_delta_rule(q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[
         return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
 
     def step(state, chunk: Chunk):
-        taken, out = jnp.split(chunk.reads @ state, 2, axis=-2)
-        added = chunk.own - taken
+        out, added = chunk.parts(chunk.reads @ state)
         left = state * chunk.kept[..., None, None] + chunk.keys.swapaxes(-1, -2) @ added
         return left, (out, added)
 
     ids = chunks(segments, NO_SEGMENT)
     before = jnp.concatenate([jnp.full((1, rows), NO_SEGMENT, jnp.int32), ids[:-1, :, -1]])
     q, k, v, g, beta = (chunks(a) for a in (q, k, v, g, beta))
-    all_chunks = within_chunks(q, k, v, g, beta, ids, before)
+    all_chunks = within(q, k, v, g, beta, ids, before)
     start = jnp.zeros((rows, *v.shape[3:5], k.shape[-1], v.shape[-1]), jnp.float32)
     state, (out, added) = jax.lax.scan(step, _sharded(start, 1), all_chunks)
     out = jnp.moveaxis(out + all_chunks.among @ added, -2, 2)  # [M,N,t,h,r,v]

@@ -7,6 +7,7 @@ consecutive layers of one stack are a run that one program computes in a scan (`
 import dataclasses
 import functools
 import itertools
+import math
 from typing import NamedTuple
 
 from jaxrl_llm.models.attention import Attention, SharedAttention
@@ -84,13 +85,15 @@ class ModelConfig:
     layer_scale: bool = False  # the hidden states after each layer are multiplied by a number, which is not trained
     per_layer_width: int = 0  # numbers per token of which each layer adds a map, see per_layer.py; 0: none
     per_layer_vocab: int = 0
-    delta_key_heads: int = 0  # of gated delta nets, as the next four; see delta_net.GatedDeltaNet
+    delta_key_heads: int = 0  # of gated delta nets and Mamba-2 (groups), as the next four; see delta_net.GatedDeltaNet
     delta_value_heads: int = 0
     delta_key_dim: int = 0
     delta_value_dim: int = 0
     delta_conv: int = 0  # tokens that are convolved, the current one included
     conv_size: int = 0  # tokens that a short convolution sees, the current one included; see short_conv.ShortConv
-    conv_bias: bool = False
+    conv_bias: bool = False  # of short convolutions, and of those in Mamba-2
+    state_bias: bool = False  # of the maps before and behind Mamba-2
+    time_step_limit: tuple[float, float] = (0.0, math.inf)  # of Mamba-2
     experts: int = 0  # 0: every layer is dense
     experts_per_token: int = 0
     expert_ffn: int = 0

@@ -309,9 +309,9 @@ def _prompt_axis(engine: Engine) -> int:
 def decoding_params(params: Params, decoder: Net) -> Params:
     """The parameters in the type they are computed in, so that a step reads no more than it must, adapters merged.
 
-    Norm scales stay as they are: norms run in fp32, and a rounded scale would make sampler and trainer differ. So does
-    the head where logits are formed in fp32. Matrices of 8 bits are made of the merged ones; those that are quantised
-    already stay as they are, beside their adapters.
+    Norm scales stay as they are: norms run in fp32, and a rounded scale would make sampler and trainer differ. So do
+    the decays of recurrent mixers, and the head where logits are formed in fp32. Matrices of 8 bits are made of the
+    merged ones; those that are quantised already stay as they are, beside their adapters.
     """
     params = merge(params, decoder.config.lora)
     if decoder.config.quantize != "none":
@@ -327,7 +327,16 @@ def _copied_to_decode(params: Params, decoder: Net) -> Params:
 
 def _in_decoding_dtype(params: Params, decoder: Net) -> Params:
     head = "embed/weight" if decoder.config.tie_embeddings else "head/kernel"
-    kept = ("scale", "shift", "codes", "absmax", *([head] if decoder.config.fp32_head else []))
+    kept = (
+        "scale",
+        "shift",
+        "log_decay",
+        "step_bias",
+        "skip",
+        "codes",
+        "absmax",
+        *([head] if decoder.config.fp32_head else []),
+    )
 
     def leaf(path, x):
         return x if path_name(path).endswith(kept) else x.astype(decoder.config.dtype)

@@ -25,6 +25,7 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Llama4TextConfig,
@@ -98,6 +99,7 @@ DELTA_NETS: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "rms_norm_eps": 1e-3,  # heads whose queries and keys are nearly at right angles would amplify rounding errors
 }  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3}
 SHARED_EXPERT = {**EXPERTS, "moe_intermediate_size": 16, "num_experts": 4, "shared_expert_intermediate_size": 20}
 VARIANTS = {
     "llama": lambda: LlamaConfig(**SHAPE),
@@ -211,6 +213,20 @@ VARIANTS = {
     "ernie4_5": lambda: Ernie4_5Config(**SHAPE, head_dim=16, use_bias=True),
     "seed_oss": lambda: SeedOssConfig(**SHAPE, head_dim=16, mlp_bias=True),
     "seed_oss-output": lambda: SeedOssConfig(**SHAPE, head_dim=8, attention_bias=False, attention_out_bias=True),
+    "granitemoehybrid": lambda: GraniteMoeHybridConfig(
+        **SHAPE | {"num_hidden_layers": 3}, **EXPERTS, **MAMBA, num_local_experts=4, shared_intermediate_size=20,
+        layer_types=["linear_attention", "full_attention", "linear_attention"], embedding_multiplier=6.0,
+        attention_multiplier=0.5, residual_multiplier=0.25, logits_scaling=3.0,
+    ),
+    "granitemoehybrid-dense": lambda: GraniteMoeHybridConfig(
+        **SHAPE, **MAMBA | {"mamba_n_groups": 1, "mamba_conv_bias": False}, num_local_experts=0,
+        shared_intermediate_size=40, layer_types=["linear_attention", "full_attention"], position_embedding_type="rope",
+        attention_bias=True,
+    ),
+    "granitemoehybrid-attention": lambda: GraniteMoeHybridConfig(
+        **SHAPE, num_local_experts=0, shared_intermediate_size=40, layer_types=["full_attention"] * 2,
+        mamba_n_heads=4, position_embedding_type="rope",
+    ),
     "lfm2": lambda: Lfm2Config(
         **SHAPE | {"num_hidden_layers": 4}, layer_types=["conv", "conv", "full_attention", "conv"],
         block_multiple_of=12, tie_word_embeddings=False,
@@ -245,6 +261,7 @@ UNTRAINED = (
 NO_CLASSIFIER = (  # of which transformers has none
     "granite", "olmoe", "gemma4_text", "qwen3_5_moe_text", "llama4_text", "glm4_moe", "glm4_moe_lite",
     "minimax_m2", "ernie4_5", "lfm2", "lfm2_moe",
+    "granitemoehybrid",
 )  # fmt: skip
 ALIKE = {"glm4_moe_lite": "deepseek_v3"}  # families whose nets another describes too
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
@@ -321,7 +338,15 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     numbered = mixtral or oracle.config.model_type == "lfm2_moe"
     gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
     found = {}
+    granite = {
+        "experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight",
+        "router.weight": "router.layer.weight",
+    }  # fmt: skip
     for name, x in arrays.items():
+        if oracle.config.model_type == "granitemoehybrid":
+            block, between, part = name.partition("block_sparse_moe.")
+            found[block + between + granite.get(part, part)] = x
+            continue
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         start, stacked, part = name.partition(".experts.")
         if not stacked or oracle.config.model_type in ("gpt_oss", "gemma4_text", "qwen3_vl_moe", "llama4_text"):

@@ -110,9 +110,11 @@ def test_peft_gives_the_same_logits_and_gradients(llama_folder, adapter, adapted
     assert compared == 2 * 2 * 5  # layers, A and B, targets
 
 
-@pytest.mark.parametrize("variant", variants(["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2-biases"]))
+@pytest.mark.parametrize(
+    "variant", variants(["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2-biases", "granitemoehybrid"])
+)
 def test_other_mixers_have_the_adapters_of_peft(tmp_path, variant):
-    """Delta nets and short convolutions, on every map of theirs, beside matrices as they are and quantised."""
+    """Delta nets, short convolutions and Mamba-2, on every map of theirs, beside matrices as they are and quantised."""
     make_oracle(variant).save_pretrained(tmp_path / "base")
     mixers = set(lora.TARGETS) - {"gate", "up", "down"}
     shape = dataclasses.replace(SHAPE, targets=tuple(name for name in lora.TARGETS if name in mixers))
@@ -127,7 +129,8 @@ def test_other_mixers_have_the_adapters_of_peft(tmp_path, variant):
             save_hf(load_model(tmp_path / "base", quantize=kind), base)
         oracle = in_peft(base, tmp_path / f"{kind}-adapter", attn_implementation="eager")
         adapted = {name.split(".")[-2] for name, _ in oracle.named_modules() if name.endswith(".lora_A")}
-        projections = {"qwen3_next": {"in_proj_qkvz", "in_proj_ba"}, "lfm2-biases": {"in_proj"}}
+        projections = {name: {"in_proj"} for name in ("lfm2-biases", "granitemoehybrid")}
+        projections["qwen3_next"] = {"in_proj_qkvz", "in_proj_ba"}
         expected = projections.get(variant, {f"in_proj_{name}" for name in ("qkv", "z", "b", "a")})
         assert {name for name in adapted if "in_proj" in name} == expected
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Short convolutions and the delta nets behind them: decoding against whole rows, and rows that are sampled."""
+"""Short convolutions, delta nets and Mamba-2 behind them: decoding against whole rows, and rows that are sampled."""
 
 import dataclasses
 
@@ -10,6 +10,7 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.delta_net import GatedDeltaNet
+from jaxrl_llm.models.mamba2 import Mamba2
 from jaxrl_llm.models.short_conv import AT_ONCE, ShortConv
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.rollout.engine import Engine
@@ -24,6 +25,10 @@ CONFIGS = {
     "delta net": dataclasses.replace(
         SHAPE, mixers=(GatedDeltaNet, Attention), attention_gate=True, delta_key_heads=2, delta_value_heads=4,
         delta_key_dim=6, delta_value_dim=5, delta_conv=4,
+    ),
+    "mamba": dataclasses.replace(
+        SHAPE, mixers=(Mamba2, Attention), delta_key_heads=2, delta_value_heads=4, delta_key_dim=6, delta_value_dim=5,
+        delta_conv=4, conv_bias=True,
     ),
     "convolution": dataclasses.replace(SHAPE, mixers=(ShortConv, Attention), conv_size=3),
 }  # fmt: skip

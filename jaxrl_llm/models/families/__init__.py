@@ -27,6 +27,7 @@ from jaxrl_llm.models.families import (
     glm4_moe_lite,
     gpt_oss,
     granite,
+    granitemoehybrid,
     idefics3,
     lfm2,
     lfm2_moe,
@@ -70,7 +71,7 @@ FAMILIES = {
         qwen3_next, gemma4_text, qwen3_5_text, qwen3_5_moe_text, llama4_text, idefics3, smolvlm, gemma3, qwen2_5_vl,
         qwen3_vl, qwen3_5, qwen3_5_moe, qwen3_vl_moe, qwen2_vl, glm4_moe, glm4_moe_lite,
         minimax_m2, exaone4, ernie4_5, seed_oss,
-        lfm2, lfm2_moe, ministral3,
+        lfm2, lfm2_moe, ministral3, granitemoehybrid,
     )
 }  # fmt: skip
 

@@ -1,0 +1,152 @@
+"""Granite 4: Mamba-2 in most layers or in none, attention in the others; experts beside a shared one, or that alone."""
+
+import math
+from typing import Any
+
+from jaxrl_llm.models.attention import Attention
+from jaxrl_llm.models.families import decoder, granite
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
+from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.mamba2 import Mamba2
+from jaxrl_llm.models.transformer import ModelConfig
+
+MODEL_TYPE = "granitemoehybrid"
+ARCHITECTURE = "GraniteMoeHybrid"
+SHARED, EXPERTS = f"{LAYER}shared_mlp.", f"{LAYER}block_sparse_moe."
+
+
+def _feed_forward(path: str) -> tuple[TensorName, ...]:
+    """The keys of what every token uses, gate and up in one tensor."""
+    gate_up = (TensorName(f"{path}/{name}/kernel", f"{SHARED}input_linear.weight", True) for name in ("gate", "up"))
+    return (*gate_up, TensorName(f"{path}/down/kernel", f"{SHARED}output_linear.weight", True))
+
+
+KEYS = (
+    *decoder.ENDS,
+    *decoder.PRE_NORMS,
+    *decoder.ATTENTION,
+    *linear("layers/mamba/into", f"{LAYER}mamba.in_proj"),
+    TensorName("layers/mamba/conv", f"{LAYER}mamba.conv1d.weight"),
+    TensorName("layers/mamba/conv_bias", f"{LAYER}mamba.conv1d.bias"),
+    TensorName("layers/mamba/log_decay", f"{LAYER}mamba.A_log"),
+    TensorName("layers/mamba/step_bias", f"{LAYER}mamba.dt_bias"),
+    TensorName("layers/mamba/skip", f"{LAYER}mamba.D"),
+    TensorName("layers/mamba/norm_scale", f"{LAYER}mamba.norm.weight"),
+    *linear("layers/mamba/out", f"{LAYER}mamba.out_proj"),
+    *_feed_forward("layers/mlp"),
+    *_feed_forward("layers/mlp/shared"),
+    TensorName("layers/mlp/router/kernel", f"{EXPERTS}router.layer.weight", transpose=True),
+    TensorName("layers/mlp/experts/gate/kernel", f"{EXPERTS}input_linear.weight", transpose=True),
+    TensorName("layers/mlp/experts/up/kernel", f"{EXPERTS}input_linear.weight", transpose=True),
+    TensorName("layers/mlp/experts/down/kernel", f"{EXPERTS}output_linear.weight", transpose=True),
+)
+MIXERS = {"mamba": Mamba2, "linear_attention": Mamba2, "attention": Attention, "full_attention": Attention}
+# The fields of Mamba-2 that are an entry each, integers from 1.
+SIZES = {
+    "delta_key_heads": "mamba_n_groups",
+    "delta_value_heads": "mamba_n_heads",
+    "delta_key_dim": "mamba_d_state",
+    "delta_conv": "mamba_d_conv",
+}
+DEFAULTS = {
+    "shared_intermediate_size": 1024,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.001,
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+}  # for entries that are left out
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    layers, shared = positive(hf, "num_hidden_layers"), positive(hf, "shared_intermediate_size")
+    types = hf.get("layer_types") or hf.get("layers_block_type") or ["mamba"] * layers
+    if len(types) != layers or set(types) - set(MIXERS):
+        refuse("layer_types", types, f"one of {', '.join(MIXERS)} for each of the {layers} layers")
+    mixers = tuple(MIXERS[kind] for kind in types)
+    bias = bool(hf.get("attention_bias", False))
+    own: dict[str, Any] = {
+        **{field: number(entry, hf.get(entry, 1.0), above=0) for field, entry in granite.MULTIPLIERS.items()},
+        "attention_bias": bias,
+        "attention_output_bias": bias,
+        "mixers": mixers,
+        "unrotated_layers": () if hf.get("position_embedding_type") == "rope" else tuple(range(layers)),
+    }
+    if Mamba2 in mixers:
+        own |= _mamba(hf)
+    if hf["num_local_experts"]:
+        experts, chosen = positive(hf, "num_local_experts"), positive(hf, "num_experts_per_tok")
+        if chosen > experts:
+            refuse("num_experts_per_tok", chosen, f"up to num_local_experts = {experts}")
+        own |= {
+            "experts": experts,
+            "experts_per_token": chosen,
+            "expert_ffn": positive(hf, "intermediate_size"),
+            "shared_expert_ffn": shared,
+            "normalize_top_k": True,
+            "router_aux_loss_coef": number("router_aux_loss_coef", hf["router_aux_loss_coef"]),
+        }
+    else:
+        own["ffn"] = shared
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+
+
+def _mamba(hf: dict[str, Any]) -> dict[str, Any]:
+    sizes = {field: positive(hf, entry) for field, entry in SIZES.items()}
+    heads, width = sizes["delta_value_heads"], positive(hf, "mamba_expand") * positive(hf, "hidden_size")
+    if sizes["delta_conv"] < 2:
+        refuse("mamba_d_conv", 1, "numbers from 2")
+    if heads % sizes["delta_key_heads"]:
+        refuse("mamba_n_heads", heads, f"multiples of mamba_n_groups = {sizes['delta_key_heads']}")
+    if width % heads or hf["mamba_d_head"] not in ("auto", width // heads):
+        refuse("mamba_d_head", hf["mamba_d_head"], f"mamba_expand * hidden_size / mamba_n_heads = {width / heads:g}")
+    # Transformers writes what is no number of JSON as an object.
+    limits = [x.get("__float__") if isinstance(x, dict) else x for x in hf.get("time_step_limit") or (0.0, math.inf)]
+    low, high = (math.inf if x in ("Infinity", math.inf) else number("time_step_limit", x) for x in limits)
+    return sizes | {
+        "delta_value_dim": width // heads,
+        "conv_bias": bool(hf["mamba_conv_bias"]),
+        "state_bias": bool(hf["mamba_proj_bias"]),
+        "time_step_limit": (low, high),
+    }
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own: dict[str, Any] = {entry: getattr(config, field) for field, entry in granite.MULTIPLIERS.items()}
+    if config.query_scale is None:
+        own["attention_multiplier"] = config.head_dim**-0.5
+    own |= {"attention_bias": config.attention_bias, "num_local_experts": config.experts}
+    if config.experts:
+        own |= {
+            "intermediate_size": config.expert_ffn,
+            "shared_intermediate_size": config.shared_expert_ffn,
+            "num_experts_per_tok": config.experts_per_token,
+            "router_aux_loss_coef": config.router_aux_loss_coef,
+        }
+    else:
+        own["shared_intermediate_size"] = config.ffn
+    if base is None:
+        has_states = config.delta_value_heads > 0
+        own |= {x: getattr(config, f) for f, x in SIZES.items()} if has_states else {"mamba_n_heads": 1}
+        own |= {
+            "mamba_expand": max(config.delta_value_heads * config.delta_value_dim // config.width, 1),
+            "mamba_conv_bias": config.conv_bias,
+            "mamba_proj_bias": config.state_bias,
+            "position_embedding_type": None if config.unrotated_layers else "rope",
+            "layer_types": [
+                "linear_attention" if kind.mixer is Mamba2 else "full_attention" for kind in config.layer_configs
+            ],
+            **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+        }
+    elif "intermediate_size" in base and not config.experts:
+        own["intermediate_size"] = base["intermediate_size"]
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
