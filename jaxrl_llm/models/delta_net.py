@@ -326,11 +326,6 @@ def decays(g, segments, before) -> tuple[jax.Array, jax.Array]:
     return jnp.exp(jnp.where(seen, between, -jnp.inf)), from_state
 
 
-def chunked_delta_rule(q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[jax.Array, jax.Array]:
-    """`chunked` by the gated delta rule."""
-    return chunked(within_chunks, q, k, v, g, beta, segments, chunk)
-
-
 def chunked(within, q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[jax.Array, jax.Array]:
     """The outputs `[N,T,h,r,v]` of all tokens, and the states `[N,h,r,d,v]` of the last segments.
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.delta_net import chunked_delta_rule
+from jaxrl_llm.models.delta_net import chunked, within_chunks
 
 
 def token_by_token(q, k, v, g, beta, segments):
@@ -33,6 +33,6 @@ def test_the_chunked_rule_is_its_definition(length):
     segments[0, :3], segments[1, : length - 16] = 0, 2
     expected, last = token_by_token(q, k, v, g, beta, segments)
     arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v, g, beta)]
-    found, state = jax.jit(lambda *a: chunked_delta_rule(*a, chunk=16))(*arrays, jnp.asarray(segments))
+    found, state = jax.jit(lambda *a: chunked(within_chunks, *a, chunk=16))(*arrays, jnp.asarray(segments))
     np.testing.assert_allclose(found, expected, atol=5e-6)
     np.testing.assert_allclose(state, last, atol=5e-6)
