@@ -29,7 +29,7 @@ def entries_of(config: dict[str, Any]) -> dict[str, Any]:
 
     `text_part_of` is what it is the part of. Raises ConfigError for a text part of another family.
     """
-    families = WHOLES.get(config.get("model_type", ""))
+    families = WHOLES.get(str(config.get("model_type")))
     if families is None:
         return config
     text = config.get("text_config")
