@@ -97,3 +97,14 @@ def test_observations_enter_its_state(net, params, rows):
     inputs = Inputs(rollout.tokens, rollout.segments, prompt_width=tokens.shape[1])
     logps = np.asarray(trainer_logps(net, params, inputs)[0]) * rollout.mask
     np.testing.assert_allclose(rollout.sample_logps, logps, atol=1e-4)
+
+
+def test_decays_are_those_of_the_trainer_in_16_bits_too(net, params):
+    """What works in fp32 is not rounded for the sampler; matrices are."""
+    decoder = engine_of(Net(dataclasses.replace(net.config, dtype="bfloat16")))
+    (layer, _) = decoder.decoding_params(params)["layers"].values()
+    kept = {name for name, x in layer[net.config.mixers[0].path].items() if getattr(x, "dtype", None) == np.float32}
+    expected = {"delta net": {"log_decay", "step_bias", "norm_scale"}, "convolution": set()}
+    expected["mamba"] = expected["delta net"] | {"skip"}
+    assert kept == expected[next(name for name, config in CONFIGS.items() if config == net.config)]
+    assert layer["mlp"]["down"]["kernel"].dtype == jax.numpy.bfloat16
