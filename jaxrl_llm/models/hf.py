@@ -205,7 +205,7 @@ def load(
     net = Net(family.to_config(hf, dtype=dtype, param_dtype=param_dtype, **overrides))
     with contextlib.ExitStack() as stack:
         files = safetensors.Files(folder, stack, allow_pickle, block_fp8.block_of(hf))
-        if (safetensors.read_json(folder / "config.json") or {}).get("model_type") in text_part.WHOLES:
+        if "text_part_of" in hf:
             files.where = text_part.tensors_of(files.where)
         tensors = files.stored_tensors(net, family)
         new_head = net.config.head == "score" and "score.weight" not in files.where
@@ -288,7 +288,8 @@ def _exported_config(net: Net, family, hf_config: dict[str, Any] | None, dtype: 
     """The config.json to write; raises ConfigError where the family cannot describe the net."""
     config = net.config
     hf = family.from_config(config, hf_config)
-    hf.pop("quantization_config", None)  # matrices are written as numbers
+    # Matrices are written as numbers, and a text part as a model of its own.
+    hf = {name: x for name, x in hf.items() if name not in ("quantization_config", "text_part_of")}
     hf["dtype"] = dtype or config.param_dtype
     if hf["dtype"] not in DTYPES:
         raise ConfigError(f"dtype = {dtype!r} is not one of {', '.join(DTYPES)}.")

@@ -327,16 +327,8 @@ def _copied_to_decode(params: Params, decoder: Net) -> Params:
 
 def _in_decoding_dtype(params: Params, decoder: Net) -> Params:
     head = "embed/weight" if decoder.config.tie_embeddings else "head/kernel"
-    kept = (
-        "scale",
-        "shift",
-        "log_decay",
-        "step_bias",
-        "skip",
-        "codes",
-        "absmax",
-        *([head] if decoder.config.fp32_head else []),
-    )
+    heads = (head,) if decoder.config.fp32_head else ()
+    kept = ("scale", "shift", "log_decay", "step_bias", "skip", "codes", "absmax", *heads)
 
     def leaf(path, x):
         return x if path_name(path).endswith(kept) else x.astype(decoder.config.dtype)

@@ -253,15 +253,11 @@ VARIANTS = {
         rope_parameters=LLAMA3_ROPE,
     ),
 }  # fmt: skip
-UNTRAINED = (
-    "e_score_correction_bias",
-    "expert_bias",
-    "layer_scalar",
-)  # buffers of routers and layers, which no gradient trains
+# Buffers of routers and layers, which no gradient trains.
+UNTRAINED = ("e_score_correction_bias", "expert_bias", "layer_scalar")
 NO_CLASSIFIER = (  # of which transformers has none
     "granite", "olmoe", "gemma4_text", "qwen3_5_moe_text", "llama4_text", "glm4_moe", "glm4_moe_lite",
-    "minimax_m2", "ernie4_5", "lfm2", "lfm2_moe",
-    "granitemoehybrid",
+    "minimax_m2", "ernie4_5", "lfm2", "lfm2_moe", "granitemoehybrid",
 )  # fmt: skip
 ALIKE = {"glm4_moe_lite": "deepseek_v3"}  # families whose nets another describes too
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]

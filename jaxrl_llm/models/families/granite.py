@@ -24,15 +24,23 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "attention_bias": bias,
         "attention_output_bias": bias,
         "mlp_bias": bool(hf.get("mlp_bias", False)),
-        **{field: number(entry, hf.get(entry, 1.0), above=0) for field, entry in MULTIPLIERS.items()},
+        **multipliers(hf),
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)
 
 
+def multipliers(hf: dict[str, Any]) -> dict[str, float]:
+    """The ModelConfig fields of the multipliers."""
+    return {field: number(entry, hf.get(entry, 1.0), above=0) for field, entry in MULTIPLIERS.items()}
+
+
+def multiplier_entries(config: ModelConfig) -> dict[str, float]:
+    """The entries of config.json that `multipliers` reads."""
+    entries = {entry: getattr(config, field) for field, entry in MULTIPLIERS.items()}
+    return entries | ({"attention_multiplier": config.head_dim**-0.5} if config.query_scale is None else {})
+
+
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own: dict[str, Any] = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
-    own |= {entry: getattr(config, field) for field, entry in MULTIPLIERS.items()}
-    if config.query_scale is None:
-        own["attention_multiplier"] = config.head_dim**-0.5
+    own = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias, **multiplier_entries(config)}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

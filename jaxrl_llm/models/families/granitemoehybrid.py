@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from jaxrl_llm.models.attention import Attention
-from jaxrl_llm.models.families import decoder, granite
+from jaxrl_llm.models.families import decoder, granite, mixtral
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.mamba2 import Mamba2
@@ -74,7 +74,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     mixers = tuple(MIXERS[kind] for kind in types)
     bias = bool(hf.get("attention_bias", False))
     own: dict[str, Any] = {
-        **{field: number(entry, hf.get(entry, 1.0), above=0) for field, entry in granite.MULTIPLIERS.items()},
+        **granite.multipliers(hf),
         "attention_bias": bias,
         "attention_output_bias": bias,
         "mixers": mixers,
@@ -83,17 +83,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     if Mamba2 in mixers:
         own |= _mamba(hf)
     if hf["num_local_experts"]:
-        experts, chosen = positive(hf, "num_local_experts"), positive(hf, "num_experts_per_tok")
-        if chosen > experts:
-            refuse("num_experts_per_tok", chosen, f"up to num_local_experts = {experts}")
-        own |= {
-            "experts": experts,
-            "experts_per_token": chosen,
-            "expert_ffn": positive(hf, "intermediate_size"),
-            "shared_expert_ffn": shared,
-            "normalize_top_k": True,
-            "router_aux_loss_coef": number("router_aux_loss_coef", hf["router_aux_loss_coef"]),
-        }
+        own |= mixtral.experts(hf) | {"shared_expert_ffn": shared}
     else:
         own["ffn"] = shared
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)
@@ -121,19 +111,12 @@ def _mamba(hf: dict[str, Any]) -> dict[str, Any]:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own: dict[str, Any] = {entry: getattr(config, field) for field, entry in granite.MULTIPLIERS.items()}
-    if config.query_scale is None:
-        own["attention_multiplier"] = config.head_dim**-0.5
-    own |= {"attention_bias": config.attention_bias, "num_local_experts": config.experts}
+    own: dict[str, Any] = {**granite.multiplier_entries(config), "attention_bias": config.attention_bias}
     if config.experts:
-        own |= {
-            "intermediate_size": config.expert_ffn,
-            "shared_intermediate_size": config.shared_expert_ffn,
-            "num_experts_per_tok": config.experts_per_token,
-            "router_aux_loss_coef": config.router_aux_loss_coef,
-        }
+        own |= mixtral.expert_entries(config)
+        own |= {"intermediate_size": config.expert_ffn, "shared_intermediate_size": config.shared_expert_ffn}
     else:
-        own["shared_intermediate_size"] = config.ffn
+        own |= {"num_local_experts": 0, "shared_intermediate_size": config.ffn}
     if base is None:
         has_states = config.delta_value_heads > 0
         own |= {x: getattr(config, f) for f, x in SIZES.items()} if has_states else {"mamba_n_heads": 1}

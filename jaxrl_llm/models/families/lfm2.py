@@ -11,12 +11,9 @@ from jaxrl_llm.models.transformer import ModelConfig
 
 MODEL_TYPE = "lfm2"
 ARCHITECTURE = "Lfm2"
-# All but the feed-forward.
-MIXER_KEYS = (
-    TensorName("embed/weight", "model.embed_tokens.weight"),
+KEYS = (
+    *(key for key in decoder.ENDS if key.path != "norm/scale"),
     TensorName("norm/scale", "model.embedding_norm.weight"),
-    TensorName("head/kernel", "lm_head.weight", transpose=True),
-    TensorName("score/kernel", "score.weight", transpose=True),
     TensorName("layers/input_norm/scale", f"{LAYER}operator_norm.weight"),
     TensorName("layers/post_attention_norm/scale", f"{LAYER}ffn_norm.weight"),
     *linear("layers/attention/q", f"{LAYER}self_attn.q_proj"),
@@ -29,13 +26,10 @@ MIXER_KEYS = (
     TensorName("layers/conv/filter", f"{LAYER}conv.conv.weight"),
     TensorName("layers/conv/bias", f"{LAYER}conv.conv.bias"),
     *linear("layers/conv/out", f"{LAYER}conv.out_proj"),
-)
-FEED_FORWARD = (
     *linear("layers/mlp/gate", f"{LAYER}feed_forward.w1"),
     *linear("layers/mlp/up", f"{LAYER}feed_forward.w3"),
     *linear("layers/mlp/down", f"{LAYER}feed_forward.w2"),
 )
-KEYS = (*MIXER_KEYS, *FEED_FORWARD)
 MIXER_DEFAULTS = {
     "num_key_value_heads": 8,
     "norm_eps": 1e-5,
@@ -103,12 +97,10 @@ def _channels(hf: dict[str, Any]) -> int:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
     own = mixer_entries(config, base)
-    # What `_channels` reads: as it was, or the channels themselves.
-    own |= (
-        {"block_auto_adjust_ff_dim": False}
-        if base is None
-        else {"intermediate_size": (DEFAULTS | base)["intermediate_size"]}
-    )
+    if base is None:
+        own["block_auto_adjust_ff_dim"] = False
+    else:  # it is no number of channels before `_channels` has read it
+        own["intermediate_size"] = (DEFAULTS | base)["intermediate_size"]
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
 
 
