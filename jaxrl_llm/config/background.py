@@ -14,6 +14,7 @@ class TimeUpError(Exception):
 def in_thread(function: Callable[[], Any], name: str) -> concurrent.futures.Future:
     """The future of a function that starts now, in a daemon thread: one that never ends keeps no process alive."""
     future = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # whoever stops waiting for it cannot cancel what runs
 
     def work() -> None:
         try:

@@ -1,6 +1,7 @@
 """Calls that may run for ever, such as a regular expression's, in processes that are killed when late.
 
-Neither a thread nor a signal ends code that holds the interpreter's lock.
+Neither a thread nor a signal ends code that holds the interpreter's lock. The processes read what a model wrote, so
+they give up what they have no use for (`worker.put_walls_up`).
 """
 
 import atexit
@@ -10,16 +11,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_llm.rewards.call import Call
-from jaxrl_llm.rewards.process_pool import Workers
+from jaxrl_llm.rewards.process_pool import WorkerDiedError, Workers
 
-LATE = object()  # the result of a row that was not done in time
+LATE = object()  # the result of a row that was not done in time, or with the memory that there is
+MOST_ROWS = 64  # of one task, which is begun again row by row when one of them is late
 
 
 def run_bounded(name: str, spec: str, arguments: dict[str, list[Any]], seconds: float) -> list[Any]:
     """The results of the function `spec` ("module:function") for the rows of `arguments`, LATE where it takes too long.
 
-    Rows have `seconds` together at first, and each alone when they are late. Raises the error of the first row on
-    which the function fails.
+    At most MOST_ROWS rows have `seconds` together at first, and each alone when they are late; a row that runs out of
+    memory or ends its process is late too. Raises the error of the first row on which the function fails otherwise.
     """
     rows, workers = range(len(next(iter(arguments.values())))), _workers()
     results: list[Any] = [LATE] * len(rows)
@@ -30,11 +32,12 @@ def run_bounded(name: str, spec: str, arguments: dict[str, list[Any]], seconds: 
             outcomes = workers.run([(Call(name, None, each), spec) for each in inputs], seconds)
         for part, outcome in zip(parts, outcomes, strict=True):
             for error in outcome.errors.values():
-                raise error
+                if not isinstance(error, (WorkerDiedError, MemoryError)):
+                    raise error
             for row, result in zip(part, outcome.results.get(0, [LATE] * len(part)), strict=True):
                 results[row] = result
 
-    size = max(-(-len(rows) // workers.count), 1)
+    size = max(min(-(-len(rows) // workers.count), MOST_ROWS), 1)
     run([rows[start : start + size] for start in rows[::size]])
     if size > 1:
         run([(row,) for row in rows if results[row] is LATE])
@@ -43,6 +46,6 @@ def run_bounded(name: str, spec: str, arguments: dict[str, list[Any]], seconds: 
 
 @functools.cache
 def _workers() -> Workers:
-    workers = Workers(min(os.cpu_count() or 1, 4))
+    workers = Workers(min(os.cpu_count() or 1, 4), walled=True)
     atexit.register(workers.close)
     return workers

@@ -3,6 +3,7 @@
 import copy
 import math
 import numbers
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -50,12 +51,18 @@ class Log:
 
     def extend(self, other: "Log", columns: bool = True) -> None:
         """Append what `other` holds, with or without its columns."""
-        for name, values in other.metrics.items():
+        for name, values in list(other.metrics.items()):  # lists: a thread that was left behind may still add to them
             self.metrics[name].extend(values)
-        for name, value in other.totals.items():
+        for name, value in list(other.totals.items()):
             self.totals[name] += value
         for name, values in other.columns.items() if columns else ():
             self.columns[name].extend(values)
+
+    def without_columns(self) -> "Log":
+        """A copy of its metrics and totals, to which a thread that was left behind adds nothing."""
+        log = Log()
+        log.extend(self, columns=False)
+        return log
 
     def extend_rows(self, logs: "Mapping[int, Log]", rows: int) -> None:
         """Append the logs of single rows, in the order of rows; a row without a value in a column has None there."""
@@ -193,7 +200,8 @@ class Scores(NamedTuple):
 def read_results(name: str, results: Any, rows: int) -> Scores:
     """The scores of `rows` results, which are numbers, None, mappings with a score, or objects with a `value`.
 
-    Raises RewardError, naming function and row: results that are not one for each row, or not finite numbers.
+    NaN counts as None, with a warning. Raises RewardError, naming function and row: results that are not one for each
+    row, or no numbers, or infinite.
     """
     if not _is_list(results):
         said = f"reward {name!r} returned {shorten(results)}; it returns a list of {rows} numbers"
@@ -202,7 +210,7 @@ def read_results(name: str, results: Any, rows: int) -> Scores:
         raise RewardError(
             f"reward {name!r} returned {len(results)} results for {rows} completions; return one for each"
         )
-    scores, extras = np.full(rows, np.nan, np.float32), {}
+    scores, extras, unknown = np.full(rows, np.nan, np.float32), {}, []
     for row, result in enumerate(results):
         value = result
         if isinstance(result, Mapping):
@@ -219,7 +227,16 @@ def read_results(name: str, results: Any, rows: int) -> Scores:
         elif hasattr(result, "value") and not hasattr(result, "__float__"):
             value = result.value
         if value is not None:
-            scores[row] = _finite(name, row, value)
+            scores[row] = _number(name, row, value)
+            if np.isnan(scores[row]):
+                unknown.append(row)
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if unknown[1:] else ""
+        warnings.warn(
+            f"reward {name!r} returned NaN for row {unknown[0]}{more}: it counts as None, no reward; return None where "
+            "the function does not apply",
+            stacklevel=2,
+        )
     return Scores(scores, extras)
 
 
@@ -239,17 +256,18 @@ def mean_extras(name: str, extras: Mapping[str, list[Any]]) -> dict[str, float]:
     return means
 
 
-def _finite(name: str, row: int, value: Any) -> float:
+def _number(name: str, row: int, value: Any) -> float:
+    """A result as a finite number or NaN."""
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError
         with contained():
             number = float(value)
     except Exception:  # also of a user's own __float__
-        number = math.nan
+        number = math.inf
     # Compared after rounding to float32, in which 1e39 is infinite.
     with np.errstate(over="ignore"):
-        if np.isfinite(np.float32(number)):
+        if not np.isinf(np.float32(number)):
             return number
     raise RewardError(
         f"reward {name!r} returned {shorten(value)} for row {row}; return a finite number, or None where the function "

@@ -12,21 +12,27 @@ Tests are a column of the data set, each value in one of these forms, itself or 
 | `{"fn_name": "f", "inputs": ["[1, 2]\\n3"], "outputs": ["4"]}` | the same, in lines of JSON (LiveCodeBench) |
 
 A function may be a method of a class Solution. Values are compared as Python's `==` compares them, lists and tuples as
-one. Tests in Python run in a process of their own, in which the program's functions are calls into the program's.
+one; where `fn_name` stands, what a list of one value holds is right too, for APPS, TACO and verl wrap outputs in such
+lists. Printed lines are compared token by token, whatever white space is between and around them: tokens are the same
+text, or two numbers that differ by at most 1e-6 of the larger (or 1e-9), unless both are integers. Tests in Python run
+in a process of their own, in which the program's functions are calls into the program's.
 """
 
 import ast
 import builtins
 import contextlib
 import functools
+import itertools
 import json
 import marshal
+import math
 import os
 import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.rewards.sandbox import Limits, missing_walls, run_program, run_tests
@@ -37,6 +43,8 @@ HELPERS = {"isclose": "math:isclose", "inf": "math:inf", "nan": "math:nan", "app
            "allclose": "numpy:allclose", "Decimal": "decimal:Decimal", "Fraction": "fractions:Fraction"} | {
     name: f"collections:{name}" for name in ("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple")
 }  # fmt: skip
+INTEGER = re.compile(r"[-+]?\d+", re.ASCII)
+NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 MODULES = {"np": "numpy", "pd": "pandas"} | {name: name for name in ("numpy", "pandas", *sys.stdlib_module_names)}
 
 
@@ -55,9 +63,10 @@ def code_tests(
     """1.0 where the completion's program passes all `tests`, else 0.0; with `partial` the share that it passes.
 
     The program is the last fenced code block of the completion, or all of it; None where tests is None. `seconds`,
-    `memory_mb` and `processes` limit it (per standard input; together for tests in Python and of a function);
-    `at_once` programs run at the same time (0: as many as processors). Where the machine lacks isolation layers (walls)
-    that keep programs from network, files and other processes, there is a warning, or an error with `require_walls`.
+    `memory_mb` and `processes` limit it (per standard input; together for tests in Python and of a function); without
+    `partial` the first test that fails is the last that is run. `at_once` programs run at the same time (0: as many as
+    processors). Where the machine lacks isolation layers (walls) that keep programs from network, files and other
+    processes, there is a warning, or an error with `require_walls`.
 
     HumanEval's tests, which define `check(candidate)` and leave the call out, are called with the function that the
     column `entry_point` names; LiveCodeBench's of the type functional call the `func_name` of the column `metadata`.
@@ -68,8 +77,7 @@ def code_tests(
     parsed = [None if test is None else _parse(row, test, _entry_point(columns, row)) for row, test in enumerate(tests)]
     sources = [program_of(text_of(completion)) for completion in completions]
     with ThreadPoolExecutor(at_once or os.cpu_count() or 1) as threads:
-        shares = list(threads.map(functools.partial(_share, limits=limits), sources, parsed))
-    return [share if share is None or partial else float(share == 1.0) for share in shares]
+        return list(threads.map(functools.partial(_share, limits=limits, partial=partial), sources, parsed))
 
 
 def program_of(text: str) -> str:
@@ -78,22 +86,45 @@ def program_of(text: str) -> str:
     return blocks[-1] if blocks else text
 
 
-def _share(source: str, tests: list[Any] | None, limits: Limits) -> float | None:
-    """The share of tests that a program passes."""
+def _share(source: str, tests: list[Any] | None, limits: Limits, partial: bool) -> float | None:
+    """The share of tests that a program passes; unless `partial`, 0.0 where that is not all."""
     if tests is None:
         return None
     if isinstance(tests[0], tuple):
-        runs = ((run_program(source, stdin, limits), output) for stdin, output in tests)
-        passed = sum(run.succeeded and _lines(run.output) == _lines(output) for run, output in runs)
-    else:
-        sources = tuple(test for test in tests if isinstance(test, str))
-        passed = len(run_tests(source, {"tests": tests, **_names(sources)}, limits).passed)
-    return passed / len(tests)
+        verdicts = (_prints(source, stdin, output, limits) for stdin, output in tests)
+        return sum(verdicts) / len(tests) if partial else float(all(verdicts))
+    sources = tuple(test for test in tests if isinstance(test, str))
+    passed = len(run_tests(source, {"tests": tests, "whole": not partial, **_names(sources)}, limits).passed)
+    return passed / len(tests) if partial else float(passed == len(tests))
 
 
-def _lines(text: str) -> list[str]:
-    """The lines of a text, white space at their ends and at its end aside."""
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+def _prints(source: str, stdin: str, output: str, limits: Limits) -> bool:
+    """True when a program prints an output for a standard input, which it has room for however long it is."""
+    kilobytes = len(output.encode("utf-8", "replace")) // 1024 + 64
+    most = max(limits.output_kb, kilobytes)
+    run = run_program(source, stdin, replace(limits, output_kb=most, file_mb=max(limits.file_mb, most // 1024 + 1)))
+    return run.succeeded and same_output(run.output, output)
+
+
+def same_output(output: str, wanted: str) -> bool:
+    """True for texts with the same tokens in each line, empty lines at both ends of the texts aside.
+
+    Tokens are the same where their texts are, or where they are numbers that differ by at most 1e-6 of the larger, or
+    1e-9, and that are not both written as integers: those are compared exactly.
+    """
+
+    def is_close(token: str, other: str) -> bool:
+        if not (NUMBER.fullmatch(token) and NUMBER.fullmatch(other)):
+            return False
+        values = float(token), float(other)
+        is_exact = bool(INTEGER.fullmatch(token) and INTEGER.fullmatch(other))
+        return not is_exact and all(map(math.isfinite, values)) and math.isclose(*values, rel_tol=1e-6, abs_tol=1e-9)
+
+    lines, wanted_lines = ([line.split() for line in text.strip().split("\n")] for text in (output, wanted))
+    return list(map(len, lines)) == list(map(len, wanted_lines)) and all(
+        token == other or is_close(token, other)
+        for token, other in zip(itertools.chain(*lines), itertools.chain(*wanted_lines), strict=True)
+    )
 
 
 def _entry_point(columns: Mapping[str, Any], row: int) -> str | None:
@@ -123,7 +154,11 @@ def _parse(row: int, tests: Any, name: str | None = None) -> list[Any]:
     if isinstance(tests, dict) and len(tests.get("inputs") or ()) == len(tests.get("outputs") or ()) > 0:
         if name := tests.get("fn_name"):
             pairs = zip(tests["inputs"], tests["outputs"], strict=True)
-            return [_call(row, name, *pair) for pair in pairs]
+            calls = [_call(row, name, *pair) for pair in pairs]
+            for call in calls:  # a list of one value may be how the data set wraps the value
+                if isinstance(call["results"][0], (list, tuple)) and len(call["results"][0]) == 1:
+                    call["results"] += call["results"][0]
+            return calls
         return [(_as_text(i), _as_text(o)) for i, o in zip(tests["inputs"], tests["outputs"], strict=True)]
     if isinstance(tests, (list, tuple)) and tests:
         if all(isinstance(test, str) for test in tests):
@@ -144,7 +179,7 @@ def _call(row: int, name: str, arguments: Any, result: Any) -> dict[str, Any]:
         if isinstance(arguments, str):
             arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
             result = json.loads(result) if isinstance(result, str) else result
-        test = {"function": name, "arguments": list(arguments), "result": result}
+        test = {"function": name, "arguments": list(arguments), "results": [result]}
         marshal.dumps(test)
     except (ValueError, TypeError, RecursionError) as error:
         raise RewardError(

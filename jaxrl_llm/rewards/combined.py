@@ -2,11 +2,12 @@
 
 import asyncio
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.config.background import in_thread
 from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.rewards.call import Call, mean_extras, read_results
 from jaxrl_llm.rewards.signatures import RewardError, RowGrader, accepted, as_grader, reward_name
@@ -61,12 +62,16 @@ class CombinedGrader:
         services = {name: value for name, value in columns.items() if name not in arguments}
         services |= {} if log_metric is None else {"log_metric": log_metric, "log_total": log_total}
 
+        def apart(function: Callable[[], Any]) -> asyncio.Future[Any]:
+            # Not asyncio.to_thread, whose threads are few and keep the process alive: a grader may hang.
+            return asyncio.wrap_future(in_thread(function, "reward"))
+
         async def results_of(call: Call) -> Any:
             if not isinstance(call.function, RowGrader):
-                return await call() if call.is_async else await asyncio.to_thread(call)
+                return await (call() if call.is_async else apart(call))
             if call.is_async:
                 return await asyncio.gather(*map(call.run, call.keys))
-            return await asyncio.to_thread(lambda: [call.run(row) for row in call.keys])
+            return await apart(lambda: [call.run(row) for row in call.keys])
 
         names = [reward_name(grader) for grader in self.graders]
         calls = [

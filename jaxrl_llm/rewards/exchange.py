@@ -383,12 +383,12 @@ class LatePackages:
 
 
 def run_tests(job: Mapping[str, Any], read: int, write: int, passed: Callable[[int], None]) -> None:
-    """Run the tests of a job, and call `passed` with the index of each that passes.
+    """Run the tests of a job, and call `passed` with the index of each that passes; with `whole`, up to a failure.
 
-    A test is Python code, or a mapping with `function`, `arguments` and `result`. `uncalled` names functions and
-    classes that tests define and do not use: those of pytest and unittest are run. `library` has the modules and
-    attributes of modules that tests use without importing them ("math", "math:inf"), `shadowed` the builtins that the
-    program may define.
+    A test is Python code, or a mapping with `function`, `arguments` and `results`, each of which is right. `uncalled`
+    names functions and classes that tests define and do not use: those of pytest and unittest are run. `library` has
+    the modules and attributes of modules that tests use without importing them ("math", "math:inf"), `shadowed` the
+    builtins that the program may define.
     """
     sys.set_int_max_str_digits(0)
     sys.meta_path.append(LatePackages())
@@ -434,7 +434,7 @@ def run_tests(job: Mapping[str, Any], read: int, write: int, passed: Callable[[i
         try:
             if isinstance(test, dict):
                 answer = peer.ask("call", peer.ask("function", test["function"]), test["arguments"], {})
-                holds = (as_lists(answer) == as_lists(test["result"])) is True
+                holds = any((as_lists(answer) == as_lists(result)) is True for result in test["results"])
             else:
                 before = dict(space)
                 exec(compile(test, "test", "exec", dont_inherit=True), space)
@@ -445,9 +445,11 @@ def run_tests(job: Mapping[str, Any], read: int, write: int, passed: Callable[[i
         except SystemExit as end:  # of unittest.main(), but not of the program
             holds = not end.code and "_remote" not in vars(end)
         except BaseException:
-            continue
+            holds = False
         if holds and not peer.is_gone:
             passed(index)
+        elif job["whole"]:
+            return
 
 
 def run_defined(name: str, value: Any) -> None:

@@ -84,7 +84,8 @@ def _in_time(title: str, function: str, arguments: dict[str, list[Any]]) -> list
     for text, result in zip(arguments["texts"], results, strict=True):
         if result is LATE:
             shown = f"{shorten(text, 100)} ({len(text)} characters)"
-            warnings.warn(f"{title} takes more than {ROW_SECONDS:g} seconds on {shown}: it scores 0", stacklevel=3)
+            took = f"takes more than {ROW_SECONDS:g} seconds, or too much memory,"
+            warnings.warn(f"{title} {took} on {shown}: it scores 0", stacklevel=3)
     return [0.0 if result is LATE else result for result in results]
 
 

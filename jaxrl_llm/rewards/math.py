@@ -45,8 +45,8 @@ def numeric_answer(
 def math_accuracy(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
     r"""1.0 where the completion's LaTeX answer, its last `\boxed{}` first, equals `answer` as mathematics, else 0.0.
 
-    None where answer is None or cannot be parsed. Of an equation the right-hand side counts, unless its sides are two
-    different numbers (`41=42`); several answers (`42 or 43`) equal none. It needs the package math-verify
+    None where answer is None or cannot be parsed. Of an equation the last side counts, unless two of its sides are
+    different numbers (`41=42`); several answers (`42 or 43`) equal no single one. It needs the package math-verify
     (`pip install jaxrl_llm[math]`), which runs in processes of its own: a completion that takes more than 12 seconds,
     or whose answer has more than 1000 characters, scores 0.0, the former with a warning.
     """
@@ -63,7 +63,8 @@ def math_accuracy(completions: Sequence[Any], answer: Sequence[Any], **columns: 
     ):
         if reward is LATE:
             shown = shorten(boxed_content(texts[row]) or texts[row], 100)
-            warnings.warn(f"math_accuracy: {shown} takes more than {ROW_SECONDS:g} seconds: it scores 0", stacklevel=2)
+            took = f"takes more than {ROW_SECONDS:g} seconds, or too much memory"
+            warnings.warn(f"math_accuracy: {shown} {took}: it scores 0", stacklevel=2)
         rewards[row] = 0.0 if reward is LATE else reward
     return rewards
 
@@ -88,32 +89,41 @@ def verified(texts: Sequence[str], answers: Sequence[str]) -> list[float | None]
             rewards.append(None)
             continue
         box, right = boxed_content(text), boxed_content(wanted) or wanted
-        sides = [side.strip() for side in box.split("=")] if "=" not in right else [box]
-        # Apart from the side of an unknown (x = 42), the sides that are numbers must be equal to each other.
-        known = sides[1:] if re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", sides[0])) else sides
-        if (
-            len(box) > LONGEST
-            or (several(box) and not several(right))
-            or (
-                len(known) > 1
-                and not all(
-                    verify(parsed(_delimited(one)), parsed(_delimited(other)), timeout_seconds=SECONDS)
-                    for one, other in itertools.pairwise(known)
-                )
-            )
-        ):
+        if len(box) > LONGEST or (several(box, gold[0]) and not several(right)):
             rewards.append(0.0)
-        else:
-            answer = parsed(
-                f"\\boxed{{{box}}}" if box else text, extraction_config=targets, extraction_mode="first_match"
-            )
-            rewards.append(float(verify(gold, answer, timeout_seconds=SECONDS)))
+            continue
+        answer = parsed(f"\\boxed{{{box}}}" if box else text, extraction_config=targets, extraction_mode="first_match")
+        chains = equated_numbers(answer[0]) if answer and "=" in answer[-1] and "=" not in right else []
+        agree = all(verify(*pair, timeout_seconds=SECONDS) for chain in chains for pair in itertools.pairwise(chain))
+        rewards.append(float(agree and verify(gold, answer, timeout_seconds=SECONDS)))
     return rewards
 
 
-def several(expression: str) -> bool:
-    """True for an expression that names several answers in words or by ±; sets and lists do not."""
-    return bool(re.search(r"\b(?:or|and)\b|±|\\pm(?![A-Za-z])|\\(?:lor|vee)(?![A-Za-z])", plain(expression)))
+def several(expression: str, gold: Any = None) -> bool:
+    """True for an expression that names several answers in words or by ±, which is wrong where `gold` is parsed as one.
+
+    A set takes every form; a pair, which is parsed like an interval, takes `x = 1 and y = 2` but not `1 or 2`.
+    """
+    from sympy import Interval, Set, Tuple
+
+    if isinstance(gold, Set) and not isinstance(gold, Interval):
+        return False
+    words = r"\bor\b" if isinstance(gold, (Interval, Tuple)) else r"\b(?:or|and)\b"
+    return bool(re.search(rf"{words}|±|\\pm(?![A-Za-z])|\\(?:lor|vee)(?![A-Za-z])", plain(expression)))
+
+
+def equated_numbers(value: Any) -> list[list[Any]]:
+    """The sides that are numbers of each chain of equations in a parsed answer: `x = 41 = 42` gives [[41, 42]].
+
+    What has a letter or an unknown function in it is no number, nor is e alone, which is a name on such a side.
+    """
+    from sympy import Basic, E, Eq, Set, Tuple
+    from sympy.core.function import AppliedUndef
+
+    parts = value.args if isinstance(value, (Set, Tuple)) else [value]
+    equations = [part.atoms(Eq) if isinstance(part, Basic) else () for part in parts]
+    chains = [[side for equation in each for side in equation.args] for each in equations]
+    return [[side for side in chain if side.is_number and side != E and not side.has(AppliedUndef)] for chain in chains]
 
 
 def _delimited(answer: str) -> str:

@@ -37,17 +37,19 @@ class WorkerDiedError(Exception):
 
 
 class Worker:
-    """One process and the pipe to it; both end with the process that started them."""
+    """One process, `walled` or not, and the pipe to it; both end with the process that started them."""
 
-    def __init__(self):
+    def __init__(self, walled: bool = False):
         ours, theirs = socket.socketpair()
         paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 (sys.path holds texts)
+        # Each thread of a numerical library would take some of the memory that walls leave.
+        alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} if walled else {}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxrl_llm.rewards.worker", str(theirs.fileno())],
+            [sys.executable, "-m", "jaxrl_llm.rewards.worker", str(theirs.fileno()), *(["walled"] if walled else [])],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a group of its own, which is killed with the children that functions start
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**os.environ, **alone, "PYTHONPATH": os.pathsep.join(paths)},
         )
         theirs.close()
         self.pipe = Frames(ours, secrets.token_bytes(MARK_BYTES))
@@ -115,10 +117,13 @@ class Job:
 
 
 class Workers:
-    """`count` worker processes, each started when it is first needed and replaced when it was killed."""
+    """`count` worker processes, each started when it is first needed and replaced when it was killed.
 
-    def __init__(self, count: int):
-        self.count = count
+    With `walled`, for functions of ours that read what a model wrote, they are behind `worker.put_walls_up`.
+    """
+
+    def __init__(self, count: int, walled: bool = False):
+        self.count, self.walled = count, walled
         self.idle: list[Worker] = []
         self.lock = threading.Lock()  # batches take turns
 
@@ -146,7 +151,8 @@ class Workers:
             while waiting or busy:
                 count = min(len(waiting), self.count - len(busy))
                 self.idle = [worker for worker in self.idle if worker.process.poll() is None]
-                new = [Worker() for _ in range(count - len(self.idle))]  # all start before the first is waited for
+                # All start before the first is waited for.
+                new = [Worker(self.walled) for _ in range(count - len(self.idle))]
                 self.idle += new
                 for worker in new:
                     worker.wait_until_ready()

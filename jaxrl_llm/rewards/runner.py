@@ -45,7 +45,11 @@ Spec = str | RewardFunction | Sequence[Any]
 
 
 class TrainerState(NamedTuple):
-    """The progress of the run, for reward functions that ask for `trainer_state`."""
+    """The progress of the run, for reward functions that ask for `trainer_state`.
+
+    `global_step` counts the steps before that of the batch or, in an evaluation, those that were made; where a model is
+    measured outside of training it is `max_steps`, that of the configuration.
+    """
 
     global_step: int = 0
     max_steps: int = 0
@@ -238,6 +242,7 @@ class Rewards:
         calls = [
             Call(name, grader, accepted(name, grader, inputs, SERVICES), {"trainer_state": state})
             for name, grader in zip(self.names, self.graders, strict=True)
+            if rows  # no function is called without any
         ]
         return Pending(self, calls, inputs)
 
@@ -314,7 +319,7 @@ class Pending:
         outcomes |= {index: call.outcome() for index, call in self.asynchronous.items()}
         if self.from_workers is not None:
             outcomes |= dict(zip(self.sent, self.from_workers.result(), strict=True))
-        rewards = np.empty((len(self.inputs["prompts"]), len(self.calls)), np.float32)
+        rewards = np.empty((len(self.inputs["prompts"]), len(self.rewards.names)), np.float32)
         logged = Logged({}, {}, {})
         for index, call in enumerate(self.calls):
             scores = self._scores(call, outcomes[index])
@@ -344,6 +349,8 @@ class Pending:
             if settings.on_timeout == "stop":
                 raise RewardError(message)
             warnings.warn(message, stacklevel=2)
+            if not call.rowwise:
+                call.log = call.log.without_columns()  # it broke off: they lack rows
             call.log.log_total(f"rewards/{call.name}/timeouts", len(late))
             for row in late:
                 results[row] = settings.on_timeout
@@ -400,6 +407,7 @@ class Pending:
                 call.log = replace(rest.log, columns=spread(rest.log.columns))
                 return Scores(numbers, spread(scores.extras))
             call.log.log_total(f"rewards/{call.name}/errors", rest.rows)
+        call.log = call.log.without_columns()  # it broke off: they lack rows
         return read_results(call.name, [None] * call.rows, call.rows)
 
     def _fail(self, call: Call, error: Exception, row: int | None, count: int = 1) -> None:

@@ -17,9 +17,13 @@ class StreamingRewards:
         self.completions: dict[int, Any] = {}
 
     def __call__(self, row: int, tokens: list[int], completion: Any = None) -> None:
-        """Take the tokens of a finished row, and its completion where that is not what the tokens decode to."""
+        """Take the tokens of a finished row, and its completion where that is not what the tokens decode to.
+
+        A row behind those of the batch that is graded is decoded alone.
+        """
         self.completions[row] = self.decode(row, tokens) if completion is None else completion
-        self.pending.give(row, self.completions[row], tokens)
+        if row < len(self.pending.inputs["prompts"]):
+            self.pending.give(row, self.completions[row], tokens)
 
     def finish(self, ids: Sequence[list[int]], completions: Sequence[Any] | None = None) -> list[Any]:
         """Every row's completion, decoded from its token ids unless given; starts the graders of whole batches."""

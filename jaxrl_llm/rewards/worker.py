@@ -1,4 +1,4 @@
-"""A worker process of the reward pool: `python -m jaxrl_llm.rewards.worker FD` serves tasks from the pipe FD.
+"""A worker process of the reward pool: `python -m jaxrl_llm.rewards.worker FD [walled]` serves tasks from the pipe FD.
 
 It imports this package without JAX, and ends with the process that started it.
 """
@@ -6,6 +6,7 @@ It imports this package without JAX, and ends with the process that started it.
 import contextlib
 import os
 import pickle
+import resource
 import signal
 import socket
 import sys
@@ -13,9 +14,12 @@ import threading
 import time
 from typing import Any
 
+from jaxrl_llm.rewards import jail
 from jaxrl_llm.rewards.call import Call, Log
 from jaxrl_llm.rewards.frames import MARK_BYTES, Frames
 from jaxrl_llm.rewards.runner import load_grader
+
+WALLED_MB = 4096  # of address space, behind walls
 
 
 def serve(frames: Frames) -> None:
@@ -47,14 +51,33 @@ def _send(frames: Frames, message: tuple[Any, ...]) -> None:
     frames.send(data)
 
 
+def put_walls_up() -> None:
+    """Give up, where Linux lets a process do so, whatever a verifier or parser has no use for.
+
+    It writes no file, has no network, starts and signals no process; it has WALLED_MB of memory. It is no sandbox
+    (sandbox.py): files can be read, and the other rows of its task be reached.
+    """
+    if sys.platform == "linux":
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        most = WALLED_MB * 2**20 if hard == resource.RLIM_INFINITY else min(WALLED_MB * 2**20, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        jail.prctl(jail.PR_SET_NO_NEW_PRIVS, 1)
+        jail.restrict_files({"read": ["/"], "execute": [], "folder": ""})
+        jail.refuse_system_calls(may_signal=False, may_fork=False)
+
+
 def end_with(parent: int) -> None:
     """End this process, and all that it started, when its parent process is gone, whatever is running."""
     while os.getppid() == parent:
         time.sleep(0.5)
-    os.killpg(os.getpgid(0), signal.SIGKILL)
+    with contextlib.suppress(PermissionError):  # behind walls, where it started none
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+    os._exit(1)
 
 
 if __name__ == "__main__":
+    if sys.argv[2:] == ["walled"]:
+        put_walls_up()  # before there is another thread: they hold for this one and those that it starts
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     pipe = socket.socket(fileno=int(sys.argv[1]))
     serve(Frames(pipe, pipe.recv(MARK_BYTES, socket.MSG_WAITALL)))

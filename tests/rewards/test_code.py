@@ -2,12 +2,14 @@
 
 import json
 import re
+import time
 
 import pytest
 
 from jaxrl_llm.rewards import code
 from jaxrl_llm.rewards.code import code_tests, program_of
 from jaxrl_llm.rewards.runner import load_rewards
+from jaxrl_llm.rewards.sandbox import run_program
 from jaxrl_llm.rewards.signatures import RewardError
 from tests.rewards.programs import ASSERTIONS, RIGHT, WRONG
 
@@ -42,6 +44,45 @@ def test_tests_in_python():
 )
 def test_tests_of_input_and_output(tests):
     assert code_tests([DOUBLE, "print(2)"], [tests] * 2, partial=True) == [1.0, 0.5]
+
+
+def test_printed_numbers_and_white_space():
+    same = [("6", "\n6\n"), ("1 2", " 1 2"), ("1.0", "1"), ("0.30000000000000004", "0.3"), ("1  2 \n\n", "1 2"),
+            ("Case 1: 0.5", "Case 1: 0.50"), ("a\r\nb", "a\nb"), ("-0.0", "0"), ("1e3", "1000"), ("nan", "nan"),
+            ("5" * 9, "5" * 9)]  # fmt: skip
+    other = [("12345678901234567", "12345678901234568"), ("1.001", "1"), ("01", "1"), ("1 2", "1\n2"), ("1 2", "1"),
+             ("", "1"), ("nan", "1"), ("1e999", "9" * 400), ("inf", "1e999"), ("0.5a", "0.50a"), ("a\n\nb", "a\nb"),
+             ("2e-6", "1e-6"), ("1_0", "10.0"), ("1" * 5000, "1" * 4999 + "2.0")]  # fmt: skip
+    assert not [pair for pair in same if not code.same_output(*pair)]
+    assert not [pair for pair in other if code.same_output(*pair)]
+    assert code_tests(["print(0.1 + 0.2)"], [{"inputs": [""], "outputs": ["\n0.3\n"]}]) == [1.0]
+
+
+def test_an_output_of_any_length_can_pass():
+    tests = {"inputs": [""], "outputs": ["x" * 400_000]}
+    assert code_tests(["print('x' * 400_000)", "print('x' * 400_001)"], [tests] * 2) == [1.0, 0.0]
+
+
+def test_the_first_failure_decides(monkeypatch):
+    ran = []
+    monkeypatch.setattr(code, "run_program", lambda source, *rest: ran.append(rest[0]) or run_program(source, *rest))
+    tests = {"inputs": ["1", "2", "3"], "outputs": ["1", "5", "3"]}
+    assert code_tests(["print(input())"], [tests]) == [0.0] and ran == ["1", "2"]
+    assert code_tests(["print(input())"], [tests], partial=True) == [pytest.approx(2 / 3)] and len(ran) == 5
+
+    began = time.monotonic()
+    slow = "import time\ndef f(x):\n    time.sleep(x)\n    return x"
+    assert code_tests([slow], [["assert f(0) == 1", "assert f(4) == 4"]]) == [0.0]
+    assert code_tests([slow], [{"fn_name": "f", "inputs": [[0], [4]], "outputs": [1, 4]}]) == [0.0]
+    assert time.monotonic() - began < 4
+
+
+def test_outputs_of_a_function_in_lists_of_one():
+    tests = {"fn_name": "f", "inputs": [["abc"], ["x"]], "outputs": [["cba"], ["x"]]}
+    programs = [f"def f(s): return {value}" for value in ("s[::-1]", "[s[::-1]]", "s", "[[s[::-1]]]")]
+    assert code_tests(programs, [tests] * 4) == [1.0, 1.0, 0.0, 0.0]
+    pair = {"fn_name": "f", "inputs": [["ab"]], "outputs": [["a", "b"]]}
+    assert code_tests(["def f(s): return 'a'", "def f(s): return tuple(s)"], [pair] * 2) == [0.0, 1.0]
 
 
 def test_tests_of_a_function():

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxrl_llm.rewards import formats as f
+from jaxrl_llm.rewards import puzzles
 from jaxrl_llm.rewards.built_in import BUILT_IN
 from jaxrl_llm.rewards.math import math_accuracy, numeric_answer
 from jaxrl_llm.rewards.signatures import RewardError
@@ -38,7 +39,7 @@ def test_regex_match():
 def test_a_pattern_that_takes_for_ever_scores_zero_with_a_warning(monkeypatch):
     monkeypatch.setattr(f, "ROW_SECONDS", 0.5)
     texts = ["aaa", "a" * 40 + "!", "aa"]
-    with pytest.warns(UserWarning, match=r"the pattern '\^\(a\+\)\+\$' takes more than 0.5 seconds on 'aaa"):
+    with pytest.warns(UserWarning, match=r"the pattern '\^\(a\+\)\+\$' takes more than 0.5 seconds, .*, on 'aaa"):
         assert f.regex_match(texts, pattern="^(a+)+$") == [1.0, 0.0, 1.0]
     schema = {"type": "string", "pattern": "^(a+)+$"}
     with pytest.warns(UserWarning, match="json_schema: the schema takes more than"):
@@ -179,6 +180,32 @@ def test_math_accuracy():
     assert math_accuracy([r"\boxed{42} \boxed{43}", r"\boxed{x = \pm 1}"], ["43", r"x = \pm 1"]) == [1.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("reward", "cases"),
+    [
+        (1.0, [
+            ("24", r"A = \frac12 bh = 24"), ("5", "AB = AC = 5"), ("5", "x = y = 5"), (r"10\pi", r"S = 2\pi r = 10\pi"),
+            ("1,2", "x=1, x=2"), ("(1,2)", "x=1, y=2"), ("1,2", r"x=1 \text{ or } x=2"), ("1,2", r"1 \text{ and } 2"),
+            (r"\{1,2\}", r"x=1 \text{ or } x=2"), (r"\{-2,2\}", r"\pm 2"), ("-2,2", r"x = \pm 2"), ("5", r"\theta = 5"),
+            ("10", r"\sum_{k=1}^{4} k = 10"), ("2", r"\int_0^1 f(x) dx = 2"), ("2", "f(2) = 2"), ("5", "e = 5"),
+            ("(1,2)", r"x = 1 \text{ and } y = 2"), (r"\frac12", r"P(A) = \frac12 = 0.5"),
+        ]),
+        (0.0, [
+            ("42", "41=42"), ("42", "x = 41 = 42"), ("42", "41 = x = 42"), ("42", r"\text{total} = 41 = 42"),
+            ("42", r"41 = 42\text{ cm}"), ("42", "41=42, 42"), ("1,2", "x = 1 = 3, x = 2"), ("42", "42 or 43"),
+            ("42", r"42 \text{ and } 43"), ("2", r"\pm 2"), ("1,2", r"1 \text{ or } 3"), ("(1,2)", r"1 \text{ or } 2"),
+            ("1,2", r"1 \text{ or } 2 \text{ or } 3"), ("42", "x=41, x=42"), ("x=5", "x=5 or x=6"),
+        ]),
+    ],
+    ids=["right", "wrong"],
+)  # fmt: skip
+def test_math_accuracy_of_equations_and_several_answers(reward, cases):
+    pytest.importorskip("math_verify")
+    got = math_accuracy([rf"so \boxed{{{box}}}" for _, box in cases], [answer for answer, _ in cases])
+    assert not [case for case, each in zip(cases, got, strict=True) if each != reward]
+    assert math_accuracy(["The final answer is $41=42$."], ["42"]) == [0.0]
+
+
 def test_math_accuracy_in_a_thread():
     pytest.importorskip("math_verify")
     from jaxrl_llm.rewards.runner import load_rewards
@@ -201,3 +228,31 @@ def test_reasoning_gym_tasks_and_their_verifiers():
     assert score(completions, places)[:2] == [1.0, 1.0] and max(score(completions, places)[2:]) < 0.5
     with pytest.raises(ConfigError, match="no reasoning-gym task 'leg_count'; the closest is leg_counting"):
         generate("reasoning_gym(leg_count)")
+
+    rows = generate("reasoning_gym(polynomial_multiplication, size=8)")  # its entries differ between processes
+    assert score([row["answer"] for row in rows], [row["reasoning_gym"] for row in rows]) == [1.0] * 8
+    assert score([], []) == []
+
+
+def test_answers_of_reasoning_gym_are_code_that_does_nothing(tmp_path, monkeypatch):
+    pytest.importorskip("reasoning_gym")
+    from jaxrl_llm.data.tasks import generate
+
+    place = generate("reasoning_gym(countdown, size=1)")[0]["reasoning_gym"]
+    texts = [f"__import__('os').open('{tmp_path}/proof', 65)", f"open('{tmp_path}/proof', 'w')", "1 + 1"]
+    answers = [f"<answer>{text}</answer>" for text in texts]
+    assert puzzles.reasoning_gym_score(answers, [place] * 3) == [0.01, 0.01, 0.05]
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(puzzles, "ROW_SECONDS", 0.5)
+    with pytest.warns(UserWarning, match=r"reasoning_gym_score: '9\*\*9\*\*9' takes more than 0.5 seconds"):
+        assert puzzles.reasoning_gym_score(["9**9**9"], [place]) == [0.0]
+
+
+def test_what_may_be_evaluated():
+    computes = ["82 + 20*(67 - 50)", "-9*x**8/10 + C", "sqrt(x)*exp(-x) + 3*Integral(x, x)", "5!/(2 + 3)", "1.5e3 % 2",
+                "[['_', 'Q'], ['Q', '_']]", "_ Q\nQ _", "AABCD", '["1.0", "2"]', "(3 > 2) & (x != 1)"]  # fmt: skip
+    does_more = ["open('f', 'w')", "__import__('os')", "(open)(5)", "[open][0](5)", "5!(3)", "x.real", "x. real",
+                 "x.\\\nreal", "(x.#\nreal)", "\uff4fpen(5)", "(lambda: open)()", "max(1, key=open)", "f'{open}'",
+                 "2open(5)", "exec (5)", "sqrt(eval(5))", "Function(5)"]  # fmt: skip
+    assert not [answer for answer in computes if not puzzles.is_harmless(answer)]
+    assert not [answer for answer in does_more if puzzles.is_harmless(answer)]

@@ -30,6 +30,17 @@ def tiny(root, tmp_path):
     return config
 
 
+def graded_rows(score, columns, **options):
+    """The rollouts of rows that are sampled already, with these columns."""
+    mesh, rows = make_mesh(devices=jax.devices()[:1]), len(columns)
+    network = SimpleNamespace(config=SimpleNamespace(vision=None))
+    engine, tokenizer = SimpleNamespace(group_size=1, net=network), SimpleNamespace(decode=lambda *_, **__: "said")
+    rollout = Rollout(*(jnp.ones((rows, 2)) for _ in range(4)), *(jnp.ones(rows, jnp.int32) for _ in range(3)))
+    worker = RolloutWorker(engine, load_rewards(score), tokenizer, mesh, 1, Stopwatch())
+    examples = [{"prompt": "p", "prompt_ids": [1], **own} for own in columns]
+    return worker({}, examples, jax.random.key(0), sampled=rollout, **options)
+
+
 @pytest.mark.parametrize("columns", [({"answer": "1"}, {"tests": "x"}), ({}, {"tests": "x", "answer": None})])
 def test_rows_with_other_columns_are_graded_together(columns):
     """Rows of streams and of a function's format may have columns that others lack, which are None to rewards."""
@@ -39,16 +50,46 @@ def test_rows_with_other_columns_are_graded_together(columns):
         seen.update(columns)
         return [0.0] * len(completions)
 
-    mesh, rows = make_mesh(devices=jax.devices()[:1]), len(columns)
-    network = SimpleNamespace(config=SimpleNamespace(vision=None))
-    engine, tokenizer = SimpleNamespace(group_size=1, net=network), SimpleNamespace(decode=lambda *_, **__: "said")
-    rollout = Rollout(*(jnp.ones((rows, 2)) for _ in range(4)), *(jnp.ones(rows, jnp.int32) for _ in range(3)))
-    worker = RolloutWorker(engine, load_rewards(score), tokenizer, mesh, 1, Stopwatch())
-    examples = [{"prompt": "p", "prompt_ids": [1], **own} for own in columns]
-    graded = worker({}, examples, jax.random.key(0), sampled=rollout)
+    graded, rows = graded_rows(score, columns), len(columns)
     assert graded.rewards.shape == (rows, 1)
     for name in ("answer", "tests"):
         assert seen[name] == [own.get(name) for own in columns]
+
+
+@pytest.mark.parametrize("counted", [3, 2, 0])
+def test_what_fills_up_a_batch_is_not_graded(counted):
+    """Of a process that has nothing else no function is called: many divide by the number of their rows."""
+    calls = []
+
+    def score(completions, answer, log_metric, log_extra, **columns):
+        calls.append(answer)
+        log_metric("mine/answer", sum(answer) / len(answer))
+        log_extra("shout", ["!"] * len(answer))
+        return answer
+
+    graded = graded_rows(score, [{"answer": 1.0}, {"answer": 3.0}, {"answer": 3.0}], counted=counted)
+    assert calls == ([[1.0, 3.0, 3.0][:counted]] if counted else [])
+    np.testing.assert_array_equal(graded.rewards[:, 0], [*[1.0, 3.0, 3.0][:counted], *[np.nan] * (3 - counted)])
+    assert graded.completions == ["said"] * 3 and graded.rewards.dtype == np.float32
+    assert graded.logged.columns == ({"shout": ["!"] * counted + [None] * (3 - counted)} if counted else {})
+
+
+def test_evaluations_and_greedy_baselines_know_the_step(root, tmp_path):
+    """As in TRL, whose functions divide by max_steps; also those that are called before the first step."""
+    steps = []
+
+    def late(completions, trainer_state, **columns):
+        steps.append((trainer_state.global_step, trainer_state.max_steps))
+        return [trainer_state.global_step / trainer_state.max_steps + len(x) for x in completions]
+
+    config = load_config_file(f"{root / 'configs' / 'remax.py'}:tiny")
+    config.output_dir, config.logging.backends, config.checkpoint.every = str(tmp_path / "run"), ("jsonl",), 0
+    config.total_steps, config.optimizer.warmup_steps, config.eval.every = 1, 0, 0
+    config.batch.prompts = config.eval.prompts = 2
+    config.eval.samples = 1  # the samplers of evaluations are those of training
+    jaxrl_llm.train(config, rewards=late)
+    before, sampled, greedy, after = steps[:2], *steps[2:4], steps[4:]
+    assert before == [(0, 1)] * 2 and sampled == greedy == (0, 1) and after == [(1, 1)] * 2
 
 
 @pytest.mark.slow

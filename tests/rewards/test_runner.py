@@ -49,6 +49,16 @@ def test_none_is_nan_also_for_all_functions():
     np.testing.assert_array_equal(rewards, np.float32([[1, np.nan], [np.nan, 2], [np.nan, np.nan]]))
 
 
+def test_nan_is_none_with_one_warning():
+    def unsure(completions, **_):
+        return [1.0, math.nan, {"score": np.float32("nan")}]
+
+    with pytest.warns(UserWarning, match="reward 'unsure' returned NaN for row 1 and 1 more: it counts as") as all_:
+        rewards = grade(unsure, list("abc"))
+    np.testing.assert_array_equal(rewards[:, 0], np.float32([1, np.nan, np.nan]))
+    assert len(all_) == 1
+
+
 @pytest.mark.parametrize(
     "results",
     [
@@ -388,8 +398,7 @@ def test_functions_that_are_no_rewards(name):
         ({"a": 1, "b": 2}, "it returns a list of 2 numbers"),
         (np.float32(1.0), "it returns a list of 2 numbers"),
         (np.zeros((2, 1)), "for row 0; return a finite number, or None"),
-        ([1.0, math.nan], "returned nan for row 1; return a finite number, or None where the function does not apply"),
-        ([math.inf, 1.0], "returned inf for row 0"),
+        ([math.inf, 1.0], "returned inf for row 0; return a finite number, or None where the function does not apply"),
         ([1.0, -1e39], "returned -1e+39 for row 1"),
         ([1.0, 10**400], "for row 1"),
         (["1.0", 1.0], "returned '1.0' for row 0"),
@@ -458,6 +467,22 @@ def test_a_hung_function_does_not_block_exit(run_python):
     result = run_python("-c", code, timeout=60)
     assert result.returncode == 1
     assert "reward 'hang' took more than" in result.stderr
+
+
+def test_a_hung_grader_of_several_does_not_block_exit(run_python):
+    code = (
+        "import time\n"
+        "from jaxrl_llm.rewards.combined import CombinedGrader\n"
+        "from jaxrl_llm.rewards.runner import load_rewards\n"
+        "def hang(completions, **_): time.sleep(600)\n"
+        "class Hang:\n"
+        "    def grade(self, sample): time.sleep(1)\n"
+        "rewards = load_rewards(CombinedGrader([hang, Hang()]), timeout=0.2, on_timeout=0)\n"
+        "assert rewards(['p'], ['a'], [[1]], {}).tolist() == [[0.0]]\n"
+        "time.sleep(1.2)\n"
+    )
+    result = run_python("-c", code, timeout=60)
+    assert result.returncode == 0 and "Traceback" not in result.stderr
 
 
 def test_no_limit_means_the_callers_thread():

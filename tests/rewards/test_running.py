@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.rewards import functions
+from jaxrl_llm.rewards.bounded import LATE, run_bounded
 from jaxrl_llm.rewards.runner import TrainerState, load_rewards
+from jaxrl_llm.rewards.sandbox import walls
 from jaxrl_llm.rewards.signatures import RewardError
 
 NAN = np.nan
@@ -186,7 +188,7 @@ def test_submit_starts_async_functions():
 # --- worker processes -------------------------------------------------------------------------------------------------
 
 WORKER_FILE = """
-import os, re, signal, sys, time
+import os, re, signal, socket, subprocess, sys, time
 
 def process(completions, **kwargs):
     return [float(os.getpid())] * len(completions)
@@ -226,6 +228,17 @@ def pattern(completions, **kwargs):
 
 def interrupt(completions, **kwargs):
     raise KeyboardInterrupt
+
+def attempts(tries):
+    def kind(function, *arguments):
+        try:
+            function(*arguments)
+        except Exception as error:
+            return type(error).__name__
+    return [kind(eval(f"lambda: {text}", globals())) for text in tries]
+
+def dies(ends):
+    return [1.0 if each is None else bytearray(2**33) if each else os._exit(3) for each in ends]
 """
 
 
@@ -268,6 +281,22 @@ def test_a_worker_that_hangs_is_killed(worker_file):
     with pytest.raises(RewardError, match=r"reward 'hang' took more than rewards.timeout=1.5 seconds"):
         submit(f"{worker_file}:hang", ["a"], workers=1, timeout=1.5)
     assert time.monotonic() - started < 10
+
+
+def test_bounded_calls_are_behind_walls(worker_file, tmp_path):
+    if missing := {"files", "system calls"} - set(walls()):
+        pytest.skip(f"this machine does not offer {missing}")
+    tries = [f"open({str(tmp_path / 'new')!r}, 'w')", "socket.socket()", "subprocess.run(['true'])",
+             f"os.kill({os.getpid()}, 0)", "bytearray(2**33)", f"open({str(worker_file)!r}).close()"]  # fmt: skip
+    results = run_bounded("attempts", f"{worker_file}:attempts", {"tries": tries}, 60.0)
+    assert results == ["PermissionError", "PermissionError", results[2], "PermissionError", "MemoryError", None]
+    assert results[2] in ("PermissionError", "BlockingIOError") and not (tmp_path / "new").exists()
+
+
+def test_a_row_that_ends_its_process_or_fills_the_memory_is_late_alone(worker_file):
+    for end in (False, True):
+        results = run_bounded("dies", f"{worker_file}:dies", {"ends": [None] * 7 + [end]}, 60.0)
+        assert results == [1.0] * 7 + [LATE]
 
 
 @pytest.mark.parametrize(
@@ -412,6 +441,30 @@ def test_the_log_of_a_batch_that_failed_is_that_of_its_second_call(is_async):
     assert logged.metrics == {"calls": [1.0]}
     assert logged.totals == {"rows": 2, f"rewards/{reward.__name__}/errors": 1}
     assert logged.columns == {"seen": [None, "b", "c"]}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_columns_of_calls_that_broke_off_are_dropped(is_async):
+    async def each(completions, wait, log_metric, log_extra):
+        for completion in completions[:2]:
+            log_metric("calls", 1.0)
+            log_extra("seen", [completion])
+        if wait[0] < 0:
+            raise OSError("the service is gone")
+        await asyncio.sleep(wait[0])
+        return [0.0] * len(completions)
+
+    def in_thread(completions, wait, log_metric, log_extra):
+        return asyncio.run(each(completions, wait, log_metric, log_extra))
+
+    reward = each if is_async else in_thread
+    with pytest.warns(UserWarning, match="took more than"):
+        logged = submit(reward, list("abcd"), {"wait": [1.0] * 4}, timeout=0.2, on_timeout="none").logged
+    assert logged.columns == {} and logged.metrics == {"calls": [1.0, 1.0]}
+    assert logged.totals == {f"rewards/{reward.__name__}/timeouts": 4}
+    with pytest.warns(UserWarning, match="the service is gone"):
+        logged = submit(reward, list("abcd"), {"wait": [-1.0] * 4}, on_error="none").logged
+    assert logged.columns == {} and logged.totals == {f"rewards/{reward.__name__}/errors": 4}
 
 
 def test_log_extra_of_the_wrong_length_beside_a_failing_row():

@@ -14,6 +14,7 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.rewards.signatures import RewardError
+from jaxrl_llm.rewards.streaming import StreamingRewards
 from jaxrl_llm.training.setup.run import build, build_mesh
 from tests.rewards.judge_server import JudgeServer, asked
 
@@ -96,6 +97,16 @@ def test_rows_start_at_once_and_batches_at_the_end():
     assert COMPLETIONS not in seen
     pending.start()
     assert pending.result().rewards.tolist() == [[0.0, 1.0]] * 3 and seen[3] == COMPLETIONS
+
+
+def test_rows_behind_those_of_the_batch_are_decoded_alone():
+    rewards = load_rewards([Row(), logs])
+    streaming = StreamingRewards(rewards.open(PROMPTS[:2], {"answer": [1, 2]}), lambda row, ids: COMPLETIONS[row])
+    streaming(2, [2])
+    assert streaming.finish([[0], [1], [2]]) == COMPLETIONS
+    graded = streaming.pending.result()
+    rewards.close()
+    assert graded.rewards[:, 1].tolist() == [1.0, 4.0]
 
 
 def test_the_time_limit_counts_from_the_last_row():
