@@ -47,6 +47,7 @@ from jaxrl_llm.training.setup.run import build, build_mesh
 np.set_printoptions(precision=2, suppress=True, linewidth=120)
 
 config = jaxrl_llm.default_config()
+config.model.dtype = "float32"  # so that numbers can be compared on accelerators too
 config.batch.prompts, config.rollout.group_size = 4, 4
 config.rollout.max_prompt_length, config.rollout.max_completion_length = 16, 10
 config.algorithm.beta = 0.05

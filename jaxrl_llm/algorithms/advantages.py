@@ -183,14 +183,17 @@ def pkpo_advantages(scores, group_size: int, k: int = 4) -> Array:
     place = jnp.arange(group_size)
     # Subtracting the lowest score changes no difference of two maxima, and makes equal scores exact zeros.
     rising = jnp.nan_to_num(jnp.take_along_axis(grouped - jnp.nanmin(grouped, axis=1, keepdims=True), order, axis=1))
-    choose = np.array([[math.comb(n, r) for r in (k - 1, k - 2)] for n in range(group_size + 1)], np.float64)
-    total = jnp.asarray([math.comb(n, k) for n in range(group_size + 1)], rising.dtype)[count]
-    live = jnp.where(place < count, rising, 0.0)
     # The row at place i, from 0, raises the maximum of the C(i, k-1) sets of itself and k - 1 rows below it. The row at
-    # place j < i is the largest of those below in C(j, k-2) of these sets.
-    own, others = jnp.asarray(choose[:-1, 0], rising.dtype), jnp.asarray(choose[:-1, 1], rising.dtype)
+    # place j < i is the largest of those below in C(j, k-2) of these sets. Both are shares of the C(n, k) sets of a
+    # group with n scores, divided as integers: those of 256 rows are larger than a float holds.
+    places, sizes = range(group_size), range(k, group_size + 1)
+    shares = np.zeros((2, group_size + 1, group_size))
+    for row, r in enumerate((k - 1, k - 2)):
+        shares[row, k:] = [[math.comb(min(i, n), r) / math.comb(n, k) for i in places] for n in sizes]
+    own, others = jnp.asarray(shares, rising.dtype)[:, count[:, 0]]
+    live = jnp.where(place < count, rising, 0.0)
     below = jnp.cumsum(others * live, axis=1) - others * live
-    added = jnp.where((total > 0) & (place < count), (own * live - below) / jnp.maximum(total, 1), 0.0)
+    added = jnp.where(place < count, own * live - below, 0.0)
     return jnp.take_along_axis(added, jnp.argsort(order, axis=1), axis=1).reshape(-1)
 
 

@@ -1,5 +1,6 @@
 """Controllers of the coefficients that move while a run trains, and the mask of its high-entropy tokens."""
 
+import math
 from dataclasses import dataclass, replace
 
 import jax
@@ -73,8 +74,13 @@ class Controllers:
     entropy: AdaptiveEntropy | None = None  # None: the coefficient stays as it is set
 
     def after_rollouts(self, kl, rows: int) -> "Controllers":
-        """The controllers after a batch of `rows` completions of mean KL `kl`, which only an adaptive one reads."""
-        return replace(self, kl=_as_numbers(self.kl.update(float(kl), rows))) if self.is_kl_adaptive else self
+        """The controllers after a batch of `rows` completions of mean KL `kl`, which only an adaptive one reads.
+
+        A KL of NaN, that of rows without a token in the mask, moves nothing.
+        """
+        if not self.is_kl_adaptive or math.isnan(kl):
+            return self
+        return replace(self, kl=_as_numbers(self.kl.update(float(kl), rows)))
 
     def after_updates(self, entropy: float) -> "Controllers":
         """The controllers after a step's updates, whose policy has this mean entropy (nats per token)."""

@@ -63,6 +63,11 @@ def resolve(name: str | Callable[..., Any], package: str | ModuleType | Mapping[
     )
 
 
+def is_own(name: str) -> bool:
+    """True for a name that `resolve` reads as the user's own, of a module or a file."""
+    return ":" in name or ("." in name and not name.endswith(".py"))
+
+
 def resolve_with_options(
     spec: str, package: str | ModuleType | Mapping[str, Any], reserved: Iterable[str] = ()
 ) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -5,6 +5,7 @@ No pass keeps scores in memory (arXiv 2307.08691).
 
 import functools
 import importlib.util
+import re
 from typing import Any, Literal
 
 import jax
@@ -27,8 +28,14 @@ def is_in_chunks(config, length: int) -> bool:
 
 @functools.cache
 def has_triton() -> bool:
-    """True where this jax compiles Pallas kernels by Triton, which newer ones are to leave out."""
-    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+    """True where Pallas kernels are compiled by Triton: not by jax versions to come, nor for GPUs before Ampere."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None and not is_before_ampere()
+
+
+def is_before_ampere() -> bool:
+    """True on NVIDIA GPUs without units for bfloat16, such as T4 and V100."""
+    capability = getattr(jax.local_devices()[0], "compute_capability", "")
+    return bool(re.fullmatch(r"[1-7]\.\d+", capability))
 
 
 def implementation(config, length: int, by_mask: bool, backend: str | None = None) -> str:
@@ -68,6 +75,8 @@ def _auto(config, length: int, by_mask: bool, backend: str | None) -> tuple[str,
         return ("splash", None) if whole_rows else ("xla", "mesh.context shards rows whose heads it cannot shard")
     if config.dtype == "float32":
         return "xla", "kernels take 16 bits, and model.dtype is float32"
+    if is_before_ampere():
+        return "xla", "kernels take GPUs from Ampere on"
     if config.attention_softcap is not None:
         return "xla", "no kernel caps scores, as this model does"
     needs_mask = by_mask or not whole_rows or config.sliding_window is not None

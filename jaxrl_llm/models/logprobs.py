@@ -139,7 +139,7 @@ def token_statistics(
         sums = log_sum_squares(*fixed, softcap, positions.count, temperature)
         statistics = statistics._replace(log_sum_squares=positions.at_tokens(sums))
     if value_head is not None:
-        values = jnp.matmul(hidden.astype(jnp.float32), value_head["kernel"].astype(jnp.float32))[..., 0]
+        values = jnp.matmul(positions.hidden.astype(jnp.float32), value_head["kernel"].astype(jnp.float32))[..., 0]
         statistics = statistics._replace(values=positions.at_tokens(values))
     if reference is not None:
         reference = Distributions(positions.picks(reference.hidden), reference.kernel)

@@ -123,7 +123,9 @@ class AdvantageStep:
         """
 
         def flat_to(rule: Rule) -> np.ndarray:
-            columns = rewards.T if rule.asks_for("rewards") else [advantage_rules.combine_rewards(rewards, weights)]
+            counted = np.asarray(weights) != 0  # a reward of weight 0 is a metric, and makes no row better
+            apart = rule.asks_for("rewards") and counted.any()
+            columns = rewards.T[counted] if apart else [advantage_rules.combine_rewards(rewards, weights)]
             flat = [np.asarray(advantage_rules.flat_groups(column, self.spec.group_size)) for column in columns]
             return np.all(flat, axis=0)
 
@@ -181,10 +183,10 @@ class AdvantageStep:
         if ref_logps is not None:
             estimate = kl_estimate(logps, ref_logps, spec.kl)
             # The controller reads a mean over rows; the metric is a mean over tokens.
-            kl = masked_mean(masked_mean(estimate, mask, axis=-1), mask.any(axis=-1))
+            kl = _mean(masked_mean(estimate, mask, axis=-1), mask.any(axis=-1))
             if spec.kl_in_reward or spec.reward_beta:
                 penalty = jnp.where(mask > 0, estimate, 0.0)
-                metrics["reward_kl" if spec.reward_beta else "kl"] = masked_mean(estimate, mask)
+                metrics["reward_kl" if spec.reward_beta else "kl"] = _mean(estimate, mask)
         rewarded = mask * scorable[:, None]
         inputs = {
             "scores": scores if penalty is None else scores - kl_coef * masked_sum(penalty, mask, axis=-1),
@@ -234,12 +236,13 @@ class AdvantageStep:
         metrics |= _spread("advantages", advantages, mask)
         if returns is not None:
             metrics |= _spread("returns", returns, rewarded) | _spread("values", values, rewarded)
-            metrics |= _objective_metrics(raw, rewarded, logps, penalty, kl_coef, rollout)
+            metrics |= _objective_metrics(scores, rewarded, logps, penalty, kl_coef, rollout)
             metrics["critic/explained_variance"] = explained_variance(values, returns, rewarded)
             # A critic must not learn from rows without a reward; the KL and entropy terms of others still read them.
             mask = rewarded
+        apart = jnp.where(weights != 0, rewards, 0.0)
         priorities = [
-            _priority(rewards if rule.asks_for("rewards") else raw[:, None], advantages, mask, spec.group_size)
+            _priority(apart if rule.asks_for("rewards") else raw[:, None], advantages, mask, spec.group_size)
             for rule in self.rules
         ]
         priority = priorities[0]

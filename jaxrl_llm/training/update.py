@@ -123,9 +123,7 @@ def make_update(
         assert update_critic is not None
         state, critic_metrics = _critic_step(update_critic, state, batch, frozen)
         after, metrics = step(dataclasses.replace(state, critic=None), batch, frozen)
-        nonfinite = jnp.maximum(metrics["nonfinite_gradient"].value, critic_metrics["nonfinite_gradient"].value)
-        metrics = critic_metrics | metrics | {"nonfinite_gradient": Metric(nonfinite, "sum")}
-        return dataclasses.replace(after, critic=state.critic), metrics
+        return dataclasses.replace(after, critic=state.critic), critic_metrics | metrics
 
     chosen = step if not has_critic else with_shared_critic if update_critic is None else with_critic
     return jax.jit(chosen, donate_argnums=0)
@@ -139,13 +137,12 @@ def make_critic_update(update_critic: Update) -> Update:
 def unchanged(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
     """The update, within that of the policy, of a critic that makes all of its own apart: none."""
     del batch, frozen
-    return state, {"nonfinite_gradient": Metric(jnp.zeros(()), "sum")}
+    return state, {}
 
 
 def _critic_step(update_critic: Update, state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
     critic, metrics = update_critic(state.critic, batch, Frozen(frozen.critic))
-    named = {name if name == "nonfinite_gradient" else f"critic/{name}": x for name, x in metrics.items()}
-    return dataclasses.replace(state, critic=critic), named
+    return dataclasses.replace(state, critic=critic), {f"critic/{name}": x for name, x in metrics.items()}
 
 
 def split_critic(joint: State, critic: State) -> State:

@@ -453,6 +453,15 @@ def test_pkpo_is_the_sum_over_all_sets(x64, k):
         advantages.pkpo_advantages(scores.reshape(-1), 6, 7)
 
 
+def test_pkpo_of_large_groups():
+    """C(256, 128) has 76 digits; the best row is in half of all sets, and the best of the others is near."""
+    scores = np.arange(256, dtype=np.float32)
+    found = np.asarray(advantages.pkpo_advantages(scores, 256, 128))
+    # The highest is in k/n of the sets; the largest of its companions is 255 - d with probability about 2^-d.
+    np.testing.assert_allclose(found[-1], 0.5 * 2.0, rtol=0.02)
+    assert np.isfinite(found).all() and (np.diff(found[-8:]) > 0).all()
+
+
 def test_pkpo_is_the_gradient_of_the_best_of_k(x64):
     """Over all outcomes of three samples of a policy of three actions, of which two count together."""
     rewards, logits = np.array([0.0, 0.3, 1.0]), jnp.array([0.2, -0.4, 0.1])

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jaxrl_llm.models.fused_attention import (
     implementation,
     splash_attention,
 )
+from jaxrl_llm.models.model import compute_dtype
 from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask, segment_positions
 
 LENGTH = 150  # no multiple of a block
@@ -152,6 +154,19 @@ def test_without_pallas_triton_rows_are_attended_by_cudnn(monkeypatch):
     monkeypatch.setattr(fused_attention, "has_triton", lambda: False)
     assert implementation(config, 5000, False, "gpu") == "cudnn"
     assert described(config, "gpu") == "cudnn"
+
+
+@pytest.mark.parametrize(("capability", "dtype", "kernel"), [("7.5", "float32", "xla"), ("8.0", "bfloat16", "cudnn")])
+def test_gpus_without_units_for_bfloat16(monkeypatch, capability, dtype, kernel):
+    """Colab's T4: nothing is left to auto that it cannot compile."""
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", sliding_window=None)
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    has_triton.cache_clear()
+    assert compute_dtype("auto") == dtype
+    assert implementation(config, 128, False) == kernel
+    assert has_triton() == (kernel == "cudnn")
+    has_triton.cache_clear()
 
 
 @pytest.fixture

@@ -279,6 +279,11 @@ def test_flat_groups_of_each_rule():
     np.testing.assert_array_equal(gdpo.flat_groups(rewards, weights), [False, True])
     result = advantages_of(rewards, (1.0, 2.0), advantage="gdpo")
     np.testing.assert_array_equal(np.asarray(result.priority) > 0, [True, False])
+    # A reward of weight 0 is logged alone: a group that differs in nothing else teaches nothing.
+    logged = np.array([[1, 3], [1, 2], [0, 1], [1, 1]], np.float32)
+    np.testing.assert_array_equal(gdpo.flat_groups(logged, np.array([1.0, 0.0])), [True, False])
+    result = advantages_of(logged, (1.0, 0.0), advantage="gdpo")
+    np.testing.assert_array_equal(np.asarray(result.priority) > 0, [False, True])
 
 
 def with_options(*entries, **settings):
@@ -445,3 +450,7 @@ def test_what_trl_logs_of_ppo():
     }  # fmt: skip
     for name, value in expected.items():
         np.testing.assert_allclose(result.metrics[name], value, rtol=1e-5, err_msg=name)
+    # As in TRL the score is lowered before it is measured: 2 of the row of four that has no end.
+    config.algorithm.missing_eos_penalty = 2.0
+    result = step_of(config)(rollout(), MASK, rewards, np.ones(1, np.float32), **terms)
+    np.testing.assert_allclose(result.metrics["objective/rlhf_reward"], 2.0 - 0.5 * kl, rtol=1e-5)

@@ -14,7 +14,7 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import parameter_spec
 from jaxrl_llm.training.optimizers import clip_by_global_norm, decayed, learning_rate_schedule, weight_decay_of
 from jaxrl_llm.training.setup.run import make_optimizer
-from jaxrl_llm.training.setup.specs import optimizer_spec
+from jaxrl_llm.training.setup.specs import critic_optimizer_spec, optimizer_spec
 
 LAYERS, STEPS = 3, 4
 
@@ -310,6 +310,14 @@ SCHEDULES = {
     "cosine": ({"schedule": "cosine"}, ("cosine", {})),
     "cosine twice": ({"schedule": "cosine", "cycles": 1.5}, ("cosine", {"num_cycles": 1.5})),
     "cosine to a tenth": ({"schedule": "cosine", "min_lr_ratio": 0.1}, ("cosine_with_min_lr", {"min_lr_rate": 0.1})),
+    "cosine with restarts": (
+        {"schedule": "cosine_with_restarts", "cycles": 2.0},
+        ("cosine_with_restarts", {"num_cycles": 2}),
+    ),
+    "polynomial": (
+        {"schedule": "polynomial", "power": 2.0, "min_lr_ratio": 0.1},
+        ("polynomial", {"power": 2.0, "lr_end": 0.001}),
+    ),
     "constant": ({"schedule": "constant"}, ("constant_with_warmup", {})),
     "inverse square root": ({"schedule": "inverse_sqrt"}, ("inverse_sqrt", {})),
     "wsd": (
@@ -319,6 +327,10 @@ SCHEDULES = {
     "wsd cosine": (
         {"schedule": "wsd", "decay_steps": 6, "decay_shape": "cosine", "min_lr_ratio": 0.2},
         ("warmup_stable_decay", {"num_decay_steps": 6, "decay_type": "cosine", "min_lr_ratio": 0.2}),
+    ),
+    "wsd 1-sqrt": (
+        {"schedule": "wsd", "decay_steps": 6, "decay_shape": "1-sqrt"},
+        ("warmup_stable_decay", {"num_decay_steps": 6, "decay_type": "1-sqrt"}),
     ),
 }
 
@@ -344,6 +356,51 @@ def test_wsd_falls_exponentially():
     np.testing.assert_allclose(rates, [0.01, 0.01, 0.01 * (2 * 0.5**0.5 - 1), 0.0, 0.0], rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.parametrize("case", [case for case in SCHEDULES if case not in ("constant", "inverse square root")])
+def test_a_schedule_that_ends_before_the_run_stays_where_it_ended(case):
+    """Up to its end it is transformers' schedule of so many steps, and then its least."""
+    own, (name, options) = SCHEDULES[case]
+    schedule = learning_rate_schedule(optimizer_spec(config_of(warmup_steps=4, schedule_steps=12, **own)))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
+    theirs = transformers.get_scheduler(name, optimizer, 4, 12, scheduler_specific_kwargs=options)
+    for step in range(12):
+        if step >= 4:
+            np.testing.assert_allclose(float(schedule(step)), theirs.get_last_lr()[0], rtol=1e-5, atol=1e-9)
+        optimizer.step()
+        theirs.step()
+    least = own.get("min_lr_ratio", 0.0) * 0.01
+    np.testing.assert_allclose([float(schedule(step)) for step in (12, 13, 40)], [least] * 3, rtol=1e-5, atol=1e-9)
+
+
+def test_a_constant_decay_of_wsd_stays_at_the_peak_up_to_the_end():
+    settings = {"schedule": "wsd", "decay_steps": 4, "decay_shape": "constant", "min_lr_ratio": 0.1}
+    schedule = learning_rate_schedule(optimizer_spec(config_of(schedule_steps=10, **settings)))
+    rates = [float(schedule(step)) for step in (0, 7, 9, 10, 15)]
+    np.testing.assert_allclose(rates, [0.01, 0.01, 0.01, 0.001, 0.001], rtol=1e-6)
+
+
+def test_the_end_of_a_schedule_counts_updates():
+    config = config_of(schedule="linear", schedule_steps=10)
+    config.batch.minibatches = 2
+    schedule = learning_rate_schedule(optimizer_spec(config))
+    np.testing.assert_allclose([float(schedule(i)) for i in (0, 10, 20, 30)], [0.01, 0.005, 0, 0], rtol=1e-6)
+
+
+def test_a_critic_has_a_schedule_and_decays_of_its_own():
+    """What it leaves out is the policy's; the steps of its decay are those of `optimizer`, in its own updates."""
+    config = config_of(schedule="cosine", min_lr_ratio=0.5, b1=0.8, b2=0.99, decay_steps=5)
+    config.algorithm.name, config.critic.schedule, config.critic.learning_rate = "ppo", "wsd", 0.02
+    config.critic.num_iterations = 2
+    validate(config)
+    critic = critic_optimizer_spec(config)
+    assert (critic.b1, critic.b2, critic.min_lr_ratio) == (0.8, 0.99, 0.5)
+    config.critic.b1, config.critic.b2, config.critic.min_lr_ratio = 0.7, 0.95, 0.0
+    critic = critic_optimizer_spec(config)
+    assert (critic.b1, critic.b2) == (0.7, 0.95)
+    rates = [float(learning_rate_schedule(critic)(count)) for count in (0, 30, 35, 40)]
+    np.testing.assert_allclose(rates, [0.02, 0.02, 0.01, 0.0], rtol=1e-6, atol=1e-9)
+
+
 def test_warm_up_starts_where_it_is_told():
     schedule = learning_rate_schedule(optimizer_spec(config_of(warmup_steps=4, warmup_init=0.002)))
     rates = [float(schedule(step)) for step in (0, 1, 2, 4, 9)]
@@ -366,6 +423,12 @@ def test_warmup_ratio_counts_updates():
         ({"schedule": "wsd"}, "optimizer.decay_steps is 0"),
         ({"decay_steps": 3}, "schedule constant"),
         ({"schedule": "wsd", "decay_steps": 21}, "total_steps = 20"),
+        ({"schedule": "wsd", "decay_steps": 11, "schedule_steps": 10}, "schedule_steps = 10"),
+        ({"schedule_steps": 10}, "schedule_steps is 10, but optimizer.schedule constant has no end: set it to 0"),
+        ({"schedule": "linear", "schedule_steps": 10, "warmup_ratio": 0.5}, "warm-up alone takes 10 steps"),
+        ({"schedule": "linear", "power": 2.0}, "power is 2, but it is that of polynomial"),
+        ({"schedule": "cosine_with_restarts"}, "cycles is 0.5 .* a whole number of decays"),
+        ({"schedule": "cosine_with_restarts", "cycles": 1.5}, "cycles is 1.5 .* a whole number of decays"),
     ],
 )
 def test_contradictions_are_named(keys, words):
@@ -406,7 +469,7 @@ def test_too_many_skipped_steps_stop_a_run(root, tmp_path, capsys):
     config.logging.backends = ("jsonl",)
     with pytest.raises(ConfigError, match=r"step 2: the gradient is not finite .* 2 steps in a row"):
         jaxrl_llm.train(config)
-    assert "step 1 changed nothing" in capsys.readouterr().err
+    assert "and changed nothing" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -192,6 +192,17 @@ def test_the_divergence_in_the_loss(teacher, name):
     assert updates[0]["grad_norm"].value > 0.01
 
 
+def test_the_ratio_beside_a_divergence_is_at_the_temperature_of_the_rollouts(teacher):
+    """The policy that sampled has a ratio of 1 with itself, whatever the temperature of the divergence."""
+    settings = {"algorithm__advantage": "zero", "batch__minibatches": 2, "rollout__temperature": 0.7}
+    settings |= {"teacher__form": "divergence", "teacher__temperature": 2.0, "teacher__importance_max": 2.0}
+    _, _, updates = first_batch(config_of(teacher, **settings), update=True)
+    loss = float(updates[0]["loss"].value)
+    np.testing.assert_allclose(loss, updates[0]["teacher/divergence"].value, rtol=1e-4)
+    plain = first_batch(config_of(teacher, **settings | {"teacher__importance_max": None}), update=True)[2]
+    np.testing.assert_allclose(loss, plain[0]["loss"].value, rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_given_rows_are_learned_from_by_the_teachers_distributions(teacher, packed):

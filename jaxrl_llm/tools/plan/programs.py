@@ -33,7 +33,13 @@ from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer
 from jaxrl_llm.training.passes import scored_distributions, scored_logps, scored_norms, scored_top, values_before
 from jaxrl_llm.training.setup.memory import gradient_bytes, with_fitting_slots
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, policy_loss
-from jaxrl_llm.training.setup.run import make_optimizer, shard_rows, sized_critic_updates, sized_updates
+from jaxrl_llm.training.setup.run import (
+    critic_alone,
+    make_optimizer,
+    shard_rows,
+    sized_critic_updates,
+    sized_updates,
+)
 from jaxrl_llm.training.setup.specs import (
     advantage_spec,
     algorithm_of,
@@ -48,7 +54,7 @@ from jaxrl_llm.training.setup.specs import (
     rollout_spec,
     teacher_spec,
 )
-from jaxrl_llm.training.update import make_update, merge_frozen, optimizer_step
+from jaxrl_llm.training.update import make_update, merge_frozen, optimizer_step, unchanged
 
 
 class Layouts(NamedTuple):
@@ -133,21 +139,45 @@ def compile_step(
             spec = sized_critic_updates(config, updates)
             regression = value_regression(critic_spec(config), shapes.critic)
             update_critic = optimizer_step(regression, build_optimizer(critic_optimizer_spec(config)), spec, mesh)
+        teacher = shapes.teachers.get("")
+
+        def minibatch_of(config, layouts: Layouts) -> tuple[Batch, int]:
+            """Return one minibatch, and how many of its size are held beside it."""
+            batch = update_batch(config, shapes.net, mesh, widths[1], widths[0] if online else 0, teacher)
+            count = config.batch.minibatches
+            return batch.with_layout(layouts.update, layouts.observed), count if count > 1 else 0
+
+        alone = critic_alone(config, update_critic)
+        if alone is not None and alone.apart:
+            update_critic = unchanged
         has_critic = shapes.critic is not None
         update = make_update(objective, make_optimizer(config), updates, mesh, update_critic, has_critic)
-        teacher = shapes.teachers.get("")
-        batch = update_batch(config, shapes.net, mesh, widths[1], widths[0] if online else 0, teacher)
-        batch = batch.with_layout(layouts.update, layouts.observed)
-        minibatches = config.batch.minibatches
+        batch, beside = minibatch_of(config, layouts)
         compiler.add(
             "update",
             update,
             (shapes.state, batch, shapes.frozen),
-            times=minibatches * config.algorithm.num_iterations,
-            held=(batch,) * (minibatches if minibatches > 1 else 0),
+            times=config.batch.minibatches * config.algorithm.num_iterations,
+            held=(batch,) * beside,
             of_run=(shapes.state, shapes.frozen),
             trips=layouts.update_trips,
         )
+        if alone is not None and alone.passes:
+            own, its_layouts = config.copy_and_resolve_references(), layouts
+            own.batch.minibatches = alone.minibatches
+            if alone.minibatches != config.batch.minibatches:
+                its_packer = packer and packer.of_rows(batch_rows(own) // alone.minibatches)
+                its_layouts = make_layouts(own, shapes.net, mesh, objective, widths, accelerator, its_packer, room)
+            batch, beside = minibatch_of(own, its_layouts)
+            compiler.add(
+                "update of the critic",
+                alone.update,
+                (shapes.state, batch, shapes.frozen),
+                times=alone.minibatches * alone.passes,
+                held=(batch,) * beside,
+                of_run=(shapes.state, shapes.frozen),
+                trips=its_layouts.update_trips,
+            )
     tokens = 0 if sizes is None else sizes.packed_rows * sizes.length * row_shards(mesh)
     rows = updates.microbatch_rows or batch_rows(config) // config.batch.minibatches
     return compiler.programs, rollout, Microbatch(rows, tokens)

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.environments.protocol import encodable
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions"
@@ -104,7 +105,7 @@ def write_completions(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]
     each reward function under its name, `advantage`, and any other columns. Columns are step, prompt, completion, and
     the others in the order they first appear; a row without one holds null there.
 
-    Raises ValueError for a row without prompt or completion, one with a `step`, or a column of mixed types.
+    Raises ValueError for a row without prompt or completion, or one with a `step`.
     """
     names: dict[str, None] = dict.fromkeys(("prompt", "completion"))
     for row in rows:
@@ -113,10 +114,7 @@ def write_completions(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]
         names.update(dict.fromkeys(row))
     columns = {"step": pa.array([step] * len(rows), pa.int64())}
     for name in names:
-        try:
-            columns[name] = pa.array([_parquet_cell(name, row.get(name)) for row in rows])
-        except pa.ArrowException as error:
-            raise ValueError(f"the column {name!r} of completions does not hold one type of values: {error}") from error
+        columns[name] = pa.array(of_one_type([_parquet_cell(name, row.get(name)) for row in rows]))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{'evaluation' if held_out else 'completions'}_{step:05d}.parquet"
     unfinished = path.with_name(f".{path.name}.part")
@@ -133,6 +131,21 @@ def _parquet_cell(name: str, value: Any) -> Any:
     if name in ("prompt", "completion") and not isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     return value.item() if isinstance(value, np.generic) else value
+
+
+def of_one_type(cells: list[Any]) -> list[Any]:
+    """Cells as tables take them: of one row a scorer may say True, of the next 0.5, or a text.
+
+    Numbers and booleans side by side become floats; cells of other types, and what no table holds, become texts.
+    """
+    known = [cell for cell in cells if cell is not None]
+    try:
+        if len({type(cell) for cell in known}) > 1 and all(isinstance(cell, bool | int | float) for cell in known):
+            return [None if cell is None else float(cell) for cell in cells]
+        pa.array(cells)
+    except (pa.ArrowException, ValueError, OverflowError):  # the last two for halves of characters and large integers
+        return [None if cell is None else encodable(cell if isinstance(cell, str) else repr(cell)) for cell in cells]
+    return cells
 
 
 def remove_completions(folder: Path, last_step: int | None) -> None:

@@ -3,6 +3,7 @@
 The loop may dispatch a step before the one before it is settled, so that the device does not wait for the host.
 """
 
+import math
 import resource
 import sys
 import time
@@ -89,20 +90,20 @@ class StepLog:
             updates = merge(step.updates)
             metrics = {name: float(value) for name, value in jax.device_get(step.metrics).items()} | updates
         trained = metrics["num_tokens"]
-        # While a critic is warmed up there is no loss but its own.
-        loss, norm = (name if name in metrics else f"critic/{name}" for name in ("loss", "grad_norm"))
-        skipped = self.counts["skipped"] + 1 if metrics["nonfinite_gradient"] == 1 else 0
+        failed = [of for of in ("", "critic/") if metrics.get(f"{of}nonfinite_gradient") == 1]  # in every update
+        skipped, what = self.counts["skipped"] + 1 if failed else 0, ""
+        for of in failed[:1]:
+            numbers = f"loss {metrics[f'{of}loss']:g}, norm {metrics[f'{of}grad_norm']:g}"
+            what = f"{'the critic has a gradient that' if of else 'the gradient'} is not finite ({numbers})"
         if skipped > self._health.max_skipped_steps:
             raise ConfigError(
-                f"step {step.number}: the gradient is not finite (loss {metrics[loss]:g}, norm "
-                f"{metrics[norm]:g}), {skipped} step{'s' if skipped > 1 else ''} in a row "
+                f"step {step.number}: {what}, {skipped} step{'s' if skipped > 1 else ''} in a row "
                 f"(optimizer.max_skipped_steps = {self._health.max_skipped_steps}); the last checkpoint is intact. "
                 "Lower optimizer.learning_rate, or check the data and rewards of that step."
             )
         self.counts = {"num_tokens": self.counts["num_tokens"] + int(trained), "skipped": skipped}
         if skipped:
-            shown = f"(loss {metrics[loss]:g})"
-            self._logger.warn(f"step {step.number} changed nothing: its gradient is not finite {shown}")
+            self._logger.warn(f"step {step.number}: {what}, and changed nothing")
         else:
             self._learn(updates)
         # Steps overlap: the time of one starts where the one before it ended.
@@ -178,10 +179,15 @@ def _cpu_seconds() -> float:
 def merge(updates: list[Mapping[str, Any]]) -> Metrics:
     """The metrics of several updates as those of one step: means, and of minima and maxima the extreme.
 
-    Each is that of the updates that have it: a critic may make updates of its own.
+    Each is that of the updates that have it: a critic may make updates of its own, and a minibatch whose rows are all
+    masked has no mean over tokens. An update that failed has the numbers with which it failed.
     """
-    reduce, values = {"max": max, "min": min, "sum": np.mean}, jax.device_get(updates)
-    return {
-        name: float(reduce[metric.reduce]([float(metrics[name].value) for metrics in values if name in metrics]))
-        for name, metric in {name: metric for metrics in values for name, metric in metrics.items()}.items()
-    }
+    reduce, merged = {"max": max, "min": min, "sum": np.mean}, {}
+    values = [{name: (x.reduce, float(x.value)) for name, x in each.items()} for each in jax.device_get(updates)]
+    for each in values:
+        failed = any(value for name, (_, value) in each.items() if name.endswith("nonfinite_gradient"))
+        for name, (way, value) in each.items():
+            way, known = merged.setdefault(name, (way, []))
+            if failed or not math.isnan(value):
+                known.append(value)
+    return {name: float(reduce[way](known)) if known else math.nan for name, (way, known) in merged.items()}

@@ -54,9 +54,18 @@ def teacher_term(spec: DivergenceSpec, tokens: TokenStatistics, batch: Batch) ->
 
 
 def distillation(
-    spec: DivergenceSpec, aggregation: str, max_completion_length: int, microbatch_rows: int, net: Net
+    spec: DivergenceSpec,
+    aggregation: str,
+    max_completion_length: int,
+    microbatch_rows: int,
+    temperature: float,
+    net: Net,
 ) -> Objective:
-    """`coef * divergence` of the tokens in the mask, and nothing else (GKD, arXiv 2306.13649)."""
+    """`coef * divergence` of the tokens in the mask, and nothing else (GKD, arXiv 2306.13649).
+
+    `temperature` is that of the rollouts, and so of the ratio of `importance_max` and of the entropy; the divergence
+    has its own.
+    """
 
     def prepare(batch: Batch) -> Batch:
         return weigh(
@@ -69,7 +78,7 @@ def distillation(
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         teacher = teacher_of(spec, batch)
-        tokens = token_statistics(net, params, batch.inputs, spec.temperature, measured=True, teacher=teacher)
+        tokens = token_statistics(net, params, batch.inputs, temperature, measured=True, teacher=teacher)
         term, divergence = teacher_term(spec, tokens, batch)
         metrics = {
             "entropy": Metric(tokens.entropy),

@@ -37,14 +37,23 @@ class Objective(NamedTuple):
 def weigh(batch: Batch, mode: str, **options) -> Batch:
     """The batch with the weights of an aggregation mode (`loss_weights`), and each token's share in means."""
     if batch.observed is not None:
-        batch = batch.prepare(observed_share=batch.observed / jnp.maximum(batch.observed.sum(), 1.0))
+        batch = batch.prepare(observed_share=share_of(batch.observed))
     if batch.taught is not None:
-        taught = batch.mask * batch.taught[:, None]
-        batch = batch.prepare(taught_share=taught / jnp.where(taught.any(), taught.sum(), jnp.nan))
-    return batch.prepare(
-        weights=loss_weights(batch.mask, mode, **options),
-        token_share=batch.mask / jnp.maximum(batch.mask.sum(), 1.0),
-    )
+        batch = batch.prepare(taught_share=share_of(batch.mask * batch.taught[:, None]))
+    return batch.prepare(weights=loss_weights(batch.mask, mode, **options), token_share=share_of(batch.mask))
+
+
+def share_of(mask) -> jax.Array:
+    """The share `[N,T]` of each token in a mean over the mask: NaN where that is empty, for there is no such mean.
+
+    A loss, to which no token adds nothing, reads it through `counted`.
+    """
+    return mask / jnp.where(mask.any(), mask.sum(), jnp.nan)
+
+
+def counted(share, mask) -> jax.Array:
+    """The shares `[N,T]` as weights of a loss: 0 outside the mask, also where it is empty."""
+    return jnp.where(mask > 0, share, 0.0)
 
 
 def token_metrics(metrics: Metrics, batch: Batch) -> Metrics:

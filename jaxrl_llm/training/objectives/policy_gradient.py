@@ -27,7 +27,7 @@ from jaxrl_llm.models.chunked_softmax import Distributions, Slopes
 from jaxrl_llm.models.logprobs import TokenStatistics, token_logps, token_statistics
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.distillation import DivergenceSpec, teacher_of, teacher_term
-from jaxrl_llm.training.objectives.objective import Objective, token_metrics, weigh
+from jaxrl_llm.training.objectives.objective import Objective, counted, share_of, token_metrics, weigh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
     def prepare(batch: Batch, observed=None) -> Batch:
         if observed is not None and spec.top_entropy_quantile < 1:
             keep = top_entropy_mask(observed[1], batch.mask, spec.top_entropy_quantile).astype(jnp.float32)
-            batch = batch.prepare(keep=keep, entropy_share=keep / jnp.maximum(keep.sum(), 1.0))
+            batch = batch.prepare(keep=keep, entropy_share=share_of(keep))
         if observed is not None and select is not None:
             logps = observed[0]
             old_logps = old_logps_of(batch, logps)
@@ -207,14 +207,16 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
 
     if spec.entropy_coef or scalars.entropy_coef is not None:
         coef = spec.entropy_coef if scalars.entropy_coef is None else scalars.entropy_coef
-        bonus = tokens.entropy * (prepared.token_share if prepared.entropy_share is None else prepared.entropy_share)
+        kept, share = mask, prepared.token_share
+        if prepared.entropy_share is not None:
+            kept, share = prepared.keep, prepared.entropy_share
         metrics["policy_loss"] = Metric(value, "sum")
         if prepared.keep is not None:
-            metrics["entropy_kept"] = Metric(bonus, "sum")
-        value -= (coef * _weighed(bonus, batch)).sum()
+            metrics["entropy_kept"] = Metric(share * tokens.entropy, "sum")
+        value -= (coef * _weighed(counted(share, kept) * tokens.entropy, batch)).sum()
     if batch.observed is not None:
-        error = -prepared.observed_share * observed
-        metrics["observations/nll"] = Metric(error, "sum")
+        metrics["observations/nll"] = Metric(-prepared.observed_share * observed, "sum")
+        error = -counted(prepared.observed_share, batch.observed) * observed
         value += spec.observation_coef * _weighed(error, batch).sum()
     return value, token_metrics(metrics | sampler_metrics(spec, trainer, batch), batch)
 

@@ -18,7 +18,7 @@ from jaxrl_llm.models.logprobs import token_statistics, token_values
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.distillation import teacher_of
-from jaxrl_llm.training.objectives.objective import Objective, token_metrics
+from jaxrl_llm.training.objectives.objective import Objective, counted, share_of, token_metrics
 from jaxrl_llm.training.objectives.policy_gradient import PolicySpec, policy_gradient, policy_objective, reference_of
 from jaxrl_llm.training.update import State
 
@@ -59,7 +59,7 @@ def value_regression(spec: CriticSpec, net: Net) -> Objective:
     """
 
     def prepare(batch: Batch) -> Batch:
-        return batch.prepare(token_share=batch.mask / jnp.maximum(batch.mask.sum(), 1.0))
+        return batch.prepare(token_share=share_of(batch.mask))
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         return _value_loss(spec, token_values(net, params, batch.inputs), batch)
@@ -99,6 +99,7 @@ def without_head(params: Params) -> Params:
 
 def _value_loss(spec: CriticSpec, values, batch: Batch) -> tuple[jax.Array, Metrics]:
     per_token = value_clip(values, batch.values, batch.returns, spec.epsilon)
-    clipped = jnp.zeros_like(values) if spec.epsilon is None else jnp.abs(values - batch.values) > spec.epsilon
+    # As TRL and verl count: where the value near the old one has the larger error, and the token no gradient.
+    clipped = per_token > 0.5 * jnp.square(values - batch.returns)
     metrics = token_metrics({"vpred_mean": Metric(values), "vf_clipfrac": Metric(clipped)}, batch)
-    return (batch.prepared.token_share * per_token).sum(), metrics
+    return (counted(batch.prepared.token_share, batch.mask) * per_token).sum(), metrics

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.training.logging.backends.delivery import table_of
 from jaxrl_llm.training.logging.logger import Logger, LoggingSpec
 from jaxrl_llm.training.logging.records import read_metrics, write_completions
 from tests.training.logging.common import ROWS, files, quiet_spec, steps
@@ -248,10 +249,27 @@ def test_conversations_are_kept_as_json(tmp_path):
     [
         ({"prompt": "a"}, "needs prompt and completion"),
         ({"prompt": "a", "completion": "b", "step": 3}, "no step"),
-        ({"prompt": "a", "completion": "b", "exact_match": "yes"}, "column 'exact_match'"),
     ],
 )
 def test_invalid_completions_leave_no_file(tmp_path, row, message):
     with pytest.raises(ValueError, match=message):
         write_completions(tmp_path, 1, [*ROWS, row])
     assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("cells", "kept"),
+    [
+        ([True, 0.25, None, 2], [1.0, 0.25, None, 2.0]),
+        ([7, "[INVALID]", None, [1]], ["7", "[INVALID]", None, "[1]"]),
+        ([2**70, 1, 0.5], [float(2**70), 1.0, 0.5]),
+        ([2**70, None, 1], [str(2**70), None, "1"]),
+        ([10**400, 0.5], [str(10**400), "0.5"]),
+        (["a\ud800", "b"], ["a\ufffd", "b"]),
+    ],
+)
+def test_what_scorers_say_in_several_types_is_kept(tmp_path, cells, kept):
+    """verl's scorers give extra values row by row, here True and there 0.0: a run must not end because of its table."""
+    rows = [{"prompt": "a", "completion": "b", "extra": cell} for cell in cells]
+    assert pq.read_table(write_completions(tmp_path, 1, rows))["extra"].to_pylist() == kept
+    assert table_of(rows, 99)["extra"] == kept

@@ -1,6 +1,7 @@
 """The metrics that the log adds to those of a step: speed, memory, processors; and what a real run records of them."""
 
 import json
+import math
 import time
 from types import SimpleNamespace
 
@@ -9,9 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxrl_llm.algorithms.losses import Metric
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.training.logging.health import HealthSpec
 from jaxrl_llm.training.logging.logger import Logger
-from jaxrl_llm.training.logging.step_log import Machine, Step, StepLog
+from jaxrl_llm.training.logging.step_log import Machine, Step, StepLog, merge
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from tests.training.logging.common import quiet_spec
 
@@ -37,6 +39,36 @@ def test_speed_leaves_out_compilation(tmp_path, monkeypatch):
     assert first["step_time"] == 100.0 and first["tokens_per_second"] == 4000 / 40
     assert first["time/compile"] == 67.0 and first["time/update"] == 40.0
     assert second["tokens_per_second"] == 400.0 and "time/compile" in second
+
+
+def updates_of(*rows):
+    return [{name: Metric(value, "sum") for name, value in row.items()} for row in rows]
+
+
+def test_means_over_no_token_are_left_out_of_a_step():
+    whole = {"loss": 1.0, "entropy": 1.7, "nonfinite_gradient": 0.0}
+    masked = {"loss": 0.0, "entropy": math.nan, "nonfinite_gradient": 0.0}
+    failed = {"loss": math.nan, "entropy": 1.7, "nonfinite_gradient": 1.0}
+    assert merge(updates_of(whole, masked)) == {"loss": 0.5, "entropy": 1.7, "nonfinite_gradient": 0.0}
+    assert math.isnan(merge(updates_of(masked, masked))["entropy"])
+    merged = merge(updates_of(whole, failed))
+    assert math.isnan(merged["loss"]) and merged["nonfinite_gradient"] == 0.5
+
+
+@pytest.mark.parametrize(("of", "words"), [("", "the gradient is not finite"), ("critic/", "the critic has a gradient")])
+def test_a_policy_or_a_critic_that_never_learns_ends_the_run(tmp_path, of, words):
+    """With passes of their own, each has updates of its own, whose failures the other's must not hide."""
+    fine = {"loss": 1.0, "grad_norm": 1.0, "nonfinite_gradient": 0.0}
+    critic, policy = ({f"{place}{name}": x for name, x in fine.items()} for place in ("critic/", ""))
+    failing = critic if of else policy
+    failing |= {f"{of}loss": math.nan, f"{of}grad_norm": math.nan, f"{of}nonfinite_gradient": 1.0}
+    with Logger(quiet_spec(), tmp_path) as logger:
+        spec = HealthSpec(max_skipped_steps=1)
+        log = StepLog(spec, lambda metrics: None, Stopwatch(), logger, {"num_tokens": 0, "skipped": 0})
+        log.add(Step(1, 0.0, {"num_tokens": 1}, updates_of(critic, policy), []))
+        log.add(Step(2, 0.0, {"num_tokens": 1}, updates_of(critic, policy), []))
+        with pytest.raises(ConfigError, match=f"step 2: {words}.* 2 steps in a row"):
+            log.settle()
 
 
 def test_an_evaluation_adds_to_the_phases_of_its_step(tmp_path):

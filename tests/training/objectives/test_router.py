@@ -10,8 +10,9 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm.algorithms.batch import Batch, Inputs
-from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.config import ConfigError, assign, default
 from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.moe import balance_loss
@@ -19,6 +20,7 @@ from jaxrl_llm.models.transformer import ModelConfig, Net, RecordingNet
 from jaxrl_llm.training.objectives.router import with_router_loss
 from jaxrl_llm.training.objectives.sft import SFTSpec, sft
 from jaxrl_llm.training.setup.objectives import objective_of
+from jaxrl_llm.training.setup.run import build, build_model, experts_left_out
 
 CONFIG = ModelConfig(
     vocab_size=320, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3, qk_norm=True,
@@ -89,6 +91,36 @@ def write_model(net, params, folder, root):
     hf.save(net, params, folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(root / "jaxrl_llm/models/embedded/sort" / name, folder / name)
+
+
+def test_experts_that_quantisation_and_adapters_leave_out_are_named_at_the_start(net, params, tmp_path, root):
+    """With their bytes: 2 layers x 4 experts x 3 matrices of 16 x 12 numbers are 18,432 bytes in float32."""
+    write_model(net, params, tmp_path / "model", root)
+    mesh = make_mesh(devices=jax.devices()[:1])
+
+    def configured(algorithm, **settings):
+        config = load_config_file(f"{root / 'configs' / algorithm}.py:tiny")
+        config.model.path, config.eval.every = str(tmp_path / "model"), -1
+        for name, value in settings.items():
+            assign(config, name.replace("__", "."), value)
+        return config
+
+    def warnings(**settings):
+        config = configured("sft", **settings)
+        with jax.set_mesh(mesh):
+            return " ".join(experts_left_out(config, build_model(config, mesh)))
+
+    assert warnings() == warnings(lora__rank=2, lora__targets=("q", "v")) == ""
+    assert "lora.targets: experts have no adapters and are not trained: 1.84e-05 of" in warnings(lora__rank=2)
+    said = warnings(lora__rank=2, lora__targets=("q",), model__quantize="int8")
+    assert "model.quantize = 'int8' leaves the experts as they are: 1.84e-05 of" in said
+    assert "model.param_dtype=bfloat16 halves them" in said
+    half = warnings(lora__rank=2, model__quantize="int8", model__param_dtype="bfloat16")
+    assert "as they are: 9.22e-06 of" in half and "halves them" not in half
+    of_samples = {"rollout__weights_dtype": "int8", "algorithm__importance_correction": "token_truncate"}
+    with jax.set_mesh(mesh):
+        run = build(configured("grpo", **of_samples), mesh)
+    assert any("'int8' leaves the experts in float32: 1.84e-05 GB" in line for line in run.warnings), run.warnings
 
 
 @pytest.mark.slow

@@ -121,9 +121,8 @@ def test_steps_that_warm_the_critic_up_leave_the_policy_out():
         warm_up = make_critic_update(optimizer_step(regression, optimizer, update_spec(config), mesh))
         state, metrics = warm_up(state, jax.tree.map(jnp.asarray, make_batch()), NOTHING)
     np.testing.assert_array_equal(state.params["w"], np.ones(3))
-    assert set(metrics) == {"nonfinite_gradient"} | {
-        f"critic/{name}" for name in ("loss", "vpred_mean", "vf_clipfrac", "grad_norm", "lr")
-    }
+    names = ("loss", "vpred_mean", "vf_clipfrac", "grad_norm", "lr", "nonfinite_gradient")
+    assert set(metrics) == {f"critic/{name}" for name in names}
     layers = (state.critic.params["layers"], PARAMS["layers"])
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), *layers)))
 
@@ -199,6 +198,37 @@ def test_a_shared_critic_reads_the_hidden_states_of_the_policy_once(root, tmp_pa
     np.testing.assert_allclose(metrics["critic/vpred_mean"], measured["vpred_mean"], rtol=1e-5)
     gradients = jax.jit(jax.grad(lambda p: objective.loss(p, prepared)[0]))(joint)
     assert all(float(jnp.abs(gradients[part]["kernel"]).max()) > 0 for part in ("score", "head"))
+
+
+def test_values_of_a_shared_critic_are_of_the_states_that_its_own_network_reads(root, tmp_path):
+    """Granite divides the states that its head reads, `logit_divisor`; a critic reads them as they are."""
+    config = ppo(root, tmp_path, 1)
+    config.critic.shared, config.algorithm.beta, config.algorithm.kl_in_reward = True, 0.0, False
+    net = Net(replace(NET.config, head="lm", logit_divisor=8.0))
+    params = net.init(jax.random.key(1)) | {"score": {"kernel": jnp.ones((16, 1))}}
+    batch = make_batch()
+    batch = batch.replace(sample_logps=-batch.mask, old_logps=-batch.mask, advantages=batch.mask)
+    objective = objective_of(config, net)
+    metrics = jax.jit(objective.loss)(params, objective.prepare(batch))[1]
+    critic = {name: x for name, x in params.items() if name != "head"}
+    values = token_values(Net(replace(net.config, head="score")), critic, batch.inputs)
+    mean = (values * batch.mask).sum() / batch.mask.sum()
+    np.testing.assert_allclose(metrics["critic/vpred_mean"].value, mean, rtol=1e-5)
+
+
+def test_clipped_values_are_counted_as_by_trl_and_verl(root, tmp_path):
+    """A value far from the old one is clipped where it is nearer to the return: there it has no gradient."""
+    spec = replace(critic_spec(ppo(root, tmp_path, 1)), epsilon=0.2)
+    batch = make_batch()
+    values = np.asarray(token_values(NET, PARAMS, batch.inputs))
+    batch = batch.replace(values=values - batch.mask, returns=values)  # nearer to the return than 0.2 from the old value
+    regression = value_regression(spec, NET)
+
+    def share(batch):
+        return float(regression.loss(PARAMS, regression.prepare(batch))[1]["vf_clipfrac"].value)
+
+    assert share(batch) == 1.0
+    assert share(batch.replace(returns=values - 9.0)) == 0.0  # it moved away from the return: its error is the larger one
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.training.logging.backends import PACKAGES, Backend, Identity, start
 from jaxrl_llm.training.logging.console import as_text
+from jaxrl_llm.training.logging.records import of_one_type
 
 MAX_PENDING = 10_000  # calls that wait for a backend that is down; the oldest are dropped then
 PATIENCE = 60.0  # seconds that the end of a run waits for a backend
@@ -40,9 +41,9 @@ class Delivery:
         """Sends the metrics of a step; returns at once."""
         self._add(partial(self._backend.log, step, dict(metrics)))
 
-    def table(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+    def table(self, name: str, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
         """Sends a table of completions; returns at once."""
-        self._add(partial(self._backend.table, step, columns))
+        self._add(partial(self._backend.table, name, step, columns))
 
     def close(self, failed: bool) -> None:
         """Waits `patience` seconds at most for the pending calls, and warns of those that were not sent."""
@@ -129,7 +130,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], limit: int) -> dict[str, list[An
     """The columns of at most `limit` of the rows, evenly spaced; a cell is a number, a text, or None."""
     picked = [rows[i * len(rows) // limit] for i in range(limit)] if limit < len(rows) else list(rows)
     names = dict.fromkeys(name for row in picked for name in row)
-    return {name: [_cell(row.get(name)) for row in picked] for name in names}
+    return {name: of_one_type([_cell(row.get(name)) for row in picked]) for name in names}
 
 
 def _cell(value: Any) -> int | float | str | None:

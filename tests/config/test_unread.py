@@ -1,0 +1,65 @@
+"""What a run says of settings that it does not read."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm.config import default
+from jaxrl_llm.config.schema import BY_NAME
+from jaxrl_llm.config.unread import OF_ADAPTERS, OF_ALL, OF_GIVEN_ROWS, OF_PREFERENCES, OF_REFERENCES, unread
+
+ROOT = Path(__file__).parents[2]
+
+
+def told(name: str = "grpo", **settings) -> list[str]:
+    config = default()
+    config.algorithm.name = name
+    for key, value in settings.items():
+        section, leaf = key.split("__")
+        config[section][leaf] = value
+    return unread(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lora__alpha": 32.0, "lora__targets": ("q_proj",)}, "there are no adapters .*: lora.alpha, lora.targets has"),
+        ({"critic__learning_rate": 1e-4}, "algorithm.name is grpo, which has no critic: critic.learning_rate has no"),
+        ({"data__precompute_reference": True}, "which samples its rows: data.precompute_reference"),
+        ({"algorithm__ld_alpha": 0.5}, "which compares no pairs: algorithm.ld_alpha"),
+        ({"name": "sft", "algorithm__beta": 0.1}, "algorithm.name is sft, which samples no .*: algorithm.beta"),
+        ({"name": "preference", "algorithm__epsilon_high": 0.3}, "which samples no .*: algorithm.epsilon_high"),
+        ({"name": "reward_model", "algorithm__offload_reference": True}, ": algorithm.offload_reference has no effect"),
+    ],
+)
+def test_settings_without_effect_are_named(settings, words):
+    (line,) = told(**settings)
+    assert re.search(words, line), line
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lora__rank": 8, "lora__alpha": 32.0},
+        {"lora__path": "folder", "lora__reference": "copy"},
+        {"name": "ppo", "critic__learning_rate": 1e-4},
+        {"name": "preference", "algorithm__beta": 0.3, "algorithm__ld_alpha": 0.5, "data__precompute_reference": True},
+        {"name": "sft", "algorithm__loss": "dft", "data__loss_on": "all", "algorithm__neftune_alpha": 5.0},
+    ],
+)
+def test_settings_that_are_read_are_not(settings):
+    assert told(**settings) == []
+
+
+def test_no_configuration_that_ships_has_a_setting_without_effect():
+    paths = sorted(path for path in (ROOT / "configs").rglob("*.py") if not path.name.startswith("_"))
+    made = {path: runpy.run_path(str(path)).get("get_config") for path in paths}
+    assert sum(make is not None for make in made.values()) > 30
+    assert {path.name: lines for path, make in made.items() if make is not None and (lines := unread(make()))} == {}
+
+
+def test_the_names_are_those_of_settings():
+    groups = (OF_ADAPTERS, OF_GIVEN_ROWS, OF_REFERENCES, OF_PREFERENCES, OF_ALL)
+    assert {name for group in groups for name in group} <= BY_NAME.keys()
