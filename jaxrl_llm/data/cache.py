@@ -12,6 +12,8 @@ import logging
 import os
 import pickle
 import uuid
+import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,16 +72,18 @@ def load(file: Path, tokenize: RowTokenizer, examples: Iterable[Mapping[str, Any
     """
     if not file.is_file():
         return None
+    columns = [name for names in COLUMNS[tokenize.kind] for name in names]
+    names = ["kept", "counts", "lengths", *columns, *(f"{name}_ends" for name in columns), *NUMBERS]
     try:
         with np.load(file, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, EOFError) as error:
+            arrays = {name: stored[name] for name in names}
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         log.warning("the cached token rows %s cannot be read (%s): tokenising again", file, error)
         return None
     tokenize.read, tokenize.long, tokenize.unlearnable = (int(x) for x in arrays["counts"])
     tokenize.lengths = arrays["lengths"].tolist()
     rows: list[Row] = [{} for _ in arrays["kept"]]
-    for name in (name for names in COLUMNS[tokenize.kind] for name in names):
+    for name in columns:
         values = np.split(arrays[name], arrays[f"{name}_ends"][:-1])
         for row, value in zip(rows, values, strict=True):
             row[name] = value.tolist()
@@ -119,6 +123,8 @@ def save(file: Path, tokenize: RowTokenizer, kept: Sequence[tuple[int, Row]]) ->
         file.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as opened:
             np.savez(opened, **arrays)
+            opened.flush()
+            os.fsync(opened.fileno())  # or a machine that stops now may leave the name with a part of the bytes
         partial.replace(file)
     except OSError as error:
         raise ConfigError(

@@ -27,12 +27,18 @@ from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.pipeline import Stream, StreamSource
 from jaxrl_llm.data.templates import is_conversational, without_absent_keys
-from jaxrl_llm.data.tokenize import PIXELS, RowTokenizer, split_pair
+from jaxrl_llm.data.tokenize import PIXELS, RowTokenizer, has_prompt, split_pair
 
 log = logging.getLogger(__name__)
 
 END_MARKS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "zephyr": "</s>"}  # end of a turn in fixed-text formats
-OPENERS = ("prompt", "messages", "chosen", "rejected", "text")  # columns that a row may begin with, by precedence
+# Columns that a row of a kind may begin with, by precedence.
+OPENERS = {
+    "prompts": ("prompt",),
+    "completions": ("messages", "prompt", "text"),
+    "pairs": ("prompt", "chosen"),
+    "labels": ("prompt", "chosen"),
+}
 CHUNK = 256  # examples that a thread tokenises before the next are read
 MOST_WORKERS = 16  # threads, unless data.workers says otherwise
 # The keys of a source dictionary that speak of the source; everything else is an option of its format.
@@ -107,7 +113,8 @@ def open_sources(
     """The sources that are trained on or, with `held_out`, evaluated on; `dataset` or `named` take their place.
 
     With `prompts` their examples serve as prompts whatever the algorithm learns from. To evaluate on the data that is
-    trained on, without saying on which split, sources without a split `test` are left out, which may leave none.
+    trained on, without saying on which split, sources without a split `test` are left out, which may leave none; of
+    other data without a split `test` the only one is taken.
 
     Raises ConfigError for a source, format or option that is wrong.
     """
@@ -119,11 +126,15 @@ def open_sources(
     elif spec.sources and not (held_out and spec.eval_path):
         entries = [source_options(source) for source in spec.sources]
     else:
-        entries = [{"path": spec.eval_path or spec.path if held_out else spec.path, "name": spec.name}]
+        path = spec.eval_path or spec.path if held_out else spec.path
+        entries = [{"path": path, "name": spec.name if path == spec.path else None}]  # data.name is that of data.path
     opened, unasked = [], held_out and named is None and spec.eval_path is None and spec.eval_split is None
+    # A file, say, has one split, whatever it is for; that of the data that is trained on is no evaluation.
+    apart = held_out and dataset is None and (named is not None or spec.eval_path is not None)
     for entry in entries:
+        any_split = apart and entry.get("path") != spec.path
         try:
-            opened.append(_open(entry, spec, held_out, purpose, tokenizer))
+            opened.append(_open(entry, spec, held_out, any_split, purpose, tokenizer))
         except sources.SplitError:
             if not unasked or entry.get("eval_split"):
                 raise
@@ -147,13 +158,14 @@ def source_options(source: Any) -> dict[str, Any]:
     return options
 
 
-def _open(entry: Mapping[str, Any], spec: DataSpec, held_out: bool, purpose: str, tokenizer: Any) -> DataSource:
+def _open(
+    entry: Mapping[str, Any], spec: DataSpec, held_out: bool, any_split: bool, purpose: str, tokenizer: Any
+) -> DataSource:
+    """One source; with `any_split` its only split where none is asked for and it has no `test`."""
     path: Any = entry["dataset"] if "dataset" in entry else entry.get("data_files") or entry["path"]
     shared = spec.eval_fraction > 0  # between training and evaluation
-    if held_out and not shared:
-        split = entry.get("eval_split") or spec.eval_split or "test"
-    else:
-        split = entry.get("split") or spec.split
+    asked = (entry.get("eval_split") or spec.eval_split) if held_out and not shared else None
+    split = asked or ("test" if held_out and not shared else entry.get("split") or spec.split)
     format_spec = entry.get("format") or entry.get("type") or spec.format
     options = {key: value for key, value in entry.items() if key not in (*SOURCE_KEYS, "dataset")}
     name = "" if "dataset" in entry else path if isinstance(path, str) else ", ".join(path)
@@ -180,9 +192,18 @@ def _open(entry: Mapping[str, Any], spec: DataSpec, held_out: bool, purpose: str
     # axolotl also writes the type of the files in the place of the path.
     path_type = entry.get("path") if entry.get("data_files") and entry.get("path") in sources.READERS.values() else None
     arguments = {"tokenizer": tokenizer, "config": FactoryOptions(spec.settings)}
-    rows: sources.Rows | list[Row] = sources.load(
-        path, split, entry.get("name"), spec.streaming, entry.get("ds_type") or path_type, arguments
-    )
+
+    def load(split: str) -> sources.Rows:
+        file_type = entry.get("ds_type") or path_type
+        return sources.load(path, split, entry.get("name"), spec.streaming, file_type, arguments)
+
+    rows: sources.Rows | list[Row]
+    try:
+        rows = load(split)
+    except sources.SplitError as error:
+        if asked or not any_split or len(error.splits) != 1:
+            raise
+        rows = load(error.splits[0])
     if shared:
         if sources.is_stream(rows):
             raise ConfigError(
@@ -195,7 +216,8 @@ def _open(entry: Mapping[str, Any], spec: DataSpec, held_out: bool, purpose: str
         chosen = sorted(order[:count].tolist() if held_out else order[count:].tolist())
         rows = [rows[index] for index in chosen] if isinstance(rows, list) else rows.select(chosen)
     names = {"prompt": spec.prompt_key, "completion": spec.completion_key, "label": spec.label_key}
-    form = _adapted(form, {column: key for column, key in names.items() if key != column}, spec.system_prompt)
+    renamed = {column: key for column, key in names.items() if key != column}
+    form = _adapted(form, renamed, spec.system_prompt, purpose)
     code = code_of(format_spec, spec.kind)
     format_key = (
         format_spec if isinstance(format_spec, str | Mapping) else repr(format_spec),
@@ -204,8 +226,11 @@ def _open(entry: Mapping[str, Any], spec: DataSpec, held_out: bool, purpose: str
     return DataSource(name, rows, form, format_key, code, entry.get("weight"), sources.folder_of(path))
 
 
-def _adapted(form: Format, names: Mapping[str, str], system_prompt: str | None) -> Format:
-    """The format, with the row's columns `names` under the names that formats know, and a system message put first."""
+def _adapted(form: Format, names: Mapping[str, str], system_prompt: str | None, kind: str) -> Format:
+    """The format, with the row's columns `names` under the names that formats know, and a system message put first.
+
+    It comes before what data of that kind begins with, whatever else a row holds.
+    """
 
     def adapted(row: Mapping[str, Any]) -> Example:
         made = form({**row, **{column: row[key] for column, key in names.items() if key in row}})
@@ -217,18 +242,18 @@ def _adapted(form: Format, names: Mapping[str, str], system_prompt: str | None) 
                 )
         if system_prompt is None:
             return made
-        opened = [made[name] for name in OPENERS if made.get(name) is not None]
-        if not all(is_conversational(messages) for messages in opened[:1]):
-            raise ConfigError(
-                f"data.system_prompt is for conversations, but the row begins with {opened[0]!r:.80}, which is text: "
-                "give messages, or leave it out"
-            )
-        system = {"role": "system", "content": system_prompt}
-        first = [name for name in OPENERS if is_conversational(made.get(name))]
-        # The answers of a pair are conversations of their own where there is no prompt.
-        for name in first[:1] if first[:1] != ["chosen"] else first:
+        openers = [name for name in OPENERS[kind] if made.get(name) is not None][:1]
+        if "chosen" in OPENERS[kind] and all(made.get(name) is not None for name in ("chosen", "rejected")):
+            # Without a prompt that is read, the answers of a pair are conversations of their own.
+            openers = ["prompt"] if has_prompt(made) else ["chosen", "rejected"]
+        for name in openers:
+            if not is_conversational(made[name]):
+                raise ConfigError(
+                    f"data.system_prompt is for conversations, but the row begins with {made[name]!r:.80} (its "
+                    f"{name}), which is text: give messages, or leave it out"
+                )
             if made[name][0]["role"] != "system":
-                made[name] = [system, *made[name]]
+                made[name] = [{"role": "system", "content": system_prompt}, *made[name]]
         return made
 
     return adapted if names or system_prompt is not None else form
@@ -334,7 +359,8 @@ def tokenized(spec: DataSpec, opened: Sequence[DataSource], kind: str, tokenizer
     for source in opened:
         tokenize = row_tokenizer(spec, kind, tokenizer, source.folder)
         generated = not source.name or source.name.startswith("task:")
-        folder = "none" if generated and spec.cache == "auto" else spec.cache
+        # What a format of the user's own imports, or reads, may change while its file does not.
+        folder = "none" if (generated or source.code) and spec.cache == "auto" else spec.cache
         file = cache.file_of(folder, source.rows, source.format_key, source.code, tokenize)
         made = None
         if file is not None:
@@ -379,16 +405,24 @@ def stream(
 ) -> Stream:
     """The pipeline that reads the sources as it goes; `wrap` makes of each token row what a batch holds.
 
-    As in memory, sources without any weight follow each other.
+    As in memory, sources without any weight follow each other, and prompts have the columns of the first rows of all.
+    What is dropped and truncated is logged each time that twice as many rows have been read.
     """
+    names = (name for source in opened for name in columns(source) if name != PIXELS)
+    shared = dict.fromkeys(names) if kind == "prompts" else {}
 
     def converter(source: DataSource) -> Callable[[Mapping[str, Any]], list[Any]]:
         tokenize = row_tokenizer(spec, kind, tokenizer, source.folder)
         tokenize.measure = False  # the lengths of an endless stream would fill the memory
+        due = spec.shuffle_buffer
 
         def convert(row: Mapping[str, Any]) -> list[Any]:
-            rows = (tokenize(example) for example in formatted(source, row, kind))
-            return [wrap(row) for row in rows if row is not None]
+            nonlocal due
+            rows = [tokenize(example) for example in formatted(source, row, kind)]
+            if tokenize.read >= due:
+                tokenize.report(tokenize.read)
+                due = 2 * tokenize.read
+            return [wrap({**shared, **row}) for row in rows if row is not None]
 
         return convert
 

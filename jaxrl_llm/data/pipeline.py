@@ -27,8 +27,9 @@ class Pipeline:
     few examples), so no example is ever skipped. With `shares`, (examples, weight) of each source in turn, the
     sources are mixed by weight: each has its own epochs, and its share of the weights of any long stretch of the
     stream. With `lengths`, one of each example, the stream is sorted by them, the longest first, MEGABATCH batches at a
-    time. Process p takes the p-th equal share of every batch. The order is computed from (seed, position), so a restart
-    costs no replay.
+    time, and never across the end of an epoch (of as many draws as there are examples, with `shares`): the last batches
+    of each are sorted by themselves. Process p takes the p-th equal share of every batch. The order is computed from
+    (seed, position), so a restart costs no replay.
 
     Raises ConfigError: no examples, a batch that the processes cannot share equally, or a state that
     was saved over other data.
@@ -57,8 +58,14 @@ class Pipeline:
             return (dataset.shuffle() if shuffle else dataset).repeat()
 
         self._examples, self._lengths = examples, lengths
-        self._megabatch: tuple[int, list[int]] | None = None  # the newest that was sorted, with its number
-        self._identity: dict[str, Any] = {"examples": len(examples), "seed": seed, "shuffle": shuffle}
+        self._megabatch: tuple[int, list[int]] | None = None  # the newest that was sorted, with its first place
+        self._identity: dict[str, Any] = {
+            "examples": len(examples),
+            "seed": seed,
+            "shuffle": shuffle,
+            "shares": None if shares is None else [list(share) for share in shares],
+            "megabatch": None if lengths is None else MEGABATCH * batch_size,  # examples that are sorted together
+        }
         if shares is None:
             self._stream: Any = ordered(range(len(examples)), seed)  # of the examples' numbers
         else:
@@ -69,9 +76,6 @@ class Pipeline:
                 for index, ((count, _), end) in enumerate(zip(shares, ends, strict=True))
             ]
             self._stream = grain.MapDataset.mix(sources, [weight for _, weight in shares])
-            self._identity["shares"] = [list(share) for share in shares]
-        if lengths is not None:
-            self._identity["megabatch"] = MEGABATCH * batch_size
         self._position = 0
 
     def __iter__(self) -> "Pipeline":
@@ -86,11 +90,13 @@ class Pipeline:
         """The example at a place of the stream; the position stays as it is."""
         if self._lengths is None:
             return self._examples[self._stream[place]]
-        number, offset = divmod(place, size := MEGABATCH * self._batch_size)
-        if self._megabatch is None or self._megabatch[0] != number:
-            drawn = [self._stream[other] for other in range(number * size, (number + 1) * size)]
-            self._megabatch = number, sorted(drawn, key=self._lengths.__getitem__, reverse=True)
-        return self._examples[self._megabatch[1][offset]]
+        size, examples = self._identity["megabatch"], len(self._examples)
+        begun = place - place % examples  # the epoch: sorted across its end, its last rows could come in the next
+        first = place - (place - begun) % size
+        if self._megabatch is None or self._megabatch[0] != first:
+            drawn = [self._stream[other] for other in range(first, min(first + size, begun + examples))]
+            self._megabatch = first, sorted(drawn, key=self._lengths.__getitem__, reverse=True)
+        return self._examples[self._megabatch[1][place - first]]
 
     @property
     def position(self) -> int:
@@ -194,7 +200,8 @@ class Stream:
 
     def get_state(self) -> dict[str, Any]:
         """The position in the stream, as a JSON-able dictionary; the same on every process."""
-        block = self._current()
+        # A block that is used up is a position too: to wait for the next one would make its faults the checkpoint's.
+        block = self._block or self._current()
         return {"block": block.number, "used": self._used, "before": block.before, **self._identity}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -309,5 +316,5 @@ def _check_same_data(state: Mapping[str, Any], identity: Mapping[str, Any]) -> N
         if state.get(key) != value:
             raise ConfigError(
                 f"the saved data position belongs to {key}={state.get(key)!r} but this run has {key}={value!r}; "
-                "resume with the same data, seed and shuffling, or start a new output_dir"
+                "resume with the same data, seed, data.shuffle and data.group_by_length, or start a new output_dir"
             )

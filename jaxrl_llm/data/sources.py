@@ -1,8 +1,12 @@
 """Sources of rows: the Hugging Face hub, files here or in a bucket, Python objects, and the built-in tasks."""
 
 import inspect
+import json
+import math
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -37,12 +41,17 @@ Source: TypeAlias = "str | Path | Sequence[Any] | Rows | datasets.DatasetDict"
 
 
 class SplitError(ConfigError):
-    """A split that a source does not have; the message lists those it has."""
+    """A split that a source does not have; the message lists those it has, `splits`."""
+
+    def __init__(self, message: str, splits: Sequence[str]):
+        super().__init__(message)
+        self.splits = splits
 
 
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SAVED = ("dataset_dict.json", "dataset_info.json")  # files of a folder that save_to_disk wrote
+TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d+)?$"  # what Arrow writes of a time as text
 
 
 def load(
@@ -60,7 +69,8 @@ def load(
     - `task:<name>`, a built-in task;
     - a .parquet, .jsonl, .json, .csv or .arrow file (maybe compressed: .jsonl.gz), or a pattern such as
       `data/*.parquet`, or a list of files: one split, "train" (or a part of it: "train[:10%]"), in that order;
-    - a folder that `save_to_disk` wrote, or a folder of such files (their names tell the split);
+    - a folder that `save_to_disk` wrote, or a folder of such files (words of their names, or of their folders' names,
+      tell the split, as in `datasets`);
     - any of these in a bucket: `gs://`, `s3://`, or another protocol of fsspec;
     - a hub id (`name` chooses its configuration);
     - `path/to/file.py:function_or_class`, called with those of `split`, `name`, `arguments` and the options in brackets
@@ -71,7 +81,8 @@ def load(
 
     The result is a `datasets.Dataset`, or a list where the rows come as Python objects. With `streaming` files are read
     as they are needed, and it is a `datasets.IterableDataset`. `ds_type` names the type of the files (json, csv,
-    parquet, arrow) where their names do not.
+    parquet, arrow) where their names do not. Text stays as it was written: a column of a csv file is numbers where each
+    of them writes as it was (42 does, 0042 and 0.50 do not), and always text when streamed; dates in json are text.
 
     Raises ConfigError: nothing there, no such split (listing those there are), unreadable (naming the line), without
     rows, or a list to stream of which a column changes its type.
@@ -198,7 +209,8 @@ def _load_files(files: list[str], split: str, streaming: bool, ds_type: str | No
     if split.partition("[")[0] != "train":
         raise SplitError(
             f"{shown!r} is one file and has only the split 'train', not {split!r}; "
-            "set the split to train, or name another file (data.eval_path for evaluation)"
+            "set the split to train, or name another file (data.eval_path for evaluation)",
+            ["train"],
         )
     for file in files:
         if not streaming and (fault := encoding_fault(file, reader)) is not None:
@@ -207,32 +219,147 @@ def _load_files(files: list[str], split: str, streaming: bool, ds_type: str | No
     def read() -> Rows:
         import datasets
 
+        if reader == "csv":
+            return _read_csv(files, split, streaming)
+        if reader == "json":
+            return _read_json(files, split, streaming)
         return datasets.load_dataset(reader, data_files=files, split=split, streaming=streaming)  # pyright: ignore
 
     return _read(shown, read, files)
 
 
-def _load_folder(folder: str, split: str, name: str | None, streaming: bool) -> Any:
+def _read_csv(files: list[str], split: str, streaming: bool) -> Any:
+    """The rows of csv files; pandas alone would make 42 of 0042, and None of the words null, NA and None."""
     import datasets
+    import pandas
+
+    first: tuple[str, list[str]] | None = None
+    for opened in fsspec.open_files(files, "rb", compression="infer"):
+        with opened as file:
+            columns = [str(name) for name in pandas.read_csv(file, nrows=0).columns]
+        if first is not None and set(columns) != set(first[1]):
+            raise ConfigError(
+                f"{opened.path} has the columns {', '.join(columns)}, but {first[0]} has {', '.join(first[1])}; files "
+                "that are read together have the same"
+            )
+        first = first or (opened.path, columns)
+    assert first is not None
+    features = datasets.Features({name: datasets.Value("string") for name in first[1]})
+    rows = datasets.load_dataset(
+        "csv", data_files=files, split=split, streaming=streaming, features=features, keep_default_na=False,
+        na_values=[""],
+    )  # fmt: skip
+    if not is_table(rows):
+        return rows
+    for name in first[1]:
+        for number, dtype in ((int, "int64"), (float, "float64")):
+            values = (text for chunk in rows.data.column(name).chunks for text in chunk.to_pylist() if text is not None)
+            if all(_writes(number, text) for text in values) and rows.data.column(name).null_count < len(rows):
+                rows = rows.cast_column(name, datasets.Value(dtype))
+                break
+    return rows
+
+
+def _writes(number: Callable[[str], int | float], text: str) -> bool:
+    """True where the text is what Python writes of a number of that kind, of 64 bits."""
+    try:
+        value = number(text)
+    except ValueError:
+        return False
+    fits = -(2**63) <= value < 2**63 if isinstance(value, int) else math.isfinite(value)
+    return fits and str(value) == text
+
+
+def _read_json(files: list[str], split: str, streaming: bool) -> Any:
+    """The rows of json files; Arrow alone would make times of texts that are dates, where all of a column are."""
+    import datasets
+    import pyarrow.compute
+
+    def untimed(feature: Any) -> Any:
+        if isinstance(feature, dict):
+            return {name: untimed(each) for name, each in feature.items()}
+        if isinstance(feature, datasets.List):
+            return datasets.List(untimed(feature.feature), length=feature.length)
+        timed = isinstance(feature, datasets.Value) and feature.dtype.startswith("timestamp")
+        return datasets.Value("string") if timed else feature
+
+    rows: Any = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
+    features = rows.features  # of the first rows; None for a file that is one list, which is read whole in any case
+    timed = features is not None and untimed(features) != features
+    if features is None or not (timed or streaming):
+        rows = datasets.load_dataset("json", data_files=files, split=split)
+        features = rows.features
+        # Times behind other texts are text again, but not as it was written.
+        texts = [rows.data.column(name) for name, feature in features.items() if feature == datasets.Value("string")]
+        timed = untimed(features) != features or any(
+            pyarrow.compute.any(pyarrow.compute.match_substring_regex(text, TIME)).as_py()  # pyright: ignore
+            for text in texts
+        )
+    if timed:
+        kind, plain = datasets.IterableDataset if streaming else datasets.Dataset, datasets.Features(untimed(features))
+        # `datasets` keeps the rows by these arguments, of which the key tells a file that has changed.
+        keys = tuple(file.fs.ukey(file.path) for file in fsspec.open_files(files))
+        arguments = {"files": files, "features": plain, "keys": keys}
+        rows = kind.from_generator(_json_rows, features=plain, gen_kwargs=arguments)
+    return _pick({"train": rows}, split, ", ".join(files)) if timed or is_stream(rows) else rows
+
+
+def _json_rows(files: Sequence[str], features: Mapping[str, Any], keys: Any) -> Iterator[Row]:
+    """The objects of json files, one a line or in one list, with None for the columns that they lack.
+
+    Raises ConfigError for a key that the features have not, which a table would lose.
+    """
+
+    def check(value: Any, feature: Any, path: str) -> None:
+        if isinstance(feature, Mapping) and isinstance(value, Mapping):
+            for key, held in value.items():
+                if key not in feature:
+                    raise ConfigError(f"{path} has the key {key!r}, which no row before it has: put such a row first")
+                check(held, feature[key], path)
+        elif isinstance(value, list) and (inner := getattr(feature, "feature", None)) is not None:
+            for held in value:
+                check(held, inner, path)
+
+    for opened in fsspec.open_files(list(files), "rt", encoding="utf-8-sig", compression="infer"):
+        with opened as file:
+            start = file.readline()
+            if start.lstrip().startswith("["):
+                rows = json.loads(start + file.read())
+            else:
+                rows = (json.loads(line) for line in chain([start], file) if line.strip())
+            for row in rows:
+                check(row, features, opened.path)
+                yield {**dict.fromkeys(features), **row}
+
+
+def _load_folder(folder: str, split: str, name: str | None, streaming: bool) -> Any:
+    """The rows of a split of a folder, here or at a URL that fsspec understands."""
+    import datasets
+    from datasets.data_files import DataFilesDict, get_data_patterns
 
     fs, inner = fsspec.url_to_fs(folder)
-    files = [str(file) for file in fs.find(inner)]
-    if any(file.removeprefix(inner).strip("/") in SAVED for file in files):
+    files = {str(file).removeprefix(inner).strip("/"): str(file) for file in fs.find(inner)}
+    if files.keys() & set(SAVED):
         loaded = _read(folder, lambda: datasets.load_from_disk(folder))
         if not is_splits(loaded):  # one data set: the rows to train on, or of the split that it was saved from
             own = str(loaded.split or "train").partition("[")[0]
             loaded = datasets.DatasetDict({"train": loaded, own: loaded})
-    elif not any(_reader(file) for file in files):
+        return _pick(loaded, split, folder)
+    if not any(map(_reader, files)):
         raise ConfigError(f"the folder {folder!r} holds no {', '.join(READERS)} file and no saved data set")
-    else:
-        for file in files:
-            if (
-                "://" not in folder
-                and (reader := _reader(file))
-                and (fault := encoding_fault(file, reader)) is not None
-            ):
+    remote = "://" in folder
+    if remote or (name is None and "README.md" not in files):  # which may tell configurations
+        found = _read(folder, lambda: DataFilesDict.from_patterns(get_data_patterns(folder), base_path=folder))
+        readable = {str(part): [file for file in its if _reader(file)] for part, its in found.items()}
+        if remote or sum(map(len, readable.values())) == sum(map(len, found.values())):  # else images, or the like
+            readable = {part: its for part, its in readable.items() if its}
+            parts = _split_names(split, readable, folder)
+            return _pick({part: _load_files(readable[part], "train", streaming, None) for part in parts}, split, folder)
+    if not streaming:
+        for file in files.values():
+            if (reader := _reader(file)) and (fault := encoding_fault(file, reader)) is not None:
                 raise ConfigError(f"cannot load {file}: {fault}")
-        loaded = _read(folder, lambda: datasets.load_dataset(folder, name, streaming=streaming), files)
+    loaded = _read(folder, lambda: datasets.load_dataset(folder, name, streaming=streaming), list(files.values()))
     return _pick(loaded, split, folder)
 
 
@@ -243,15 +370,7 @@ def _load_remote(path: str, split: str, name: str | None, streaming: bool, ds_ty
     fs, inner = _read(path, lambda: fsspec.url_to_fs(path))
     if not _read(path, lambda: fs.isdir(inner)):
         raise ConfigError(f"there is no folder {path!r}, and it is no {', '.join(READERS)} file; check data.path")
-    names = {file.removeprefix(inner).strip("/") for file in map(str, fs.find(inner))}
-    if names & set(SAVED):
-        return _load_folder(path, split, name, streaming)
-    readable = sorted(file for file in names if _reader(file))
-    whole, bracket, part = split.partition("[")
-    matching = [file for file in readable if whole in Path(file).name] or (readable if whole == "train" else [])
-    if not matching:
-        raise SplitError(f"the folder {path!r} has no file for the split {whole!r}; it has {', '.join(sorted(names))}")
-    return _load_files([f"{path.rstrip('/')}/{file}" for file in matching], f"train{bracket}{part}", streaming, None)
+    return _load_folder(path, split, name, streaming)
 
 
 def _call_function(path: str, split: str, name: str | None, arguments: Mapping[str, Any]) -> Rows:
@@ -308,17 +427,17 @@ def _read(shown: str, reader: Callable[[], Any], files: Sequence[str] = ()) -> A
             if (file_type := _reader(file)) and (fault := content_fault(file, file_type)):
                 reason = fault if len(files) == 1 else f"{file}: {fault}"
                 break
-        kind = SplitError if isinstance(error, ValueError) and "Unknown split" in str(error) else ConfigError
-        raise kind(f"cannot load {shown}: {reason}; check data.path, data.name and the split") from error
+        message = f"cannot load {shown}: {reason}; check data.path, data.name and the split"
+        if isinstance(error, ValueError) and str(error).startswith(("Unknown split", "Bad split")):
+            raise SplitError(message, re.findall(r"'([^']+)'", str(error))) from error
+        raise ConfigError(message) from error
 
 
 def _pick(splits: Mapping[Any, Any], split: str, shown: str) -> Any:
     """The rows of a split, or of parts of splits (train[:10%], train+test), by their names."""
     if split in splits:
         return splits[split]
-    names = [part.partition("[")[0] for part in split.split("+")]
-    if unknown := [name for name in names if name not in splits]:
-        raise SplitError(f"{shown} has no split {unknown[0]!r}; its splits are {', '.join(map(str, splits))}")
+    names = _split_names(split, splits, shown)
     if any(is_stream(splits[name]) for name in names):
         raise ConfigError(
             f"the split {split!r} is a part of {shown}, whose rows are streamed and not counted; set data.streaming to "
@@ -328,10 +447,20 @@ def _pick(splits: Mapping[Any, Any], split: str, shown: str) -> Any:
 
     counts = {name: len(splits[name]) for name in names}
     parts = _read(shown, lambda: datasets.ReadInstruction.from_spec(split).to_absolute(counts))
-    return datasets.concatenate_datasets(
-        [splits[part.splitname].select(range(part.from_ or 0, counts[part.splitname] if part.to is None else part.to))
-         for part in parts]
-    )  # fmt: skip
+    chosen = [
+        splits[part.splitname].select(range(part.from_ or 0, counts[part.splitname] if part.to is None else part.to))
+        for part in parts
+    ]
+    return _read(shown, lambda: datasets.concatenate_datasets(chosen))
+
+
+def _split_names(split: str, splits: Mapping[Any, Any], shown: str) -> list[str]:
+    """The splits that `split` is made of; raises SplitError for one that there is not."""
+    names = [part.partition("[")[0] for part in split.split("+")]
+    if unknown := [name for name in names if name not in splits]:
+        known = [str(name) for name in splits]
+        raise SplitError(f"{shown} has no split {unknown[0]!r}; its splits are {', '.join(known)}", known)
+    return names
 
 
 def _from_list(items: Any) -> RowList:

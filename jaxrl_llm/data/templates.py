@@ -6,6 +6,7 @@ that continues a row has the ids that it has within the text of the whole row, m
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -195,6 +196,31 @@ def render_chat(
     except Exception as error:
         raise ConfigError(f"the chat template refused the messages {messages!r:.200}: {error}") from error
     return text if expand is None else expand(text)
+
+
+def called_turn(
+    tokenizer: Any,
+    functions: Sequence[Mapping[str, Any]],
+    tools: list[Any] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str | None:
+    """The text of a turn that calls `functions`, each with name and arguments, as the chat template writes it.
+
+    It has the tokens that end it, and no opening. None for a template that refuses such a turn or does not show it.
+    """
+    question = {"role": "user", "content": "the-question"}
+    calls = [{"type": "function", "id": f"call{i:05d}", "function": dict(each)} for i, each in enumerate(functions)]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    try:
+        before, text = (
+            render_chat(tokenizer, messages, len(messages) == 1, tools, template_kwargs).partition("the-question")[2]
+            for messages in ([question], [question, turn])
+        )
+    except ConfigError:
+        return None
+    # The opening may open thinking, of which this turn has none.
+    text = text.removeprefix(re.split("<(?:seed:)?think>", before)[0])
+    return text if all(each["name"] in text for each in functions) else None
 
 
 class FormsRead(NamedTuple):

@@ -6,6 +6,7 @@ row has nothing before it to be predicted from, so its mask is always 0.
 """
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -59,10 +60,10 @@ class RowTokenizer:
     A row of more than `limit` tokens is an error ("error"), dropped ("filter"), or keeps its end ("truncate_left"), its
     start ("truncate_right") or both halves ("truncate_middle"); a pair is dropped when either of its rows is. A row
     without a learned token is dropped. With `loss_on="completion"` the tokens of completions, of all turns of the
-    assistant or of plain text are learned; with "last_turn" the last of those turns; with "all" every token. The
-    columns `tools` and `chat_template_kwargs` of an example go to the chat template. With `images` the text has the
-    tokens of an example's images, which are in no mask, and the row has their tiles; it is dropped where it would be
-    truncated inside its images.
+    assistant or of plain text are learned; with "last_turn" the last of those turns; with "all" every token. A turn
+    whose message has weight 0, as OpenAI's may, is never learned. The columns `tools` and `chat_template_kwargs` of an
+    example go to the chat template. With `images` the text has the tokens of an example's images, which are in no mask,
+    and the row has their tiles; it is dropped where it would be truncated inside its images.
 
     Raises ConfigError: an unknown `overlong` or `loss_on`.
     """
@@ -139,8 +140,8 @@ class RowTokenizer:
         if images is not None:
             options["expand"] = images.expand
         if self.kind == "completions":
-            ids, mask = completion_row(example, tokenizer, options, self.loss_on == "last_turn")
-            return {"ids": ids, "mask": [1] * len(ids) if self.loss_on == "all" else mask}
+            ids, mask = completion_row(example, tokenizer, options, self.loss_on)
+            return {"ids": ids, "mask": mask}
         if self.kind == "prompts":
             _check_columns(example, (self.prompt_key,), "data.prompt_key")
             prompt = example[self.prompt_key]
@@ -167,9 +168,9 @@ class RowTokenizer:
         _check_columns(example, ("prompt", "completion", "label"), "data.format")
         label = example["label"]
         if isinstance(label, str):
-            label = {"true": True, "false": False}.get(label.strip().lower(), label)
+            label = {"true": True, "false": False, "1": True, "0": False}.get(label.strip().lower(), label)
         if label not in (0, 1):
-            raise ConfigError(f"label is {label!r}; it is true (desirable) or false, or one of these words")
+            raise ConfigError(f"label is {label!r}; it is true or 1 (desirable), or false or 0, or these as text")
         ids, mask = prompt_and_completion(tokenizer, example["prompt"], example["completion"], options)
         return {"ids": ids, "mask": mask, "label": bool(label)}
 
@@ -235,7 +236,7 @@ class RowTokenizer:
         return row
 
     def report(self, kept: int) -> None:
-        """Logs what was truncated and dropped; raises ConfigError when nothing was kept."""
+        """Logs what was truncated and dropped of the rows read; raises ConfigError when nothing was kept."""
         noun = "a prompt of " if self.kind == "prompts" else ""
         overlong = f"{noun}more than {self.limit} tokens"
         if not kept:
@@ -249,16 +250,18 @@ class RowTokenizer:
             words = "; ".join(reasons) or "there is none"
             raise ConfigError(f"no row is left to train on ({words}); check the data and the length limit")
         if self.unlearnable:
-            log.warning("dropped %d rows in which no token is learned", self.unlearnable)
+            log.warning("dropped %d rows in which no token is learned, of %d", self.unlearnable, self.read)
         if self.split_images:
-            log.warning("dropped %d rows with %s, as images are not truncated", self.split_images, overlong)
+            log.warning(
+                "dropped %d rows with %s, as images are not truncated, of %d", self.split_images, overlong, self.read
+            )
         if self.long > self.split_images:
             verb = "dropped" if self.overlong == "filter" else "truncated"
-            log.warning("%s %d rows with %s", verb, self.long - self.split_images, overlong)
+            log.warning("%s %d rows with %s, of %d", verb, self.long - self.split_images, overlong, self.read)
 
 
 def completion_row(
-    example: Mapping[str, Any], tokenizer: Any, options: Mapping[str, Any], last_turn: bool = False
+    example: Mapping[str, Any], tokenizer: Any, options: Mapping[str, Any], loss_on: str = "completion"
 ) -> tuple[Ids, Ids]:
     """(ids, mask) of a row of supervised fine-tuning: prompt and completion, messages, or text.
 
@@ -266,9 +269,9 @@ def completion_row(
     """
     present = {name for name, value in example.items() if value is not None}
     if "messages" in present:
-        return conversation(tokenizer, example["messages"], 0, [], options, last_turn)
+        return conversation(tokenizer, example["messages"], 0, [], options, loss_on)
     if {"prompt", "completion"} <= present:
-        return prompt_and_completion(tokenizer, example["prompt"], example["completion"], options, last_turn)
+        return prompt_and_completion(tokenizer, example["prompt"], example["completion"], options, loss_on)
     if "text" in present:
         if not isinstance(example["text"], str):
             raise ConfigError(f"column 'text' is {type(example['text']).__name__}, but it takes text")
@@ -286,9 +289,9 @@ def completion_row(
 
 
 def prompt_and_completion(
-    tokenizer: Any, prompt: Any, completion: Any, options: Mapping[str, Any], last_turn: bool = False
+    tokenizer: Any, prompt: Any, completion: Any, options: Mapping[str, Any], loss_on: str | None = None
 ) -> tuple[Ids, Ids]:
-    """(ids, mask) of a prompt and its completion, the mask 1 on what the completion adds.
+    """(ids, mask) of a prompt and its completion, the mask 1 on what the completion adds, or as `loss_on` says.
 
     Raises ConfigError unless both are text, or the prompt is messages and the completion text or messages.
     """
@@ -309,7 +312,7 @@ def prompt_and_completion(
                 )
             joined = "".join(parts)
             messages = [*prompt[:-1], {**completion[0], "content": joined}, *completion[1:]]
-        return conversation(tokenizer, messages, first, prompt, options, last_turn)
+        return conversation(tokenizer, messages, first, prompt, options, loss_on)
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise ConfigError(
             f"the prompt is {type(prompt).__name__} and the completion {type(completion).__name__}; "
@@ -319,51 +322,93 @@ def prompt_and_completion(
     # Behind no text an answer opens the row, whatever special token stands before it.
     completion_ids = continued_ids(tokenizer, prompt_ids if prompt else [], completion)
     completion_ids = ended(tokenizer, completion_ids, completion)
-    return prompt_ids + completion_ids, [0] * len(prompt_ids) + [1] * len(completion_ids)
+    return prompt_ids + completion_ids, [int(loss_on == "all")] * len(prompt_ids) + [1] * len(completion_ids)
 
 
 def conversation(
-    tokenizer: Any, messages: Any, first: int, prompt: Any, options: Mapping[str, Any], last_turn: bool = False
+    tokenizer: Any, messages: Any, first: int, prompt: Any, options: Mapping[str, Any], loss_on: str | None = None
 ) -> tuple[Ids, Ids]:
-    """(ids, mask) of a conversation, the mask 1 on the assistant's turns from message `first` on, or on the last only.
+    """(ids, mask) of a conversation, the mask 1 on the assistant's turns from message `first` on.
 
-    A turn is what the template adds after the text that the model is given to answer: for message `first` that is
-    `prompt` (which may end inside it), for later ones the messages before; with none before it is what the template
-    writes before any content.
+    With `loss_on` "last_turn" it is 1 on the last of them only, with "all" on everything; never on the turn of a
+    message of weight 0. A turn is what the template adds after the text that the model is given to answer: for message
+    `first` that is `prompt` (which may end inside it), for later ones the messages before; after none, or the
+    assistant's own, it is what the template writes before any content. A turn that the template ends otherwise once
+    messages follow has as much of its end as both have.
 
-    Raises ConfigError for a template that renders earlier messages differently once later ones follow.
+    Raises ConfigError for a weight other than 0 and 1, and where the template renders a turn that has to be found, or
+    what comes before it, differently once others follow: with "all" none has to be.
     """
     rendered = render_chat(tokenizer, messages, False, **options)
-    turns = [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
-    ids: Ids = []
-    mask: Ids = []
-    done = ""  # the text that has its ids
-    for index in turns:
+    silent = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant" and (weight := message.get("weight")) is not None:
+            if weight not in (0, 1):
+                raise ConfigError(
+                    f"message {index} has the weight {weight!r:.80}; it is 0, where the turn is not learned, or 1"
+                )
+            silent += [] if weight else [index]
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant" and i not in silent]
+    # The turns to find in the text have this in the mask, all else the opposite.
+    sought, on = (silent, 0) if loss_on == "all" else (turns[-1:] if loss_on == "last_turn" else turns, 1)
+
+    def place(index: int) -> tuple[int, int] | None:
+        """(start, end) of the turn of message `index` in the text, None where the template writes it differently."""
         before = prompt if index == first else messages[:index]
         answered = render_chat(tokenizer, messages[: index + 1], False, **options)
-        if before:
+
+        def others() -> list[str]:
+            stand_ins = ([*messages[:index], {"role": "assistant", "content": word}] for word in ("a", "b"))
+            return [render_chat(tokenizer, stand_in, False, **options) for stand_in in stand_ins]
+
+        if before and (index == first or before[-1]["role"] != "assistant"):
             asked = render_chat(tokenizer, before, True, **options)
         else:
-            # Templates cannot be asked for the opening of a turn with nothing before it: it is what turns share.
-            stand_ins = ([{"role": "assistant", "content": word}] for word in ("a", "b"))
-            others = [render_chat(tokenizer, stand_in, False, **options) for stand_in in stand_ins]
-            shared = takewhile(lambda letters: len(set(letters)) == 1, zip(answered, *others, strict=False))
-            asked = "".join(letters[0] for letters in shared)
-        # Each rendering must extend the one before, or a turn's tokens are not those that sampling would make.
-        if not (asked.startswith(done) and answered.startswith(asked) and rendered.startswith(answered)):
+            # Templates cannot be asked for the opening of such a turn: it is what turns share.
+            asked = _shared(answered, *others())
+        if not rendered.startswith(asked):
+            return None
+        if rendered.startswith(answered):
+            return (len(asked), len(answered)) if len(asked) <= len(answered) else None
+        closing = _shared(*(text[::-1] for text in (answered, *others())))[::-1]
+        end = len(answered) - len(closing)
+        if end < len(asked) or not rendered.startswith(answered[:end]):
+            return None
+        # What both endings share, in whole special tokens: two may begin with the same letters.
+        special = sorted(map(re.escape, tokenizer.get_added_vocab()), key=len, reverse=True)
+        parts = re.compile("|".join([*special, "."]), re.DOTALL)
+        endings = (closing, rendered[end : end + len(closing)])
+        return len(asked), end + len("".join(_shared(*map(parts.findall, endings))))
+
+    ids: Ids = []
+    mask: Ids = []
+    done = 0
+    for index in (*sought, None):
+        found = (len(rendered), len(rendered)) if index is None else place(index)
+        # A turn's tokens must be those that sampling would make.
+        if found is None or found[0] < done:
+            ways = []
+            if loss_on in ("completion", "last_turn"):
+                last = loss_on == "completion" and index != turns[-1] and place(turns[-1]) is not None
+                ways = ["learn the last turn alone (data.loss_on=last_turn)"] * last
+                ways += ["learn every token (data.loss_on=all)"]
+            ways += ["set the template's options (data.chat_template_kwargs)", "name a template that only appends"]
             raise ConfigError(
                 f"the chat template writes the beginning of the conversation differently once message {index} follows, "
-                "so the answer cannot be told from its prompt; set the template's options (chat_template_kwargs) or "
-                "give a template that only appends"
+                f"or that message once others do, so the answer cannot be told from its prompt; {', '.join(ways[:-1])} "
+                f"or {ways[-1]} (data.chat_template)"
             )
-        learned = int(not last_turn or index == turns[-1])
-        for text, on in ((asked[len(done) :], 0), (answered[len(asked) :], learned)):
+        for text, learned in ((rendered[done : found[0]], 1 - on), (rendered[found[0] : found[1]], on)):
             text_ids = continued_ids(tokenizer, ids, text)
             ids += text_ids
-            mask += [on] * len(text_ids)
-        done = answered
-    rest = continued_ids(tokenizer, ids, rendered[len(done) :])
-    return ids + rest, mask + [0] * len(rest)
+            mask += [learned] * len(text_ids)
+        done = found[1]
+    return ids, mask
+
+
+def _shared(*sequences: Any) -> Any:
+    """What the texts, or the lists, all begin with."""
+    return sequences[0][: sum(1 for _ in takewhile(lambda items: len(set(items)) == 1, zip(*sequences, strict=False)))]
 
 
 def _count(special: frozenset[int], ids: Ids) -> int:
@@ -389,16 +434,14 @@ def split_pair(example: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     Raises ConfigError: nothing in common, or completions that do not differ.
     """
     chosen, rejected = example["chosen"], example["rejected"]
-    prompt = example.get("prompt")
     for name, value in (("chosen", chosen), ("rejected", rejected)):
         if not isinstance(value, str) and not is_conversational(value):
             raise ConfigError(
                 f"column {name!r} is {value!r:.80}; it takes text or a list of messages with role and content"
             )
-    if prompt is not None and isinstance(prompt, str) == isinstance(chosen, str) == isinstance(rejected, str):
-        return prompt, chosen, rejected
-    if prompt is not None and is_conversational(prompt) and isinstance(chosen, str) and isinstance(rejected, str):
-        return prompt, as_messages(chosen), as_messages(rejected)
+    if has_prompt(example):
+        text = isinstance(prompt := example["prompt"], str)
+        return prompt, chosen if text else as_messages(chosen), rejected if text else as_messages(rejected)
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
@@ -412,6 +455,14 @@ def split_pair(example: Mapping[str, Any]) -> tuple[Any, Any, Any]:
             "chosen and rejected are the same, or one only begins the other; drop the row or add a prompt"
         )
     return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def has_prompt(example: Mapping[str, Any]) -> bool:
+    """True where the prompt of a preference row is read, False where it is the common beginning of the two answers."""
+    prompt, texts = example.get("prompt"), {isinstance(example[name], str) for name in ("chosen", "rejected")}
+    if prompt is None or len(texts) > 1:
+        return False
+    return texts == {isinstance(prompt, str)} or is_conversational(prompt)
 
 
 def ended(tokenizer: Any, ids: Ids, text: str) -> Ids:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import datasets
+import numpy as np
 import pytest
 
 from jaxrl_llm.config import default, from_json, to_json, validate
@@ -27,6 +28,14 @@ def folder(tmp_path, monkeypatch):
     for name, rows in (("orca", ORCA), ("ultra", ULTRA)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
 
 
 def config_of(name="preference", **data):
@@ -93,6 +102,88 @@ def test_prompts_of_all_sources_have_the_same_columns(folder, tokenizer):
         ("c", "assert True", None),
         ("m", None, 1),
     ]
+
+
+def test_streamed_prompts_of_all_sources_have_the_same_columns(folder, tokenizer):
+    """As those in memory: a batch of rows with other columns than the one before would end the run."""
+    (folder / "code.jsonl").write_text(json.dumps({"prompt": "c", "tests": "assert True"}) + "\n")
+    (folder / "math.jsonl").write_text(json.dumps({"prompt": "m", "answer": 1}) + "\n")
+    config = config_of("grpo", sources=("code.jsonl", "math.jsonl"), shuffle=False)
+    spec = replace(data_spec(config), streaming=True, batch_size=2, shuffle_buffer=2)
+    stream = loading.stream(spec, loading.open_sources(spec, tokenizer), "prompts", tokenizer)
+    assert next(stream) == tokens_of(config, tokenizer).rows
+
+
+def test_streaming_logs_what_is_dropped(folder, tokenizer, caplog):
+    """Each time that twice as many rows have been read: a stream has no end to do it at."""
+    rows = [{"prompt": "p", "completion": "c" * (1 + 9 * (i % 2))} for i in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of("sft", path="rows.jsonl", overlong="filter", max_length=5, shuffle=False)
+    spec = replace(data_spec(config), streaming=True, batch_size=4, shuffle_buffer=4)
+    stream = loading.stream(spec, loading.open_sources(spec, tokenizer), "completions", tokenizer)
+    [next(stream) for _ in range(4)]
+    stream.get_state()
+    reports = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+    assert reports[:3] == [f"dropped {n // 2} rows with more than 5 tokens, of {n}" for n in (4, 8, 16)]
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "changed"),
+    [
+        ("sft", {"prompt": "q", "messages": [user("q"), assistant("a")]}, ["messages"]),  # UltraChat's
+        ("sft", {"prompt": [user("q")], "messages": [user("q"), assistant("a")]}, ["messages"]),
+        ("sft", {"prompt": [user("q")], "completion": [assistant("a")]}, ["prompt"]),
+        (  # UltraFeedback's
+            "preference",
+            {"prompt": "q", "chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
+            ["chosen", "rejected"],
+        ),
+        ("preference", {"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]}, ["prompt"]),
+        ("preference", {"prompt": [user("q")], "chosen": "a", "rejected": "b"}, ["prompt"]),
+        ("grpo", {"prompt": [user("q")], "chosen": [user("q"), assistant("a")]}, ["prompt"]),
+        ("grpo", {"messages": [user("q"), assistant("a")]}, ["prompt"]),
+    ],
+)
+def test_a_system_prompt_comes_before_what_is_read(tokenizer, name, row, changed):
+    """Whatever else a row holds: a text `prompt` beside conversations is not what such data begins with."""
+    (plain,), (prompted,) = (
+        loading.open_sources(data_spec(config_of(name, system_prompt=system)), tokenizer, [row])
+        for system in (None, "Be brief.")
+    )
+    made, example = plain.form(plain.rows[0]), prompted.form(prompted.rows[0])
+    assert example == {**made, **{column: [SYSTEM, *made[column]] for column in changed}}
+    (tokens,) = tokens_of(config_of(name, system_prompt="Be brief."), tokenizer, dataset=[row]).rows
+    for column in tokens.keys() & {"ids", "chosen_ids", "rejected_ids", "prompt_ids"}:
+        assert tokenizer.decode(tokens[column]).startswith("<|system|>Be brief.<|end|><|user|>q<|end|><|assistant|>")
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "column"),
+    [
+        ("sft", {"messages": None, "prompt": "q", "completion": "a"}, "prompt"),
+        ("sft", {"text": "q"}, "text"),
+        ("preference", {"chosen": "qa", "rejected": "qb"}, "chosen"),
+        ("grpo", {"prompt": "q", "messages": [user("q"), assistant("a")]}, "prompt"),
+    ],
+)
+def test_a_system_prompt_is_for_conversations(tokenizer, name, row, column):
+    with pytest.raises(ConfigError, match=rf"the row begins with 'q.*' \(its {column}\), which is text"):
+        tokens_of(config_of(name, system_prompt="Be brief."), tokenizer, dataset=[row])
+
+
+def test_the_prompts_of_pairs_are_those_that_are_learned(tokenizer):
+    """A text beside whole conversations, as in UltraFeedback, is read by neither training nor its evaluation."""
+    turns = [SYSTEM, user("q")]
+    row = {"prompt": "q", "chosen": [*turns, assistant("a")], "rejected": [*turns, assistant("b")]}
+    (pair,) = tokens_of(config_of(), tokenizer, dataset=[row]).rows
+    (asked,) = tokens_of(config_of(), tokenizer, dataset=[row], prompts=True).rows
+    assert asked["prompt_ids"] == pair["chosen_ids"][: pair["chosen_mask"].index(1)]
+    assert asked["prompt"] == turns
+    (asked,) = tokens_of(config_of("grpo"), tokenizer, dataset=[row]).rows
+    assert asked["prompt"] == "q"
 
 
 def test_sources_as_flags_and_in_json(tokenizer):
@@ -203,6 +294,36 @@ def test_held_out_rows(tokenizer):
     assert loading.tokenized(spec, sources, "pairs", tokenizer).rows == in_memory
     spec = replace(spec, streaming=False, eval_path="ultra.jsonl", eval_split="train")
     assert [source.name for source in loading.open_sources(spec, tokenizer, held_out=True)] == ["ultra.jsonl"]
+
+
+def test_a_file_to_evaluate_on_needs_no_split(folder, tokenizer):
+    """It has one. Data that is trained on is left out all the same, as are splits that are asked for."""
+    config = config_of(eval_path="ultra.jsonl")
+    held_out = lambda config: loading.open_sources(data_spec(config), tokenizer, held_out=True)  # noqa: E731
+    assert [len(source.rows) for source in held_out(config)] == [3]
+    datasets.DatasetDict(dev=datasets.Dataset.from_list(ULTRA)).save_to_disk(folder / "saved")
+    config.data.eval_path = "saved"
+    assert [len(source.rows) for source in held_out(config)] == [3]
+    parts = loading.open_sources(data_spec(config), tokenizer, held_out=True, named=[{"path": "ultra.jsonl"}])
+    assert [len(part.rows) for part in parts] == [3]
+    config.data.eval_path = None
+    assert held_out(config) == held_out(config_of(sources=("orca.jsonl", "ultra.jsonl"))) == []
+    for settings in ({"eval_path": "ultra.jsonl", "eval_split": "test"}, {"eval_path": "orca.jsonl"}):
+        with pytest.raises(ConfigError, match=r"is one file and has only the split 'train', not 'test'"):
+            held_out(config_of(**settings))
+
+
+def test_the_configuration_is_that_of_the_data_that_is_trained_on(folder, tokenizer):
+    (folder / "own.py").write_text("def rows(name):\n    return [{'prompt': str(name)}]\n")
+    for paths, name in (
+        ({"path": "own.py:rows"}, "main"),
+        ({"path": "own.py:rows", "eval_path": "own.py:rows"}, "main"),
+        ({"path": "orca.jsonl", "eval_path": "own.py:rows"}, "None"),
+    ):
+        config = config_of("grpo", **paths)
+        config.data.name = "main"
+        (source,) = loading.open_sources(data_spec(config), tokenizer, held_out=True)
+        assert source.rows == [{"prompt": name}]
 
 
 def test_template_options_of_the_config(tokenizer, tokenizer_folder):
@@ -356,8 +477,23 @@ def test_the_second_run_reads_the_cache(folder, tokenizer, monkeypatch, name):
             tokens_of(config, tokenizer)
     monkeypatch.undo()
     monkeypatch.chdir(folder)
-    file.write_bytes(b"broken")
-    assert len(tokens_of(config, tokenizer).rows) == 4
+    (folder / "own.py").write_text("def form(row):\n    return {'prompt': row['question'], 'completion': 'c' * 9}\n")
+    kept = file.read_bytes()
+    for damaged in (b"broken", kept[:-40], kept[: len(kept) // 2], kept.replace(b"lengths", b"lenghts"), b""):
+        file.write_bytes(damaged)
+        assert tokens_of(config, tokenizer).rows == first.rows
+        with np.load(file) as mended:
+            assert mended["lengths"].tolist() == first.reports[0].lengths
+
+
+@pytest.mark.parametrize(("form", "kept"), [("chatml.intel", True), ("own.py:form", False)])
+def test_rows_of_a_format_of_the_users_own_are_not_kept_unasked(folder, tokenizer, monkeypatch, form, kept):
+    """What it imports may change while its file does not."""
+    monkeypatch.setenv("JAXRL_LLM_CACHE", str(folder / "auto"))
+    monkeypatch.setattr(cache, "LARGE", 1)
+    (folder / "own.py").write_text("def form(row):\n    return {**row, 'prompt': row['question']}\n")
+    tokens_of(config_of(format=form), tokenizer)
+    assert (folder / "auto").is_dir() == kept
 
 
 def test_cache_files_differ_by_their_inputs(folder, tokenizer, chatml_tokenizer):

@@ -28,25 +28,40 @@ def test_the_order_depends_on_the_seed_alone():
 
 
 def test_rows_of_like_length_lie_in_a_batch():
-    """The stream sorted within every 50 batches; nothing is lost, and a position is all that a resumed run needs."""
+    """The stream sorted within every 50 batches of an epoch, whose last batches are sorted by themselves."""
     lengths = [int(n) for n in np.random.default_rng(0).integers(1, 100, 230)]
     examples = list(enumerate(lengths))
     plain = Pipeline(examples, 2, seed=1)
-    drawn = [[example for _ in range(50) for example in next(plain)] for _ in range(3)]
+    drawn = [[example for _ in range(count) for example in next(plain)] for count in (50, 50, 15) * 2]
     grouped = Pipeline(examples, 2, seed=1, lengths=lengths)
     for block in drawn:
-        assert [next(grouped) for _ in range(50)] == [
+        assert [next(grouped) for _ in range(len(block) // 2)] == [
             list(pair) for pair in zip(*[iter(sorted(block, key=lambda example: -example[1]))] * 2, strict=True)
         ]
     state, expected = grouped.get_state(), [next(grouped) for _ in range(60)]
     other = Pipeline(examples, 2, seed=1, lengths=lengths)
     other.set_state(state)
     assert [next(other) for _ in range(60)] == expected
-    with pytest.raises(ConfigError, match="megabatch"):
-        other.set_state(plain.get_state())
+    for one, another in ((plain, grouped), (grouped, plain)):
+        with pytest.raises(ConfigError, match="megabatch"):
+            one.set_state(another.get_state())
     halves = [Pipeline(examples, 2, 1, process_index=p, process_count=2, lengths=lengths) for p in (0, 1)]
     whole = Pipeline(examples, 2, seed=1, lengths=lengths)
     assert [next(halves[0]) + next(halves[1]) for _ in range(9)] == [next(whole) for _ in range(9)]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 32])
+@pytest.mark.parametrize("shares", [None, [(60, 1.0), (40, 3.0)]])
+def test_an_epoch_of_rows_by_length_has_the_rows_of_an_epoch(batch, shares):
+    """And none twice: a megabatch that crossed its end would put long rows of the next epoch before its short ones."""
+    lengths = [int(n) for n in np.random.default_rng(0).integers(1, 100, 100)]
+    grouped = Pipeline(range(100), batch, seed=1, lengths=lengths, shares=shares)
+    plain = Pipeline(range(100), batch, seed=1, shares=shares)
+    for first in range(0, 500, 100):
+        epoch = range(first, first + 100)
+        assert sorted(map(grouped.example, epoch)) == sorted(map(plain.example, epoch))
+        assert shares or sorted(map(grouped.example, epoch)) == list(range(100))
+    assert lengths[grouped.example(100)] == max(lengths[grouped.example(place)] for place in range(100, 100 + batch))
 
 
 def test_order_without_shuffling():

@@ -1,4 +1,5 @@
 import importlib.util
+import json
 import re
 import types
 
@@ -194,7 +195,7 @@ def test_files_in_a_bucket(table, monkeypatch):
     assert load("memory://bucket/saved").to_list() == ROWS
     assert load("memory://bucket/parts", "test").to_list() == OTHERS
     assert load("memory://bucket/parts", "train[:100%]").to_list() == ROWS[:1]
-    with pytest.raises(ConfigError, match=r"has no file for the split 'dev'; it has test.jsonl, train.jsonl"):
+    with pytest.raises(ConfigError, match=r"parts has no split 'dev'; its splits are train, test"):
         load("memory://bucket/parts", "dev")
     with pytest.raises(ConfigError, match=r"there is no folder 'memory://bucket/nothing'"):
         load("memory://bucket/nothing")
@@ -202,11 +203,111 @@ def test_files_in_a_bucket(table, monkeypatch):
         load("nonsense://x/rows")
 
 
+@pytest.mark.parametrize("where", ["here", "bucket"])
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("train/0.jsonl", "test/0.jsonl"),
+        ("code_contests-train.jsonl", "code_contests-test.jsonl"),
+        ("latest-train.jsonl", "latest-eval.jsonl"),
+        ("data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"),
+    ],
+)
+def test_folders_and_words_of_names_tell_the_split(tmp_path, monkeypatch, files, where):
+    """In a bucket as here: "contests" holds the letters of "test", and a name may say nothing in a folder that does."""
+    import fsspec
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    fs = fsspec.filesystem("memory" if where == "bucket" else "file")
+    root = f"/{tmp_path.name}" if where == "bucket" else str(tmp_path / "rows")
+    for file, word in zip(files, "ab", strict=True):
+        fs.makedirs(f"{root}/{file}".rpartition("/")[0], exist_ok=True)
+        fs.pipe(f"{root}/{file}", json.dumps({"prompt": word}).encode())
+    path = f"memory:/{root}" if where == "bucket" else root
+    assert load(path).to_list() == [{"prompt": "a"}]
+    assert list(load(path, "test", streaming=True)) == [{"prompt": "b"}]
+    assert load(path, "train[:1]+test").to_list() == [{"prompt": "a"}, {"prompt": "b"}]
+    with pytest.raises(ConfigError, match=r"has no split 'validation'; its splits are train, test"):
+        load(path, "validation")
+
+
 @pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="the file system is installed")
 def test_a_bucket_without_its_file_system():
     for path in ("gs://bucket/rows.jsonl", "gs://bucket/folder"):
         with pytest.raises(ConfigError, match=f"cannot load {path}: Please install gcsfs"):
             load(path)
+
+
+def test_text_of_a_csv_file_stays_as_it_was_written(tmp_path):
+    """Pandas reads 42 for "0042", 42.0 where its column has a hole, True for true, and None for null, NA and None."""
+    columns = {
+        "zip": ("0042", "7"), "answer": ("null", "NA"), "word": ("None", "nan"), "price": ("0.50", "3"),
+        "flag": ("true", "false"), "large": ("12345678901234567890", "9" * 400), "digits": ("4_2", "１"),
+        "count": ("42", ""), "score": ("0.5", "-1e-07"),
+    }  # fmt: skip
+    lines = [",".join(columns), *(",".join(f'"{text}"' for text in row) for row in zip(*columns.values(), strict=True))]
+    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
+    texts = {name: [text or None for text in column] for name, column in columns.items()}
+    assert load(tmp_path / "rows.csv").to_dict() == {**texts, "count": [42, None], "score": [0.5, -1e-07]}
+    rows = list(load(tmp_path / "rows.csv", streaming=True))  # whose types would have to be known beforehand
+    assert {name: [row[name] for row in rows] for name in columns} == texts
+
+
+def test_csv_files_that_are_read_together_have_the_same_columns(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,answer\nx,1\n")
+    (tmp_path / "b.csv").write_text("answer,prompt\n02,y\n")
+    assert load(tmp_path / "*.csv").to_list() == [{"prompt": "x", "answer": "1"}, {"prompt": "y", "answer": "02"}]
+    (tmp_path / "c.csv").write_text("prompt\nz\n")
+    with pytest.raises(ConfigError, match=r"c.csv has the columns prompt, but .*a.csv has prompt, answer; files that"):
+        load(tmp_path / "*.csv")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("layout", ["lines", "list"])
+def test_dates_in_json_are_text(tmp_path, streaming, layout):
+    """Arrow makes times of a column of them, also inside messages."""
+    rows = [
+        {"answer": "2024-05-01", "count": 1, "messages": [{"role": "user", "content": "2024-05-01T10:00"}]},
+        {"answer": "2024-05-02T10:00:00Z", "count": 2, "messages": [{"role": "user", "content": "1999-12-31"}]},
+        {"answer": "2024-05-03", "count": None, "messages": None},
+    ]
+    written = json.dumps(rows) if layout == "list" else "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rows.json").write_text(written)
+    assert list(load(tmp_path / "rows.json", streaming=streaming)) == rows
+    if not streaming:
+        assert load(tmp_path / "rows.json", "train[1:2]").to_list() == rows[1:2]
+        # Rows are kept by what is read: not when that changes.
+        (tmp_path / "rows.json").write_text(written.replace("2024-05-01", "2025-05-01"))
+        assert load(tmp_path / "rows.json")[0]["answer"] == "2025-05-01"
+
+
+@pytest.mark.parametrize("dates", ["a", "b"])
+def test_dates_in_one_of_several_json_files(tmp_path, dates):
+    for name in "ab":
+        answer = "2024-05-01" if name == dates else "Paris"
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"answer": answer}) + "\n")
+    expected = ["2024-05-01", "Paris"] if dates == "a" else ["Paris", "2024-05-01"]
+    assert load(tmp_path / "*.jsonl")["answer"][:] == expected
+    assert load([f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"])["answer"][:] == expected
+
+
+def test_a_late_key_of_json_with_dates_is_not_lost(tmp_path):
+    """The table of the first rows has no place for it."""
+    (tmp_path / "a.jsonl").write_text('{"day": "2024-05-01", "messages": [{"role": "user"}]}\n')
+    (tmp_path / "b.jsonl").write_text('{"day": "2024-05-02", "messages": [{"role": "user", "name": "x"}]}\n')
+    with pytest.raises(ConfigError, match=r"b.jsonl has the key 'name', which no row before it has"):
+        load(tmp_path / "*.jsonl")
+
+
+def test_only_the_files_of_the_split_are_looked_through(tmp_path):
+    """And none when rows are streamed: they may be more than fit on this machine."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"prompt": "a"}\n')
+    (folder / "test.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
+    assert load(folder).to_list() == list(load(folder, streaming=True)) == [{"prompt": "a"}]
+    with pytest.raises(ConfigError, match=r"test.jsonl: line 1 is not UTF-8"):
+        load(folder, "test")
 
 
 def test_several_files(tmp_path, monkeypatch):

@@ -116,6 +116,24 @@ def test_rows_may_be_dropped_or_doubled():
     assert taken(stream, 3) == [1, 2, 2, 4, 5, 5, 7, 8, 8]
 
 
+def test_a_position_waits_for_no_block():
+    """Or a row that cannot be read would stop the run inside its checkpoint, which has no need of it."""
+
+    def convert(row):
+        if row["x"] == 7:
+            raise ConfigError("it is wrong")
+        return keep(row)
+
+    stream = make(converts=[convert], buffer=5, batch=5, shuffle=False)
+    assert next(stream) == [0, 1, 2, 3, 4]
+    state = json.loads(json.dumps(stream.get_state()))
+    with pytest.raises(ConfigError, match="s0 row 7: it is wrong"):
+        next(stream)
+    mended = make(buffer=5, batch=5, shuffle=False)
+    mended.set_state(state)
+    assert next(mended) == [5, 6, 7, 8, 9]
+
+
 def test_errors():
     def fail(row):
         raise ConfigError("it is wrong") if row["x"] == 4 else ConfigError("all wrong")

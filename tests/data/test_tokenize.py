@@ -1,6 +1,7 @@
 import json
 import logging
 import re
+from pathlib import Path
 
 import datasets
 import pytest
@@ -8,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.loading import DataSource, token_rows
-from jaxrl_llm.data.tokenize import RowTokenizer, split_pair
+from jaxrl_llm.data.tokenize import LOSS_ON, RowTokenizer, split_pair
 from tests.data.spacing_tokenizer import SPACINGS, spacing_tokenizer
 
 END = 257
@@ -358,6 +359,118 @@ def test_a_template_that_rewrites_the_past(tokenizer, tokenizer_folder):
         ConfigError, match=r"row 0: the chat template writes the beginning .* differently once message 1"
     ):
         tokenized("completions", [{"messages": [user("a"), assistant("b")]}], tokenizer)
+
+
+# Qwen3's: the last answer has a block of thoughts, which goes once a question follows. Phi-3's: one more end after all.
+THOUGHTFUL = (
+    "{%- for m in messages -%}{{- '<|' + m.role + '|>' -}}"
+    "{%- if m.role == 'assistant' and loop.last -%}{{- '<think></think>' -}}{%- endif -%}{{- m.content + '<|end|>' -}}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+CLOSED = (
+    "{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content + '<|end|>\n' -}}{%- endfor -%}"
+    "{{- '<|assistant|>' if add_generation_prompt else '<|pad|>' -}}"
+)
+TALK = [user("a"), assistant("b"), user("c"), assistant("d")]
+
+
+def with_template(tokenizer, folder, template):
+    return type(tokenizer).from_pretrained(folder, chat_template=template)
+
+
+def test_a_template_that_forgets_thoughts(tokenizer, tokenizer_folder):
+    """Every turn cannot be told apart there; the last can, and all tokens need not be."""
+    tokenizer = with_template(tokenizer, tokenizer_folder, THOUGHTFUL)
+    rendered = tokenizer.apply_chat_template(TALK, tokenize=False)
+    (last,) = tokenized("completions", [{"messages": TALK}], tokenizer, loss_on="last_turn")
+    assert learned(tokenizer, **last) == "<think></think>d<|end|>" and whole(tokenizer, last["ids"]) == rendered
+    (every,) = tokenized("completions", [{"messages": TALK}], tokenizer, loss_on="all")
+    assert every == {"ids": last["ids"], "mask": [0] + [1] * (len(last["ids"]) - 1)}
+    ways = r"learn the last turn alone \(data.loss_on=last_turn\), learn every token \(data.loss_on=all\), set the"
+    with pytest.raises(ConfigError, match=f"row 0: .* once message 1 follows, or that message once others do.*{ways}"):
+        tokenized("completions", [{"messages": TALK}], tokenizer)
+    # Behind the last turn a question follows: what is left is every token.
+    with pytest.raises(ConfigError, match=r"told from its prompt; learn every token \(data.loss_on=all\), set the"):
+        tokenized("completions", [{"messages": TALK[:3]}], tokenizer)
+    # Pairs have no such setting.
+    pair = {"prompt": TALK[:1], "chosen": [assistant("b"), user("c"), assistant("d")], "rejected": "x"}
+    with pytest.raises(ConfigError, match=r"told from its prompt; set the template's options"):
+        tokenized("pairs", [{**pair, "rejected": [assistant("x")]}], tokenizer)
+
+
+def test_a_template_that_ends_the_last_turn_otherwise(tokenizer, tokenizer_folder):
+    """A turn has as much of its end as it has there: the marks <|pad|> and <|user|> begin alike."""
+    closed = with_template(tokenizer, tokenizer_folder, CLOSED)
+    (row,) = tokenized("completions", [{"messages": TALK}], closed)
+    assert learned(closed, **row) == "b<|end|>\nd<|end|>\n<|pad|>"
+    assert whole(closed, row["ids"]) == closed.apply_chat_template(TALK, tokenize=False)
+    (row,) = tokenized("completions", [{"messages": TALK[:3]}], closed)
+    assert learned(closed, **row) == "b<|end|>\n"
+    # gpt-oss has another mark there, of which nothing is shared.
+    middle = "('' if loop.last and m.role == 'assistant' else '<|end|>')"
+    other = with_template(tokenizer, tokenizer_folder, CLOSED.replace("'<|end|>\n'", middle))
+    (row,) = tokenized("completions", [{"messages": TALK}], other)
+    assert learned(other, **row) == "bd<|pad|>"
+
+
+@pytest.mark.parametrize("template", [None, CLOSED])
+def test_turns_of_the_assistant_in_a_row(tokenizer, tokenizer_folder, template):
+    """The first has its end, and the opening of the second is not learned."""
+    if template is not None:
+        tokenizer = with_template(tokenizer, tokenizer_folder, template)
+    messages = [user("a"), assistant("b"), assistant("c"), user("d"), assistant("e")]
+    (row,) = tokenized("completions", [{"messages": messages}], tokenizer)
+    end = "<|end|>" if template is None else "<|end|>\n"
+    assert learned(tokenizer, **row) == f"b{end}c{end}e{end}" + ("<|pad|>" if template else "")
+    assert whole(tokenizer, row["ids"]) == tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+# What can be learned with TRL's copies of chat templates: every turn, the last of them, or nothing but all tokens.
+OF_TRL = {
+    "completion": ("llama3", "phi3", "gemma3", "gemma4", "lfm2", "gptoss", "glm4moe", "qwen2_5", "qwen3_instruct_2507"),
+    "last_turn": ("qwen3", "qwen3_5_think"),
+    "all": ("deepseekv3", "nemotron_3_nano"),
+}
+
+
+@pytest.mark.parametrize(("able", "name"), [(able, name) for able, names in OF_TRL.items() for name in names])
+def test_templates_of_models(tokenizer, tokenizer_folder, able, name):
+    """A setting that an error names works."""
+    trl = pytest.importorskip("trl")
+    file = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
+    if not file.is_file():
+        pytest.skip("not in this version of TRL")
+    tokenizer = with_template(tokenizer, tokenizer_folder, file.read_text())
+    tokenizer.bos_token = "<|pad|>"
+    talk = [user("ask1"), assistant("say1"), user("ask2"), assistant("say2")]
+    rendered = tokenizer.apply_chat_template(talk, tokenize=False)
+    refused, works = LOSS_ON[: LOSS_ON.index(able)], LOSS_ON[LOSS_ON.index(able) :]
+    for loss_on in refused:
+        with pytest.raises(ConfigError) as caught:
+            tokenized("completions", [{"messages": talk}], tokenizer, loss_on=loss_on)
+        assert [way for way in LOSS_ON if f"data.loss_on={way}" in str(caught.value)] == list(works)
+    for loss_on in works:
+        (row,) = tokenized("completions", [{"messages": talk}], tokenizer, loss_on=loss_on)
+        assert whole(tokenizer, row["ids"]) == rendered
+        words = re.findall(r"say\d|ask\d", learned(tokenizer, **row))
+        assert words == {"completion": ["say1", "say2"], "last_turn": ["say2"]}.get(loss_on, words) and "say2" in words
+
+
+def test_a_message_of_weight_0_is_not_learned(chatml_tokenizer):
+    """As in OpenAI's files."""
+    turns = [user("a"), {**assistant("b"), "weight": 0}, user("c"), {**assistant("d"), "weight": 1}]
+    (row,) = tokenized("completions", [{"messages": turns}], chatml_tokenizer)
+    assert learned(chatml_tokenizer, **row) == "d<|im_end|>\n"
+    (row,) = tokenized("completions", datasets.Dataset.from_list([{"messages": turns}]), chatml_tokenizer)
+    assert learned(chatml_tokenizer, **row) == "d<|im_end|>\n"
+    (row,) = tokenized("completions", [{"messages": turns}], chatml_tokenizer, loss_on="all")
+    text = chatml_tokenizer.apply_chat_template(turns, tokenize=False)
+    assert learned(chatml_tokenizer, **row) == text.removeprefix("<|im_start|>").replace("b<|im_end|>\n", "")
+    last = [*turns[2:], user("e"), {**assistant("f"), "weight": 0}]
+    (row,) = tokenized("completions", [{"messages": last}], chatml_tokenizer, loss_on="last_turn")
+    assert learned(chatml_tokenizer, **row) == "d<|im_end|>\n"
+    with pytest.raises(ConfigError, match=r"row 0: message 1 has the weight 0\.5; it is 0, where the turn is not"):
+        tokenized("completions", [{"messages": [user("a"), {**assistant("b"), "weight": 0.5}]}], chatml_tokenizer)
 
 
 def test_columns_of_none_are_absent(tokenizer):

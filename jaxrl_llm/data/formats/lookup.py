@@ -26,7 +26,7 @@ COMMON: Mapping[str, Callable[..., Any]] = {
 PAIRS = axolotl.PAIRS
 LABELS = axolotl.LABELS
 METHODS = {"dpo": PAIRS, "ipo": PAIRS, "simpo": PAIRS, "orpo": PAIRS, "kto": LABELS}
-FILLED = ("row", "kind", "tokenizer")  # arguments of a format that are filled in, and no options
+FILLED = ("row", "kind", "data_kind", "tokenizer")  # arguments of a format that are filled in, and no options
 MAP_OPTIONS = ("remove_columns", "num_proc", "desc", "load_from_cache_file", "keep_in_memory")
 
 
@@ -79,7 +79,7 @@ def find(
         _check_options(name, function, options)
         function = functools.partial(function, **options)
     accepted = inspect.signature(function).parameters
-    filled = {"kind": purpose or kind, "tokenizer": tokenizer, "processing_class": tokenizer}
+    filled = {"kind": purpose or kind, "data_kind": kind, "tokenizer": tokenizer, "processing_class": tokenizer}
     arguments = {key: value for key, value in filled.items() if key in accepted and key not in options}
 
     def form(row: Mapping[str, Any]) -> Example:

@@ -10,16 +10,17 @@ from typing import Any
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.templates import is_conversational, render_chat, template_options
-from jaxrl_llm.data.tokenize import TEXTS, split_pair
+from jaxrl_llm.data.tokenize import TEXTS, has_prompt, split_pair
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
-def auto(row: Mapping[str, Any], kind: str = "pairs") -> Mapping[str, Any]:
+def auto(row: Mapping[str, Any], kind: str = "pairs", data_kind: str | None = None) -> Mapping[str, Any]:
     """The row itself when it is of one of TRL's types; verl's, Harmony's and ShareGPT's rows are recognised.
 
     Prompts are taken from `messages` (without the assistant's last turns, which become `completion`) or from the common
-    beginning of `chosen` and `rejected` where there is no `prompt`.
+    beginning of `chosen` and `rejected` where there is no `prompt`, or `data_kind`, which the algorithm learns from, is
+    pairs or labels and it would not read that prompt.
     """
     present = {name for name, value in row.items() if value is not None}
     if isinstance(row.get("reward_model"), Mapping) and "data_source" in present:
@@ -30,7 +31,7 @@ def auto(row: Mapping[str, Any], kind: str = "pairs") -> Mapping[str, Any]:
         row = sharegpt(row)
     elif {"completions", "labels"} <= present and "completion" not in present:
         row = stepwise(row)
-    return _prompt_only(row) if kind == "prompts" else row
+    return _prompt_only(row, data_kind in ("pairs", "labels")) if kind == "prompts" else row
 
 
 def passthrough(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -135,9 +136,10 @@ def stepwise(row: Mapping[str, Any], separator: str = "\n") -> Row:
     return {"prompt": prompt, "completion": separator.join(steps), "label": all(labels)}
 
 
-def _prompt_only(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def _prompt_only(row: Mapping[str, Any], learns_pairs: bool) -> Mapping[str, Any]:
     present = {name for name, value in row.items() if value is not None}
-    if "prompt" in present:
+    # UltraFeedback's text beside whole conversations is no prompt that such a run learns to answer.
+    if "prompt" in present and not (learns_pairs and {"chosen", "rejected"} <= present and not has_prompt(row)):
         return row
     if "messages" in present and is_conversational(row["messages"]):
         messages, end = row["messages"], len(row["messages"])
