@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import block_fp8, safetensors, text_part
-from jaxrl_llm.models.families import family_for, family_of
+from jaxrl_llm.models.families import family_for, family_of, rotary
 from jaxrl_llm.models.families.decoder import DTYPES, LAYER, settings
 from jaxrl_llm.models.transformer import Net, Params
 
@@ -33,6 +33,7 @@ EXPORTED = (
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TEMPLATES = "additional_chat_templates"  # the one folder that a tokenizer writes
+STEPS = "hf_steps"  # of a run, with the models of earlier steps
 
 
 def locate(
@@ -58,8 +59,8 @@ def locate(
     if folder.is_dir():
         entries = safetensors.read_json(folder / "config.json") or {}
         if "output_dir" in entries and "model_type" not in entries:  # the record of a run, of the same name
-            steps = sorted(folder.glob("hf_steps/*/config.json"))
-            trained = next((x.parent for x in (folder / "hf" / "config.json", *steps[::-1]) if x.is_file()), None)
+            folders = (folder / "hf", *reversed(step_folders(folder).values()))
+            trained = next((x for x in folders if (x / "config.json").is_file()), None)
             way_out = f"give {trained}" if trained else f"jaxrl-llm export --run={name} writes that of a checkpoint"
             raise ConfigError(f"{name} is the folder of a run, which has its model in a folder of its own: {way_out}")
         return folder
@@ -71,6 +72,12 @@ def locate(
     if config_only:
         return _download(name, ["config.json", *PROCESSOR_FILES], revision)
     return _download(name, [*DOWNLOADED, "pytorch_model*.bin"] if allow_pickle else DOWNLOADED, revision)
+
+
+def step_folders(run: Path) -> dict[int, Path]:
+    """The folders of models in `run/hf_steps`, each by its step, oldest first."""
+    found = (run / STEPS).iterdir() if (run / STEPS).is_dir() else ()
+    return dict(sorted((int(path.name), path) for path in found if path.name.isdecimal() and path.is_dir()))
 
 
 def _download(name: str, patterns: list[str], revision: str | None) -> Path:
@@ -102,8 +109,8 @@ def read_config(folder: str | os.PathLike[str], entries: Mapping[str, Any] | Non
         raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face model folder.")
     config = text_part.entries_of(config)
     if entries and isinstance(config.get("text_config"), dict):  # of a model whose vision part is read too
-        return {**config, "text_config": {**config["text_config"], **entries}}
-    return {**config, **(entries or {})}
+        return {**config, "text_config": rotary.overridden(config["text_config"], entries)}
+    return rotary.overridden(config, entries or {})
 
 
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
@@ -288,8 +295,8 @@ def _exported_config(net: Net, family, hf_config: dict[str, Any] | None, dtype: 
     """The config.json to write; raises ConfigError where the family cannot describe the net."""
     config = net.config
     hf = family.from_config(config, hf_config)
-    # Matrices are written as numbers, and a text part as a model of its own.
-    hf = {name: x for name, x in hf.items() if name not in ("quantization_config", "text_part_of")}
+    # Matrices are written as numbers, a text part as a model of its own, and no code that auto_map would name.
+    hf = {name: x for name, x in hf.items() if name not in ("quantization_config", "text_part_of", "auto_map")}
     hf["dtype"] = dtype or config.param_dtype
     if hf["dtype"] not in DTYPES:
         raise ConfigError(f"dtype = {dtype!r} is not one of {', '.join(DTYPES)}.")
@@ -322,28 +329,35 @@ def _is_exported(entry: Path) -> bool:
     return any(fnmatch(entry.name, pattern) for pattern in EXPORTED)
 
 
+def put_right(folder: Path) -> None:
+    """Removes what a killed `replacing` left beside `folder`, which comes back where it had been moved away."""
+    name = re.escape(folder.name)
+    left = [path for path in folder.parent.iterdir() if re.fullmatch(rf"\.{name}\.(partial|earlier)-\d+", path.name)]
+    moved = [path for path in left if path.name.startswith(f".{folder.name}.earlier-")]
+    if moved and not folder.exists():
+        max(moved, key=lambda path: path.stat().st_mtime).rename(folder)
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """A folder to write to, which takes the place of `folder` when the block ends well and vanishes when it fails."""
     first = jax.process_index() == 0
     partial, earlier = (folder.with_name(f".{folder.name}.{word}-{os.getpid()}") for word in ("partial", "earlier"))
+    if first:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        put_right(folder)
     try:
         if first:
-            partial.mkdir(parents=True)
+            partial.mkdir()
         yield partial
         if first:
             if folder.exists():
                 folder.rename(earlier)
-            try:
-                partial.rename(folder)
-            except OSError:
-                if earlier.exists():
-                    earlier.rename(folder)
-                raise
+            partial.rename(folder)
     finally:
         if first:
-            shutil.rmtree(partial, ignore_errors=True)
-            if folder.exists():
-                shutil.rmtree(earlier, ignore_errors=True)
+            put_right(folder)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"saved {folder}")

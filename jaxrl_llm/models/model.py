@@ -19,6 +19,7 @@ from jaxrl_llm.distributed.sharding import on_device, shardings
 from jaxrl_llm.models import hf, lora, peft
 from jaxrl_llm.models.families import family_for, family_of
 from jaxrl_llm.models.families.rotary import max_positions
+from jaxrl_llm.models.fused_attention import is_before_ampere
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.quantize import KINDS
 from jaxrl_llm.models.safetensors import read_json
@@ -324,10 +325,10 @@ def check_attention(config: ModelConfig, backend: str) -> None:
 
 
 def compute_dtype(dtype: str) -> str:
-    """The type of the computation: for "auto" that of the machine."""
+    """The type of the computation: for "auto" that of the machine, bfloat16 where it has units for it."""
     if dtype != "auto":
         return dtype
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return "float32" if jax.default_backend() == "cpu" or is_before_ampere() else "bfloat16"
 
 
 def save_hf(

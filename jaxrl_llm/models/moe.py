@@ -191,7 +191,8 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = config
         self.router = Linear(config.width, config.experts, config, rngs, config.expert_bias)
-        zeros = jnp.zeros((config.experts,), config.param_dtype)
+        # Of 32 bits whatever the others have, as in transformers: rounded numbers would choose other experts.
+        zeros = jnp.zeros((config.experts,), jnp.float32)
         self.correction = nnx.Param(zeros) if config.router_correction else None
         self.experts = Experts(config, rngs)
         self.shared = FeedForward(config, rngs, config.shared_expert_ffn) if config.shared_expert_ffn else None
@@ -241,7 +242,7 @@ class MixtureOfExperts(nnx.Module):
         c = self.config
         ranks = jax.lax.stop_gradient(ranks)
         if self.correction is not None:
-            ranks += jax.lax.stop_gradient(self.correction[...]).astype(jnp.float32)
+            ranks += jax.lax.stop_gradient(self.correction[...])
         if c.router_groups > 1:
             groups = ranks.reshape(*ranks.shape[:-1], c.router_groups, -1)
             best = jax.lax.top_k(jax.lax.top_k(groups, 2)[0].sum(-1), c.router_top_groups)[1]

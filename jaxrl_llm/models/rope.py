@@ -44,9 +44,10 @@ def frequencies(rope: Rope, size: int) -> np.ndarray:
         rotated = np.arange(size // 2) < int(rope.fraction * size // 2)
         inv_freq = np.where(rotated, inv_freq / rope.factor, 0.0)
     elif rope.kind == "llama3":
-        turns = rope.original_max_positions * inv_freq / (2 * math.pi)
-        kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        inv_freq = _between(inv_freq, rope.factor, np.clip(kept, 0.0, 1.0))
+        above = rope.original_max_positions * inv_freq / (2 * math.pi) - rope.low_freq_factor
+        width = rope.high_freq_factor - rope.low_freq_factor
+        kept = np.clip(above / width, 0.0, 1.0) if width else np.where(above > 0, 1.0, 0.0)  # a step in Llama 4 Scout
+        inv_freq = _between(inv_freq, rope.factor, kept)
     elif rope.kind == "yarn":
         inv_freq = _between(inv_freq, rope.factor, 1 - _yarn_ramp(rope, size))
     return inv_freq.astype(np.float32)

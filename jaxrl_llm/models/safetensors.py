@@ -1,6 +1,7 @@
 """The safetensors files of a model folder: their tensors, read slice by slice and written shard by shard."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import re
@@ -74,6 +75,7 @@ class Stored(NamedTuple):
     transpose: bool
     leaf: str  # path of the parameter
     layer: int | None  # index in a stacked parameter
+    dtype: np.dtype  # of the parameter
     expert: int | None = None  # index in a parameter that is stacked over experts too
     full_shape: tuple[int, ...] = ()  # of the tensor in the files, of which this may be a range of rows
     first_row: int = 0
@@ -105,7 +107,8 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
         shape = leaf.shape[(layers[0][0] is not None) + (experts[0] is not None) :]
         shape = shape[::-1] if name.transpose else shape
         for (index, layer), expert in itertools.product(layers, experts):
-            tensor = Stored(name.tensor.format(layer=layer, expert=expert), shape, name.transpose, leaf_path, index)
+            file_name = name.tensor.format(layer=layer, expert=expert)
+            tensor = Stored(file_name, shape, name.transpose, leaf_path, index, leaf.dtype)
             tensor = tensor._replace(expert=expert, one_expert=expert is not None and "{expert}" not in name.tensor)
             # How many are interleaved is counted below.
             tensor = tensor._replace(every=int(name.interleaved), axis=-1 if name.columns else 0)
@@ -329,20 +332,20 @@ def _read_leaf(files: Files, tensors: list[Stored], index, dtype) -> np.ndarray:
 def write(folder: Path, net: Net, family, params: Params, dtype: str, max_shard_bytes: float) -> None:
     """Writes the parameters in safetensors files up to `max_shard_bytes`; of many processes, the first writes.
 
-    Adapters are merged, and quantised kernels dequantised, one tensor at a time.
+    `dtype` is that of the parameters, but of those that are fp32 in any net. Adapters are merged, and quantised kernels
+    dequantised, one tensor at a time.
     """
     leaves = _leaves(overlaid(params))
-    itemsize = jnp.dtype(dtype).itemsize
-    shards = list(_shards(stored_tensors(net, family), itemsize, max_shard_bytes))
+    written = Net(dataclasses.replace(net.config, param_dtype=dtype))
+    shards = list(_shards(stored_tensors(written, family), max_shard_bytes))
     for number, shard in enumerate(shards, start=1):
         arrays = {
-            parts[0].name: _joined(parts, [_gather(leaves[part.leaf], part, dtype, net) for part in parts])
-            for parts in shard
+            parts[0].name: _joined(parts, [_gather(leaves[part.leaf], part, net) for part in parts]) for parts in shard
         }
         if jax.process_index() == 0:
             save_file(arrays, folder / _shard_name(number, len(shards)), metadata={"format": "pt"})
     if len(shards) > 1 and jax.process_index() == 0:
-        write_json(folder / INDEX, _index(shards, itemsize))
+        write_json(folder / INDEX, _index(shards))
 
 
 def _joined(parts: list[Stored], arrays: list[np.ndarray]) -> np.ndarray:
@@ -369,12 +372,12 @@ def _leaves(params: Params, path: str = "") -> dict[str, Any]:
     return found
 
 
-def _gather(leaf: Any, tensor: Stored, dtype: str, net: Net) -> np.ndarray:
+def _gather(leaf: Any, tensor: Stored, net: Net) -> np.ndarray:
     """One tensor on the host, in the orientation and dtype of the files."""
     x = jax.tree.map(lambda x: x[tensor.at], leaf)
     if isinstance(x, dict):
         x = merged_kernel(x, net.config.lora, net.config.quantize)
-    x = on_host(x).astype(jnp.dtype(dtype))
+    x = on_host(x).astype(tensor.dtype)
     return np.ascontiguousarray(x.T if tensor.transpose else x)
 
 
@@ -385,7 +388,7 @@ def on_host(x: jax.Array) -> np.ndarray:
     return np.asarray(x)
 
 
-def _shards(tensors: list[Stored], itemsize: int, max_bytes: float) -> Iterator[list[list[Stored]]]:
+def _shards(tensors: list[Stored], max_bytes: float) -> Iterator[list[list[Stored]]]:
     """The tensors in order, each as its parts, in files of at most `max_bytes` (one larger tensor has its own)."""
     shard: list[list[Stored]] = []
     size = 0
@@ -393,7 +396,7 @@ def _shards(tensors: list[Stored], itemsize: int, max_bytes: float) -> Iterator[
     for tensor in tensors:
         whole.setdefault(tensor.name, []).append(tensor)
     for parts in whole.values():
-        bytes_ = int(np.prod(parts[0].full_shape)) * itemsize
+        bytes_ = _bytes(parts[0])
         if shard and size + bytes_ > max_bytes:
             yield shard
             shard, size = [], 0
@@ -406,10 +409,13 @@ def _shard_name(number: int, count: int) -> str:
     return SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def _index(shards: list[list[list[Stored]]], itemsize: int) -> dict[str, Any]:
+def _bytes(tensor: Stored) -> int:
+    return int(np.prod(tensor.full_shape)) * tensor.dtype.itemsize
+
+
+def _index(shards: list[list[list[Stored]]]) -> dict[str, Any]:
     tensors = [(i, parts[0]) for i, shard in enumerate(shards, start=1) for parts in shard]
-    total = sum(int(np.prod(tensor.full_shape)) for _, tensor in tensors) * itemsize
     return {
-        "metadata": {"total_size": total},
+        "metadata": {"total_size": sum(_bytes(tensor) for _, tensor in tensors)},
         "weight_map": {tensor.name: _shard_name(i, len(shards)) for i, tensor in tensors},
     }

@@ -309,9 +309,10 @@ def _prompt_axis(engine: Engine) -> int:
 def decoding_params(params: Params, decoder: Net) -> Params:
     """The parameters in the type they are computed in, so that a step reads no more than it must, adapters merged.
 
-    Norm scales stay as they are: norms run in fp32, and a rounded scale would make sampler and trainer differ. So do
-    the decays of recurrent mixers, and the head where logits are formed in fp32. Matrices of 8 bits are made of the
-    merged ones; those that are quantised already stay as they are, beside their adapters.
+    What the trainer computes with in fp32 stays as it is, as a rounded number would make sampler and trainer differ:
+    scales of norms, decays of recurrent mixers, biases of convolutions, attention sinks, sigmoid routers and their
+    corrections, and the head where logits are formed in fp32. Matrices of 8 bits are made of the merged ones; those
+    that are quantised already stay as they are, beside their adapters.
     """
     params = merge(params, decoder.config.lora)
     if decoder.config.quantize != "none":
@@ -326,12 +327,16 @@ def _copied_to_decode(params: Params, decoder: Net) -> Params:
 
 
 def _in_decoding_dtype(params: Params, decoder: Net) -> Params:
-    head = "embed/weight" if decoder.config.tie_embeddings else "head/kernel"
-    heads = (head,) if decoder.config.fp32_head else ()
-    kept = ("scale", "shift", "log_decay", "step_bias", "skip", "codes", "absmax", *heads)
+    config = decoder.config
+    kept = ("scale", "shift", "log_decay", "step_bias", "skip", "conv_bias", "conv/bias", "sinks", "correction")
+    kept += ("position/weight", "codes", "absmax")
+    if config.router_sigmoid:
+        kept += ("router/kernel", "router/bias")
+    if config.fp32_head:
+        kept += ("embed/weight" if config.tie_embeddings else "head/kernel",)
 
     def leaf(path, x):
-        return x if path_name(path).endswith(kept) else x.astype(decoder.config.dtype)
+        return x if path_name(path).endswith(kept) else x.astype(config.dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, params)
 

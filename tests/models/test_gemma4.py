@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -145,6 +146,19 @@ def test_entries_of_the_hub_mean_those_of_transformers():
             assert gemma4_text.to_config(written | {"per_layer_config": numbered}) == config
 
 
+def test_text_is_causal_where_images_see_themselves(folder, model, tmp_path):
+    """Published files say so in the text part, and an export still does."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    entries = json.loads((tmp_path / "config.json").read_text()) | {"use_bidirectional_attention": "vision"}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    found = load_model(tmp_path)
+    assert found.net.config == model.net.config
+    np.testing.assert_allclose(found(DOCUMENTS[0][None]), oracle_logits(oracle, DOCUMENTS[0][None]), atol=TOLERANCE)
+    exported = gemma4_text.from_config(found.net.config, found.hf_config)
+    assert exported["use_bidirectional_attention"] == "vision"
+
+
 FAULTS = {
     "all layers share": ({"num_kv_shared_layers": 6}, "num_kv_shared_layers = 6"),
     "no full layer to share with": ({"num_kv_shared_layers": 4}, "num_kv_shared_layers = 4 .* each type"),
@@ -164,7 +178,8 @@ FAULTS = {
         {"enable_moe_block": True, "num_experts": 2, "top_k_experts": 3, "moe_intermediate_size": 8},
         "top_k_experts = 3 .* up to num_experts = 2",
     ),
-    "both directions": ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    "both directions": ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
+    "another way": ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
 }
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,20 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.templates import plain_ids
 from jaxrl_llm.models import hf, safetensors
 from jaxrl_llm.models.model import check_positions, check_same_vocabulary, load_model, save_hf
 from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.training.runtime.preemption import Preempted
 from tests.models.conftest import SHAPE, make_oracle
 
 
@@ -188,12 +196,12 @@ CONFIG_FAULTS = {
             "rope_parameters": {
                 "rope_type": "llama3",
                 "factor": 2.0,
-                "low_freq_factor": 4.0,
+                "low_freq_factor": 4.5,
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8,
             }
         },
-        "low_freq_factor = 4.0 .* below high_freq_factor = 4",
+        "low_freq_factor = 4.5 .* up to high_freq_factor = 4",
     ),
     "width": ({"head_dim": None, "hidden_size": 30}, "hidden_size = 30 .* multiples of num_attention_heads"),
 }
@@ -373,6 +381,57 @@ def test_a_failed_export_leaves_what_was_there(llama_folder, tmp_path, before):
     assert [file.name for file in target.parent.iterdir()] == (["model"] if before else [])
     if before:
         assert equal(hf.load(target)[1], params)
+
+
+def stopped(net, params, target):
+    """An export that fails half-way."""
+    with pytest.raises(OSError, match="No space left"):
+        hf.save(net, params, target, tokenizer=FailingTokenizer())
+
+
+def test_what_a_killed_export_left_is_put_right(llama_folder, tmp_path):
+    """Of the same process id, as in containers, and of others; other hidden folders stay."""
+    net, params = hf.load(llama_folder)
+    target = tmp_path / "hf"
+    for name in (f".hf.partial-{os.getpid()}", ".hf.partial-7", ".hf.earlier-8", ".hf.partial", ".other.partial-7"):
+        shutil.copytree(llama_folder, tmp_path / name)
+    shutil.copytree(llama_folder, tmp_path / f".hf.earlier-{os.getpid()}")  # the newest
+    stopped(net, params, target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".hf.partial", ".other.partial-7", "hf"]
+    assert equal(hf.load(target)[1], params)
+    (tmp_path / f".hf.partial-{os.getpid()}").mkdir()
+    other = jax.tree.map(lambda x: x + 1, params)
+    hf.save(net, other, target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".hf.partial", ".other.partial-7", "hf"]
+    assert equal(hf.load(target)[1], other)
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, Preempted(1, "now"), OSError("No space left")], ids=str)
+def test_an_interruption_between_the_renames_leaves_the_earlier_export(llama_folder, tmp_path, monkeypatch, interrupt):
+    net, params = hf.load(llama_folder)
+    hf.save(net, params, tmp_path / "hf")
+    rename = Path.rename
+
+    def interrupted(path, target):
+        if ".partial-" in path.name:
+            raise interrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises((KeyboardInterrupt, SystemExit, OSError)):
+        hf.save(net, jax.tree.map(lambda x: x + 1, params), tmp_path / "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert equal(hf.load(tmp_path / "hf")[1], params)
+
+
+def test_code_that_is_not_exported_is_not_named(copy, tmp_path):
+    """auto_map names Python files of the folder that was read; without it transformers takes its own class."""
+    edit_config(copy, auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
+    model = load_model(copy)
+    save_hf(model, tmp_path / "exported")
+    assert "auto_map" not in hf.read_config(tmp_path / "exported")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", trust_remote_code=True)
+    assert type(again).__name__ == "LlamaForCausalLM"
 
 
 def test_an_export_replaces_an_earlier_one_and_nothing_else(llama_folder, tmp_path):

@@ -10,10 +10,12 @@ import pytest
 import torch
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.models import hf
+from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.moe import Experts, MixtureOfExperts, Routing, balance_loss, dense, grouped
 from jaxrl_llm.models.transformer import ModelConfig, Net, RecordingNet
 from tests.models.oracles import make_oracle
@@ -143,6 +145,24 @@ def test_a_frozen_router_gets_no_gradient():
     assert not gradients["layers"]["mlp"]["router"]["kernel"].any()
     assert gradients["layers"]["mlp"]["experts"]["up"]["kernel"].any()
     np.testing.assert_array_equal(loss(frozen, params), loss(Net(CONFIG), params))
+
+
+def test_corrections_keep_their_bits(tmp_path):
+    """A router's corrections are fp32 in 16-bit nets and files, as in transformers."""
+    oracle = make_oracle("deepseek_v3")
+    oracle.save_pretrained(tmp_path / "exact")
+    expected = oracle.state_dict()["model.layers.1.mlp.gate.e_score_correction_bias"].numpy()
+    model = load_model(tmp_path / "exact", param_dtype="bfloat16")
+    np.testing.assert_array_equal(model.params["latent_layers"]["mlp"]["correction"][0], expected)
+    hf.save(model.net, model.params, tmp_path / "half", hf_config=model.hf_config, dtype="bfloat16")
+    written = load_file(tmp_path / "half" / "model.safetensors")
+    assert {name for name, x in written.items() if x.dtype == np.float32} == {
+        f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)
+    }
+    np.testing.assert_array_equal(written["model.layers.1.mlp.gate.e_score_correction_bias"], expected)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="bfloat16")
+    found = again.state_dict()["model.layers.1.mlp.gate.e_score_correction_bias"]
+    np.testing.assert_array_equal(found.numpy(), expected)
 
 
 def stack_experts(tensors, block: str, gate: str, up: str, down: str):

@@ -1,14 +1,17 @@
 """Rotary frequencies against transformers, and rows longer than the original length."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.families import rotary
+from jaxrl_llm.models import hf
+from jaxrl_llm.models.families import FAMILIES, rotary
 from jaxrl_llm.models.rope import Rope, check_length, dynamic_frequencies, frequencies, rotate
 
 ROPES = {
@@ -16,6 +19,10 @@ ROPES = {
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "llama3": {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "llama3-step": {  # of Llama 4 Scout
+        "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
         "original_max_position_embeddings": 8192,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
@@ -72,3 +79,107 @@ def test_entries_are_written_as_they_are_read():
         fields = rotary.read(hf)
         config = type("Config", (), {"local_rope": None, **fields})
         assert rotary.read({"max_position_embeddings": 32768} | rotary.write(config)) == fields
+
+
+V5 = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+def written(folder, model_type="llama", **entries):
+    """A folder with a config.json of these entries."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    entries = {"model_type": model_type, **sizes, "num_attention_heads": 4, "max_position_embeddings": 16384, **entries}
+    (folder / "config.json").write_text(json.dumps(entries))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "olmo3"])
+@pytest.mark.parametrize("scaling", [None, YARN | {"rope_theta": 2e5}], ids=["null", "yarn"])
+def test_a_scaling_beside_parameters_goes_before_them_as_in_transformers(tmp_path, kind, scaling):
+    """As in a folder of transformers 5 to which a block is added by the old name."""
+    given = V5["rope_parameters"]
+    given = given if kind == "llama" else dict.fromkeys(rotary.TYPES, given)
+    written(tmp_path, kind, rope_parameters=given, rope_scaling=scaling)
+    expected = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    rope = hf.load_net(tmp_path).config.rope
+    assert rope == rotary.read({"rope_parameters": expected}, by_type=True)["rope"]
+    assert (rope.kind, rope.theta) == (("default", 5e5) if scaling is None else ("yarn", 2e5))
+
+
+def test_a_scaling_that_leaves_the_base_behind_is_refused(tmp_path):
+    """transformers would take the family's own base in place of that of the parameters, which it does not read."""
+    written(tmp_path, **V5, rope_scaling=YARN)
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"] == 1e4
+    with pytest.raises(ConfigError, match=r"rope_scaling = .* with {'rope_theta': 500000.0, .* in it"):
+        hf.load_net(tmp_path)
+    assert hf.load_net(written(tmp_path, **V5, rope_scaling=YARN, rope_theta=5e5)).config.rope.theta == 5e5
+
+
+OVERRIDES = {
+    "base": ({"rope_theta": 1e6}, Rope(1e6), Rope(1e6, "linear", 2.0)),
+    "scaling": ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, *[Rope(5e5, "linear", 4.0)] * 2),
+    "no scaling": ({"rope_scaling": None}, Rope(5e5), Rope(5e5)),
+    "both": ({"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 4}}, *[Rope(1e6, "linear", 4.0)] * 2),
+    "parameters": ({"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, *[Rope(5e5, "linear", 4.0)] * 2),
+    "all of them": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, Rope(1e6), Rope(1e6)),
+}
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_overrides_of_rotary_entries_are_computed_and_exported(tmp_path, name):
+    """Whatever version of transformers wrote the folder, and the export means the same to transformers."""
+    entries, plain, scaled = OVERRIDES[name]
+    linear = {"rope_type": "linear", "factor": 2.0}
+    ways = [
+        (V5, plain), ({"rope_theta": 5e5}, plain), ({"rope_theta": 5e5, "rope_scaling": linear}, scaled),
+        ({"rope_parameters": linear | {"rope_theta": 5e5}}, scaled),
+        ({"rope_scaling": linear | {"rope_theta": 5e5}}, scaled),
+    ]  # fmt: skip
+    for given, expected in ways:
+        read = hf.read_config(written(tmp_path, **given), entries)
+        config = FAMILIES["llama"].to_config(read)
+        assert config.rope == expected
+        exported = FAMILIES["llama"].from_config(config, read)
+        (tmp_path / "config.json").write_text(json.dumps(exported))
+        means = AutoConfig.from_pretrained(tmp_path).rope_parameters
+        assert rotary.read({"rope_parameters": means})["rope"] == expected
+
+
+def test_overrides_that_would_change_nothing_are_refused(tmp_path):
+    sets = {name: {"rope_type": "default", "rope_theta": 5e5} for name in rotary.TYPES}
+    for kind in ("gemma3_text", "gemma4_text", "olmo3"):
+        folder = written(tmp_path, kind, rope_parameters=sets)
+        for name, value in {"rope_theta": 1e6, "rope_scaling": YARN, "rope_local_base_freq": 1e6}.items():
+            with pytest.raises(ConfigError, match=rf"model.overrides: {name} changes nothing .* a set for each type"):
+                hf.load_net(folder, {name: value})
+        other = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
+        assert hf.load_net(folder, {"rope_parameters": sets | other}).config.rope.theta == 1e6
+        with pytest.raises(ConfigError, match="one set of parameters for each of full_attention, sliding_attention"):
+            hf.load_net(folder, {"rope_parameters": YARN})
+    with pytest.raises(ConfigError, match=r"rope_theta = 1000000.0 is not supported; .* a set for each"):
+        hf.load_net(written(tmp_path, "gemma4_text"), {"rope_theta": 1e6})
+
+
+def test_overrides_of_a_model_with_vision_are_those_of_its_decoder(tmp_path):
+    text = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [1, 1, 2]}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "text_config": text}))
+    read = hf.read_config(tmp_path, {"rope_theta": 1e6})["text_config"]
+    assert read["rope_parameters"] == text["rope_parameters"] | {"rope_theta": 1e6}
+
+
+def test_numbers_that_nothing_is_computed_of_are_named():
+    """The block of DeepSeek-R1-0528-Qwen3-8B: its numbers are those of transformers, which vLLM multiplies."""
+    block = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    with_factor = {"rope_scaling": block | {"attn_factor": 0.8782488562869419}, "rope_theta": 1e6}
+    config = LlamaConfig(head_dim=64, max_position_embeddings=131072, **with_factor)
+    _, scale = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    assert rotary.read(with_factor)["rope"].attention_factor == pytest.approx(scale, rel=1e-12)
+    (line,) = rotary.unread(with_factor)
+    assert line.startswith("config.json: attn_factor = 0.878249 among the rotary parameters is not used, as in transf")
+    assert "vLLM multiplies" in line
+    sets = {"full_attention": block | {"strength": 2}, "sliding_attention": {"rope_type": "default", "finetuned": True}}
+    assert [line.split(" among")[0] for line in rotary.unread({"text_config": {"rope_parameters": sets}})] == [
+        "config.json: strength = 2"
+    ]
+    for parameters in ROPES.values():
+        assert not rotary.unread({"rope_parameters": parameters | {"rope_theta": 1e4}})

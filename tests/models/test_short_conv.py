@@ -105,6 +105,6 @@ def test_decays_are_those_of_the_trainer_in_16_bits_too(net, params):
     (layer, _) = decoder.decoding_params(params)["layers"].values()
     kept = {name for name, x in layer[net.config.mixers[0].path].items() if getattr(x, "dtype", None) == np.float32}
     expected = {"delta net": {"log_decay", "step_bias", "norm_scale"}, "convolution": set()}
-    expected["mamba"] = expected["delta net"] | {"skip"}
+    expected["mamba"] = expected["delta net"] | {"skip", "conv_bias"}
     assert kept == expected[next(name for name, config in CONFIGS.items() if config == net.config)]
     assert layer["mlp"]["down"]["kernel"].dtype == jax.numpy.bfloat16

@@ -136,7 +136,7 @@ def to_config(
         supported = "fp8 in blocks, and unquantized float32, bfloat16 and float16 weights"
         refuse("quantization_config", hf["quantization_config"], supported)
     if hf.get("use_bidirectional_attention"):
-        refuse("use_bidirectional_attention", True, "causal attention")
+        refuse("use_bidirectional_attention", hf["use_bidirectional_attention"], "causal attention (null)")
     sizes = {field: positive(hf, entry) for field, entry in SIZES.items()}
     heads = sizes["heads"]
     kv_heads = heads if hf.get("num_key_value_heads") is None else positive(hf, "num_key_value_heads")

@@ -5,7 +5,7 @@ Layers with a window have rotary positions of their own.
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, gemma2, layer_types
+from jaxrl_llm.models.families import decoder, gemma2, layer_types, rotary
 from jaxrl_llm.models.transformer import ModelConfig
 
 MODEL_TYPE = "gemma3_text"
@@ -17,15 +17,11 @@ BASES = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
 
 def _rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
     """The rotary parameters of both types of layers; files of transformers 4 have a base and a scaling of one each."""
-    given = hf.get("rope_parameters") or {}
+    given = rotary.sets_of(hf)
     names = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
     bases = {kind: BASES[kind] if hf.get(name) is None else hf[name] for kind, name in names.items()}
-    full = {"rope_theta": bases["full_attention"], **(hf.get("rope_scaling") or {})}
-    local = {"rope_theta": bases["sliding_attention"]}
-    return {
-        "full_attention": full | (given.get("full_attention") or {}),
-        "sliding_attention": local | (given.get("sliding_attention") or {}),
-    }
+    full, local = ({"rope_theta": bases[kind]} | given.get(kind, {}) for kind in rotary.TYPES)
+    return {"full_attention": full | (hf.get("rope_scaling") or {}), "sliding_attention": local}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

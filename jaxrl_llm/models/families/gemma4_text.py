@@ -3,7 +3,7 @@ layers that read the keys and values of earlier ones."""
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, gemma, gemma2, layer_types
+from jaxrl_llm.models.families import decoder, gemma, gemma2, layer_types, rotary
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.transformer import ModelConfig
@@ -55,6 +55,8 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     hf |= {"rope_parameters": _rope_parameters(hf)}
+    if hf.get("use_bidirectional_attention") == "vision":  # of images, which are not read
+        hf["use_bidirectional_attention"] = None
     every, last = 6, positive(hf, "num_hidden_layers") - 1
     types = [*hf["layer_types"][:-1], layer_types.FULL] if hf.get("layer_types") else None
     windows = layer_types.read({**hf, "layer_types": types}, lambda layer: (layer + 1) % every != 0 and layer != last)
@@ -124,9 +126,10 @@ def unused_tensors(config: ModelConfig) -> set[str]:
 
 def _rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
     """The rotary parameters of both types of layers."""
-    given = hf.get("rope_parameters") or {}
-    if not all(isinstance(value, dict) for value in given.values()):
-        refuse("rope_parameters", given, f"one set of parameters for each of {', '.join(ROPES)}")
+    given = rotary.sets_of(hf)
+    for entry in ("rope_scaling",) if given else ("rope_scaling", "rope_theta"):
+        if hf.get(entry):
+            refuse(entry, hf[entry], f"rope_parameters with a set for each of {', '.join(ROPES)}")
     return ROPES | given
 
 

@@ -5,7 +5,7 @@ The experts' matrices are read from MXFP4 or from floats, and written as floats.
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, layer_types
+from jaxrl_llm.models.families import decoder, layer_types, rotary
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.transformer import ModelConfig
@@ -45,7 +45,7 @@ THETA = 150_000.0
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
+    if not rotary.parameters_of(hf):
         hf["rope_parameters"] = YARN
     if (hf.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         hf["quantization_config"] = None
@@ -83,9 +83,5 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         own["sliding_window"] = config.sliding_window
     if base is None:
         own |= {"swiglu_alpha": config.swiglu_alpha, **layer_types.write(config)}
-    rope = (
-        None
-        if base is None or base.get("rope_parameters") or base.get("rope_scaling")
-        else {**base, "rope_parameters": YARN}
-    )
+    rope = None if base is None or rotary.parameters_of(base) else {**base, "rope_parameters": YARN}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)

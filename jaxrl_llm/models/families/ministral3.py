@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, layer_types
+from jaxrl_llm.models.families import decoder, layer_types, rotary
 from jaxrl_llm.models.families.entries import number, refuse
 from jaxrl_llm.models.transformer import ModelConfig
 
@@ -52,4 +52,4 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
 
 def _rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
     """The rotary parameters, of which files of transformers 4 have the base apart; those of the family without any."""
-    return hf.get("rope_parameters") or hf.get("rope_scaling") or ({} if hf.get("rope_theta") else ROPE)
+    return rotary.parameters_of(hf) or ({} if hf.get("rope_theta") else ROPE)

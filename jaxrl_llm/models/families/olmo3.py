@@ -14,10 +14,9 @@ DEFAULTS = {**olmo2.DEFAULTS, "sliding_window": 4096, "rope_theta": 500_000.0}  
 
 def _rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
     """The rotary parameters of both types of layers; files of transformers 4 scale those without a window."""
-    given = hf.get("rope_parameters") or {}
-    base = {"rope_theta": hf.get("rope_theta") or DEFAULTS["rope_theta"]}
-    full = {**base, **(hf.get("rope_scaling") or {}), **(given.get("full_attention") or {})}
-    return {"full_attention": full, "sliding_attention": {**base, **(given.get("sliding_attention") or {})}}
+    given, base = rotary.sets_of(hf), {"rope_theta": hf.get("rope_theta") or DEFAULTS["rope_theta"]}
+    full, local = (base | given.get(kind, {}) for kind in rotary.TYPES)
+    return {"full_attention": full | (hf.get("rope_scaling") or {}), "sliding_attention": local}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

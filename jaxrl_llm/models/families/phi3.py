@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, layer_types
+from jaxrl_llm.models.families import decoder, layer_types, rotary
 from jaxrl_llm.models.families.decoder import LAYER, TensorName
 from jaxrl_llm.models.families.entries import refuse
 from jaxrl_llm.models.transformer import ModelConfig
@@ -23,7 +23,7 @@ DEFAULTS = {"rms_norm_eps": 1e-5}  # for entries that are left out
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    rope = rotary.parameters_of(hf)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         refuse("rope_type", kind, f"default, in {MODEL_TYPE} models (the short ones: 4k, 16k)")

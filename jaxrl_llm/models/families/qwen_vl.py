@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from typing import Any, NamedTuple
 
-from jaxrl_llm.models.families import decoder, siglip
+from jaxrl_llm.models.families import decoder, rotary, siglip
 from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
@@ -102,7 +102,7 @@ def config_of(
     """The ModelConfig of a config.json; `own` are the fields of the family's decoder. Raises ConfigError for what the
     network does not compute."""
     image_token = siglip.image_token({"image_token_id": family.image_token} | hf, "image_token_id", text)
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    rope = rotary.parameters_of(text)
     sections = list(rope.get("mrope_section") or family.sections)
     if rope.get("mrope_interleaved", family.interleaved) != family.interleaved:
         refuse("mrope_interleaved", rope["mrope_interleaved"], str(family.interleaved))

@@ -1,15 +1,73 @@
 """The entries of config.json about rotary positions, of transformers 4 and 5, in both directions."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.families.entries import number, refuse
+from jaxrl_llm.models.families.entries import check_kinds, number, refuse
 from jaxrl_llm.models.rope import KINDS, Rope
 
 ENTRIES = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 MOST = "max_position_embeddings"
 TYPES = ("full_attention", "sliding_attention")
+BLOCKS = ("rope_scaling", "rope_parameters")
+APART = ("rope_theta", "partial_rotary_factor")  # which files of transformers 4 have beside the scaling
+READ = (
+    *APART, "rope_type", "type", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim", "llama_4_scaling_beta", MOST,
+)  # fmt: skip
+
+
+def parameters_of(hf: dict[str, Any]) -> dict[str, Any]:
+    """The block of rotary parameters, empty where there is none: as in transformers 5 `rope_scaling` if it is there.
+
+    Families that have a set for each type of layer put `rope_scaling` into these themselves.
+    """
+    parameters = hf.get("rope_parameters") or {}
+    return parameters if _sets(parameters) else hf.get("rope_scaling") or parameters
+
+
+def _sets(parameters: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The parameters by type of layer, empty where all layers share theirs."""
+    return {name: value for name, value in parameters.items() if isinstance(value, dict)}
+
+
+def sets_of(hf: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The `rope_parameters` by type of layer, empty where there are none; raises ConfigError for others."""
+    parameters = hf.get("rope_parameters") or {}
+    sets = _sets(parameters)
+    if parameters and not sets:
+        refuse("rope_parameters", parameters, f"one set of parameters for each of {', '.join(TYPES)}")
+    return sets
+
+
+def overridden(hf: dict[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of config.json with `entries` in place of those of the same names.
+
+    Rotary ones are written into the block that the model has, whose base stays under another scaling. Raises
+    ConfigError for one that would change nothing, as the model has a set for each type of layer.
+    """
+    changed = [name for name in ENTRIES if name in entries]
+    found = {**hf, **entries}
+    if not changed:
+        return found
+    check_kinds(hf)
+    check_kinds(found)
+    own = parameters_of(hf)
+    if _sets(own) and changed != ["rope_parameters"]:
+        raise ConfigError(
+            f"model.overrides: {changed[-1]} changes nothing in this model, whose rope_parameters are a set for each "
+            f"type of layer: give all of them, with your change, as rope_parameters={own!r}"
+        )
+    if not own or _sets(own):
+        return found
+    block, place = own, "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    if given := [name for name in BLOCKS if name in entries]:
+        block = {name: own[name] for name in APART if name in own} | (entries[given[0]] or {"rope_type": "default"})
+        place = "rope_parameters" if given == ["rope_parameters"] else place
+    moved = {name: entries[name] for name in APART if name in entries and name in block}
+    return {name: x for name, x in found.items() if name not in (*BLOCKS, *moved)} | {place: block | moved}
 
 
 def read(hf: dict[str, Any], theta: float = 10000.0, partial: bool = False, by_type: bool = False) -> dict[str, Any]:
@@ -18,10 +76,15 @@ def read(hf: dict[str, Any], theta: float = 10000.0, partial: bool = False, by_t
     Some families rotate some dimensions of each head (`partial`), some differently by type of layer (`by_type`).
     Raises ConfigError for a scaling that is not computed, or one with an entry missing.
     """
-    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    per_type = {name: value for name, value in parameters.items() if isinstance(value, dict)}
+    parameters = parameters_of(hf)
+    per_type = _sets(parameters)
     base = theta if hf.get("rope_theta") is None else number("rope_theta", hf["rope_theta"], above=1)
     if not per_type:
+        if parameters is hf.get("rope_scaling") and hf.get("rope_parameters"):
+            used = {"rope_theta": base, "partial_rotary_factor": hf.get("partial_rotary_factor") or 1.0} | parameters
+            lost = {name: hf["rope_parameters"].get(name) or used[name] for name in APART if name not in parameters}
+            if any(used[name] != value for name, value in lost.items()):
+                refuse("rope_scaling", parameters, f"with {lost} in it, as rope_parameters is not read beside it")
         fraction = parameters.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
         fraction = None if _kind(parameters) == "proportional" else fraction
         return {"rope": _rope(parameters, hf, base), "rotary_fraction": _fraction(fraction, partial)}
@@ -44,14 +107,28 @@ def max_positions(hf: dict[str, Any]) -> int | None:
     most = hf.get(MOST)
     if most is None:
         return None
-    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    ropes = [given, *(value for value in given.values() if isinstance(value, dict))]
+    given = parameters_of(hf)
+    ropes = [given, *_sets(given).values()]
     stretched = [
         (rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or most)
         for rope in ropes
         if rope.get("rope_type", rope.get("type", "default")) != "default"
     ]
     return int(max([most, *stretched]))
+
+
+def unread(hf: dict[str, Any]) -> list[str]:
+    """A line for each number among the rotary parameters of a config.json that is not used, factors of 1 excepted."""
+    given = parameters_of(hf.get("text_config") or hf)
+    numbers = {
+        name: value
+        for parameters in (given, *_sets(given).values())
+        for name, value in parameters.items()
+        if name not in READ and isinstance(value, int | float) and not isinstance(value, bool) and value != 1
+    }
+    in_vllm = {"attn_factor": "; vLLM multiplies the cosines and sines of yarn by it, and so computes another model"}
+    unused = "among the rotary parameters is not used, as in transformers"
+    return [f"config.json: {name} = {value:g} {unused}{in_vllm.get(name, '')}" for name, value in numbers.items()]
 
 
 def write(config) -> dict[str, Any]:
@@ -117,8 +194,8 @@ def _rope(parameters: dict[str, Any], hf: dict[str, Any], theta: float) -> Rope:
     original = original or most or 0
     if kind == "llama3":
         factors = (scaling("factor"), original, scaling("low_freq_factor"), scaling("high_freq_factor"))
-        if factors[2] >= factors[3]:
-            refuse("low_freq_factor", factors[2], f"numbers below high_freq_factor = {factors[3]:g}")
+        if factors[2] > factors[3]:
+            refuse("low_freq_factor", factors[2], f"numbers up to high_freq_factor = {factors[3]:g}")
         return Rope(theta, kind, *factors)
     factor = scaling("factor", None if most is None else most / original)
     return Rope(

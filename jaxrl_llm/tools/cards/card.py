@@ -15,6 +15,7 @@ from jaxrl_llm.config.version import __version__
 from jaxrl_llm.models import peft
 from jaxrl_llm.tools.cards.clean import in_words, shareable
 from jaxrl_llm.tools.cards.curves import curves_svg
+from jaxrl_llm.tools.cards.hub import named
 from jaxrl_llm.tools.cards.origin import TAG, Base, base_of, datasets_of
 from jaxrl_llm.tools.markdown import table
 from jaxrl_llm.tools.report.page import algorithm_of, headlines
@@ -66,7 +67,7 @@ def write_card(
     folder, found = Path(folder), run_of(Path(run))
     base = base_of(str(found.settings["model.path"]))
     svg = curves_svg(found, step)
-    body = _body(folder, found, base, step, bool(svg), repo, title)
+    body = _body(folder, found, base, step, bool(svg), repo and named(repo), title)
     text = f"---\n{_front_matter(folder, found, base, step, tags)}---\n\n{body}"
     try:
         if base.text is not None:

@@ -4,6 +4,7 @@ The token is that of the variable HF_TOKEN, and nothing shows or keeps it.
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -27,7 +28,7 @@ def check(repo: str, private: bool = False, overwrite: bool = False) -> None:
     reached, a repository that holds a model already (unless `overwrite`), or one that is public where `private` is
     asked for.
     """
-    api = _api()
+    api, repo = _api(), named(repo)
     with _explaining(repo):
         me = api.whoami()
     owner = repo.partition("/")[0]
@@ -45,14 +46,16 @@ def push(folder: str | Path, repo: str, private: bool = False, overwrite: bool =
     """The address of the repository on the hub, after the files of `folder` have become its newest commit.
 
     A new repository is made, for you alone with `private`. With `overwrite` the model of an existing one is replaced:
-    the new commit keeps its other files, and older commits keep all. Raises ConfigError as `check` does, and when the
-    hub refuses: then the repository is as it was.
+    the new commit keeps its other files, and older commits keep all. Raises ConfigError as `check` does, for a folder
+    without weights, and when the hub refuses: then the repository is as it was.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-    api, folder = _api(), Path(folder)
-    there = _files_there(api, repo, private, overwrite)
+    api, folder, repo = _api(), Path(folder), named(repo)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    if not any(fnmatch(path.name, pattern) for path in paths for pattern in WEIGHTS):
+        raise ConfigError(f"cannot push to {repo}: {folder} holds no weights ({', '.join(WEIGHTS)})")
+    there = _files_there(api, repo, private, overwrite)
     files = {path.relative_to(folder).as_posix(): path for path in paths}
     old = [name for name in there or () if name not in files and any(fnmatch(name, p) for p in (*EXPORTED, *WEIGHTS))]
     operations: list[Any] = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
@@ -62,6 +65,17 @@ def push(folder: str | Path, repo: str, private: bool = False, overwrite: bool =
             api.create_repo(repo, private=private, exist_ok=True)
         api.create_commit(repo, operations, commit_message=message or f"Model of jaxrl_llm {__version__}")
     return f"{api.endpoint}/{repo}"
+
+
+def named(repo: str) -> str:
+    """OWNER/NAME of a repository: one without an owner is of the token's account. Raises ConfigError as `check`."""
+    return repo if "/" in repo else f"{_account(_token(), repo)}/{repo}"
+
+
+@functools.cache  # asked at the start of a run, for its end
+def _account(token: str, repo: str) -> str:
+    with _explaining(repo):
+        return _api().whoami()["name"]
 
 
 def check_push(config: ConfigDict) -> None:
@@ -105,15 +119,20 @@ def push_step(config: ConfigDict, folder: Path, step: int) -> str | None:
 
 
 def _api() -> Any:
+    token = _token()
+    from huggingface_hub import HfApi  # slow to import
+
+    return HfApi(token=token, library_name="jaxrl_llm", library_version=__version__)
+
+
+def _token() -> str:
     token = os.environ.get("HF_TOKEN", "").strip()
     if not token:
         raise ConfigError(
             "pushing to the hub needs a token that may write in the variable HF_TOKEN; make one at "
             "https://huggingface.co/settings/tokens"
         )
-    from huggingface_hub import HfApi  # slow to import
-
-    return HfApi(token=token, library_name="jaxrl_llm", library_version=__version__)
+    return token
 
 
 def _files_there(api: Any, repo: str, private: bool, overwrite: bool) -> list[str] | None:

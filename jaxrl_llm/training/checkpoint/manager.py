@@ -197,10 +197,23 @@ class Checkpoints:
         return None, problems
 
     def discard_after(self, step: int | None) -> None:
-        """Deletes the steps after `step`, all of them when it is None: a run that starts there writes them anew."""
-        for other in self.steps():
-            if step is None or other > step:
-                self._manager.delete(other)
+        """Deletes the steps after `step`, all of them when it is None: a run that starts there writes them anew.
+
+        A line on standard error says so before it happens.
+        """
+        later = [other for other in self.steps() if step is None or other > step]
+        if later and jax.process_index() == 0:
+            kept = "in another output_dir (or checkpoint.folder) they stay"
+            if step is None:
+                kept = f"with checkpoint.resume=auto a run goes on from them, and {kept}"
+            print(
+                f"warning: deleting the checkpoints of steps {', '.join(map(str, later))} in {self.folder}, as the run "
+                f"starts {'anew' if step is None else f'after step {step}'}: {kept}",
+                file=sys.stderr,
+                flush=True,
+            )
+        for other in later:
+            self._manager.delete(other)
 
     def save(
         self,
@@ -258,7 +271,7 @@ class Checkpoints:
             self._saving = self._failed = None
 
     def warnings(self) -> list[str]:
-        """The failures since the last call, for the log."""
+        """The failures and damage since the last call, for the log."""
         if self._saving is not None and jax.process_count() == 1 and not self._manager.is_saving_in_progress():
             self.wait()
         new, self._warnings = self._warnings, []
@@ -324,13 +337,19 @@ class Checkpoints:
     def restore_best(self, state: State, mesh: Mesh, note: Callable[[str], None]) -> State:
         """The state of the best checkpoint, in place of `state`, whose arrays are freed; `note` shows which it is.
 
-        The state itself where no checkpoint has the metric, which is noted.
+        The state itself where no checkpoint has the metric, which is noted, or the best is damaged: see `warnings`.
         """
         self.wait()
         best = self._manager.best_step()
         if best is None or best == int(state.step):
             note(
                 f"hf/ is the model of step {int(state.step)}, the last, " + ("the best" if best else "as none is best")
+            )
+            return state
+        if problem := self.damage(best):
+            self._warnings.append(
+                f"hf/ is the model of step {int(state.step)}, the last, as the checkpoint of step {best}, the best by "
+                f"{self._keep.best}, is damaged: {problem}"
             )
             return state
         free(state)

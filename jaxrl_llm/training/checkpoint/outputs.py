@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +18,6 @@ from jaxrl_llm.models.lora import has_adapters
 from jaxrl_llm.models.model import Model, has_peft_adapter, save_adapter, save_hf
 
 GIVEN = "given.json"
-STEPS = "hf_steps"
 
 
 def check_writable(folder: Path) -> None:
@@ -83,20 +83,46 @@ def _words(value: Any) -> str:
     return f"{len(value)} rows in memory" if hasattr(value, "__len__") else type(value).__name__
 
 
+def discard_exports(folder: Path, step: int | None) -> None:
+    """Deletes the models of steps after `step` in `folder/hf_steps`, of all when it is None, as a run starts there.
+
+    A line on standard error says so before it happens. Raises ConfigError when one cannot be deleted.
+    """
+    for remains in [*(folder / hf.STEPS).glob(".*-*")]:
+        hf.put_right(remains.with_name(remains.name.split(".")[1]))
+    later = {number: path for number, path in hf.step_folders(folder).items() if step is None or number > step}
+    if not later:
+        return
+    print(
+        f"warning: deleting the models of steps {', '.join(map(str, later))} in {folder / hf.STEPS}, as the run starts "
+        f"{'anew' if step is None else f'after step {step}'}: in another output_dir they stay",
+        file=sys.stderr,
+        flush=True,
+    )
+    try:
+        for path in later.values():
+            shutil.rmtree(path)
+    except OSError as error:
+        raise ConfigError(f"an abandoned model cannot be deleted: {error}; do so, or set another output_dir") from error
+
+
 def export_step(folder: Path, step: int, model: Model, keep: int) -> Path:
-    """The folder `folder/hf_steps/STEP`, to which the model of a step is written; all but the `keep` newest go.
+    """The folder `folder/hf_steps/STEP`, to which the model of a step is written; of others the `keep` - 1 newest stay.
 
     Raises ConfigError when it cannot be written.
     """
-    steps = folder / STEPS
+    written = folder / hf.STEPS / f"{step:05d}"
     try:
-        save_hf(model, steps / f"{step:05d}", overwrite=True)
+        save_hf(model, written, overwrite=True)
         if jax.process_index() == 0:
-            for old in sorted(path for path in steps.iterdir() if path.name.isdigit())[:-keep]:
+            others = [path for path in hf.step_folders(folder).values() if path != written]
+            for old in others[: max(0, len(others) + 1 - keep)]:
                 shutil.rmtree(old)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"the model of step {step} could not be written to {steps}: {error}; make room") from error
-    return steps / f"{step:05d}"
+        raise ConfigError(
+            f"the model of step {step} could not be written to {written.parent}: {error}; make room"
+        ) from error
+    return written
 
 
 def export_run(

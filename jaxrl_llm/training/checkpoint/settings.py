@@ -64,7 +64,9 @@ def start_record(folder: Path, config: ConfigDict, changes: Changes, step: int |
         shutil.rmtree(folder / HISTORY, ignore_errors=True)  # of a run that this one takes the place of
     elif changes:
         told = _keep_former(folder, changes, step)
-    (folder / CONFIG).write_text(to_json(config), encoding="utf-8")
+    unfinished = folder / f".{CONFIG}.part"
+    unfinished.write_text(to_json(config), encoding="utf-8")  # a kill, or a full disk, leaves the former one as it was
+    unfinished.replace(folder / CONFIG)
     return told
 
 

@@ -1,11 +1,21 @@
 """What a checkpoint holds, and which one becomes the exported model."""
 
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from safetensors.numpy import load_file
 
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.hf import step_folders
+from jaxrl_llm.models.model import load_model
+from jaxrl_llm.training.checkpoint.manager import Checkpoints, Keep
+from jaxrl_llm.training.checkpoint.outputs import discard_exports, export_step
+from jaxrl_llm.training.update import State
 
 ROWS = [{"prompt": f"sort:{n}=", "completion": "".join(sorted(str(n)))} for n in range(100, 108)]
 
@@ -41,6 +51,48 @@ def test_models_beside_states_and_the_best_of_them(config):
     assert not same(exported, tensors(steps / f"{3 - best:05d}"))
 
 
+def test_the_model_just_written_stays(tmp_path):
+    """Steps are in the order of their numbers, beyond five digits too."""
+    model = load_model("embedded:sort")
+    for step in (99950, 100000, 100050):
+        assert (export_step(tmp_path, step, model, 2) / "model.safetensors").is_file()
+    assert list(step_folders(tmp_path)) == [100000, 100050]
+    assert (export_step(tmp_path, 7, model, 1) / "model.safetensors").is_file()
+    assert list(step_folders(tmp_path)) == [7]
+
+
+def test_models_of_an_abandoned_timeline_go(config, capsys):
+    folder = Path(config.output_dir)
+    for name in ("00001", "00002", "100000", "mine", ".00002.partial-7", ".00001.earlier-7"):
+        (folder / "hf_steps" / name).mkdir(parents=True)
+    discard_exports(folder, 1)
+    assert sorted(path.name for path in (folder / "hf_steps").iterdir()) == ["00001", "mine"]
+    assert f"deleting the models of steps 2, 100000 in {folder / 'hf_steps'}, as the run starts after step 1" in (
+        capsys.readouterr().err
+    )
+    discard_exports(folder, 1)
+    assert capsys.readouterr().err == ""
+    config.total_steps = 0
+    jaxrl_llm.train(config, ROWS)
+    assert [path.name for path in (folder / "hf_steps").iterdir()] == ["mine"]
+    assert "deleting the models of steps 1 in" in capsys.readouterr().err
+
+
+def test_a_best_checkpoint_that_is_damaged_is_not_exported(tmp_path):
+    mesh, told = Mesh(np.array(jax.devices()[:1]), ("data",)), []
+    state = State(jnp.array(2), {"w": jnp.full((2,), 2.0)}, ())
+    with Checkpoints(tmp_path, Keep(best="loss", best_mode="min")) as checkpoints:
+        checkpoints.save(1, State(jnp.array(1), {"w": jnp.full((2,), 1.0)}, ()), {}, metrics={"loss": 0.1})
+        checkpoints.save(2, state, {}, metrics={"loss": 0.2})
+        checkpoints.wait()
+        damaged = next(path for path in (tmp_path / "1" / "state").rglob("d/*") if path.is_file())
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+        found = checkpoints.restore_best(state, mesh, told.append)
+        (warning,) = checkpoints.warnings()
+    assert found is state and not state.params["w"].is_deleted()
+    assert "of step 2, the last, as the checkpoint of step 1, the best by loss, is damaged" in warning and not told
+
+
 def test_the_model_only(config):
     config.checkpoint.contents, config.checkpoint.keep = ("hf",), 1
     result = jaxrl_llm.train(config, ROWS)
@@ -56,3 +108,20 @@ def test_the_model_only(config):
         changed.update_from_flattened_dict(settings)
         with pytest.raises(ConfigError, match=words):
             jaxrl_llm.train(changed, ROWS)
+
+
+def test_checkpoints_that_are_deleted_are_named_first(tmp_path, capsys):
+    state = State(jnp.zeros((), jnp.int32), {"w": jnp.zeros(2)}, ())
+    with Checkpoints(tmp_path / "own") as checkpoints:
+        checkpoints.discard_after(None)
+        for step in (1, 2, 3):
+            checkpoints.save(step, state, {})
+        checkpoints.wait()
+        assert "deleting" not in capsys.readouterr().err
+        checkpoints.discard_after(2)
+        said = capsys.readouterr().err
+        assert f"deleting the checkpoints of steps 3 in {tmp_path / 'own'}, as the run starts after step 2" in said
+        checkpoints.discard_after(None)
+        said = capsys.readouterr().err
+        assert "steps 1, 2 in" in said and "checkpoint.resume=auto" in said and "another output_dir" in said
+        assert checkpoints.steps() == []

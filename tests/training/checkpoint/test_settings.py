@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -112,3 +113,18 @@ def test_in_a_run(tiny_run, tmp_path, capsys):
     )
     assert json.loads((run / "config.json").read_text())["optimizer"]["learning_rate"] == 0.123
     assert not (run / ".lock").exists()
+
+
+def test_a_kill_while_the_settings_are_written_leaves_the_former_ones(tmp_path, former, monkeypatch):
+    """Without them the next start could not tell that it is another run."""
+    before = (tmp_path / "config.json").read_text()
+    write = Path.write_text
+
+    def killed(path, text, **options):
+        write(path, text[:10], **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        start_record(tmp_path, former, {}, 3)
+    assert (tmp_path / "config.json").read_text() == before
