@@ -42,7 +42,7 @@ class TooLargeError(RequestError):
 
 
 class HttpClient:
-    """A client whose `post` may be called from any thread, `connections` at once.
+    """A client whose `get` and `post` may be called from any thread, `connections` at once.
 
     It does not follow redirects, for they would carry a key to another host. Requests run on an event loop, which can
     end them at any point: a socket's own timeout begins anew with each byte.
@@ -57,16 +57,25 @@ class HttpClient:
             verify=ssl.create_default_context(),  # the machine's certificates, a company's own among them
         )
 
+    def get(self, url: str, headers: dict[str, str], seconds: float, largest: int) -> Reply:
+        """The reply to a request without a body; limits and errors as those of `post`."""
+        return self._reply("GET", url, None, headers, seconds, largest)
+
     def post(self, url: str, content: bytes, headers: dict[str, str], seconds: float, largest: int) -> Reply:
         """The reply to a request, in `seconds` from connecting to the last byte.
 
         Raises RequestError: UnreachableError without a connection, TooLargeError for a reply of more than `largest`
         bytes.
         """
+        return self._reply("POST", url, content, headers, seconds, largest)
+
+    def _reply(
+        self, method: str, url: str, content: bytes | None, headers: dict[str, str], seconds: float, largest: int
+    ) -> Reply:
         if self.is_closed:
             raise RequestError("the client is closed")
         try:
-            return self.loop.start(self._post(url, content, headers, seconds, largest)).result()
+            return self.loop.start(self._received(method, url, content, headers, seconds, largest)).result()
         except TimeoutError:
             raise RequestError(f"timed out: there was no complete reply within {seconds:g} seconds") from None
         except (httpx.RequestError, httpx.InvalidURL, OSError) as error:
@@ -79,10 +88,12 @@ class HttpClient:
                 f"{type(error).__name__}: {error}{'' if reason in str(error) else f' ({reason})'}"
             ) from error
 
-    async def _post(self, url: str, content: bytes, headers: dict[str, str], seconds: float, largest: int) -> Reply:
+    async def _received(
+        self, method: str, url: str, content: bytes | None, headers: dict[str, str], seconds: float, largest: int
+    ) -> Reply:
         async with (
             asyncio.timeout(seconds),
-            self.client.stream("POST", url, content=content, headers=headers) as response,
+            self.client.stream(method, url, content=content, headers=headers) as response,
         ):
             data = bytearray()
             async for chunk in response.aiter_bytes():

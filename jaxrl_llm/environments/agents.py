@@ -21,8 +21,11 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError, resolve_with_options
@@ -30,6 +33,7 @@ from jaxrl_llm.environments.call_pool import CallPool
 from jaxrl_llm.environments.protocol import EpisodeError, encodable
 
 FUNCTION = re.compile(r"[^\s:()]+:[A-Za-z_][\w.]*(\(.*\))?", re.DOTALL)
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
 LAST = 2000  # bytes of a failed command's output in its message
 
 Reward = float | dict[str, float]
@@ -81,11 +85,12 @@ class Agents:
 
     def __init__(self, spec: AgentSpec):
         self.spec, self.pool = spec, CallPool(spec.workers, spec.timeout)
+        self.commands = Commands()
         # Functions that `close` calls.
         close = getattr(spec.agent, "close", None)
         self.closing: list[Callable[[], Any]] = [] if close is None else [close]
-        self.starts: dict[str | None, Start] = {None: _start("environment.agent", spec.agent)}
-        self.starts |= {value: _start("environment.agents", agent) for value, agent in spec.others.items()}
+        self.starts: dict[str | None, Start] = {None: self._start("environment.agent", spec.agent)}
+        self.starts |= {value: self._start("environment.agents", agent) for value, agent in spec.others.items()}
 
     def run(
         self,
@@ -111,11 +116,27 @@ class Agents:
                 ended(result.key, outcome)
 
     def close(self) -> None:
-        """End what belongs to the agents."""
+        """End what belongs to the agents, commands that still run among it."""
+        self.commands.close()
         for close in self.closing:
             close()
         self.closing.clear()
         self.pool.close()
+
+    def _start(self, key: str, agent: str | Callable[..., Any]) -> Start:
+        """The function that starts the agent of a key, which is a Python function or a command line."""
+        if not isinstance(agent, str) or FUNCTION.fullmatch(agent):
+            return _function(key, agent)
+        try:
+            words = shlex.split(agent)
+        except ValueError as error:
+            raise ConfigError(f"{key} = {agent!r} cannot be read as a command line: {error}") from None
+        if not words or shutil.which(words[0]) is None:
+            raise ConfigError(
+                f"{key} = {agent!r} is no command that is found and may be run; a function is written "
+                "path/to/file.py:function or my_module:function"
+            )
+        return functools.partial(self.commands.run, words)
 
     def _start_of(self, task: Mapping[str, Any]) -> Start:
         value = task.get("agent") if self.spec.others else None
@@ -139,11 +160,58 @@ class Agents:
         return awaited()
 
 
-def _start(key: str, agent: str | Callable[..., Any]) -> Start:
-    """The function that starts the agent of a key, which is a Python function or a command line."""
-    if isinstance(agent, str) and not FUNCTION.fullmatch(agent):
-        return _command(key, agent)
-    return _function(key, agent)
+class Commands:
+    """Agents that are commands. Each has a process group, which ends with it, with `close`, or with this process."""
+
+    def __init__(self):
+        self._running: set[subprocess.Popen] = set()
+        self._lock, self._closed = threading.Lock(), False
+
+    def run(self, words: Sequence[str], connection: Connection, task: Mapping[str, Any]) -> None:
+        """Run a command to its end, for `connection.timeout` seconds at most; raises EpisodeError when it fails."""
+        text = json.dumps(dict(task), default=str)
+        variables = {
+            "OPENAI_BASE_URL": connection.base_url,
+            "OPENAI_API_KEY": connection.api_key,
+            "OPENAI_MODEL": connection.model,
+            "AGENT_REWARD_URL": connection.reward_url,
+            "AGENT_SESSION": connection.session,
+            "AGENT_TIMEOUT": f"{connection.timeout:g}",
+        }
+        with tempfile.TemporaryFile() as output:
+            with self._lock:
+                if self._closed:
+                    raise EpisodeError("the run has ended")
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", SUPERVISOR, str(os.getpid()), *words],
+                    stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                    env=os.environ | variables,
+                )  # fmt: skip
+                self._running.add(process)
+            try:
+                process.communicate(text.encode(), timeout=connection.timeout)
+            finally:
+                with self._lock:
+                    self._running.remove(process)
+                _kill(process)  # what it has started too
+                process.wait()
+            if process.returncode:
+                output.seek(0, os.SEEK_END)
+                output.seek(max(output.tell() - LAST, 0))
+                said = output.read().decode(errors="replace").strip()
+                raise EpisodeError(f"{words[0]} ended with {process.returncode}: {said}")
+
+    def close(self) -> None:
+        """Kill the commands that run; later ones do not start."""
+        with self._lock:
+            self._closed = True
+            for process in self._running:
+                _kill(process)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _function(key: str, agent: str | Callable[..., Any]) -> Start:
@@ -161,48 +229,6 @@ def _function(key: str, agent: str | Callable[..., Any]) -> Start:
     def start(connection: Connection, task: Mapping[str, Any]) -> Any:
         everything = dataclasses.asdict(connection) | {"task": dict(task)}
         return function(**{name: everything[name] for name in wanted - options.keys()}, **options)
-
-    return start
-
-
-def _command(key: str, line: str) -> Start:
-    """A function that runs a command line to its end; raises EpisodeError when it fails."""
-    try:
-        words = shlex.split(line)
-    except ValueError as error:
-        raise ConfigError(f"{key} = {line!r} cannot be read as a command line: {error}") from None
-    if not words or shutil.which(words[0]) is None:
-        raise ConfigError(
-            f"{key} = {line!r} is no command that is found and may be run; a function is written "
-            "path/to/file.py:function or my_module:function"
-        )
-
-    def start(connection: Connection, task: Mapping[str, Any]) -> None:
-        text = json.dumps(dict(task), default=str)
-        variables = {
-            "OPENAI_BASE_URL": connection.base_url,
-            "OPENAI_API_KEY": connection.api_key,
-            "OPENAI_MODEL": connection.model,
-            "AGENT_REWARD_URL": connection.reward_url,
-            "AGENT_SESSION": connection.session,
-            "AGENT_TIMEOUT": f"{connection.timeout:g}",
-        }
-        with tempfile.TemporaryFile() as output:
-            process = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                env=os.environ | variables,
-            )  # fmt: skip
-            try:
-                process.communicate(text.encode(), timeout=connection.timeout)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # what it has started too
-                process.wait()
-            if process.returncode:
-                output.seek(0, os.SEEK_END)
-                output.seek(max(output.tell() - LAST, 0))
-                said = output.read().decode(errors="replace").strip()
-                raise EpisodeError(f"{words[0]} ended with {process.returncode}: {said}")
 
     return start
 

@@ -50,10 +50,11 @@ class CallPool:
         self._queue.append((key, call))
         self._start_queued()
 
-    def call(self, call: Call) -> CallResult:
-        """The result of one call, from any thread; `max_calls` does not bound these."""
+    def call(self, call: Call, most: float = math.inf) -> CallResult:
+        """The result of one call, in at most `most` seconds, from any thread; `max_calls` does not bound these."""
+        seconds = most if self.timeout is None else min(most, self.timeout)
         future = in_thread(partial(self._run, call), "environment")
-        concurrent.futures.wait([future], self.timeout)
+        concurrent.futures.wait([future], None if math.isinf(seconds) else seconds)
         return _ended(0, future) if future.done() else CallResult(0, timed_out=True)
 
     def poll(self, wait: bool) -> list[CallResult]:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
 from jaxrl_llm.environments.protocol import EpisodeError, Step, checked_step, encodable, is_messages, with_parts
-from jaxrl_llm.environments.tools import Tool, ToolResult, call_tool, parse_tool_calls, turn_message
+from jaxrl_llm.environments.tool_calls import parse_tool_calls
+from jaxrl_llm.environments.tools import Tool, ToolResult, call_tool, turn_message
 
 Row = Mapping[str, Any]  # the columns of a row of the data
 Decode = Callable[[Sequence[int], bool], str]  # ids, and whether special tokens are left out -> text
@@ -30,7 +31,8 @@ class Episode:
 
     Rewards add up over the steps; `stop_reason` is done, answered (no tool call), max_turns, max_tool_calls, length,
     timeout, or the error of an environment that failed. `observation_spans` are (start, end) in the completion: the
-    loss mask is 0 there. `turn_ends` and `turn_rewards` are of each turn, `states` of what each answered.
+    loss mask is 0 there. `turn_ends` and `turn_rewards` are of each turn, `states` of what each answered. schemas: of
+    the tools.
     """
 
     environment: Any
@@ -38,6 +40,7 @@ class Episode:
     name: str
     max_turns: int
     max_tool_calls: int | None = None
+    schemas: Sequence[Mapping[str, Any]] = ()
     reward: float | None = 0.0  # None: not rewarded
     turns: int = 0
     calls: int = 0
@@ -87,7 +90,7 @@ class Episode:
 
         Runs in a thread that may be abandoned, so it changes nothing here: `record` does, in the caller's thread.
         """
-        calls = parse_tool_calls(raw) if self.tools else []
+        calls = parse_tool_calls(raw, self.schemas) if self.tools else []
         if calls and self.max_tool_calls is not None and self.calls + len(calls) > self.max_tool_calls:
             return TurnResult(Step(None), "max_tool_calls")
         if calls:
@@ -97,7 +100,9 @@ class Episode:
             return _tool_turn([result for result in results if isinstance(result, ToolResult)])
         if not self.has_step:
             return TurnResult(Step(None), "answered")
-        returned = self.environment.step(text)
+        # An environment that looks for calls itself takes the special tokens too, which may be their marks.
+        turn = (text, raw) if getattr(self.environment, "takes_raw", False) else (text,)
+        returned = self.environment.step(*turn)
         return self._awaited(returned) if inspect.isawaitable(returned) else self._stepped(returned)
 
     def record(self, result: TurnResult) -> None:
@@ -148,7 +153,9 @@ class Episode:
 
         def said(turn: Sequence[int]) -> dict[str, Any]:
             text = decode(turn, True)
-            return turn_message(text, decode(turn, False)) if self.tools else {"role": "assistant", "content": text}
+            if not self.tools:
+                return {"role": "assistant", "content": text}
+            return turn_message(text, decode(turn, False), self.schemas)
 
         messages, start = [], 0
         for (begin, end), observation in zip(self.observation_spans, self.observations, strict=True):

@@ -1,5 +1,6 @@
 """Environments by name, class or function: made when a row needs one, and kept for later rows."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ BUILT_IN = {
     "verifiers": Verifiers,
 }
 Factory = Callable[[], Any]
+CLOSE_SECONDS = 10.0  # for an environment that has failed to close, where environment.timeout is not less
 COLUMN = "environment"  # names the environment of a row where there are several
 
 
@@ -97,15 +99,18 @@ class Environments:
         except IndexError:
             environment = self._make(name)
         title = "the tools" if environment is None else type(environment).__name__
-        return Episode(environment, self._tools(environment), title, self.spec.max_turns, self.spec.max_tool_calls)
+        tools, limits = self._tools(environment), (self.spec.max_turns, self.spec.max_tool_calls)
+        return Episode(environment, tools, title, *limits, self.schemas[name])
 
     def release(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> None:
-        """Keep the environments of episodes that are over; those that failed are closed instead."""
+        """Keep the environments of episodes that are over; those that failed are closed instead.
+
+        A `close` that takes more than CLOSE_SECONDS, as one that asks a dead server may, is not waited for.
+        """
         for row, episode in zip(rows, episodes, strict=True):
-            if episode.failed:
-                self._close(episode.environment)
-            elif episode.environment is not None:
+            if not episode.failed and episode.environment is not None:
                 self.idle[self.name(row)].append(episode.environment)
+        self._close([episode.environment for episode in episodes if episode.failed], CLOSE_SECONDS)
 
     def name(self, row: Row) -> str | None:
         """The name of a row's environment among several; None where there is one."""
@@ -126,10 +131,8 @@ class Environments:
 
     def close(self) -> None:
         """Call `close()` of every environment that has one."""
-        for environments in self.idle.values():
-            for environment in environments:
-                self._close(environment)
-            environments.clear()
+        self._close([environment for environments in self.idle.values() for environment in environments])
+        self.idle.clear()
         self.pool.close()
 
     def _make(self, name: str | None) -> Any:
@@ -157,10 +160,14 @@ class Environments:
         methods = [] if environment is None or hasattr(environment, "step") else public_methods(environment)
         return by_name([*self.tools, *methods])
 
-    def _close(self, environment: Any) -> None:
-        close = getattr(environment, "close", None)
-        if callable(close):
-            self.pool.call(close)  # errors do not matter: the run is over, or the environment has failed already
+    def _close(self, environments: Sequence[Any], seconds: float = math.inf) -> None:
+        """Call `close()` of the environments that have one, as many at once as other calls, each for so long at most.
+
+        Errors do not matter: the run is over, or the environments have failed already.
+        """
+        closes = [close for environment in environments if callable(close := getattr(environment, "close", None))]
+        calls = {number: partial(self.pool.call, close, seconds) for number, close in enumerate(closes)}
+        CallPool(self.spec.workers, None).run(calls)  # one of its own: others may run in ours, or hang there
 
 
 def load_environments(spec: EnvironmentSpec | AgentSpec) -> Environments | Agents | None:

@@ -33,7 +33,8 @@ class Environment(Protocol):
     """Plays one episode at a time; `reset` starts the next. Methods may be async.
 
     Two more methods are optional: `get_reward() -> float | None`, the reward of the episode in place of the sum of its
-    steps' rewards (None: not rewarded), and `close()`, called at the end of the run.
+    steps' rewards (None: not rewarded), and `close()`, called at the end of the run. One with `takes_raw = True` has
+    `step(text, raw)`, and is given the turn with its special tokens too.
     """
 
     def reset(self, row: dict[str, Any]) -> Messages | str | None:

@@ -22,6 +22,7 @@ from jaxrl_llm.environments.protocol import EpisodeError
 log = logging.getLogger(__name__)
 
 CONCURRENT_REQUESTS = 16
+PROCESSED = "processed_logprobs"  # vLLM's mode of log-probs at the temperature of the request; raw ones are at 1
 COMING_UP = (502, 503, 504)  # a proxy's answers for a server that is not there yet
 # Fields, by vLLM's names, that are sent where they ask for something: servers that know fewer serve runs without them.
 CONSTRAINTS = ("logit_bias", "bad_words", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "structured_outputs")
@@ -37,6 +38,7 @@ def server(
     api_key: str = "OPENAI_API_KEY",
     weights: str = "",
     vllm: bool = False,
+    processed_logprobs: bool = False,
 ) -> Callable[..., Any]:
     """A rollout function of TRL's form that asks `{url}/completions` for the completions of each prompt.
 
@@ -45,10 +47,13 @@ def server(
     environment variable with the key, if there is one. weights: a folder that the server sees too, in which it gets the
     policy before each rollout, by /update_weights_from_disk (`jaxrl-llm serve --weight_updates`, SGLang); where its
     answers name the version of their weights, those of another are refused. vllm: it is vLLM, started on that folder
-    with VLLM_SERVER_DEV_MODE=1, and reads it again (/collective_rpc, /reset_prefix_cache).
+    with VLLM_SERVER_DEV_MODE=1, and reads it again (/collective_rpc, /reset_prefix_cache). processed_logprobs: its
+    log-probs are at the temperature of the request (vLLM's `--logprobs-mode processed_logprobs`), where it does not say
+    so itself.
 
-    The server must return token ids (`return_token_ids`, vLLM 0.10.2 or later) and log-probs. Raises EpisodeError when
-    it is not there or does not answer in time, answers with an error, or leaves those out.
+    The server must return token ids (`return_token_ids`, vLLM 0.10.2 or later) and log-probs, at the temperature of the
+    trainer's. Raises EpisodeError when it is not there or does not answer in time, answers with an error, leaves those
+    out, or says that they are at another temperature, or nothing of it, where the temperature is not 1.
     """
     if vllm and not weights:
         raise ConfigError("server(vllm=True) has no weights; it takes the folder that vLLM was started on")
@@ -58,17 +63,21 @@ def server(
         address._replace(path=f"{root}/{name}").geturl()
         for name in ("update_weights_from_disk", "collective_rpc", "reset_prefix_cache")
     )
+    info = address._replace(path=f"{root}/server_info", query="config_format=json").geturl()
     endpoint = address._replace(path=f"{address.path.rstrip('/')}/completions").geturl()
     is_up, first = threading.Event(), threading.Lock()
 
-    def asked(client: HttpClient, at: str, headers: dict[str, str], content: bytes, largest: int) -> Reply:
-        """The reply to a request. Until the server first answers, one request alone is repeated, for up to
-        `wait_for_server`."""
+    def asked(client: HttpClient, at: str, headers: dict[str, str], content: bytes | None, largest: int) -> Reply:
+        """The reply to a request, a GET without content. Until the server first answers, one request alone is repeated,
+        for up to `wait_for_server`."""
         with contextlib.nullcontext() if is_up.is_set() else first:
             deadline = time.monotonic() + (0 if is_up.is_set() else wait_for_server)
             while True:
                 try:
-                    reply = client.post(at, content, headers, timeout, largest)
+                    if content is None:
+                        reply = client.get(at, headers, timeout, largest)
+                    else:
+                        reply = client.post(at, content, headers, timeout, largest)
                 except UnreachableError as error:
                     if time.monotonic() >= deadline:
                         raise
@@ -81,10 +90,10 @@ def server(
                 log.warning("%s is not up (%s); %.0f s left", url, reason, max(deadline - time.monotonic(), 0))
                 time.sleep(min(2.0, max(deadline - time.monotonic(), 0)))
 
-    def taken(client: HttpClient, at: str, headers: dict[str, str], body: dict[str, Any], largest: int) -> bytes:
-        """The bytes of the reply to a body that the server accepts."""
+    def replied(client: HttpClient, at: str, headers: dict[str, str], content: bytes | None, largest: int) -> Reply:
+        """`asked`, with EpisodeError where there is no reply."""
         try:
-            reply = asked(client, at, headers, json.dumps(body).encode(), largest)
+            return asked(client, at, headers, content, largest)
         except UnreachableError as error:
             raise EpisodeError(
                 f"{at} was not there within {wait_for_server:g} seconds ({error}); start the server, or change url or "
@@ -95,6 +104,10 @@ def server(
                 f"{at} did not answer within {timeout:g} seconds ({error}); start the server, or change url or timeout "
                 "of environment.rollout_func"
             ) from error
+
+    def taken(client: HttpClient, at: str, headers: dict[str, str], body: dict[str, Any], largest: int) -> bytes:
+        """The bytes of the reply to a body that the server accepts."""
+        reply = replied(client, at, headers, json.dumps(body).encode(), largest)
         if not reply.ok:
             raise EpisodeError(
                 f"{at} answered {reply.status} {reply.reason}: {reply.data[:300].decode('utf-8', 'replace')}"
@@ -110,6 +123,25 @@ def server(
             return json.loads(data)
         except (ValueError, RecursionError) as error:
             raise EpisodeError(f"{at} answered with something that is not JSON: {error}") from error
+
+    def check_temperature(client: HttpClient, headers: dict[str, str], temperature: float) -> None:
+        """Raises EpisodeError unless the log-probs of samples at a temperature are at that temperature, as ours are."""
+        if temperature in (0, 1):  # those of every server are at 1
+            return
+        reply = replied(client, info, headers, None, 2**24)
+        try:  # told by vLLM with VLLM_SERVER_DEV_MODE=1, and by `jaxrl-llm serve`
+            mode = json.loads(reply.data)["vllm_config"]["model_config"]["logprobs_mode"]
+        except (ValueError, RecursionError, LookupError, TypeError):
+            mode = PROCESSED if processed_logprobs else None
+        if mode != PROCESSED:
+            told, say_so = f"{url} gives {mode}, which are no log-probs at the temperature of a request", ""
+            if mode is None:
+                told = f"{info} answered {reply.status} without the temperature of the server's log-probs"
+                say_so = " and add processed_logprobs=True to server(...)"
+            raise EpisodeError(
+                f"{told}, but the trainer's are at rollout.temperature = {temperature:g}: start vLLM with "
+                f"--logprobs-mode {PROCESSED}{say_so}, or set rollout.temperature to 1"
+            )
 
     def pushed(client: HttpClient, headers: dict[str, str], trainer: Any) -> int | None:
         """Give the server the policy's weights; returns their version, None where the server names none."""
@@ -179,6 +211,7 @@ def server(
             contextlib.closing(HttpClient(CONCURRENT_REQUESTS)) as client,
             ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool,
         ):
+            check_temperature(client, headers, trainer.args.temperature)
             version = pushed(client, headers, trainer) if weights else None
             groups = list(pool.map(lambda prompt: choices(client, headers, version, prompt, trainer), ids))
         rows = [choice for group in groups for choice in group]

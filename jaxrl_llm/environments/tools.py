@@ -1,32 +1,17 @@
-"""Tools: Python functions that the policy calls, in the formats of Hermes, Qwen and Llama 3."""
+"""Tools: Python functions that the policy calls, in the forms of tool_calls.py."""
 
-import contextlib
 import inspect
 import json
-import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
 
 from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.environments.protocol import EpisodeError, content_parts, encodable, is_image_part, is_picture
+from jaxrl_llm.environments.tool_calls import ToolCall, turn_calls
 
 Tool = Callable[..., Any]
-
-TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-PYTHON_TAG = "<|python_tag|>"
-# What json.loads raises: an integer of thousands of digits is a plain ValueError, brackets without end are the other.
-UNREADABLE = (ValueError, RecursionError)
-TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "</s>")
-
-
-class ToolCall(NamedTuple):
-    """One call: the tool's name and arguments, and for a malformed call the `error` in it."""
-
-    name: str
-    arguments: dict[str, Any]
-    error: str | None = None
 
 
 class ToolResult(NamedTuple):
@@ -116,83 +101,16 @@ def _tool_result(call: ToolCall, result: Any, failed: bool = False) -> ToolResul
     return ToolResult({"role": "tool", "name": encodable(call.name) or "unknown", "content": content}, failed)
 
 
-def parse_tool_calls(text: str) -> list[ToolCall]:
-    """The calls in a turn, in order; none when it asks for no tool.
+def turn_message(text: str, raw: str, schemas: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """A turn as a message of the assistant: its text, or what it says before its calls, and these as `tool_calls`.
 
-    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them (Hermes, Qwen); or a turn that is
-    nothing but JSON with `name` and `parameters` or `arguments` (Llama 3), one object, several with semicolons between,
-    or a list. Behind a tag a call of a tool that takes nothing may leave its arguments out; without one such JSON is an
-    answer. A call that is meant but malformed has an `error`.
+    `raw` is the text with special tokens; schemas: of the tools. A turn with a call that cannot be read is its text
+    alone, as in TRL.
     """
-    tagged = TAGGED.findall(text)
-    if tagged:
-        calls = []
-        for body in tagged:
-            try:
-                calls.append(_as_call(json.loads(body)))
-            except UNREADABLE as error:
-                calls.append(ToolCall("", {}, f"the call {_shorten(body.strip())} is not JSON: {error}"))
-        return calls
-    body = text.rpartition(PYTHON_TAG)[2].strip()
-    for end in TURN_ENDS:
-        body = body.removesuffix(end).strip()
-    if not body.startswith(("{", "[")):
-        return []
-    # Without the tag a turn that opens with a brace may be an answer, such as {"sum": 3}, {"name": "Ann"} or {1, 2}.
-    is_tagged = PYTHON_TAG in text
-    with contextlib.suppress(*UNREADABLE):
-        values = _json_values(body)
-        named = values and all(isinstance(value, Mapping) and "name" in value for value in values)
-        if named and (is_tagged or all(value.keys() & {"arguments", "parameters"} for value in values)):
-            return [_as_call(value) for value in values]
-    return [ToolCall("", {}, f"the call {_shorten(body)} is not JSON with name and parameters")] if is_tagged else []
-
-
-def turn_message(text: str, raw: str) -> dict[str, Any]:
-    """A turn as a message of the assistant: its text, or what stands before its calls, and these as `tool_calls`.
-
-    `raw` is the text with special tokens. A turn with a call that cannot be read is its text alone, as in TRL.
-    """
-    calls = parse_tool_calls(raw)
-    if not calls or any(call.error is not None for call in calls):
+    found = turn_calls(raw, schemas)
+    if not found.calls or any(call.error is not None for call in found.calls):
         return {"role": "assistant", "content": text}
-    said = raw[: min((raw.find(tag) for tag in ("<tool_call>", PYTHON_TAG) if tag in raw), default=0)]
-    functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+    functions = [{"name": call.name, "arguments": call.arguments} for call in found.calls]
     readable = json.loads(encodable(json.dumps(functions, ensure_ascii=False)))
     tool_calls = [{"type": "function", "function": function} for function in readable]
-    return {"role": "assistant", "content": said.strip(), "tool_calls": tool_calls}
-
-
-def _as_call(value: Any) -> ToolCall:
-    if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):  # as OpenAI nests it
-        value = value["function"]
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        return ToolCall("", {}, f"the call {_shorten(value)} is not an object with name and arguments")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except UNREADABLE:
-            return ToolCall(value["name"], {}, f"the arguments {_shorten(arguments)} are not JSON")
-    if not isinstance(arguments, Mapping):
-        return ToolCall(value["name"], {}, f"the arguments {_shorten(arguments)} are not an object")
-    return ToolCall(value["name"], dict(arguments))
-
-
-def _json_values(text: str) -> list[Any]:
-    """The JSON values of a text that holds nothing else, with semicolons or white space between.
-
-    Raises as `json.loads`, UNREADABLE.
-    """
-    decoder, values, position = json.JSONDecoder(), [], 0
-    while position < len(text):
-        value, position = decoder.raw_decode(text, position)
-        values += value if isinstance(value, list) else [value]
-        while position < len(text) and (text[position].isspace() or text[position] == ";"):
-            position += 1
-    return values
-
-
-def _shorten(value: Any, limit: int = 200) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=repr)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return {"role": "assistant", "content": found.said.strip(), "tool_calls": tool_calls}

@@ -5,10 +5,11 @@ import functools
 import importlib
 import importlib.util
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.environments.protocol import EpisodeError, Step
-from jaxrl_llm.environments.tools import parse_tool_calls
+from jaxrl_llm.environments.tool_calls import parse_tool_calls
 
 NEEDS = "pip install 'verifiers<0.2'"
 COLUMNS = ("answer", "task", "info", "example_id")
@@ -42,6 +43,8 @@ class Verifiers:
     of each row alone. Tool calls in the policy's text become `tool_calls` of its message, for environments with tools.
     """
 
+    takes_raw = True
+
     def __init__(self, name: str, options: str = "{}"):
         self.environment = load(name, options)
         self.state: Any = None
@@ -56,11 +59,14 @@ class Verifiers:
         self.state, self.messages = await self.environment.setup_state(state), prompt
         return None if self.state["prompt"] == prompt else self.state["prompt"]
 
-    async def step(self, text: str) -> Step:
-        """Give a turn to the environment; the episode is done when one of its stop conditions holds."""
+    async def step(self, text: str, raw: str) -> Step:
+        """Give a turn to the environment; the episode is done when one of its stop conditions holds.
+
+        `raw` is the text with special tokens.
+        """
         state, turn = self.state, text
         if not isinstance(self.messages, str):
-            turn = [_message(text)]
+            turn = [_message(text, raw, getattr(self.environment, "oai_tools", None) or ())]
         trajectory_step = {
             "prompt": self.messages,
             "completion": turn,
@@ -88,10 +94,10 @@ class Verifiers:
         return float(self.state["reward"])
 
 
-def _message(text: str) -> dict[str, Any]:
+def _message(text: str, raw: str, schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A turn as a message of the assistant, with its tool calls in OpenAI's form."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
-    if calls := parse_tool_calls(text):
+    if calls := parse_tool_calls(raw, schemas):
         message["tool_calls"] = [
             {"id": f"call{i}", "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
             for i, c in enumerate(calls)

@@ -2,7 +2,11 @@
 
 import dataclasses
 import re
+import signal
+import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -70,8 +74,6 @@ def test_rows_name_their_agent():
 
 
 def test_late_agents_fail():
-    import time
-
     outcomes = run(lambda task: time.sleep(task["n"]), [{"n": 30}, {"n": 0}], timeout=0.5)
     assert outcomes[0].failure == "it took more than environment.agent_timeout = 0.5 s" and not outcomes[1].failure
 
@@ -90,6 +92,66 @@ def test_commands(tmp_path):
     assert outcomes[1].failure.endswith(
         f"ended with 4: {{'n': 4}} {CONNECTION.base_url} key policy http://127.0.0.1:1/r"
     )
+
+
+def is_alive(number):
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(number)], capture_output=True, text=True).stdout
+    return not state.startswith("Z") and bool(state)
+
+
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+LONG_AGENT = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen(["sleep", "60"])
+pathlib.Path(sys.argv[1] + ".part").write_text(f"{os.getpid()} {child.pid}")
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+time.sleep(60)
+"""
+
+
+def test_commands_end_with_the_run(tmp_path):
+    """Those that still run when the agents are closed, as after an error or Ctrl-C, and what they have started."""
+    script, noted = tmp_path / "agent.py", tmp_path / "processes"
+    script.write_text(LONG_AGENT)
+    agents, outcomes = Agents(AgentSpec(f"{sys.executable} {script} {noted}")), []
+    late = dataclasses.replace(CONNECTION, timeout=60.0)
+    run = threading.Thread(target=agents.run, args=([late], [{}], lambda number, outcome: outcomes.append(outcome)))
+    run.start()
+    wait_until(noted.exists)
+    agents.close()
+    run.join(20)
+    processes = [int(number) for number in noted.read_text().split()]
+    wait_until(lambda: not any(map(is_alive, processes)))
+    assert "ended with" in outcomes[0].failure
+    noted.unlink()
+    agents.run([late], [{}], lambda number, outcome: outcomes.append(outcome))
+    assert outcomes[1].failure == "EpisodeError: the run has ended" and not noted.exists()
+
+
+def test_commands_end_with_a_run_that_is_killed(tmp_path):
+    """By a signal that no process can answer."""
+    script, noted = tmp_path / "agent.py", tmp_path / "processes"
+    script.write_text(LONG_AGENT)
+    program = (
+        "from jaxrl_llm.environments.agents import Agents, AgentSpec, Connection\n"
+        f"agents = Agents(AgentSpec({f'{sys.executable} {script} {noted}'!r}))\n"
+        "agents.run([Connection('', '', '', '', '', 60.0)], [{}], print)\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    try:
+        wait_until(noted.exists)
+        processes = [int(number) for number in noted.read_text().split()]
+        assert all(map(is_alive, processes))
+    finally:
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+    wait_until(lambda: not any(map(is_alive, processes)))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Environments inside a run: two steps of the worked example, what they leave in metrics and tables, and learning."""
 
+import copy
+import dataclasses
 import functools
 import json
 import math
@@ -15,15 +17,35 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
 from jaxrl_llm.environments.games import SortThenSmallest
 from jaxrl_llm.environments.protocol import Step
-from jaxrl_llm.training.setup.run import build, build_mesh
+from jaxrl_llm.training.setup.run import build, build_mesh, unread_calls
 
 
 def tiny(root, tmp_path):
     config = load_config_file(f"{root / 'configs/environment.py'}:tiny")
     config.output_dir, config.logging.backends, config.eval.every = str(tmp_path / "run"), ("jsonl",), -1
     return config
+
+
+def test_a_template_whose_calls_are_not_read_is_warned_of(root, tmp_path):
+    """Where there are tools: every call would end its episode in silence."""
+
+    def tell_time():
+        """Tells the time."""
+
+    model, config = jaxrl_llm.load_model("embedded:sort"), tiny(root, tmp_path)
+    tools, game = Environments(EnvironmentSpec(None, [tell_time])), Environments(EnvironmentSpec(SortThenSmallest))
+    form = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}OPEN{{ c.function | tojson }}CLOSE"
+    for opening, closing, warned in (("<tool_call>", "</tool_call>", 0), ("<call>", "</call>", 1)):
+        own = copy.copy(model.tokenizer)
+        own.chat_template = form.replace("OPEN", opening).replace("CLOSE", closing) + "{% endfor %}{% endfor %}"
+        called = dataclasses.replace(model, tokenizer=own)
+        warnings = unread_calls(config, called, tools)
+        assert len(warnings) == warned and unread_calls(config, called, game) == []
+        assert all('\'<call>{"name": "probe_tool"' in each and "docs/environments.md" in each for each in warnings)
+    assert unread_calls(config, model, tools) == unread_calls(config, model, None) == []
 
 
 @pytest.mark.parametrize(

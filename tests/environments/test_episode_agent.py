@@ -1,5 +1,6 @@
 """`environment.agent="episodes"`: environments and tools that show images, and the same games as rows of sessions."""
 
+import copy
 import itertools
 import json
 import random
@@ -93,7 +94,8 @@ def play(tokenizer):
     closing = []
 
     def run(
-        say, prompts, environment=None, tools=(), limits=ImageLimits(), completion=400, row=(), **settings  # noqa: B008
+        say, prompts, environment=None, tools=(), limits=ImageLimits(), completion=400, row=(), tokenizer=tokenizer,  # noqa: B008
+        **settings,
     ):  # fmt: skip
         eos, mesh = tokenizer.eos_token_id, make_mesh(devices=jax.devices()[:1])
         turns = TurnTokenizer(tokenizer, (eos,), WIDTH)
@@ -192,6 +194,27 @@ def test_the_state_of_a_turn_is_the_image_that_it_answers(play):
     rollout, episodes, _ = play(say, [user("start"), user("begin")], Other, workers=1)
     states = turn_table(*episodes.turn_records(rollout.lengths.tolist()), K, WIDTH).states
     assert states[:, :2].tolist() == [[0, 1], [0, 11], [0, 1], [0, 1]]  # of 10 turns a row
+
+
+def test_marks_of_calls_may_be_special_tokens(tokenizer, play):
+    """An endpoint leaves such out of its answers, unless it is asked for them."""
+
+    def add(a: int, b: int) -> int:
+        """Adds.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        return a + b
+
+    own = copy.deepcopy(tokenizer)
+    own.add_special_tokens({"additional_special_tokens": ["<|tool_call_start|>", "<|tool_call_end|>"]})
+    remember_images(own, tokenizer.image_folder)
+    say = lambda prompt: "five" if "5" in prompt else "<|tool_call_start|>[add(a=2, b=3)]<|tool_call_end|>"  # noqa: E731
+    _, episodes, _ = play(say, [user("add!")], None, (add,), tokenizer=own)
+    said = [[message["content"] for message in row.last.messages] for row in episodes.rows]
+    assert said == [["<|tool_call_start|>[add(a=2, b=3)]<|tool_call_end|>", "5", "five"]] * 2
 
 
 def test_tools_that_return_images(play):

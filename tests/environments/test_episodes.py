@@ -1,7 +1,9 @@
 """Episodes with environments and tools, played by a scripted policy: no model, the real tokenizer and templates."""
 
 import asyncio
+import copy
 import json
+import threading
 import time
 
 import pytest
@@ -20,6 +22,7 @@ from jaxrl_llm.environments.protocol import EpisodeError, Step
 from jaxrl_llm.training.setup.objectives import needs_reference
 from jaxrl_llm.training.setup.specs import environment_spec, learner_spec
 from tests.data.byte_tokenizer import build_byte_tokenizer
+from tests.environments.test_tool_calls import FORMS, MARK, A, B
 
 END = 257
 # Like Qwen's: tools in the system message, results of tools as they are.
@@ -145,6 +148,33 @@ def test_a_game_of_several_turns(tokenizer):
     assert Guess.closed == 5 and len(environments.idle[None]) == 4  # those that failed are closed at once
     environments.close()
     assert Guess.closed == 9
+
+
+@pytest.mark.parametrize("timeout", [None, 0.2])
+def test_environments_that_have_failed_are_closed_together(timeout, tokenizer, monkeypatch):
+    """Those whose servers are gone hold nobody up: neither each other nor, for long, the run."""
+    monkeypatch.setattr("jaxrl_llm.environments.factory.CLOSE_SECONDS", 0.2 if timeout is None else 10.0)
+    gone, closing = threading.Event(), []
+
+    class Gone(Guess):
+        def close(self):
+            closing.append(self)
+            gone.wait(20)
+
+    class Kept(Guess):
+        async def close(self):
+            closing.append(asyncio.get_running_loop())
+
+    environments = environments_of({"gone": Gone, "kept": Kept}, timeout=timeout, workers=8)
+    rows = [{"prompt": user("Guess!"), "number": 5, "environment": name} for name in ["gone"] * 8 + ["kept"] * 2]
+    batch, *_ = play(tokenizer, environments, rows, [["boom"]] * 9 + [["later", "5"]])
+    began = time.monotonic()
+    batch.release()
+    assert time.monotonic() - began < 1.0 and len(closing) == 9
+    gone.set()
+    environments.close()  # that of the last row
+    loops = {closed for closed in closing if not isinstance(closed, Guess)}
+    assert len(closing) == 10 and len(loops) == 1, "coroutines share a loop"
 
 
 def test_environments_are_reused_and_open_prompts(tokenizer):
@@ -282,6 +312,61 @@ def test_tools(tokenizer):
     assert metrics["tools/call_frequency"] == [1, 2, 0, 3, 1, 3]
     assert sum(metrics["tools/failure_frequency"]) == 4 and len(metrics["tools/failure_frequency"]) == 10
     assert columns["environment_reward"] == [0.0] * 6
+
+
+def find_all(text: str, count: int, nothing: str | None, listed: list, nested: dict):
+    """Finds it.
+
+    Args:
+        text: What.
+        count: How many.
+        nothing: Nothing.
+        listed: A list.
+        nested: An object.
+    """
+    return [text, count, nothing, listed, nested]
+
+
+def tell_time():
+    """Tells the time."""
+    return "noon"
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["special", "text"])
+def test_calls_of_every_form_are_answered(tokenizer, special):
+    """With values of the types of the tools, whether marks are special tokens or text; so is what is malformed."""
+    own = copy.deepcopy(tokenizer)
+    if special:
+        marks = {mark for text in FORMS.values() for mark in MARK.findall(text)}
+        own.add_special_tokens({"additional_special_tokens": sorted(marks)})
+    rows, turns = [{"prompt": user("?")}] * (len(FORMS) + 2), [[text, "done"] for text in FORMS.values()]
+    turns += [["<|tool_call_start|>[find_all(1)]<|tool_call_end|>", "done"], ["<tool_call>find_all<arg_key>", "done"]]
+    batch, _, completions, _ = play(own, environments_of(None, [find_all, tell_time]), rows, turns, limit=4000)
+    for form, episode, messages in zip(FORMS, batch.episodes, completions, strict=False):
+        assert (episode.stop_reason, episode.calls, episode.failed_calls) == ("answered", 2, 0), form
+        assert [tuple(call["function"].values()) for call in messages[0]["tool_calls"]] == [A, B], form
+        assert messages[0]["content"] == "" and messages[3]["content"] == "done"
+        told = [message["content"] for message in messages[1:3]]
+        assert told == ['["a, b", 2, null, [true, "x"], {"k": 1.5}]', "noon"], form
+    for episode, messages in zip(batch.episodes[-2:], completions[-2:], strict=True):
+        assert (episode.stop_reason, episode.calls, episode.failed_calls) == ("answered", 1, 1)
+        assert '"error": "the call ' in messages[1]["content"]
+
+
+def test_an_environment_may_take_special_tokens(tokenizer):
+    """As that of verifiers does, which looks for calls itself."""
+
+    class Raw:
+        takes_raw = True
+
+        def reset(self, row):
+            return None
+
+        def step(self, text, raw):
+            return Step(None, float((text, raw) == ("5", "5<|end|>")), done=True)
+
+    *_, columns = play(tokenizer, environments_of(Raw), [{"prompt": "x"}], [["5"]])
+    assert columns["environment_reward"] == [1.0]
 
 
 def test_tools_need_messages_and_a_template(tokenizer, caplog):

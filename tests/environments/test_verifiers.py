@@ -48,14 +48,14 @@ def mine(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def play(environments, row, turns):
-    """(observations, reward) of a row."""
+def play(environments, row, turns, marks=""):
+    """(observations, reward) of a row; `marks` are special tokens, which the text of a turn has not."""
     episode, pool = environments.acquire(row), environments.pool
     opening = pool.run({0: lambda: episode.reset(row)})[0]
     assert opening.error is None and opening.result is None
     observations = []
     for text in turns:
-        result = pool.run({0: lambda text=text: episode.respond(text, text)})[0]
+        result = pool.run({0: lambda text=text: episode.respond(text.replace(marks, ""), text)})[0]
         assert result.error is None, result.error
         observations.append(result.result.step.observation)
         if result.result.stop_reason:
@@ -79,8 +79,10 @@ def test_tools_of_an_environment(mine):
     )
     row = load("my-environment", '{"kind": "tools"}').get_dataset()[0]
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    observations, reward = play(environments, row, [call, "3"])
-    assert [message["content"] for message in observations[0]] == ["3"] and observations[1] is None and reward == 1.0
+    for called, marks in ((call, ""), ("[TOOL_CALLS]add[ARGS]" + '{"a": 1, "b": 2}', "[TOOL_CALLS]")):
+        observations, reward = play(environments, row, [called, "3"], marks)
+        assert [message["content"] for message in observations[0]] == ["3"] and observations[1] is None
+        assert reward == 1.0
 
 
 def test_what_cannot_be_loaded(mine):

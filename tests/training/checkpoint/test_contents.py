@@ -125,3 +125,13 @@ def test_checkpoints_that_are_deleted_are_named_first(tmp_path, capsys):
         said = capsys.readouterr().err
         assert "steps 1, 2 in" in said and "checkpoint.resume=auto" in said and "another output_dir" in said
         assert checkpoints.steps() == []
+
+
+def test_a_run_whose_steps_are_done_says_that_nothing_is_trained(config, capsys):
+    config.total_steps = 1
+    first = jaxrl_llm.train(config, ROWS)
+    assert "nothing is trained" not in capsys.readouterr().err
+    again = jaxrl_llm.train(config, ROWS)
+    jax.tree.map(np.testing.assert_array_equal, again.model.params, first.model.params)
+    assert "all 1 steps of the run in" in (told := capsys.readouterr().err)
+    assert "nothing is trained: raise total_steps, or set another output_dir or checkpoint.resume=never" in told
