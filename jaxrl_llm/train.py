@@ -27,6 +27,7 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.overlap import overlap_collectives, overlaps
 from jaxrl_llm.models.fused_attention import described
 from jaxrl_llm.models.model import Model
+from jaxrl_llm.rewards.runner import TrainerState
 from jaxrl_llm.tools.cards.card import write_cards
 from jaxrl_llm.tools.cards.hub import check_push, push_run, push_step
 from jaxrl_llm.training.ahead import CompiledAhead, compilations
@@ -35,6 +36,7 @@ from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
 from jaxrl_llm.training.checkpoint.outputs import (
     check_outputs,
     check_writable,
+    discard_exports,
     export_run,
     export_step,
     given_in_words,
@@ -53,6 +55,7 @@ from jaxrl_llm.training.rollouts import Row
 from jaxrl_llm.training.runtime.callbacks import Callbacks, load_callbacks
 from jaxrl_llm.training.runtime.compiling import CompileStatus
 from jaxrl_llm.training.runtime.lock import RunLock
+from jaxrl_llm.training.runtime.moment import EVALUATE, SAVE
 from jaxrl_llm.training.runtime.preemption import Notices, Preempted
 from jaxrl_llm.training.runtime.profiler import Profiler
 from jaxrl_llm.training.runtime.watchdog import Watchdog
@@ -140,7 +143,8 @@ def train(
         def evaluate() -> Metrics:
             table: list[Row] = []
             run.source.rest()  # rewards and environments are called by one thread at a time
-            metrics = run.evaluation(current().params, root, table) if run.evaluation else {}
+            progress = TrainerState(step, config.total_steps)
+            metrics = run.evaluation(current().params, root, table, progress) if run.evaluation else {}
             if table:
                 logger.completions(step, table, held_out=True)
             check_best(config.checkpoint.best, metrics)
@@ -152,6 +156,7 @@ def train(
                 log.log(0, {}, evaluate)
                 hooks("on_evaluate", 0, log.newest, current)
             while step < min(config.total_steps, hooks.end):
+                hooks("on_step_begin", step, log.newest, current)
                 step += 1
                 profiler.begin(step)
                 began, compiled = time.perf_counter(), stopwatch.totals["compile"]
@@ -160,17 +165,18 @@ def train(
                     state, updates = improve(run, state, experience.batch)
                 log.add(Step(step, began, experience.metrics, updates, experience.table, compiled))
 
-                if hooks.every_step:
-                    hooks("on_step", step, log.read(), current)
+                asked = hooks("on_step", step, log.read(), current) if hooks.every_step else set()
                 last, leaves = step == min(config.total_steps, hooks.end), notices.reached(step)
                 evaluates = run.evaluation is not None and (
-                    (last and config.eval.at_end) or (step >= config.eval.start and _due(step, config.eval.every))
+                    (last and config.eval.at_end)
+                    or (step >= config.eval.start and _due(step, config.eval.every))
+                    or EVALUATE in asked
                 )
-                saves = last or leaves or checkpoints.retry_due or _due(step, config.checkpoint.every)
+                saves = last or leaves or checkpoints.retry_due or _due(step, config.checkpoint.every) or SAVE in asked
                 if saves or evaluates or not overlaps:
                     log.settle(evaluate if evaluates else None)
                 if evaluates:
-                    hooks("on_evaluate", step, log.newest, current)
+                    saves = SAVE in hooks("on_evaluate", step, log.newest, current) or saves
                     last = last or step == hooks.end  # a hook may have ended the run
                 if saves or last:
                     hooks("on_checkpoint", step, log.newest, current)
@@ -193,6 +199,7 @@ def train(
         with notices.ending("after the last step, while the model was written"), stopwatch("export"):
             if config.export.best:
                 state = checkpoints.restore_best(state, run.mesh, logger.note)
+                log.warn(checkpoints.warnings())
             trained, critic = finished_models(config, run, state)
             _check_locks(locks)
             export_run(folder, checkpoints.outcome, trained, critic, logger.note)
@@ -228,7 +235,7 @@ def _start(
     with waiting(f"loading {config.model.path} and the data", stdout_console()) if shows else contextlib.nullcontext():
         run = build(config, mesh, *given)
     config, words = run.config, given_in_words(given._asdict())
-    hooks = Callbacks(named, to_json(config), folder)
+    hooks = Callbacks(named, to_json(config), folder, run.evaluation is not None)
     closing.callback(run.rewards.close)
     if run.environments is not None:
         closing.callback(run.environments.close)
@@ -237,11 +244,17 @@ def _start(
     told: list[str] = []
     with processes.all_or_none():
         if jax.process_index() == 0:
+            discard_exports(folder, resumed)
             told = start_record(folder, config, changes, resumed)
             write_start(folder, resumed)
             write_given(folder, words)
     logger.start(_describe(run, int(state.step)), run.stopwatch)
     log = StepLog(health_spec(config), run.source.learn, run.stopwatch, logger, counts)
+    if resumed is not None and int(state.step) >= config.total_steps:
+        told.append(
+            f"all {config.total_steps} steps of the run in {folder} are done; nothing is trained: raise total_steps, "
+            "or set another output_dir or checkpoint.resume=never to train anew"
+        )
     log.warn([*told, *problems, *run.warnings])
     for note in run.notes:
         logger.note(note)

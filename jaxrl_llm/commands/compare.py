@@ -26,7 +26,7 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.rewards.judge import shown
-from jaxrl_llm.rewards.runner import Rewards, load_rewards
+from jaxrl_llm.rewards.runner import Rewards, TrainerState, load_rewards
 from jaxrl_llm.rewards.signatures import text_of
 from jaxrl_llm.training.evaluation.run import completions_of
 from jaxrl_llm.training.logging.console import show, stderr_console, waiting
@@ -73,7 +73,7 @@ def compare(
     with jax.set_mesh(mesh):
         samples = [_sample(config, path, eval_dataset, mesh) for path in (a, b)]
     with closing(build_rewards(config, rewards)) as grader:
-        pairs = _graded(grader, samples, tie)
+        pairs = _graded(grader, samples, tie, TrainerState(config.total_steps, config.total_steps))
     names = list(dict.fromkeys(pair["set"] for pair in pairs))
     metrics = _numbers(pairs, level)
     for name in names if len(names) > 1 else ():
@@ -110,7 +110,7 @@ def _ungraded(completions: Sequence[Any], **columns: Any) -> list[None]:
     return [None] * len(completions)
 
 
-def _graded(grader: Rewards, samples: Sequence[Samples], tie: float) -> list[dict[str, Any]]:
+def _graded(grader: Rewards, samples: Sequence[Samples], tie: float, state: TrainerState) -> list[dict[str, Any]]:
     """All pairs with their scores and winners. Process 0 grades; all processes get the same."""
     examples = samples[0].examples
     matches = [
@@ -121,7 +121,7 @@ def _graded(grader: Rewards, samples: Sequence[Samples], tie: float) -> list[dic
     scores: list[list[float]] | None = None
     with all_or_none():
         if jax.process_index() == 0:
-            scores = _scores(grader, examples, matches, [sample.tokenizer for sample in samples]).tolist()
+            scores = _scores(grader, examples, matches, [sample.tokenizer for sample in samples], state).tolist()
     pairs = []
     for (index, (a, b)), (score_a, score_b) in zip(matches, gather(scores)[0], strict=True):
         known = np.isfinite(score_a) and np.isfinite(score_b)
@@ -142,7 +142,11 @@ def _graded(grader: Rewards, samples: Sequence[Samples], tie: float) -> list[dic
 
 
 def _scores(
-    grader: Rewards, examples: list[dict[str, Any]], matches: list[tuple[int, Any]], tokenizers: Sequence[Any]
+    grader: Rewards,
+    examples: list[dict[str, Any]],
+    matches: list[tuple[int, Any]],
+    tokenizers: Sequence[Any],
+    state: TrainerState,
 ) -> np.ndarray:
     """The weighted sums `[pairs, 2]`.
 
@@ -157,10 +161,12 @@ def _scores(
     for numbers in rounds.values():
         rows = [examples[matches[number][0]] for number in numbers for _ in range(2)]
         added = ("prompt", "prompt_ids", "set")
-        columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in added}
+        # Each set may have columns of its own.
+        names = dict.fromkeys(name for row in rows for name in row if name not in added)
+        columns = {name: [row.get(name) for row in rows] for name in names}
         completions = [completion for number in numbers for completion in matches[number][1]]
         ids = [chat_ids(tokenizers[row % 2], text_of(completion)) for row, completion in enumerate(completions)]
-        rewards = grader([row["prompt"] for row in rows], completions, ids, columns)
+        rewards = grader.submit([row["prompt"] for row in rows], completions, ids, columns, state).result().rewards
         scores[numbers] = np.asarray(combine_rewards(rewards, grader.weights)).reshape(-1, 2)
     return scores
 

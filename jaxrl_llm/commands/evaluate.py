@@ -22,7 +22,8 @@ from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.environments.factory import load_environments
-from jaxrl_llm.training.evaluation.responses import grade, metrics_of, read_responses, tokenizer_for
+from jaxrl_llm.rewards.runner import TrainerState
+from jaxrl_llm.training.evaluation.responses import grade, read_responses, tokenizer_for
 from jaxrl_llm.training.evaluation.run import Evaluations
 from jaxrl_llm.training.logging.console import show, stderr_console, waiting
 from jaxrl_llm.training.setup.evaluation import build_evaluations, eval_metrics
@@ -45,7 +46,8 @@ def evaluate(config, eval_dataset=None, rewards=None, environment=None, tools=()
     eval_dataset (a `datasets.Dataset`, a list of dicts, or a dictionary of such by the names of sets) takes the place
     of `eval.sets` and `data.eval_path`, and rewards (a function or a list of them) that of `rewards.functions`;
     environment and tools are as in `train`. The numbers are those that training with the same configuration reports for
-    the same parameters. Raises ConfigError on user errors.
+    the same parameters at its end: `trainer_state` of reward functions is that of the last step. Raises ConfigError on
+    user errors.
     """
     return _measure(config, eval_dataset, rewards, environment, tools)[1]
 
@@ -86,7 +88,8 @@ def _measure(config, eval_dataset=None, rewards=None, environment=None, tools=()
                 stack.callback(environments.close)
             evaluations = build_evaluations(config, model, grader, eval_dataset, mesh, environments)
             counts = {evaluation.name: len(evaluation.examples) for evaluation in evaluations}
-            return counts.get("", counts), Evaluations(evaluations)(model.params, jax.random.key(config.seed))
+            key, state = jax.random.key(config.seed), TrainerState(config.total_steps, config.total_steps)
+            return counts.get("", counts), Evaluations(evaluations)(model.params, key, state=state)
 
 
 def _grade(config, responses: Any, rewards: Any, keys: dict[str, str]) -> tuple[int, dict[str, float]]:
@@ -96,7 +99,8 @@ def _grade(config, responses: Any, rewards: Any, keys: dict[str, str]) -> tuple[
     with contextlib.closing(build_rewards(config, rewards)) as grader:
         tokenizer = tokenizer_for(config.model.path, config.model.trust_remote_code, grader)
         answered = read_responses(responses, keys, config.data.format, tokenizer)
-        return len(answered), metrics_of(grade(grader, answered, metrics, tokenizer), metrics)
+        state = TrainerState(config.total_steps, config.total_steps)
+        return len(answered), grade(grader, answered, metrics, tokenizer, state)
 
 
 def main(argv: list[str]) -> None:

@@ -48,7 +48,7 @@ from jaxrl_llm.environments.factory import COLUMN
 from jaxrl_llm.models.lora import copied
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.models.vision.row_images import count_tiles
-from jaxrl_llm.rewards.runner import Logged, Rewards, TrainerState
+from jaxrl_llm.rewards.runner import NO_STEP, Graded, Logged, Rewards, TrainerState
 from jaxrl_llm.rewards.streaming import StreamingRewards
 from jaxrl_llm.rollout.engine import Engine, Rollout
 from jaxrl_llm.training import replay as replay_buffer
@@ -119,12 +119,14 @@ class RolloutWorker:
         examples: list[Row],
         key,
         first_row: int = 0,
-        state: TrainerState = TrainerState(),  # noqa: B008 (immutable)
+        state: TrainerState = NO_STEP,
         sampled: Rollout | None = None,
+        counted: int | None = None,
     ) -> Rollouts:
         """The completions of every example of this process, rows of a prompt adjacent.
 
-        Row i draws its random numbers from `fold_in(key, first_row + i)`. Rows that are `sampled` are graded alone.
+        Row i draws its random numbers from `fold_in(key, first_row + i)`. Rows that are `sampled` are graded alone. Of
+        the examples those behind the first `counted` fill up the batch: they are sampled, and get no reward (NaN).
         """
         group_size, width = self.engine.group_size, self.prompt_width
         with self.stopwatch("rollout"), turn():
@@ -135,6 +137,7 @@ class RolloutWorker:
             names = dict.fromkeys(name for row in rows for name in row if name not in own)
             columns = {name: [row.get(name) for row in rows] for name in names}
             prompts = [row["prompt"] for row in rows]
+            graded_rows = len(rows) if counted is None else counted * group_size
             with all_or_none():
                 shown = shown_images(opened, group_size)
             columns |= {} if shown is None else {IMAGES: shown[0]}
@@ -143,12 +146,16 @@ class RolloutWorker:
                 conversational = is_conversational(prompts[row]) and not self.as_texts
                 return decode_completion(self.tokenizer, tokens, conversational)
 
+            def opened_rewards(columns: dict[str, list[Any]]) -> StreamingRewards:
+                known = {name: values[:graded_rows] for name, values in columns.items()}
+                return StreamingRewards(self.rewards.open(prompts[:graded_rows], known, state), decode)
+
             streaming = None
             # Rows are graded while others are still sampled, unless their rewards need the whole conversation.
             others = (episodes, self.external, self.agents, sampled)
             if not any(x is not None for x in others) and self.rewards.takes_rows:
                 with all_or_none():
-                    streaming = StreamingRewards(self.rewards.open(prompts, columns, state), decode)
+                    streaming = opened_rewards(columns)
             results: dict[str, list[Any]] = {}  # columns for rewards that come with the rollout
             sessions = images = None
             seen = [row for row in opened if any(count_tiles([row.get(PIXELS)]))]
@@ -195,9 +202,13 @@ class RolloutWorker:
             elif sessions is not None:
                 texts, results = sessions.finish(prompts, ids)
             if streaming is None:
-                streaming = StreamingRewards(self.rewards.open(prompts, columns | results, state), decode)
+                streaming = opened_rewards(columns | results)
             texts = streaming.finish(ids, texts)
             graded = streaming.pending.result()
+            if spare := len(rows) - graded_rows:
+                rewards = np.pad(graded.rewards, ((0, spare), (0, 0)), constant_values=np.nan)
+                filled = {name: [*values, *[None] * spare] for name, values in graded.logged.columns.items()}
+                graded = Graded(rewards, graded.logged._replace(columns=filled))
             if sessions is not None:  # whatever else rewards say: nothing is learned from a session that failed
                 graded = graded._replace(rewards=np.where(sessions.failed[:, None], np.float32(np.nan), graded.rewards))
             turns = parts = roles = None
@@ -282,7 +293,7 @@ class Producer:
                 )
             rollouts = rollouts._replace(resampled_groups=resampled)
         if self.greedy is not None:
-            greedy = self.greedy(params, rollouts.examples, key)
+            greedy = self.greedy(params, rollouts.examples, key, state=state)
             rollouts = rollouts._replace(greedy=greedy, logged=add_totals(rollouts.logged, greedy.logged))
         return rollouts._replace(version=version, epochs=self.pipeline.epochs)
 
@@ -509,8 +520,9 @@ class Learner:
 
     def learn(self, metrics: dict[str, float]) -> None:
         """Move what follows the metrics of a step's updates."""
-        if self.controllers.entropy is not None and "entropy" in metrics:  # not where only the critic was trained
-            self.controllers = self.controllers.after_updates(metrics.get("entropy_kept", metrics["entropy"]))
+        entropy = metrics.get("entropy_kept", metrics.get("entropy", math.nan))
+        if not math.isnan(entropy):  # as where only the critic was trained, or every row was masked
+            self.controllers = self.controllers.after_updates(entropy)
 
     def get_state(self) -> dict[str, float]:
         """The numbers, by name, that a resumed run needs: the controllers', and the baselines of roles."""

@@ -12,7 +12,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rewards.judge import PairwiseJudge
-from jaxrl_llm.rewards.runner import load_rewards
+from jaxrl_llm.rewards.runner import TrainerState, load_rewards
 from tests.rewards.judge_server import JudgeServer, asked
 
 PAIR = "{{ prompt }}|{{ a }}|{{ b }}"
@@ -39,7 +39,7 @@ def met(tokenizer, *prompts):
 
 
 def graded(rewards, written, tie=0.0):
-    return _graded(load_rewards(rewards), written, tie)
+    return _graded(load_rewards(rewards), written, tie, TrainerState(5, 5))
 
 
 def length(completions, **columns):
@@ -72,13 +72,29 @@ def test_pairs_that_no_reward_applies_to(tokenizer):
 def test_columns_and_token_ids_are_those_of_the_pair(tokenizer):
     seen = []
 
-    def look(prompts, completions, completion_ids, number, **columns):
+    def look(prompts, completions, completion_ids, number, trainer_state, **columns):
         seen.append((prompts, completions, [len(ids) for ids in completion_ids], number))
+        assert trainer_state.global_step / trainer_state.max_steps == 1.0
         return [0.0] * len(prompts)
 
     graded(look, met(tokenizer, ("p", ["12"], ["1"]), ("p", ["3"], ["4"]), ("q", ["5"], ["6"])))
     assert seen == [(["p", "p", "q", "q"], ["12", "1", "5", "6"], [2, 1, 1, 1], [0, 0, 2, 2]),
                     (["p", "p"], ["3", "4"], [1, 1], [1, 1])]  # fmt: skip
+
+
+def test_sets_have_columns_of_their_own(tokenizer):
+    """A column that the first row lacks reaches the reward, and is None for the rows without one."""
+    seen = {}
+
+    def rewarded(completions, answer, tests, **columns):
+        seen.update(answer=answer, tests=tests)
+        return [1.0] * len(completions)
+
+    written = met(tokenizer, ("p", ["x"], ["y"]), ("q", ["x"], ["y"]))
+    for example, column in zip(written[0].examples, ({"answer": "1"}, {"tests": "t"}), strict=True):
+        example |= column
+    assert len(_graded(load_rewards(rewarded), written, 0.0, TrainerState(5, 5))) == 2
+    assert seen == {"answer": ["1", "1", None, None], "tests": [None, None, "t", "t"]}
 
 
 def test_a_judge_sees_each_pair_in_both_orders(tokenizer):

@@ -1,5 +1,6 @@
 """The results of each prompt's completions, and the metrics that sum them up: pass@k, majority@k, best@k, intervals."""
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,12 +18,15 @@ from jaxrl_llm.algorithms.sample_statistics import (
     worst_of_k,
 )
 from jaxrl_llm.config.user_code import contained
+from jaxrl_llm.rewards.runner import Logged
 from jaxrl_llm.rewards.signatures import RewardError
+from jaxrl_llm.training.logging.reward_metrics import over_processes
 
 SOURCE = "data_source"  # the column that names the source of a row
 PRED = "pred"  # the entry of a reward's results that holds the answer it extracted
 
 Answers = Sequence[Hashable] | None
+Numbers = dict[str, float]  # of one completion, by the name of their mean
 
 
 class PromptResult(NamedTuple):
@@ -33,6 +37,7 @@ class PromptResult(NamedTuple):
     answers: Answers = None  # n
     source: str | None = None
     graded: bool = True  # the first reward applies to one of them at least
+    numbers: Sequence[Numbers] = ()  # n
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,32 @@ class EvalMetrics:
         return answers
 
 
+def by_row(names: Sequence[str], rewards: np.ndarray, logged: Logged) -> tuple[list[Numbers], Logged]:
+    """What functions with these names say of each completion of a batch, and the rest of the numbers that they logged.
+
+    Of a completion that is `rewards/<function>/mean`, nan where it does not apply, and `rewards/<function>/<entry>` for
+    the numbers beside a score; `rewards [N, F]` may be of fewer completions than were sampled. In the rest each metric
+    stands N times, as the mean over the batch, so that batches count by their completions.
+    """
+    means, beside = [f"rewards/{name}/mean" for name in names], tuple(f"{name}/" for name in names)
+    rows = [dict(zip(means, map(float, row), strict=True)) for row in rewards]
+    entries = {
+        name: values
+        for column, values in logged.columns.items()
+        if column.startswith(beside) and (name := f"rewards/{column}") in logged.metrics and name not in means
+    }
+    for name, values in entries.items():
+        for row, value in zip(rows, values, strict=False):
+            if value is not None:
+                row[name] = float(value)
+    rest = {
+        name: [float(np.mean(values))] * len(rows)
+        for name, values in logged.metrics.items()
+        if values and name not in entries
+    }
+    return rows, Logged(rest, logged.totals, {})
+
+
 def prompt_results(
     rewards: np.ndarray,
     weights: np.ndarray,
@@ -66,12 +97,13 @@ def prompt_results(
     correct_at: float,
     answers: Answers,
     sources: Sequence[Any],
+    numbers: Sequence[Numbers] = (),
 ) -> list[PromptResult]:
     """The result of each prompt, whose `counts` completions are adjacent rows.
 
-    `rewards [N, F]` (nan where one does not apply) and `answers` are of the completions, `sources` of the prompts. A
-    completion is correct when its first reward is at least `correct_at`; a prompt to whose completions it never applies
-    has no accuracy.
+    `rewards [N, F]` (nan where one does not apply), `answers` and `numbers` are of the completions, `sources` of the
+    prompts. A completion is correct when its first reward is at least `correct_at`; a prompt to whose completions it
+    never applies has no accuracy.
     """
     combined = np.asarray(combine_rewards(rewards, weights))
     correct, ends = rewards[:, 0] >= correct_at, np.cumsum(counts)
@@ -82,6 +114,7 @@ def prompt_results(
             None if answers is None else answers[end - count : end],
             None if source is None else str(source),
             not np.isnan(rewards[end - count : end, 0]).all(),
+            numbers[end - count : end],
         )
         for count, end, source in zip(counts, ends, sources, strict=True)
     ]
@@ -104,6 +137,7 @@ def summary(
     A mean over no prompt, where the first reward applies to none or no reward does, is nan. k is every power of two up
     to the number of samples (the fewest of any prompt), and that number; from 2 on for `maj@k`, `best@k` and `worst@k`.
     With an interval `reward`, the accuracies, and `pass@k` and `maj@k` of the largest k have `_low` and `_high` too.
+    Last come the means of the results' `numbers`, over the completions that have them.
     """
     rewards, correct = [result.rewards for result in results], [result.correct for result in results]
     ks, estimate = counts_of_k(min(map(len, correct))), metrics.estimate
@@ -128,7 +162,24 @@ def summary(
             if name in by_prompt:
                 interval = bootstrap_interval(by_prompt[name], metrics.interval)
                 values[f"{name}_low"], values[f"{name}_high"] = interval
-    return values
+    rows = [row for result in results for row in result.numbers]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return values | {name: mean_of([row[name] for row in rows if name in row]) for name in names}
+
+
+def with_logged(metrics: dict[str, float], logged: Logged) -> dict[str, float]:
+    """The metrics of an evaluation behind what reward functions logged besides, over all processes.
+
+    Warns of a name that both have: the evaluation's own stays.
+    """
+    found = {name: float(value) for name, value in over_processes(logged).items()}
+    if taken := sorted(found.keys() & metrics.keys()):
+        warnings.warn(
+            f"a reward function logs {taken[0]!r}, and eval/{taken[0]} is the evaluation's own metric: log it under "
+            "another name to see it there",
+            stacklevel=2,
+        )
+    return found | metrics
 
 
 def _of_graded(values: Any, results: Sequence[PromptResult]) -> np.ndarray:

@@ -13,17 +13,20 @@ from jaxrl_llm.data.formats.lookup import find
 from jaxrl_llm.data.templates import is_conversational
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.models import hf
-from jaxrl_llm.rewards.runner import Rewards
+from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged, Rewards, TrainerState
 from jaxrl_llm.rewards.signatures import parameter_names, text_of
 from jaxrl_llm.training.evaluation.metrics import (
     PRED,
     SOURCE,
     EvalMetrics,
-    PromptResult,
+    Numbers,
+    by_row,
     prompt_results,
     prompts_by_source,
     summary,
+    with_logged,
 )
+from jaxrl_llm.training.logging.reward_metrics import add_logs
 
 ROWS_AT_ONCE = 1024  # responses in one call of a reward function
 # The names under which rewards read these columns, whatever the file calls them.
@@ -85,44 +88,66 @@ def _read_row(index: int, row: dict[str, Any], names: Mapping[str, str], form: A
 
 
 def grade(
-    rewards: Rewards, stored: Sequence[StoredResponses], metrics: EvalMetrics, tokenizer: Any
-) -> list[PromptResult]:
-    """The result of each row; processes share the rows and get all results.
+    rewards: Rewards, stored: Sequence[StoredResponses], metrics: EvalMetrics, tokenizer: Any, state: TrainerState
+) -> dict[str, float]:
+    """`eval/*`: the summary of all rows and, where there are several data sources, `eval/<source>/*` of each; and what
+    reward functions log besides. Processes share the rows and get the same metrics.
 
-    `tokenizer` gives token ids to reward functions that ask for them; None where none does.
+    `tokenizer` gives token ids to reward functions that ask for them; None where none does. `state` is theirs too.
     """
     indices = np.array_split(np.arange(len(stored)), jax.process_count())[jax.process_index()]
     with all_or_none():
-        numbers, answers = _graded(rewards, [stored[index] for index in indices], metrics, tokenizer)
-    by_process = gather([numbers.tolist(), answers])
-    all_rewards = np.array([row for rows, _ in by_process for row in rows], np.float32)
-    known = all(answers is not None for _, answers in by_process)
-    all_answers = [answer for _, answers in by_process for answer in answers] if known else None
+        own = _graded(rewards, [stored[index] for index in indices], metrics, tokenizer, state)
+    by_process = gather([own.rewards.tolist(), own.answers, own.numbers])
+    all_rewards = np.array([row for rows, _, _ in by_process for row in rows], np.float32)
+    known = all(answers is not None for _, answers, _ in by_process)
+    all_answers = [answer for _, answers, _ in by_process for answer in answers] if known else None
+    all_numbers = [row for _, _, rows in by_process for row in rows]
     counts, row_sources = [len(row.responses) for row in stored], [row.columns.get(SOURCE) for row in stored]
-    return prompt_results(all_rewards, rewards.weights, counts, metrics.correct_at, all_answers, row_sources)
+    results = prompt_results(
+        all_rewards, rewards.weights, counts, metrics.correct_at, all_answers, row_sources, all_numbers
+    )
+    values: dict[str, float] = {}
+    for source, rows in prompts_by_source(results).items():
+        of_source = summary([results[row] for row in rows], metrics)
+        values |= {f"{source}/{name}" if source else name: x for name, x in of_source.items()}
+    return {f"eval/{name}": x for name, x in with_logged(values, own.logged).items()}
+
+
+class GradedResponses(NamedTuple):
+    """What is known of the responses of some rows."""
+
+    rewards: np.ndarray  # [N, F]
+    answers: list[str | None] | None  # None where they are not known
+    numbers: list[Numbers]
+    logged: Logged  # of all of them
 
 
 def _graded(
-    rewards: Rewards, stored: Sequence[StoredResponses], metrics: EvalMetrics, tokenizer: Any
-) -> tuple[np.ndarray, list[str | None] | None]:
-    """The rewards `[N, F]` of the responses of some rows, and their answers where they are known."""
+    rewards: Rewards, stored: Sequence[StoredResponses], metrics: EvalMetrics, tokenizer: Any, state: TrainerState
+) -> GradedResponses:
     pairs = [(row, response) for row in stored for response in row.responses]
-    numbers: list[np.ndarray] = [np.zeros((0, len(rewards.names)), np.float32)]
+    by_batch: list[np.ndarray] = [np.zeros((0, len(rewards.names)), np.float32)]
     answers: list[list[str | None] | None] = []
+    numbers: list[Numbers] = []
+    logged = NOTHING_LOGGED
     for start in range(0, len(pairs), ROWS_AT_ONCE):
         batch = pairs[start : start + ROWS_AT_ONCE]
         texts = [text_of(response) for _, response in batch]
         ids = [[] if tokenizer is None else tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         columns = {name: [row.columns.get(name) for row, _ in batch] for name in batch[0][0].columns}
         prompts, completions = [row.prompt for row, _ in batch], [response for _, response in batch]
-        graded = rewards.submit(prompts, completions, ids, columns).result()
-        numbers.append(graded.rewards)
+        graded = rewards.submit(prompts, completions, ids, columns, state).result()
+        by_batch.append(graded.rewards)
+        own, rest = by_row(rewards.names, graded.rewards, graded.logged)
+        numbers, logged = numbers + own, add_logs(logged, rest)
         column = graded.logged.columns.get(f"{rewards.names[0]}/{PRED}")
         extracted = metrics.answers(texts) if metrics.answer is not None else column
         answers.append(None if extracted is None else [None if a is None else str(a) for a in extracted])
     known = [batch for batch in answers if batch is not None]
     all_known = len(known) == len(answers)
-    return np.concatenate(numbers), [answer for batch in known for answer in batch] if all_known else None
+    all_answers = [answer for batch in known for answer in batch] if all_known else None
+    return GradedResponses(np.concatenate(by_batch), all_answers, numbers, logged)
 
 
 def tokenizer_for(path: str, trust_remote_code: bool, rewards: Rewards) -> Any:
@@ -130,12 +155,3 @@ def tokenizer_for(path: str, trust_remote_code: bool, rewards: Rewards) -> Any:
     if not any("completion_ids" in parameter_names(function) for function in rewards.graders):
         return None
     return hf.load_tokenizer(hf.locate(path), trust_remote_code)
-
-
-def metrics_of(results: Sequence[PromptResult], metrics: EvalMetrics) -> dict[str, float]:
-    """`eval/*`: the summary of all rows and, where there are several data sources, `eval/<source>/*` of each."""
-    values: dict[str, float] = {}
-    for source, rows in prompts_by_source(results).items():
-        prefix = f"eval/{source}/" if source else "eval/"
-        values |= {prefix + name: x for name, x in summary([results[row] for row in rows], metrics).items()}
-    return values

@@ -17,7 +17,7 @@ from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import row_shards
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged
+from jaxrl_llm.rewards.runner import NO_STEP, NOTHING_LOGGED, Logged, TrainerState
 from jaxrl_llm.rewards.signatures import text_of
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation.metrics import (
@@ -25,15 +25,17 @@ from jaxrl_llm.training.evaluation.metrics import (
     SOURCE,
     EvalMetrics,
     PromptResult,
+    by_row,
     prompt_results,
     prompts_by_source,
     summary,
+    with_logged,
 )
-from jaxrl_llm.training.logging.reward_metrics import add_totals, over_processes, table_value
+from jaxrl_llm.training.logging.reward_metrics import add_logs, add_totals, table_value
 from jaxrl_llm.training.online import RolloutWorker
 from jaxrl_llm.training.rollouts import Rollouts, Row
 
-# (parameters, key[, table]) -> metrics named eval/...; `table` gets a row for each completion.
+# (parameters, key[, table[, state]]) -> metrics named eval/...; `table` gets a row for each completion.
 Evaluate = Callable[..., dict[str, float]]
 
 
@@ -94,7 +96,7 @@ class Samples(NamedTuple):
     results: list[PromptResult]
     lengths: np.ndarray  # [N] tokens
     ended: np.ndarray  # [N] bool: not clipped at the longest length
-    totals: Logged  # what reward functions have counted
+    logged: Logged  # metrics, a number for each completion of this process, and totals; no columns
 
 
 @dataclass(frozen=True)
@@ -116,30 +118,32 @@ class Evaluation:
     name: str = ""
     compute: Compute | None = None  # more metrics, of the samples
 
-    def __call__(self, params: Params, key, table: list[Row] | None = None) -> dict[str, float]:
-        """The metrics of `summary`, `mean_length` (tokens) and `clipped_ratio` of the samples, and the totals that
-        reward functions log (a judge's requests and tokens), of greedy completions too.
+    def __call__(
+        self, params: Params, key, table: list[Row] | None = None, state: TrainerState = NO_STEP
+    ) -> dict[str, float]:
+        """The metrics of `summary`, `mean_length` (tokens) and `clipped_ratio` of the samples, and those that reward
+        functions and environments log; their totals (a judge's requests and tokens) are of greedy completions too.
 
         `table` gets a row for each completion: prompt, completion, `evaluation` (sampled or greedy), `set` (where sets
-        have names), rewards and what reward functions log of it.
+        have names), rewards and what reward functions log of it. `state` is for the functions that ask for it.
         """
         key = jax.random.fold_in(key, EVALUATION)
         rows: list[Row] | None = None if table is None and self.compute is None else []
-        samples = self._sample(self.sampled, params, key, "sampled", rows)
+        samples = self._sample(self.sampled, params, key, "sampled", rows, state)
         computed = {} if self.compute is None or rows is None else self._computed(self.compute, rows)
-        greedy = None if self.greedy is None else self._sample(self.greedy, params, key, "greedy", rows)
+        greedy = None if self.greedy is None else self._sample(self.greedy, params, key, "greedy", rows, state)
         if table is not None and rows is not None:
             table += rows
-        totals = samples.totals if greedy is None else add_totals(samples.totals, greedy.totals)
-        group_size, prefix = self.sampled.engine.group_size, f"eval/{self.name}/" if self.name else "eval/"
-        metrics = {prefix + name: float(total) for name, total in over_processes(totals).items()}
+        group_size, metrics = self.sampled.engine.group_size, dict[str, float]()
         for source, prompts in prompts_by_source(samples.results).items():
             greedy_results = None if greedy is None else [greedy.results[index] for index in prompts]
             values = summary([samples.results[index] for index in prompts], self.metrics, greedy_results)
             values["mean_length"] = float(samples.lengths.reshape(-1, group_size)[prompts].mean())
             values["clipped_ratio"] = float(1.0 - samples.ended.reshape(-1, group_size)[prompts].mean())
-            metrics |= {f"{prefix}{source}/{name}" if source else prefix + name: x for name, x in values.items()}
-        return metrics | {prefix + name.removeprefix("eval_"): value for name, value in computed.items()}
+            metrics |= {f"{source}/{name}" if source else name: x for name, x in values.items()}
+        metrics = with_logged(metrics, samples.logged if greedy is None else add_totals(samples.logged, greedy.logged))
+        metrics |= {name.removeprefix("eval_"): value for name, value in computed.items()}
+        return {f"eval/{self.name}/{name}" if self.name else f"eval/{name}": x for name, x in metrics.items()}
 
     def _computed(self, compute: Compute, table: list[Row]) -> dict[str, float]:
         """The metrics that the user's function makes of the samples, on every process alike."""
@@ -163,17 +167,23 @@ class Evaluation:
                     "(predictions, label_ids, inputs, rewards, columns) and returns numbers by name"
                 ) from error
 
-    def _sample(self, sampler: RolloutWorker, params: Params, key, decoding: str, table: list[Row] | None) -> Samples:
+    def _sample(
+        self, sampler: RolloutWorker, params: Params, key, decoding: str, table: list[Row] | None, state: TrainerState
+    ) -> Samples:
         """The graded completions of all examples, `prompts_at_once` prompts at a time."""
         fixed = {"evaluation": decoding} | ({"set": self.name} if self.name else {})
-        batches, answers, totals = [], [], NOTHING_LOGGED
+        group_size, logged = sampler.engine.group_size, NOTHING_LOGGED
+        batches, answers, numbers = [], [], []
         for start, count, examples in full_batches(self.examples, self.prompts_at_once, row_shards(sampler.mesh)):
+            # The examples of this process that do not fill up the batch: what fills it up is neither graded nor paid.
+            own = min(max(count - jax.process_index() * len(examples), 0), len(examples))
             # Keyed by the position in this set alone: other sets, and the training step, change no sample.
-            out = sampler(params, examples, jax.random.fold_in(key, start))
+            out = sampler(params, examples, jax.random.fold_in(key, start), state=state, counted=own)
             arrays = (out.rewards, out.rollout.lengths, out.rollout.finished)
-            rows = count * sampler.engine.group_size  # the rest are of examples that fill up the batch
+            rows = count * group_size
             batches.append(tuple(x[:rows] for x in multihost_utils.process_allgather(arrays, tiled=True)))
-            totals = add_totals(totals, out.logged)
+            own_numbers, rest = by_row(sampler.rewards.names, out.rewards[: own * group_size], out.logged)
+            logged = add_logs(logged, rest)
             if table is not None:
                 names, columns = sampler.rewards.names, out.logged.columns
                 local = [
@@ -185,24 +195,26 @@ class Evaluation:
                     )
                 ]
                 table += [row for process in gather(local) for row in process][:rows]
-            by_process = gather(self._answers(sampler, out))
-            known = None not in by_process
-            answers.append([answer for process in by_process for answer in process][:rows] if known else None)
+            by_process = gather([self._answers(sampler, out, own * group_size), own_numbers])
+            known = all(process is not None for process, _ in by_process)
+            answers.append([answer for process, _ in by_process for answer in process] if known else None)
+            numbers += [row for _, process in by_process for row in process]
         rewards, lengths, ended = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
         all_answers = None if None in answers else [answer for batch in answers for answer in batch]
-        counts = [sampler.engine.group_size] * len(self.examples)
+        counts = [group_size] * len(self.examples)
         sources = [example.get(SOURCE) for example in self.examples]
         weights = sampler.rewards.weights
-        results = prompt_results(rewards, weights, counts, self.metrics.correct_at, all_answers, sources)
-        return Samples(results, lengths, ended, totals)
+        results = prompt_results(rewards, weights, counts, self.metrics.correct_at, all_answers, sources, numbers)
+        return Samples(results, lengths, ended, logged)
 
-    def _answers(self, sampler: RolloutWorker, out: Rollouts) -> list[str | None] | None:
-        """The answers in this process's completions, None where neither `eval.answer` nor a reward extracts them."""
+    def _answers(self, sampler: RolloutWorker, out: Rollouts, rows: int) -> list[str | None] | None:
+        """The answers in this process's first completions, so many `rows`; None where neither `eval.answer` nor a
+        reward extracts them."""
         with all_or_none():
             if self.metrics.answer is not None:
-                return self.metrics.answers([text_of(completion) for completion in out.completions])
-            column = out.logged.columns.get(f"{sampler.rewards.names[0]}/{PRED}")
-            return None if column is None else [None if answer is None else str(answer) for answer in column]
+                return self.metrics.answers([text_of(completion) for completion in out.completions[:rows]])
+            column = out.logged.columns.get(f"{sampler.rewards.names[0]}/{PRED}", None if rows else [])
+            return None if column is None else [None if answer is None else str(answer) for answer in column[:rows]]
 
 
 @dataclass(frozen=True)
@@ -211,9 +223,11 @@ class Evaluations:
 
     sets: tuple[Evaluate, ...]
 
-    def __call__(self, params: Params, key, table: list[Row] | None = None) -> dict[str, float]:
-        """The metrics of all sets; `table` gets a row for each completion."""
-        return {name: value for evaluate in self.sets for name, value in evaluate(params, key, table).items()}
+    def __call__(
+        self, params: Params, key, table: list[Row] | None = None, state: TrainerState = NO_STEP
+    ) -> dict[str, float]:
+        """The metrics of all sets; `table` gets a row for each completion, reward functions that ask get `state`."""
+        return {name: value for evaluate in self.sets for name, value in evaluate(params, key, table, state).items()}
 
 
 def completions_of(evaluation: Evaluation, params: Params, key) -> list[list[Any]]:

@@ -61,7 +61,7 @@ class LoggingSpec:
     names: MetricNames = field(default_factory=MetricNames)
     project: str = "jaxrl_llm"
     run_name: str | None = None  # None: the name of the run's folder
-    completions_every: int = 0  # steps between samples of completions; 0 shows none
+    completions_every: int = 0  # steps between samples of completions; 0 shows none, nor tables of evaluations
     completions_shown: int = 0
     table_rows: int = 0  # completions in the tables of trackers
 
@@ -210,8 +210,8 @@ class Logger:
         """Writes one file of completions (see `write_completions`) and, when one is due, shows a sample of them.
 
         `completions_shown` rows, evenly spaced so that they have different prompts, are shown at the steps that
-        `completions_every` divides and after the last one; a table of `table_rows` goes to the other backends then,
-        unless they are of an evaluation (`held_out`).
+        `completions_every` divides and after the last one; a table of `table_rows` goes to the other backends then, and
+        of an evaluation (`held_out`) each time unless `completions_every` is 0.
         """
         if not self._main:
             return
@@ -221,8 +221,9 @@ class Logger:
             self.warn(f"the completions of step {step} are left out: {error}")
         every, shown = self.spec.completions_every, min(self.spec.completions_shown, len(rows))
         due = every and (step % every == 0 or step == self.spec.total_steps)
-        for delivery in self._deliveries if due and not held_out else ():
-            delivery.table(step, table_of(rows, self.spec.table_rows))
+        for delivery in self._deliveries if due or (every and held_out) else ():
+            name = "eval/completions" if held_out else "completions"
+            delivery.table(name, step, table_of(rows, self.spec.table_rows))
         if self._screen and due:
             self._screen.completions(step, [rows[i * len(rows) // shown] for i in range(shown)], held_out)
 

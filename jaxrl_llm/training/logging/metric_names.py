@@ -85,7 +85,8 @@ class MetricNames(dict[str, str]):
         """
         if name in self:
             return self[name]
-        match = re.fullmatch(r"eval/(?:(.+)/)?(reward|accuracy|(pass|maj|best|worst)@(\d+))", name)
+        # What a reward function says beside its score keeps its name, be that accuracy or reward.
+        match = re.fullmatch(r"eval/(?!(?:.+/)?rewards/)(?:(.+)/)?(reward|accuracy|(pass|maj|best|worst)@(\d+))", name)
         if self._data is None or not match:
             return name
         eval_set, metric, kind, k = match.groups()

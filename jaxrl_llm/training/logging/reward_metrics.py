@@ -27,6 +27,11 @@ def join(earlier: Logged, later: Logged, index: np.ndarray, rows: int) -> Logged
     return Logged(metrics, _summed(earlier.totals, later.totals), columns)
 
 
+def add_logs(logged: Logged, other: Logged) -> Logged:
+    """The metrics and totals of both, without columns."""
+    return join(logged._replace(columns={}), other._replace(columns={}), np.zeros(0, int), 0)
+
+
 def add_totals(logged: Logged, other: Logged) -> Logged:
     """`logged` with the totals of `other` added (what was spent in all); means and columns stay its own."""
     return logged._replace(totals=_summed(logged.totals, other.totals))

@@ -1,7 +1,8 @@
-"""User callbacks, which see a run as it goes and may end it early: `Callback`, and the built-in `early_stopping`.
+"""User callbacks, which see a run as it goes and may end, save or evaluate it: `Callback`, and `early_stopping`.
 
-Before the first step comes `on_begin`. One step, with everything due: the update, `on_step`, the evaluation,
-`on_evaluate`, `on_checkpoint`, the save, `on_save`. After the last step the model is exported, and `on_end` is called.
+Before the first step comes `on_begin`. One step, with everything due: `on_step_begin`, the update, `on_step`, the
+evaluation, `on_evaluate`, `on_checkpoint`, the save, `on_save`. After the last step the model is exported, and `on_end`
+is called.
 """
 
 import contextlib
@@ -19,11 +20,14 @@ from jaxrl_llm.config.resolve import closest, resolve_with_options
 from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.training.runtime.moment import STOP, Moment
+from jaxrl_llm.training.runtime.moment import EVALUATE, SAVE, STOP, Moment
 from jaxrl_llm.training.runtime.trainer_callbacks import TrainerCallbackHooks, is_trainer_callback
 
-HOOKS = ("on_begin", "on_step", "on_evaluate", "on_checkpoint", "on_save", "on_end")
-LATE = ("on_begin", "on_checkpoint", "on_save")  # hooks that can end the run with the next step only
+HOOKS = ("on_begin", "on_step_begin", "on_step", "on_evaluate", "on_checkpoint", "on_save", "on_end")
+LATE = ("on_begin", "on_step_begin", "on_checkpoint", "on_save")  # hooks that can end the run with the next step only
+ANSWERS = {"on_step": (STOP, SAVE, EVALUATE), "on_evaluate": (STOP, SAVE)}  # of the other hooks STOP alone
+
+Answer = str | list[str] | None
 
 
 class CallbackError(ConfigError):
@@ -34,17 +38,19 @@ class Callback(Protocol):
     """The hooks and methods of a callback, all optional; a hook may also be None.
 
     A hook that returns "stop" ends the run: this step is then the last, with evaluation, checkpoint and export as any
-    last step has. In on_begin, on_checkpoint and on_save it is the next step that is the last; in on_end it has no
-    effect.
+    last step has. In on_begin, on_step_begin, on_checkpoint and on_save it is the next step that is the last; in on_end
+    it has no effect. "save" (of on_step and on_evaluate) and "evaluate" (of on_step) have this step saved or evaluated,
+    whether it is due or not; before training on_evaluate saves nothing. Several are returned as a list.
     With several processes every process calls its own hooks, and the answers of process 0 count.
     """
 
-    on_begin: Callable[[Moment], str | None] | None  # before the first step of this start
-    on_step: Callable[[Moment], str | None] | None  # after each update
-    on_evaluate: Callable[[Moment], str | None] | None  # after each evaluation, that of step 0 too
-    on_checkpoint: Callable[[Moment], str | None] | None  # before the state of the step is saved
-    on_save: Callable[[Moment], str | None] | None  # once the state of the step is saved
-    on_end: Callable[[Moment], str | None] | None  # once the trained model is in the folder
+    on_begin: Callable[[Moment], Answer] | None  # before the first step of this start
+    on_step_begin: Callable[[Moment], Answer] | None  # before each step; the moment is of the step before it
+    on_step: Callable[[Moment], Answer] | None  # after each update
+    on_evaluate: Callable[[Moment], Answer] | None  # after each evaluation, that of step 0 too
+    on_checkpoint: Callable[[Moment], Answer] | None  # before the state of the step is saved
+    on_save: Callable[[Moment], Answer] | None  # once the state of the step is saved
+    on_end: Callable[[Moment], Answer] | None  # once the trained model is in the folder
 
     def get_state(self) -> Any:
         """The state that a resumed run passes to `set_state`: anything that JSON writes. Called for each checkpoint."""
@@ -113,12 +119,21 @@ BUILT_IN = {"early_stopping": early_stopping}
 class Callbacks:
     """The callbacks of a run, by name. `note` shows a line.
 
-    `record` is the run's configuration as JSON, of which callbacks get a copy. `stopped` is the name of the callback
-    that has asked to end the run, None while it goes on, and `end` the last step then.
+    `record` is the run's configuration as JSON, of which callbacks get a copy; `evaluates` says whether there is
+    anything to evaluate. `stopped` is the name of the callback that has asked to end the run, None while it goes on,
+    and `end` the last step then.
     """
 
-    def __init__(self, named: Mapping[str, Any], record: str, folder: Path, note: Callable[[str], None] = print):
+    def __init__(
+        self,
+        named: Mapping[str, Any],
+        record: str,
+        folder: Path,
+        evaluates: bool = True,
+        note: Callable[[str], None] = print,
+    ):
         self.named = dict(named)
+        self.evaluates = evaluates
         self.stopped: str | None = None
         self.end = math.inf
         self.note = note
@@ -128,28 +143,36 @@ class Callbacks:
     @property
     def every_step(self) -> bool:
         """True when a callback must see each step before the next one begins."""
-        return any(_hook(callback, "on_step") for callback in self.named.values())
+        return any(_hook(callback, hook) for callback in self.named.values() for hook in ("on_step_begin", "on_step"))
 
-    def __call__(self, hook: str, step: int, metrics: Mapping[str, float], model: Callable[[], Model]) -> None:
-        """Calls the hook of every callback that has it, in order."""
+    def __call__(self, hook: str, step: int, metrics: Mapping[str, float], model: Callable[[], Model]) -> set[str]:
+        """Calls the hook of every callback that has it, in order; returns what they answered."""
         hooks = {name: method for name, callback in self.named.items() if (method := _hook(callback, hook))}
         if not hooks:
-            return
+            return set()
         numbers = MappingProxyType({key: value for key, value in metrics.items() if key != "step"})
         moment = Moment(step, numbers, self._config, self._folder, model)
-        stopping: list[str] = []
+        answers, known = [], ANSWERS.get(hook, (STOP,))  # those given, each with the name of its callback
         with all_or_none():
             for name, method in hooks.items():
                 with _naming(name, hook, step):
-                    answer = method(moment)
-                    if answer is not None and answer != STOP:
-                        raise ConfigError(f'it returned {answer!r}; a hook returns "stop" to end the run, or nothing')
-                    if answer == STOP:
-                        stopping.append(name)
-        stopping = gather(stopping)[0]  # one answer for all processes: they end at the same step
+                    given = method(moment)
+                    for answer in given if isinstance(given, list) else [] if given is None else [given]:
+                        if answer not in known:
+                            words = " or ".join(f'"{word}"' for word in known)
+                            raise ConfigError(f"it returned {given!r}; {hook} returns nothing, or {words}")
+                        if answer == EVALUATE and not self.evaluates:
+                            raise ConfigError(
+                                "it asked for an evaluation, but there is nothing to evaluate: give data.eval_path or "
+                                "an eval_dataset, and an eval.every that is not negative"
+                            )
+                        answers.append((answer, name))
+        answers = gather(answers)[0]  # the same for all processes: they end, save and evaluate at the same step
+        stopping = [name for answer, name in answers if answer == STOP]
         if stopping and self.stopped is None and hook != "on_end":
             self.stopped, self.end = stopping[0], step + (hook in LATE)
             self.note(f"{self.stopped} asked at step {step} to end the run")
+        return {answer for answer, _ in answers}
 
     def get_state(self, step: int) -> dict[str, Any]:
         """The states of all callbacks, for a checkpoint; raises CallbackError for one that JSON cannot write."""

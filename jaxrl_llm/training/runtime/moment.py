@@ -1,4 +1,4 @@
-"""The argument of a callback, and its answer that ends a run."""
+"""The argument of a callback, and its answers: end the run, save or evaluate at this step."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 from jaxrl_llm.config import ConfigDict
 from jaxrl_llm.models.model import Model
 
-STOP = "stop"
+STOP, SAVE, EVALUATE = "stop", "save", "evaluate"
 
 
 @dataclasses.dataclass(frozen=True)

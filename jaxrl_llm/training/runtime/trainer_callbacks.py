@@ -5,12 +5,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxrl_llm.config import ConfigDict, ConfigError
-from jaxrl_llm.training.runtime.moment import STOP, Moment
+from jaxrl_llm.training.runtime.moment import EVALUATE, SAVE, STOP, Moment
 
-CALLED = ("on_init_end", "on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
+EPOCHS = ("on_epoch_begin", "on_epoch_end")
+CALLED = (
+    "on_init_end", "on_train_begin", *EPOCHS, "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save",
+    "on_train_end",
+)  # fmt: skip
 NOT_CALLED = (
-    "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step",
-    "on_prediction_step", "on_predict", "on_push_begin",
+    "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_prediction_step", "on_predict", "on_push_begin",
 )  # fmt: skip
 
 
@@ -57,12 +60,14 @@ class Arguments:
 class TrainerCallbackHooks:
     """A callback that calls the hooks of a TrainerCallback, `on_step_end(args, state, control, model=..., ...)`.
 
-    `control.should_training_stop` ends the run. The names of evaluations' metrics are there as `eval/reward` and as
+    `control.should_training_stop` ends the run, `should_save` and `should_evaluate` have the step saved and evaluated.
+    `state.epoch` counts the passes over the data. The names of evaluations' metrics are there as `eval/reward` and as
     `eval_reward`. Raises ConfigError for one with hooks that nothing here corresponds to.
     """
 
     def __init__(self, callback: Any):
         self.callback = callback
+        self.in_epoch = False  # between on_epoch_begin and on_epoch_end
         self.args: Arguments | None = None
         self.control = SimpleNamespace(
             should_training_stop=False, should_epoch_stop=False, should_save=False, should_evaluate=False,
@@ -87,7 +92,7 @@ class TrainerCallbackHooks:
                 return base.__name__ != "TrainerCallback"
         return name in getattr(self.callback, "__dict__", {})
 
-    def _call(self, hook: str, moment: Moment, **more: Any) -> str | None:
+    def _call(self, hook: str, moment: Moment, **more: Any) -> None:
         import jax  # here, as the module is read by commands that compute nothing
 
         if self.args is None:
@@ -101,34 +106,67 @@ class TrainerCallbackHooks:
             given = {"model": model, "processing_class": model.tokenizer, "tokenizer": model.tokenizer, **more}
             control = getattr(self.callback, hook)(self.args, state, self.control, **given)
             self.control = self.control if control is None else control
-        for wish in ("should_save", "should_evaluate"):
-            if getattr(self.control, wish, False):
-                raise ConfigError(
-                    f"it set control.{wish}, but a run saves and evaluates when checkpoint.every and eval.every say so"
-                )
-        return STOP if self.control.should_training_stop else None
+        if self.control.should_epoch_stop:
+            raise ConfigError(
+                "it set control.should_epoch_stop, but no epoch is cut short: set control.should_training_stop, which "
+                "ends the run"
+            )
 
-    def on_begin(self, moment: Moment) -> str | None:
+    def _wishes(self, *wishes: str) -> list[str]:
+        """The answer of a hook: what control asks for, of the wishes that this hook can have."""
+        control = self.control
+        asked = {STOP: control.should_training_stop, SAVE: control.should_save, EVALUATE: control.should_evaluate}
+        return [wish for wish in wishes if asked[wish]]
+
+    def on_begin(self, moment: Moment) -> list[str]:
         """on_init_end and on_train_begin."""
+        own = [name for name in EPOCHS if self._overrides(name)]
+        if own and moment.config.data.streaming:
+            raise ConfigError(
+                f"it has {', '.join(own)}, but the rows are streamed (data.streaming), and nobody knows where an epoch "
+                "of them ends: count state.global_step"
+            )
+        if not moment.config.data.streaming and self.state.epoch is None:
+            self.state.epoch = 0.0
         self._call("on_init_end", moment)
-        return self._call("on_train_begin", moment)
+        self._call("on_train_begin", moment)
+        return self._wishes(STOP)
 
-    def on_step(self, moment: Moment) -> str | None:
-        """on_step_end, and on_log with the metrics of the step as logs."""
+    def on_step_begin(self, moment: Moment) -> list[str]:
+        """on_epoch_begin, where the step is the first of an epoch or of this start, and on_step_begin."""
+        if not self.in_epoch and self.state.epoch is not None:
+            self._call("on_epoch_begin", moment)
+            self.in_epoch = True
+        self.control.should_save = self.control.should_evaluate = False  # transformers forgets them here too
+        self._call("on_step_begin", moment)
+        return self._wishes(STOP)
+
+    def on_step(self, moment: Moment) -> list[str]:
+        """on_step_end, on_log with the metrics of the step as logs, and on_epoch_end where it ends an epoch."""
+        before, self.state.epoch = self.state.epoch, moment.metrics.get("epoch", self.state.epoch)
         self._call("on_step_end", moment)
-        return self._log(moment, dict(moment.metrics))
+        self._log(moment, dict(moment.metrics))
+        if self.in_epoch and int(self.state.epoch) > int(before):
+            self._end_epoch(moment)
+        return self._wishes(STOP, SAVE, EVALUATE)
 
-    def on_evaluate(self, moment: Moment) -> str | None:
+    def _end_epoch(self, moment: Moment) -> None:
+        self._call("on_epoch_end", moment)
+        self.in_epoch = False
+
+    def on_evaluate(self, moment: Moment) -> list[str]:
         """on_evaluate with the metrics of the evaluation, and on_log."""
+        self.control.should_evaluate = False
         metrics = {name: value for name, value in moment.metrics.items() if name.startswith("eval/")}
         metrics |= {f"eval_{name.removeprefix('eval/')}": value for name, value in metrics.items()}
         self._call("on_evaluate", moment, metrics=metrics)
         self._remember_best(metrics, moment.step)
-        return self._log(moment, metrics)
+        self._log(moment, metrics)
+        return self._wishes(STOP, SAVE)
 
-    def _log(self, moment: Moment, logs: dict[str, float]) -> str | None:
+    def _log(self, moment: Moment, logs: dict[str, float]) -> None:
         self.state.log_history.append({**logs, "step": moment.step})
-        return self._call("on_log", moment, logs=logs)
+        self._call("on_log", moment, logs=logs)
 
     def _remember_best(self, metrics: Mapping[str, float], step: int) -> None:
         assert self.args is not None
@@ -137,22 +175,26 @@ class TrainerCallbackHooks:
         if value is not None and (best is None or ((value > best) == self.args.greater_is_better and value != best)):
             self.state.best_metric, self.state.best_global_step = value, step
 
-    def on_save(self, moment: Moment) -> str | None:
+    def on_save(self, moment: Moment) -> list[str]:
         """on_save, once the state of the step is saved."""
-        return self._call("on_save", moment)
+        self.control.should_save = False
+        self._call("on_save", moment)
+        return self._wishes(STOP)
 
-    def on_end(self, moment: Moment) -> str | None:
-        """on_train_end."""
+    def on_end(self, moment: Moment) -> None:
+        """on_epoch_end, where the run ends within an epoch, and on_train_end."""
+        if self.in_epoch:
+            self._end_epoch(moment)
         self._call("on_train_end", moment)
-        return None
 
     def get_state(self) -> dict[str, Any]:
-        """The best metric, and the attributes that the callback exports, as transformers' own state of callbacks."""
+        """The epoch, the best metric, and the attributes that the callback exports, as transformers' own state."""
         exported = self.callback.state() if callable(getattr(self.callback, "state", None)) else {}
-        return {"best_metric": self.state.best_metric, "attributes": exported.get("attributes", {})}
+        own = {"epoch": self.state.epoch, "best_metric": self.state.best_metric}
+        return {**own, "attributes": exported.get("attributes", {})}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues from the state that `get_state` returned."""
-        self.state.best_metric = state["best_metric"]
+        self.state.epoch, self.state.best_metric = state.get("epoch"), state["best_metric"]
         for name, value in state["attributes"].items():
             setattr(self.callback, name, value)

@@ -205,6 +205,45 @@ def test_sets_and_sources(config):
     assert alone["eval/mean_length"] == found["eval/one/mean_length"]
 
 
+def test_each_reward_function_and_what_it_logs(config):
+    """As training names it, of samples alone: entries by source, and what is logged of a batch by its completions.
+
+    There are 4 prompts in a batch, and 2 in the last one, which others fill up.
+    """
+    calls, sources = [], "aaabbb"
+
+    def first(completions, weight, trainer_state, log_metric, log_total, **columns):
+        calls.append(len(completions))
+        assert tuple(trainer_state) == (config.total_steps, config.total_steps)
+        log_metric("mine/weight", sum(weight) / len(weight))
+        log_metric("mine/rows", len(completions))
+        log_metric("accuracy", 9.0)
+        log_total("mine/paid", len(completions))
+        return [{"score": x, "acc": x > 3, "format": None if x == 1 else x} if x else None for x in weight]
+
+    def second(completions, weight, **columns):
+        return [x if x > 4 else None for x in weight]
+
+    config.batch.prompts, config.rollout.group_size, config.eval.samples = 4, 2, 2
+    weights = [0, 1, 2, 3, 4, 6]
+    rows = [
+        {"prompt": "sort:21=", "weight": weight, "data_source": source}
+        for weight, source in zip(weights, sources, strict=True)
+    ]
+    with pytest.warns(UserWarning, match="logs 'accuracy', and eval/accuracy is the evaluation's own metric"):
+        found = jaxrl_llm.evaluate(config, {"s": rows}, [first, second])
+    expected = {
+        "rewards/first/mean": 16 / 5, "a/rewards/first/mean": 3 / 2, "b/rewards/first/mean": 13 / 3,
+        "rewards/first/acc": 2 / 5, "a/rewards/first/acc": 0.0, "b/rewards/first/acc": 2 / 3,
+        "rewards/first/format": 15 / 4, "a/rewards/first/format": 2.0, "rewards/second/mean": 6.0,
+        "mine/weight": (1.5 * 8 + 5 * 4) / 12, "mine/rows": (8 * 8 + 4 * 4) / 12, "mine/paid": 12 + 6,
+    }  # fmt: skip
+    assert {name: found[f"eval/s/{name}"] for name in expected} == pytest.approx(expected)
+    assert np.isnan(found["eval/s/a/rewards/second/mean"]) and found["eval/s/accuracy"] == 1.0
+    assert calls == [8, 4, 4, 2] and not [name for name in found if "a/mine" in name]
+    check_best("eval/s/rewards/second/mean", found)
+
+
 def test_greedy_samples_and_no_greedy_pass(config):
     """At temperature 0 all samples are the greedy completion; the answers that are voted on are found in the text."""
     config.eval.temperature, config.eval.greedy, config.eval.answer = 0.0, False, "text"

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 
 import datasets
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from jaxrl_llm.commands.evaluate import evaluate_responses
 from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.training.evaluation import responses
 from jaxrl_llm.training.evaluation.responses import read_responses
 
 SCORE = """
@@ -73,12 +75,35 @@ def test_files_and_other_names_of_columns(kind, score_file, tmp_path, capsys):
     expected = evaluate_responses(default(), ROWS, score_file)
     assert found["prompts"] == 3
     assert {f"eval/{name}": value for name, value in found["metrics"].items()} == expected
-    assert f"a/reward    {expected['eval/a/reward']:.3f}" in capsys.readouterr().out.replace("   a", "a")
+    assert f"a/reward {expected['eval/a/reward']:.3f}" in re.sub(" +", " ", capsys.readouterr().out)
 
 
 def test_texts_and_our_own_columns():
     rows = [{"prompt": "1+1=", "answer": "2", "responses": " 2 "}, {"prompt": "1+2=", "answer": "3", "responses": "4"}]
-    assert evaluate_responses(default(), rows) == {"eval/reward": 0.5, "eval/accuracy": 0.5, "eval/pass@1": 0.5}
+    names = ("reward", "accuracy", "pass@1", "rewards/exact_match/mean")
+    assert evaluate_responses(default(), rows) == {f"eval/{name}": 0.5 for name in names}
+
+
+def test_each_function_and_what_it_logs(monkeypatch):
+    """Means over all responses to which a function applies, whatever batches they are graded in."""
+    steps = []
+
+    def format_score(completions, trainer_state, log_metric, **columns):
+        steps.append(tuple(trainer_state))
+        log_metric("mine/words", sum(map(len, completions)) / len(completions))
+        return [{"score": float(len(x)), "acc": len(x) > 1} if "x" not in x else None for x in completions]
+
+    rows = [{"prompt": "", "responses": ["a", "bb", "x"]}, {"prompt": "", "responses": ["cccc", "x"]}]
+    config = default()
+    config.total_steps = 7
+    for at_once in (1024, 3, 2):
+        monkeypatch.setattr(responses, "ROWS_AT_ONCE", at_once)
+        found = evaluate_responses(config, rows, [format_score, lambda completions: [None] * len(completions)])
+        assert found["eval/rewards/format_score/mean"] == pytest.approx(7 / 3), at_once
+        assert found["eval/rewards/format_score/acc"] == pytest.approx(2 / 3), at_once
+        assert found["eval/mine/words"] == pytest.approx(9 / 5), at_once
+        assert [name for name, value in found.items() if np.isnan(value)] == ["eval/rewards/<lambda>/mean"]
+    assert set(steps) == {(7, 7)}
 
 
 def test_what_graders_see():

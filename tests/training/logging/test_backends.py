@@ -22,10 +22,11 @@ ROWS = [
     {"prompt": "1+1=", "completion": "2", "exact_match": 1.0, "advantage": 0.5},
     {"prompt": "1+1=", "completion": "</script>|`3`\n", "exact_match": 0.0, "advantage": -0.5, "extra": None},
 ]
+HELD_OUT = [{"prompt": "2+2=", "completion": "four", "evaluation": "sampled", "exact_match": 0.0}]
 
 
 def logged(folder: Path, *backends: str, steps=(1, 2), resume_step: int | None = None) -> None:
-    """Logs a run to the backends: `reward` is step / 4, and completions at step 2."""
+    """Logs a run to the backends: `reward` is step / 4, completions at step 2, and those of an evaluation at step 1."""
     config = default()
     config.logging.backends = ("jsonl", *backends)
     config.logging.completions_every = 2
@@ -35,6 +36,8 @@ def logged(folder: Path, *backends: str, steps=(1, 2), resume_step: int | None =
         for step in steps:
             if step % 2 == 0:
                 logger.completions(step, ROWS)
+            elif step == 1:
+                logger.completions(step, HELD_OUT, held_out=True)
             logger.log(step, {"reward": step / 4, "time/rollout": 0.5, "eval/pass@1": 0.5, "loss": float("nan")})
 
 
@@ -75,6 +78,7 @@ def test_tensorboard(tmp_path):
     }
     assert '"seed": 0' in texts["config"]
     assert "| `1+1=` | `2` | 1.0 | 0.5 |" in texts["completions"]
+    assert "| `2+2=` | `four` | `sampled` | 0.0 |" in texts["eval/completions"]
 
     # A run that goes on tells TensorBoard to drop what came after its checkpoint.
     logged(tmp_path, "tensorboard", steps=(2, 3), resume_step=1)
@@ -138,6 +142,8 @@ def test_wandb(tmp_path, monkeypatch):
     assert (run.project, run.display_name) == ("a_project", "a_run")
     settings = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert settings["optimizer.learning_rate"] == default().optimizer.learning_rate
+    (held_out,) = tmp_path.glob("wandb/offline-run-*/files/media/table/eval/completions*.json")
+    assert json.loads(held_out.read_text())["data"] == [["2+2=", "four", "sampled", 0.0]]
     (path,) = tmp_path.glob("wandb/offline-run-*/files/media/table/completions*.json")
     table = json.loads(path.read_text())
     assert table["columns"] == ["prompt", "completion", "exact_match", "advantage", "extra"]
@@ -183,8 +189,10 @@ def test_mlflow(tmp_path, monkeypatch):
     ]  # fmt: skip
     assert run.data.params["seed"] == "0"
     assert run.data.metrics["eval/pass_at_1"] == 0.5
-    (path,) = (tmp_path / "store").rglob("step_00002.json")
+    held_out, path = (next((tmp_path / "store").rglob(f"step_0000{step}.json")) for step in (1, 2))
     assert json.loads(path.read_text())["data"][1][1] == ROWS[1]["completion"]
+    assert held_out.parent.parts[-2:] == ("eval", "completions")
+    assert json.loads(held_out.read_text())["data"] == [["2+2=", "four", "sampled", 0.0]]
 
 
 def test_swanlab(tmp_path, monkeypatch):
@@ -193,7 +201,7 @@ def test_swanlab(tmp_path, monkeypatch):
     logged(tmp_path, "swanlab")
     text = b"".join(path.read_bytes() for path in (tmp_path / "swanlab").rglob("*") if path.is_file())
     logged(tmp_path, "swanlab", steps=(3,), resume_step=2)
-    for piece in (b"reward", b"time/rollout", b"a_project", b"a_run", b"completions"):
+    for piece in (b"reward", b"time/rollout", b"a_project", b"a_run", b"completions", b"eval/completions"):
         assert piece in text, piece
 
 
@@ -208,12 +216,29 @@ def test_trackio(tmp_path, monkeypatch):
     assert [(line["step"], line["reward"]) for line in lines if "reward" in line] == [(1, 0.25), (2, 0.5)]
     (table,) = (line["completions"] for line in lines if "completions" in line)
     assert table["_type"] == "trackio.table"
+    assert [line["eval/completions"]["_type"] for line in lines if "eval/completions" in line] == ["trackio.table"]
     logged(tmp_path / "run", "trackio", steps=(3,), resume_step=2)
     lines = trackio.SQLiteStorage.get_logs("a_project", "a_run")
     assert [line["reward"] for line in lines if "reward" in line] == [0.25, 0.5, 0.75]
 
 
 # Any backend
+
+
+@pytest.mark.parametrize("every", [0, 4])
+def test_tables_of_every_evaluation(every, tmp_path, monkeypatch):
+    """Of training at the steps of logging.completions_every alone; with 0 none."""
+    backend, config = Flaky(), default()
+    monkeypatch.setattr(delivery, "start", lambda name, run: backend)
+    monkeypatch.setattr(delivery, "PACKAGES", {"wandb": ("wandb", "wandb")})
+    config.logging.backends, config.logging.completions_every, config.logging.table_rows = ("wandb",), every, 1
+    with Logger(logging_spec(config), tmp_path) as logger:
+        for step in (1, 3, 4):
+            logger.completions(step, ROWS)
+            logger.completions(step, [*HELD_OUT, *ROWS], held_out=True)
+    tables = [(step, name, columns["prompt"]) for step, found in backend.got for name, columns in found.items()]
+    held_out = [(step, "eval/completions", ["2+2="]) for step in (1, 3, 4)]
+    assert tables == ([*held_out[:2], (4, "completions", ["1+1="]), held_out[2]] if every else [])
 
 
 class Flaky:
@@ -228,8 +253,8 @@ class Flaky:
             raise OSError("the server is down")
         self.got.append((step, dict(metrics)))
 
-    def table(self, step, columns):
-        self.got.append((step, columns))
+    def table(self, name, step, columns):
+        self.got.append((step, {name: columns}))
 
     def close(self, failed):
         self.closed = failed

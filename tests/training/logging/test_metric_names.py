@@ -82,6 +82,8 @@ def test_evaluations_by_set_and_source():
         "eval/math/a/b/worst@2": "val-aux/math/a/b/reward/worst@2/mean",
         "eval/math/best@4": "val-aux/math/reward/best@4/mean",
         "eval/math/greedy_accuracy": "eval/math/greedy_accuracy",
+        "eval/rewards/compute_score/accuracy": "eval/rewards/compute_score/accuracy",
+        "eval/math/a/rewards/compute_score/reward": "eval/math/a/rewards/compute_score/reward",
         "reward": "critic/score/mean",
     }
     assert {name: names.shown(name) for name in pairs} == pairs

@@ -55,7 +55,7 @@ def test_means_over_no_token_are_left_out_of_a_step():
     assert math.isnan(merged["loss"]) and merged["nonfinite_gradient"] == 0.5
 
 
-@pytest.mark.parametrize(("of", "words"), [("", "the gradient is not finite"), ("critic/", "the critic has a gradient")])
+@pytest.mark.parametrize(("of", "words"), [("", "the gradient is not"), ("critic/", "the critic has a gradient")])
 def test_a_policy_or_a_critic_that_never_learns_ends_the_run(tmp_path, of, words):
     """With passes of their own, each has updates of its own, whose failures the other's must not hide."""
     fine = {"loss": 1.0, "grad_norm": 1.0, "nonfinite_gradient": 0.0}

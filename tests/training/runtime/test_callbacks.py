@@ -105,6 +105,54 @@ def test_order_and_what_is_seen_and_an_early_end(config):
 
 
 @pytest.mark.slow
+def test_steps_are_saved_and_evaluated_when_a_callback_asks(config):
+    """Beside those that are due, and without a trace in the steps after."""
+
+    loss = {}
+
+    class Asks(Diary):
+        def on_step_begin(self, moment):
+            self.note("on_step_begin", moment)
+            assert moment.metrics.get("loss", -1.0) == loss.get(moment.step, -1.0)
+
+        def on_step(self, moment):
+            self.note("on_step", moment)
+            loss[moment.step] = moment.metrics["loss"]
+            return {1: ["evaluate", "save"], 3: "evaluate"}.get(moment.step)
+
+        def on_evaluate(self, moment):
+            self.note("on_evaluate", moment)
+            return "save" if moment.step in (0, 3) else None
+
+    asks, config.total_steps, config.eval.every = Asks(), 4, 0
+    config.checkpoint.every, config.checkpoint.keep = 0, 9
+    folder = jaxrl_llm.train(config, callbacks=[asks]).output_dir
+    assert asks.notes == [
+        ("on_evaluate", 0), ("on_step_begin", 0), ("on_step", 1), ("on_evaluate", 1), ("on_checkpoint", 1),
+        ("on_step_begin", 1), ("on_step", 2), ("on_step_begin", 2), ("on_step", 3), ("on_evaluate", 3),
+        ("on_checkpoint", 3), ("on_step_begin", 3), ("on_step", 4), ("on_evaluate", 4), ("on_checkpoint", 4),
+        ("on_end", 4),
+    ]  # fmt: skip
+    assert [line["step"] for line in lines(folder) if "eval/loss" in line] == [0, 1, 3, 4]
+    assert {int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()} == {1, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer", "words"),
+    [
+        ("on_step", "evaluate", "on_step at step 1: it asked for an evaluation, but there is nothing to evaluate"),
+        ("on_step", ["save", "stay"], r'it returned \[\'save\', \'stay\'\]; .*"stop" or "save" or "evaluate"'),
+        ("on_evaluate", "evaluate", 'it returned \'evaluate\'; on_evaluate returns nothing, or "stop" or "save"'),
+        ("on_save", "save", "it returned 'save'; on_save returns nothing, or \"stop\""),
+    ],
+)
+def test_answers_that_cannot_be_granted(hook, answer, words, tmp_path):
+    callbacks = Callbacks({"a": SimpleNamespace(**{hook: lambda moment: answer})}, to_json(default()), tmp_path, False)
+    with pytest.raises(ConfigError, match=words):
+        callbacks(hook, 1, {}, lambda: None)
+
+
+@pytest.mark.slow
 def test_looking_changes_nothing(config, tmp_path):
     jaxrl_llm.train(config)
     config.output_dir = str(tmp_path / "watched")
@@ -210,7 +258,10 @@ def test_a_missing_metric_is_named():
         ("early_stopping(metric='loss', patience=0)", "patience 0"),
         ("early_stopping(metric='loss', mode='least')", "mode 'least'"),
         ("json:loads", "missing a required argument"),
-        ("collections:UserDict", "none of the methods on_begin, on_step, on_evaluate, on_checkpoint, on_save, on_end"),
+        (
+            "collections:UserDict",
+            "none of the methods on_begin, on_step_begin, on_step, on_evaluate, on_checkpoint, on_save, on_end",
+        ),
     ],
 )
 def test_specifications_that_lead_to_no_callback(spec, words):
@@ -273,3 +324,4 @@ def test_it_looks_where_the_metric_comes(tmp_path):
     record = to_json(default())
     assert not Callbacks({"a": early_stopping("eval/loss")}, record, tmp_path).every_step
     assert Callbacks({"a": EarlyStopping("loss", 1, 0.0, "max")}, record, tmp_path).every_step
+    assert Callbacks({"a": SimpleNamespace(on_step_begin=print)}, record, tmp_path).every_step

@@ -24,6 +24,8 @@ class TrainerCallback:
 
 
 class Diary(TrainerCallback):
+    """Notes every call; has the second step evaluated, that and the one before the end saved, and ends the run."""
+
     def __init__(self):
         self.notes, self.logs = [], []
 
@@ -31,17 +33,30 @@ class Diary(TrainerCallback):
         assert processing_class is model.tokenizer
         self.notes.append(("begin", state.global_step, args.max_steps))
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.notes.append(("epoch", state.global_step, round(state.epoch, 2)))
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        assert not control.should_save and not control.should_evaluate
         self.notes.append(("step", state.global_step))
-        control.should_training_stop = state.global_step == 2
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.notes.append(("step ends", state.global_step))
+        control.should_save = state.global_step == 3
+        control.should_training_stop = state.global_step == 4
         return control
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         self.logs.append(sorted(logs))
 
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.notes.append(("epoch ends", state.global_step, round(state.epoch, 2)))
+        control.should_evaluate = state.global_step == 2
+
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         assert metrics["eval_loss"] == metrics["eval/loss"]
         self.notes.append(("evaluate", state.global_step))
+        control.should_save = True
 
     def on_save(self, args, state, control, **kwargs):
         self.notes.append(("save", state.global_step))
@@ -50,35 +65,74 @@ class Diary(TrainerCallback):
         self.notes.append(("end", state.global_step))
 
 
-def test_hooks_are_called_in_their_order_and_may_end_the_run(tmp_path):
+def test_hooks_are_called_in_their_order_and_their_wishes_are_granted(tmp_path):
+    """Of 6 rows in batches of 4: two epochs and a part."""
     config = default()
-    config.output_dir, config.total_steps, config.eval.every, config.eval.prompts = str(tmp_path / "run"), 5, 2, 4
-    config.algorithm.name, config.batch.prompts, config.logging.backends = "sft", 2, ("jsonl",)
-    config.checkpoint.every = 0
-    rows, diary = [{"prompt": "ab", "completion": "c"}] * 4, Diary()
+    config.output_dir, config.total_steps, config.eval.every, config.eval.prompts = str(tmp_path / "run"), 6, 0, 4
+    config.algorithm.name, config.batch.prompts, config.logging.backends = "sft", 4, ("jsonl",)
+    config.checkpoint.every, config.checkpoint.keep = 0, 9
+    rows, diary = [{"prompt": "ab", "completion": "c"}] * 6, Diary()
     jaxrl_llm.train(config, rows, rows, callbacks=diary)
     assert diary.notes == [
-        ("begin", 0, 5), ("evaluate", 0), ("step", 1), ("step", 2), ("evaluate", 2), ("save", 2), ("end", 2),
+        ("begin", 0, 6), ("evaluate", 0),
+        ("epoch", 0, 0.0), ("step", 0), ("step ends", 1),
+        ("step", 1), ("step ends", 2), ("epoch ends", 2, 1.33), ("evaluate", 2), ("save", 2),
+        ("epoch", 2, 1.33), ("step", 2), ("step ends", 3), ("epoch ends", 3, 2.0), ("save", 3),
+        ("epoch", 3, 2.0), ("step", 3), ("step ends", 4), ("evaluate", 4), ("save", 4), ("epoch ends", 4, 2.67),
+        ("end", 4),
     ]  # fmt: skip
     assert "loss" in diary.logs[1]
+    saved = (tmp_path / "run" / "checkpoints").iterdir()
+    assert {path.name for path in saved if path.name.isdigit()} == {"2", "3", "4"}
 
 
-def test_what_is_not_called_is_refused():
+def test_the_epoch_goes_on_where_a_run_does(tmp_path):
+    class Epochs(TrainerCallback):
+        ended = 0
+
+        def on_epoch_end(self, args, state, control, **kwargs):
+            self.ended += 1
+
+    def moment(step, epoch):
+        return SimpleNamespace(step=step, metrics={"epoch": epoch}, config=default(), folder=tmp_path,
+                               model=lambda: SimpleNamespace(tokenizer=None))  # fmt: skip
+
+    first, second = TrainerCallbackHooks(Epochs()), TrainerCallbackHooks(Epochs())
+    first.on_begin(moment(0, 0.0))
+    first.on_step_begin(moment(0, 0.0))
+    first.on_step(moment(1, 1.5))
+    second.set_state(first.get_state())
+    second.on_begin(moment(1, 0.0))
+    for step, epoch in ((2, 1.7), (3, 2.0), (4, 2.3)):
+        second.on_step_begin(moment(step - 1, 0.0))
+        second.on_step(moment(step, epoch))
+    assert (first.callback.ended, second.callback.ended) == (1, 1)
+
+
+def test_what_is_not_called_is_refused(tmp_path):
+    class Updates(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            pass
+
     class Epochs(TrainerCallback):
         def on_epoch_end(self, args, state, control, **kwargs):
             pass
 
     with pytest.raises(
-        ConfigError, match=r"Epochs has on_epoch_end, which a run does not call; it calls .*on_step_end"
+        ConfigError, match=r"Updates has on_optimizer_step, which a run does not call; it calls .*on_step_end"
     ):
-        load_callbacks([Epochs()])
+        load_callbacks([Updates()])
     assert load_callbacks([TrainerCallback]).keys() == {"TrainerCallback"}  # a class is made
+    streams = default()
+    streams.data.streaming = True
+    with pytest.raises(ConfigError, match=r"it has on_epoch_end, but the rows are streamed \(data\.streaming\)"):
+        TrainerCallbackHooks(Epochs()).on_begin(SimpleNamespace(step=0, metrics={}, config=streams, folder=tmp_path))
 
 
 def test_wishes_and_unknown_arguments_are_refused_by_name(tmp_path):
     class Wishes(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            control.should_save = True
+            control.should_epoch_stop = True
 
     class Asks(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -87,7 +141,7 @@ def test_wishes_and_unknown_arguments_are_refused_by_name(tmp_path):
     moment = SimpleNamespace(
         step=1, metrics={}, config=default(), folder=tmp_path, model=lambda: SimpleNamespace(tokenizer=1)
     )
-    with pytest.raises(ConfigError, match=r"control\.should_save.*checkpoint\.every"):
+    with pytest.raises(ConfigError, match=r"control\.should_epoch_stop.*control\.should_training_stop"):
         TrainerCallbackHooks(Wishes()).on_step(moment)
     with pytest.raises(AttributeError, match=r"no 'deepspeed' here: .*args\.config"):
         TrainerCallbackHooks(Asks()).on_step(moment)
@@ -106,7 +160,7 @@ def test_transformers_early_stopping():
                                  model=lambda: SimpleNamespace(tokenizer=None))  # fmt: skip
         return hooks.on_evaluate(moment)
 
-    assert [evaluated(hooks, step, value) for step, value in enumerate((0.1, 0.3, 0.2))] == [None] * 3
+    assert [evaluated(hooks, step, value) for step, value in enumerate((0.1, 0.3, 0.2))] == [[]] * 3
     (resumed,) = load_callbacks([EarlyStoppingCallback(early_stopping_patience=2)]).values()
     resumed.set_state(hooks.get_state())
-    assert evaluated(resumed, 3, 0.2) == "stop"
+    assert evaluated(resumed, 3, 0.2) == ["stop"]

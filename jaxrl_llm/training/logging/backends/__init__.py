@@ -38,8 +38,11 @@ class Backend(Protocol):
         """Takes the metrics of a step, finite numbers."""
         ...
 
-    def table(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Takes a table of completions: columns of one length, of numbers or of texts; None is an empty cell."""
+    def table(self, name: str, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Takes a table of completions: columns of one length, of numbers or of texts; None is an empty cell.
+
+        `name` is completions, or eval/completions for those of an evaluation.
+        """
         ...
 
     def close(self, failed: bool) -> None:

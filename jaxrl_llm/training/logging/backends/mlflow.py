@@ -41,11 +41,11 @@ class MLflow:
         while batch := list(islice(values, METRICS)):
             self._client.log_batch(self._id, metrics=batch)
 
-    def table(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Logs the artifact completions/step_<step>.json, which MLflow shows as a table."""
+    def table(self, name: str, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Logs the artifact <name>/step_<step>.json, which MLflow shows as a table."""
         rows = [list(row) for row in zip(*columns.values(), strict=True)]
         table = {"columns": list(columns), "data": rows}
-        self._client.log_dict(self._id, table, f"completions/step_{step:05d}.json")
+        self._client.log_dict(self._id, table, f"{name}/step_{step:05d}.json")
 
     def close(self, failed: bool) -> None:
         """Ends the MLflow run."""

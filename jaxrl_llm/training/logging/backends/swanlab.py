@@ -29,14 +29,14 @@ class SwanLab:
         """Logs the metrics."""
         self._run.log(dict(metrics), step=step)
 
-    def table(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Logs a table named completions."""
+    def table(self, name: str, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Logs the table under its name."""
         table = self._swanlab.echarts.Table()
         table.add(
             list(columns),
             [["" if cell is None else cell for cell in row] for row in zip(*columns.values(), strict=True)],
         )
-        self._run.log({"completions": table}, step=step)
+        self._run.log({name: table}, step=step)
 
     def close(self, failed: bool) -> None:
         """Ends the experiment."""

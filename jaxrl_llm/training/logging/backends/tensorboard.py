@@ -33,9 +33,9 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def table(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+    def table(self, name: str, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
         """Writes the table as Markdown."""
-        self._writer.add_text("completions", markdown(columns), step)
+        self._writer.add_text(name, markdown(columns), step)
 
     def close(self, failed: bool) -> None:
         """Writes what is buffered."""

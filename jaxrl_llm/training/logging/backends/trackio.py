@@ -26,10 +26,10 @@ class Trackio:
         """Logs the metrics."""
         self._run.log(dict(metrics), step=step)
 
-    def table(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Logs a `trackio.Table` named completions."""
+    def table(self, name: str, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Logs a `trackio.Table` under the name."""
         rows = [list(row) for row in zip(*columns.values(), strict=True)]
-        self._run.log({"completions": self._trackio.Table(columns=list(columns), data=rows)}, step=step)
+        self._run.log({name: self._trackio.Table(columns=list(columns), data=rows)}, step=step)
 
     def close(self, failed: bool) -> None:
         """Waits until everything is in the database."""

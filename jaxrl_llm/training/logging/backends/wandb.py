@@ -30,10 +30,10 @@ class WeightsAndBiases:
         """Logs the metrics."""
         self._run.log({"step": step, **metrics})
 
-    def table(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Logs a `wandb.Table` named completions."""
+    def table(self, name: str, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Logs a `wandb.Table` under the name."""
         rows = [list(row) for row in zip(*columns.values(), strict=True)]
-        self._run.log({"step": step, "completions": self._wandb.Table(columns=list(columns), data=rows)})
+        self._run.log({"step": step, name: self._wandb.Table(columns=list(columns), data=rows)})
 
     def close(self, failed: bool) -> None:
         """Ends the W&B run and waits for its upload."""
