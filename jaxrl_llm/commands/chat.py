@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl_llm.commands.generate import MODEL, SAMPLING, engine_of, prompt_rows, sample_ids
+from jaxrl_llm.commands.generate import MODEL, SAMPLING, completion_text, engine_of, prompt_rows, sample_ids
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data.images import ImageLimits, read_image
-from jaxrl_llm.data.templates import Prompt, decode_completion
+from jaxrl_llm.data.templates import Prompt
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
@@ -172,7 +172,7 @@ def answerer(model: Model, **settings: Any) -> Callable[[Prompt, int], str]:
             )
         width = width if positions is None else min(width, positions - max_new_tokens)
         (row,) = sample_ids(model, engine, [ids], seed, width, turn - 1, [asked.get(PIXELS)])
-        return str(decode_completion(model.tokenizer, row, False))
+        return completion_text(model, prompt, ids, row)
 
     return answer
 

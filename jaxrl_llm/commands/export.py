@@ -44,7 +44,7 @@ FLAGS = (
     ),
     Setting("adapter", False, "Write only the adapters of the run, as a PEFT folder in float32.", bool),
     Setting("overwrite", False, "Replace a model that the folder, or the repository, already holds.", bool),
-    Setting("push_to_hub", None, "Repository of the Hugging Face hub to push to, OWNER/NAME."),
+    Setting("push_to_hub", None, "Repository of the Hugging Face hub to push to, OWNER/NAME or NAME."),
     Setting("private", False, "Create that repository as a private one.", bool),
 )
 

@@ -23,9 +23,17 @@ from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data import Row, sources
 from jaxrl_llm.data.collate import pad_prompts
+from jaxrl_llm.data.detokenize import Detokenizer
 from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.data.images import HeldImage, ImageLimits
-from jaxrl_llm.data.templates import Prompt, decode_completion, is_conversational, render_prompt
+from jaxrl_llm.data.templates import (
+    TEMPLATE_COLUMNS,
+    Prompt,
+    is_conversational,
+    render_prompt,
+    template_options,
+    without_absent_keys,
+)
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
@@ -77,7 +85,7 @@ MODEL = (
 FLAGS = (
     *MODEL,
     Setting("prompt", "", "Text to continue."),
-    Setting("prompts_file", "", "Prompts: .txt with one a line, or .jsonl, .json, .csv, .parquet with `prompt`."),
+    Setting("prompts_file", "", "Prompts: .txt, one a line; .jsonl, .json, .csv, .parquet with `prompt` and `tools`."),
     Setting(
         "image", (), "Images of the prompt, files; `<image>` in it says where. Files of prompts have a column images."
     ),
@@ -112,6 +120,7 @@ def generate(
     structured_json: str = "",
     structured_grammar: str = "",
     images: Sequence[Any] | None = None,
+    columns: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[str] | list[list[str]]:
     """The completion of each prompt, as text: one per prompt, or a list of `samples` of them when samples > 1.
 
@@ -119,15 +128,16 @@ def generate(
     assistant's message. Special tokens are left out. temperature 0 is greedy. A completion ends with an end-of-text
     token or after max_new_tokens; docs/sampling.md explains the other settings. `images` has those of each prompt, a
     list of paths, bytes or PIL images, as rows of data do (docs/vision.md); messages may have them in their parts.
-    Completion i of all draws from `fold_in(key(seed), i)`: the same arguments give the same texts. In a run of several
-    processes all pass the same prompts, share the work and get all texts.
+    `columns` has `tools` and `chat_template_kwargs` of each prompt, for its chat template (docs/data.md). Completion i
+    of all draws from `fold_in(key(seed), i)`: the same arguments give the same texts. In a run of several processes all
+    pass the same prompts, share the work and get all texts.
 
     Raises ConfigError: no list of prompts, settings out of range or in contradiction, or a model without tokenizer.
     """
     values = dict(locals())
     for setting in (*SAMPLING, SAMPLES):
         setting.check(values[setting.name])
-    rows = prompt_rows(model, prompts, images)
+    rows = prompt_rows(model, prompts, images, columns)
     if not rows:
         return []
     ids = [row["prompt_ids"] for row in rows]
@@ -135,7 +145,10 @@ def generate(
     longest = max(map(len, ids))
     check_positions(model, longest + max_new_tokens, f"{longest} of a prompt, and max_new_tokens = {max_new_tokens}")
     sampled = sample_ids(model, engine, ids, seed, tiles=[row.get(PIXELS) for row in rows])
-    texts = [str(decode_completion(model.tokenizer, row, False)) for row in sampled]
+    texts = [
+        completion_text(model, prompts[number // samples], ids[number // samples], row)
+        for number, row in enumerate(sampled)
+    ]
     return texts if samples == 1 else [texts[i : i + samples] for i in range(0, len(texts), samples)]
 
 
@@ -167,10 +180,21 @@ def engine_of(model: Model, values: Mapping[str, Any], samples: int = 1) -> Engi
     return Engine(model.net, sampling, samples, values["max_new_tokens"], eos, automata=automata, grammar=grammar)
 
 
-def prompt_rows(model: Model, prompts: Any, images: Sequence[Any] | None = None) -> list[Row]:
+def completion_text(model: Model, prompt: Prompt, prompt_ids: list[int], ids: list[int]) -> str:
+    """The text of sampled ids, without special tokens: a turn of its own, or what goes on with a text as it stands."""
+    continues = isinstance(prompt, str) or prompt[-1]["role"] == "assistant"
+    return Detokenizer(model.tokenizer, prompt_ids if continues else ()).add(ids, final=True)
+
+
+def prompt_rows(
+    model: Model,
+    prompts: Any,
+    images: Sequence[Any] | None = None,
+    columns: Sequence[Mapping[str, Any]] | None = None,
+) -> list[Row]:
     """The `prompt_ids` of each prompt and, where it has images, its tiles `pixels`.
 
-    Raises ConfigError: a model without tokenizer, an empty prompt, or images that it cannot be given.
+    Raises ConfigError: a model without tokenizer, an empty prompt, or images or columns that it cannot be given.
     """
     if model.tokenizer is None:
         raise ConfigError(
@@ -178,13 +202,16 @@ def prompt_rows(model: Model, prompts: Any, images: Sequence[Any] | None = None)
         )
     if isinstance(prompts, str) or is_conversational(prompts):
         raise ConfigError("prompts is one prompt; it takes a list of them: generate(model, [prompt])")
-    if images is not None and len(images) != len(prompts):
-        raise ConfigError(f"images has {len(images)} entries for {len(prompts)} prompts; give a list for each")
+    for name, given, kind in (("images", images, "a list"), ("columns", columns, "an object")):
+        if given is not None and len(given) != len(prompts):
+            raise ConfigError(f"{name} has {len(given)} entries for {len(prompts)} prompts; give {kind} for each")
     reader, rows = ImageReader(model.tokenizer), []
     for number, prompt in enumerate(prompts):
         given = {} if images is None or not images[number] else {IMAGES: images[number]}
         rendered, found = reader.read({"prompt": prompt, **given}, ("prompt",))
-        ids = render_prompt(model.tokenizer, rendered["prompt"], expand=None if found is None else found.expand)
+        options = template_options({} if columns is None else columns[number])
+        expand = None if found is None else found.expand
+        ids = render_prompt(model.tokenizer, rendered["prompt"], **options, expand=expand)
         if not ids:
             raise ConfigError(f"prompt {number} has no tokens; a completion needs something to continue")
         if found is not None:
@@ -249,7 +276,7 @@ def read_prompts(prompt: str, file: str, chat: bool) -> list[Any]:
             columns = rows.column_names or []
             if "prompt" not in columns:
                 raise ConfigError(f"{path} has no column prompt; it has {', '.join(columns)}")
-            prompts = list(rows["prompt"])
+            prompts = [without_absent_keys({"prompt": prompt})["prompt"] for prompt in rows["prompt"]]
     return [[{"role": "user", "content": p}] if chat and isinstance(p, str) else p for p in prompts]
 
 
@@ -272,6 +299,16 @@ def read_images(given: Sequence[str], file: str) -> list[Any] | None:
     return [[HeldImage.of(value, limits, path.parent).held for value in own] for own in listed]
 
 
+def read_columns(file: str) -> list[dict[str, Any]] | None:
+    """The columns tools and chat_template_kwargs of each prompt in `file`; None where it has none."""
+    path = Path(file).expanduser()
+    if not file or path.suffix == ".txt":
+        return None
+    rows: Any = sources.load(path)
+    names = [name for name in TEMPLATE_COLUMNS if name in (rows.column_names or [])]
+    return [without_absent_keys(row) for row in rows.select_columns(names)] if names else None
+
+
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     for argument in argv:
@@ -284,11 +321,12 @@ def main(argv: list[str]) -> None:
         raise ConfigError("--model is missing; write --model=PATH, such as embedded:sort or RUN/hf")
     prompts = read_prompts(options["prompt"], options["prompts_file"], options["chat"])
     images = read_images(options["image"], options["prompts_file"])
+    columns = read_columns(options["prompts_file"])
     with waiting(f"loading {options['model']}", stderr_console(), lines=False):
         model = load_model(options["model"], options["dtype"], mesh=make_mesh(tensor=options["tensor"]))
     with waiting("sampling; the first time its programs are compiled", stderr_console(), lines=False):
         settings = {flag.name: options[flag.name] for flag in (*SAMPLING, SAMPLES)}
-        completions = generate(model, prompts, **settings, images=images)
+        completions = generate(model, prompts, **settings, images=images, columns=columns)
     if jax.process_index() > 0:
         return
     if len(completions) == 1 and isinstance(completions[0], str):

@@ -18,7 +18,7 @@ import importlib.util
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -72,12 +72,13 @@ FLAGS = (
 )  # fmt: skip
 # How a run trains a network, which makes it no other one for those that sample from it.
 OF_TRAINING = (
-    "param_dtype", "remat", "attention", "fp32_head", "freeze_router", "router_aux_loss_coef", "vision_training"
+    "param_dtype", "remat", "attention", "fp32_head", "freeze_router", "router_aux_loss_coef", "scan_layers",
+    "vision_training",
 )  # fmt: skip
 
 
 def serve(
-    model: Model,
+    read: Callable[[], Model],
     host: str = "127.0.0.1",
     port: int = 8000,
     name: str = "",
@@ -96,10 +97,11 @@ def serve(
     drain: float = 60.0,
     api_key: str = "",
 ) -> None:
-    """Serves a model until SIGTERM or Ctrl-C; the arguments are the flags of `jaxrl-llm serve`.
+    """Serves the model that `read` gives until SIGTERM or Ctrl-C; the others are the flags of `jaxrl-llm serve`.
 
-    Raises ConfigError before it listens: a model without tokenizer, a length beyond its positions, an address in use.
-    Must be called in the main thread.
+    The caller keeps no model: its parameters are let go when those that decode are made of them. Raises ConfigError
+    before it listens: a model without tokenizer, a length beyond its positions, an address in use. Must be called in
+    the main thread.
     """
     # Imported here: other commands need no server.
     import uvicorn
@@ -110,6 +112,7 @@ def serve(
     from jaxrl_llm.serving.queue import Counts, Handle, RequestQueue, Tokens
     from jaxrl_llm.serving.trainers import ROUTES
 
+    model = read()
     if model.tokenizer is None:
         raise ConfigError(
             f"the model {model.path} has no tokenizer, so it cannot read text; add its files to the folder"
@@ -140,18 +143,23 @@ def serve(
         ) from None
     queue = RequestQueue(engine, model.params, slots, model.mesh, adapters, int(prefix_cache_gb * 1e9))
     limits = Limits(length, max_body_bytes, max_requests, max_waiting, timeout)
-    shapes, config, mesh = jax.eval_shape(lambda: model.params), model.net.config, model.mesh
+    dtypes, config, mesh = [x.dtype for x in jax.tree.leaves(model.params)], model.net.config, model.mesh
 
     def load(path: str) -> Params:
         loaded = merged(load_served(path, config.dtype, mesh or make_mesh(devices=jax.devices()[:1])))
         if dataclasses.replace(loaded.net.config, **{name: getattr(config, name) for name in OF_TRAINING}) != config:
             raise ConfigError(f"{path} is another network than the one that is served")
-        return jax.tree.map(lambda x, like: x.astype(like.dtype), loaded.params, shapes)
+        leaves, structure = jax.tree.flatten(loaded.params)
+        del loaded  # each array goes when there is one of the served type
+        for number, dtype in enumerate(dtypes):
+            leaves[number] = leaves[number].astype(dtype)
+        return structure.unflatten(leaves)
 
     server = Server(
         queue, model.tokenizer, names, eos_ids(model), config.vocab_size, limits, api_key, ROUTES,
         load if weight_updates else None,
     )  # fmt: skip
+    del model
 
     class Uvicorn(uvicorn.Server):
         @contextlib.contextmanager
@@ -255,6 +263,9 @@ def main(argv: list[str]) -> None:
         raise ConfigError("serve is for one process: start it once, with --tensor for several devices")
     if tensor > len(jax.devices()):
         raise ConfigError(f"--tensor is {tensor}, but there are {len(jax.devices())} devices")
-    with waiting(f"loading {path}", stderr_console(), lines=False):
-        model = load_served(path, dtype, make_mesh(tensor=tensor, devices=jax.devices()[:tensor]))
-    serve(model, api_key=os.environ.get(KEY_VARIABLE, ""), **options)
+
+    def read() -> Model:
+        with waiting(f"loading {path}", stderr_console(), lines=False):
+            return load_served(path, dtype, make_mesh(tensor=tensor, devices=jax.devices()[:tensor]))
+
+    serve(read, api_key=os.environ.get(KEY_VARIABLE, ""), **options)

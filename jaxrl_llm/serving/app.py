@@ -400,7 +400,7 @@ class Answer:
                 text = choice.text[: choice.given]
                 message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
                 if choice.calls:
-                    message |= {"content": text.strip() or None, "tool_calls": choice.calls}
+                    message |= {"content": text.strip() or None, "tool_calls": choice.shown_calls}
                 shown["message"] = message
             else:
                 shown["text"] = choice.text
@@ -438,7 +438,7 @@ class Answer:
                 if piece.text or first:
                     delta["content"] = piece.text
                 if last and choice.calls:
-                    delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(choice.calls)]
+                    delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(choice.shown_calls)]
                 shown["delta"] = delta
             else:
                 shown["text"] = piece.text

@@ -52,6 +52,7 @@ SETTINGS = {
         Setting("skip_special_tokens", True, "", bool),
         Setting("echo", False, "", bool),
         Setting("include_stop_str_in_output", False, "", bool),
+        Setting("parallel_tool_calls", True, "", bool),
         Setting("return_token_ids", False, "", bool),
         Setting("return_tokens_as_token_ids", False, "", bool),
     )
@@ -61,7 +62,8 @@ SAMPLING = ("temperature", "top_p", "min_p", "min_tokens", *PENALTIES)
 CHAT = {"messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "logprobs", "top_logprobs"}
 TEXT = {"prompt", "logprobs", "echo", "prompt_logprobs"}
 GUIDES = {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
-COMMON = {"model", "stop", "stop_token_ids", "stream_options", "logit_bias", "bad_words", *GUIDES, *SETTINGS} - {"echo"}
+COMMON = {"model", "stop", "stop_token_ids", "stream_options", "logit_bias", "bad_words", *GUIDES, *SETTINGS}
+COMMON -= {"echo", "parallel_tool_calls"}
 # They say who asks, and how the answer is billed and kept: no answer depends on them.
 WITHOUT_EFFECT = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "request_id", "priority"}
 # The value of a field at which it asks for nothing; another one is refused.
@@ -98,11 +100,14 @@ class Asked:
     logprobs: int | None  # of so many likeliest tokens beside the sampled one; None: no log-probs
     stream: bool
     include_usage: bool
-    tools: tuple[str, ...]  # the names of those that the answer may call
+    tools: tuple[Mapping[str, Any], ...]  # those that the answer may call
     skip_special_tokens: bool
     include_stop: bool
     return_token_ids: bool
     tokens_as_ids: bool
+    texts: tuple[str | None, ...] = ()  # of the prompts of a text completion; None: it came as token ids
+    continues: bool = False  # the completion goes on with a text, or with the last message: it is no turn of its own
+    parallel_calls: bool = True  # the answer may give more than one call
     echo: bool = False  # the prompt stands before its completion
     prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt
     guide: tuple[str, str] | None = None  # a grammar that the answer follows (guides.py), and the field that asked
@@ -203,6 +208,7 @@ def parse(
             param="stop_token_ids",
         )
     tools: list[dict[str, Any]] = []
+    texts: list[str | None] = []
     prompt_logprobs = tiles = None
     if chat:
         tools = _callable_tools(body)
@@ -210,11 +216,11 @@ def parse(
         prompts = [prompt]
         logprobs = _top_logprobs(body)
     else:
-        prompts = _text_prompts(body, vocabulary, render, reader, max(most_rows // values["n"], 1), longest)
+        texts, prompts = _text_prompts(body, vocabulary, render, reader, max(most_rows // values["n"], 1), longest)
         logprobs, prompt_logprobs = _count(body, "logprobs", MOST_TOP), _count(body, "prompt_logprobs", MOST_PROMPT_TOP)
         if values["stream"] and (values["echo"] or prompt_logprobs is not None):
             raise BadRequestError("echo and prompt_logprobs are not for streams", code="unsupported", param="stream")
-    guide = guide_of(body, tools, str(getattr(tokenizer, "chat_template", None) or ""))
+    guide = guide_of(body, tools, tokenizer)
     sampling = SamplingParams(
         top_k=max(values["top_k"], 0), logit_bias=_biases(body, vocabulary), bad_words=_bad_words(body, tokenizer),
         **{name: values[name] for name in SAMPLING},
@@ -225,7 +231,7 @@ def parse(
         room = longest - len(prompt)
         if not prompt:
             raise BadRequestError("the prompt has no tokens", param="messages" if chat else "prompt")
-        limit = asked_tokens or (max(room, 1) if chat else DEFAULT_TOKENS)
+        limit = asked_tokens or max(room if chat else min(room, DEFAULT_TOKENS), 1)
         if limit > room:
             raise BadRequestError(
                 f"this model's rows have {longest} tokens; the prompt has {len(prompt)}, and {limit} are asked for as "
@@ -237,8 +243,9 @@ def parse(
     return Asked(
         prompts, chat, model, limits, values["n"], sampling,
         values["seed"], ends, tuple(stop), logprobs, values["stream"], bool(options.get("include_usage")),
-        tuple(tool["function"]["name"] for tool in tools), values["skip_special_tokens"],
+        tuple(tools), values["skip_special_tokens"],
         values["include_stop_str_in_output"], values["return_token_ids"], values["return_tokens_as_token_ids"],
+        tuple(texts), not chat or body["messages"][-1]["role"] == "assistant", values["parallel_tool_calls"],
         values["echo"], prompt_logprobs, guide, tiles,
     )  # fmt: skip
 
@@ -305,13 +312,6 @@ def _callable_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     functions = [tool.get("function") for tool in tools] if _is_list(tools, dict) else [None]
     if not all(isinstance(function, Mapping) and isinstance(function.get("name"), str) for function in functions):
         raise BadRequestError('tools takes a list of {"type": "function", "function": {"name": ...}}', param="tools")
-    if body.get("parallel_tool_calls") is False and choice in (None, "auto") and tools:
-        raise BadRequestError(
-            "parallel_tool_calls=false needs tool_choice=required or a named tool: an answer with tool_choice=auto is "
-            "not guided",
-            code="unsupported",
-            param="parallel_tool_calls",
-        )
     names = [tool["function"].get("name") for tool in tools]
     if isinstance(choice, Mapping):
         function = choice.get("function")
@@ -343,8 +343,8 @@ def _text_prompts(
     reader: ImageReader | None,
     most: int,
     longest: int,
-) -> list[list[int]]:
-    """The prompts of a text completion: a text or token ids, or a list of up to `most` such."""
+) -> tuple[list[str | None], list[list[int]]]:
+    """The prompts of a text completion, a text or token ids or a list of up to `most` such: texts, None of ids; ids."""
     prompt = body.get("prompt")
     prompts = [prompt] if isinstance(prompt, str) or (prompt and _is_list(prompt, int)) else prompt
     if not isinstance(prompts, list) or not prompts:
@@ -366,7 +366,7 @@ def _text_prompts(
                 reader.check_none(rows[-1])
         except ConfigError as error:
             raise BadRequestError(str(error), param="prompt") from None
-    return rows
+    return [each if isinstance(each, str) else None for each in prompts], rows
 
 
 def _chat_prompt(

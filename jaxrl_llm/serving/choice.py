@@ -1,19 +1,18 @@
 """One completion on its way out: tokens come in, text, log-probs and calls go out, up to a stop string."""
 
+import bisect
 import dataclasses
 import functools
 import json
 import uuid
 from typing import Any
 
+from jaxrl_llm.data.detokenize import REPLACEMENT, Detokenizer
 from jaxrl_llm.environments.protocol import encodable
-from jaxrl_llm.environments.tools import PYTHON_TAG, parse_tool_calls
+from jaxrl_llm.environments.tool_calls import possible_start, turn_calls
 from jaxrl_llm.models.logprobs import Likeliest
 from jaxrl_llm.serving.bodies import Asked
 from jaxrl_llm.serving.queue import Handle, Tokens
-
-CALL = "<tool_call>"
-REPLACEMENT = "\ufffd"  # what decoders write for a character whose bytes have not all come
 
 
 @dataclasses.dataclass
@@ -42,11 +41,16 @@ class Choice:
         self.top: list[tuple[list[int], list[float]]] = []
         self.starts: list[int] = []  # where the text of each token begins
         self.text = ""
+        self.left_out = ""  # what was sampled behind it: from a stop string on, or the id that ended it
         self.given = 0  # characters of the text that were given out
         self.finish_reason: str | None = None
         self.calls: list[dict[str, Any]] = []
         self.call_ids = uuid.uuid4().hex[:16]  # how the ids of its calls begin
-        self._decoded = self._read = 0  # tokens whose text is settled; those that are in the text
+        self._detokenizer = self._new_detokenizer(asked.skip_special_tokens)
+        self._read = 0  # tokens that the detokenizer has
+        self._raw, self._raw_read = "", 0  # the text with special tokens, and the tokens in it: of streams with tools
+        self._raw_detokenizer = self._new_detokenizer(skip_special_tokens=False)
+        self._call_at = 0  # the characters before its calls; until it has ended, of the raw text those before any mark
 
     def add(self, tokens: Tokens) -> Piece:
         """Takes tokens; the piece that can be given out now. Tokens behind a stop string are left out."""
@@ -70,46 +74,49 @@ class Choice:
         if self.finish_reason is None and tokens.finish_reason is not None:
             stopped = self._extend(final=True, count=len(self.ids) - (1 if ended_by_id else 0))
             self.finish_reason = "stop" if stopped else tokens.finish_reason
+            self.left_out += self._detokenizer.add(self.ids[self._read :], final=True)
         if self.finish_reason is not None and self.asked.tools:
             self._find_calls()
+        elif self.asked.stream and self.asked.tools:
+            self._raw += self._raw_detokenizer.add(self.ids[self._raw_read :], final=False)
+            self._raw_read = len(self.ids)
         end = self._certain()
         text, self.given = self.text[self.given : end], max(self.given, end)
         new = slice(first, None)
         start = self.starts[first] if first < len(self.starts) else len(self.text)
         return Piece(text, self.ids[new], self.logps[new], self.top[new], start)
 
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(
-            ids, skip_special_tokens=self.asked.skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+    def _new_detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+        return Detokenizer(self.tokenizer, self.prompt if self.asked.continues else (), skip_special_tokens)
 
     def _extend(self, final: bool, count: int | None = None) -> bool:
         """Adds the text of new tokens, as far as it is settled; True when that brought a stop string."""
-        ids = self.ids[:count]
-        before = len(self.text)
-        # Tokens are decoded behind the ones before them, on which spaces and half characters depend.
-        known = self._decode(ids[self._decoded : self._read])
-        text = self._decode(ids[self._decoded :])
-        if final or not text.endswith(REPLACEMENT):
-            self.text += text[len(known) :]
-            self._decoded, self._read = self._read, len(ids)
-        stops = self.asked.stop if len(ids) >= self.asked.sampling.min_tokens else ()
+        before, new = len(self.text), self.ids[self._read : count]
+        self.text += self._detokenizer.add(new, final)
+        self._read += len(new)
+        stops = self.asked.stop if self._read >= self.asked.sampling.min_tokens else ()
         found = [(self.text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in stops]
         # The first to be complete, however the text is cut into tokens; of those that end alike the longest.
         end, at = min(((at + len(stop), at) for at, stop in found if at >= 0), default=(None, None))
-        self.text = self.text[: end if self.asked.include_stop else at]
-        return end is not None
+        kept = end if self.asked.include_stop else at
+        if kept is not None:
+            self.left_out = self.text[kept:] + self._detokenizer.add((), final=True)
+            self.text = self.text[:kept]
+        return kept is not None
 
     def _certain(self) -> int:
         """The characters that can be given out."""
-        if self.calls:
-            return max(self.given, self.text.find(CALL) if CALL in self.text else 0)
         if self.finish_reason is not None:
-            return len(self.text)
+            return max(self.given, self._call_at) if self.calls else len(self.text)
         end = len(self.text)
-        if self.asked.tools and (self.text.lstrip().startswith(("{", "[")) or CALL in self.text):
-            return max(self.given, self.text.find(CALL))
-        for word in (*self.asked.stop, *([CALL] if self.asked.tools else [])):
+        if self.asked.tools and not self.asked.stream:
+            return 0
+        if self.asked.tools:
+            self._call_at = possible_start(self._raw, self._call_at)
+            held = self._raw[self._call_at :]
+            # A special token is not in the text: what stands before it, in the same tokens, comes with the end.
+            end = end - len(held) if self.text.endswith(held) else self.given
+        for word in self.asked.stop:
             for length in range(min(len(word) - 1, len(self.text)), 0, -1):
                 if self.text.endswith(word[:length]):
                     end = min(end, len(self.text) - length)
@@ -119,23 +126,37 @@ class Choice:
     def _find_calls(self) -> None:
         """The calls in a turn that has ended; a turn with a malformed one is text, as it is.
 
-        So is one without the tags of a call that names a tool which is not offered; with them it is a call, as the
+        So is one without the marks of a call that names a tool which is not offered; with them it is a call, as the
         client may tell the model that there is no such tool.
         """
-        raw = self.tokenizer.decode(self.ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        calls, is_tagged = parse_tool_calls(raw), CALL in raw or PYTHON_TAG in raw
-        if any(call.error is not None or not (is_tagged or call.name in self.asked.tools) for call in calls):
+
+        def text_of(count: int, skip_special_tokens: bool = False) -> str:
+            return self._new_detokenizer(skip_special_tokens).add(self.ids[:count], final=True)
+
+        found = turn_calls(text_of(len(self.ids)), self.asked.tools)
+        names = {tool["function"]["name"] for tool in self.asked.tools}
+        if any(call.error is not None or not (found.marked or call.name in names) for call in found.calls):
             return
+        if found.calls:
+            counts = range(len(self.ids) + 1)
+            before = bisect.bisect(counts, found.start, key=lambda count: len(text_of(count))) - 1
+            within = found.start - len(text_of(before))  # of a token that has the mark's beginning
+            self._call_at = min(len(text_of(before, self.asked.skip_special_tokens)) + within, len(self.text))
         self.calls = [
             {
                 "id": f"call_{self.call_ids}{number:08x}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": encodable(json.dumps(call.arguments, ensure_ascii=False))},
             }
-            for number, call in enumerate(calls)
+            for number, call in enumerate(found.calls)
         ]
         if self.calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
+
+    @property
+    def shown_calls(self) -> list[dict[str, Any]]:
+        """The calls that the answer gives: the first one where `parallel_tool_calls` is false."""
+        return self.calls if self.asked.parallel_calls else self.calls[:1]
 
     def logprobs(self, piece: Piece) -> dict[str, Any] | None:
         """The log-probs of a piece, in the form of a chat or of a text completion; None where none were asked for.
@@ -166,13 +187,18 @@ class Choice:
 
     def echoed(self) -> tuple[str, dict[str, Any] | None]:
         """The prompt's text, and its log-probs in the form of a text completion; the first token has none."""
-        text = self.tokenizer.decode(self.prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.asked.texts[self.index // self.asked.n]
+        if text is None:  # token ids
+            text = Detokenizer(self.tokenizer, skip_special_tokens=False).add(self.prompt, final=True)
         scores, count = self._scores(), self.asked.logprobs
         if scores is None or count is None:
             return text, None
-        names, starts = [self._name(index) for index in self.prompt], []
-        for number in range(len(self.prompt)):
-            starts.append(min(len(text), (starts[-1] + len(names[number - 1])) if number else 0))
+        names, ends = [self._name(index) for index in self.prompt], [0]
+        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=False)
+        for number, index in enumerate(self.prompt, 1):
+            ends.append(ends[-1] + len(detokenizer.add([index], final=number == len(self.prompt))))
+        # The tokens have a beginning of their own before the text, which is at its place 0.
+        starts = [min(max(end - ends[-1] + len(text), 0), len(text)) for end in ends[:-1]]
         logps, top = scores.logps.tolist(), self._top_of(scores, count)
         places = [
             {**{self._name(index): logp for index, logp in likeliest}, name: logp}
@@ -214,7 +240,9 @@ class Choice:
 
 @functools.lru_cache(2**18)
 def _decoded(tokenizer: Any, index: int) -> str:
-    return tokenizer.decode([index])
+    """The text of a token within a text, where it has the space that it brings."""
+    alone, twice = (tokenizer.decode([index] * count, clean_up_tokenization_spaces=False) for count in (1, 2))
+    return alone if REPLACEMENT in alone else twice[len(alone) :]
 
 
 def _entry(name: str, logp: float) -> dict[str, Any]:

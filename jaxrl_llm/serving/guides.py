@@ -6,11 +6,14 @@ of strangers, and no table of the states of a pattern is bounded by its length.
 
 import functools
 import json
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.data.templates import called_turn
+from jaxrl_llm.environments.tool_calls import MARKS, PROBE_CALL, PROBE_TOOL
 from jaxrl_llm.rollout.grammar import Grammar, Vocabulary, as_lark, pattern_as_lark
 from jaxrl_llm.serving.errors import BadRequestError
 
@@ -51,11 +54,12 @@ class Guides:
         return Grammar(text, self._vocabulary, param, STEP_FUEL)
 
 
-def guide_of(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], template: str) -> tuple[str, str] | None:
+def guide_of(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> tuple[str, str] | None:
     """The grammar that a body asks for, in Lark's syntax, and the field that asked; None for an answer of any kind.
 
-    `tools` are those that the answer may call, in the form that the chat template shows. Raises BadRequestError, which
-    names the field: two guides, a form that there is not, a text that is too long.
+    `tools` are those that the answer may call, in the form of the tokenizer's chat template. Raises BadRequestError,
+    which names the field: two guides, a form that there is not, calls of a form that no grammar here has, a text that
+    is too long.
     """
     found = _named_guides(body)
     choice = body.get("tool_choice")
@@ -69,9 +73,9 @@ def guide_of(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], templa
         try:
             if kind == "call":
                 several = value == "required" and body.get("parallel_tool_calls") is not False
-                text = f"start: {'calls' if several else 'call'}\n{_calls(tools, template)}"
+                text = f"start: {'calls' if several else 'call'}\n{_calls(tools, tokenizer)}"
             else:
-                text = _lark(param, kind, value, tools, template)
+                text = _lark(param, kind, value, tools, tokenizer)
         except ConfigError as error:
             raise BadRequestError(str(error), param=param) from None
         except RecursionError:
@@ -127,7 +131,7 @@ def _named_guides(body: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     return found
 
 
-def _lark(param: str, kind: str, value: Any, tools: Sequence[Mapping[str, Any]], template: str) -> str | None:
+def _lark(param: str, kind: str, value: Any, tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> str | None:
     """The grammar of a guide; None where the value is not of the kind."""
     if kind == "json":
         if isinstance(value, str):
@@ -139,7 +143,7 @@ def _lark(param: str, kind: str, value: Any, tools: Sequence[Mapping[str, Any]],
             return None
         answer = f"%json {json.dumps({**value, 'x-guidance': WHITESPACE})}"
         if tools:  # the model may call one first, as with a text
-            return f"start: answer | calls\nanswer: {answer}\n{_calls(tools, template)}"
+            return f"start: answer | calls\nanswer: {answer}\n{_calls(tools, tokenizer)}"
         return f"start: {answer}"
     if kind == "choice":
         is_list = isinstance(value, Sequence) and not isinstance(value, str)
@@ -153,10 +157,12 @@ def _lark(param: str, kind: str, value: Any, tools: Sequence[Mapping[str, Any]],
     return as_lark(value, param)
 
 
-def _calls(tools: Sequence[Mapping[str, Any]], template: str) -> str:
-    """The rules `call` and `calls`, of one of the tools and of several: as Hermes and Qwen write them, or Llama 3."""
-    as_llama = "parameters" in template and "<tool_call>" not in template
-    rules = []
+def _calls(tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> str:
+    """The rules `call` and `calls`, of one of the tools and of several: as Hermes and Qwen write them, or Llama 3.
+
+    Raises ConfigError for a chat template that writes calls otherwise.
+    """
+    as_llama, rules = _writes_as_llama(tokenizer, str(getattr(tokenizer, "chat_template", None) or "")), []
     for tool in tools:
         function, arguments = tool["function"], "parameters" if as_llama else "arguments"
         schema = _moved(function.get("parameters") or {"type": "object"}, f"#/properties/{arguments}")
@@ -173,6 +179,27 @@ def _calls(tools: Sequence[Mapping[str, Any]], template: str) -> str:
     if not as_llama:
         forms = [r'calls: call ("\n" call)*', r'call: "<tool_call>\n" tool "\n</tool_call>"']
     return "\n".join([*forms, f"tool: {names}", *rules])
+
+
+@functools.lru_cache(8)
+def _writes_as_llama(tokenizer: Any, template: str) -> bool:
+    """True where the tokenizer's chat template writes calls as Llama 3, False as Hermes, or where it writes none.
+
+    Raises ConfigError for another form: a model would be held to one that it was not trained on.
+    """
+    turn = called_turn(tokenizer, [PROBE_CALL], [PROBE_TOOL]) if template else None
+    marks = [mark for mark in MARKS if mark in template]
+    if turn is None and (not marks or "<tool_call>" in marks):
+        return False
+    if turn is not None and turn.lstrip().startswith("{"):
+        return True
+    if turn is not None and re.search(r"<tool_call>\s*\{", turn):
+        return False
+    raise ConfigError(
+        "tool_choice=required or a named tool, and tools beside an answer's format, need a grammar of calls; there "
+        "is one for the forms of Hermes (Qwen 2.5 and 3) and Llama 3; the model's chat template writes them as "
+        f"{(turn or marks[0]).strip()!r:.100}: set tool_choice to auto, without a format, or to none"
+    )
 
 
 def _moved(schema: Any, to: str) -> Any:

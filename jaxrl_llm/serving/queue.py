@@ -347,7 +347,7 @@ class RequestQueue:
             self.counts.cancelled_rows += len(gone)
 
     def _join(self, joining: list[Handle], free: list[int]) -> None:
-        """Prefills the rows, those of one bucket together, and gives them slots."""
+        """Prefills the rows, those of one bucket together, and gives them slots; those without memory get the error."""
         joining, size = [handle for handle in joining if self._begins(handle)], len(self._rows)
         if not joining:
             return
@@ -355,21 +355,29 @@ class RequestQueue:
         guided = any(handle.in_grammar is not None for handle in joining)
         live = [handle for handle in self._rows if handle is not None]
         width = max(bucket(len(handle.request.prompt)) for handle in (*live, *joining))
-        grid = self._grid
-        if grid is None or not live:  # an empty grid is as small as these rows allow
-            kind = ((size // self._group, self._group), width, top, guided)
-            if (
-                grid is None
-                or (grid.shape, grid.width, grid.top, grid.guided) != kind
-                or grid.slots.capacity > CAPACITY
-            ):
-                grid, self._steps = empty_grid(self.engine, self._params, *kind), 0
-        else:
-            if grid.width < width or grid.width > 2 * width:
-                grid = grid._replace(prompts=widened(self.engine, self._params, grid.prompts, width))
-            grid = with_top(grid) if top else grid
-            if guided and not grid.guided:
-                grid = with_allowed(grid, everything(self.engine, size))
+        grid, kind = self._grid, ((size // self._group, self._group), width, top, guided)
+        try:
+            if grid is None or not live:  # an empty grid is as small as these rows allow
+                if (
+                    grid is None
+                    or (grid.shape, grid.width, grid.top, grid.guided) != kind
+                    or grid.slots.capacity > CAPACITY
+                ):
+                    self._grid = grid = None  # whose memory the next one may need
+                    grid, self._steps = empty_grid(self.engine, self._params, *kind), 0
+            else:
+                if grid.width < width or grid.width > 2 * width:
+                    grid = grid._replace(prompts=widened(self.engine, self._params, grid.prompts, width))
+                grid = with_top(grid) if top else grid
+                if guided and not grid.guided:
+                    grid = with_allowed(grid, everything(self.engine, size))
+        except Exception as error:  # others go on, as the grid is what it was
+            pieces = _pieces(joining, self._group)
+            for number, rows in enumerate(pieces if len(pieces) > 1 else ()):
+                self._join(rows, free[number:])
+            if len(pieces) == 1:
+                self._refuse(joining, error)
+            return
         top, guided = grid.top, grid.guided
         for number, handle in enumerate(joining):
             slot = handle.slot = free[number // self._group] + number % self._group
@@ -395,15 +403,24 @@ class RequestQueue:
                     scores = score_prompts(self.engine, self._params, [handle.request for handle in scored])
                     for handle, own in zip(scored, scores, strict=True):
                         handle.scores = own
+                own_prompts = prompts
+                if rows.length.shape[1] != self._group:  # in a grid of single rows each leaves by itself
+                    count = len(some)
+                    single = alone(range(count), count, count)
+                    own_prompts, begun_slots = assign(self.engine, prompts, rows, keys.reshape(-1), single, 1)
+                    rows, keys = begun_slots.rows, begun_slots.keys
+                places = np.asarray([handle.slot for handle in some[:: self._group]]) // self._group
+                grid = join(self.engine, self._params, grid, own_prompts, rows, keys, places)
             except Exception as error:  # no memory for a long prompt: others go on, as the grid is what it was
+                if any(x.is_deleted() for x in jax.tree.leaves(grid)):  # but where it was to become the new one
+                    raise
                 if len(some) > self._group:
                     batches.extendleft(_pieces(some, self._group))
                     continue
                 for handle in some:
                     assert handle.slot is not None
                     self._rows[handle.slot] = None
-                    self._collected.append((handle, error))
-                    self.counts.cancelled_rows += 1
+                self._refuse(some, error)
                 continue
             if found is not None:
                 self.counts.prefix_hits += 1
@@ -412,17 +429,15 @@ class RequestQueue:
                 self._keep(
                     prompt, prompts.cache, tuple(None for _ in prompts.cache), (index, 0), prompts.tokens.shape[1]
                 )
-            if rows.length.shape[1] != self._group:  # in a grid of single rows each leaves by itself
-                count = len(some)
-                single = alone(range(count), count, count)
-                prompts, begun_slots = assign(self.engine, prompts, rows, keys.reshape(-1), single, 1)
-                rows, keys = begun_slots.rows, begun_slots.keys
-            places = np.asarray([handle.slot for handle in some[:: self._group]]) // self._group
-            grid = join(self.engine, self._params, grid, prompts, rows, keys, places)
             for handle in some:
                 handle.version = self.counts.weight_version
             self.counts.prompt_tokens += sum(len(request.prompt) for request in requests)
         self._grid = grid
+
+    def _refuse(self, handles: Sequence[Handle], error: Exception) -> None:
+        """Tells rows that have not begun why they cannot."""
+        self._collected += [(handle, error) for handle in handles]
+        self.counts.cancelled_rows += len(handles)
 
     def _keep_row(self, slot: int) -> None:
         """Keeps the text of a row that has ended; its newest token is not in its cache."""
@@ -438,7 +453,10 @@ class RequestQueue:
         """Keeps a text whose last token is before the place `end` of the caches of a prompt and a row."""
         if self._prefixes.wants(tokens, self._adapter):
             width = bucket(len(tokens))
-            cache = kept_cache(self.engine, prompts, rows, *np.asarray((*place, end), np.int32), width)
+            try:
+                cache = kept_cache(self.engine, prompts, rows, *np.asarray((*place, end), np.int32), width)
+            except (jax.errors.JaxRuntimeError, MemoryError):  # without memory for it, it is computed again
+                return
             self._prefixes.add(Prefix(np.asarray(tokens, np.int32), self._adapter, cache, width))
             self.counts.prefix_bytes = self._prefixes.bytes
 

@@ -29,6 +29,10 @@ MODEL = "policy"  # whatever model a request names
 OVER, BUDGET, TOO_LONG = "session_over", "budget_exceeded", "context_length_exceeded"
 LIMITS = ("max_turns", "max_tokens", "seconds")  # of a sub-agent
 LONGEST_NAME = 100
+# Fields that change what may be sampled, and the settings of a run that do.
+OF_THE_RUN = {
+    "logit_bias": "rollout.logit_bias", "bad_words": "rollout.bad_words", "min_tokens": "rollout.min_completion_length"
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +278,11 @@ class Call:
             raise BadRequestError(
                 f"prompt has {len(asked.prompts)} prompts; a session takes one a call", param="prompt"
             )
+        for name, setting in OF_THE_RUN.items():
+            value = getattr(asked.sampling, name)
+            if value and value != getattr(spec.sampling, name):
+                raise BadRequestError(f"{name} is {value!r:.100}, but sessions sample as the run does: leave it out, "
+                                      f"or set {setting}", code="unsupported", param=name)  # fmt: skip
         if not self.history:  # token ids, which nobody has rendered
             asked.prompts[0] = self.render(asked.prompts[0])
         prompt, room = asked.prompts[0], spec.completion
@@ -317,17 +326,19 @@ class Call:
                 messages, turns = [*before.messages, *self.new], before.turns
             start = choice.prompt if before is None else observed
             mark = (len(completion), self.number, (*start, *self.shown))
-            answer, history = answer_message(choice), self.history
+            answer, history, ended = answer_message(choice), self.history, bool(ids) and ids[-1] in session.turns.eos
+            # What a stop string has cut off is in the row: a call goes on with it where its prompt has that too.
+            text = choice.text + ("" if ended else choice.left_out)
             if isinstance(history, str):
-                history += choice.text
+                history += text
             elif self.template:
-                history = [*history, message_key(answer)]
+                history = [*history, message_key(answer if choice.calls else {**answer, "content": text})]
             else:
                 history = [*history, *ids]
             session.branches.append(
                 Branch(
                     choice.prompt if before is None else before.prompt_ids, completion, mask, all_logps, turns + 1,
-                    bool(ids) and ids[-1] in session.turns.eos, choice.finish_reason != "length", history,
+                    ended, choice.finish_reason != "length", history,
                     self.template, [*messages, answer], before, (*(() if before is None else before.marks), mark),
                     None if self.images is None else self.images.tiles,
                 )

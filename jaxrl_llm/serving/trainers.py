@@ -106,8 +106,9 @@ async def world_size(server: Server, request: Request) -> Response:
 
 
 async def server_info(server: Server, request: Request) -> Response:
-    """Answer TRL's question before it opens a process group for weights: there is none here."""
-    config = {"weight_transfer_config": None, "max_model_len": server.limits.tokens}
+    """Answer TRL's questions: there is no process group for weights, and log-probs are at a request's temperature."""
+    model = {"logprobs_mode": "processed_logprobs"}
+    config = {"weight_transfer_config": None, "max_model_len": server.limits.tokens, "model_config": model}
     return JSONResponse({"vllm_config": config, "weight_version": server.queue.counts.weight_version})
 
 
@@ -160,6 +161,7 @@ async def update_weights(server: Server, request: Request) -> Response:
                 param="model_path",
             ) from error
         server.queue.set_params(params, placed)
+        del params
         await done.wait()
         if errors[0] is not None:
             raise errors[0]

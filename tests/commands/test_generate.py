@@ -1,5 +1,6 @@
 """`jaxrl_llm.generate` and its command line: greedy text equals transformers', and settings do what they say."""
 
+import copy
 import importlib
 import inspect
 import json
@@ -58,7 +59,7 @@ def test_greedy_text_of_a_run_is_that_of_transformers(tiny_run):
 
 def test_defaults_are_those_of_the_flags():
     defaults = {name: p.default for name, p in inspect.signature(jaxrl_llm.generate).parameters.items()}
-    assert defaults.pop("images") is None  # of many prompts; --image is of one
+    assert defaults.pop("images") is None and defaults.pop("columns") is None  # of many prompts
     assert {flag.name: flag.default for flag in (*module.SAMPLING, module.SAMPLES)} == dict(list(defaults.items())[2:])
 
 
@@ -182,6 +183,32 @@ def test_prompts_of_a_jsonl_file(tmp_path, model, capsys):
     module.main(["--model=embedded:sort", f"--prompts_file={file}", "--temperature=0", "--max_new_tokens=8"])
     printed = [json.loads(line)["completion"] for line in capsys.readouterr().out.splitlines()]
     assert printed == jaxrl_llm.generate(model, PROMPTS, 8, temperature=0)
+
+
+def test_a_file_may_say_what_the_chat_template_shows(model, tmp_path):
+    """Its columns tools and chat_template_kwargs, each row its own, as in training."""
+    tokenizer = copy.copy(model.tokenizer)
+    tokenizer.chat_template = "{{ tools | tojson if tools else '' }}{{ mood }}{{ messages[0].content }}"
+    tools = [{"type": "function", "function": {"name": name, "parameters": {name: {}}}} for name in ("add", "sub")]
+    rows = [{"tools": tools[:1]}, {"tools": tools[1:], "chat_template_kwargs": {"mood": "glad"}}, {}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": CHAT, **row}) + "\n" for row in rows), encoding="utf-8")
+    prompts, columns = module.read_prompts("", str(file), chat=False), module.read_columns(str(file))
+    rendered = module.prompt_rows(replace(model, tokenizer=tokenizer), prompts, columns=columns)
+    texts = [tokenizer.decode(row["prompt_ids"]) for row in rendered]
+    shown = [json.dumps([tool], ensure_ascii=False) for tool in tools]
+    assert texts == [f"{shown[0]}sort:4821=", f"{shown[1]}gladsort:4821=", "sort:4821="]
+    assert module.read_columns("") is module.read_columns("prompts.txt") is None
+    with pytest.raises(ConfigError, match="columns has 1 entries for 2 prompts; give an object for each"):
+        jaxrl_llm.generate(model, PROMPTS[:2], columns=[{}])
+
+
+def test_the_command_reads_the_columns_of_a_file(tmp_path, monkeypatch):
+    file, given = tmp_path / "prompts.jsonl", []
+    file.write_text(json.dumps({"prompt": CHAT, "chat_template_kwargs": {"a": 1}}) + "\n", encoding="utf-8")
+    monkeypatch.setattr(module, "generate", lambda *_, **options: given.append(options["columns"]) or ["x"])
+    module.main(["--model=embedded:sort", f"--prompts_file={file}"])
+    assert given == [[{"chat_template_kwargs": {"a": 1}}]]
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path):

@@ -1,14 +1,17 @@
 """`jaxrl-llm serve`: its process listens, answers, drains on SIGTERM, and refuses what it cannot serve."""
 
 import dataclasses
+import gc
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -18,6 +21,7 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm.__main__ import main
+from jaxrl_llm.commands import serve as module
 from jaxrl_llm.commands.serve import load_served, merged, served_name
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
@@ -85,6 +89,46 @@ def test_it_answers_and_drains(process, tiny_run):
     assert server.wait(60) == 0
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{url}/health")
+
+
+def test_weights_are_held_once(monkeypatch):
+    """What was read of a file goes when the decoding form is made of it, at the start and when weights are replaced.
+
+    A network is the same whether its layers are scanned or not: how a run computes them is its own matter.
+    """
+    read, alive = [], []
+
+    def load(path, dtype, mesh):
+        model = load_model(path, dtype, mesh=mesh, scan_layers=bool(read))
+        read.append([weakref.ref(x) for x in jax.tree.leaves(model.params["layers"])])
+        return model
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def ask():
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as web:
+            for _ in range(1200):
+                time.sleep(0.1)
+                try:
+                    web.get("/health")
+                    break
+                except httpx.TransportError:
+                    continue
+            try:
+                answer = web.post("/update_weights_from_disk", json={"model_path": "embedded:sort"})
+                gc.collect()
+                alive.extend(sum(ref() is not None for ref in refs) for refs in read)
+                return answer
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(module, "load_served", load)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask)
+        main(["serve", "embedded:sort", f"--port={port}", "--slots=1", "--max_length=64", "--weight_updates"])
+        assert answer.result().json()["success"], answer.result().text
+    assert alive == [0, 0]
 
 
 @pytest.mark.slow

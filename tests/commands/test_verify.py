@@ -67,12 +67,14 @@ def test_a_run_of_epochs_has_no_warm_up_and_no_decay(config, monkeypatch):
 
     def reached(changed):
         changed.num_epochs = None
+        changed.algorithm.name = "ppo"  # whose critic has a schedule too
         validate(changed)
         raise Reached
 
     monkeypatch.setattr(command, "_run", reached)
     c = config.optimizer
     config.num_epochs, c.schedule, c.decay_steps, c.warmup_steps, c.warmup_init = 1.0, "wsd", 5, 2, 1e-6
+    c.schedule_steps, config.critic.schedule, config.critic.lr_warmup_steps = 20, "polynomial", 3
     with pytest.raises(Reached):
         verify(config)
 

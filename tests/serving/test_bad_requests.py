@@ -131,7 +131,8 @@ def test_what_is_no_object_of_json(web, body):
         (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         (CHAT, {"messages": MESSAGES, "chat_template_kwargs": [1]}, "chat_template_kwargs"),
-        (CHAT, {"messages": MESSAGES, "tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        (CHAT, {"messages": MESSAGES, "tools": [TOOL], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        (TEXT, {"prompt": "x", "parallel_tool_calls": False}, "parallel_tool_calls"),
     ],
 )
 def test_wrong_fields_are_named(web, path, body, param):

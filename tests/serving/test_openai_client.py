@@ -5,12 +5,15 @@ import itertools
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 import jaxrl_llm
 from jaxrl_llm.data.templates import render_prompt
+from tests.data.spacing_tokenizer import SPACINGS, spacing_tokenizer
 
 openai = pytest.importorskip("openai")
 
@@ -105,6 +108,71 @@ def test_prompts_are_scored(client, sorter):
             assert told[str(row[place])]["rank"] == 1 + (before > before[row[place]]).sum()
             by_rank = sorted(told.items(), key=lambda entry: entry[1]["rank"])[:3]
             assert [int(index) for index, _ in by_rank] == np.argsort(-before)[:3].tolist()
+
+
+def spaced(spacing, chat, **body):
+    """A request and its choice, to which the tokens behind "ab" in "ab c d" have come one by one."""
+    from jaxrl_llm.serving.bodies import parse
+    from jaxrl_llm.serving.choice import Choice
+    from jaxrl_llm.serving.queue import Tokens
+
+    tokenizer = spacing_tokenizer(spacing)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    asked = parse(body, chat, tokenizer, ["sorter"], (2,), 128, len(tokenizer), 8)
+    choice = Choice(0, asked, tokenizer, asked.prompts[0])
+    ids = tokenizer.encode("ab c d")[len(tokenizer.encode("ab")) :]
+    for number, index in enumerate(ids, 1):
+        choice.add(Tokens([index], [-1.0], [], [], "length" if number == len(ids) else None))
+    return asked, choice
+
+
+@pytest.mark.parametrize("spacing", SPACINGS)
+def test_a_completion_goes_on_with_its_prompt_as_it_stands(spacing):
+    """With the space that its first token brings, which decoders of SentencePiece's kind leave out of a text."""
+    from jaxrl_llm.commands.generate import completion_text
+    from jaxrl_llm.models.logprobs import Likeliest
+    from jaxrl_llm.serving.choice import Piece
+
+    for stream in (True, False):
+        asked, choice = spaced(spacing, False, prompt="ab", logprobs=0, stream=stream)
+        assert choice.text == " c d"
+    told = choice.logprobs(Piece(choice.text, choice.ids, choice.logps, choice.top, 0))
+    assert told["tokens"] == [" c", " d"] and told["text_offset"] == [0, 2]
+    model = SimpleNamespace(tokenizer=choice.tokenizer)
+    assert completion_text(model, "ab", asked.prompts[0], choice.ids) == " c d"
+    # The beginning of the row is a token, and no part of the text.
+    count = len(asked.prompts[0])
+    choice.handle = SimpleNamespace(scores=Likeliest(*np.zeros((2, count)), *np.zeros((2, count, 1)).astype(int)))
+    text, before = choice.echoed()
+    assert text == "ab" and before["tokens"][0] == "<s>" and before["text_offset"][:2] == [0, 0]
+    assert before["text_offset"][-1] == 1
+
+
+@pytest.mark.parametrize("spacing", SPACINGS)
+def test_a_turn_is_a_text_of_its_own(spacing):
+    """As training decodes it; but a message that is left open goes on."""
+    from jaxrl_llm.commands.generate import completion_text
+    from jaxrl_llm.data.templates import decode_completion
+
+    user, begun = {"role": "user", "content": "x"}, {"role": "assistant", "content": "ab"}
+    for messages in ([user], [user, begun]):
+        asked, choice = spaced(spacing, True, messages=messages)
+        alone = decode_completion(choice.tokenizer, choice.ids, False)
+        assert choice.text == (alone if len(messages) == 1 else " c d")
+        model = SimpleNamespace(tokenizer=choice.tokenizer)
+        assert completion_text(model, messages, asked.prompts[0], choice.ids) == choice.text
+
+
+def test_a_text_completion_takes_the_room_that_is_left(sorter):
+    from jaxrl_llm.serving.bodies import BadRequestError, parse
+
+    def limits(**body):
+        return parse(body, False, sorter.tokenizer, ["sorter"], (257,), 128, 320, 8).limits
+
+    assert limits(prompt=["x" * 100, "x" * 120, "x" * 127]) == [16, 8, 1]
+    for body in ({"prompt": "x" * 128}, {"prompt": "x" * 120, "max_tokens": 9}):
+        with pytest.raises(BadRequestError, match="this model's rows have 128 tokens"):
+            limits(**body)
 
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
@@ -302,6 +370,20 @@ def test_tool_calls(client, running, sorter, monkeypatch, text, content, argumen
     assert plain.message.tool_calls is None and plain.message.content == text
 
 
+@pytest.mark.parametrize("parallel", [None, True, False])
+def test_one_call_where_several_are_not_wanted(client, running, sorter, monkeypatch, parallel):
+    """The first of those that the model makes, as with vLLM."""
+    ids = [*sorter.tokenizer.encode(f"{CALL}\n{CALL}"), sorter.tokenizer.eos_token_id]
+    monkeypatch.setattr(running.server, "queue", Told(running.server.queue, ids))
+    ask = {"model": "sorter", "messages": CHAT, "tools": [TOOL], "extra_body": {"parallel_tool_calls": parallel}}
+    (choice,) = client.chat.completions.create(**ask).choices
+    events = list(client.chat.completions.create(**ask, stream=True))
+    told = [call.function.name for event in events for call in event.choices[0].delta.tool_calls or []]
+    called = [call.function.name for call in choice.message.tool_calls]
+    assert called == told == ["add"] * (1 if parallel is False else 2)
+    assert choice.finish_reason == events[-1].choices[0].finish_reason == "tool_calls"
+
+
 def test_characters_come_whole(client, running, sorter, monkeypatch):
     """A character of several tokens is in one piece of a stream."""
     text = "é is 私, not 👍🏽."
@@ -316,16 +398,15 @@ def test_characters_come_whole(client, running, sorter, monkeypatch):
 
 
 def test_the_client_of_the_environments_room(running, sorter):
-    """`environment.rollout_func = server(...)` samples from it: ids and log-probs as training wants them."""
-    from types import SimpleNamespace
-
+    """`environment.rollout_func = server(...)` samples from it: ids and log-probs as training wants them, at its
+    temperature."""
     from jaxrl_llm.environments.server import server
 
     ids = render_prompt(sorter.tokenizer, "sort:4821=")
     trainer = SimpleNamespace(
         args=SimpleNamespace(
             max_completion_length=6,
-            temperature=1.0,
+            temperature=0.7,
             top_p=1.0,
             top_k=5,
             min_p=0.0,

@@ -349,6 +349,21 @@ def test_a_prompt_that_cannot_be_computed_is_told_alone(queue, monkeypatch):
             assert row.done.wait(60) and isinstance(row.error, MemoryError)
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")  # of a program of such a width
+def test_a_prompt_without_memory_for_its_caches_is_told_alone(queue):
+    """A grid as wide as it cannot be allocated: rows that go on or come beside it are what they are alone."""
+    rows = [RowRequest([60 + i] * 5, 20, SamplingParams(), (), i) for i in range(3)]
+    expected = [ask(queue, row)[0].wait() for row in rows]
+    huge = RowRequest(range(2**50), 4, SamplingParams(), (), 0)
+    going, *others = ask(queue, RowRequest([50], LONGEST, SamplingParams(), (), 7), rows[0], huge, *rows[1:])
+    assert [row.wait() for row in (others[0], *others[2:])] == expected and len(going.wait()) == LONGEST
+    assert others[1].done.wait(60) and "Out of memory" in str(others[1].error)
+    (alone,) = ask(queue, huge)
+    assert alone.done.wait(60) and alone.error is not None
+    assert ask(queue, rows[0])[0].wait() == expected[0]
+    assert queue.counts.running == queue.counts.waiting == 0
+
+
 def test_a_stopped_queue_ends_its_rows_and_takes_no_more(queue):
     rows = ask(queue, *(RowRequest([60 + i], 20, SamplingParams(), (), i) for i in range(9)))
     queue.stop(60)
@@ -393,6 +408,40 @@ KINDS = {
     ),
     "convolved": (dataclasses.replace(CONFIG, mixers=(ShortConv, Attention, ShortConv), conv_size=3), {}),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["join", "kept_cache", "with_top"])
+def test_a_row_for_which_there_is_no_memory_is_told_alone(monkeypatch, name):
+    """At any of its allocations: the grid is what it was. What would only be kept for later is not."""
+    from jaxrl_llm.serving import queue as module
+
+    net, true = Net(CONFIG), getattr(module, name)
+    engine = Engine(net, SamplingParams(), 1, LONGEST, (), chunk=8)
+    queue = RequestQueue(engine, jax.jit(net.init)(jax.random.key(0)), 2, prefix_bytes=2**20)
+    queue.start()
+    going = RowRequest([62] * 64, LONGEST, SamplingParams(), (), 2)
+    failing = RowRequest([61] * 64, 5, SamplingParams(), (), 1, top_logprobs=1)
+    expected = ask(queue, going)[0].wait()
+
+    def limited(*args):
+        if name != "join" or 1 in args[-1]:  # the slot of the second row
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return true(*args)
+
+    monkeypatch.setattr(module, name, limited)
+    first, told = Collected(going), Collected(failing)
+
+    def deliver(tokens):
+        if not first.ids:  # it goes on when the other one comes
+            queue.submit([told.handle])
+        first.deliver(tokens)
+
+    first.handle.deliver = deliver
+    queue.submit([first.handle])
+    assert first.wait() == expected and told.done.wait(60)
+    assert (told.error is None) == (name == "kept_cache")
+    queue.stop(60)
+    assert queue.failure is None
 
 
 @pytest.mark.slow

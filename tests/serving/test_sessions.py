@@ -14,6 +14,7 @@ from jaxrl_llm.data.templates import render_prompt
 from jaxrl_llm.models.hf import find_tokenizer, remember_images
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.bodies import BadRequestError, parse
+from jaxrl_llm.serving.choice import Choice
 from jaxrl_llm.serving.queue import Handle, Tokens
 from jaxrl_llm.serving.sessions import MODEL, Branch, Call, Session, SessionSpec
 from tests.data.qwen_vl import qwen_vl_folder
@@ -33,17 +34,20 @@ def session_of(turns, key=b"key", **bounds) -> Session:
     return Session("1-0", key, SessionSpec(**spec), turns)
 
 
-def ask(session, text="12", reason="stop", calls=(), **body):
-    """A call of the session that is answered with `text`; returns the request and the branch that it made."""
-    call, chat = Call(session), "messages" in body
+def ask(session, text="12", reason: str | None = "stop", **body):
+    """A call of the session that is answered with the tokens of `text`; returns the request and the branch it made.
+
+    reason: "stop" at the end of text, "length", or None where the text has a stop string or ends with a stop id.
+    """
+    call, chat, turns = Call(session), "messages" in body, session.turns
     session.check_open()
-    asked = call.bounded(parse({"model": MODEL, **body}, chat, session.turns.tokenizer, [MODEL], (EOS,), 2**31, 320,
+    asked = call.bounded(parse({"model": MODEL, **body}, chat, turns.tokenizer, [MODEL], turns.eos, 2**31, 320,
                                1024, call.render))  # fmt: skip
-    ids = [*session.turns.tokenizer(text, add_special_tokens=False)["input_ids"], *([EOS] if reason == "stop" else [])]
-    choice = types.SimpleNamespace(
-        ids=ids, logps=[-0.5] * len(ids), text=text, given=len(text), calls=list(calls), finish_reason=reason,
-        prompt=asked.prompts[0],
-    )  # fmt: skip
+    ids = [*turns.tokenizer(text, add_special_tokens=False)["input_ids"], *(turns.eos[:1] if reason == "stop" else ())]
+    reason = "stop" if ids[-1] in asked.ends else reason
+    choice = Choice(0, asked, turns.tokenizer, asked.prompts[0])
+    choice.add(Tokens(ids, [-0.5] * len(ids), [], [], reason))
+    assert choice.ids == ids and choice.finish_reason is not None
     call.record([choice])
     return asked, session.branches[-1]
 
@@ -127,17 +131,20 @@ def test_a_history_that_was_rewritten_forks(turns):
 
 
 def test_calls_of_tools_go_on(turns):
-    session = session_of(turns)
-    function = {"name": "add", "arguments": '{"a": 1}'}
-    calls = [{"id": "call_1", "type": "function", "function": function}]
+    session = session_of(turns, completion=200)
     tools = [{"type": "function", "function": {"name": "add"}}]
-    _, one = ask(session, '{"name": "add"}', "tool_calls", calls, messages=[QUESTION], tools=tools)
-    said = {"role": "assistant", "content": None, "tool_calls": [{**calls[0], "id": "mine"}]}
-    one = session.branches[0]
-    text = {"role": "assistant", "content": '{"name": "add"}', "tool_calls": said["tool_calls"]}
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    _, one = ask(session, call, messages=[QUESTION], tools=tools)
+    called = {"id": "mine", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    said = {"role": "assistant", "content": "", "tool_calls": [called]}
     result = {"role": "tool", "tool_call_id": "mine", "content": "1"}
-    _, two = ask(session, "1", messages=[QUESTION, text, result], tools=tools)
+    _, two = ask(session, "1", messages=[QUESTION, said, result], tools=tools)
     assert two.parent is one and [x["role"] for x in two.messages] == ["assistant", "tool", "assistant"]
+    # Of two calls the client was shown one: that is another conversation.
+    _, both = ask(session, call + call, messages=[QUESTION], tools=tools, parallel_tool_calls=False)
+    assert len(both.messages[0]["tool_calls"]) == 2
+    _, fork = ask(session, "1", messages=[QUESTION, said, {**result, "content": "2"}], tools=tools)
+    assert fork.parent is one
 
 
 def test_texts_and_ids_go_on(turns):
@@ -151,6 +158,66 @@ def test_texts_and_ids_go_on(turns):
     assert four.parent is three and fourth.prompts[0][-1] == 66 and four.mask == [1, 1, 0, 1, 1]
     _, again = ask(session, prompt="sort:21=")
     assert again.parent is None, "the same question is asked anew"
+
+
+REACT = {"prompt": "sort:", "stop": ["\nObs:"]}
+
+
+@pytest.mark.parametrize(
+    ("sampled", "following", "goes_on"),
+    [
+        ("x\nObs:", "\nObs: 4\nNext:", True),
+        ("x\nObs:", " 4", False),  # behind what the client was shown: a prompt without the stop string
+        ("x\nObs:", "\nOther: 4", False),
+    ],
+)
+def test_a_stop_string_is_in_the_row_once(turns, sampled, following, goes_on):
+    """A call goes on where its prompt has what was sampled; else it begins a row, and none has the string twice."""
+    session = session_of(turns)
+    _, one = ask(session, sampled, None, **REACT)
+    prompt = REACT["prompt"] + one.messages[0]["content"] + following
+    assert one.messages[0]["content"] == "x"
+    asked, two = ask(session, **REACT | {"prompt": prompt})
+    assert turns.tokenizer.decode(asked.prompts[0]) == prompt
+    assert two.parent is (one if goes_on else None)
+    assert checked(two).mask[: len(sampled)] == [1] * (len(sampled) if goes_on else 3)
+
+
+def test_a_stop_token_and_a_shown_stop_string_are_in_the_row_once(turns):
+    session = session_of(turns, calls=9)
+    body = {"prompt": "sort:", "stop_token_ids": [ord("\n")]}
+    _, one = ask(session, "x\n", None, **body)
+    asked, two = ask(session, **body | {"prompt": "sort:x\ny"})
+    assert turns.tokenizer.decode(asked.prompts[0]) == "sort:x\ny" and two.parent is one
+    _, fork = ask(session, **body | {"prompt": "sort:xy"})
+    assert fork.parent is None
+    body = {**REACT, "include_stop_str_in_output": True}
+    _, one = ask(session, "z\nObs:", None, **body)
+    _, two = ask(session, **body | {"prompt": "sort:z\nObs: 4"})
+    assert one.messages[0]["content"] == "z\nObs:" and two.parent is one
+
+
+def test_a_chat_whose_answer_was_cut_at_a_stop_string_forks(turns):
+    """The template ends the turn behind what the client was shown; where it was shown the string the row goes on."""
+    session = session_of(turns, calls=9)
+    for included in (False, True):
+        body = {"stop": ["\nObs:"], "include_stop_str_in_output": included}
+        _, one = ask(session, "x\nObs:", None, messages=[QUESTION], **body)
+        said = {"role": "assistant", "content": one.messages[0]["content"]}
+        messages = [QUESTION, said, {"role": "user", "content": "4"}]
+        asked, two = ask(session, messages=messages, **body)
+        assert asked.prompts[0] == render_prompt(turns.tokenizer, messages)
+        assert two.parent is (one if included else None)
+
+
+@pytest.mark.parametrize(("name", "value"), [("logit_bias", {"65": 5}), ("bad_words", ["no"]), ("min_tokens", 3)])
+def test_what_a_session_does_not_sample_by_is_refused(turns, name, value):
+    with pytest.raises(BadRequestError, match=rf"{name} is .* set rollout\.") as raised:
+        ask(session_of(turns), prompt="x", **{name: value})
+    assert raised.value.param == name
+    ask(session_of(turns), prompt="x", **{name: type(value)()})
+    own = SamplingParams(min_tokens=3, bad_words=((110, 111),), logit_bias=((65, 5.0),))
+    ask(session_of(turns, sampling=own), "1234", prompt="x", **{name: value})
 
 
 def test_seeds_are_of_the_row_and_the_prompt(turns):
