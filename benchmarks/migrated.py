@@ -30,7 +30,10 @@ REPOSITORIES = {
     "alignment-handbook": "huggingface/alignment-handbook",
 }
 FILES = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").split()
-ABSENT = re.compile(r"text only|no process reward|no diffusion training|has no equivalent; there are")
+ABSENT = re.compile(
+    r"text only|no process reward|no diffusion training|no quantisation-aware training|rows are as their source has|"
+    r"has no equivalent; (there are|\w+ is written)"
+)
 OPEN = re.compile(
     r"the file names no|does not say what|set model\.path|set data\.path|there is no reward|see that docs/models|"
     r"has no format here|has no format for|chat_template = .* own template|is left out:"

@@ -198,7 +198,7 @@ first; `m2po` then leaves out a tenth of the tokens. At a third of the learning 
 ends on `validation`: 0.77 in place of 0.85 (`m2po`), and 0.89 in place of 0.91 (`dro`, four updates).
 """
 AHEAD = """
-## Rollouts that are made ahead
+## Asynchronous rollouts
 
 `configs/async_grpo.py` with `rollout.staleness=N` (`ahead_N`), for 120 steps, without a KL term; with 0 nothing is made
 ahead. Tokens are weighed by the ratio of the policy before the step and the one that sampled (`token_truncate`, at most

@@ -1,4 +1,4 @@
-"""GRPO as configs/grpo.py, with rollouts that are made ahead.
+"""GRPO as configs/grpo.py, with asynchronous rollouts.
 
     python -m jaxrl_llm.train --config=configs/async_grpo.py
     python -m jaxrl_llm.train --config=configs/async_grpo.py:in_flight

@@ -1,4 +1,4 @@
-"""GRPO on GSM8K with rollouts that are made ahead, on devices that only sample where there are several.
+"""GRPO on GSM8K with asynchronous rollouts, on devices that only sample where there are several.
 
     python -m jaxrl_llm.train --config=recipes/async_gsm8k:qwen3-8b,full
 

@@ -6,7 +6,7 @@ Without a reference (beta 0), with the upper clip of DAPO (arXiv 2503.14476) and
 (arXiv 2503.20783).
 
 data: `openai/gsm8k` of the hub, 7,473 problems and 1,319 of the test; nothing to prepare. Evaluations answer all of the
-test greedily.
+test twice, greedily and by a sample.
 
 | argument | H100s | GB on each | status | published |
 |---|---|---|---|---|

@@ -3,7 +3,8 @@
     python -m jaxrl_llm.train --config=recipes/sft:smollm2-135m
 
 Learning rate, batch and epochs of SmolLM2 are those of its own recipe (huggingface/alignment-handbook,
-recipes/smollm2). With adapters other models learn ten times faster than as a whole (docs/adapters.md).
+recipes/smollm2). The other models have adapters, with ten times the learning rate of full training
+(docs/adapters.md).
 
 data: `HuggingFaceTB/smol-smoltalk` of the hub, splits train and test, column `messages`; nothing to prepare.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
-from jaxrl_llm.config.resolve import ConfigError, closest, resolve, split_options
+from jaxrl_llm.config.resolve import ConfigError, closest, is_own, resolve, split_options
 from jaxrl_llm.config.schema import BY_NAME, EPISODES, IDENTITY, OFFLINE, ConfigDict
 
 # Settings of a critic that is a network of its own, with updates of its own.
@@ -23,7 +23,7 @@ CURRICULUM = ("data.curriculum_easy", "data.curriculum_hard")
 # Ways to sample: each with the reason why some settings do not go with it, and these.
 WAYS_TO_SAMPLE = (
     ("rollout.staleness", "which needs batches that are sampled and trained on in turn",
-     (*CURRICULUM, "teacher.others", "teacher.on_policy", "teacher.context", "environment.agent")),
+     (*CURRICULUM, "teacher.others", "teacher.on_policy", "teacher.context")),
     ("rollout.processes", "for which the process that samples a batch would need what is known after those of others",
      (*CURRICULUM, "data.streaming", "teacher.others", "teacher.on_policy", "teacher.context", *ENVIRONMENTS[2:],
       "algorithm.dynamic_sampling", "rollout.devices", "rollout.partial_prompts")),
@@ -43,7 +43,7 @@ def preference_losses(config: ConfigDict) -> dict[str, str]:
     rows = {}
     for written in config.algorithm.loss.split("+"):
         name = split_options(written)[0]
-        loss = LOSSES.get(name) or (resolve(name, {}) if ":" in name else None)  # an unknown name is refused later
+        loss = LOSSES.get(name) or (resolve(name, {}) if is_own(name) else None)  # an unknown name is refused later
         rows[name] = getattr(loss, "rows", "pair")
     return rows
 
@@ -300,7 +300,7 @@ def _online(config: ConfigDict) -> Iterator[str]:
         from jaxrl_llm.algorithms import policy_losses  # which imports jax: only for a correction of rows
 
         name = split_options(algorithm.loss)[0]
-        loss = getattr(policy_losses, name, None) or (resolve(name, {}) if ":" in name else None)
+        loss = getattr(policy_losses, name, None) or (resolve(name, {}) if is_own(name) else None)
         if callable(loss) and "importance_weights" in inspect.signature(loss).parameters:
             yield (
                 f"algorithm.importance_correction is {algorithm.importance_correction}, but {name} takes the weights "
@@ -412,8 +412,6 @@ def _offline(config: ConfigDict) -> Iterator[str]:
             + (still if algorithm.name == "preference" else f"algorithm.name = {algorithm.name!r} has no reference")
             + ": set it to 0"
         )
-    if data.packing and algorithm.name != "sft":
-        yield f"data.packing is for sft only, and algorithm.name is {algorithm.name!r}: set it to false"
     if algorithm.name != "preference":
         return
     losses = preference_losses(config)
@@ -790,10 +788,13 @@ def _environment(config: ConfigDict) -> Iterator[str]:
 
 
 def _data(config: ConfigDict) -> Iterator[str]:
-    data, model = config.data, config.model
+    data, model, name = config.data, config.model, config.algorithm.name
+    if data.packing and name != "sft":
+        other = "set it to false" if name in OFFLINE else "set it to false (batch.packing packs what is sampled)"
+        yield f"data.packing is for sft only, and algorithm.name is {name!r}: {other}"
     easy, hard = data.curriculum_easy, data.curriculum_hard
     for key in (key for key in ("easy", "hard") if data[f"curriculum_{key}"] is not None):
-        if data.streaming or config.algorithm.name in OFFLINE:
+        if data.streaming or name in OFFLINE:
             reason = (
                 "streams rows, which come once" if data.streaming else "samples nothing, so that no prompt is solved"
             )
@@ -808,8 +809,8 @@ def _data(config: ConfigDict) -> Iterator[str]:
             f"num_epochs is {config.num_epochs}, but data.streaming is true, and streamed rows are not counted: set "
             "total_steps, or data.streaming to false"
         )
-    if config.eval.fraction and (data.streaming or data.eval_path is not None or data.eval_split is not None):
-        other = next(key for key in ("streaming", "eval_path", "eval_split") if data[key])
+    others = (key for key in ("streaming", "eval_path", "eval_split") if data[key] not in (False, None))
+    if config.eval.fraction and (other := next(others, None)):
         yield (
             f"eval.fraction is {config.eval.fraction}, to hold training rows out, but data.{other} is {data[other]!r}: "
             "set one of the two"
@@ -818,7 +819,7 @@ def _data(config: ConfigDict) -> Iterator[str]:
         yield f"eval.fraction is {config.eval.fraction}, but eval.sets names what is evaluated on: set one of the two"
     if data.group_by_length:
         others = {
-            f"algorithm.name is {config.algorithm.name}, which samples its rows": config.algorithm.name not in OFFLINE,
+            f"algorithm.name is {name}, which samples its rows": name not in OFFLINE,
             "data.packing is true": data.packing,
             "batch.packing is true": config.batch.packing == "true" or config.batch.microbatch_tokens,
         }
@@ -893,10 +894,29 @@ def _optimizer(config: ConfigDict) -> Iterator[str]:
             "give a smaller one"
         )
     known = config.num_epochs is None  # else they are counted with the rows, and this is checked again
-    if (c.schedule == "wsd") != (c.decay_steps > 0) or (known and c.decay_steps > steps):
+    warmup = c.warmup_steps or (math.ceil(c.warmup_ratio * steps) if known else 0)
+    schedules = {"optimizer.schedule": c.schedule}
+    if config.algorithm.name == "ppo" and not config.critic.shared:
+        schedules["critic.schedule"] = config.critic.schedule
+        warmup = max(warmup, config.critic.lr_warmup_steps)
+    named = " and ".join(f"{key} {schedule}" for key, schedule in schedules.items())
+    end, of_end = (c.schedule_steps, "schedule_steps") if c.schedule_steps else (steps, "total_steps")
+    decays = "wsd" in schedules.values()
+    if decays != (c.decay_steps > 0) or ((known or c.schedule_steps) and c.decay_steps > end):
+        yield f"optimizer.decay_steps is {c.decay_steps} with {named}: wsd takes 1 to {of_end} = {end}, the others 0"
+    if c.schedule_steps and not set(schedules.values()) - {"constant", "inverse_sqrt"}:
+        yield f"optimizer.schedule_steps is {c.schedule_steps}, but {named} has no end: set it to 0"
+    if 0 < c.schedule_steps <= warmup:
         yield (
-            f"optimizer.decay_steps is {c.decay_steps} with schedule {c.schedule}: wsd takes 1 to total_steps = "
-            f"{steps}, the others 0"
+            f"optimizer.schedule_steps is {c.schedule_steps}, but warm-up alone takes {warmup} steps: set it to more "
+            "(it counts them too), or to 0 for total_steps"
+        )
+    if c.power != 1 and "polynomial" not in schedules.values():
+        yield f"optimizer.power is {c.power:g}, but it is that of polynomial, with {named}: set it to 1"
+    if "cosine_with_restarts" in schedules.values() and (c.cycles < 1 or c.cycles % 1):
+        yield (
+            f"optimizer.cycles is {c.cycles:g} with {named}: cosine_with_restarts takes a whole number of decays, 2 "
+            "for one restart"
         )
 
 
@@ -1015,5 +1035,8 @@ def _export(export: ConfigDict, checkpoint: ConfigDict) -> Iterator[str]:
         yield "export.title is empty, but it takes the title of the model card, or none"
     if not all(tag.strip() for tag in export.tags):
         yield f"export.tags has an empty tag: {tuple(export.tags)}"
-    if repo is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", repo):
-        yield f"export.push_to_hub is {repo!r}, but it takes a repository of the hub: OWNER/NAME"
+    if repo is not None and not re.fullmatch(r"([A-Za-z0-9][\w.-]*/)?[\w.-]+", repo):
+        yield (
+            f"export.push_to_hub is {repo!r}, but it takes a repository of the hub: OWNER/NAME, or NAME of the token's "
+            "account"
+        )

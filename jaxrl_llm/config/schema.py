@@ -214,6 +214,7 @@ ALGORITHMS = ("grpo", "ppo", "sft", "preference", "reward_model")
 OFFLINE = ("sft", "preference", "reward_model")
 EPISODES = "episodes"  # the agent that plays environments
 DTYPES = ("float32", "bfloat16", "float16")
+SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd")
 
 SECTIONS = {
     "": "The run.",
@@ -271,8 +272,8 @@ KEYS = (
         "Modules or files to import before the model is loaded, `path/to/family.py`; one with MODEL_TYPE is a family "
         "of models, as those of models/families."),
     Setting("model.dtype", "auto",
-        "Compute type of the network; auto is float32 on CPU and bfloat16 on accelerators. float16 is none of them, as "
-        "its gradients need loss scaling.",
+        "Compute type of the network; auto is float32 on CPU and on GPUs before Ampere, and bfloat16 on other "
+        "accelerators. float16 is none of them, as its gradients need loss scaling.",
         choices=("auto", "float32", "bfloat16")),
     Setting("model.param_dtype", "float32",
         "Storage type of the trained parameters; fewer bits are rounded to stochastically in each update.",
@@ -331,7 +332,7 @@ KEYS = (
         "the whole model (copy), which ref_mixup_alpha below 1 needs.", choices=("base", "start", "copy")),
 
     Setting("data.path", "task:sort", "Hub id, local folder or file, or `task:<name>` for a built-in task."),
-    Setting("data.name", None, "Configuration name of a hub data set."),
+    Setting("data.name", None, "Configuration name of the hub data set data.path."),
     Setting("data.sources", (),
         "Several sources in place of data.path, one after the other or mixed by weight: each a path, "
         "`path(split='train', format='chatml.intel', weight=2)`, or in a config file a dictionary with path, name, "
@@ -345,11 +346,12 @@ KEYS = (
     Setting("data.workers", 0, "Tokeniser threads before the first step; 0 is one for each core.", int, minimum=0),
     Setting("data.cache", "auto",
         "Folder for tokenised rows, which later runs reuse; auto is $JAXRL_LLM_CACHE or ~/.cache/jaxrl_llm, for files "
-        "and hub data of 10000 rows or more; `none` is off."),
+        "and hub data of 10000 rows or more whose format is not your own; `none` is off."),
     Setting("data.split", "train", "Split to train on."),
     Setting("data.eval_path", None, "Data set to evaluate on; none is data.path."),
     Setting("data.eval_split", None,
-        "Split to evaluate on; none is test and, where the data that is trained on has no such split, no evaluation."),
+        "Split to evaluate on; none is test, the only split of a data.eval_path without it and, where the data that is "
+        "trained on has no such split, no evaluation."),
     Setting("data.prompt_key", "prompt", "Column that holds the prompt, whatever the format."),
     Setting("data.completion_key", "completion", "Column that holds the completion, whatever the format."),
     Setting("data.label_key", "label", "Column that holds the label of a completion, whatever the format."),
@@ -363,7 +365,7 @@ KEYS = (
         "Options of the image processor, `max_pixels=401408`, over those of the model's preprocessor_config.json; the "
         "trained model keeps them. Qwen-VL: min_pixels, max_pixels; Idefics3 and SmolVLM: longest_edge, "
         "do_image_splitting."),
-    Setting("data.system_prompt", None, "System message put before conversations that have none."),
+    Setting("data.system_prompt", None, "System message put before conversations that are read and have none."),
     Setting("data.chat_template", None,
         "Chat template in place of the tokenizer's: chatml, gemma, llama2, llama3, mistral, phi3 or zephyr, a file, "
         "the text of a template, or the folder or hub id of another tokenizer. The trained model keeps it."),
@@ -377,7 +379,7 @@ KEYS = (
     Setting("data.shuffle", True, "Reshuffle the rows every epoch.", bool),
     Setting("data.group_by_length", False,
         "Batches of rows of like length, as wide as their own longest row: for given rows that are not packed, with "
-        "adapters that drop out, or NEFTune. 50 batches at a time are sorted, the longest first.", bool),
+        "adapters that drop out, or NEFTune. 50 batches of an epoch at a time are sorted, the longest first.", bool),
     Setting("data.curriculum_easy", None,
         "Running success rate from which on a prompt is passed over; none passes over none. A completion succeeds by "
         "eval.correct_at.", float, above=0, maximum=1),
@@ -394,7 +396,7 @@ KEYS = (
         "Tokens in a row of an offline algorithm, prompt and completion together.", int, minimum=1),
     Setting("data.loss_on", "completion",
         "Tokens in the loss of supervised fine-tuning: the completion (in conversations every turn of the assistant), "
-        "the last turn of the assistant only, or all, the prompt included.",
+        "the last turn of the assistant only, or all, the prompt included. A turn of weight 0 is never learned.",
         choices=("completion", "last_turn", "all")),
     Setting("data.packing", False,
         "Pack several short rows of supervised fine-tuning into one; they do not attend to each other.", bool),
@@ -767,18 +769,26 @@ KEYS = (
     Setting("optimizer.learning_rate", 1e-6,
         "Peak learning rate. auto is 5e-5, ten times that for adapters, times a power of 2000 / width; for llama and "
         "qwen models, in sft and algorithms that sample.", float, minimum=0, maximum=100, words=("auto",)),
-    Setting("optimizer.schedule", "constant", "Learning rate schedule after warm-up; wsd is constant and then decays.",
-        choices=("constant", "linear", "cosine", "inverse_sqrt", "wsd")),
+    Setting("optimizer.schedule", "constant",
+        "Learning rate schedule after warm-up; cosine_with_restarts jumps back to the peak `cycles - 1` times, wsd is "
+        "constant and then decays.", choices=SCHEDULES),
+    Setting("optimizer.schedule_steps", 0,
+        "Training steps after which the schedule is at its end, warm-up among them, and the learning rate stays what "
+        "it is there; 0 is total_steps.", int, minimum=0),
     Setting("optimizer.warmup_steps", 0,
         "Training steps over which the learning rate rises from warmup_init, at most all of them.", int, minimum=0),
     Setting("optimizer.warmup_init", 0.0, "Learning rate that warm-up starts at.", float, minimum=0, maximum=100),
     Setting("optimizer.warmup_ratio", 0.0, "Warm-up as a share of total_steps.", float, minimum=0, maximum=1),
     Setting("optimizer.min_lr_ratio", 0.0,
         "Lowest learning rate after warm-up as a fraction of the peak.", float, minimum=0, maximum=1),
-    Setting("optimizer.cycles", 0.5, "Periods of the cosine; 0.5 decays once.", float, above=0),
-    Setting("optimizer.decay_steps", 0, "Last training steps, over which wsd decays.", int, minimum=0),
+    Setting("optimizer.cycles", 0.5,
+        "Periods of the cosine, 0.5 decays once; decays of cosine_with_restarts, 1 or more.", float, above=0),
+    Setting("optimizer.power", 1.0, "Power of polynomial; 1 is linear.", float, above=0),
+    Setting("optimizer.decay_steps", 0,
+        "Last training steps of the schedule, over which wsd decays.", int, minimum=0),
     Setting("optimizer.decay_shape", "linear",
-        "Shape of the decay of wsd.", choices=("linear", "cosine", "exponential")),
+        "Shape of the decay of wsd; constant stays at the peak up to the end of the schedule.",
+        choices=("linear", "cosine", "exponential", "1-sqrt", "constant")),
     Setting("optimizer.b1", 0.9, "Decay of the first moment; the momentum of sgd.", float, minimum=0, below=1),
     Setting("optimizer.b2", 0.999, "Decay of the second moment.", float, minimum=0, below=1),
     Setting("optimizer.eps", 1e-8, "Added to the root of the second moment.", float, above=0),
@@ -805,10 +815,16 @@ KEYS = (
         "only coef and epsilon apply.", bool),
     Setting("critic.coef", 0.1, "Weight of the value loss of a shared critic.", float, above=0),
     Setting("critic.learning_rate", 1e-5, "Peak learning rate of the critic.", float, minimum=0, maximum=100),
-    Setting("critic.schedule", "constant", "Learning rate schedule of the critic.",
-        choices=("constant", "linear", "cosine", "inverse_sqrt")),
+    Setting("critic.schedule", "constant",
+        "Learning rate schedule of the critic; its steps, cycles, power and decay are those of optimizer.",
+        choices=SCHEDULES),
+    Setting("critic.min_lr_ratio", None,
+        "Lowest learning rate of the critic after warm-up as a fraction of its peak; none is optimizer.min_lr_ratio.",
+        float, minimum=0, maximum=1),
     Setting("critic.lr_warmup_steps", 0,
         "Training steps over which the critic's learning rate rises from 0, at most all of them.", int, minimum=0),
+    Setting("critic.b1", None, "Decay of the critic's first moment; none is optimizer.b1.", float, minimum=0, below=1),
+    Setting("critic.b2", None, "Decay of the critic's second moment; none is optimizer.b2.", float, minimum=0, below=1),
     Setting("critic.weight_decay", None,
         "Decoupled weight decay of the critic; none is optimizer.weight_decay.", float, minimum=0),
     Setting("critic.num_iterations", 0,
@@ -901,7 +917,7 @@ KEYS = (
         "Folder for checkpoints, which may be in an object store (gs://, s3://); none is output_dir/checkpoints."),
     Setting("checkpoint.resume", "auto",
         "`auto` resumes from the newest intact checkpoint of the run if there is one, `never` starts anew and deletes "
-        "them; anything else is the path of a checkpoint to resume from."),
+        "them, and the models in hf_steps/; anything else is the path of a checkpoint to resume from."),
     Setting("checkpoint.accept_changes", (),
         "Settings that a resumed run may change although they say what the run is, "
         "`algorithm.loss,rewards.functions`. See docs/reliability.md."),
@@ -956,8 +972,8 @@ KEYS = (
     Setting("export.best", False,
         "Write the model of the best checkpoint (checkpoint.best) to hf/, in place of the last step's.", bool),
     Setting("export.push_to_hub", None,
-        "Repository of the Hugging Face hub, OWNER/NAME, to which the trained model (hf/, adapters merged) is pushed "
-        "at the end, with the token in the variable HF_TOKEN."),
+        "Repository of the Hugging Face hub, OWNER/NAME or NAME of the token's account, to which the trained model "
+        "(hf/, adapters merged) is pushed at the end, with the token in the variable HF_TOKEN."),
     Setting("export.strategy", "end",
         "Time of the push: at the end, or also at each checkpoint, for which checkpoint.contents needs hf and "
         "export.overwrite is true, as each push replaces the one before. A push that fails on the way is a warning.",
@@ -972,12 +988,14 @@ KEYS = (
     Setting("logging.project", "jaxrl_llm", "Project (experiment) of the run in wandb, mlflow, swanlab and trackio."),
     Setting("logging.run_name", None, "Name of the run there; none is the name of the folder output_dir."),
     Setting("logging.table_rows", 64,
-        "Completions in a table sent there, evenly spaced, at the steps of logging.completions_every.",
+        "Completions in a table sent there, evenly spaced: of training at the steps of logging.completions_every, of "
+        "evaluations at each.",
         int, minimum=1),
     Setting("logging.names", "trl", "Naming scheme of the metrics in metrics.jsonl.", choices=("trl", "verl")),
     Setting("logging.completions_every", 50,
-        "Steps between samples of completions on the console and in trackers, of training and of evaluations; the last "
-        "step has one too. 0 shows none; output_dir/completions has them all.", int, minimum=0),
+        "Steps between samples of completions, of training on the console and in trackers, of evaluations on the "
+        "console; the last step has one too. Trackers get those of each evaluation. 0 shows none anywhere; "
+        "output_dir/completions has them all.", int, minimum=0),
     Setting("logging.completions_shown", 3, "Completions in each sample.", int, minimum=1),
     Setting("logging.profile_steps", None,
         "Training steps to profile, `4` or `3-5`: a JAX trace and a table of seconds by phase in output_dir/profile."),

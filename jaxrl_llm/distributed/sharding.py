@@ -83,7 +83,7 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, context: int = 1, 
         # JAX orders devices of TPU slices by their links; here the rows of a process are adjacent, in process order.
         ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
         mesh = Mesh(np.array(ordered).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    _check_processes(mesh)
+    check_processes(mesh)
     return mesh
 
 
@@ -100,7 +100,8 @@ def rollout_mesh(mesh: Mesh, text: str | None = None, kv_heads: int = 1, host: i
     Axes that are not named have size 1, `data` what remains. None is the mesh itself with `context` merged into `fsdp`:
     no parameter moves. `auto` is that too, on CPUs and where `fsdp` and `context` are 1; else, so that no token gathers
     parameters, `expert` stays and `tensor` is as large as `kv_heads` and the devices of a process allow: `host` of them
-    where CPUs stand in for accelerators. Raises ConfigError for sizes that do not fit, and for a context axis.
+    where CPUs stand in for accelerators. Raises ConfigError for sizes that do not fit, for a context axis, and when
+    processes would share rows.
     """
     if text == "auto":
         shape, text = mesh.shape, None
@@ -124,7 +125,7 @@ def rollout_mesh(mesh: Mesh, text: str | None = None, kv_heads: int = 1, host: i
     devices = mesh.devices.reshape(-1)
     sizes = _sizes("rollout.mesh", default | sizes, devices)
     sampling_mesh = Mesh(devices.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    _check_processes(sampling_mesh)
+    check_processes(sampling_mesh, host)
     return sampling_mesh
 
 
@@ -152,18 +153,22 @@ def _sizes(name: str, sizes: dict[str, int], devices) -> tuple[int, ...]:
     return resolved
 
 
-def _check_processes(mesh: Mesh) -> None:
-    """Raises ConfigError when devices of two processes would hold the same rows: each process reads its own rows."""
-    owners: dict[int, int] = {}
-    by_rows = mesh.devices.transpose(*(AXES.index(axis) for axis in (*ROWS, "context", "tensor")))
-    for rows, devices in enumerate(by_rows.reshape(row_shards(mesh), -1)):
-        for device in devices:
-            if owners.setdefault(rows, device.process_index) != device.process_index:
-                raise ConfigError(
-                    f"the mesh {dict(mesh.shape)} gives the same rows to processes {owners[rows]} and "
-                    f"{device.process_index}, but each process has rows of its own: make context and tensor no larger "
-                    "than the devices of one process"
-                )
+def check_processes(mesh: Mesh, host: int | None = None) -> None:
+    """Raises ConfigError when devices of two processes would hold the same rows: each process reads its own rows.
+
+    `host` is the number of devices of a process where CPUs of one stand in for those of several.
+    """
+    owners = np.arange(mesh.size).reshape(mesh.devices.shape) // (host or mesh.size)
+    if host is None:
+        owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    by_rows = owners.transpose(*(AXES.index(axis) for axis in (*ROWS, "context", "tensor")))
+    for rows in by_rows.reshape(row_shards(mesh), -1):
+        if (rows != rows[0]).any():
+            raise ConfigError(
+                f"the mesh {dict(mesh.shape)} gives the same rows to processes {rows[0]} and "
+                f"{rows[rows != rows[0]][0]}, but each process has rows of its own: make context and tensor no larger "
+                "than the devices of one process"
+            )
 
 
 def path_name(path) -> str:

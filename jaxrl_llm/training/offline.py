@@ -24,6 +24,7 @@ from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.models.vision.row_images import row_images
+from jaxrl_llm.rewards.runner import NO_STEP, TrainerState
 from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.online import Experience, Row
@@ -152,9 +153,11 @@ class HeldOut:
     source: OfflineSource  # whose reference may move, and whose running mean a loss may read
     name: str = ""
 
-    def __call__(self, params: Params, key, table: list[Row] | None = None) -> dict[str, float]:
-        """The metrics, named `eval/...`; nothing is random, and there are no completions for `table`."""
-        del key, table
+    def __call__(
+        self, params: Params, key, table: list[Row] | None = None, state: TrainerState = NO_STEP
+    ) -> dict[str, float]:
+        """The metrics, named `eval/...`; nothing is random, there are no completions for `table`, and no rewards."""
+        del key, table, state
         batch = self.source.as_of_now(self.batch, self.rows)
         prefix = f"eval/{self.name}/" if self.name else "eval/"
         measured = jax.device_get(self.measure(on_device(params), batch))

@@ -208,7 +208,7 @@ def test_batch_rows():
 
 def test_json_round_trip():
     config = changed(
-        eval__temperature=4.0, rewards__functions=("a", "b"), rewards__weights=(1.0, 0.5), data__packing=True
+        eval__temperature=4.0, rewards__functions=("a", "b"), rewards__weights=(1.0, 0.5), algorithm__dynamic_sampling=True
     )
     again = from_json(to_json(config))
     assert again.to_dict() == config.to_dict()
@@ -256,7 +256,7 @@ def test_json_is_plain():
         (["--config.logging.backends=jsonl,console"], "logging.backends", ("jsonl", "console")),
         (["--config.logging.backends="], "logging.backends", ()),
         (["--config.rewards.weights=0.5"], "rewards.weights", (0.5,)),
-        (["--config.data.packing"], "data.packing", True),
+        (["--config.algorithm.dynamic_sampling"], "algorithm.dynamic_sampling", True),
         (["--config.data.shuffle=false", "--config.seed=1"], "data.shuffle", False),
         (["--config.eval.every", "-1"], "eval.every", -1),
         (["--config.output_dir=runs/a=b"], "output_dir", "runs/a=b"),

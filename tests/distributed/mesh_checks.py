@@ -16,6 +16,7 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import (
     AXES,
+    check_processes,
     local_rows,
     make_mesh,
     path_name,
@@ -315,6 +316,11 @@ def test_the_mesh_that_samples(monkeypatch):
     assert rollout_mesh(home, "auto", kv_heads=4) == rollout_mesh(home)  # on CPUs
     on_hosts = rollout_mesh(make_mesh(1, 8), "auto", kv_heads=8, host=4)  # on CPUs that stand in for accelerators
     assert (on_hosts.shape["data"], on_hosts.shape["tensor"]) == (2, 4)
+    with pytest.raises(ConfigError, match="gives the same rows to processes 0 and 1"):
+        rollout_mesh(make_mesh(1, 8), "tensor=8", host=4)
+    check_processes(make_mesh(1, 2, 2, context=2), host=4)
+    with pytest.raises(ConfigError, match="gives the same rows to processes 0 and 1"):
+        check_processes(make_mesh(1, 2, 2, context=2), host=2)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     for sizes, kv_heads, expected in [
         ({"fsdp": 8}, 8, {"tensor": 8}),

@@ -259,17 +259,24 @@ def tiny(root, folder, **settings):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_goes_on(root, tmp_path):
-    """Two steps, or one and after a new start the other: the same rows, and the same parameters."""
-    whole = jaxrl_llm.train(tiny(root, tmp_path / "whole", **{"checkpoint.every": 1}))
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_that_was_killed_goes_on(root, tmp_path, staleness):
+    """Two steps, or one and after a new start the other: the same rows, and the same parameters.
+
+    With a batch that is made while the one before is trained on, the checkpoint has the sessions of the next.
+    """
+    settings = {"checkpoint.every": 1, "rollout.staleness": staleness, "optimizer.learning_rate": 1e-2}
+    settings["algorithm.importance_correction"] = "token_truncate" if staleness else "none"
+    whole = jaxrl_llm.train(tiny(root, tmp_path / "whole", **settings))
     for line in whole.metrics:
         assert all(math.isfinite(value) for value in line.values())
         np.testing.assert_allclose(line["sampling/importance_sampling_ratio/mean"], 1.0, atol=1e-4)
         assert line["environment/retokenised_tokens"] == line["environment/failures"] == 0
+    assert [line.get("rollout/age") for line in whole.metrics] == ([0, 1] if staleness else [None, None])
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut/checkpoints/2")
     shutil.rmtree(tmp_path / "cut/completions")
-    resumed = jaxrl_llm.train(tiny(root, tmp_path / "cut", **{"checkpoint.every": 1}))
+    resumed = jaxrl_llm.train(tiny(root, tmp_path / "cut", **settings))
     tables = [parquet.read_table(tmp_path / run / "completions/completions_00002.parquet") for run in ("whole", "cut")]
     assert tables[0].column("completion").to_pylist() == tables[1].column("completion").to_pylist()
     jax.tree.map(np.testing.assert_array_equal, whole.model.params, resumed.model.params)

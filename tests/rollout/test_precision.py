@@ -1,6 +1,7 @@
 """Sampling in fewer bits: what matrices and caches hold, that log-probs are the sampler's own, who may use it."""
 
 import dataclasses
+import functools
 import importlib.util
 
 import jax
@@ -16,8 +17,11 @@ from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.attention import Attention, KeyValues
 from jaxrl_llm.models.cast import in_precision
+from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.logprobs import token_logps
+from jaxrl_llm.models.mamba2 import Mamba2
 from jaxrl_llm.models.quantize import BYTES, dequantize, frozen_matmul, matmul, narrowed, quantize, widened
+from jaxrl_llm.models.short_conv import ShortConv
 from jaxrl_llm.models.transformer import ModelConfig, Net
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
@@ -26,6 +30,7 @@ from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.tools.plan.topology import tpu_chips
 from jaxrl_llm.training.setup.specs import check_correction
 from tests.models.decoding import padded
+from tests.models.images import VISION
 
 CONFIG = ModelConfig(
     vocab_size=29, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=24, init_scale=0.4, tie_embeddings=True
@@ -151,6 +156,28 @@ def test_another_type(params):
     rollout = generate(engine, params)
     difference = np.abs(rollout.sample_logps - logps_of(NET, params, rollout)).max()
     assert 1e-4 < difference < 0.3
+
+
+def test_what_the_trainer_has_in_fp32_is_not_rounded_in_16_bits():
+    """Logits of the sampler's parameters are those of the trainer's bit for bit, routers and biases included."""
+    config = dataclasses.replace(
+        CONFIG, dtype="bfloat16", layers=3, mixers=(Mamba2, ShortConv, Attention), attention_sinks=True, conv_bias=True,
+        conv_size=3, delta_key_heads=2, delta_value_heads=4, delta_key_dim=6, delta_value_dim=5, delta_conv=4,
+        experts=4, experts_per_token=2, expert_ffn=6, router_sigmoid=True, router_correction=True,
+    )  # fmt: skip
+    net, rng = Net(config), np.random.default_rng(0)
+
+    def drawn(path, x):
+        far = 300.0 if path_name(path).endswith("correction") else 0.0  # corrections whose differences are small
+        return jnp.asarray(rng.normal(far, 0.4, x.shape), jnp.float32)
+
+    params = jax.tree_util.tree_map_with_path(drawn, net.shapes())
+    logits = jax.jit(lambda params: net.bind(params)(TOKENS, SEGMENTS))
+    np.testing.assert_array_equal(logits(params), logits(engines.decoding_params(params, net)))
+    entries = VISION["qwen3_vl"]().to_dict()
+    net = Net(family_of(entries).to_config(entries, dtype="bfloat16"))
+    shapes = jax.eval_shape(functools.partial(engines.decoding_params, decoder=net), net.shapes())
+    assert shapes["vision"]["encoder"]["position"]["weight"].dtype == jnp.float32  # which is interpolated in fp32
 
 
 def test_keys_and_values_in_fp8(params):

@@ -45,6 +45,19 @@ def test_a_new_repository(hub, folder):
     assert module.push(folder, "team/new") and not hub.repos["team/new"]["private"]
 
 
+def test_a_name_without_an_owner_is_of_the_tokens_account(hub, folder, monkeypatch):
+    hub.tokens["hf_another"] = {"name": "you"}
+    module.check("new")
+    assert module.push(folder, "new") == f"{hub.url}/me/new"
+    with pytest.raises(ConfigError, match="me/new holds a model already"):
+        module.check("new")
+    monkeypatch.setenv("HF_TOKEN", "hf_another")
+    assert module.push(folder, "new") == f"{hub.url}/you/new"
+    monkeypatch.setenv("HF_TOKEN", "hf_unknown")
+    with pytest.raises(ConfigError, match="cannot push to new: the hub does not know the token"):
+        module.push(folder, "new")
+
+
 def test_a_model_that_is_there_is_kept(hub, folder):
     hub.has("me/old", model_safetensors=b"old", notes_md=b"mine", vocab_json=b"{}")
     with pytest.raises(ConfigError, match=r"me/old holds a model already \(model.safetensors\).*--overwrite"):
@@ -53,6 +66,17 @@ def test_a_model_that_is_there_is_kept(hub, folder):
     module.push(folder, "me/old", overwrite=True)
     assert hub.repos["me/old"]["files"] == contents(folder) | {"notes.md": b"mine"}
     assert len(hub.repos["me/old"]["commits"]) == 1
+
+
+@pytest.mark.parametrize("missing", ["folder", "weights"])
+def test_nothing_is_pushed_without_weights(hub, folder, missing):
+    """A commit of nothing but deletions would empty the repository."""
+    hub.has("me/old", model_safetensors=b"old")
+    (folder / "model.safetensors").unlink()
+    folder = folder / "gone" if missing == "folder" else folder
+    with pytest.raises(ConfigError, match=rf"cannot push to me/old: {folder} holds no weights \(\*.safetensors"):
+        module.push(folder, "me/old", overwrite=True)
+    assert hub.repos["me/old"] == {"private": False, "files": {"model.safetensors": b"old"}, "commits": []}
 
 
 def test_a_repository_without_a_model_takes_one(hub, folder):
@@ -142,7 +166,7 @@ def test_command_errors(arguments, words, hub, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"push_to_hub": "no-owner"}, "takes a repository of the hub: OWNER/NAME"),
+        ({"push_to_hub": "me/mine/too"}, "takes a repository of the hub: OWNER/NAME, or NAME of the token's account"),
         ({"private": True}, "export.private is true, but nothing is pushed"),
         ({"overwrite": True}, "export.overwrite is true, but nothing is pushed"),
         ({"strategy": "every_save"}, "export.push_to_hub does not go with it: name a repository"),
@@ -175,7 +199,7 @@ def test_the_end_of_a_run(hub, config, capsys):
 def test_a_push_at_each_checkpoint(hub, config, capsys):
     """The second step's push fails, which is a warning; the end pushes the last model."""
     config.total_steps, config.checkpoint.every, config.checkpoint.contents = 3, 1, ("hf",)
-    config.export.strategy, config.export.overwrite = "every_save", True
+    config.export.strategy, config.export.overwrite, config.export.push_to_hub = "every_save", True, "mine"
 
     class Away:
         def on_save(self, info):
@@ -185,6 +209,7 @@ def test_a_push_at_each_checkpoint(hub, config, capsys):
     commits, files = (hub.repos["me/mine"][name] for name in ("commits", "files"))
     assert commits[0] == "Step 1" and len(commits) == 2
     assert files["model.safetensors"] == (result.output_dir / "hf/model.safetensors").read_bytes()
+    assert b'from_pretrained("me/mine")' in files["README.md"]
     assert "the model of step 2 was not pushed" in capsys.readouterr().err
 
 

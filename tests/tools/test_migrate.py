@@ -1,14 +1,19 @@
 """Configurations of TRL, verl, axolotl and Harmony become ours: values, units, defaults, and what has no equivalent."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 import yaml
+from transformers.training_args import OptimizerNames
 
 import jaxrl_llm
+from benchmarks.migrated import judge
 from jaxrl_llm.commands.migrate import main
 from jaxrl_llm.config import ConfigError, assign, default, validate
 from jaxrl_llm.config.flags import load_config_file
@@ -20,7 +25,9 @@ from jaxrl_llm.tools.migrate.documentation import page
 from jaxrl_llm.tools.migrate.reading import parsed
 from jaxrl_llm.tools.migrate.table import defaults, find, names, table
 from jaxrl_llm.training.advantages import advantage_rule
+from jaxrl_llm.training.optimizers import learning_rate_schedule
 from jaxrl_llm.training.setup.objectives import policy_loss, preference_spec
+from jaxrl_llm.training.setup.specs import optimizer_spec
 from tests.tools import migration_keys
 
 FILES = Path(__file__).parent / "migration_files"
@@ -114,18 +121,30 @@ def test_trl_defaults_are_those_of_the_trl_that_is_installed():
         "report_to",
         "log_completions",
     }
-    compared = 0
+    # Unset, these are off or have the same value here; hub_strategy is the end, and project the name of this library.
+    alike = """
+        assistant_only_loss cast_lm_head_to_fp32 desirable_weight discopop_tau do_eval entropy_coef entropy_coef_delta
+        entropy_coef_max entropy_coef_min entropy_target eval_delay eval_on_start f_alpha_divergence_coef
+        feedback_template fp16 hub_strategy label_smoothing label_smoothing_factor load_best_model_at_end loss_type
+        packing precompute_ref_log_probs project push_to_hub repetition_penalty reprompt_template save_only_model
+        shuffle_dataset solution_template top_entropy_quantile train_sampling_strategy trust_remote_code
+        undesirable_weight use_adaptive_entropy use_weighting vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos
+    """
+    compared, left_out = 0, set()
     for name, cls in classes.items():
-        fields = cls.__dataclass_fields__
-        for key, value in defaults("trl", name).items():
-            if key in elsewhere or key not in fields:
-                assert key in elsewhere or key == "truncation_mode", (name, key)
-                continue
-            field = fields[key]
-            theirs = field.default_factory() if callable(field.default_factory) else field.default
-            assert theirs == value, (name, key, theirs, value)
+        known = defaults("trl", name)
+        theirs = {
+            key: field.default_factory() if callable(field.default_factory) else field.default
+            for key, field in cls.__dataclass_fields__.items()
+        }
+        assert known.keys() - theirs.keys() <= elsewhere, name
+        for key in theirs.keys() & known.keys() - elsewhere:
+            assert theirs[key] == known[key], (name, key)
             compared += 1
-    assert compared > 150
+        missing = {key for key, value in theirs.items() if value is not None} - known.keys()
+        entries = {key: find(TABLES["TRL"], key) for key in missing}
+        left_out |= {key for key, entry in entries.items() if entry is None or entry.ours}
+    assert compared > 150 and left_out == set(alike.split())
 
 
 # TRL.
@@ -197,9 +216,12 @@ def test_steps_of_trl_are_updates_and_ours_are_rollouts(tmp_path):
 
 
 def test_a_reference_of_pairs_that_follows(tmp_path):
-    said = {"dataset_name": "d", "sync_ref_model": True, "ref_model_sync_steps": 40}
-    config, _ = migrate(written(tmp_path, "dpo.json", said), trainer="dpo")
-    expect(config, algorithm={"ref_sync_steps": 40, "ref_mixup_alpha": 0.6})
+    said = {"dataset_name": "d", "sync_ref_model": True}
+    for trainer in ("dpo", "kto"):
+        config, _ = migrate(written(tmp_path, "unset.json", said), trainer=trainer)
+        expect(config, algorithm={"ref_sync_steps": 512, "ref_mixup_alpha": 0.6})
+        config, _ = migrate(written(tmp_path, "set.json", said | {"ref_model_sync_steps": 40}), trainer=trainer)
+        expect(config, algorithm={"ref_sync_steps": 40})
 
 
 @pytest.mark.parametrize(
@@ -332,7 +354,12 @@ def test_kto_sft_orpo_reward_and_ppo_of_trl():
     expect(
         reward,
         algorithm={"name": "reward_model", "loss": "bradley_terry(center=0.01)"},
-        data={"path": "trl-lib/ultrafeedback_binarized", "split": "train", "eval_split": "test"},
+        data={
+            "path": "trl-lib/ultrafeedback_binarized",
+            "split": "train",
+            "eval_split": "test",
+            "overlong": "filter",  # RewardTrainer drops long pairs
+        },
         optimizer={"learning_rate": 1e-4},
         batch={"prompts": 16, "microbatch_rows": 16},
     )
@@ -834,6 +861,42 @@ def test_pushes_of_trl_at_saves(tmp_path):
     expect(config, export={"strategy": "end", "overwrite": False}, checkpoint={"contents": ("state",)})
 
 
+def test_test_datasets_of_axolotl(tmp_path):
+    """One that is only a path is data.eval_path; with types, or several, they are one set, as axolotl joins them."""
+
+    def evaluated(tests, **more):
+        tree = {"base_model": "m", "datasets": [{"path": "d"}], "learning_rate": 1e-5, "max_steps": 10, **more}
+        tree |= {"test_datasets": tests, "early_stopping_patience": 2, "eval_steps": 5, "save_steps": 5}
+        tree |= {"load_best_model_at_end": True}
+        config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)), devices=1)
+        stopping = f"early_stopping(metric='{config.checkpoint.best}', mode='min', patience=2)"
+        assert config.callbacks == (stopping,)
+        return (config.data.eval_path, config.data.eval_split, config.eval.sets, config.checkpoint.best), text
+
+    plain, _ = evaluated([{"path": "e", "type": "chat_template"}])
+    assert plain == ("e", None, (), "eval/loss")  # of several splits test is taken, by both
+    typed = {"path": "e", "split": "dev", "type": "chatml.intel"}
+    pairs, _ = evaluated([typed], rl="dpo")
+    assert pairs == (None, None, ({"set": "test", **typed},), "eval/test/loss")
+    several, text = evaluated([{"path": "e"}, {"path": "f", "name": "main"}], rl="dpo")
+    entries = ({"set": "test", "path": "e"}, {"set": "test", "path": "f", "name": "main"})
+    assert several[2] == tuple(entry | {"split": "train"} for entry in entries)
+    assert "the first is" not in text
+    _, text = evaluated([{"path": "e", "type": "nowhere"}], rl="dpo")
+    assert "test_datasets: the type nowhere has no format here" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("rl", ["grpo", "dpo"])
+def test_packing_of_axolotl_is_of_sft_alone(tmp_path, rl):
+    tree = {"base_model": "m", "datasets": [{"path": "d"}], "learning_rate": 1e-5, "max_steps": 2, "rl": rl}
+    tree |= {"sample_packing": True, "micro_batch_size": 4, "trl": {"num_generations": 4, "reward_funcs": ["r.right"]}}
+    config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)), devices=1)
+    expect(config, data={"packing": False}, batch={"packing": "auto"})
+    flat = " ".join(text.replace("#", "").split())
+    assert "the rows of other algorithms are packed by batch.packing, which is auto" in flat
+    assert "sample_packing = True: has no part in data.packing" in flat and "is left out" not in flat
+
+
 def test_rollouts_ahead_of_axolotl(tmp_path):
     trl = {"async_prefetch": True, "num_generations": 4, "reward_funcs": ["r.right"]}
     tree = {
@@ -880,6 +943,155 @@ def test_warm_up_and_weight_decay_of_megatron(tmp_path):
     said = f"{optim}.lr_warmup_init=1e-7 {optim}.lr_warmup_steps=2 {optim}.weight_decay_incr_style=cosine"
     config = from_verl(tmp_path, said)
     expect(config, optimizer={"warmup_init": 1e-7, "weight_decay_shape": "cosine", "weight_decay_end": None})
+
+
+SCHEDULES = {
+    "cosine_with_restarts": ({}, 1.0),
+    "cosine_with_restarts twice": ({"num_cycles": 2}, 2.0),
+    "polynomial": ({}, 0.5),
+    "polynomial of power two": ({"power": 2.0, "lr_end": 1e-5}, 0.5),
+    "cosine_with_min_lr": ({"min_lr": 2e-5}, 0.5),
+    "warmup_stable_decay": ({"num_decay_steps": 6}, 0.5),
+    "warmup_stable_decay by root": ({"num_decay_steps": 6, "decay_type": "1-sqrt", "min_lr_ratio": 0.2}, 0.5),
+    "warmup_stable_decay early": ({"num_decay_steps": 4, "decay_type": "linear", "num_stable_steps": 6}, 0.5),
+    "constant": ({}, 0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Both num_training_steps and num_stable_steps")
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_schedules_of_transformers(tmp_path, case):
+    """The learning rates of the run are those that transformers' own schedule gives."""
+    name, (options, cycles) = case.partition(" ")[0], SCHEDULES[case]
+    said = "trl sft --model_name_or_path m --dataset_name d --max_steps 20 --learning_rate 1e-4 --warmup_steps 4"
+    said += f" --lr_scheduler_type {name} --lr_scheduler_kwargs '{json.dumps(options)}'"
+    config, text = migrate(written(tmp_path, "a.sh", said), devices=1)
+    assert "lr_scheduler" not in text.partition("from jaxrl_llm")[0]
+    expect(config, optimizer={"cycles": cycles})
+    ours = learning_rate_schedule(optimizer_spec(config))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-4)
+    theirs = transformers.get_scheduler(name, optimizer, 4, 20, scheduler_specific_kwargs=options)
+    for step in range(20):
+        assert float(ours(step)) == pytest.approx(theirs.get_last_lr()[0], rel=1e-5, abs=1e-11), step
+        optimizer.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "note"),
+    [
+        ("reduce_lr_on_plateau", "has no equivalent: no schedule here follows the evaluations; constant is written"),
+        ("cosine_warmup_with_min_lr", "is one update ahead of cosine"),
+        ("rex", "has no equivalent; linear is written"),
+    ],
+)
+def test_schedules_that_are_not_here_are_noted_at_the_top(tmp_path, kind, note):
+    tree = {"base_model": "m", "datasets": [{"path": "d"}], "learning_rate": 1e-5, "max_steps": 2, "lr_scheduler": kind}
+    _, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))
+    assert note in " ".join(text.partition("from jaxrl_llm")[0].split())
+
+
+@pytest.mark.parametrize("kind", ["constant", "reduce_lr_on_plateau", "greedy", "constant_with_warmup"])
+def test_schedules_of_transformers_without_a_warm_up(tmp_path, kind):
+    warms_up = kind == "constant_with_warmup"
+    said = {"output_dir": "o", "max_steps": 50, "lr_scheduler_type": kind, "warmup_ratio": 0.1}
+    config, text = migrate(written(tmp_path, "a.json", said), trainer="grpo", devices=1)
+    expect(config, optimizer={"schedule": "constant", "warmup_steps": 0, "warmup_ratio": 0.1 * warms_up})
+    assert ("warmup_ratio = 0.1: has no part in optimizer.warmup_ratio" in text) != warms_up
+    tree = {"base_model": "m", "datasets": [{"path": "d"}], "learning_rate": 1e-5, "max_steps": 50}
+    config, _ = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | {"lr_scheduler": kind})), devices=1)
+    expect(config, optimizer={"schedule": "constant", "warmup_steps": warms_up, "warmup_ratio": 0.0})
+
+
+def test_optimizers_of_transformers(tmp_path):
+    """Those that are ours but for how they are computed and stored, and of the others that they are not here."""
+    same = re.compile(r"(adamw_.*|adafactor|sgd|(paged_)?(adamw|lion)_(8|32)bit)$")
+    for name in (one.value for one in OptimizerNames):
+        file = written(tmp_path, "a.json", {"output_dir": "o", "dataset_name": "d", "max_steps": 5, "optim": name})
+        config, text = migrate(file, trainer="sft", devices=1)
+        noted = f"optim = '{name}' has no equivalent; {config.optimizer.name} is written" in " ".join(text.split())
+        assert noted != bool(same.match(name)), name
+        assert config.optimizer.name in (*re.findall("adafactor|lion|sgd", name), "adamw")[0]
+    more = {"optim": "galore_adamw", "optim_target_modules": ["q_proj"]}
+    _, text = migrate(written(tmp_path, "a.json", {"output_dir": "o", "max_steps": 5, **more}), trainer="sft")
+    assert "no optimizer here projects gradients" in " ".join(text.partition("from jaxrl_llm")[0].split())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "adam", "torch.optim.AdamW", "_AdamW", "AdamW8bit", "FusedAdam", "muon"])
+def test_optimizers_of_verl_by_class(tmp_path, name):
+    at = "actor_rollout_ref.actor.optim.optimizer"
+    expect(from_verl(tmp_path, f"{at}={name}"), optimizer={"name": "muon" if "muon" in name else "adamw"})
+    assert f"{at} = '{name}' has no equivalent" not in noted_from_verl(tmp_path, f"{at}={name}")
+    assert "has no equivalent; adamw is written" in noted_from_verl(tmp_path, f"{at}=NAdam")
+    assert "adds the weight decay to the gradient" in noted_from_verl(tmp_path, f"{at}=Adam")
+
+
+def test_a_cosine_of_axolotl_that_ends_early(tmp_path):
+    tree = {"base_model": "m", "datasets": [{"path": "d"}], "learning_rate": 1e-5, "max_steps": 50}
+    more = {"cosine_min_lr_ratio": 0.1, "cosine_constant_lr_ratio": 0.5}
+    config, _ = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | more)))
+    expect(config, optimizer={"schedule": "cosine", "min_lr_ratio": 0.1, "schedule_steps": 25, "warmup_steps": 1})
+    _, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | {"cosine_constant_lr_ratio": 0.5})))
+    assert "cosine_constant_lr_ratio is read by axolotl beside cosine and cosine_min_lr_ratio alone" in " ".join(
+        text.split()
+    )
+    config, _ = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | {"lr_scheduler": "constant"})))
+    expect(config, optimizer={"schedule": "constant", "warmup_steps": 0})  # of transformers', which has no warm-up
+
+
+def test_a_decay_of_megatron_that_ends_before_the_run(tmp_path):
+    optim = "actor_rollout_ref.actor.optim"
+    said = f"{optim}.lr_decay_style=linear {optim}.lr_decay_steps=2 {optim}.lr_warmup_steps_ratio=0.5"
+    expect(from_verl(tmp_path, said), optimizer={"schedule": "linear", "schedule_steps": 2, "warmup_steps": 1})
+    wsd = f"{optim}.lr_decay_style=WSD {optim}.lr_wsd_decay_steps=2"
+    expect(from_verl(tmp_path, wsd), optimizer={"schedule": "wsd", "decay_steps": 2, "decay_shape": "exponential"})
+    for theirs, ours in (("minus_sqrt", "1-sqrt"), ("constant", "constant")):
+        expect(from_verl(tmp_path, wsd, f"{optim}.lr_wsd_decay_style={theirs}"), optimizer={"decay_shape": ours})
+    noted = noted_from_verl(tmp_path, f"{optim}.lr_decay_style=inverse-square-root {optim}.lr_decay_steps=2")
+    assert "lr_decay_steps = 2: inverse_sqrt has no end here" in noted
+
+
+def test_the_critic_of_verl_has_a_schedule_of_its_own(tmp_path):
+    gae, policy, critic = "algorithm.adv_estimator=gae", "actor_rollout_ref.actor.optim", "critic.optim"
+    said = f"{policy}.betas=[0.8,0.9] {policy}.min_lr_ratio=0.1 {policy}.lr_scheduler_type=cosine"
+    expect(from_verl(tmp_path, gae, said), critic={"b1": 0.9, "b2": 0.999, "min_lr_ratio": 0.0})
+    own = f"{critic}.betas=[0.7,0.95] {critic}.lr_decay_style=WSD {critic}.lr_wsd_decay_steps=1 {critic}.min_lr=5e-6"
+    config = from_verl(tmp_path, gae, said, own, f"{critic}.lr=1e-5")
+    expect(config, critic={"b1": 0.7, "b2": 0.95, "schedule": "wsd", "min_lr_ratio": 0.5}, optimizer={"decay_steps": 1})
+    noted = noted_from_verl(tmp_path, gae, said, f"{critic}.lr_scheduler_type=cosine {critic}.num_cycles=2")
+    assert "critic.optim.num_cycles is 2 and the policy's None: both schedules have the policy's here" in noted
+    noted = noted_from_verl(tmp_path, gae, f"{policy}.lr_decay_style=linear {policy}.lr_decay_steps=2")
+    assert "lr_decay_steps is" not in noted  # of a critic whose rate is constant
+
+
+def test_training_that_quantises_and_rows_that_are_to_go(tmp_path):
+    tree = {"base_model": "m", "datasets": [{"path": "d"}], "learning_rate": 1e-5, "max_steps": 2}
+    for more, note in (
+        ({"qat": {"activation_dtype": "int8", "weight_dtype": "int4"}}, "no quantisation-aware training"),
+        ({"dataset_exact_deduplication": True}, "rows are as their source has them"),
+    ):
+        (tmp_path / "a.yaml").write_text(yaml.safe_dump(tree | more))
+        verdict = judge(tmp_path, "a.yaml", tmp_path)
+        assert verdict.verdict == "not here" and any(note in one for one in verdict.notes)
+    noted = noted_from_verl(tmp_path, "actor_rollout_ref.actor.fsdp_config.qat.enable=True")
+    assert "no quantisation-aware training" in noted
+    assert "quantisation-aware" not in noted_from_verl(tmp_path, "actor_rollout_ref.actor.megatron.qat.enable=False")
+
+
+def test_runs_of_verl_that_start_anew_each_time(tmp_path):
+    expect(from_verl(tmp_path, "trainer.resume_mode=disable"), checkpoint={"resume": "never"})
+    noted = noted_from_verl(tmp_path, "trainer.resume_mode=disable")
+    assert "each start deletes the checkpoints that are in output_dir" in noted
+
+
+def test_a_mixture_of_experts_of_axolotl_in_four_bits(tmp_path):
+    tree = {"base_model": "mistralai/Mixtral-8x7B-v0.1", "datasets": [{"path": "d"}], "learning_rate": 1e-5}
+    tree |= {"max_steps": 2, "adapter": "qlora", "load_in_4bit": True, "lora_r": 8}
+    config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))
+    expect(config, model={"quantize": "nf4", "param_dtype": "bfloat16"})
+    assert "model.quantize leaves the matrices of experts" in " ".join(text.partition("from jaxrl_llm")[0].split())
+    tree["base_model"] = "mistralai/Mistral-7B-v0.1"
+    assert "of experts" not in migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))[1]
 
 
 def test_evaluations_of_trl_that_start_late(tmp_path):
@@ -1568,8 +1780,7 @@ def test_evaluations_callbacks_and_the_hub(tmp_path):
     trl, text = migrate(
         written(tmp_path, "b.json", {**said, "eval_on_start": True, "push_to_hub": True}), trainer="grpo", devices=1
     )
-    expect(trl, eval={"at_start": True}, export={"push_to_hub": None})
-    assert "set export.push_to_hub to OWNER/NAME" in " ".join(text.split())
+    expect(trl, eval={"at_start": True}, export={"push_to_hub": "o"})  # of the account of the token, as there
 
     verl = (
         "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m trainer.total_training_steps=2 "

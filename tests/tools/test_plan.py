@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.distributed.sharding import bytes_on_device
+from jaxrl_llm.distributed.sharding import AXES, bytes_on_device
 from jaxrl_llm.models import families, hf
 from jaxrl_llm.models.fused_attention import flash_attention, splash_attention
 from jaxrl_llm.models.lora import split
@@ -299,6 +299,22 @@ def test_held_bytes_of_other_algorithms(name, root):
     assert held_bytes(shapes) == pytest.approx(4 * (frozen + copies * trained), rel=0.05)
 
 
+def test_a_critic_with_passes_of_its_own_is_planned(folder, root):
+    """Its updates are programs of their own, as often as training makes them, and leave the policy's without it."""
+    config = small(folder)
+    config.algorithm.name, config.algorithm.advantage = "ppo", "ppo"
+    on = target(config, "h100", 1, simulate=True)
+    (joint,) = make_plan(config, on, only="update").programs
+    config.critic.num_iterations = 3
+    more = {x.name: x for x in make_plan(config, on, only="update").programs}
+    assert [(name, x.times) for name, x in more.items()] == [("update", 1), ("update of the critic", 2)]
+    assert more["update"].flops == joint.flops
+    config.critic.minibatches = 2
+    apart = {x.name: x for x in make_plan(config, on, only="update").programs}
+    assert apart["update of the critic"].times == 6
+    assert apart["update"].flops < 0.9 * joint.flops
+
+
 def test_unknown_devices_and_meshes_that_do_not_fit(folder):
     with pytest.raises(ConfigError, match=r"h200.*the closest is h100"):
         named("h10")
@@ -335,11 +351,29 @@ def test_processes_that_only_sample_need_their_number(folder):
         make_split(config, "h100", 4, simulate=True)
 
 
+def test_a_split_is_one_that_training_takes_on_as_many_hosts(folder):
+    config = small(folder)
+    config.rollout.devices = 40
+    hosts = r"of 16 hosts of 4: set it to 0, processes\.count=16 and rollout\.processes=10"
+    with pytest.raises(ConfigError, match=rf"rollout\.devices is 40, .*--devices=64 of v6e are {hosts}"):
+        make_split(config, "v6e", 64, simulate=True)
+    config.rollout.devices, config.rollout.processes, config.processes.count = 0, 1, 2
+    with pytest.raises(ConfigError, match=r"processes\.count is 2, of 32 devices each.* set it to 16 or more"):
+        make_split(config, "v6e", 64, simulate=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "host"), [("h100", 64, 8), ("v6e", 64, 4), ("v6e", 8, 8), ("v5p", 8, 4), ("cpu", 4, 4)]
+)
+def test_devices_of_each_host(device, count, host):
+    assert named(device).host(count) == host
+
+
 def test_halves_and_their_balance(planned):
     """By hand: what scales with the devices and what stays, in one process and in files."""
     device = planned.target.device
     (decode,) = (x for x in planned.programs if x.name == "rollout: decode")
-    mesh = AbstractMesh((2, 1), ("data", "fsdp"))
+    mesh = AbstractMesh((2, 1, 1, 1, 1), AXES)
     slow = planned._replace(
         programs=[decode._replace(flops=0.0, times=10.0, collectives=[])],
         sampling={"the sampler's parameters": 3e12, "keys and values of completions": 6e12},
@@ -351,9 +385,13 @@ def test_halves_and_their_balance(planned):
     training = planned._replace(programs=[update], target=slow.target, sampling={})
     assert least_seconds(training, 2.0) == pytest.approx(16e15 / device.flops)
     found = balances(Split(training, slow, 1, in_files=False))
+    assert [x.sampling_devices for x in found] == [2, 3]  # 8 rows do not divide over three devices
+    assert found[1].training == pytest.approx(2 * found[0].training)
+    thirds = training._replace(config=small(planned.config.model.path))
+    thirds.config.batch.prompts = 6
+    found = balances(Split(thirds, slow, 1, in_files=False))
     assert [x.sampling_devices for x in found] == [1, 2, 3]
     assert found[0].sampling == pytest.approx(10 * 15e12 / device.bandwidth)
-    assert found[2].training == pytest.approx(2 * found[1].training)
     found = balances(Split(training, slow, 1, in_files=True))
     assert [(x.training_devices, x.sampling_devices) for x in found] == [(2, 2)]
     assert balances(Split(training, slow, 2, in_files=True))[1].sampling == pytest.approx(found[0].sampling / 2)
@@ -552,17 +590,23 @@ def test_an_all_reduce_that_the_loop_needs_counts_every_turn():
     assert {x.kind: x.count for x in hlo.Module(text).collectives()} == {"all-gather": 10, "all-reduce": 10}
 
 
-def plan_of_eight(folder, run_python, *flags) -> str:
-    """The report of the command, in a process whose number of devices is not given by XLA_FLAGS."""
+def plan_command(folder, run_python, *flags):
+    """The command, in a process whose number of devices is not given by XLA_FLAGS."""
     small = (f"--config.model.path={folder}", "--config.batch.prompts=8", "--config.rollout.group_size=2")
-    arguments = (*small, "--config.rollout.max_completion_length=8", "--devices=8", *flags)
-    done = run_python(
+    arguments = (*small, "--config.rollout.max_completion_length=8", *flags)
+    return run_python(
         "-c",
         "import os, sys\n"
         "os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0'\n"
         f"sys.argv = ['plan', *{arguments!r}]\n"
-        "from jaxrl_llm.commands.plan import main; main(sys.argv[1:])\n",
+        "from jaxrl_llm.config.flags import run\n"
+        "from jaxrl_llm.commands.plan import main; run(main)\n",
     )
+
+
+def plan_of_eight(folder, run_python, *flags) -> str:
+    """Its report for eight devices."""
+    done = plan_command(folder, run_python, "--devices=8", *flags)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -583,6 +627,21 @@ def test_a_dry_run_writes_nothing(tmp_path, root, run_python):
     for part in ("example 0", "parameters, trained", "2 steps would take about", "first step"):
         assert part in done.stdout, part
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--device=h100", "--devices=16", "--config.mesh.tensor=16", "--config.mesh.data=1"),
+        ("--device=v6e", "--devices=16", "--config.mesh.fsdp=2", "--config.rollout.mesh=tensor=16"),
+        ("--device=v6e", "--devices=12", "--config.mesh.tensor=8", "--config.mesh.data=1", "--config=async_grpo",
+         "--config.rollout.processes=1", "--config.processes.count=3"),
+    ],
+)  # fmt: skip
+def test_rows_of_a_plan_stay_within_a_host(folder, run_python, flags):
+    done = plan_command(folder, run_python, "--simulate", *flags)
+    assert done.returncode == 2 and "gives the same rows to processes 0 and 1" in done.stderr, done.stderr
 
 
 @pytest.mark.slow

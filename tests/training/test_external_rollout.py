@@ -186,10 +186,17 @@ class Server:
     """Answers as vLLM's completions do, or as `change` has it."""
 
     def __init__(self, change=lambda answer: answer, status=200):
-        bodies = self.bodies = []
-        self.status, outer = status, self
+        bodies, self.asked = [], []  # of POST: paths and bodies; of GET: paths and keys
+        self.bodies = bodies
+        self.status, self.info, outer = status, None, self
 
         class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                outer.asked.append((self.path, self.headers["Authorization"]))
+                self.send_response(404 if outer.info is None else 200)
+                self.end_headers()
+                self.wfile.write(json.dumps(outer.info).encode())
+
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 bodies.append((self.path, body))
@@ -279,6 +286,7 @@ def test_a_server_is_asked_for_what_the_run_samples_by(settings, asked, model, m
         return answer
 
     with Server(change) as server, jax.set_mesh(mesh):
+        server.info = told("processed_logprobs")
         config.environment.rollout_func = f"server(url={server.url!r}, model='m')"
         worker = build(config, mesh, [{"prompt": "sort:4821=", "answer": "1248"}]).source.producer.worker
         example = {"prompt": "sort:4821=", "prompt_ids": model.tokenizer("sort:4821=")["input_ids"]}
@@ -290,6 +298,44 @@ def test_a_server_is_asked_for_what_the_run_samples_by(settings, asked, model, m
     read = parse(body, False, model.tokenizer, ["m"], (257,), 64, 320, 16)
     assert read.sampling == worker.engine.sampling and set(read.ends) == set(worker.engine.eos)
     assert read.stop == config.rollout.stop and (read.guide is not None) == ("structured_outputs" in asked)
+
+
+def told(mode):
+    """As vLLM and `jaxrl-llm serve` answer /server_info."""
+    return {"vllm_config": {"model_config": {"logprobs_mode": mode}}}
+
+
+@pytest.mark.parametrize(
+    ("temperature", "info", "options", "message"),
+    [
+        (0.7, told("raw_logprobs"), {}, "/v1 gives raw_logprobs, .*temperature = 0.7: start vLLM with"),
+        (0.7, told("raw_logprobs"), {"processed_logprobs": True}, "gives raw_logprobs"),  # what it says counts
+        (0.7, told("processed_logits"), {}, "gives processed_logits"),
+        (0.7, None, {}, r"/server_info\S* answered 404 without .* add processed_logprobs=True to server"),
+        (0.7, {"vllm_config": "model='m'"}, {}, r"/server_info\S* answered 200 without"),  # before config_format
+        (0.7, [1], {}, r"/server_info\S* answered 200 without"),
+        (0.7, told("processed_logprobs"), {}, None),
+        (0.7, None, {"processed_logprobs": True}, None),
+        (1.0, told("raw_logprobs"), {}, None),  # all the same at temperature 1, which is that of greedy log-probs too
+        (0.0, None, {}, None),
+    ],
+)
+def test_log_probs_of_a_server_are_at_the_temperature(temperature, info, options, message, model, monkeypatch):
+    """vLLM's are at temperature 1 unless it was started otherwise; the trainer's are not."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    settings = {**UNSET, "num_generations": K, "max_completion_length": C, "temperature": temperature}
+    trainer = RolloutTrainer(lambda ids, count: ([], []), model.tokenizer, settings, None)
+    with Server() as server:
+        server.info = info
+        if message is None:
+            assert len(served(server, **options)(["a"], trainer)["logprobs"]) == K
+        else:
+            with pytest.raises(ConfigError, match=message):
+                served(server, **options)(["a"], trainer)
+            assert not server.bodies, "nothing is sampled"
+    asked = [("/server_info?config_format=json", "Bearer secret")]
+    assert server.asked == (asked if temperature == 0.7 else [])
 
 
 def test_a_server_gets_the_policy_first(rollout, model, monkeypatch, tmp_path):

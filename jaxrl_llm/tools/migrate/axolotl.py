@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_llm.data.chat_templates import TEMPLATES
 from jaxrl_llm.data.formats.lookup import known
-from jaxrl_llm.tools.migrate import shared, trl
+from jaxrl_llm.tools.migrate import shared, trl, trl_run
 from jaxrl_llm.tools.migrate.draft import Draft, Options, Source, short
 from jaxrl_llm.tools.migrate.losses import with_options
 from jaxrl_llm.tools.migrate.table import CONVERT, defaults, rules, table
@@ -128,14 +128,24 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
     if entries:
         written = ", ".join(f"{key.removeprefix(section)}={value!r}" for key, value in entries.items())
         draft.set("model.overrides", written, *entries)
+    if any(key.partition(".")[0] == "qat" for key in yaml):
+        draft.check("qat has no equivalent: there is no quantisation-aware training, and the result is another model")
     draft.drop("data.path")
     draft.set("data.sources", tuple(_sources(draft, yaml, trainer)) or None, "datasets", "val_set_size")
-    tests = yaml.get("test_datasets")
+    measured = "eval/"
+    tests = [_source(draft, dataset, trainer, "test_datasets") for dataset in yaml.get("test_datasets") or ()]
     if tests:
+        draft.drop("data.eval_split")
+    if yaml.get("rl"):  # takes this split where none is named, and sft the split test
+        tests = [source | {"split": source.get("split", "train")} for source in tests]
+    if len(tests) == 1 and tests[0].keys() <= {"path", "data_files", "split"}:
         draft.set("data.eval_path", tests[0].get("data_files") or tests[0].get("path"), "test_datasets")
-        draft.set("data.eval_split", tests[0].get("split", "train"), "test_datasets")
-        if len(tests) > 1:
-            draft.check("test_datasets: the first is evaluated on")
+        draft.set("data.eval_split", tests[0].get("split"), "test_datasets")
+    elif tests:  # which axolotl joins to one
+        draft.set("eval.sets", tuple({"set": "test", **source} for source in tests), "test_datasets")
+        measured = "eval/test/"
+        if best := draft.values.get("checkpoint.best"):
+            draft.values["checkpoint.best"] = best.replace("eval/", measured, 1)
     if not tests and not any("eval_split" in one for one in draft.values.get("data.sources", ())):
         draft.set("eval.every", -1, "val_set_size")
     elif draft.values.get("eval.every") == -1 and not yaml.get("eval_strategy"):
@@ -151,7 +161,7 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
     else:
         strategy = yaml.get("excess_length_strategy", "drop")
         draft.set("data.overlong", OVERLONG.get(strategy, "filter"), "excess_length_strategy")
-    if yaml.get("bf16", "auto") and not yaml.get("fp16") and not draft.values.get("model.quantize"):
+    if yaml.get("bf16", "auto") and not yaml.get("fp16"):
         draft.set("model.param_dtype", "bfloat16", "bf16")
     shared.tracked(draft, yaml, PROJECTS, RUN_NAMES)
     switches = (f"use_{name}" for name in TRACKERS)
@@ -165,7 +175,16 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
         if key in yaml:
             draft.set("mesh.context", int(yaml[key]), key)
     total = draft.values["total_steps"]
-    unset = not ({"warmup_steps", "warmup_ratio"} & set(yaml))
+    unset = not ({"warmup_steps", "warmup_ratio"} & set(yaml)) and yaml.get("lr_scheduler") not in trl_run.UNWARMED
+    if held := yaml.get("cosine_constant_lr_ratio"):
+        if draft.values["optimizer.schedule"] != "cosine" or not yaml.get("cosine_min_lr_ratio"):
+            draft.check("cosine_constant_lr_ratio is read by axolotl beside cosine and cosine_min_lr_ratio alone")
+        elif "num_epochs" in draft.values:
+            draft.check(
+                f"cosine_constant_lr_ratio = {held}: set optimizer.schedule_steps to this share of the run's steps"
+            )
+        else:
+            draft.set("optimizer.schedule_steps", max(1, int(held * total)), "cosine_constant_lr_ratio")
     if unset and "num_epochs" in draft.values:  # the steps are not known, but what share of them it is
         draft.set("optimizer.warmup_ratio", WARMUP_RATIO, "warmup_ratio")
         draft.check(
@@ -178,10 +197,9 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
         if yaml.get(key) and draft.values[ours] != -1:
             draft.set(ours, max(1, round(total / (float(yaml.get("num_epochs", 1)) * yaml[key]))), key)
     if patience := yaml.get("early_stopping_patience"):
-        metric = (
-            {"metric": "eval/reward", "mode": "max"} if trainer == "grpo" else {"metric": "eval/loss", "mode": "min"}
-        )
-        stopping = with_options("early_stopping", {**metric, "patience": patience})
+        metric, mode = ("reward", "max") if trainer == "grpo" else ("loss", "min")
+        options = {"metric": f"{measured}{metric}", "mode": mode, "patience": patience}
+        stopping = with_options("early_stopping", options)
         if draft.values.get("eval.every", 0) > 0:
             draft.set("callbacks", (stopping,), "early_stopping_patience")
         else:
@@ -204,29 +222,30 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
         draft.check("the file names no datasets: set data.path")
 
 
-def _format(draft: Draft, source: dict[str, Any], trainer: str) -> None:
-    """Name the format of a data set as here; what has none is noted."""
+def _source(draft: Draft, dataset: dict[str, Any], trainer: str, key: str) -> dict[str, Any]:
+    """Return a data set of `key` with the name of its format as here; what has none is noted."""
+    source = {name: value for name, value in dataset.items() if value is not None}
     kind = source.get("type")
     if trainer == "sft" and (kind in (None, "chat_template", "completion") or isinstance(kind, dict)):
         if isinstance(kind, dict):
-            draft.check(f"datasets: the type {short(kind)} has no format for sft; write a function row -> dict")
+            draft.check(f"{key}: the type {short(kind)} has no format for sft; write a function row -> dict")
         source.pop("type", None)
         field, names = source.pop("field_messages", "messages"), source.pop("message_property_mappings", None) or {}
         if field != "messages" or set(names.values()) - {"role", "content"}:
             source |= {"type": "sharegpt", "field": field}
         plain = ("path", "name", "split", "ds_type", "data_files", *(("type", "field") if "type" in source else ()))
-        odd = [key for key in source if key not in plain]
-        for key in odd:
-            draft.check(f"datasets: {key} = {short(source.pop(key))} has no equivalent for sft")
-        return
+        for name in [name for name in source if name not in plain]:
+            draft.check(f"{key}: {name} = {short(source.pop(name))} has no equivalent for sft")
+        return source
     plain = str(kind).split(".", 1)
     names = known({"sft": "completions", "kto": "labels"}.get(trainer, "pairs"))
     theirs = isinstance(kind, str) and (len(plain) == 1 or plain[0] in RULES["formats"])  # no module of the user's
     if theirs and kind not in names and plain[-1] not in names:
         draft.check(
-            f"datasets: the type {kind} has no format here; name one of docs/data.md, or a function row -> dict (type: "
+            f"{key}: the type {kind} has no format here; name one of docs/data.md, or a function row -> dict (type: "
             "file.py:function)"
         )
+    return source
 
 
 def _sources(draft: Draft, yaml: dict[str, Any], trainer: str) -> list[dict[str, Any]]:
@@ -237,8 +256,7 @@ def _sources(draft: Draft, yaml: dict[str, Any], trainer: str) -> list[dict[str,
         end = f"{size * 100:g}%" if size * 100 == int(size * 100) else f"{max(1, round(size * 100))}%"
     sources: list[dict[str, Any]] = []
     for dataset in yaml.get("datasets") or ():
-        source = {key: value for key, value in dataset.items() if value is not None}
-        _format(draft, source, trainer)
+        source = _source(draft, dataset, trainer, "datasets")
         split = str(source.get("split", "train"))
         if size > 0 and "[" in split:
             draft.check(

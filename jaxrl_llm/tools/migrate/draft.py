@@ -190,6 +190,11 @@ class Draft:
             self.check(
                 f"model.path is {model}: see that docs/models.md has its architecture (model_type in config.json)"
             )
+        if self.values.get("model.quantize") and re.search(known["experts"], model, re.IGNORECASE):
+            self.check(
+                f"model.quantize leaves the matrices of experts, most of {model}, as they are: see with python -m "
+                "jaxrl_llm plan that the devices hold them"
+            )
         targets = self.values.get("lora.targets", ())
         if self.values.get("lora.rank") and (odd := [name for name in targets if name not in known["adapters"]]):
             names = tuple(name for name in targets if name in known["adapters"]) or ("all-linear",)

@@ -2,10 +2,12 @@
 
 import functools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.config import schema
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.sources import load
 from jaxrl_llm.tools.migrate.draft import OURS, Draft, Options, short
@@ -16,8 +18,15 @@ KL = {
     "kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "full": "full",
 }  # fmt: skip
 TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-SCHEDULES = {name: name for name in ("linear", "cosine", "constant", "inverse_sqrt", "wsd")} | {
+# Names of an optimizer of ours, whatever computes and stores it: `torch.optim.AdamW`, `paged_adamw_8bit`. galore_adamw,
+# schedule_free_sgd and the like are other algorithms.
+OPTIMIZER = re.compile(
+    r"([\w.]+\.)?_?((paged|fused|deepspeed|cpu|optimi|ao|flash|dist)_?)*(adamw?|adafactor|lion|muon|sgdw?)"
+    r"(_?(hf|torch|pytorch|bnb|apex|fused|xla|npu|anyprecision|\d+bit|fp8))*"
+)
+SCHEDULES = {name: name for name in schema.SCHEDULES} | {
     "cosine_with_min_lr": "cosine",
+    "cosine_warmup_with_min_lr": "cosine",
     "constant_with_warmup": "constant",
     "inverse_square_root": "inverse_sqrt",
     "warmup_stable_decay": "wsd",
@@ -76,16 +85,24 @@ def divided(value: float, by: int) -> int:
     return max(1, math.ceil(value / by))
 
 
-def schedule(draft: Draft, name: str, key: str) -> str:
-    """Set and return our schedule of that name; linear, with a note, where there is none."""
-    ours = SCHEDULES.get(str(name))
-    if ours is None:
+def schedule(draft: Draft, name: str, key: str, ours: str = "optimizer.schedule") -> str:
+    """Set and return our schedule of that name; where there is none another, with a note."""
+    plain = str(name).lower().replace("-", "_")
+    found = SCHEDULES.get(plain)
+    if plain in ("reduce_lr_on_plateau", "greedy"):
+        found = "constant"
         draft.check(
-            f"{draft.named(key)} = {name!r} has no equivalent; linear is written. There are constant, linear, cosine, "
-            "inverse_sqrt and wsd"
+            f"{draft.named(key)} = {name!r} has no equivalent: no schedule here follows the evaluations; constant is "
+            "written. Where they stall, start again from the checkpoint with a lower optimizer.learning_rate"
         )
-    draft.set("optimizer.schedule", ours or "linear", key)
-    return ours or "linear"
+    elif found is None:
+        found = "linear"
+        draft.check(
+            f"{draft.named(key)} = {name!r} has no equivalent; linear is written. There are "
+            f"{', '.join(schema.SCHEDULES)}"
+        )
+    draft.set(ours, found, key)
+    return found
 
 
 def init_kwargs(draft: Draft, key: str, revision: str) -> Any:
@@ -107,21 +124,29 @@ def optimizer(draft: Draft, name: str, key: str) -> None:
     """Set our optimizer of that name."""
     plain = str(name).lower()
     ours = next((known for known in ("adafactor", "lion", "muon", "sgd") if known in plain), "adamw")
-    if ours == "adamw" and "adam" not in plain:
-        draft.check(f"{draft.named(key)} = {name!r} has no equivalent; adamw is written")
-    elif "8bit" in plain or "paged" in plain or "4bit" in plain:
+    if not OPTIMIZER.fullmatch(plain):
+        draft.check(
+            f"{draft.named(key)} = {name!r} has no equivalent; {ours} is written. train(config, optimizers=...) takes "
+            "an optimizer of optax"
+        )
+    elif re.search("paged|flash|[48]bit|fp8", plain):
         draft.check(
             f"{draft.named(key)} = {name!r}: the moments are not quantised here; optimizer.moment_dtype and "
             "optimizer.offload save memory"
+        )
+    elif str(name).rpartition(".")[2] == "Adam" and draft.values.get("optimizer.weight_decay"):  # torch's
+        draft.check(
+            f"{draft.named(key)} = {name!r} adds the weight decay to the gradient; adamw, which takes it off the "
+            "parameters, is written"
         )
     draft.set("optimizer.name", ours, key)
     if ours == "sgd":
         draft.set("optimizer.b1", 0.0, key)
 
 
-def betas(draft: Draft, key: str) -> None:
+def betas(draft: Draft, key: str, section: str = "optimizer") -> None:
     """Set Adam's two decay rates from a pair."""
-    for index, ours in enumerate(("optimizer.b1", "optimizer.b2")):
+    for index, ours in enumerate((f"{section}.b1", f"{section}.b2")):
         draft.set(ours, float(draft.get(key)[index]), key)
 
 

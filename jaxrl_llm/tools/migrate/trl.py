@@ -70,6 +70,13 @@ def convert(source: Source, options: Options) -> Draft:
 def apply(draft: Draft, trainer: str, options: Options) -> Draft:
     """Return the draft with everything that TRL's keys say, for one of its trainers."""
     draft.set_direct("trl")
+    if draft.values.get("data.packing") and trainer not in ("sft", "gkd"):
+        draft.drop("data.packing")
+        draft.used.discard(draft.named("packing"))
+        draft.check(
+            f"{draft.named('packing')} is for sft here: the rows of other algorithms are packed by batch.packing, "
+            "which is auto"
+        )
     if draft.get("generation_kwargs") and "rollout.max_completion_length" in draft.values:
         _generation(draft, "generation_kwargs")
     _model(draft)
@@ -184,8 +191,11 @@ def _data(draft: Draft, trainer: str) -> None:
     draft.set("data.shuffle", draft.get(key) not in (False, "sequential"), key)
     draft.set("data.eval_split", draft.get("dataset_test_split"), "dataset_test_split", "eval_dataset")
     if trainer not in (*sampling, "ppo"):
-        side = "truncate_left" if draft.get("truncation_mode") == "keep_end" else "truncate_right"
-        draft.set("data.overlong", side, "truncation_mode")
+        if trainer == "reward":
+            draft.set("data.overlong", "filter", "max_length")
+        else:
+            side = "truncate_left" if draft.get("truncation_mode") == "keep_end" else "truncate_right"
+            draft.set("data.overlong", side, "truncation_mode")
         if draft.get("max_length") is None:
             draft.check("max_length is None, which is no limit; data.max_length is 1024 here")
         else:

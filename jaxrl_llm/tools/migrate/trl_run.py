@@ -1,10 +1,18 @@
 """The rules for TRL that every trainer shares: steps of the run, of checkpoints and logs, and the learning rate."""
 
 import math
+from pathlib import Path
 
 from jaxrl_llm.tools.migrate import shared
 from jaxrl_llm.tools.migrate.draft import Draft, Options, short
 
+# Options of transformers' schedules that are not ours where they are not set.
+TRANSFORMERS = {
+    "cosine_with_restarts": {"num_cycles": 1},
+    "polynomial": {"lr_end": 1e-7},
+    "wsd": {"decay_type": "cosine"},
+}
+UNWARMED = ("constant", "reduce_lr_on_plateau", "greedy")  # of transformers: without a warm-up, whatever is set
 PROJECTS = ("project", "WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME", "SWANLAB_PROJECT", "TRACKIO_PROJECT")
 
 
@@ -84,8 +92,8 @@ def _saved(draft: Draft) -> None:
     draft.set("export.title", title if isinstance(title, str) else None, "model_name")
     if draft.get("push_to_hub"):
         keys = ("push_to_hub", "hub_model_id", "push_to_hub_model_id")
-        name = draft.first(*keys[1:], default="")
-        if "/" in name:
+        name = draft.first(*keys[1:], default=Path(draft.values.get("output_dir", "")).name)
+        if name:
             draft.set("export.push_to_hub", name, *keys)
             if (strategy := draft.get("hub_strategy")) not in (None, "end"):
                 contents = draft.values.get("checkpoint.contents", ("state",))
@@ -95,44 +103,66 @@ def _saved(draft: Draft) -> None:
                 if strategy != "every_save":
                     draft.check(f"hub_strategy is {strategy}: each checkpoint's model is pushed, its optimizer not")
         else:
-            draft.check(
-                "push_to_hub without an owner's name goes to the account of the token: set export.push_to_hub to "
-                "OWNER/NAME"
-            )
+            draft.check("push_to_hub: neither hub_model_id nor output_dir names a repository: set export.push_to_hub")
         draft.set("export.private", bool(draft.get("hub_private_repo")), "hub_private_repo")
         draft.use(*keys)
 
 
 def learning_rate(draft: Draft, updates: int) -> None:
     """Set the schedule, the warm-up and the optimizer; `updates` are those of a step."""
-    kind = shared.schedule(draft, draft.get("lr_scheduler_type"), "lr_scheduler_type")
-    more, peak = draft.get("lr_scheduler_kwargs") or {}, float(draft.get("learning_rate"))
+    scheduler = str(draft.get("lr_scheduler_type"))
+    kind = shared.schedule(draft, scheduler, "lr_scheduler_type")
+    if scheduler == "cosine_warmup_with_min_lr":
+        draft.check(f"{draft.named('lr_scheduler_type')} = {scheduler!r} is one update ahead of cosine throughout")
+    given, peak = draft.get("lr_scheduler_kwargs") or {}, float(draft.get("learning_rate"))
+    if not isinstance(given, dict):
+        draft.check(
+            f"lr_scheduler_kwargs = {short(given)} is no dictionary that the file spells out: set optimizer.* by it"
+        )
+        given = {}
     keys = {
         "min_lr_rate": ("optimizer.min_lr_ratio", 1.0),
         "min_lr_ratio": ("optimizer.min_lr_ratio", 1.0),
         "min_lr": ("optimizer.min_lr_ratio", 1 / peak),
+        "lr_end": ("optimizer.min_lr_ratio", 1 / peak),
         "num_cycles": ("optimizer.cycles", 1.0),
+        "power": ("optimizer.power", 1.0),
     }
-    for name, value in more.items() if isinstance(more, dict) else ():
+    more = TRANSFORMERS.get(kind, {}) | given
+    for name, value in more.items():
         if name in keys:
             ours, factor = keys[name]
             draft.set(ours, float(value) * factor, "lr_scheduler_kwargs")
         elif name == "num_decay_steps":
             draft.set("optimizer.decay_steps", shared.divided(value, updates), "lr_scheduler_kwargs")
-        else:
+        elif name == "decay_type":
+            draft.set("optimizer.decay_shape", value, "lr_scheduler_kwargs")
+        elif (name, value) != ("warmup_type", "linear") and name != "num_stable_steps":
             draft.check(f"lr_scheduler_kwargs: {name} = {short(value)} has no equivalent")
     if kind == "wsd" and "optimizer.decay_steps" not in draft.values:
         draft.set("optimizer.decay_steps", max(1, draft.values["total_steps"] // 10), "lr_scheduler_type")
         draft.check("the last tenth of the steps is the decay of wsd: set optimizer.decay_steps")
     steps, ratio = float(draft.get("warmup_steps") or 0), draft.get("warmup_ratio") or 0.0
-    if steps >= 1:
+    if scheduler in UNWARMED:
+        steps = ratio = 0
+    elif steps >= 1:
         warmup = min(shared.divided(steps, updates), draft.values["total_steps"])
         draft.set("optimizer.warmup_steps", warmup, "warmup_steps")
     elif ratio or steps:  # warmup_steps below 1 is a ratio too
         draft.set("optimizer.warmup_ratio", float(ratio or steps), "warmup_ratio", "warmup_steps")
-    draft.use("lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "adafactor")
+    if kind == "wsd" and (lowest := draft.values.get("optimizer.min_lr_ratio")) and (steps or ratio):
+        draft.set("optimizer.warmup_init", lowest * peak, "lr_scheduler_kwargs")  # as there
+    if stable := more.get("num_stable_steps"):
+        if steps < 1 and (steps or ratio):
+            draft.check(f"lr_scheduler_kwargs: num_stable_steps = {stable}: set optimizer.schedule_steps to its end")
+        else:
+            end = shared.divided(steps + stable + more.get("num_decay_steps", 0), updates)
+            draft.set("optimizer.schedule_steps", end, "lr_scheduler_kwargs")
+    draft.use("lr_scheduler_kwargs", "adafactor")
+    if scheduler not in UNWARMED:
+        draft.use("warmup_steps", "warmup_ratio")
     own = draft.get("adafactor")
     shared.optimizer(draft, "adafactor" if own else draft.get("optim"), "adafactor" if own else "optim")
-    if "critic.learning_rate" in draft.values and kind != "wsd":
+    if "critic.learning_rate" in draft.values:
         draft.set("critic.schedule", kind, "lr_scheduler_type")
         draft.set("critic.max_grad_norm", float(draft.get("max_grad_norm")), "max_grad_norm")

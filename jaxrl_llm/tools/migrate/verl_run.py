@@ -1,7 +1,7 @@
 """The rules for verl's trainer: steps of the run, of checkpoints and evaluations, logs, and the learning rate."""
 
 from jaxrl_llm.tools.migrate import shared
-from jaxrl_llm.tools.migrate.draft import Draft, Options
+from jaxrl_llm.tools.migrate.draft import OURS, Draft, Options
 
 
 def trainer(draft: Draft, options: Options) -> None:
@@ -47,6 +47,11 @@ def trainer(draft: Draft, options: Options) -> None:
     modes = {"disable": "never", "resume_path": draft.get("trainer.resume_from_path")}
     resume = modes.get(str(draft.get("trainer.resume_mode")))
     draft.set("checkpoint.resume", resume, "trainer.resume_mode", "trainer.resume_from_path")
+    if resume == "never":
+        draft.check(
+            "trainer.resume_mode is disable: with checkpoint.resume = 'never' each start deletes the checkpoints that "
+            "are in output_dir, where verl leaves them. After a crash start with 'auto', or leave it at that"
+        )
     shown = int(draft.get("trainer.log_val_generations") or 0)
     ours = "logging.completions_shown" if shown else "logging.completions_every"
     draft.set(ours, shown, "trainer.log_val_generations")
@@ -72,15 +77,21 @@ def _validation(draft: Draft, at: str) -> None:
 
 def learning_rate(draft: Draft, at: str) -> None:
     """Set the warm-up and the shape of the learning rate from the section `at`; of Megatron too."""
-    names = ("warmup_style", "lr_scheduler", "lr_decay_style", "lr_scheduler_type")
-    usual = "lr_scheduler" if at == "optim" else "lr_scheduler_type"
-    key = next((f"{at}.{name}" for name in names if draft.sets(f"{at}.{name}")), f"{at}.{usual}")
-    shape = shared.schedule(draft, draft.get(key), key)
+    shapes = {at: _shape(draft, at, "optimizer.schedule")}
+    if draft.values.get("algorithm.name") == "ppo":
+        shapes["critic.optim"] = _critic(draft, at, shapes[at])
+    end = int(draft.get(f"{at}.lr_decay_steps") or 0)
+    if end > 0 and shapes[at] == "inverse_sqrt":
+        draft.check(f"{at}.lr_decay_steps = {end}: inverse_sqrt has no end here; there min_lr follows")
+    elif end > 0 and shapes[at] != "constant":
+        draft.set("optimizer.schedule_steps", end, f"{at}.lr_decay_steps")
     steps = draft.get(f"{at}.lr_warmup_steps")
     ratios = [f"{at}.lr_warmup_steps_ratio", f"{at}.warmup_steps_ratio"]
     ratio = next((draft.settings[key] for key in ratios if draft.sets(key)), draft.get(ratios[0]))
     if steps is not None and int(steps) >= 0:
         draft.set("optimizer.warmup_steps", int(steps), f"{at}.lr_warmup_steps")
+    elif ratio and end > 0:  # of which Megatron takes the share
+        draft.set("optimizer.warmup_steps", int(float(ratio) * end), *ratios, f"{at}.lr_decay_steps")
     elif ratio:
         draft.set("optimizer.warmup_ratio", float(ratio), *ratios)
     first = float(draft.get(f"{at}.lr_warmup_init") or 0)
@@ -94,24 +105,57 @@ def learning_rate(draft: Draft, at: str) -> None:
     if lowest:
         draft.set("optimizer.min_lr_ratio", float(lowest) / float(draft.get(f"{at}.lr")), f"{at}.min_lr")
     draft.use(f"{at}.lr_warmup_steps", *ratios, f"{at}.min_lr")
-    if draft.values.get("algorithm.name") == "ppo":
-        keys = [f"critic.optim.{name}" for name in ("lr_warmup_steps", "lr_warmup_steps_ratio")]
-        steps, ratio = draft.get(keys[0]), draft.get(keys[1])
-        steps = (
-            int(steps)
-            if steps is not None and int(steps) >= 0
-            else int(float(ratio or 0) * draft.values["total_steps"])
-        )
-        draft.set("critic.lr_warmup_steps", steps or None, *keys)
     if draft.sets(f"{at}.betas"):
         shared.betas(draft, f"{at}.betas")
     if draft.sets(f"{at}.optimizer"):
         shared.optimizer(draft, draft.get(f"{at}.optimizer"), f"{at}.optimizer")
         draft.use(f"{at}.optimizer_impl")
-    if shape == "wsd":
-        decay = draft.get(f"{at}.lr_wsd_decay_steps") or max(1, draft.values["total_steps"] // 10)
-        draft.set("optimizer.decay_steps", int(decay), f"{at}.lr_wsd_decay_steps")
-    else:
-        draft.drop("optimizer.decay_shape")
-    if shape != "cosine":
+    if (section := next((name for name, shape in shapes.items() if shape == "wsd"), None)) is not None:
+        decay = draft.get(f"{section}.lr_wsd_decay_steps") or max(1, (end or draft.values["total_steps"]) // 10)
+        draft.set("optimizer.decay_steps", int(decay), f"{section}.lr_wsd_decay_steps")
+        style = draft.first(f"{section}.lr_wsd_decay_style", default="exponential")
+        style = "1-sqrt" if style == "minus_sqrt" else style
+        draft.set("optimizer.decay_shape", style, f"{section}.lr_wsd_decay_style")
+    if shapes[at] != "cosine":
         draft.drop("optimizer.cycles")
+
+
+def _shape(draft: Draft, at: str, ours: str) -> str:
+    """Set and return the schedule of the section `at`; constant, verl's own of reinforcement learning, by default."""
+    names = ("warmup_style", "lr_scheduler", "lr_decay_style", "lr_scheduler_type")
+    usual = "lr_scheduler" if at == "optim" else "lr_scheduler_type"
+    key = next((f"{at}.{name}" for name in names if draft.sets(f"{at}.{name}")), f"{at}.{usual}")
+    return shared.schedule(draft, draft.first(key, default="constant"), key, ours)
+
+
+def _critic(draft: Draft, policy: str, policy_shape: str) -> str:
+    """Set and return the schedule of the critic, with its lowest rate and its betas: there they are not the policy's.
+
+    `policy` is the section of the policy's optimizer, and `policy_shape` its schedule.
+    """
+    at = "critic.optim"
+    shape = _shape(draft, at, "critic.schedule")
+    keys = [f"{at}.{name}" for name in ("lr_warmup_steps", "lr_warmup_steps_ratio")]
+    steps, ratio = draft.get(keys[0]), draft.get(keys[1])
+    steps = (
+        int(steps) if steps is not None and int(steps) >= 0 else int(float(ratio or 0) * draft.values["total_steps"])
+    )
+    draft.set("critic.lr_warmup_steps", steps or None, *keys)
+    for name, peak in (("min_lr_ratio", 1.0), ("min_lr", float(draft.get(f"{at}.lr")))):
+        if draft.sets(f"{at}.{name}") or draft.sets(f"{policy}.{name}"):
+            draft.set("critic.min_lr_ratio", float(draft.get(f"{at}.{name}") or 0) / peak, f"{at}.{name}")
+    if draft.sets(f"{at}.betas"):
+        shared.betas(draft, f"{at}.betas", "critic")
+    elif draft.sets(f"{policy}.betas"):
+        draft.set("critic.b1", OURS["optimizer.b1"].default)
+        draft.set("critic.b2", OURS["optimizer.b2"].default)
+    shared_here = [] if shape in ("constant", "inverse_sqrt") else ["lr_decay_steps"]
+    if shape == "cosine":
+        shared_here.append("num_cycles")
+    elif shape == policy_shape == "wsd":
+        shared_here += ["lr_wsd_decay_steps", "lr_wsd_decay_style"]
+    for name in shared_here:
+        own, other = draft.get(f"{at}.{name}"), draft.get(f"{policy}.{name}")
+        if own != other:
+            draft.check(f"{at}.{name} is {own} and the policy's {other}: both schedules have the policy's here")
+    return shape

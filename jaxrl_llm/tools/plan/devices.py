@@ -34,7 +34,14 @@ class Device(NamedTuple):
         """Bytes a second out of one of `count` devices."""
         return min(self.interconnect, self.network) if self.node and count > self.node else self.interconnect
 
+    def host(self, count: int) -> int:
+        """Devices of each host, and so of a process, where there are `count` in all."""
+        if self.topology is None:
+            return self.node or count
+        return 8 if count == 8 and self.topology in ("v5e", "v6e") else CHIPS
 
+
+CHIPS = 4  # of a host of TPUs in a slice of several
 NETWORK = 50e9  # one 400 Gb/s port for each GPU
 GIB = 2**30
 

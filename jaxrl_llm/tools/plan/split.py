@@ -1,15 +1,18 @@
 """The plan of a run of which some devices, or processes, only sample: each half, and the split that balances them."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.sharding import make_mesh, rollout_mesh
+from jax.sharding import AbstractMesh
+
+from jaxrl_llm.config import ConfigError, batch_rows
+from jaxrl_llm.distributed.sharding import check_processes, make_mesh, rollout_mesh
 from jaxrl_llm.tools.plan.advice import changed
+from jaxrl_llm.tools.plan.devices import named
 from jaxrl_llm.tools.plan.planned import PARAMETERS, Plan, floors, make_plan
 from jaxrl_llm.tools.plan.text import lines, seconds, size, table
 from jaxrl_llm.tools.plan.topology import stand_ins, target_of
-from jaxrl_llm.training.setup.run import sampling_devices
+from jaxrl_llm.training.setup.run import check_rows, sampling_devices
 
 
 class Split(NamedTuple):
@@ -33,9 +36,10 @@ class Balance(NamedTuple):
 def make_split(config, name: str, count: int, simulate: bool = False) -> Split:
     """The plans of both halves of a run on `count` devices called `name`, those that only sample among them.
 
-    Raises ConfigError as `make_plan`, and for processes among which the devices cannot be divided.
+    Raises ConfigError as `make_plan`, for processes among which the devices cannot be divided, and for what training
+    refuses on as many hosts: devices that only sample, or a process or rows on several of them.
     """
-    samplers, in_files = 1, not sampling_devices(config)
+    samplers, in_files, host = 1, not sampling_devices(config), named(name).host(count)
     if in_files:
         samplers, processes = config.rollout.processes, config.processes.count
         if processes is None or processes <= samplers or count % processes:
@@ -44,13 +48,25 @@ def make_split(config, name: str, count: int, simulate: bool = False) -> Split:
                 "processes: set it to the number of all processes of the run, which have as many devices each"
             )
         each = count // processes
+        if each > host:
+            raise ConfigError(
+                f"processes.count is {processes}, of {each} devices each with --devices={count}, but a host of {name} "
+                f"has {host}: set it to {-(-count // host)} or more, and rollout.processes to those that only sample"
+            )
     else:
         each = sampling_devices(config)
         if each >= count:
             raise ConfigError(f"rollout.devices is {each}, but it takes fewer than --devices={count}")
+        if count > host:
+            raise ConfigError(
+                f"rollout.devices is {each}, but it is of one process, and --devices={count} of {name} are of "
+                f"{-(-count // host)} hosts of {host}: set it to 0, processes.count={-(-count // host)} and "
+                f"rollout.processes={-(-each // host)}"
+            )
     devices, c = stand_ins(config, name, count), config.mesh
     alone = changed(config, {"rollout.devices": 0, "rollout.processes": 0})
     training_mesh = make_mesh(c.data, c.fsdp, c.tensor, c.context, c.expert, devices[: count - samplers * each])
+    check_processes(training_mesh, each if in_files else host)
     sampling_mesh = rollout_mesh(make_mesh(devices=devices[-each:]), config.rollout.mesh)
     training = make_plan(alone, target_of(training_mesh, name, simulate), only="training")
     sampling = make_plan(alone, target_of(sampling_mesh, name, simulate), only="sampling")
@@ -75,8 +91,8 @@ def least_seconds(plan: Plan, factor: float = 1.0) -> float:
 
 
 def balances(split: Split) -> list[Balance]:
-    """The halves' seconds for each split of the same devices, in order of the devices that sample."""
-    training, sampling = split.training.target.mesh, split.sampling.target.mesh
+    """The halves' seconds for each split of the same devices that rows divide over, by the devices that sample."""
+    config, training, sampling = split.training.config, split.training.target.mesh, split.sampling.target.mesh
     count = training.size + split.samplers * sampling.size
     # Devices are added by whole copies of the policy that they hold parts of, or by whole processes.
     unit = sampling.size if split.in_files else sampling.size // sampling.shape["data"]
@@ -85,6 +101,12 @@ def balances(split: Split) -> list[Balance]:
     for devices in range(unit, count, unit):
         left = count - devices
         if left % whole:
+            continue
+        sizes = dict(training.shape) | {"data": left // whole, "fsdp": 1}
+        mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        try:
+            check_rows(config, batch_rows(config), mesh)
+        except ConfigError:
             continue
         if split.in_files:
             sampled = least_seconds(split.sampling) / (devices // unit)

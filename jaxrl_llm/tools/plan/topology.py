@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.distributed.overlap import overlap_collectives
-from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.distributed.sharding import check_processes, make_mesh
 from jaxrl_llm.models import chunked_softmax
 from jaxrl_llm.tools.plan.devices import Device, Gpu, at_hand, named
 from jaxrl_llm.training import update
@@ -25,7 +25,6 @@ GPU_OPTIONS = (("xla_gpu_autotune_level", 0),)  # kernels are not tried out, as 
 PLUGINS = ("xla_cuda12", "xla_cuda13")  # folders of jax's CUDA plugin; others lie beside it
 NVCC = ("cuda_nvcc", "cu13")  # folders of the CUDA compiler in NVIDIA's wheels, of versions 12 and 13
 CUDA, CUDNN = (12, 9, 0), (9, 10, 0)  # versions that the GPU compiler gets where there is no driver to ask
-CHIPS = 4  # of a host of TPUs
 HOST = {1: (1, 1, 1), 2: (1, 2, 1)}  # chips of one host, where there are fewer than four
 
 
@@ -43,7 +42,7 @@ class Target(NamedTuple):
     @property
     def host(self) -> int | None:
         """Devices of one host where CPUs stand in for accelerators; None where the devices of the mesh say it."""
-        return None if self.exact or not self.accelerator else self.device.node or CHIPS
+        return None if self.exact or not self.accelerator else self.device.host(self.mesh.size)
 
 
 def at_hand_target(config) -> Target:
@@ -58,10 +57,12 @@ def target(config, name: str, count: int, simulate: bool = False) -> Target:
 
     A TPU is compiled for by its own compiler where libtpu is installed, a GPU by its own where jax's CUDA plugin is,
     unless `simulate`; everything else by XLA's CPU compiler, for `count` CPU devices. Raises ConfigError for an unknown
-    device, and for a mesh of another size.
+    device, and for a mesh of another size or whose hosts would share rows.
     """
     stand_ins(config, name, count)
-    return target_of(build_mesh(config), name, simulate)
+    mesh = build_mesh(config)
+    check_processes(mesh, named(name).host(count))
+    return target_of(mesh, name, simulate)
 
 
 def stand_ins(config, name: str, count: int) -> list[Any]:

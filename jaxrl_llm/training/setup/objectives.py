@@ -53,7 +53,8 @@ def objective_of(config, net: Net) -> Objective:
     if teacher is not None and learns_from_teacher_alone(config):
         mode = "token" if name == "sft" else config.algorithm.aggregation
         longest, rows = config.rollout.max_completion_length, config.batch.microbatch_rows
-        objective = with_router_loss(lambda net: distillation(teacher, mode, longest, rows, net), net)
+        temperature = config.rollout.temperature or 1.0
+        objective = with_router_loss(lambda net: distillation(teacher, mode, longest, rows, temperature, net), net)
     elif name == "sft":
         demonstrations = sft_spec(config)
         objective = with_router_loss(lambda net: sft(demonstrations, net), net)
@@ -126,7 +127,7 @@ def learns_from_teacher_alone(config) -> bool:
     if c.name == "sft":
         return True
     others = c.beta or c.entropy_coef or c.observation_coef or c.entropy_controller != "fixed" or c.name == "ppo"
-    others = others or bool(config.environment.options)
+    others = others or bool(config.environment.options) or c.loss not in ("auto", "ppo_clip")
     return not others and (c.advantage == "zero" or not config.rewards.functions)
 
 

@@ -16,18 +16,23 @@ from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
 from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows, with_correction
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.config.unread import unread
 from jaxrl_llm.data import loading
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.loading import DataSource, Tokenized
 from jaxrl_llm.data.pipeline import Pipeline
+from jaxrl_llm.data.templates import called_turn
 from jaxrl_llm.distributed import processes
-from jaxrl_llm.distributed.sharding import has_host_memory, make_mesh, on_host, rollout_mesh, row_shards
+from jaxrl_llm.distributed.sharding import has_host_memory, make_mesh, on_host, path_name, rollout_mesh, row_shards
 from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments, load_environments
+from jaxrl_llm.environments.tool_calls import PROBE_CALL, PROBE_TOOL, ToolCall, parse_tool_calls
+from jaxrl_llm.models.families import rotary
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets, split
 from jaxrl_llm.models.model import Model, add_adapters, check_positions, check_same_vocabulary, copied_model, load_model
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.peft import read_config
+from jaxrl_llm.models.quantize import BYTES
 from jaxrl_llm.rewards.functions import environment as environment_reward
 from jaxrl_llm.rewards.runner import Rewards, load_rewards
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -223,17 +228,8 @@ def build(
         state = replace(state, critic=init_state(trainable, critic_optimizer, mesh, updates_of_critic.offload))
         regression = value_regression(critic_spec(config), critic.net)
         update_critic = optimizer_step(regression, critic_optimizer, sized_critic_updates(config, updates), mesh)
-    updates, critic_alone = replace(updates, schedule=rate), None
-    if update_critic is not None:
-        c, passes = config.critic, config.critic.num_iterations or config.algorithm.num_iterations
-        more = passes - config.algorithm.num_iterations
-        apart = more < 0 or c.minibatches not in (0, config.batch.minibatches)
-        if apart or more or c.warmup_steps:
-            critic_alone = CriticAlone(
-                make_critic_update(update_critic), c.minibatches or config.batch.minibatches,
-                passes if apart else more, apart,
-            )  # fmt: skip
-            update_critic = unchanged if apart else update_critic
+    updates, alone = replace(updates, schedule=rate), critic_alone(config, update_critic)
+    update_critic = unchanged if alone is not None and alone.apart else update_critic
     update = make_update(objective, optimizer, updates, mesh, update_critic, algorithm.has_critic)
     return Run(
         algorithm=algorithm,
@@ -244,7 +240,7 @@ def build(
         source=_mixed(config, source, model, train_dataset) if isinstance(source, OnlineSource) else source,
         frozen=Frozen(frozen, frozen_critic),
         update=update,
-        critic_alone=critic_alone,
+        critic_alone=alone,
         warmup_steps=config.critic.warmup_steps,
         evaluation=evaluation,
         state=state,
@@ -254,8 +250,25 @@ def build(
         pack=pack,
         config=config,
         notes=[*rows.notes, *told],
-        warnings=narrow_updates(config, model),
+        warnings=[
+            *unread(config),
+            *rotary.unread(model.hf_config or {}),
+            *narrow_updates(config, model),
+            *unread_calls(config, model, environments),
+            *experts_left_out(config, model),
+        ],
     )
+
+
+def critic_alone(config, update_critic: Update | None) -> CriticAlone | None:
+    """What a critic of its own is trained on besides the policy's updates; None: nothing."""
+    c, passes = config.critic, config.critic.num_iterations or config.algorithm.num_iterations
+    more = passes - config.algorithm.num_iterations
+    apart = more < 0 or c.minibatches not in (0, config.batch.minibatches)
+    if update_critic is None or not (apart or more or c.warmup_steps):
+        return None
+    minibatches = c.minibatches or config.batch.minibatches
+    return CriticAlone(make_critic_update(update_critic), minibatches, passes if apart else more, apart)
 
 
 def narrow_updates(config, model: Model) -> list[str]:
@@ -267,6 +280,42 @@ def narrow_updates(config, model: Model) -> list[str]:
         f"model.param_dtype is {dtype} and optimizer.learning_rate {rate:g}: an update is far smaller than the spacing "
         f"of {dtype}, so that most parameters stay and some, drawn at random, move a whole spacing: right on average, "
         "and noisy. float32 is exact (docs/scaling.md)"
+    ]
+
+
+def experts_left_out(config, model: Model) -> list[str]:
+    """Warnings where experts, most of a mixture of them, stay as they are beside fewer bits or adapters."""
+    leaves, net = jax.tree_util.tree_leaves_with_path(model.params), model.net.config
+    experts = [x for path, x in leaves if "/experts/" in path_name(path)]
+    if not experts:
+        return []
+    held = f"{sum(x.nbytes for x in experts) / 1e9:.3g} of {sum(x.nbytes for _, x in leaves) / 1e9:.3g} GB"
+    found = []
+    if net.quantize != "none":
+        smaller = ", model.param_dtype=bfloat16 halves them" if experts[0].dtype == jnp.float32 else ""
+        found.append(f"model.quantize = {net.quantize!r} leaves the experts as they are: {held}{smaller}")
+    if net.lora is not None and {"gate", "up", "down"} & set(net.lora.targets):
+        found.append(f"lora.targets: experts have no adapters and are not trained: {held}")
+    if config.algorithm.name not in OFFLINE and config.rollout.weights_dtype in BYTES:
+        sampled = sum(x.size for x in experts) * jnp.dtype(net.dtype).itemsize
+        found.append(
+            f"rollout.weights_dtype = {config.rollout.weights_dtype!r} leaves the experts in {net.dtype}: "
+            f"{sampled / 1e9:.3g} GB of the sampler's parameters"
+        )
+    return found
+
+
+def unread_calls(config, model: Model, environments: Environments | Agents | None) -> list[str]:
+    """A warning where there are tools, and the chat template writes calls of them in a form that is not read."""
+    played, tokenizer = specs.played_environments(environments), model.tokenizer
+    if played is None or not any(played.schemas.values()) or not getattr(tokenizer, "chat_template", None):
+        return []
+    turn = called_turn(tokenizer, [PROBE_CALL], [PROBE_TOOL], specs.data_spec(config).template_kwargs)
+    if turn is None or parse_tool_calls(turn, [PROBE_TOOL]) == [ToolCall(**PROBE_CALL)]:
+        return []
+    return [
+        f"the chat template writes calls of tools as {turn.strip()!r:.200}, a form that is not read: no tool will be "
+        "called. docs/environments.md has the forms that are"
     ]
 
 

@@ -196,6 +196,9 @@ def critic_optimizer_spec(config) -> OptimizerSpec:
         schedule=c.schedule,
         warmup_steps=min(c.lr_warmup_steps, config.total_steps),
         warmup_init=0.0,
+        min_lr_ratio=policy.min_lr_ratio if c.min_lr_ratio is None else c.min_lr_ratio,
+        b1=policy.b1 if c.b1 is None else c.b1,
+        b2=policy.b2 if c.b2 is None else c.b2,
         weight_decay=policy.weight_decay if c.weight_decay is None else c.weight_decay,
         weight_decay_end=policy.weight_decay_end if c.weight_decay is None else None,
         updates_per_step=(c.minibatches or config.batch.minibatches)

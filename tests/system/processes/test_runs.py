@@ -185,3 +185,27 @@ def test_the_other_commands(root, tiny_run, tmp_path, together):
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     for name, value in load_file(tiny_run.output_dir / "hf" / "model.safetensors").items():
         np.testing.assert_array_equal(exported[name], value)
+
+
+@pytest.mark.slow
+def test_what_reward_functions_log_in_evaluations(root, tmp_path, together):
+    """Of each prompt once: with 3 prompts, 2 at a time, the second process has nothing in the last batch to grade."""
+    (tmp_path / "mine.py").write_text(
+        "def score(answer, log_metric, log_total, **columns):\n"
+        "    sizes = [len(text) for text in answer]\n"
+        "    log_metric('mine/size', sum(sizes) / len(sizes))\n"
+        "    log_total('mine/paid', len(sizes))\n"
+        "    return [{'score': size, 'pred': size, 'even': size % 2 == 0} for size in sizes]\n"
+    )
+    flags = ("batch.prompts=2", "rollout.group_size=2", "eval.samples=2", "eval.prompts=3")
+    flags += (f"rewards.functions={tmp_path}/mine.py:score",)
+    numbers = []
+    for count in (1, 2):
+        output, config = tmp_path / f"{count}.json", f"--config={root}/configs/grpo.py:tiny"
+        given = (f"--config.{flag}" for flag in flags)
+        all_ended_well(together(count, "-m", "jaxrl_llm", "evaluate", config, *given, f"--output={output}"))
+        numbers.append(json.loads(output.read_text())["metrics"])
+    same_numbers(*numbers, "evaluate")
+    found = numbers[1]
+    assert found["mine/size"] == found["rewards/score/mean"] == found["reward"] and found["mine/paid"] == 3 * 2 + 3
+    assert 0 < found["rewards/score/even"] < 1 and "maj@2" in found

@@ -221,14 +221,14 @@ def test_clipped_values_are_counted_as_by_trl_and_verl(root, tmp_path):
     spec = replace(critic_spec(ppo(root, tmp_path, 1)), epsilon=0.2)
     batch = make_batch()
     values = np.asarray(token_values(NET, PARAMS, batch.inputs))
-    batch = batch.replace(values=values - batch.mask, returns=values)  # nearer to the return than 0.2 from the old value
+    batch = batch.replace(values=values - batch.mask, returns=values)  # nearer to the return than the clip allows
     regression = value_regression(spec, NET)
 
     def share(batch):
         return float(regression.loss(PARAMS, regression.prepare(batch))[1]["vf_clipfrac"].value)
 
     assert share(batch) == 1.0
-    assert share(batch.replace(returns=values - 9.0)) == 0.0  # it moved away from the return: its error is the larger one
+    assert share(batch.replace(returns=values - 9.0)) == 0.0  # it moved away from the return
 
 
 @pytest.mark.slow

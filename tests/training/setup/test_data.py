@@ -180,6 +180,13 @@ def test_another_tokenizer_and_entries_of_config_json(config, tmp_path):
         jaxrl_llm.train(config)
 
 
+def test_rotary_numbers_that_are_not_used_are_a_warning(config, capsys):
+    yarn = "{'rope_type': 'yarn', 'factor': 2.0, 'original_max_position_embeddings': 64, 'attn_factor': 0.9}"
+    config.model.overrides, config.total_steps = f"rope_scaling={yarn}", 0
+    jaxrl_llm.train(config)
+    assert "attn_factor = 0.9 among the rotary parameters is not used" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_family_of_ones_own(config, tmp_path):
     (tmp_path / "family.py").write_text(
         "from jaxrl_llm.models.families.llama import *\n"
