@@ -232,7 +232,10 @@ difference.
   (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3 and 4, OLMo
   3), a part of each head (Phi-3), neighbouring dimensions together (GLM, ERNIE 4.5), and layers without (SmolLM3,
   Llama 4, EXAONE 4.0). With `dynamic`, rows longer than `max_position_embeddings` are scored and trained on, but not
-  sampled.
+  sampled. Of both blocks in a config.json `rope_scaling` is read, as in transformers; `model.overrides` changes the one
+  that the model has, and the export says so. A number that nothing is computed of is a warning of the run: yarn's
+  `attn_factor` (DeepSeek-R1-0528-Qwen3-8B), which transformers does not read either, and vLLM multiplies cosines and
+  sines by.
 - Windows (`sliding_window`) in all layers, in some (`layer_types`, `max_window_layers`, `sliding_window_pattern`), in
   training, prefill and decoding. The cache keeps all tokens.
 - Chunks (`attention_chunk_size`, Llama 4): a token sees those of its own chunk, counted from the start of its document,
@@ -241,9 +244,9 @@ difference.
   in the document (`attn_temperature_tuning`); transformers counts padding on the left too, so it is compared without.
 - Latent attention (DeepSeek-V3, Moonlight): the cache of a token is its latent, `kv_lora_rank + qk_rope_head_dim`
   numbers per layer, and decoding reads nothing else. The router's groups, scores and correction
-  (`e_score_correction_bias`) are all computed; training keeps the correction as it is. Layers for multi-token
-  prediction are left out. `glm4_moe` is GLM-4.5 to 4.7, which has these experts, and `glm4_moe_lite` GLM-4.7-Flash,
-  which has the attention too.
+  (`e_score_correction_bias`) are all computed; training keeps the correction as it is, in fp32 whatever
+  `model.param_dtype`, and in exports of 16 bits too. Layers for multi-token prediction are left out. `glm4_moe` is
+  GLM-4.5 to 4.7, which has these experts, and `glm4_moe_lite` GLM-4.7-Flash, which has the attention too.
 - Weights in fp8 with a scale for each block of numbers (`weight_block_size`), as DeepSeek-V3 and Qwen3's FP8 folders
   have them, or for each matrix (Ministral 3), and gpt-oss' experts in MXFP4, are read as numbers and exported so.
 - Gated delta nets with short convolutions, beside gated attention (Qwen3-Next, Qwen3.5). Rows are computed in chunks of
@@ -264,7 +267,8 @@ difference.
 - Of `gemma4`, `llama4` and `mistral3` (Mistral Small 3.1 and later, Ministral 3), which read images or sound too, the
   text part alone: a folder of theirs is read as a `gemma4_text`, `llama4_text`, `mistral` or `ministral3`, rows with
   images are refused, and the export is a model of that type, without the other parts. Adapters are named as in that
-  type's class.
+  type's class. That tokens of an image see each other in the larger Gemma 4 (`use_bidirectional_attention` is vision)
+  changes nothing in texts.
 - Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE), and weights of their outputs
   or, in Llama 4, their inputs: no token is dropped. On accelerators tokens are sorted by expert and multiplied in
   groups; on CPU every expert computes every token. Checkpoints are read with each expert's matrices apart or stacked,
@@ -274,7 +278,25 @@ difference.
 
 Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader
 that knows tensors only and runs nothing. Code that a tokenizer's folder brings is run with `model.trust_remote_code`
-only.
+only. Exports bring no code of a model, and their config.json names none (`auto_map` is left out).
+
+## Models behind a URL
+
+`model.path`, `model.tokenizer`, `lora.path`, `critic.path`, `teacher.path`, reward models (`model:URL`) and the models
+of the commands may be the URL of a folder: `gs://BUCKET/MODEL` (`pip install "jaxrl_llm[gcs]"`), `s3://BUCKET/MODEL`
+(`pip install "jaxrl_llm[s3]"`), `hdfs://HOST/MODEL` (a Hadoop client, by which pyarrow reads), and others that
+[fsspec](https://filesystem-spec.readthedocs.io) knows. Credentials are found as the store's package finds them. The
+files that a download from the hub would bring are copied to `$JAXRL_LLM_CACHE/models` (`~/.cache/jaxrl_llm/models`);
+`plan` copies config.json alone. The record of a run keeps the URL.
+
+- A machine copies once: one of its processes, while the others wait. Several machines have a copy each.
+- A file is there whole or not at all; a copy that was killed goes on with the files that it lacks.
+- Where the listing of the store (names, sizes, times, checksums) is another, all is copied anew, into a folder beside.
+  Earlier copies stay until you delete them.
+- A folder that changes while it is copied is refused.
+
+Tested with fsspec's own stores (memory, files; tests/models/test_remote.py), not with the clouds themselves. The other
+way, a trained model is copied to a URL with [`export.copy_to`](sharing.md#copy-it-to-a-bucket).
 
 ## Families that read images
 
@@ -309,7 +331,7 @@ Another one is a class with this protocol in a file of its own, and a family tha
 ones run in one scan. `tests/models/test_mixer.py` has a recurrent one, and samples with it.
 
 Not supported: the vision parts of Gemma 4, Llama 4 and Mistral Small 3, Phi-3's `longrope`, checkpoints quantized
-otherwise, bidirectional attention.
+otherwise, texts that are read in both directions.
 """
 
 EXAMPLE = '''"""Helium (Kyutai): Llama's shape, with neighbouring dimensions of a head rotated together."""

@@ -28,6 +28,7 @@ from jaxrl_llm.distributed.overlap import overlap_collectives, overlaps
 from jaxrl_llm.models.fused_attention import described
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rewards.runner import TrainerState
+from jaxrl_llm.tools.cards.bucket import check_copy, copy_run
 from jaxrl_llm.tools.cards.card import write_cards
 from jaxrl_llm.tools.cards.hub import check_push, push_run, push_step
 from jaxrl_llm.training.ahead import CompiledAhead, compilations
@@ -209,7 +210,10 @@ def train(
                     write_cards(folder, int(state.step), config.export)
         hooks("on_end", step, log.newest, lambda: trained)
         logger.finish(stopwatch.totals, checkpoints.outcome())
-        push_run(config)
+        try:
+            copy_run(config)
+        finally:  # the one may fail, and the other not
+            push_run(config)
     return Result(trained, log.history, folder)
 
 
@@ -230,6 +234,7 @@ def _start(
     if jax.process_index() == 0:
         check_installed(config.logging.backends)
     check_push(config)
+    check_copy(config)
     named = load_callbacks((*config.callbacks, *(callbacks if isinstance(callbacks, list | tuple) else [callbacks])))
     shows = jax.process_index() == 0 and "console" in config.logging.backends
     with waiting(f"loading {config.model.path} and the data", stdout_console()) if shows else contextlib.nullcontext():

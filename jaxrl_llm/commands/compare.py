@@ -34,7 +34,7 @@ from jaxrl_llm.training.setup.evaluation import build_evaluations
 from jaxrl_llm.training.setup.run import build_mesh, build_model, build_rewards
 
 FLAGS = (
-    Setting("a", "", "The first model: hub id, local folder (such as RUN/hf) or `embedded:<name>`."),
+    Setting("a", "", "The first model: hub id, local folder (such as RUN/hf), URL or `embedded:<name>`."),
     Setting("b", "", "The second model."),
     Setting("tie", 0.0, "Sums of rewards that differ by no more than this are a tie.", float, minimum=0),
     Setting("level", 0.95, "Level of the bootstrap interval over prompts.", float, above=0, below=1),

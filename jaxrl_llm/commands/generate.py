@@ -73,11 +73,11 @@ SAMPLING = (
 )
 SAMPLES = Setting("samples", 1, "Completions per prompt.", int, minimum=1)
 MODEL = (
-    Setting("model", "", "Hugging Face hub id, local folder (such as RUN/hf) or `embedded:<name>`."),
+    Setting("model", "", "Hugging Face hub id, local folder (such as RUN/hf), URL or `embedded:<name>`."),
     Setting(
         "dtype",
         "auto",
-        "Compute type of the network; auto is float32 on CPU and bfloat16 on accelerators.",
+        "Compute type of the network; auto is float32 on CPU and GPUs before Ampere, else bfloat16.",
         choices=("auto", "float32", "bfloat16", "float16"),
     ),
     Setting("tensor", 1, "Tensor-parallel size; the model is replicated over the other devices.", int, minimum=1),

@@ -31,7 +31,7 @@ WAYS_TO_SAMPLE = (
      (*CURRICULUM, "data.streaming", "teacher.on_policy", *ENVIRONMENTS, "rollout.router_replay",
       "rollout.structured_grammar")),
     ("rollout.update_in_flight", "whose rollouts have no borders that the learner's next policy could be taken at",
-     (*ENVIRONMENTS[:3], "rollout.processes")),
+     (*ENVIRONMENTS, "rollout.processes")),
     ("rollout.router_replay", "whose rows have no experts recorded", ("algorithm.replay_groups", *ENVIRONMENTS[2:])),
 )  # fmt: skip
 
@@ -238,12 +238,6 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
             f"{algorithm.name!r}: set it to 0; a preference loss takes it in brackets, "
             f"algorithm.loss='dpo(label_smoothing={algorithm.label_smoothing})'"
         )
-    for section, name in (("model", "path"), ("model", "tokenizer"), ("lora", "path"), ("critic", "path")):
-        if re.match(r"\w+://", config[section][name] or ""):
-            yield (
-                f"{section}.{name} is {config[section][name]!r}, but models are read from a folder of this machine or "
-                "the hub: copy it first (hdfs dfs -get, gcloud storage cp, aws s3 cp) and name the folder"
-            )
     for axis, size in config.mesh.items():
         if size == 0:
             yield f"mesh.{axis} is 0, but it takes 1 or more, or -1 for the devices that the others leave"
@@ -913,6 +907,11 @@ def _optimizer(config: ConfigDict) -> Iterator[str]:
         )
     if c.power != 1 and "polynomial" not in schedules.values():
         yield f"optimizer.power is {c.power:g}, but it is that of polynomial, with {named}: set it to 1"
+    if c.moment_dtype == "float8" and c.name == "adafactor":
+        yield (
+            "optimizer.moment_dtype is float8, but adafactor has statistics of rows and columns, small already: set "
+            "float32, or optimizer.name to adamw, lion, sgd or muon"
+        )
     if "cosine_with_restarts" in schedules.values() and (c.cycles < 1 or c.cycles % 1):
         yield (
             f"optimizer.cycles is {c.cycles:g} with {named}: cosine_with_restarts takes a whole number of decays, 2 "
@@ -1019,9 +1018,18 @@ def _checkpoint(config: ConfigDict) -> Iterator[str]:
 
 def _export(export: ConfigDict, checkpoint: ConfigDict) -> Iterator[str]:
     repo = export.push_to_hub
-    if repo is None and (export.private or export.overwrite):
-        key = "private" if export.private else "overwrite"
-        yield f"export.{key} is true, but nothing is pushed: set export.push_to_hub, or it to false"
+    if repo is None and export.private:
+        yield "export.private is true, but nothing is pushed: set export.push_to_hub, or it to false"
+    if repo is None and export.copy_to is None and export.overwrite:
+        yield (
+            "export.overwrite is true, but nothing is pushed or copied: set export.push_to_hub or export.copy_to, or "
+            "it to false"
+        )
+    if export.copy_to is not None and not re.match(r"\w[\w+.-]*://.", export.copy_to):
+        yield (
+            f"export.copy_to is {export.copy_to!r}, but it takes the URL of a folder, gs://bucket/model; a folder of "
+            "this machine is written by jaxrl-llm export --output"
+        )
     if export.strategy == "every_save":
         needed = {
             "export.push_to_hub": (repo is not None, "name a repository"),

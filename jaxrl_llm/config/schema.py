@@ -259,9 +259,10 @@ KEYS = (
         "`module:Class` or `path/to/file.py:Class`, each with options in brackets. See docs/callbacks.md."),
 
     Setting("model.path", "embedded:sort",
-        "Hugging Face hub id, local folder, or `embedded:<name>` for a model in the package."),
+        "Hugging Face hub id, local folder, `embedded:<name>` for a model in the package, or the URL of a folder "
+        "(gs://, s3://, hdfs:// and others of fsspec), which is copied to this machine. See docs/models.md."),
     Setting("model.tokenizer", None,
-        "Folder or hub id of another tokenizer than that of model.path, for the same token ids; none is its own."),
+        "Folder, hub id or URL of another tokenizer than that of model.path, for the same token ids; none is its own."),
     Setting("model.eos_token", None,
         "Token that ends texts in place of the tokenizer's own, `<|im_end|>`: samples end with it too, and the trained "
         "model keeps it."),
@@ -326,7 +327,8 @@ KEYS = (
         "Modules trained whole beside the adapters, by the ends of their names as in PEFT: embed_tokens, lm_head, norm "
         "(all norms), ... Where head and embedding are one, either name is both."),
     Setting("lora.path", None,
-        "PEFT folder of an adapter to continue from; it sets rank, alpha, rslora, dora, targets and modules_to_save."),
+        "PEFT folder of an adapter to continue from, or its URL; it sets rank, alpha, rslora, dora, targets and "
+        "modules_to_save."),
     Setting("lora.reference", "base",
         "Reference policy: the model without adapters (base), with its initial adapters (start), or a merged copy of "
         "the whole model (copy), which ref_mixup_alpha below 1 needs.", choices=("base", "start", "copy")),
@@ -368,7 +370,7 @@ KEYS = (
     Setting("data.system_prompt", None, "System message put before conversations that are read and have none."),
     Setting("data.chat_template", None,
         "Chat template in place of the tokenizer's: chatml, gemma, llama2, llama3, mistral, phi3 or zephyr, a file, "
-        "the text of a template, or the folder or hub id of another tokenizer. The trained model keeps it."),
+        "the text of a template, or the folder, hub id or URL of another tokenizer. The trained model keeps it."),
     Setting("data.chat_template_kwargs", "",
         "Options of the chat template, `enable_thinking=False`; a column chat_template_kwargs of a row overrides them.",
         ),
@@ -701,10 +703,10 @@ KEYS = (
     Setting("algorithm.use_weighting", False, "Weigh pairs by how likely the policy is to write them (WPO).", bool),
 
     Setting("teacher.path", None,
-        "Teacher: hub id, folder (the hf/ of a run) or `embedded:<name>`, of any size and family, with the policy's "
-        "tokenizer; or `server(url='http://localhost:8000/v1', model='m')`; or `self(rate=0.05, every=1)`, the policy "
-        "as it started, moved every `every` steps by `rate` towards what it has become (rate=0 is the start; `self` "
-        "alone is the policy as it is), for teacher.context. none is no teacher."),
+        "Teacher: hub id, folder (the hf/ of a run), URL or `embedded:<name>`, of any size and family, with the "
+        "policy's tokenizer; or `server(url='http://localhost:8000/v1', model='m')`; or `self(rate=0.05, every=1)`, "
+        "the policy as it started, moved every `every` steps by `rate` towards what it has become (rate=0 is the "
+        "start; `self` alone is the policy as it is), for teacher.context. none is no teacher."),
     Setting("teacher.revision", None, "Branch, tag or commit of a hub id; none is its main branch."),
     Setting("teacher.others", (),
         "Further teachers, each `VALUE=PATH`: one rates the rows whose column teacher.column has that value, and "
@@ -799,8 +801,9 @@ KEYS = (
     Setting("optimizer.no_decay", ("bias", "scale", "shift"),
         "Last names in the paths of parameters without weight decay."),
     Setting("optimizer.moment_dtype", "float32",
-        "Storage type of the optimizer's moments; bfloat16 is rounded to stochastically, as the second moment would "
-        "not fall with b2 = 0.999 otherwise.", choices=DTYPES[:2]),
+        "Storage type of the optimizer's moments; float8 is 8 bits and a scale for each block of up to 256, but float32 "
+        "for arrays of fewer than 4096 numbers. bfloat16 and float8 are rounded to stochastically, as the second "
+        "moment would not fall with b2 = 0.999 otherwise.", choices=("float32", "bfloat16", "float8")),
     Setting("optimizer.offload", False,
         "Keep the moments in host memory; they move to the device for each update.", bool),
     Setting("optimizer.max_grad_norm", 1.0,
@@ -809,7 +812,7 @@ KEYS = (
         "Consecutive steps that non-finite gradients may skip; one more stops the run.", int, minimum=0),
 
     Setting("critic.path", None,
-        "Model the critic starts from, with a new score head if it has none; none is model.path."),
+        "Model the critic starts from, as for model.path, with a new score head if it has none; none is model.path."),
     Setting("critic.shared", False,
         "Make the critic a second head of the policy, trained by the policy's optimizer: of the other keys of critic "
         "only coef and epsilon apply.", bool),
@@ -974,6 +977,8 @@ KEYS = (
     Setting("export.push_to_hub", None,
         "Repository of the Hugging Face hub, OWNER/NAME or NAME of the token's account, to which the trained model "
         "(hf/, adapters merged) is pushed at the end, with the token in the variable HF_TOKEN."),
+    Setting("export.copy_to", None,
+        "URL of a folder (gs://, s3://, hdfs:// and others of fsspec) to which hf/ is copied at the end."),
     Setting("export.strategy", "end",
         "Time of the push: at the end, or also at each checkpoint, for which checkpoint.contents needs hf and "
         "export.overwrite is true, as each push replaces the one before. A push that fails on the way is a warning.",
@@ -981,7 +986,8 @@ KEYS = (
     Setting("export.title", None, "Title of the model card; none is the repository's name, or the run's."),
     Setting("export.tags", (), "Tags of the model card besides those of the library and the algorithm."),
     Setting("export.private", False, "Create that repository as a private one.", bool),
-    Setting("export.overwrite", False, "Replace a model that the repository already holds.", bool),
+    Setting("export.overwrite", False, "Replace a model that the repository, or the folder of copy_to, already holds.",
+        bool),
 
     Setting("logging.backends", ("console", "jsonl"), "Loggers of metrics. See docs/logging.md.",
         choices=("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")),

@@ -29,7 +29,7 @@ def unread(config: ConfigDict) -> list[str]:
             () if adapted else OF_ADAPTERS
         ),
         f"{named}which has no critic": () if name == "ppo" else _keys("critic."),
-        f"{named}which samples its rows": OF_GIVEN_ROWS if online else (),
+        f"{named}which samples its rows": OF_GIVEN_ROWS if online and config.teacher.on_policy == 1 else (),
         f"{named}which compares no pairs": () if name == "preference" else OF_PREFERENCES,
         f"{named}which samples no completions to learn from": (
             () if online else of_preferences if name == "preference" else (*of_policies, *OF_REFERENCES)

@@ -77,7 +77,7 @@ TEMPLATES = {
 def with_chat_template(tokenizer: Any, template: str, find: Callable[[str], Any] | None = None) -> Any:
     """A copy of the tokenizer with the chat template of that name, of that file, or of that text (`{{ ... }}`).
 
-    A folder or a hub id is that of a tokenizer with a template, which `find` loads. The token that ends a turn of a
+    A folder, hub id or URL is that of a tokenizer with a template, which `find` loads. The token that ends a turn of a
     named template, or a text of such a tokenizer, becomes the end-of-text token where it is one token here, so that
     sampling stops there; otherwise there is a warning. Raises ConfigError for a name that is none of these.
     """
@@ -89,7 +89,7 @@ def with_chat_template(tokenizer: Any, template: str, find: Callable[[str], Any]
         own.chat_template = template
     elif file.is_file():
         own.chat_template = file.read_text(encoding="utf-8-sig")
-    elif find is not None and (file.is_dir() or template.count("/") == 1):
+    elif find is not None and (file.is_dir() or template.count("/") == 1 or "://" in template):
         other = find(template)
         if not other.chat_template:
             raise ConfigError(f"data.chat_template is {template!r}, whose tokenizer has no chat template: name another")

@@ -51,6 +51,7 @@ class SplitError(ConfigError):
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SAVED = ("dataset_dict.json", "dataset_info.json")  # files of a folder that save_to_disk wrote
+NUMBERS = {int: "int64", float: "float64"}  # of a csv file
 TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d+)?$"  # what Arrow writes of a time as text
 
 
@@ -252,11 +253,13 @@ def _read_csv(files: list[str], split: str, streaming: bool) -> Any:
     if not is_table(rows):
         return rows
     for name in first[1]:
-        for number, dtype in ((int, "int64"), (float, "float64")):
-            values = (text for chunk in rows.data.column(name).chunks for text in chunk.to_pylist() if text is not None)
-            if all(_writes(number, text) for text in values) and rows.data.column(name).null_count < len(rows):
-                rows = rows.cast_column(name, datasets.Value(dtype))
+        column, kinds = rows.data.column(name), set[str | None]()
+        for text in (text for chunk in column.chunks for text in chunk.to_pylist() if text is not None):
+            kinds.add(next((dtype for number, dtype in NUMBERS.items() if _writes(number, text)), None))
+            if None in kinds:
                 break
+        if kinds and None not in kinds:
+            rows = rows.cast_column(name, datasets.Value("float64" if "float64" in kinds else "int64"))
     return rows
 
 
@@ -273,7 +276,18 @@ def _writes(number: Callable[[str], int | float], text: str) -> bool:
 def _read_json(files: list[str], split: str, streaming: bool) -> Any:
     """The rows of json files; Arrow alone would make times of texts that are dates, where all of a column are."""
     import datasets
+    import pyarrow
     import pyarrow.compute
+
+    def texts(column: Any) -> Iterator[Any]:
+        """The columns of texts in a column, or in its lists and structures."""
+        if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
+            yield column
+        elif pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
+            yield from texts(pyarrow.compute.list_flatten(column))  # pyright: ignore
+        elif pyarrow.types.is_struct(column.type):
+            for number in range(column.type.num_fields):
+                yield from texts(pyarrow.compute.struct_field(column, number))  # pyright: ignore
 
     def untimed(feature: Any) -> Any:
         if isinstance(feature, dict):
@@ -290,10 +304,10 @@ def _read_json(files: list[str], split: str, streaming: bool) -> Any:
         rows = datasets.load_dataset("json", data_files=files, split=split)
         features = rows.features
         # Times behind other texts are text again, but not as it was written.
-        texts = [rows.data.column(name) for name, feature in features.items() if feature == datasets.Value("string")]
         timed = untimed(features) != features or any(
             pyarrow.compute.any(pyarrow.compute.match_substring_regex(text, TIME)).as_py()  # pyright: ignore
-            for text in texts
+            for name in features
+            for text in texts(rows.data.column(name))
         )
     if timed:
         kind, plain = datasets.IterableDataset if streaming else datasets.Dataset, datasets.Features(untimed(features))

@@ -39,9 +39,9 @@ PARAMETERS = (
     (r"attention/sinks$", ("tensor",)),
     (r"((delta|mamba)/conv|conv/filter)$", (FSDP, None, None)),
     (r"embed/weight$", ("tensor", FSDP)),
-    (r"/(q_a|kv_a|ba|b|a|into)/(kernel(/codes|/absmax)?|lora_a)$", (FSDP, None)),
-    (r"/(q|k|v|q_b|kv_b|qkvz|qkv|z|gate|up|fc1)/kernel(/codes|/absmax)?$", (FSDP, "tensor")),
-    (r"/(o|out|down|fc2)/kernel(/codes|/absmax)?$", ("tensor", FSDP)),
+    (r"/(q_a|kv_a|ba|b|a|into)/(kernel|lora_a)$", (FSDP, None)),
+    (r"/(q|k|v|q_b|kv_b|qkvz|qkv|z|gate|up|fc1)/kernel$", (FSDP, "tensor")),
+    (r"/(o|out|down|fc2)/kernel$", ("tensor", FSDP)),
     (r"/(q|k|v|q_b|kv_b|qkvz|qkv|z|gate|up|fc1)/lora_a$", (FSDP, None)),
     (r"/(q|k|v|q_b|kv_b|qkvz|qkv|z|gate|up|fc1)/lora_b$", (None, "tensor")),
     (r"/(o|out|down|fc2)/lora_a$", ("tensor", None)),
@@ -51,6 +51,9 @@ PARAMETERS = (
     (r"(score|router|shared_gate|proj)/kernel$", (FSDP, None)),
     (r"patch/kernel$", (None, None, None, FSDP)),
 )
+
+# Arrays in few bits are cut as the one whose codes and scales they are; scales alone where their number divides too.
+PARTS = re.compile(r"/(codes|absmax|scales)$")
 
 # Adafactor's statistics of rows and columns: small, and of another shape than the parameter they belong to.
 FACTORED = re.compile(r"/v_(row|col)/")
@@ -193,6 +196,7 @@ def parameter_spec(path: str, shape: tuple[int, ...], mesh) -> PartitionSpec:
 
     Raises ConfigError for experts whose number mesh.expert does not divide.
     """
+    path = PARTS.sub("", path)
     if re.search(r"experts/\w+/kernel$", path) and shape[-3] % mesh.shape["expert"]:
         raise ConfigError(f"mesh.expert is {mesh.shape['expert']}, but it must divide the model's {shape[-3]} experts")
     for pattern, axes in PARAMETERS:

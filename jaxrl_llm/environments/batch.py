@@ -145,27 +145,29 @@ class EpisodeBatch:
         ]
         return records, self.environments.spec.max_turns
 
-    def release(self) -> tuple[dict[str, list[float]], dict[str, float], dict[str, list[Any]]]:
-        """Free the environments for other rows; returns metrics (numbers to average), totals (to add up) and columns.
+    def release(self, counted: int) -> tuple[dict[str, list[float]], dict[str, float], dict[str, list[Any]]]:
+        """Free the environments for other rows; returns metrics (numbers to average) and totals (to add up) of the first
+        `counted` rows, behind which others fill up the batch, and columns of all.
 
         After rewards, as these may read the environments.
         """
         self.environments.release(self.rows, self.episodes)
-        metrics = {"environment/turns": [float(episode.turns) for episode in self.episodes]}
-        totals = {"environment/failures": float(sum(episode.failed for episode in self.episodes))}
+        episodes = self.episodes[:counted]
+        metrics = {"environment/turns": [float(episode.turns) for episode in episodes]}
+        totals = {"environment/failures": float(sum(episode.failed for episode in episodes))}
         if self.environments.routed:
-            names = [self.environments.name(row) for row in self.rows]
+            names = [self.environments.name(row) for row in self.rows[:counted]]
             for name in sorted({str(name) for name in names}):
-                own = [episode for episode, other in zip(self.episodes, names, strict=True) if other == name]
+                own = [episode for episode, other in zip(episodes, names, strict=True) if other == name]
                 rewards = [episode.reward for episode in own if episode.reward is not None]
                 metrics |= {f"environment/{name}/reward": rewards}  # as it gave them, not scaled
                 metrics |= {f"environment/{name}/turns": [float(episode.turns) for episode in own]}
                 totals |= {f"environment/{name}/episodes": float(len(own))}
                 totals |= {f"environment/{name}/failures": float(sum(episode.failed for episode in own))}
         if any(self.environments.schemas.values()):
-            metrics["tools/call_frequency"] = [float(episode.calls) for episode in self.episodes]
+            metrics["tools/call_frequency"] = [float(episode.calls) for episode in episodes]
             metrics["tools/failure_frequency"] = [
-                float(call < episode.failed_calls) for episode in self.episodes for call in range(episode.calls)
+                float(call < episode.failed_calls) for episode in episodes for call in range(episode.calls)
             ]
         columns = {
             "environment/turns": [episode.turns for episode in self.episodes],

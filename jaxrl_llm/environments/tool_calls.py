@@ -30,7 +30,9 @@ WORDS = {"None": None, "True": True, "False": False, "null": None, "true": True,
 # become one.
 MESSAGE = "<|message|>"
 TO_TOOL = r"(?:\A\s*|<\|start\|>assistant\s*|(?:<\|start\|>assistant)?<\|channel\|>\w+\s+)to=[^\s<]+(?:\s+\w+)?\s*<\|"
-UNFINISHED = re.compile(r"\A\s*(?:to?)?\Z|(?:<\|(?:start|channel)\|>|\A\s*to=)(?:(?!<\|message\|>).)*\Z", re.DOTALL)
+UNFINISHED = re.compile(
+    r"\A\s*(?:to?)?\Z|(?:<\|(?:start|channel)\|>|\A\s*to=)(?:(?!<\|message\|>).){0,200}\Z", re.DOTALL
+)
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
 PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>\s*", re.DOTALL)
 KEY_AND_VALUE = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
@@ -111,19 +113,48 @@ def turn_calls(text: str, schemas: Iterable[Schema] = ()) -> TurnCalls:
     return _marked(text, end.end(), parameters)
 
 
-def possible_start(text: str, position: int = 0) -> int:
-    """The characters before the first call that an unfinished turn has or may come to have; all where it may have none.
+class CallStart:
+    """Where the first call of a turn that grows begins, or may come to begin.
 
-    No mark begins before `position`.
+    Each call of `of` looks at what is new alone, so that a long answer costs its length.
     """
-    if re.match(r"\s*[\[{]", text):
-        return 0
-    found = [_opening(text, position), UNFINISHED.search(text, position)]
-    starts = [len(text), *(match.start() for match in found if match is not None)]
-    for mark in (*MARKS, "<|start|>", "<|channel|>"):
-        size = next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
-        starts.append(len(text) - size)
-    return min(starts)
+
+    def __init__(self) -> None:
+        self._position = 0  # no mark begins before it
+        self._closing: str | None = None  # of the thinking that is open there
+        self._mark: int | None = None  # in that thinking, which would be a call if it never closed
+
+    def of(self, text: str) -> int:
+        """The characters before it, of the text up to now, which the next one begins with; all where there is none."""
+        if re.match(r"\s*[\[{]", text):
+            return 0
+        while self._closing is not None or (found := BEGINNING.search(text, self._position)) is not None:
+            if self._closing is None:
+                if (closing := THINKING.get(found[0])) is None:
+                    self._position = found.start()
+                    return found.start()
+                self._closing, self._position = closing, found.end()
+            end = text.find(self._closing, self._position)
+            if self._mark is None and (mark := OPENING.search(text, self._position, end if end >= 0 else len(text))):
+                self._mark = mark.start()
+            if end < 0:
+                self._position = max(self._position, len(text) - LONGEST_MARK)
+                return self._whole(text) if self._mark is None else self._mark
+            self._position, self._closing, self._mark = end + len(self._closing), None, None
+        unfinished = UNFINISHED.search(text, self._position)
+        self._position = self._whole(text) if unfinished is None else min(self._whole(text), unfinished.start())
+        return self._position
+
+    @staticmethod
+    def _whole(text: str) -> int:
+        """The characters before the beginning of a mark that a text ends with, all where it ends with none."""
+        sizes = (
+            size
+            for mark in (*MARKS, *THINKING, "<|start|>", "<|channel|>")
+            for size in range(min(len(mark) - 1, len(text)), 0, -1)
+            if text.endswith(mark[:size])
+        )
+        return len(text) - max(sizes, default=0)
 
 
 def _marked(text: str, position: int, parameters: Parameters) -> TurnCalls:
@@ -330,6 +361,8 @@ MARKS = {
     "<|START_ACTION|>": Form(_between(r"<\|START_ACTION\|>", r"<\|END_ACTION\|>"), _listed),
 }
 OPENING = re.compile("|".join([*map(re.escape, MARKS), TO_TOOL]))
+BEGINNING = re.compile("|".join([*map(re.escape, THINKING), OPENING.pattern]))
+LONGEST_MARK = 64  # characters, of a header of Harmony too
 
 
 def _shorten(value: Any, limit: int = 200) -> str:

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import block_fp8, safetensors, text_part
+from jaxrl_llm.models import block_fp8, remote, safetensors, text_part
 from jaxrl_llm.models.families import family_for, family_of, rotary
 from jaxrl_llm.models.families.decoder import DTYPES, LAYER, settings
 from jaxrl_llm.models.transformer import Net, Params
@@ -39,39 +39,49 @@ STEPS = "hf_steps"  # of a run, with the models of earlier steps
 def locate(
     path: str | os.PathLike[str], allow_pickle: bool = False, config_only: bool = False, revision: str | None = None
 ) -> Path:
-    """The folder of a model: `embedded:<name>` (comes with the package), a local folder, or a Hugging Face hub id.
+    """The folder of a model: `embedded:<name>` (comes with the package), a local folder, a Hugging Face hub id, or the
+    URL of a folder.
 
-    A hub id (`Qwen/Qwen3-0.6B`) is downloaded once, of a `revision` (branch, tag or commit) if one is named: only json,
-    safetensors and tokenizer files, and pickles if allowed; with `config_only` its config.json and the settings of its
-    image processor alone. Raises ConfigError when there is no such model, for the folder of a run, and for the
-    revision of a folder.
+    A hub id (`Qwen/Qwen3-0.6B`) is downloaded once, of a `revision` (branch, tag or commit) if one is named, and a URL
+    (`gs://bucket/model`) as `remote.fetch` says: only json, safetensors and tokenizer files, and pickles if allowed;
+    with `config_only` its config.json and the settings of its image processor alone. Raises ConfigError when there is
+    no such model, for the folder of a run, and for the revision of a folder.
     """
     name = os.fspath(path)
-    if revision is not None and (name.startswith("embedded:") or Path(name).expanduser().is_dir()):
-        raise ConfigError(f"model.revision is {revision!r}, but {name} is a folder here, which has no revisions")
+    if revision is not None and _is_folder(name):
+        raise ConfigError(f"model.revision is {revision!r}, but {name} is a folder, which has no revisions")
     if name.startswith("embedded:"):
         folder = EMBEDDED / name.removeprefix("embedded:")
         if not (folder / "config.json").is_file():
             known = sorted(f"embedded:{file.parent.name}" for file in EMBEDDED.glob("*/config.json"))
             raise ConfigError(f"there is no embedded model {name}; there are: {', '.join(known) or 'none'}.")
         return folder
-    folder = Path(name).expanduser()
+    patterns = [*DOWNLOADED, "pytorch_model*.bin"] if allow_pickle else DOWNLOADED
+    patterns = ["config.json", *PROCESSOR_FILES] if config_only else patterns
+    url = remote.is_url(name)
+    folder = remote.fetch(name, patterns, "model path") if url else Path(name).expanduser()
     if folder.is_dir():
         entries = safetensors.read_json(folder / "config.json") or {}
         if "output_dir" in entries and "model_type" not in entries:  # the record of a run, of the same name
             folders = (folder / "hf", *reversed(step_folders(folder).values()))
-            trained = next((x for x in folders if (x / "config.json").is_file()), None)
+            here = next((x for x in folders if (x / "config.json").is_file()), None)
+            trained = f"{name.rstrip('/')}/hf" if url else here
             way_out = f"give {trained}" if trained else f"jaxrl-llm export --run={name} writes that of a checkpoint"
             raise ConfigError(f"{name} is the folder of a run, which has its model in a folder of its own: {way_out}")
+        if url and not entries:
+            raise ConfigError(f"model path {name!r} has no config.json: it is not a Hugging Face model folder.")
         return folder
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
         raise ConfigError(
             f"model path {name!r}: there is no such folder, and it is neither a Hugging Face hub id (`owner/name`) nor "
             "`embedded:<name>`."
         )
-    if config_only:
-        return _download(name, ["config.json", *PROCESSOR_FILES], revision)
-    return _download(name, [*DOWNLOADED, "pytorch_model*.bin"] if allow_pickle else DOWNLOADED, revision)
+    return _download(name, patterns, revision)
+
+
+def _is_folder(name: str) -> bool:
+    """True for a model that is no hub id: of the package, here or behind a URL."""
+    return name.startswith("embedded:") or remote.is_url(name) or Path(name).expanduser().is_dir()
 
 
 def step_folders(run: Path) -> dict[int, Path]:
@@ -86,7 +96,7 @@ def _download(name: str, patterns: list[str], revision: str | None) -> Path:
     try:
         return Path(
             snapshot_download(
-                name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]
+                name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*", remote.LEFT_OUT]
             )
         )
     except Exception as error:
@@ -149,12 +159,16 @@ def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = Fal
 def find_tokenizer(
     path: str, trust_remote_code: bool = False, revision: str | None = None, setting: str = "model.path"
 ) -> Any:
-    """The tokenizer of a model, or a folder or hub id of a tokenizer alone, without reading or downloading weights.
+    """The tokenizer of a model, or a folder, hub id or URL of a tokenizer alone, without reading or fetching weights.
 
     Raises ConfigError, which names the setting, when there is none.
     """
-    if path.startswith("embedded:") or Path(path).expanduser().is_dir():
-        folder = locate(path, revision=revision)
+    if _is_folder(path):
+        if remote.is_url(path):
+            code = ["*.py"] if trust_remote_code else []
+            folder = remote.fetch(path, {*DOWNLOADED, *code} - {"*.safetensors"}, f"{setting} =")
+        else:
+            folder = locate(path, revision=revision)
         if not has_tokenizer(folder):
             raise ConfigError(
                 f"{setting} = {path!r} has no tokenizer files; add them to the folder, or name another with "

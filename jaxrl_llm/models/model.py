@@ -69,12 +69,12 @@ def load_model(
     entries: Mapping[str, Any] | None = None,
     **overrides,
 ) -> Model:
-    """The model at `path`: `embedded:<name>`, a local folder or a Hugging Face hub id.
+    """The model at `path`: `embedded:<name>`, a local folder, a Hugging Face hub id or a URL that fsspec understands.
 
-    `adapter` is the folder of a PEFT adapter of that model; `path` may be one itself, and then the model is the one it
-    names. The adapter stays apart from the matrices it belongs to; `save_hf` merges it.
+    `adapter` is the folder of a PEFT adapter of that model, or its URL; `path` may be one itself, and then the model is
+    the one it names. The adapter stays apart from the matrices it belongs to; `save_hf` merges it.
 
-    dtype, of the computation: "auto" is float32 on CPU (where bfloat16 is slower) and bfloat16 on accelerators.
+    dtype, of the computation: "auto" is float32 on CPU and GPUs before Ampere, where bfloat16 is slower, else bfloat16.
     param_dtype None is that of the computation; training keeps float32 parameters. With `init_key` the parameters are
     drawn at random, and the folder needs no weights. `overrides` are other ModelConfig fields, `entries` take the place
     of those of config.json, and `tokenizer` that of the folder's, which is None when it has none. `revision` is of a
@@ -195,7 +195,7 @@ def check_positions(model: Model, length: int, cause: str) -> None:
 
 def base_and_adapter(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> tuple[Any, Any]:
     """The path of the model itself, and the folder of its adapter, None without one."""
-    if adapter is not None or not peft.is_adapter(Path(path).expanduser()):
+    if adapter is not None or not peft.is_adapter(path):
         return path, adapter
     base = peft.read_config(path).base
     if base is None:

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.distributed.sharding import path_name, shardings
-from jaxrl_llm.models import safetensors
+from jaxrl_llm.models import remote, safetensors
 from jaxrl_llm.models.lora import MODULES, SAVED, TARGETS, LoraConfig, Params, adapters_of, parse_targets, split
 from jaxrl_llm.models.transformer import Net
 
@@ -74,17 +74,22 @@ class Tensors(NamedTuple):
 
 
 def is_adapter(folder: str | os.PathLike[str]) -> bool:
-    """True when the folder is that of an adapter."""
-    return (Path(folder) / CONFIG).is_file()
+    """True when the folder, here or behind a URL, is that of an adapter."""
+    return (_located(folder, (CONFIG,), "model path") / CONFIG).is_file()
+
+
+def _located(folder: str | os.PathLike[str], files: Iterable[str] = (CONFIG, TENSORS), name: str = "adapter") -> Path:
+    """The folder on this machine; of one behind a URL a copy with these files, and `name` is what messages call it."""
+    return remote.fetch(os.fspath(folder), files, name) if remote.is_url(folder) else Path(folder).expanduser()
 
 
 def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
-    """The configuration of the adapter in a PEFT folder.
+    """The configuration of the adapter in a PEFT folder, here or behind a URL.
 
     Which linear maps have one is read from the names of its tensors. Raises ConfigError for a folder without adapter,
     and for one that is more than a LoRA of equal rank on linear maps of the layers.
     """
-    folder = Path(folder).expanduser()
+    folder = _located(folder)
     entries = safetensors.read_json(folder / CONFIG)
     if entries is None:
         raise ConfigError(f"{folder} has no {CONFIG}: it is not the folder of a PEFT adapter")
@@ -198,7 +203,7 @@ def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) ->
 
     Raises ConfigError for tensors that are missing, unexpected, of another shape than the net's, or not finite.
     """
-    folder = Path(folder).expanduser()
+    folder = _located(folder)
     shapes = split(net.shapes())[1]
     with contextlib.ExitStack() as stack:
         file = _open(folder, stack)

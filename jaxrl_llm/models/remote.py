@@ -22,6 +22,7 @@ from tqdm import tqdm
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.secrets import masked
 
+LEFT_OUT = "consolidated*"  # the same weights once more, in Mistral's own form
 FILES_AT_ONCE = 8
 
 
@@ -40,11 +41,12 @@ def fetch(url: str, patterns: Iterable[str], name: str) -> Path:
     try:
         fs, path = fsspec.url_to_fs(url)
         files = _listing(fs, path)
-        wanted = {file: entry["size"] for file, entry in files.items() if any(fnmatch(file, x) for x in patterns)}
+        taken = (file for file in files if any(fnmatch(file, x) for x in patterns) and not fnmatch(file, LEFT_OUT))
+        wanted = {file: files[file]["size"] for file in taken}
         copy = home / hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:16]
+        copy.mkdir(parents=True, exist_ok=True)
         if not _missing(copy, wanted):
             return copy
-        copy.mkdir(parents=True, exist_ok=True)
         with (home / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or the process ends
             missing = _missing(copy, wanted)
@@ -53,7 +55,7 @@ def fetch(url: str, patterns: Iterable[str], name: str) -> Path:
                 partial = copy / f".{file}.partial"
                 fs.get_file(files[file]["name"], os.fspath(partial))
                 if (size := partial.stat().st_size) != wanted[file]:
-                    raise OSError(f"{file} came with {size} of its {wanted[file]} bytes")
+                    raise ConfigError(f"{file} came with {size} of its {wanted[file]} bytes")
                 partial.replace(copy / file)
                 return size
 
@@ -63,13 +65,19 @@ def fetch(url: str, patterns: Iterable[str], name: str) -> Path:
                 for size in pool.map(fetch_file, missing):
                     progress.update(size)
             if missing and _listing(fs, path) != files:
-                raise OSError("it changed while it was copied; start again when it is complete")
+                raise ConfigError("it changed while it was copied; start again when it is complete")
     except Exception as error:  # each store has a family of errors of its own
         raise ConfigError(
-            f"{name} {masked(url)!r} cannot be copied to {home}: {type(error).__name__}: {masked(str(error))}. Check "
-            "the URL and that this machine may read it; $JAXRL_LLM_CACHE names another folder for copies"
+            f"{name} {masked(url)!r} cannot be copied to {home}: {reason_of(error)}. Check the URL and that this "
+            "machine may read it; $JAXRL_LLM_CACHE names another folder for copies"
         ) from error
     return copy
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of an error, without the secrets of addresses."""
+    text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    return masked(text.splitlines()[0])
 
 
 def fetched(url: str) -> Path | None:
@@ -80,7 +88,7 @@ def fetched(url: str) -> Path | None:
 def _home(url: str) -> Path:
     """The folder of all copies of the folder at `url`, named so that people know it."""
     url = url.rstrip("/")
-    words = re.sub(r"[^\w.]+", "-", "-".join(PurePosixPath(url).parts[-2:])).strip("-.")
+    words = re.sub(r"[^\w.]+", "-", "-".join(PurePosixPath(masked(url)).parts[-2:])).strip("-.")
     folder = Path(os.environ.get("JAXRL_LLM_CACHE", "~/.cache/jaxrl_llm")).expanduser() / "models"
     return folder / f"{words}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
@@ -90,16 +98,15 @@ def _listing(fs: Any, path: str) -> dict[str, dict[str, Any]]:
     fs.invalidate_cache()  # fsspec keeps listings
     files = {}
     for entry in fs.ls(path, detail=True):
-        name = PurePosixPath(entry["name"])
-        # A store without folders may list the folder itself, as it lists a file for itself.
-        if entry["type"] == "directory" or PurePosixPath(path).parts[-1:] == name.parts[-1:] and not files:
+        # A store without folders may list the folder itself, as one lists a file when asked for that.
+        if entry["type"] == "directory" or entry["name"].strip("/") == path.strip("/"):
             continue
         plain = {key: x for key, x in entry.items() if isinstance(x, str | int | float | datetime)}
-        files[name.name] = {key: x for key, x in plain.items() if "access" not in key.lower()}
+        files[PurePosixPath(entry["name"]).name] = {key: x for key, x in plain.items() if "access" not in key.lower()}
     if not files:
-        raise FileNotFoundError("there is no such folder, or it has no files")
-    if nameless := [file for file, entry in files.items() if not isinstance(entry.get("size"), int)]:
-        raise OSError(f"the size of {nameless[0]} is not listed, by which a whole copy is told")
+        raise ConfigError("there is no such folder, or it holds no files")
+    if unknown := [file for file, entry in files.items() if not isinstance(entry.get("size"), int)]:
+        raise ConfigError(f"the size of {unknown[0]} is not listed, by which a whole copy is told")
     return files
 
 

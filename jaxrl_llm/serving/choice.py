@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrl_llm.data.detokenize import REPLACEMENT, Detokenizer
 from jaxrl_llm.environments.protocol import encodable
-from jaxrl_llm.environments.tool_calls import possible_start, turn_calls
+from jaxrl_llm.environments.tool_calls import CallStart, turn_calls
 from jaxrl_llm.models.logprobs import Likeliest
 from jaxrl_llm.serving.bodies import Asked
 from jaxrl_llm.serving.queue import Handle, Tokens
@@ -50,7 +50,7 @@ class Choice:
         self._read = 0  # tokens that the detokenizer has
         self._raw, self._raw_read = "", 0  # the text with special tokens, and the tokens in it: of streams with tools
         self._raw_detokenizer = self._new_detokenizer(skip_special_tokens=False)
-        self._call_at = 0  # the characters before its calls; until it has ended, of the raw text those before any mark
+        self._call_start, self._call_at = CallStart(), 0  # where its calls begin: in the raw text, and in the text
 
     def add(self, tokens: Tokens) -> Piece:
         """Takes tokens; the piece that can be given out now. Tokens behind a stop string are left out."""
@@ -112,8 +112,7 @@ class Choice:
         if self.asked.tools and not self.asked.stream:
             return 0
         if self.asked.tools:
-            self._call_at = possible_start(self._raw, self._call_at)
-            held = self._raw[self._call_at :]
+            held = self._raw[self._call_start.of(self._raw) :]
             # A special token is not in the text: what stands before it, in the same tokens, comes with the end.
             end = end - len(held) if self.text.endswith(held) else self.given
         for word in self.asked.stop:

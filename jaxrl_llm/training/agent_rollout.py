@@ -177,27 +177,29 @@ class AgentEpisodes:
             for name, own in zip(self.names, self.parts()[0], strict=True)
         ]
 
-    def release(self) -> tuple[dict[str, list[float]], dict[str, float], dict[str, list[Any]]]:
-        """Metrics (numbers to average), totals (to add up) and columns of the table."""
+    def release(self, counted: int) -> tuple[dict[str, list[float]], dict[str, float], dict[str, list[Any]]]:
+        """Metrics (numbers to average) and totals (to add up) of the first `counted` rows, behind which others fill up
+        the batch, and columns of the table of all."""
         turns = [0 if row is None else len(row.turns) for row in self.rows]
-        families = [session.family() for session in self.sessions]
-        names = sorted({name for reward in self.rewards if isinstance(reward, Mapping) for name in reward})
+        rows, rewards = self.rows[:counted], self.rewards[:counted]
+        families = [session.family() for session in self.sessions[:counted]]
+        names = sorted({name for reward in rewards if isinstance(reward, Mapping) for name in reward})
         metrics = {
-            "environment/turns": [float(x) for x in turns],
+            "environment/turns": [float(x) for x in turns[:counted]],
             "environment/calls": [float(sum(one.calls for one in family)) for family in families],
-            "environment/branches": [float(0 if row is None else row.segments[-1]) for row in self.rows],
-            "environment/seconds": list(self.seconds),
+            "environment/branches": [float(0 if row is None else row.segments[-1]) for row in rows],
+            "environment/seconds": list(self.seconds[:counted]),
         }
         for sub_agent in (one for family in families for one in family[:-1]):
             if (reward := _reward(sub_agent, Outcome())) is not None:
                 metrics.setdefault(f"environment/sub_agents/{sub_agent.role}", []).append(_total(reward))
         for name in names:
-            given = [reward[name] for reward in self.rewards if isinstance(reward, Mapping) and name in reward]
+            given = [reward[name] for reward in rewards if isinstance(reward, Mapping) and name in reward]
             metrics[f"environment/rewards/{name}"] = given
         sampled = sum(one.sampled for family in families for one in family)
         totals = {
-            "environment/failures": float(self.failed.sum()),
-            "environment/left_out_tokens": float(sampled - sum(sum(row.mask) for row in self.rows if row is not None)),
+            "environment/failures": float(self.failed[:counted].sum()),
+            "environment/left_out_tokens": float(sampled - sum(sum(row.mask) for row in rows if row is not None)),
             "environment/retokenised_tokens": float(sum(one.retokenised for family in families for one in family)),
         }
         columns = {

@@ -70,7 +70,8 @@ class EpisodeAgent:
                 # Calls stay in the text, where they are looked for as in episodes of the engine.
                 body |= {"tools": tools, "tool_choice": "none"} if tools else {}
                 # With the special tokens, which may be their marks.
-                body |= {"skip_special_tokens": False} if episode.tools else {}
+                reads_calls = episode.tools or getattr(episode.environment, "takes_raw", False)
+                body |= {"skip_special_tokens": False} if reads_calls else {}
             while episode.stop_reason is None:
                 path, asked = ("chat/completions", "messages") if chat else ("completions", "prompt")
                 reply = post(f"{base_url}/{path}", {**body, asked: prompt})

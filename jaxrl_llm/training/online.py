@@ -216,7 +216,7 @@ class RolloutWorker:
                 parts, roles = turn_table(*sessions.parts(), group_size, width), sessions.roles()
             if (played := episodes or sessions) is not None:
                 turns = turn_table(*played.turn_records(lengths.tolist()), group_size, width)
-                metrics, totals, table = played.release()
+                metrics, totals, table = played.release(graded_rows)
                 logged = graded.logged
                 logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
                 graded = graded._replace(logged=logged)

@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
-from jaxrl_llm.algorithms.random_streams import MOMENT_ROUNDING
-from jaxrl_llm.algorithms.rounding import round_like
 from jaxrl_llm.distributed.sharding import path_name
+from jaxrl_llm.training.moments import stored_in
 
-MOMENTS = ("mu", "nu", "trace", "v", "v_row", "v_col")  # fields of optax's states that moment_dtype is the type of
 MATRICES = ("/kernel", "/lora_a", "/lora_b")  # last names in the paths of matrices
 MUON_RMS = 0.2  # of an update, as AdamW's are: one learning rate serves both (arXiv 2502.16982)
 
@@ -26,11 +24,13 @@ class OptimizerSpec:
     learning_rate: float
     schedule: str
     total_steps: int
+    schedule_steps: int  # at which the schedule ends; 0: total_steps
     updates_per_step: int
     warmup_steps: int
     warmup_init: float
     min_lr_ratio: float
     cycles: float
+    power: float
     decay_steps: int
     decay_shape: str
     b1: float
@@ -50,21 +50,24 @@ def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:
     """The learning rate of each optimizer update, `[]` of its count.
 
     Warm-up rises linearly from `warmup_init` and reaches the peak after `warmup_steps`; as in transformers its first
-    update has the rate that it starts at. Then, with p from 0 to 1 over the rest and m = `min_lr_ratio`, the peak is
-    multiplied by
+    update has the rate that it starts at. Then, with p from 0 to 1 over the rest of `schedule_steps` (else of
+    `total_steps`) and 1 after it, and m = `min_lr_ratio`, the peak is multiplied by
 
         constant      1
         linear        1 - (1 - m) p
         cosine        m + (1 - m) (1 + cos(2 pi cycles p)) / 2     (arXiv 1608.03983)
+        cosine_with_restarts  the half wave of each cycle, m + (1 - m) (1 + cos(pi (cycles p mod 1))) / 2; m at the end
+        polynomial    m + (1 - m) (1 - p)^power
         inverse_sqrt  max(m, sqrt(w / t)), t updates after the start, w of them warm-up (10,000 without)
         wsd           1, and over the last `decay_steps` m + (1 - m) f(q), q from 0 to 1 over them (arXiv 2404.06395):
-                      f is 1 - q (linear), (1 + cos(pi q)) / 2 (cosine) or 2 x 0.5^q - 1 (exponential)
+                      f is 1 - q (linear), (1 + cos(pi q)) / 2 (cosine), 2 x 0.5^q - 1 (exponential), 1 - sqrt(q)
+                      (1-sqrt, arXiv 2405.18392), or 1 up to the end (constant)
 
     Counts are training steps times updates per step.
     """
     updates = spec.updates_per_step
     warmup = spec.warmup_steps * updates
-    after_warmup = max(spec.total_steps * updates - warmup, 1)
+    after_warmup = max((spec.schedule_steps or spec.total_steps) * updates - warmup, 1)
     shape = SHAPES[spec.schedule](spec, warmup, after_warmup, spec.decay_steps * updates)
     rises = optax.linear_schedule(spec.warmup_init, spec.learning_rate, warmup)
 
@@ -87,6 +90,18 @@ def _cosine(spec: OptimizerSpec, warmup: int, after: int, decay: int):
     return shape
 
 
+def _cosine_with_restarts(spec: OptimizerSpec, warmup: int, after: int, decay: int):
+    def shape(count):
+        wave = 0.5 * (1 + jnp.cos(jnp.pi * jnp.mod(spec.cycles * count / after, 1.0)))
+        return jnp.where(count < after, (1 - spec.min_lr_ratio) * wave, 0.0) + spec.min_lr_ratio
+
+    return shape
+
+
+def _polynomial(spec: OptimizerSpec, warmup: int, after: int, decay: int):
+    return optax.polynomial_schedule(1.0, spec.min_lr_ratio, spec.power, after)
+
+
 def _inverse_sqrt(spec: OptimizerSpec, warmup: int, after: int, decay: int):
     scale = warmup or 10_000
     return lambda count: jnp.maximum(jnp.sqrt(scale / (scale + count)), spec.min_lr_ratio)
@@ -96,6 +111,8 @@ DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "linear": lambda q: 1 - q,
     "cosine": lambda q: 0.5 * (1 + jnp.cos(jnp.pi * q)),
     "exponential": lambda q: 2 * 0.5**q - 1,
+    "1-sqrt": lambda q: 1 - jnp.sqrt(q),
+    "constant": lambda q: jnp.where(q < 1, 1.0, 0.0),
 }
 
 
@@ -111,6 +128,8 @@ SHAPES: dict[str, Callable[..., Callable[[Any], Any]]] = {
     "constant": lambda spec, *_: optax.constant_schedule(1.0),
     "linear": _linear,
     "cosine": _cosine,
+    "cosine_with_restarts": _cosine_with_restarts,
+    "polynomial": _polynomial,
     "inverse_sqrt": _inverse_sqrt,
     "wsd": _wsd,
 }
@@ -275,36 +294,3 @@ def per_layer(transformation: optax.GradientTransformation) -> optax.GradientTra
         lambda params: of_stacks(params).init(params),
         lambda updates, state, params=None: of_stacks(updates).update(updates, state, params),
     )
-
-
-def stored_in(transformation: optax.GradientTransformation, dtype: str, seed: int) -> optax.GradientTransformation:
-    """The transformation computing in fp32, with the moments of its state stored in `dtype`.
-
-    A narrower type is rounded to stochastically: with b2 = 0.999 the second moment falls by at most 0.1 % in a step,
-    less than half the spacing of bfloat16. The draws come from `seed` and the number of updates made, so that a resumed
-    run repeats them.
-    """
-
-    def stored(state):
-        def leaf(path, x):
-            return x.astype(dtype) if any(getattr(key, "name", None) in MOMENTS for key in path) else x
-
-        return jax.tree_util.tree_map_with_path(leaf, state)
-
-    def wide(tree):
-        return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
-
-    def init(params):
-        return stored(transformation.init(wide(params)))
-
-    def update(updates, state, params=None):
-        updates, new = transformation.update(wide(updates), wide(state), None if params is None else wide(params))
-        key = jax.random.fold_in(jax.random.key(seed), MOMENT_ROUNDING)
-        return updates, round_like(new, state, jax.random.fold_in(key, updates_made(state)))
-
-    return optax.GradientTransformation(init, update)
-
-
-def updates_made(state: optax.OptState) -> jax.Array:
-    """Number of updates an optimizer has made: its parts, and its layers where they count apart, count the same."""
-    return optax.tree_utils.tree_get_all_with_path(state, "count")[0][1].reshape(-1)[0]

@@ -21,8 +21,8 @@ from jaxrl_llm.distributed.sharding import is_sharded, on_device, on_host, row_s
 from jaxrl_llm.models.lora import combine, has_adapters, with_dropout
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.microbatch import map_microbatches, microbatches_of
+from jaxrl_llm.training.moments import updates_made
 from jaxrl_llm.training.objectives.objective import Objective
-from jaxrl_llm.training.optimizers import updates_made
 
 
 @dataclasses.dataclass(frozen=True)

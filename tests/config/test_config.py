@@ -175,7 +175,6 @@ def test_validate_names_unknown_and_missing_keys():
         ({"rewards__weights": (1.0, 2.0)}, ["rewards.weights has 2", "1 rewards.functions"]),
         ({"rewards__functions": ()}, ["rewards.functions is empty", "grpo"]),
         ({"mesh__data": 0}, ["mesh.data is 0", "-1"]),
-        ({"model__path": "gs://b/m"}, ["model.path is 'gs://b/m'", "copy it first"]),
         ({"algorithm__name": "sft", "batch__minibatches": 64}, ["must divide batch.prompts = 32: set it to a divisor"]),
     ],
 )

@@ -45,6 +45,7 @@ def test_settings_without_effect_are_named(settings, words):
         {"lora__rank": 8, "lora__alpha": 32.0},
         {"lora__path": "folder", "lora__reference": "copy"},
         {"name": "ppo", "critic__learning_rate": 1e-4},
+        {"teacher__on_policy": 0.5, "data__loss_on": "all"},
         {"name": "preference", "algorithm__beta": 0.3, "algorithm__ld_alpha": 0.5, "data__precompute_reference": True},
         {"name": "sft", "algorithm__loss": "dft", "data__loss_on": "all", "algorithm__neftune_alpha": 5.0},
     ],

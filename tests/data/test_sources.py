@@ -243,12 +243,13 @@ def test_text_of_a_csv_file_stays_as_it_was_written(tmp_path):
     columns = {
         "zip": ("0042", "7"), "answer": ("null", "NA"), "word": ("None", "nan"), "price": ("0.50", "3"),
         "flag": ("true", "false"), "large": ("12345678901234567890", "9" * 400), "digits": ("4_2", "１"),
-        "count": ("42", ""), "score": ("0.5", "-1e-07"),
+        "count": ("42", ""), "score": ("0.5", "-1e-07"), "margin": ("1", "0.5"),
     }  # fmt: skip
     lines = [",".join(columns), *(",".join(f'"{text}"' for text in row) for row in zip(*columns.values(), strict=True))]
     (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
     texts = {name: [text or None for text in column] for name, column in columns.items()}
-    assert load(tmp_path / "rows.csv").to_dict() == {**texts, "count": [42, None], "score": [0.5, -1e-07]}
+    numbers = {"count": [42, None], "score": [0.5, -1e-07], "margin": [1.0, 0.5]}
+    assert load(tmp_path / "rows.csv").to_dict() == texts | numbers
     rows = list(load(tmp_path / "rows.csv", streaming=True))  # whose types would have to be known beforehand
     assert {name: [row[name] for row in rows] for name in columns} == texts
 
@@ -285,9 +286,11 @@ def test_dates_in_json_are_text(tmp_path, streaming, layout):
 def test_dates_in_one_of_several_json_files(tmp_path, dates):
     for name in "ab":
         answer = "2024-05-01" if name == dates else "Paris"
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"answer": answer}) + "\n")
+        row = {"answer": answer, "messages": [{"role": "user", "content": answer}]}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     expected = ["2024-05-01", "Paris"] if dates == "a" else ["Paris", "2024-05-01"]
     assert load(tmp_path / "*.jsonl")["answer"][:] == expected
+    assert [messages[0]["content"] for messages in load(tmp_path / "*.jsonl")["messages"]] == expected
     assert load([f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"])["answer"][:] == expected
 
 

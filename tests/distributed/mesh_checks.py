@@ -38,6 +38,7 @@ from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.rollout.scheduler import Scheduler
+from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.packing.planner import Sample
 from jaxrl_llm.training.setup.objectives import objective_of
@@ -133,6 +134,41 @@ def test_moments_are_sharded_like_parameters(net):
         assert shard_shapes(moments) == shard_shapes(params)
         assert moments["layers"]["mlp"]["up"]["kernel"].sharding.spec == PartitionSpec(None, "fsdp", "tensor")
     assert adam.count.sharding.is_fully_replicated
+
+
+@pytest.mark.slow
+def test_moments_in_eight_bits_are_sharded_like_parameters(tmp_path):
+    """Scales too, where their number divides; on every mesh they are the same numbers, also from a checkpoint."""
+    layers = {"q": {"kernel": np.ones((2, 32, 1024), np.float32)}, "down": {"kernel": np.ones((2, 64, 96), np.float32)}}
+    params = {"layers": layers}
+    optimizer = make_optimizer(config_of("grpo", optimizer__name="adamw", optimizer__moment_dtype="float8"))
+    update = jax.jit(lambda *state: optimizer.update(*state)[1], donate_argnums=1)
+
+    def improved(mesh):
+        state = init_state(jax.device_put(params, shardings(params, mesh)), optimizer, mesh)
+        for number in range(3):
+            noise = jax.tree.map(lambda x: np.sin(np.arange(x.size, dtype=np.float32) + number).reshape(x.shape), params)
+            gradients = jax.device_put(noise, shardings(params, mesh))
+            state = dataclasses.replace(state, opt_state=update(gradients, state.opt_state, state.params))
+        return state
+
+    def parts(state):
+        shapes = shard_shapes(next(x for x in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(x)).nu)
+        return [shapes[f"layers/{name}/kernel/{part}"] for name in ("q", "down") for part in ("codes", "scales")]
+
+    meshes = mesh_of(1, 1, 1), mesh_of(2, 2, 2), mesh_of(1, 8, 1)
+    whole, in_two, in_eight = states = [improved(mesh) for mesh in meshes]
+    assert parts(whole) == [(2, 32, 1024), (2, 32, 8), (2, 64, 96), (2, 64, 1)]
+    assert parts(in_two) == [(2, 16, 512), (2, 16, 4), (2, 32, 48), (2, 32, 1)]
+    assert parts(in_eight) == [(2, 4, 1024), (2, 4, 8), (2, 64, 12), (2, 64, 1)]
+    for state in states[1:]:  # the last bit of a sum may be another, and then a code
+        for x, y in zip(jax.tree.leaves(whole.opt_state), jax.tree.leaves(state.opt_state), strict=True):
+            assert np.mean(np.abs(np.float32(x) - np.float32(y)) > 1e-6 * np.abs(np.float32(x))) < 1e-3
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(1, in_two, {}, final=True)
+        restored, _ = checkpoints.restore(1, in_eight, meshes[2])
+    assert parts(restored) == parts(in_eight)
+    jax.tree.map(np.testing.assert_array_equal, restored.opt_state, in_two.opt_state)
 
 
 def is_adam(x):

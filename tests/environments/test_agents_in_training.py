@@ -104,7 +104,7 @@ def test_calls_are_rows_of_the_policy(model, play):
     for turns, length, mask in zip(episodes.turn_records([])[0], rollout.lengths, rollout.mask, strict=True):
         first, last = (turn.end for turn in turns)
         assert mask[WIDTH : WIDTH + first].all() and not mask[WIDTH + first] and last == length
-    metrics, totals, columns = episodes.release()
+    metrics, totals, columns = episodes.release(len(episodes.rows))
     assert set(totals.values()) == {0.0} and metrics["environment/calls"] == [2.0] * 4
     assert columns["environment/ended"] == ["done"] * 4
     _, results = episodes.finish([task["prompt"] for task in tasks for _ in range(K)], rollout.tokens[:, :0].tolist())
@@ -141,7 +141,7 @@ def test_sub_agents_are_parts_of_the_row(model, play):
         logps, _ = trainer_logps(model.net, model.params, inputs, 0.8)
         logps = np.asarray(logps) * rollout.mask[order]
         np.testing.assert_allclose(logps, rollout.sample_logps[order], atol=1e-4)
-    (parts, _), (metrics, totals, _) = episodes.parts(), episodes.release()
+    (parts, _), (metrics, totals, _) = episodes.parts(), episodes.release(len(episodes.rows))
     for row, session in zip(parts, episodes.sessions, strict=True):
         first, second, last = row
         assert [part.state for part in row] == ["solver", "solver", None] and math.isnan(last.reward)
@@ -228,7 +228,7 @@ def test_agents_that_fail(model, play):
     records, most = episodes.turn_records(rollout.lengths.tolist())
     assert most == 2 and records[0] == [] and [turn.reward for turn in records[2]] == [0.25, 0.5]
     assert rollout.mask[:2].sum() == 0 and (rollout.lengths[:2] == 1).all()
-    metrics, totals, columns = episodes.release()
+    metrics, totals, columns = episodes.release(len(episodes.rows))
     assert totals["environment/failures"] == 6 and totals["environment/left_out_tokens"] == 0
     assert metrics["environment/branches"] == [0.0, 0.0, *[2.0] * 6]
     assert columns["environment/turn_rewards"][2] == [0.25, 0.5] and columns["environment/turns"][2] == 2
@@ -244,7 +244,7 @@ def test_agents_that_fail(model, play):
     # The last call's alone, where there is room for no other.
     rollout, episodes = play(sometimes, tasks[1:2], branches=1)
     assert rollout.tokens[0].tolist()[:WIDTH][-8:] == list(b"sort:43=") and rollout.segments.max() == 1
-    assert episodes.release()[1]["environment/left_out_tokens"] > 0
+    assert episodes.release(len(episodes.rows))[1]["environment/left_out_tokens"] > 0
     with pytest.raises(ConfigError, match=r"all of the step's 2 agents failed .*; the first: RuntimeError: zero"):
         play(sometimes, tasks[:1])
     with pytest.raises(ConfigError, match=r"2 of the step's 4 agents failed .*; the first: RuntimeError: zero"):

@@ -318,7 +318,7 @@ def test_environments_that_fail_are_missing_rewards(play):
             assert episodes.failed[row] == bool(message)
     _, columns = episodes.finish([user("a")] * len(episodes.rows), [[]] * len(episodes.rows))
     assert columns["environment_reward"] == [None] * (len(columns["environment_reward"]) - 2) + [0.5] * 2
-    assert episodes.release()[1]["environment/failures"] == len(episodes.rows) - 2
+    assert episodes.release(len(episodes.rows))[1]["environment/failures"] == len(episodes.rows) - 2
     assert Look.closed >= len(episodes.rows) - 6  # those that failed, save of resets and rewards, which were none
     with pytest.raises(EpisodeError, match=r"2 of the step's 4 agents failed .*Broken.step raised KeyError: 'boom'"):
         play(say, [user("raises"), user("fine")], Broken, on_error="stop")

@@ -141,7 +141,7 @@ def test_a_game_of_several_turns(tokenizer):
     turns, most = batch.turn_records([*map(len, ids)])
     assert turns[0] == [Turn(2, 0.1), Turn(len(ids[0]), 1.0, "higher")] and most == 3
     assert [[turn.reward for turn in row] for row in turns[1:5]] == [[0.1] * 3, [1.0], [0.0], [0.0]]
-    metrics, totals, table = batch.release()
+    metrics, totals, table = batch.release(len(batch.rows))
     assert totals["environment/failures"] == 5
     assert metrics["environment/turns"] == [2, 3, 1, 1, 1, 1, 1, 2, 2]
     assert table["environment/ended"] == ended
@@ -169,7 +169,7 @@ def test_environments_that_have_failed_are_closed_together(timeout, tokenizer, m
     rows = [{"prompt": user("Guess!"), "number": 5, "environment": name} for name in ["gone"] * 8 + ["kept"] * 2]
     batch, *_ = play(tokenizer, environments, rows, [["boom"]] * 9 + [["later", "5"]])
     began = time.monotonic()
-    batch.release()
+    batch.release(len(batch.rows))
     assert time.monotonic() - began < 1.0 and len(closing) == 9
     gone.set()
     environments.close()  # that of the last row
@@ -192,7 +192,7 @@ def test_environments_are_reused_and_open_prompts(tokenizer):
         shown = "Your turn" if isinstance(opening, str) else "<|user|>Your turn<|end|><|assistant|>"
         assert tokenizer.decode(batch.examples[0]["prompt_ids"]) == shown
         assert completions[0] == ("5" if isinstance(opening, str) else [{"role": "assistant", "content": "5"}])
-        batch.release()
+        batch.release(len(batch.rows))
 
 
 def test_episodes_without_room_end(tokenizer):
@@ -308,7 +308,7 @@ def test_tools(tokenizer):
     assert called == [[{"a": 1, "b": 2}, {"a": 4}], [], [], []] and completions[1][0]["content"] == ""
     assert completions[4][0] == {"role": "assistant", "content": "<tool_call>{oops</tool_call>"}
     assert "<|user|>3<|end|><|user|>8<|end|><|assistant|>11<|end|>" in tokenizer.decode(ids[1])
-    metrics, _, _ = batch.release()
+    metrics, _, _ = batch.release(len(batch.rows))
     assert metrics["tools/call_frequency"] == [1, 2, 0, 3, 1, 3]
     assert sum(metrics["tools/failure_frequency"]) == 4 and len(metrics["tools/failure_frequency"]) == 10
     assert columns["environment_reward"] == [0.0] * 6
@@ -419,7 +419,7 @@ def test_several_environments_by_column(tokenizer):
     ]
     batch, _, _, columns = play(tokenizer, environments, rows, [["done"], ["3", "5"]])
     assert columns["environment_reward"] == [0.2, 1.1]
-    metrics, totals, _ = batch.release()
+    metrics, totals, _ = batch.release(len(batch.rows))
     assert metrics["environment/count/reward"] == [0.2] and metrics["environment/guess/reward"] == [1.1]
     assert metrics["environment/guess/turns"] == [2.0] and metrics["environment/turns"] == [1.0, 2.0]
     assert totals["environment/count/episodes"] == totals["environment/guess/episodes"] == 1.0
@@ -441,7 +441,7 @@ def test_environments_have_a_reward_scale_each(tokenizer):
     assert columns["environment_reward"] == [1.1, 0.5, None]
     turns = [[turn.reward for turn in own] for own in batch.turn_records([400] * 3)[0]]
     assert turns[:2] == [[0.1, 1.0], [0.5]]  # the sum of which is the episode's
-    metrics, totals, _ = batch.release()
+    metrics, totals, _ = batch.release(len(batch.rows))
     assert metrics["environment/percent/reward"] == [1.0]
     assert (totals["environment/percent/failures"], totals["environment/guess/failures"]) == (1.0, 0.0)
     with pytest.raises(EpisodeError, match=r"reward_scale names 'gues', but there are guess, percent; .* is guess"):

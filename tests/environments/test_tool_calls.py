@@ -2,13 +2,14 @@
 
 import copy
 import re
+import time
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from jaxrl_llm.data.templates import called_turn
-from jaxrl_llm.environments.tool_calls import ToolCall, parse_tool_calls, possible_start, turn_calls
+from jaxrl_llm.environments.tool_calls import CallStart, ToolCall, parse_tool_calls, turn_calls
 from jaxrl_llm.environments.tools import turn_message
 from tests.data.byte_tokenizer import build_byte_tokenizer
 
@@ -261,11 +262,33 @@ def test_cut_calls_have_an_error(form):
 def test_the_start_of_a_call_is_known_before_it_is_there(form):
     """No character of a call is certain text at any time, and what comes before it is."""
     text = ("" if form in ("llama 4", "gpt-oss, as rendered") else "It is 5 < 6. ") + FORMS[form]
-    start, position = turn_calls(text, SCHEMAS).start, 0
+    start, known, position = turn_calls(text, SCHEMAS).start, CallStart(), 0
     for size in range(len(text) + 1):
-        position = possible_start(text[:size], position)
+        position = known.of(text[:size])
         assert position <= start
     assert position == start
+
+
+def test_a_mark_in_thinking_holds_nothing_back_once_that_is_over():
+    known, text = CallStart(), ""
+    for piece, certain in (
+        ("Hm. <think>I wr", 15), ("ite ", 19), ("<tool_", 19), ("call> or ", 19), ("not.</thi", 19), ("nk>So: 5", 51),
+        ("<tool_call>{", 51),
+    ):  # fmt: skip
+        text += piece
+        assert known.of(text) == certain, text
+
+
+@pytest.mark.parametrize("opening", ["", "<tool_call>", "<|channel|>", "<think>", "<think><tool_call>", "a" * 300])
+def test_a_long_answer_costs_its_length(opening):
+    known, text, times = CallStart(), opening, []
+    for _ in range(2):
+        started = time.process_time()
+        for _ in range(500):
+            text += "words of an answer " * 4
+            known.of(text)
+        times.append(time.process_time() - started)
+    assert times[1] < 2 * times[0] + 0.1
 
 
 def test_types_are_those_of_the_schemas():

@@ -53,12 +53,13 @@ def test_calls_of_every_form(sorter, marked, form, special):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_harmony_thinks_before_it_calls(marked, stream):
+@pytest.mark.parametrize("special", [True, False], ids=["special", "text"])
+def test_harmony_thinks_before_it_calls(sorter, marked, stream, special):
     text = "<|channel|>analysis<|message|>Call it.<|end|><|start|>assistant" + FORMS["gpt-oss"]
     for size in (1, 4, 4000):
-        content, calls, reason = answered(marked, text, size, stream=stream)
+        content, calls, reason = answered(marked if special else sorter.tokenizer, text, size, stream=stream)
         assert (calls, reason) == ([A, B], "tool_calls") and "find_all" not in content and "to=" not in content
-        assert content.startswith("<|channel|>analysis<|message|>Call it." if marked is None else "analysis")
+        assert content.startswith("analysis" if special else "<|channel|>analysis<|message|>Call it.")
 
 
 @pytest.mark.parametrize(

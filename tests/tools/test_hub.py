@@ -168,7 +168,8 @@ def test_command_errors(arguments, words, hub, tmp_path, monkeypatch):
     [
         ({"push_to_hub": "me/mine/too"}, "takes a repository of the hub: OWNER/NAME, or NAME of the token's account"),
         ({"private": True}, "export.private is true, but nothing is pushed"),
-        ({"overwrite": True}, "export.overwrite is true, but nothing is pushed"),
+        ({"overwrite": True}, "export.overwrite is true, but nothing is pushed or copied"),
+        ({"copy_to": "/mnt/models"}, "export.copy_to is '/mnt/models', but it takes the URL of a folder"),
         ({"strategy": "every_save"}, "export.push_to_hub does not go with it: name a repository"),
         ({"strategy": "every_save", "push_to_hub": "me/m"}, "checkpoint.contents does not go with it: let it have hf"),
     ],

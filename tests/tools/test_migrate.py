@@ -345,11 +345,11 @@ def test_kto_sft_orpo_reward_and_ppo_of_trl():
     expect(
         orpo,
         algorithm={"loss": "orpo", "beta": 0.2, "loss_weights": ()},
-        optimizer={"name": "adamw"},
+        optimizer={"name": "adamw", "moment_dtype": "float8"},
         batch={"prompts": 4},
         checkpoint={"every": 500, "keep_every": 1},
     )
-    assert "moments are not quantised" in text
+    assert "moments are not paged here" in " ".join(text.split())
     reward, _ = made("trl_reward.py", devices=1)
     expect(
         reward,
@@ -1012,6 +1012,9 @@ def test_optimizers_of_transformers(tmp_path):
         noted = f"optim = '{name}' has no equivalent; {config.optimizer.name} is written" in " ".join(text.split())
         assert noted != bool(same.match(name)), name
         assert config.optimizer.name in (*re.findall("adafactor|lion|sgd", name), "adamw")[0]
+        in_bits = bool(same.match(name) and re.search("[48]bit|fp8", name))
+        assert config.optimizer.moment_dtype == ("float8" if in_bits else "float32"), name
+        assert ("not from the table of bitsandbytes" in " ".join(text.split())) == in_bits
     more = {"optim": "galore_adamw", "optim_target_modules": ["q_proj"]}
     _, text = migrate(written(tmp_path, "a.json", {"output_dir": "o", "max_steps": 5, **more}), trainer="sft")
     assert "no optimizer here projects gradients" in " ".join(text.partition("from jaxrl_llm")[0].split())
@@ -1082,6 +1085,12 @@ def test_runs_of_verl_that_start_anew_each_time(tmp_path):
     expect(from_verl(tmp_path, "trainer.resume_mode=disable"), checkpoint={"resume": "never"})
     noted = noted_from_verl(tmp_path, "trainer.resume_mode=disable")
     assert "each start deletes the checkpoints that are in output_dir" in noted
+
+
+def test_a_folder_of_verl_behind_a_url(tmp_path):
+    url = "hdfs://user/verl/gsm8k"
+    expect(from_verl(tmp_path, f"trainer.default_hdfs_dir={url}"), export={"copy_to": url, "overwrite": True})
+    expect(from_verl(tmp_path, "trainer.default_hdfs_dir=~/gsm8k"), export={"copy_to": None, "overwrite": False})
 
 
 def test_a_mixture_of_experts_of_axolotl_in_four_bits(tmp_path):

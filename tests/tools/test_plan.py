@@ -168,13 +168,24 @@ def test_the_report_says_how_many_packed_tokens_an_update_takes(folder):
 def test_advice_is_computed(planned):
     found = {x.change: x.saves for x in advice(planned, compiled=False)}
     assert found["--config.optimizer.moment_dtype=bfloat16"] == 2 * 2 * PARAMETERS
+    wide, scales = 3 * 2 * 32 * 64, 2 * (32 + 32 + 64)  # of the arrays that are not too small: gate, up and down
+    assert found["--config.optimizer.moment_dtype=float8"] == 2 * (3 * wide - 4 * scales)
     assert found["--config.model.param_dtype=bfloat16"] == 2 * 2 * PARAMETERS  # of the policy and of the reference
     matrices = [2 * 32 * 32, 2 * 32 * 16, 2 * 32 * 16, 2 * 32 * 32, 2 * 32 * 64, 2 * 32 * 64, 2 * 64 * 32]
     halved = 2 * 4 * sum(matrices) + 2 * 4 * 64 * 32  # policy, reference: norms stay whole
     assert found["--devices=2 --config.mesh.fsdp=2"] == halved
 
 
-@pytest.mark.parametrize("change", [{}, {"optimizer.offload": True}, {"lora.rank": 4}, {"optimizer.name": "adafactor"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"optimizer.offload": True},
+        {"lora.rank": 4},
+        {"optimizer.name": "adafactor"},
+        {"optimizer.moment_dtype": "float8", "optimizer.offload": True},
+    ],
+)
 def test_shapes_are_those_of_a_real_run(change):
     config = default()
     for name, value in change.items():

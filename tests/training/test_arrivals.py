@@ -133,6 +133,7 @@ def test_what_arrivals_need():
         ("environment", "name", "guess"),
         ("environment", "tools", ("python",)),
         ("environment", "rollout_func", "rollouts.py:sample"),
+        ("environment", "agent", "agents.py:run"),
         ("rollout", "processes", 1),
     ):
         config = in_flight_config()

@@ -233,29 +233,32 @@ def test_the_rounding_of_moments_comes_from_the_seed_and_the_number_of_updates()
 
 
 @pytest.mark.slow
-def test_training_in_bfloat16_follows_fp32(root, tmp_path):
-    def losses(dtype):
+@pytest.mark.parametrize(("narrow", "moments"), [("bfloat16", "bfloat16"), ("float32", "float8")])
+def test_training_in_narrow_types_follows_fp32(root, tmp_path, narrow, moments):
+    def losses(dtype, moments):
         config = load_config_file(f"{root / 'configs' / 'sft.py'}")
-        config.output_dir, config.total_steps, config.batch.prompts = str(tmp_path / dtype), 30, 16
+        config.output_dir, config.total_steps, config.batch.prompts = str(tmp_path / moments), 30, 16
         config.optimizer.learning_rate, config.optimizer.schedule, config.optimizer.warmup_steps = 1e-5, "constant", 0
-        config.model.param_dtype = config.optimizer.moment_dtype = dtype
+        config.model.param_dtype, config.optimizer.moment_dtype = dtype, moments
         config.eval.every, config.logging.backends = 0, ("jsonl",)
         return np.array([r["eval/loss"] for r in jaxrl_llm.train(config).metrics if "eval/loss" in r])
 
-    exact, rounded = losses("float32"), losses("bfloat16")
+    exact, rounded = losses("float32", "float32"), losses(narrow, moments)
     np.testing.assert_allclose(rounded, exact, atol=1e-3)
     assert exact[0] - exact[-1] > 0.01
 
 
 @pytest.mark.slow
-def test_a_resumed_run_in_bfloat16_equals_a_whole_one(root, tmp_path, capsys):
+@pytest.mark.parametrize(("moments", "offload"), [("bfloat16", False), ("float8", False), ("float8", True)])
+def test_a_resumed_run_in_bfloat16_equals_a_whole_one(root, tmp_path, capsys, moments, offload):
     """At a rate at which rounding is noise, of which it warns."""
 
     def run(name, steps):
         config = load_config_file(f"{root / 'configs' / 'sft.py'}:tiny")
         config.output_dir, config.total_steps = str(tmp_path / name), steps
         config.optimizer.schedule, config.optimizer.warmup_steps = "constant", 0
-        config.model.dtype = config.model.param_dtype = config.optimizer.moment_dtype = "bfloat16"
+        config.model.dtype = config.model.param_dtype = "bfloat16"
+        config.optimizer.moment_dtype, config.optimizer.offload = moments, offload
         config.optimizer.learning_rate = 1e-6
         config.eval.every, config.checkpoint.every, config.logging.backends = -1, 1, ("console", "jsonl")
         return jaxrl_llm.train(config).model.params
@@ -427,6 +430,7 @@ def test_warmup_ratio_counts_updates():
         ({"schedule_steps": 10}, "schedule_steps is 10, but optimizer.schedule constant has no end: set it to 0"),
         ({"schedule": "linear", "schedule_steps": 10, "warmup_ratio": 0.5}, "warm-up alone takes 10 steps"),
         ({"schedule": "linear", "power": 2.0}, "power is 2, but it is that of polynomial"),
+        ({"name": "adafactor", "moment_dtype": "float8"}, "adafactor has statistics .* set float32, or"),
         ({"schedule": "cosine_with_restarts"}, "cycles is 0.5 .* a whole number of decays"),
         ({"schedule": "cosine_with_restarts", "cycles": 1.5}, "cycles is 1.5 .* a whole number of decays"),
     ],
@@ -449,6 +453,8 @@ def test_adafactor_statistics_are_replicated():
         shape = {"data": 1, "fsdp": 2, "tensor": 2, "context": 1, "expert": 1}  # noqa: RUF012
 
     assert tuple(parameter_spec("0/layers/attention/v/kernel", (2, 4, 8), Mesh)) == (None, "fsdp", "tensor")
+    assert tuple(parameter_spec("0/nu/layers/attention/v/kernel/codes", (2, 4, 6), Mesh)) == (None, "fsdp", "tensor")
+    assert tuple(parameter_spec("0/nu/layers/attention/v/kernel/scales", (2, 4, 1), Mesh)) == (None, "fsdp", None)
     assert tuple(parameter_spec("0/v_row/layers/attention/v/kernel", (2, 4), Mesh)) == ()
     assert tuple(parameter_spec("0/v/embed/weight", (1,), Mesh)) == ()
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.data.loading import source_options
 from jaxrl_llm.models.hf import EMBEDDED
+from jaxrl_llm.models.remote import fetched, is_url
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 LICENSE_KEYS = ("license", "license_name", "license_link")
@@ -64,6 +65,8 @@ def _folder_of(path: str) -> Path | None:
     """Return the folder of the model on this machine; None where it has none."""
     if path.startswith("embedded:"):
         return EMBEDDED / path.removeprefix("embedded:")
+    if is_url(path):
+        return fetched(path)
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder

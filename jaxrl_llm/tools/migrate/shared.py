@@ -129,15 +129,21 @@ def optimizer(draft: Draft, name: str, key: str) -> None:
             f"{draft.named(key)} = {name!r} has no equivalent; {ours} is written. train(config, optimizers=...) takes "
             "an optimizer of optax"
         )
-    elif re.search("paged|flash|[48]bit|fp8", plain):
+    elif re.search("flash|[48]bit|fp8", plain) and ours in ("adamw", "lion", "muon"):
+        draft.set("optimizer.moment_dtype", "float8", key)
         draft.check(
-            f"{draft.named(key)} = {name!r}: the moments are not quantised here; optimizer.moment_dtype and "
-            "optimizer.offload save memory"
+            f"{draft.named(key)} = {name!r}: moments are in 8 bits (optimizer.moment_dtype), floats with a scale for "
+            "each block, and not from the table of bitsandbytes"
         )
     elif str(name).rpartition(".")[2] == "Adam" and draft.values.get("optimizer.weight_decay"):  # torch's
         draft.check(
             f"{draft.named(key)} = {name!r} adds the weight decay to the gradient; adamw, which takes it off the "
             "parameters, is written"
+        )
+    if "paged" in plain:
+        draft.check(
+            f"{draft.named(key)} = {name!r}: moments are not paged here; where they do not fit, optimizer.offload "
+            "keeps them in the host's memory"
         )
     draft.set("optimizer.name", ours, key)
     if ours == "sgd":

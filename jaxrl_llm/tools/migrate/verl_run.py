@@ -17,6 +17,9 @@ def trainer(draft: Draft, options: Options) -> None:
         ("checkpoints", *(str(draft.get(key)) for key in names))
     )
     draft.set("output_dir", folder, "trainer.default_local_dir", *names)
+    if "://" in str(url := draft.get("trainer.default_hdfs_dir")):
+        draft.set("export.copy_to", url, "trainer.default_hdfs_dir")
+        draft.set("export.overwrite", True, "trainer.default_hdfs_dir")
     draft.set("checkpoint.every", max(int(draft.get("trainer.save_freq")), 0), "trainer.save_freq")
     at = ("actor_rollout_ref.actor.checkpoint", "trainer.checkpoint")
     names_of = [f"{section}.{name}" for section in at for name in ("save_contents", "contents")]

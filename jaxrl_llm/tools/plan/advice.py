@@ -47,7 +47,8 @@ def _flags(values: dict[str, object]) -> str:
 def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, object], AbstractMesh | None]]:
     """Yield changes whose saving follows from shapes alone: (in words, keys, another mesh)."""
     config, mesh = plan.config, plan.target.mesh
-    simple: list[dict[str, object]] = [{"optimizer.moment_dtype": "bfloat16"}, {"model.param_dtype": "bfloat16"}]
+    simple: list[dict[str, object]] = [{"optimizer.moment_dtype": name} for name in ("bfloat16", "float8")]
+    simple.append({"model.param_dtype": "bfloat16"})
     if not (config.lora.rank or config.lora.path):
         simple += [{"lora.rank": 16}, {"lora.rank": 16, "model.param_dtype": "bfloat16"}]
         simple.append({"lora.rank": 16, "model.quantize": "nf4"})

@@ -17,6 +17,7 @@ from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.distributed.overlap import overlap_collectives
 from jaxrl_llm.distributed.sharding import check_processes, make_mesh
 from jaxrl_llm.models import chunked_softmax
+from jaxrl_llm.models.model import compute_dtype
 from jaxrl_llm.tools.plan.devices import Device, Gpu, at_hand, named
 from jaxrl_llm.training import update
 from jaxrl_llm.training.setup.run import build_mesh
@@ -48,8 +49,8 @@ class Target(NamedTuple):
 def at_hand_target(config) -> Target:
     """The devices of this process, as training would use them."""
     device, on_cpu = at_hand(jax.devices()[0]), jax.default_backend() == "cpu"
-    dtype = "float32" if on_cpu else "bfloat16"
-    return Target(device, build_mesh(config), f"{jax.default_backend()} compiler", True, dtype, not on_cpu)
+    compiler = f"{jax.default_backend()} compiler"
+    return Target(device, build_mesh(config), compiler, True, compute_dtype("auto"), not on_cpu)
 
 
 def target(config, name: str, count: int, simulate: bool = False) -> Target:

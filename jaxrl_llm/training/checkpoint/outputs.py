@@ -31,17 +31,19 @@ def check_writable(folder: Path) -> None:
 
 
 def check_outputs(folder: Path, resume: str, goes_on: bool) -> None:
-    """Raises ConfigError when the trained model would take the place of files that are not the run's own.
+    """Raises ConfigError when the trained models would take the place of files that are not the run's own.
 
-    A run may replace the model in `folder` when it `goes_on` from its own checkpoints, and when `resume`
+    A run may replace the models in `folder` when it `goes_on` from its own checkpoints, and when `resume`
     (checkpoint.resume) is never.
     """
     for name, sign in (("hf", "config.json"), ("adapter", peft.CONFIG), ("critic", "config.json")):
         hf.refuse_foreign(folder / name, sign)
-    if (folder / "hf" / "config.json").is_file() and not goes_on and resume != "never":
+    held = "a trained model (hf/)" if (folder / "hf" / "config.json").is_file() else None
+    held = held or (f"models of steps ({hf.STEPS}/)" if hf.step_folders(folder) else None)
+    if held is not None and not goes_on and resume != "never":
         raise ConfigError(
-            f"{folder} holds a trained model (hf/), and no checkpoint that this run goes on from: choose another "
-            "output_dir, or replace the model with checkpoint.resume=never"
+            f"{folder} holds {held}, and no checkpoint that this run goes on from: choose another output_dir, or replace "
+            "what is there with checkpoint.resume=never"
         )
 
 

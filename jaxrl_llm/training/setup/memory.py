@@ -20,6 +20,7 @@ from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine import Engine, decoding_params, prefill
 from jaxrl_llm.rollout.slots import row_keys
+from jaxrl_llm.training.moments import BYTES
 from jaxrl_llm.training.packing.planner import tokens_in
 from jaxrl_llm.training.setup.objectives import needs_reference
 
@@ -59,7 +60,7 @@ def microbatch_room(config, model: Model, critic: Model | None) -> float | None:
     memory = 0 if jax.default_backend() == "cpu" else min(gather(min(limits)))
     if not memory:
         return None
-    held, moment = 0, np.dtype(config.optimizer.moment_dtype).itemsize
+    held, moment = 0.0, BYTES[config.optimizer.moment_dtype]
     of_critic = config.critic.offload_optimizer
     offloads = (config.optimizer.offload, config.optimizer.offload if of_critic is None else of_critic)
     if needs_reference(config) and not config.algorithm.offload_reference:
@@ -70,7 +71,7 @@ def microbatch_room(config, model: Model, critic: Model | None) -> float | None:
         if part is None:
             continue
         gradients = gradient_bytes(split(part.params, part.net.config.frozen)[1])
-        moments = 0 if offload else gradients // 4 * 2 * moment
+        moments = 0 if offload else gradients / 4 * 2 * moment
         held += bytes_on_device(part.params) + gradients + moments
     return max(float(memory - held), 0.0)
 

@@ -73,6 +73,10 @@ def test_models_of_an_abandoned_timeline_go(config, capsys):
     discard_exports(folder, 1)
     assert capsys.readouterr().err == ""
     config.total_steps = 0
+    with pytest.raises(ConfigError, match=r"holds models of steps \(hf_steps/\), and no checkpoint that this run goes on"):
+        jaxrl_llm.train(config, ROWS)  # one that was killed and kept no states: its models are all there is of it
+    assert (folder / "hf_steps" / "00001").is_dir()
+    config.checkpoint.resume = "never"
     jaxrl_llm.train(config, ROWS)
     assert [path.name for path in (folder / "hf_steps").iterdir()] == ["mine"]
     assert "deleting the models of steps 1 in" in capsys.readouterr().err

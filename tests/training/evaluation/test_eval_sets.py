@@ -332,3 +332,22 @@ def test_settings_of_measures_are_those_of_eval():
     fields = {field.name for field in dataclasses.fields(EvalMetrics)}
     assert fields <= set(default().eval)
     assert metrics.SOURCE == "data_source"
+
+
+class Counted:
+    """An environment that asks as often as its row says."""
+
+    def reset(self, row):
+        self.left = row["asks"]
+
+    def step(self, action):
+        self.left -= 1
+        return ("more", 0.0, self.left == 0)
+
+
+def test_episodes_that_fill_up_a_batch_are_not_counted(config):
+    config.batch.prompts, config.rollout.group_size, config.eval.samples, config.eval.greedy = 4, 2, 2, False
+    config.rollout.max_completion_length = 48
+    rows = [{"prompt": "sort:21=", "answer": "12", "asks": asks} for asks in (1, 1, 1, 1, 3)]
+    found = jaxrl_llm.evaluate(config, rows, environment=Counted)
+    assert found["eval/environment/turns"] == pytest.approx(7 / 5) and found["eval/environment/failures"] == 0

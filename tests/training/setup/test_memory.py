@@ -93,6 +93,8 @@ def test_what_a_run_leaves_free(model, monkeypatch):
     assert memory.microbatch_room(config, model, None) == 10 * size - 4 * size
     config.optimizer.moment_dtype, config.algorithm.beta = "bfloat16", 0.1
     assert memory.microbatch_room(config, model, None) == 10 * size - 4 * size
+    config.optimizer.moment_dtype = "float8"
+    assert memory.microbatch_room(config, model, None) == (10 - 3 - 0.5 - 2 / 256) * size
     config.optimizer.offload = True
     assert memory.microbatch_room(config, model, None) == 10 * size - 3 * size
     assert np.isfinite(memory.microbatch_room(config, model, model))
