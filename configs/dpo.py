@@ -7,11 +7,12 @@ data with it once and frees it. 2 CPU cores: about a minute. Held-out pairs rank
 completions 24 % -> 42 %, of greedy ones 71 % -> 95 %.
 """
 
-from jaxrl_llm.config import default
+from jaxrl_llm.config import check_form, default
 
 
 def get_config(arg: str = ""):
     """`tiny`: two steps, for a test."""
+    check_form(arg, "tiny")
     config = default()
     config.output_dir = "runs/dpo"
     config.total_steps = 100

@@ -1,4 +1,4 @@
-"""Objectives and estimators without a file of their own, by name, on the embedded model and task of grpo.py.
+"""Objectives and estimators without a file of their own on the embedded model and task of grpo.py, by name.
 
     python -m jaxrl_llm.train --config=configs/further.py:maxrl
 

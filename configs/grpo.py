@@ -3,11 +3,12 @@
 python -m jaxrl_llm.train --config=configs/grpo.py
 """
 
-from jaxrl_llm.config import default
+from jaxrl_llm.config import check_form, default
 
 
 def get_config(arg: str = ""):
     """`tiny`: two steps, for a test."""
+    check_form(arg, "tiny")
     config = default()
     config.output_dir = "runs/grpo"
     config.total_steps = 250

@@ -6,11 +6,12 @@
 Held-out pairs ranked right: 99 %; right answers of sampled completions 24 % -> 44 %, of greedy ones 71 % -> 96 %.
 """
 
-from jaxrl_llm.config import default
+from jaxrl_llm.config import check_form, default
 
 
 def get_config(arg: str = ""):
     """`tiny`: two steps, for a test."""
+    check_form(arg, "tiny")
     config = default()
     config.output_dir = "runs/ipo"
     config.total_steps = 100

@@ -7,11 +7,12 @@ about a minute. Held-out rows on the right side of it: 98 %; right answers of sa
 greedy ones 76 % -> 96 %.
 """
 
-from jaxrl_llm.config import default
+from jaxrl_llm.config import check_form, default
 
 
 def get_config(arg: str = ""):
     """`tiny`: two steps, for a test."""
+    check_form(arg, "tiny")
     config = default()
     config.output_dir = "runs/kto"
     config.total_steps = 100

@@ -7,11 +7,12 @@ The likelihood term is of the completion, as in the paper; TRL's covers the prom
 of greedy ones 71 % -> 100 %.
 """
 
-from jaxrl_llm.config import default
+from jaxrl_llm.config import check_form, default
 
 
 def get_config(arg: str = ""):
     """`tiny`: two steps, for a test."""
+    check_form(arg, "tiny")
     config = default()
     config.output_dir = "runs/orpo"
     config.total_steps = 100

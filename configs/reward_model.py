@@ -6,11 +6,12 @@
 ranked right: 76 % -> 100 %.
 """
 
-from jaxrl_llm.config import default
+from jaxrl_llm.config import check_form, default
 
 
 def get_config(arg: str = ""):
     """`tiny`: two steps, for a test."""
+    check_form(arg, "tiny")
     config = default()
     config.output_dir = "runs/reward_model"
     config.total_steps = 100

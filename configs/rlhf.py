@@ -6,8 +6,8 @@
 former with the scores of the latter, which is also what its critic starts from. Nothing after the demonstrations sees
 a right answer: the exact match is measured, with weight 0. Interrupted, the same command goes on.
 
-2 CPU cores, seed 0: the reward model ranks all held-out pairs right, and 75 steps of PPO take held-out accuracy from
-0.29 to 0.79 (greedy: 0.80 to 0.98). With a tenth of beta the reward rises further and accuracy does not: the policy
+2 CPU cores, seed 0: the reward model ranks all held-out pairs right, and 100 steps of PPO take held-out accuracy from
+0.29 to 0.81 (greedy: 0.80 to 0.97). With a tenth of beta the reward rises further and accuracy does not: the policy
 finds wrong answers that the reward model likes.
 """
 

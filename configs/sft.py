@@ -6,11 +6,12 @@ The demonstrations are of mixed quality, six in ten wrong, so the loss has a flo
 makes the embedded model itself from random weights. 2 CPU cores: about 30 seconds. Held-out loss 0.63 -> 0.55.
 """
 
-from jaxrl_llm.config import default
+from jaxrl_llm.config import check_form, default
 
 
 def get_config(arg: str = ""):
     """`tiny`: two steps, for a test."""
+    check_form(arg, "tiny")
     config = default()
     config.output_dir = "runs/sft"
     config.total_steps = 100

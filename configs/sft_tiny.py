@@ -7,11 +7,12 @@ a warm start from which reinforcement has something to do. 2 CPU cores: under a 
 `runs/sft_tiny/hf` is what lies in `jaxrl_llm/models/embedded/sort`.
 """
 
-from jaxrl_llm.config import default
+from jaxrl_llm.config import check_form, default
 
 
 def get_config(arg: str = ""):
     """`tiny`: two steps, for a test."""
+    check_form(arg, "tiny")
     config = default()
     config.output_dir = "runs/sft_tiny"
     config.total_steps = 200

@@ -8,11 +8,12 @@ Held-out pairs ranked right: 95 % -> 100 %; right answers of sampled completions
 71 % -> 84 %.
 """
 
-from jaxrl_llm.config import default
+from jaxrl_llm.config import check_form, default
 
 
 def get_config(arg: str = ""):
     """`tiny`: two steps, for a test."""
+    check_form(arg, "tiny")
     config = default()
     config.output_dir = "runs/simpo"
     config.total_steps = 100

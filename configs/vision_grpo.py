@@ -6,11 +6,12 @@
 at one in four, which is chance.
 """
 
-from jaxrl_llm.config import default
+from jaxrl_llm.config import check_form, default
 
 
 def get_config(arg: str = ""):
     """`tiny`: two steps, for a test. `blank`: the same questions about grey images, the control."""
+    check_form(arg, "tiny", "blank")
     config = default()
     config.output_dir = "runs/vision_grpo"
     config.model.path = "embedded:shapes"

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # XLA's log holds what is for its developers, such as an alarm about compilations of more than two minutes: errors come
 # as exceptions. It is read once, when jax is imported.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # the advice is to install torch
 
 __all__ = (
     "ConfigError",

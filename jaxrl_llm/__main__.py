@@ -6,12 +6,16 @@ from typing import NoReturn
 from jaxrl_llm.commands.welcome import COMMANDS, welcome
 from jaxrl_llm.config.flags import run
 from jaxrl_llm.config.resolve import ConfigError, closest
+from jaxrl_llm.config.version import __version__
 
 
 def main(argv: list[str]) -> None:
     """Runs the command that the first argument names with the other arguments; without any it prints the overview."""
     if not argv or argv[0] in ("-h", "--help"):
         print(welcome(), end="")
+        return
+    if argv[0] == "--version":
+        print(f"jaxrl_llm {__version__}")
         return
     command, *arguments = argv
     if command not in COMMANDS:

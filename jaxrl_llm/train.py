@@ -208,6 +208,7 @@ def train(
             with processes.all_or_none():
                 if jax.process_index() == 0:
                     write_cards(folder, int(state.step), config.export)
+                    (folder / "error.txt").unlink(missing_ok=True)  # of a start that failed
         hooks("on_end", step, log.newest, lambda: trained)
         logger.finish(stopwatch.totals, checkpoints.outcome())
         try:

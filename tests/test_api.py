@@ -51,6 +51,21 @@ def test_importing_the_package_imports_nothing_else(run_python):
     assert result.stdout.splitlines() == [jaxrl_llm.__version__, "set()"], result.stderr
 
 
+def test_libraries_print_nothing_and_leave_logging_to_the_user(run_python, monkeypatch):
+    monkeypatch.delenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", raising=False)
+    code = """
+import logging
+import jaxrl_llm.environments.tools
+import jaxrl_llm.distributed.orbax
+import absl.logging
+absl.logging.info("of Orbax")
+logging.basicConfig(format="mine: %(message)s")
+logging.getLogger("jaxrl_llm.data").warning("once")
+"""
+    result = run_python("-c", code)
+    assert (result.returncode, result.stderr) == (0, "mine: once\n")
+
+
 def test_every_name_is_there():
     assert {"train", "load_model", "generate", "save_hf", "Model", "default_config"} <= set(jaxrl_llm.__all__)
     assert set(jaxrl_llm.__all__) <= set(dir(jaxrl_llm))

@@ -29,6 +29,28 @@ from jaxrl_llm.algorithms.losses import Metric, Metrics, bounded_ratio, check_ra
 
 Array = jax.Array
 
+# The losses, which algorithm.loss knows by name.
+__all__ = (
+    "cispo",
+    "clip_cov",
+    "dppo",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
+    "gmpo",
+    "gspo",
+    "gspo_token",
+    "kl_cov",
+    "luspo",
+    "m2po",
+    "ppo_clip",
+    "reinforce",
+    "rloo",
+    "sapo",
+    "topr",
+    "vespo",
+)
+
 
 def _prepare(logps, old_logps, advantages, mask) -> tuple[Array, Array, Array]:
     """Returns the log-probs, the log-ratio (0 outside the mask) and the advantages broadcast to the tokens."""

@@ -38,7 +38,7 @@ from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards, rows_to_global
-from jaxrl_llm.models.model import Model, check_positions, load_model
+from jaxrl_llm.models.model import Model, check_loaded, check_positions, load_model
 from jaxrl_llm.rollout.constraints import Guide, bad_word_ids, build_automata, check_tokens
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.grammar import build_grammar
@@ -135,6 +135,7 @@ def generate(
     Raises ConfigError: no list of prompts, settings out of range or in contradiction, or a model without tokenizer.
     """
     values = dict(locals())
+    check_loaded(model, "generate")
     for setting in (*SAMPLING, SAMPLES):
         setting.check(values[setting.name])
     rows = prompt_rows(model, prompts, images, columns)

@@ -62,7 +62,8 @@ def welcome() -> str:
             "Commands, each with `--help`; installed, `jaxrl-llm` stands for `python -m jaxrl_llm`:",
             *_columns({f"python -m jaxrl_llm {name}": summary for name, summary in COMMANDS.items()}),
             "",
-            "Every setting is listed by `python -m jaxrl_llm.train --help=all`. Documentation: docs/index.md.",
+            "Every setting is listed by `python -m jaxrl_llm.train --help=all`. Documentation: docs/index.md, and",
+            "https://jaxrl-llm.github.io/jaxrl_llm/.",
             "",
         ]
     )

@@ -7,6 +7,7 @@ from jaxrl_llm.config.corrections import with_correction as with_correction
 from jaxrl_llm.config.resolve import ConfigError as ConfigError
 from jaxrl_llm.config.schema import ConfigDict as ConfigDict
 from jaxrl_llm.config.tree import assign as assign
+from jaxrl_llm.config.tree import check_form as check_form
 from jaxrl_llm.config.tree import check_keys as check_keys
 from jaxrl_llm.config.tree import default as default
 from jaxrl_llm.config.tree import flat as flat

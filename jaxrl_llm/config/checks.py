@@ -803,11 +803,11 @@ def _data(config: ConfigDict) -> Iterator[str]:
             f"num_epochs is {config.num_epochs}, but data.streaming is true, and streamed rows are not counted: set "
             "total_steps, or data.streaming to false"
         )
-    others = (key for key in ("streaming", "eval_path", "eval_split") if data[key] not in (False, None))
-    if config.eval.fraction and (other := next(others, None)):
+    named = (key for key in ("streaming", "eval_path", "eval_split") if data[key])
+    if config.eval.fraction and (other := next(named, None)):
         yield (
             f"eval.fraction is {config.eval.fraction}, to hold training rows out, but data.{other} is {data[other]!r}: "
-            "set one of the two"
+            f"set data.{other} to {'false' if other == 'streaming' else 'none'}, or eval.fraction to 0"
         )
     if config.eval.fraction and config.eval.sets:
         yield f"eval.fraction is {config.eval.fraction}, but eval.sets names what is evaluated on: set one of the two"

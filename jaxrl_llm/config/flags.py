@@ -10,11 +10,13 @@ if __name__ == "__main__":
 
 import gc
 import inspect
+import logging
 import platform
 import re
 import sys
 import textwrap
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import reduce
@@ -63,8 +65,12 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     """Calls `main(arguments)` and exits: 0 when it returns, 2 with `error: ...` on stderr after a ConfigError.
 
     After any other error it is 1 and the message names the file with the traceback; after Ctrl-C it is 130. An error in
-    one of several processes ends all of them (see `jaxrl_llm.distributed.processes`).
+    one of several processes ends all of them (see `jaxrl_llm.distributed.processes`). Warnings are lines `warning: ...`
+    on stderr, and so is what is logged as one where the user's code sets up no logging.
     """
+    warnings.formatwarning = _warning_line
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_LogLine())
     # Imported modules stay, so the collector need not look at them again, which would take a tenth of a run's start.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -88,6 +94,21 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     if (processes := _processes()) is not None:
         processes.end(code)
     sys.exit(code)
+
+
+def _warning_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """The line of a warning; one that this package does not raise has its kind and its place behind it."""
+    own = category is UserWarning and Path(filename).is_relative_to(PACKAGE)
+    return masked(f"warning: {message}{'' if own else f' ({category.__name__}, {filename}:{lineno})'}\n")
+
+
+class _LogLine(logging.Formatter):
+    """The same form for a log record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(f"{record.levelname.lower()}: {super().format(record)}")
 
 
 def _processes() -> ModuleType | None:

@@ -338,7 +338,8 @@ KEYS = (
     Setting("data.sources", (),
         "Several sources in place of data.path, one after the other or mixed by weight: each a path, "
         "`path(split='train', format='chatml.intel', weight=2)`, or in a config file a dictionary with path, name, "
-        "split, eval_split, format (or type), weight, ds_type, data_files, and options of the format.", dict),
+        "split, eval_split, format (or type), weight, ds_type, data_files, prompt_key, completion_key, label_key, and "
+        "options of the format.", dict),
     Setting("data.format", "auto",
         "Format of the rows: a name of docs/data.md such as `chatml.intel`, `module:function` or "
         "`path/to/file.py:function`; options in brackets, `harmony(field='turns')`. auto recognises the types "
@@ -801,8 +802,8 @@ KEYS = (
     Setting("optimizer.no_decay", ("bias", "scale", "shift"),
         "Last names in the paths of parameters without weight decay."),
     Setting("optimizer.moment_dtype", "float32",
-        "Storage type of the optimizer's moments; float8 is 8 bits and a scale for each block of up to 256, but float32 "
-        "for arrays of fewer than 4096 numbers. bfloat16 and float8 are rounded to stochastically, as the second "
+        "Storage type of the optimizer's moments; float8 is 8 bits and a scale for each block of at most 256, and "
+        "float32 for arrays of fewer than 4096. bfloat16 and float8 are rounded to stochastically, as the second "
         "moment would not fall with b2 = 0.999 otherwise.", choices=("float32", "bfloat16", "float8")),
     Setting("optimizer.offload", False,
         "Keep the moments in host memory; they move to the device for each update.", bool),

@@ -28,6 +28,16 @@ from jaxrl_llm.config.secrets import masked
 OWN = "own"  # the entry of the JSON text with the parameters that a config file has added
 
 
+def check_form(arg: str, *forms: str) -> None:
+    """Raises ConfigError unless `arg`, behind the colon of `--config=NAME:ARG`, is empty or one of `forms`.
+
+    For `get_config(arg)` of a configuration, which would otherwise be the whole experiment under a misspelt name.
+    """
+    if arg not in ("", *forms):
+        known = f"it has {', '.join(forms)}" if forms else "it has none"
+        raise ConfigError(f"the configuration has no form {arg!r}; {known}: write --config=NAME, or --config=NAME:FORM")
+
+
 def default() -> ConfigDict:
     """The default configuration: a locked ConfigDict (values may be changed, keys may not be added)."""
     tree: dict[str, Any] = {}

@@ -7,12 +7,17 @@ with contained():
 import asyncio
 import contextlib
 import dis
+import sysconfig
 import threading
+import traceback as tracebacks
 from collections.abc import Awaitable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 RAISE = dis.opmap["RAISE_VARARGS"]
+PACKAGE = Path(__file__).parents[1]
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 class LeftError(Exception):
@@ -71,6 +76,31 @@ def is_own_exit(error: SystemExit) -> bool:
     # By its package: the name of a module that runs as a command is __main__.
     package = traceback.tb_frame.f_globals.get("__package__") or ""
     return package.partition(".")[0] == __name__.partition(".")[0]
+
+
+def described(error: BaseException) -> str:
+    """The type and message of an error, and the line of the user's code that it comes from, where it is known."""
+    message = f"{type(error).__name__}: {error}"
+    line = None if isinstance(error, LeftError) else user_line(error)  # a LeftError says its place itself
+    return f"{message} ({line})" if line else message
+
+
+def user_line(error: BaseException) -> str | None:
+    """The innermost file:line of a traceback outside this package, Python and installed packages; None without one.
+
+    The traceback of an error that came from another process is lost, so that its `user_line`, set there, goes first.
+    """
+    if line := getattr(error, "user_line", None):
+        return line
+    lines = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in tracebacks.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen ")
+        and not {"site-packages", "dist-packages"} & set((file := Path(frame.filename)).parts)
+        and not file.is_relative_to(PACKAGE)
+        and not file.is_relative_to(STANDARD_LIBRARY)
+    ]
+    return lines[-1] if lines else None
 
 
 def place(error: BaseException) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl_llm.config.resolve import ConfigError, closest, split_options
-from jaxrl_llm.config.user_code import contained
+from jaxrl_llm.config.user_code import contained, described
 from jaxrl_llm.data import Row, cache, sources
 from jaxrl_llm.data.formats.lookup import Example, FactoryOptions, Format, code_of, find, fitting
 from jaxrl_llm.data.image_rows import ImageReader
@@ -42,7 +42,10 @@ OPENERS = {
 CHUNK = 256  # examples that a thread tokenises before the next are read
 MOST_WORKERS = 16  # threads, unless data.workers says otherwise
 # The keys of a source dictionary that speak of the source; everything else is an option of its format.
-SOURCE_KEYS = ("path", "name", "split", "eval_split", "format", "type", "weight", "ds_type", "data_files")
+COLUMN_KEYS = ("prompt_key", "completion_key", "label_key")  # in place of those of `data`
+SOURCE_KEYS = (
+    "path", "name", "split", "eval_split", "format", "type", "weight", "ds_type", "data_files", *COLUMN_KEYS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,11 @@ def source_options(source: Any) -> dict[str, Any]:
     weight = options.get("weight")
     if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float) or weight <= 0):
         raise ConfigError(f"data.sources: the weight of {options.get('path')!r} is {weight!r}; it is a number above 0")
+    for key in COLUMN_KEYS:
+        if key in options and not (isinstance(options[key], str) and options[key]):
+            raise ConfigError(
+                f"data.sources: {key} of {options.get('path')!r} is {options[key]!r}; it is the name of a column"
+            )
     return options
 
 
@@ -215,7 +223,7 @@ def _open(
         order = np.random.default_rng(spec.seed).permutation(len(rows))
         chosen = sorted(order[:count].tolist() if held_out else order[count:].tolist())
         rows = [rows[index] for index in chosen] if isinstance(rows, list) else rows.select(chosen)
-    names = {"prompt": spec.prompt_key, "completion": spec.completion_key, "label": spec.label_key}
+    names = {key.removesuffix("_key"): entry.get(key, getattr(spec, key)) for key in COLUMN_KEYS}
     renamed = {column: key for column, key in names.items() if key != column}
     form = _adapted(form, renamed, spec.system_prompt, purpose)
     code = code_of(format_spec, spec.kind)
@@ -238,7 +246,8 @@ def _adapted(form: Format, names: Mapping[str, str], system_prompt: str | None, 
         for column, key in names.items():
             if key not in row and key not in made:
                 raise ConfigError(
-                    f"the row has no column {key!r}, which data.{column}_key names; it has {', '.join(row)}"
+                    f"the row has no column {key!r}, which {column}_key (of data or of this source) names; it has "
+                    f"{', '.join(row)}"
                 )
         if system_prompt is None:
             return made
@@ -289,7 +298,7 @@ def formatted(source: DataSource, row: Mapping[str, Any], kind: str) -> list[Exa
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"the format failed: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"the format failed: {described(error)}") from error
     if from_arrow:
         example = without_absent_keys(example)
     if kind != "labels" or example.get("label") is not None or example.get("chosen") is None:

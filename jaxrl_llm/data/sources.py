@@ -209,8 +209,8 @@ def _load_files(files: list[str], split: str, streaming: bool, ds_type: str | No
         raise ConfigError(f"{shown!r} is not a kind of file that can be read; those are {', '.join(READERS)}")
     if split.partition("[")[0] != "train":
         raise SplitError(
-            f"{shown!r} is one file and has only the split 'train', not {split!r}; "
-            "set the split to train, or name another file (data.eval_path for evaluation)",
+            f"{shown!r} is one file and has only the split 'train', not {split!r}; set the split to train, or name "
+            "another file",
             ["train"],
         )
     for file in files:

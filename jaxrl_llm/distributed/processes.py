@@ -31,10 +31,10 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from orbax.checkpoint import multihost
 
 from jaxrl_llm.config import ConfigDict, ConfigError, default, flat, to_json
 from jaxrl_llm.config.resolve import exit_code
+from jaxrl_llm.distributed.orbax import ocp
 from jaxrl_llm.distributed.rendezvous import ProcessSpec, rendezvous
 
 VARIABLES = {
@@ -427,7 +427,7 @@ def _listen(group: Group) -> None:
 
 
 def _client() -> Any:
-    return multihost.get_jax_distributed_client()
+    return ocp.multihost.get_jax_distributed_client()
 
 
 @contextlib.contextmanager

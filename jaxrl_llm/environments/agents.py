@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError, resolve_with_options
+from jaxrl_llm.config.user_code import described
 from jaxrl_llm.environments.call_pool import CallPool
 from jaxrl_llm.environments.protocol import EpisodeError, encodable
 
@@ -112,7 +113,7 @@ class Agents:
                 if result.timed_out:
                     outcome = Outcome(failure=f"it took more than environment.agent_timeout = {self.spec.timeout:g} s")
                 elif result.error is not None:
-                    outcome = Outcome(failure=encodable(f"{type(result.error).__name__}: {result.error}"))
+                    outcome = Outcome(failure=encodable(described(result.error)))
                 ended(result.key, outcome)
 
     def close(self) -> None:

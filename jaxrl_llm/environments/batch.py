@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.config.user_code import described
 from jaxrl_llm.environments.call_pool import CallResult
 from jaxrl_llm.environments.episode import Episode
 from jaxrl_llm.environments.factory import Environments
@@ -146,10 +147,10 @@ class EpisodeBatch:
         return records, self.environments.spec.max_turns
 
     def release(self, counted: int) -> tuple[dict[str, list[float]], dict[str, float], dict[str, list[Any]]]:
-        """Free the environments for other rows; returns metrics (numbers to average) and totals (to add up) of the first
-        `counted` rows, behind which others fill up the batch, and columns of all.
+        """Free the environments for other rows; returns metrics (numbers to average), totals (to add up) and columns.
 
-        After rewards, as these may read the environments.
+        Metrics and totals are of the first `counted` rows, behind which others fill up the batch. After rewards, as
+        these may read the environments.
         """
         self.environments.release(self.rows, self.episodes)
         episodes = self.episodes[:counted]
@@ -219,5 +220,5 @@ class EpisodeBatch:
                 f"{episode.name}.{method} {failure}, in row {result.key}, turn {episode.turns}; fix it, or end such "
                 "rows with environment.on_error=end"
             ) from result.error
-        episode.fail("timeout" if result.error is None else f"{type(result.error).__name__}: {result.error}")
+        episode.fail("timeout" if result.error is None else described(result.error))
         return True

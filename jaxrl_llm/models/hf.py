@@ -33,6 +33,7 @@ EXPORTED = (
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TEMPLATES = "additional_chat_templates"  # the one folder that a tokenizer writes
+HUB_NAME = r"[A-Za-z0-9][\w.-]*"
 STEPS = "hf_steps"  # of a run, with the models of earlier steps
 
 
@@ -71,7 +72,7 @@ def locate(
         if url and not entries:
             raise ConfigError(f"model path {name!r} has no config.json: it is not a Hugging Face model folder.")
         return folder
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+    if not re.fullmatch(rf"{HUB_NAME}/[\w.-]+", name):
         raise ConfigError(
             f"model path {name!r}: there is no such folder, and it is neither a Hugging Face hub id (`owner/name`) nor "
             "`embedded:<name>`."
@@ -143,7 +144,6 @@ def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = Fal
     """
     if not has_tokenizer(folder):
         raise ConfigError(f"{folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}).")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # the advice is to install torch
     try:
         if _is_generic_tokenizer(Path(folder)):
             from transformers import PreTrainedTokenizerFast
@@ -175,6 +175,11 @@ def find_tokenizer(
                 "model.tokenizer"
             )
         return load_tokenizer(folder, trust_remote_code)
+    if not re.fullmatch(rf"(?:{HUB_NAME}/)?{HUB_NAME}", path):
+        raise ConfigError(
+            f"{setting} = {path!r}: there is no such folder, and it is neither a Hugging Face hub id (`owner/name`) "
+            "nor `embedded:<name>`"
+        )
     from transformers import AutoTokenizer  # slow to import, and not needed for local folders
 
     try:

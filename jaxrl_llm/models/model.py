@@ -331,6 +331,12 @@ def compute_dtype(dtype: str) -> str:
     return "float32" if jax.default_backend() == "cpu" or is_before_ampere() else "bfloat16"
 
 
+def check_loaded(model: Any, function: str) -> None:
+    """Raises ConfigError for a path in the place of a model."""
+    if isinstance(model, str | os.PathLike):
+        raise ConfigError(f"{function} takes a model, not {model!r}: load it first, jaxrl_llm.load_model({model!r})")
+
+
 def save_hf(
     model: Model,
     path: str | os.PathLike[str],
@@ -347,6 +353,7 @@ def save_hf(
     the padding token, which transformers needs to find the last token of each row. Raises ConfigError where the folder
     holds a model already, unless `overwrite`.
     """
+    check_loaded(model, "save_hf")
     path = Path(path).expanduser()
     with all_or_none():  # of many processes the first looks, before any writes
         if jax.process_index() == 0 and not overwrite and (path / "config.json").is_file():

@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxrl_llm.config.background import EventLoop, TimeUpError
 from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
-from jaxrl_llm.config.user_code import contained
+from jaxrl_llm.config.user_code import contained, described
 from jaxrl_llm.rewards.built_in import BUILT_IN
 from jaxrl_llm.rewards.call import SERVICES, Call, Outcome, Scores, mean_extras, read_results
 from jaxrl_llm.rewards.combined import CombinedGrader, call_if_present
@@ -128,7 +128,7 @@ def _resolve(spec: str | RewardFunction) -> RewardFunction:
     except ConfigError:
         raise
     except Exception as error:
-        raise RewardError(f"the reward {spec!r} cannot be made: {type(error).__name__}: {error}") from error
+        raise RewardError(f"the reward {spec!r} cannot be made: {described(error)}") from error
     if not callable(made) and not hasattr(made, "grade"):
         raise RewardError(f"the reward {spec!r} is a class, and what it makes, {shorten(made, 60)}, cannot be called")
     return made
@@ -273,7 +273,7 @@ class Rewards:
             except TimeUpError:
                 raise RewardError(f"{method}() of reward {name!r} took more than {SETUP_SECONDS:g} seconds") from None
             except Exception as error:
-                raise RewardError(f"{method}() of reward {name!r} raised {type(error).__name__}: {error}") from error
+                raise RewardError(f"{method}() of reward {name!r} raised {described(error)}") from error
 
 
 class Pending:
@@ -413,7 +413,7 @@ class Pending:
     def _fail(self, call: Call, error: Exception, row: int | None, count: int = 1) -> None:
         """Raise the error of a failed row (None: of the batch), or warn of it and count `count` rows."""
         where = f"called with rows 0 to {call.rows - 1}" if row is None else f"on row {row} ({call.describe(row)})"
-        message = f"reward {call.name!r} raised {type(error).__name__}: {error}, {where}"
+        message = f"reward {call.name!r} raised {described(error)}, {where}"
         if self.rewards.on_error == "stop":
             raise RewardError(message) from error
         warnings.warn(message, stacklevel=2)

@@ -14,6 +14,7 @@ import threading
 import time
 from typing import Any
 
+from jaxrl_llm.config.user_code import user_line
 from jaxrl_llm.rewards import jail
 from jaxrl_llm.rewards.call import Call, Log
 from jaxrl_llm.rewards.frames import MARK_BYTES, Frames
@@ -38,6 +39,7 @@ def serve(frames: Frames) -> None:
                         call = Call(name, functions[identity], arguments, services)
                     _send(frames, ("result", key, call.run(key)))
                 except Exception as error:
+                    error.user_line = user_line(error)  # pyright: ignore[reportAttributeAccessIssue]  # the traceback stays here
                     _send(frames, ("error", key, error))
             _send(frames, ("end", Log() if call is None else call.log))
 

@@ -24,7 +24,7 @@ from transformers import BatchEncoding
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
-from jaxrl_llm.config.user_code import contained
+from jaxrl_llm.config.user_code import contained, described
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.templates import continued_ids, is_conversational, render_prompt
 from jaxrl_llm.data.tokenize import ended
@@ -323,7 +323,7 @@ def call_rollout_function(
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"environment.rollout_func raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"environment.rollout_func raised {described(error)}") from error
     if is_axolotl:
         asked = [list(prompt) for prompt in prompt_ids for _ in range(count)]
         ids = _tokenized_texts(returned, trainer.processing_class, asked)

@@ -33,7 +33,8 @@ class Blocks(NamedTuple):
 def stored_in(transformation: optax.GradientTransformation, dtype: str, seed: int) -> optax.GradientTransformation:
     """The transformation computing in fp32, with the moments of its state stored in `dtype`.
 
-    In float8 they are `Blocks`, but arrays of one dimension or of fewer than 4096 numbers stay float32.
+    In float8 they are `Blocks`; arrays of one dimension, of fewer than 4096 numbers or of blocks of fewer than 8 stay
+    float32.
 
     A narrower type is rounded to stochastically: with b2 = 0.999 the second moment falls by at most 0.1 % in a step,
     less than half the spacing of bfloat16, let alone of float8. The draws come from `seed` and the number of updates
@@ -82,15 +83,16 @@ def updates_made(state: optax.OptState) -> jax.Array:
 def in_blocks(x: jax.Array, squares: bool, key: jax.Array) -> Blocks:
     """The array `[..., d]` in 8 bits; of `squares` the roots, with the sign (of Sophia's, which may be below 0).
 
-    Numbers are rounded stochastically, but no root above 0 to 0: where the first moment is not 0, the update would be
+    Numbers are rounded stochastically, but no root to 0: where the first moment is not 0, the update would be
     the latter divided by `eps`. The smallest is 1 / 229,376 of the largest root in the block.
     """
     x = jnp.copysign(jnp.sqrt(jnp.abs(x)), x) if squares else x
     blocks = x.reshape(*x.shape[:-1], -1, block_of(x.shape[-1]))
     scales = jnp.abs(blocks).max(axis=-1) / LARGEST
     scaled = x / _spread(jnp.where(scales > 0, scales, 1.0), x.shape)
-    least = jnp.where(x > 0, SMALLEST, -LARGEST) if squares else -LARGEST
-    codes = stochastic_round(jnp.clip(scaled, least, LARGEST), FP8, key)
+    if squares:  # by the sign: to compare with 0 XLA would keep the zeros in memory that gradients start from
+        scaled = jnp.copysign(jnp.maximum(jnp.abs(scaled), SMALLEST * jnp.abs(jnp.sign(x))), x)
+    codes = stochastic_round(jnp.clip(scaled, -LARGEST, LARGEST), FP8, key)
     return Blocks(jax.lax.bitcast_convert_type(codes, jnp.uint8), scales)
 
 

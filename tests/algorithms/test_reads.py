@@ -13,7 +13,8 @@ from jaxrl_llm.algorithms import advantages, distillation, policy_losses, prefer
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.algorithms.losses import with_metrics
 from jaxrl_llm.algorithms.turn_advantages import Turn, turn_table
-from jaxrl_llm.config import default
+from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.config.resolve import resolve
 from jaxrl_llm.models.logprobs import TokenStatistics
 from jaxrl_llm.training.objectives.policy_gradient import policy_gradient, policy_objective
 from jaxrl_llm.training.setup.objectives import policy_spec
@@ -88,9 +89,21 @@ def public(module, ending="") -> dict:
     return {name.removesuffix(ending): x for name, x in found.items() if name.endswith(ending) and name[0] != "_"}
 
 
-# Functions of policy_losses that are no losses of their own.
-HELPERS = {"value_clip", "clip_fractions", "clip_cov_tokens", "kl_cov_tokens", "m2po_tokens"}
-POLICY = {name: loss for name, loss in public(policy_losses).items() if name not in HELPERS}
+POLICY = {name: getattr(policy_losses, name) for name in policy_losses.__all__}
+
+
+def test_policy_losses_by_name_are_losses():
+    """The other public names of the module, its helpers, are refused."""
+    for name, loss in POLICY.items():
+        assert resolve(name, policy_losses) is loss
+        arguments = list(inspect.signature(loss).parameters)
+        assert arguments[:5] == ["logps", "old_logps", "advantages", "epsilon_low", "epsilon_high"]
+        assert "mask" in arguments
+    helpers = {name for name in vars(policy_losses) if name[0] != "_"} - POLICY.keys()
+    assert {"ClipFractions", "clip_fractions", "value_clip", "kl_cov_tokens"} < helpers
+    for name in helpers:
+        with pytest.raises(ConfigError, match=f"^unknown name '{name}'; known are cispo, clip_cov, dppo"):
+            resolve(name, policy_losses)
 
 
 def test_the_table_has_every_name(root):

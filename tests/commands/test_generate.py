@@ -57,6 +57,12 @@ def test_greedy_text_of_a_run_is_that_of_transformers(tiny_run):
 # --- the function ---
 
 
+def test_a_path_in_the_place_of_a_model(tmp_path):
+    for call in (lambda: jaxrl_llm.generate("runs/x/hf", ["a"]), lambda: jaxrl_llm.save_hf("runs/x/hf", tmp_path)):
+        with pytest.raises(ConfigError, match=r"takes a model, not 'runs/x/hf': load it first, jaxrl_llm.load_model"):
+            call()
+
+
 def test_defaults_are_those_of_the_flags():
     defaults = {name: p.default for name, p in inspect.signature(jaxrl_llm.generate).parameters.items()}
     assert defaults.pop("images") is None and defaults.pop("columns") is None  # of many prompts

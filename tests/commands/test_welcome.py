@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxrl_llm
 from jaxrl_llm.__main__ import main
 from jaxrl_llm.commands.welcome import COMMANDS, welcome
 from jaxrl_llm.config import ConfigError
@@ -112,3 +113,8 @@ def test_wheels_hold_the_configs_and_the_command():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert '[project.scripts]\njaxrl-llm = "jaxrl_llm.__main__:console"\n' in text
     assert '[tool.hatch.build.targets.wheel.force-include]\n"configs" = "jaxrl_llm/configs"\n' in text
+
+
+def test_the_version(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"jaxrl_llm {jaxrl_llm.__version__}\n"

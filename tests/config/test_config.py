@@ -207,7 +207,10 @@ def test_batch_rows():
 
 def test_json_round_trip():
     config = changed(
-        eval__temperature=4.0, rewards__functions=("a", "b"), rewards__weights=(1.0, 0.5), algorithm__dynamic_sampling=True
+        eval__temperature=4.0,
+        rewards__functions=("a", "b"),
+        rewards__weights=(1.0, 0.5),
+        algorithm__dynamic_sampling=True,
     )
     again = from_json(to_json(config))
     assert again.to_dict() == config.to_dict()
@@ -787,3 +790,12 @@ def test_numbers_of_numpy_are_numbers():
 def test_flags_of_other_libraries_lead_to_the_key(name, key):
     with pytest.raises(ConfigError, match=rf"the closest is --config\.{re.escape(key)};"):
         load_flags([f"--{name}=1"])
+
+
+def test_a_form_that_a_configuration_has_not_is_refused():
+    """`sft:tyny` would be the whole experiment."""
+    with pytest.raises(ConfigError, match=r"no form 'tyny'; it has tiny: write --config=NAME"):
+        load_flags(["--config=sft:tyny"])
+    with pytest.raises(ConfigError, match="no form 'foo'; it has tiny"):
+        load_flags(["--config=gspo:foo"])
+    assert load_flags(["--config=vision_grpo:blank"]).config.data.path == "task:shapes_blank"

@@ -12,7 +12,7 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.config.http_client import HttpClient, RequestError
 from jaxrl_llm.config.resolve import ConfigError, import_file
 from jaxrl_llm.config.secrets import masked
-from jaxrl_llm.config.user_code import LeftError, contained, is_own_exit
+from jaxrl_llm.config.user_code import LeftError, contained, described, is_own_exit
 
 
 def raised_in(function):
@@ -114,3 +114,52 @@ def test_an_exit_of_this_package_also_when_its_module_runs_as_a_command(package,
     raised = caught.value
     raised.__traceback__ = raised.__traceback__.tb_next
     assert is_own_exit(raised) == own
+
+
+def test_errors_name_the_line_of_the_user(tmp_path):
+    """Also one that a library raises for it; those of this package alone, of a user's exit and of no code have none."""
+
+    def described_error(function):
+        try:
+            with contained():
+                function()
+        except Exception as error:
+            return described(error)
+
+    file = tmp_path / "mine.py"
+    file.write_text("import json\n\ndef reads():\n    json.loads('')\n\ndef leaves():\n    raise SystemExit(3)\n")
+    mine = import_file(file)
+    assert described_error(mine.reads) == f"JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({file}:4)"
+    assert described_error(mine.leaves) == f"LeftError: it called sys.exit(3), in leaves ({file}:7)"
+    assert described(ValueError("never raised")) == "ValueError: never raised"
+    with pytest.raises(ConfigError) as caught:
+        import_file(tmp_path / "none.py")
+    inside = caught.value.with_traceback(caught.tb.tb_next)  # without the frame of this file
+    assert described(inside) == f"ConfigError: {inside}"
+
+
+def test_warnings_of_a_command_are_lines():
+    """Of this package, of others (with their place) and of loggers, which a user may set up."""
+    code = """
+import logging, warnings
+from jaxrl_llm.config.flags import run
+from jaxrl_llm.rewards.runner import Rewards
+from jaxrl_llm.rewards import runner
+
+def main(_):
+    exec(compile("import warnings\\nwarnings.warn('nan')", runner.__file__, "exec"), {})
+    warnings.warn("old", DeprecationWarning)
+    logging.getLogger("jaxrl_llm.data").warning("%d rows", 3)
+    logging.basicConfig(format="mine: %(message)s")
+    logging.getLogger("jaxrl_llm.data").warning("4 rows")
+
+warnings.simplefilter("always")
+run(main)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 0 and ended.stderr.splitlines() == [
+        "warning: nan",
+        "warning: old (DeprecationWarning, <string>:9)",
+        "warning: 3 rows",
+        "mine: 4 rows",
+    ]

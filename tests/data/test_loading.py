@@ -93,6 +93,26 @@ def test_axolotls_datasets_are_sources(tokenizer):
     assert found[4:] == [f"Q: p{i} A: ja<|end|>" for i in range(3)]
 
 
+def test_a_source_names_its_own_columns(folder, tokenizer):
+    (folder / "asked.csv").write_text("prompt\na\n")
+    (folder / "other.jsonl").write_text('{"question": "b", "prompt": "no"}\n')
+    flag = "--config.data.sources=asked.csv,other.jsonl(prompt_key='question',weight=2)"
+    made = tokens_of(load_flags([flag]).config, tokenizer)
+    assert [row["prompt"] for row in made.rows] == ["a", "b"]
+    assert made.shares == [(1, 1.0), (1, 2.0)]
+    config = config_of("grpo", sources=("asked.csv(prompt_key='prompt')", "other.jsonl"), prompt_key="question")
+    assert [row["prompt"] for row in tokens_of(config, tokenizer).rows] == ["a", "b"]
+    (folder / "answers.jsonl").write_text('{"ask": "q", "say": "yes", "good": true}\n')
+    config = config_of(sources=("answers.jsonl(prompt_key='ask',completion_key='say',label_key='good')",))
+    config.algorithm.loss = "kto"
+    (row,) = tokens_of(config, tokenizer).rows
+    assert row["label"]
+    with pytest.raises(ConfigError, match=r"asked.csv row 0: .* no column 'ask', which prompt_key .* has prompt"):
+        tokens_of(config_of("grpo", sources=("asked.csv(prompt_key='ask')",)), tokenizer)
+    with pytest.raises(ConfigError, match=r"prompt_key of 'asked.csv' is 3; it is the name of a column"):
+        tokens_of(config_of("grpo", sources=("asked.csv(prompt_key=3)",)), tokenizer)
+
+
 def test_prompts_of_all_sources_have_the_same_columns(folder, tokenizer):
     """What rewards are given does not depend on the sources that a batch has rows of."""
     (folder / "code.jsonl").write_text(json.dumps({"prompt": "c", "tests": "assert True"}) + "\n")

@@ -147,7 +147,7 @@ def test_moments_in_eight_bits_are_sharded_like_parameters(tmp_path):
     def improved(mesh):
         state = init_state(jax.device_put(params, shardings(params, mesh)), optimizer, mesh)
         for number in range(3):
-            noise = jax.tree.map(lambda x: np.sin(np.arange(x.size, dtype=np.float32) + number).reshape(x.shape), params)
+            noise = jax.tree.map(lambda x, n=number: np.sin(np.arange(x.size, dtype="f") + n).reshape(x.shape), params)
             gradients = jax.device_put(noise, shardings(params, mesh))
             state = dataclasses.replace(state, opt_state=update(gradients, state.opt_state, state.params))
         return state

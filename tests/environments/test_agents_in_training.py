@@ -223,7 +223,7 @@ def test_agents_that_fail(model, play):
     tasks = [{"prompt": "sort:1=", "number": number} for number in range(4)]
     rollout, episodes = play(sometimes, tasks)
     assert episodes.failed.tolist() == [True, True, False, False, True, True, True, True]
-    assert episodes.reasons[0] == "RuntimeError: zero" and "made its 2 calls" in episodes.reasons[4]
+    assert episodes.reasons[0].startswith("RuntimeError: zero (") and "made its 2 calls" in episodes.reasons[4]
     assert episodes.reasons[6] == "the agent gave no reward" and episodes.rewards[2] == 0.75
     records, most = episodes.turn_records(rollout.lengths.tolist())
     assert most == 2 and records[0] == [] and [turn.reward for turn in records[2]] == [0.25, 0.5]
@@ -245,9 +245,13 @@ def test_agents_that_fail(model, play):
     rollout, episodes = play(sometimes, tasks[1:2], branches=1)
     assert rollout.tokens[0].tolist()[:WIDTH][-8:] == list(b"sort:43=") and rollout.segments.max() == 1
     assert episodes.release(len(episodes.rows))[1]["environment/left_out_tokens"] > 0
-    with pytest.raises(ConfigError, match=r"all of the step's 2 agents failed .*; the first: RuntimeError: zero"):
+    with pytest.raises(
+        ConfigError, match=r"all of the step's 2 agents failed .*; the first: RuntimeError: zero \(.*py:\d+\)"
+    ):
         play(sometimes, tasks[:1])
-    with pytest.raises(ConfigError, match=r"2 of the step's 4 agents failed .*; the first: RuntimeError: zero"):
+    with pytest.raises(
+        ConfigError, match=r"2 of the step's 4 agents failed .*; the first: RuntimeError: zero \(.*py:\d+\)"
+    ):
         play(sometimes, tasks[:2], on_error="stop")
 
 

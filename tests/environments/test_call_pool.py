@@ -107,7 +107,7 @@ def test_single_calls_from_several_threads():
     for thread in threads:
         thread.join(4)
     assert results["now"].result == "now" and results["later"].result == "later" and results["now"].failure is None
-    assert results["fail"].failure == "raised KeyError: 'no'"
+    assert results["fail"].failure == f"raised KeyError: 'no' ({__file__}:{fail.__code__.co_firstlineno + 1})"
     assert results["late"].timed_out and results["late"].failure == "took more than environment.timeout"
     assert [result.key for result in pool.poll(wait=True)] == [7]
     pool.close()

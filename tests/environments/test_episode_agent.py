@@ -445,7 +445,7 @@ def test_a_game_of_text_has_the_policys_log_probs(chat):
         ({"environment.rollout_func": "a.py:f"}, "environment.agent and environment.rollout_func are both set"),
         ({"environment.agent": "a.py:run"}, "environment.name are both set, .* or environment.agent='episodes'"),
         ({"rollout.stop": ("x",)}, "rollout.stop is .* the endpoint of environment.agent has not"),
-        ({"rollout.partial_prompts": 1}, "rollout.partial_prompts is 1, but environment.agent is 'episodes'"),
+        ({"rollout.partial_prompts": 1}, "rollout.partial_prompts is 1, but environment.name is"),
         ({"algorithm.name": "sft"}, "samples nothing"),
         ({"environment.reward_scale": ("maze=2",)}, "environment.reward_scale names 'maze', but there is one"),
         ({"environment.options": ("maze(weight=2)",)}, "environment.options names 'maze', but there is one"),

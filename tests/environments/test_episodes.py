@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import re
 import threading
 import time
 
@@ -129,7 +130,9 @@ def test_a_game_of_several_turns(tokenizer):
     batch, ids, completions, columns = play(tokenizer, environments, rows, turns)
     assert columns["environment_reward"] == [1.1, pytest.approx(0.3), 1.0, None, None, None, None, 1.25, None]
     ended = [episode.stop_reason for episode in batch.episodes]
-    assert ended[:5] == ["done", "max_turns", "done", "KeyError: 'boom'", "timeout"]
+    assert [re.sub(r"py:\d+", "py", reason) for reason in ended[:5]] == [
+        "done", "max_turns", "done", f"KeyError: 'boom' ({__file__})", "timeout"
+    ]  # fmt: skip
     assert "Guess.step returned {'observation': 'x'}; return Step" in ended[5] and "finite number" in ended[6]
     assert tokenizer.decode(ids[0]) == "3<|end|><|user|>higher<|end|><|assistant|>5<|end|>"
     assert completions[0] == [
@@ -220,7 +223,9 @@ def test_an_environment_names_its_state(tokenizer):
 def test_on_error_stop(tokenizer):
     environments = environments_of(Guess, timeout=0.2, on_error="stop")
     row = {"prompt": "Guess!", "number": 5}
-    with pytest.raises(EpisodeError, match=r"Guess.step raised KeyError: 'boom', in row 1, turn 2.*on_error=end"):
+    with pytest.raises(
+        EpisodeError, match=r"Guess.step raised KeyError: 'boom' \(.*py:\d+\), in row 1, turn 2.*on_error=end"
+    ):
         play(tokenizer, environments, [row] * 2, [["5"], ["3", "boom"]])
     with pytest.raises(EpisodeError, match=r"Guess.step took more than environment.timeout"):
         play(tokenizer, environments, [row], [["sleep"]])
@@ -244,14 +249,14 @@ def test_observations_that_are_no_unicode(tokenizer, chat):
     batch, *_, columns = play(tokenizer, environments, [row] * 3, turns)
     said = [episode.stop_reason.encode().decode() for episode in batch.episodes]
     assert said[0].startswith(r"EpisodeError: the observation 'file \udce9.txt' is no text for the tokenizer")
-    assert said[1:] == ["FileNotFoundError: no file \ufffd.txt", "max_turns"]
+    assert said[1].startswith("FileNotFoundError: no file \ufffd.txt (") and said[2:] == ["max_turns"]
     assert columns["environment_reward"] == [None, None, 0.0]
     with pytest.raises(EpisodeError, match=r"Files.step raised EpisodeError: the observation 'file \\udce9"):
         play(tokenizer, environments_of(Files, on_error="stop"), [row], [["odd"]])
 
 
 def test_a_reset_that_fails_stops_the_run(tokenizer):
-    with pytest.raises(EpisodeError, match=r"Guess.reset raised KeyError: 'number', in row 0"):
+    with pytest.raises(EpisodeError, match=r"Guess.reset raised KeyError: 'number' \(.*py:\d+\), in row 0"):
         play(tokenizer, environments_of(Guess), [{"prompt": "x"}], [["5"]])
     with pytest.raises(EpisodeError, match=r"Guess.reset returned 3; return a prompt"):
         play(tokenizer, environments_of(Guess), [{"prompt": "x", "number": 1, "opening": 3}], [["5"]])

@@ -627,6 +627,9 @@ def test_locate(tmp_path, monkeypatch):
         hf.locate("embedded:nothing")
     with pytest.raises(ConfigError, match="no such folder, and it is neither a Hugging Face hub id"):
         hf.locate("./not/a/model")
+    for path in ("/no/such", "runs/none/hf", "./not"):
+        with pytest.raises(ConfigError, match=r"model\.path = .*there is no such folder, and it is neither"):
+            hf.find_tokenizer(path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match="'nobody/nothing': there is no such folder here, and the Hugging Face hub"):
         hf.locate("nobody/nothing")

@@ -227,7 +227,8 @@ def test_errors_name_function_row_and_cause(timeout):
     with pytest.raises(RewardError) as caught:
         grade(["exact_match", divide], ["a", "b", "c"], {"answer": [1, 2, 0]}, timeout)
     text = str(caught.value)
-    assert "reward 'divide' raised ZeroDivisionError: division by zero, on row 2 (" in text
+    place = rf"\({re.escape(divide.__code__.co_filename)}:{divide.__code__.co_firstlineno + 1}\)"
+    assert re.search(rf"reward 'divide' raised ZeroDivisionError: division by zero {place}, on row 2 \(", text)
     assert "'prompts': 'p2'" in text
     assert "'answer': 0" in text
     cause = caught.value.__cause__
@@ -246,7 +247,7 @@ def test_a_failure_of_the_batch_names_all_rows():
             raise KeyError("batch")
         return [0.0]
 
-    with pytest.raises(RewardError, match="raised KeyError: 'batch', called with rows 0 to 2"):
+    with pytest.raises(RewardError, match=r"raised KeyError: 'batch' \(.*py:\d+\), called with rows 0 to 2"):
         grade(whole_batch_only, list("abc"))
 
 
@@ -543,7 +544,7 @@ def test_async_failures_name_the_row():
         return [1 / number for number in answer]
 
     with pytest.raises(
-        RewardError, match="reward 'judge' raised ZeroDivisionError: division by zero, on row 1 "
+        RewardError, match=r"reward 'judge' raised ZeroDivisionError: division by zero \(.*py:\d+\), on row 1 "
     ) as caught:
         grade([length, judge], ["a", "b"], {"answer": [1, 0]})
     assert isinstance(caught.value.__cause__, ZeroDivisionError)

@@ -61,7 +61,9 @@ class AsyncDivider:
 @pytest.mark.parametrize("reward", [divide, divide_async, Divider(), AsyncDivider()])
 @pytest.mark.parametrize("timeout", [None, 10.0])
 def test_failing_rows_get_none_and_a_warning(reward, timeout):
-    with pytest.warns(UserWarning, match=r"raised ZeroDivisionError: division by zero, on row 1 \(.*'prompts': 'p1'"):
+    with pytest.warns(
+        UserWarning, match=r"raised ZeroDivisionError: division by zero \(.*py:\d+\), on row 1 \(.*'prompts': 'p1'"
+    ):
         graded = submit(reward, list("abc"), {"answer": [1, 0, 4]}, timeout=timeout, on_error="none")
     np.testing.assert_array_equal(graded.rewards[:, 0], np.float32([1, NAN, 0.25]))
     [(name, count)] = graded.logged.totals.items()
@@ -70,7 +72,7 @@ def test_failing_rows_get_none_and_a_warning(reward, timeout):
 
 @pytest.mark.parametrize("reward", [Divider(), AsyncDivider()])
 def test_failing_rows_of_row_graders_stop_the_run(reward):
-    with pytest.raises(RewardError, match="reward 'divide' raised ZeroDivisionError: division by zero, on row 1 "):
+    with pytest.raises(RewardError, match=r"raised ZeroDivisionError: division by zero \(.*py:\d+\), on row 1 "):
         submit(reward, list("abc"), {"answer": [1, 0, 4]})
 
 
@@ -268,9 +270,10 @@ def test_rows_are_shared_and_survive_each_other(worker_file):
     np.testing.assert_array_equal(graded.rewards[:, 0], np.float32([1, 0, NAN, 1, NAN, -1, NAN, 1]))
     assert graded.logged.totals == {"rewards/compute_score/errors": 3, "rewards/compute_score/timeouts": 1}
     messages = " ".join(str(warning.message) for warning in warned)
+    line = worker_file.read_text().splitlines().index('        raise ValueError("bad row")') + 1
     for part in (
         "ended with signal SIGSEGV, on row 2",
-        "ValueError: bad row, on row 4",
+        f"ValueError: bad row ({worker_file}:{line}), on row 4",
         "ended with exit code 3, on row",
     ):
         assert part in messages

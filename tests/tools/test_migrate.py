@@ -1737,6 +1737,81 @@ def test_a_script_is_read_without_running_it(tmp_path):
     assert resolve(config.data.format, {})(row) == {"prompt": "Q: 1", "chosen": "2", "rejected": "3"}
 
 
+SPLIT = """
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer
+ROWS
+args = SFTConfig(output_dir="o", max_steps=9, eval_strategy="steps", eval_steps=3, load_best_model_at_end=True)
+SFTTrainer(model="Qwen/Qwen3-0.6B", args=args, train_dataset=TRAIN, eval_dataset=TEST)
+"""
+
+
+def of_split(tmp_path, rows, train='ds["train"]', test='ds["test"]'):
+    script = SPLIT.replace("ROWS", rows).replace("TRAIN", train).replace("TEST", test)
+    config, text = migrate(written(tmp_path, "split.py", script))
+    return config, " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("rows", "share", "split"),
+    [
+        ('ds = load_dataset("d", split="train").train_test_split(test_size=0.1)', 0.1, "train"),
+        ('ds = load_dataset("d")["some"].shuffle(seed=1)\nds = ds.train_test_split(0.2, seed=1)', 0.2, "some"),
+        ('ds = load_dataset("d", split="train").train_test_split(train_size=0.9)', 0.1, "train"),
+        ('ds = load_dataset("d", split="train").train_test_split()', 0.25, "train"),
+        (
+            'ds = load_dataset("d", split="train").train_test_split(test_size=0.5)\n'
+            'ds = ds["train"].train_test_split(test_size=0.5)',
+            0.75,
+            "train",
+        ),
+    ],
+)
+def test_rows_that_a_script_holds_out(tmp_path, rows, share, split):
+    config, text = of_split(tmp_path, rows)
+    expect(
+        config,
+        eval={"fraction": share, "every": 3},
+        data={"path": "d", "split": split, "eval_split": None, "eval_path": None},
+    )
+    assert "train_test_split" not in text.partition("import")[0]  # nothing to look at
+
+
+def test_rows_that_a_script_holds_out_under_names_of_their_own(tmp_path):
+    rows = 'ds = load_dataset("d").train_test_split(test_size=0.1)\nlearn, test = ds["train"], ds["test"]'
+    config, _ = of_split(tmp_path, rows, "learn", "test")
+    expect(config, eval={"fraction": 0.1}, data={"path": "d", "eval_split": None})
+    config, _ = of_split(tmp_path, f"{rows}\nhalves = test.train_test_split(test_size=0.5)", "learn", 'halves["train"]')
+    expect(config, eval={"fraction": 0.1}, data={"path": "d", "eval_split": None})
+    config, _ = of_split(tmp_path, "ds = make().train_test_split(test_size=0.1)")
+    expect(config, eval={"fraction": 0.1}, data={"path": "DATA", "eval_split": None})
+
+
+@pytest.mark.parametrize("size", ["test_size=200", "test_size=many()", "200, shuffle=False"])
+def test_rows_held_out_by_their_number_are_noted(tmp_path, size):
+    config, text = of_split(tmp_path, f'ds = load_dataset("d", split="train").train_test_split({size})')
+    expect(config, eval={"fraction": 0.0, "every": -1}, data={"eval_split": None}, checkpoint={"best": None})
+    assert f"- train_test_split({size}) holds out rows that are no share here" in text.partition("import")[0]
+
+
+def test_a_part_of_the_rows_and_other_data_to_evaluate_on(tmp_path):
+    part = 'ds = load_dataset("d", split="train").train_test_split(test_size=0.1)'
+    config, text = of_split(tmp_path, part, 'ds["test"]', "None")
+    expect(config, eval={"fraction": 0.0}, data={"path": "d", "split": "train"})
+    assert "train_dataset: the script changes its rows, which is not done here: train_test_split(test_size=0.1)" in text
+    config, text = of_split(tmp_path, part, test='load_dataset("e", split="val")')
+    expect(config, eval={"fraction": 0.0}, data={"eval_path": "e", "eval_split": "val"})
+    assert "train_test_split is not done: all rows are trained on, and e is evaluated on" in text
+
+
+def test_held_out_rows_are_not_counted_in_an_epoch(tmp_path):
+    rows = 'ds = load_dataset("d", split="train").train_test_split(test_size=0.5)'
+    script = SPLIT.replace("ROWS", rows).replace("TRAIN", 'ds["train"]').replace("TEST", 'ds["test"]')
+    script = script.replace("max_steps=9", "num_train_epochs=1")
+    config, _ = migrate(written(tmp_path, "split.py", script), rows=160)
+    assert config.total_steps == 80 // config.batch.prompts
+
+
 def test_the_command_in_the_text_of_a_script_says_its_arguments(tmp_path):
     script = r"""'''
 # trains well

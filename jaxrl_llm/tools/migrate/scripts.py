@@ -115,7 +115,8 @@ class Script(Values):
             elif name in FUNCTIONS and not (isinstance(node, ast.Constant) and node.value is None):
                 settings[name] = self._functions(name, node)
             elif name in ("train_dataset", "eval_dataset"):
-                settings |= self._dataset(name, node)
+                made = self._dataset(name, node)  # of the same key, that of the rows that are trained on counts
+                settings = settings | made if name == "train_dataset" else made | settings
             elif name not in SKIPPED:
                 value = self.value(node)
                 if isinstance(value, Unknown) and harmony and name in OBJECTS:
@@ -185,9 +186,11 @@ class Script(Values):
     def _dataset(self, name: str, node: ast.expr) -> dict[str, Any]:
         """Return the path, configuration and split of `load_dataset(path, name, split=...)["split"]`.
 
-        A function of a row that the script maps is the format of the rows.
+        A function of a row that the script maps is the format of the rows. `train_test_split` is the share of the rows
+        that it holds out, or the text of the call where that is no share.
         """
         split, settings, changes = None, {}, []
+        held: Any = 0.0
         for _ in range(MOST):
             if isinstance(node, ast.Name) and (value := self.lookup(node)) is not None:
                 node = value
@@ -195,6 +198,22 @@ class Script(Values):
                 node = node.body
             elif isinstance(node, ast.Subscript):
                 node, split = node.value, self.value(node.slice) if split is None else split
+            elif (
+                isinstance(node, ast.Call)
+                and call_name(node) == "train_test_split"
+                and isinstance(node.func, ast.Attribute)
+                and not (name == "train_dataset" and split == "test")  # a part of the rows to train on, and no more
+            ):
+                given = {key.arg: self.value(key.value) for key in node.keywords}
+                size = self.value(node.args[0]) if node.args else given.get("test_size")
+                if size is None:  # as the library has it
+                    rest = given.get("train_size", 0.75)
+                    size = round(1 - rest, 10) if isinstance(rest, float) else rest
+                if isinstance(held, float) and isinstance(size, float) and 0 < size < 1:
+                    held += (1 - held) * size
+                else:
+                    held = f"train_test_split({', '.join(map(ast.unparse, (*node.args, *node.keywords)))})"
+                node, split = node.func.value, None  # what follows is the split that it divides
             elif isinstance(node, ast.Call) and call_name(node) in ROWS and isinstance(node.func, ast.Attribute):
                 batched = any(keyword.arg == "batched" for keyword in node.keywords)
                 if call_name(node) == "map" and node.args and not batched and "dataset.map" not in settings:
@@ -203,6 +222,7 @@ class Script(Values):
                     "dataset.map"
                 ):
                     changes.append(f"{call_name(node)}({', '.join(map(ast.unparse, (*node.args, *node.keywords)))})")
+                split = None if call_name(node) == "train_test_split" else split
                 node = node.func.value
             elif isinstance(node, ast.Call) and isinstance(
                 made := self.functions.definitions.get(call_name(node)), ast.FunctionDef
@@ -211,27 +231,30 @@ class Script(Values):
                 node = returned[-1] if returned else node
             else:
                 break
+        share = {"train_test_split": held} if held else {}
         if changes:
             self.note(f"{name}: the script changes its rows, which is not done here: {', '.join(changes)[:160]}")
         if not (isinstance(node, ast.Call) and call_name(node) == "load_dataset" and node.args):
             text = ast.unparse(node)
-            if not (isinstance(node, ast.Constant) and node.value is None) and not text.startswith("None"):
+            absent = (isinstance(node, ast.Constant) and node.value is None) or text.startswith("None")
+            if not (absent or (share and name == "eval_dataset")):
                 self.note(
                     f"{name} = {text[:60]} is known only when the script runs: write its rows to a file for "
                     "data.path, or call train(config, train_dataset=...)"
                 )
-            return {}
+            return share
         more = {keyword.arg: self.value(keyword.value) for keyword in node.keywords}
         path, splits = self.value(node.args[0]), more.get("split")
         if isinstance(splits, list):  # one data set for each
             split = splits[split if isinstance(split, int) else 0]
         split = splits if split is None else split
         if isinstance(path, Unknown) and self.parsed:
-            return {}
+            return share
         path = more.get("data_files", path) if path in ("json", "csv", "parquet") else path
         if isinstance(path, dict):  # data_files by split; each file is one split, train
             path, split = path.get(split, next(iter(path.values()))), "train"
-        settings = {name: path, **{key: value for key, value in settings.items() if value and name == "train_dataset"}}
+        kept = {key: value for key, value in settings.items() if value and name == "train_dataset"}
+        settings = {name: path, **share, **kept}
         if len(node.args) > 1 or "name" in more:
             settings["dataset_config"] = self.value(node.args[1]) if len(node.args) > 1 else more["name"]
         if self.parsed:  # what the command line leaves out is as by default

@@ -183,13 +183,21 @@ def _data(draft: Draft, trainer: str) -> None:
         draft.set("data.path", "DATA")
         draft.check("the file names no data set: set data.path, or call train(config, train_dataset=...)")
     evaluation = draft.get("eval_dataset")
-    if isinstance(evaluation, str) and evaluation != path:
+    other = isinstance(evaluation, str) and evaluation != path
+    if other:
         draft.set("data.eval_path", evaluation, "eval_dataset")
     draft.use("eval_dataset")
+    held = draft.get("train_test_split")
+    if held is None or other:
+        draft.set("data.eval_split", draft.get("dataset_test_split"), "dataset_test_split", "eval_dataset")
+        if held is not None:
+            draft.check(f"train_test_split is not done: all rows are trained on, and {evaluation} is evaluated on")
+    else:  # no split has the rows that are held out
+        draft.use("dataset_test_split")
+        draft.set("eval.fraction", held if isinstance(held, float) else None, "train_test_split")
     sampling = ("grpo", "rloo", "distillation", "sdpo", "sdft")
     key = "shuffle_dataset" if trainer in sampling else "train_sampling_strategy"
     draft.set("data.shuffle", draft.get(key) not in (False, "sequential"), key)
-    draft.set("data.eval_split", draft.get("dataset_test_split"), "dataset_test_split", "eval_dataset")
     if trainer not in (*sampling, "ppo"):
         if trainer == "reward":
             draft.set("data.overlong", "filter", "max_length")

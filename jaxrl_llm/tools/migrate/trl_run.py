@@ -22,6 +22,8 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
     batch, path, split = draft.values["batch.prompts"], draft.values.get("data.path"), draft.get("dataset_train_split")
     # A batch is of packed rows, and how many the rows make follows from their tokens.
     rows = 0 if draft.values.get("data.packing") else shared.known_rows(options, path, split)
+    if rows and (share := draft.values.get("eval.fraction")):
+        rows = max(rows - max(round(rows * share), 1), 1)
     unknown, way_out = shared.unknown_rows(draft)
     # Only those that sample groups drop a last batch that is not full.
     per_epoch = (
@@ -54,6 +56,14 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
     if draft.values["eval.every"] >= 0:
         draft.set("eval.at_start", bool(draft.get("eval_on_start")), "eval_on_start")
     _saved(draft)
+    held = draft.get("train_test_split")
+    if isinstance(held, str) and "data.eval_path" not in draft.values:
+        draft.set("eval.every", -1, "train_test_split")
+        draft.drop("eval.at_start", "eval.start", "checkpoint.best", "checkpoint.best_mode", "export.best")
+        draft.check(
+            f"{held} holds out rows that are no share here, so all rows are trained on and none evaluated (eval.every "
+            "= -1): set eval.fraction, and eval.every"
+        )
     if draft.get("log_completions"):
         every = shared.divided(draft.get("logging_steps"), updates)
         draft.set("logging.completions_every", every, "log_completions", "logging_steps")

@@ -68,6 +68,10 @@ class Values:
                 self.options[str(dest).replace("-", "_")] = given.get("default", unset)
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            for name, part in zip(target.elts, value.elts, strict=True):  # train, test = rows["train"], rows["test"]
+                self._assign(name, part)
+            return
         if isinstance(target, ast.Tuple):  # model, tokenizer = FastLanguageModel.from_pretrained(...)
             for index, name in enumerate(target.elts[1:], 1):
                 part = ast.Subscript(value, ast.Constant(index), ast.Load())

@@ -8,7 +8,6 @@ Before a checkpoint becomes final the hashes of its files are written beside the
 is used: one that is torn or has changed is named, and the one before it is used.
 """
 
-import logging
 import math
 import os
 import re
@@ -21,14 +20,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
-from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
+from jaxrl_llm.distributed.orbax import ocp, policies
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.checkpoint import checksums
@@ -41,10 +39,6 @@ ARRAYS = ("reference", "teacher", "replay", "queue", "partial")
 FAILURES = (OSError, ValueError)  # raised by Orbax and its array storage when a disk is full, or gone
 RETRY_SECONDS = 30.0
 FINAL_TRIES = 3
-
-# Orbax logs each failure several times with its traceback, and raises it; `Checkpoints` tells it in a line.
-logging.getLogger("absl").addFilter(lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname)
-logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
 
 
 class Keep(NamedTuple):

@@ -13,10 +13,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.orbax import ocp
 
 PREFIX = "s3://"
 DRIVERS = {"gs": "gcsfs", "s3": "s3fs"}

@@ -42,8 +42,8 @@ def check_outputs(folder: Path, resume: str, goes_on: bool) -> None:
     held = held or (f"models of steps ({hf.STEPS}/)" if hf.step_folders(folder) else None)
     if held is not None and not goes_on and resume != "never":
         raise ConfigError(
-            f"{folder} holds {held}, and no checkpoint that this run goes on from: choose another output_dir, or replace "
-            "what is there with checkpoint.resume=never"
+            f"{folder} holds {held}, and no checkpoint that this run goes on from: choose another output_dir, or "
+            "replace what is there with checkpoint.resume=never"
         )
 
 

@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.sample_statistics import (
     passes_at_k,
     worst_of_k,
 )
-from jaxrl_llm.config.user_code import contained
+from jaxrl_llm.config.user_code import contained, described
 from jaxrl_llm.rewards.runner import Logged
 from jaxrl_llm.rewards.signatures import RewardError
 from jaxrl_llm.training.logging.reward_metrics import over_processes
@@ -59,7 +59,7 @@ class EvalMetrics:
                 with contained():
                     answer = self.answer(text)
             except Exception as error:
-                raise RewardError(f"eval.answer raised {type(error).__name__}: {error}, on completion {row}") from error
+                raise RewardError(f"eval.answer raised {described(error)}, on completion {row}") from error
             answers.append(None if answer is None else str(answer))
         return answers
 

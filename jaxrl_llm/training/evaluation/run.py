@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from jaxrl_llm.algorithms.random_streams import EVALUATION
 from jaxrl_llm.config.resolve import ConfigError, closest
-from jaxrl_llm.config.user_code import contained
+from jaxrl_llm.config.user_code import contained, described
 from jaxrl_llm.data.sources import is_splits
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.processes import all_or_none, gather
@@ -163,7 +163,7 @@ class Evaluation:
             except Exception as error:
                 got = f"; it gave {found!r:.80}" if found is not None else ""
                 raise ConfigError(
-                    f"compute_metrics raised {type(error).__name__}: {error}{got}; it takes the completions "
+                    f"compute_metrics raised {described(error)}{got}; it takes the completions "
                     "(predictions, label_ids, inputs, rewards, columns) and returns numbers by name"
                 ) from error
 

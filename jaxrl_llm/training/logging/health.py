@@ -19,6 +19,7 @@ class HealthSpec:
     entropy: float | None = 0.01  # per token, a lower limit
     mismatch: float | None = 0.1  # mean absolute difference of the log-probs of sampler and trainer
     max_skipped_steps: int = 3  # steps in a row without a finite gradient
+    older: tuple[str, ...] = ()  # the settings by which older policies sample
 
 
 def health_warnings(spec: HealthSpec, metrics: Mapping[str, float]) -> dict[str, str]:
@@ -43,9 +44,15 @@ def health_warnings(spec: HealthSpec, metrics: Mapping[str, float]) -> dict[str,
         )
     difference = "sampling/sampling_logp_difference/mean"
     if above(difference, spec.mismatch):
+        advice = "use model.dtype=float32, or set algorithm.importance_correction"
+        if spec.older:
+            advice = (
+                "the policy moved that far between sampling and training: lower optimizer.learning_rate or "
+                f"{' or '.join(spec.older)}"
+            )
         warnings["sampler_mismatch"] = (
             f"log-probs of sampler and trainer differ by {metrics[difference]:.3g} on average (watch.mismatch = "
-            f"{spec.mismatch:g}): use model.dtype=float32, or set algorithm.importance_correction"
+            f"{spec.mismatch:g}): {advice}"
         )
     if not math.isfinite(metrics.get("loss", 0.0)):
         warnings["nonfinite_loss"] = f"the loss is {metrics['loss']:g}: look for a rate that is too high, or bad rows"

@@ -9,7 +9,6 @@ import contextlib
 import inspect
 import json
 import math
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 
 from jaxrl_llm.config import ConfigError, from_json
 from jaxrl_llm.config.resolve import closest, resolve_with_options
-from jaxrl_llm.config.user_code import contained
+from jaxrl_llm.config.user_code import contained, described
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.training.runtime.moment import EVALUATE, SAVE, STOP, Moment
@@ -232,7 +231,7 @@ def _load(spec: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        raise CallbackError(f"the callback {spec!r} cannot be made: {_described(error)}") from error
+        raise CallbackError(f"the callback {spec!r} cannot be made: {described(error)}") from error
 
 
 def _hook(callback: Any, name: str) -> Callable[[Moment], Any] | None:
@@ -251,12 +250,4 @@ def _naming(name: str, hook: str, step: int):
     except ConfigError as error:
         raise CallbackError(f"the callback {name}, {hook} at step {step}: {error}") from error
     except Exception as error:
-        raise CallbackError(f"the callback {name}, {hook} at step {step}: {_described(error)}") from error
-
-
-def _described(error: Exception) -> str:
-    """The type and message of an error, and the line of the user's code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f"{frame.filename}:{frame.lineno}" for frame in frames if frame.filename != __file__]
-    message = f"{type(error).__name__}: {error}"
-    return f"{message} ({lines[-1]})" if lines else message
+        raise CallbackError(f"the callback {name}, {hook} at step {step}: {described(error)}") from error

@@ -81,6 +81,13 @@ def read_data(config, train_dataset: Any, eval_dataset: Any, tokenizer: Any, mod
             if len(counts) == len(parts) and (total := sum(counts)) > named.prompts:
                 of = f"{named.name}: " if named.name else ""
                 notes.append(f"evaluation: {of}the first {named.prompts} of {total} rows (eval.prompts)")
+            both = {_kept_as(source.rows) for source in sources} & {_kept_as(part.rows) for part in parts} - {None}
+            if both:
+                notes.append(
+                    f"evaluation: {named.name or ', '.join(part.name for part in parts)} has the rows that are trained "
+                    "on, and nothing is held out: do so with eval.fraction and data.eval_split=none, or name other rows "
+                    "in data.eval_path"
+                )
             held_out += [(named, loading.first_rows(parts, named.prompts))] if parts else []
         if not held_out:
             notes.append(
@@ -156,3 +163,8 @@ def check_vocabulary(config, tokenizer: Any, model: Model | None) -> None:
     folder = hf.locate(path, revision=config.model.revision, config_only=True)
     size = hf.load_net(folder, model_entries(config)).config.vocab_size
     check_ids(tokenizer, size, read_json(folder / "generation_config.json"), path)
+
+
+def _kept_as(rows: Any) -> str | None:
+    """The name by which `datasets` keeps rows: the same for the same rows of the same source; None for other rows."""
+    return getattr(rows, "_fingerprint", None)

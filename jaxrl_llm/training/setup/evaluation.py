@@ -63,8 +63,13 @@ def open_eval(config, tokenizer: Any, named: NamedSet, prompts: bool = False) ->
             specs.data_spec(config), tokenizer, named.rows, held_out=True, prompts=prompts, named=named.sources
         )
     except ConfigError as error:
-        keys = f"eval.sets, {named.name}" if named.sources is not None else "data.eval_split, data.eval_path"
-        raise ConfigError(f"for the evaluation: {error} ({keys}; eval.every=-1 is no evaluation)") from error
+        ways = "or evaluate on nothing (eval.every=-1)"
+        if named.sources is not None:
+            ways = f"see eval.sets, {named.name}; {ways}"
+        else:
+            ways = f"hold rows out (eval.fraction=0.05, data.eval_split=none), name others (data.eval_path), {ways}"
+        reason = str(error).partition("; set the split to train")[0]  # which would evaluate on what is trained on
+        raise ConfigError(f"for the evaluation: {reason}: {ways}") from error
 
 
 def eval_measure(config, parts: list[DataSource]) -> str:

@@ -92,7 +92,8 @@ def metric_names(config) -> MetricNames:
 def health_spec(config) -> HealthSpec:
     """The limits beyond which a run is warned of, or ended."""
     c, policy = config.watch, config.algorithm.name not in OFFLINE
-    return HealthSpec(policy, c.kl, c.entropy, c.mismatch, config.optimizer.max_skipped_steps)
+    older = tuple(f"rollout.{key}" for key in ("staleness", "partial_prompts") if config.rollout[key])
+    return HealthSpec(policy, c.kl, c.entropy, c.mismatch, config.optimizer.max_skipped_steps, older)
 
 
 def checkpoint_spec(config, run: str | Path | None = None) -> CheckpointSpec:

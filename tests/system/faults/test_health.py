@@ -45,6 +45,16 @@ def test_each_has_its_name(metric, value, name):
     assert names(**{metric: value}) == {name}
 
 
+def test_a_mismatch_of_older_policies_is_no_matter_of_types():
+    config = default()
+    advice = lambda: health_warnings(health_spec(config), {DIFFERENCE: 0.2})["sampler_mismatch"]  # noqa: E731
+    assert advice().endswith("use model.dtype=float32, or set algorithm.importance_correction")
+    for key in ("staleness", "partial_prompts"):
+        config = default()
+        config.algorithm.importance_correction, config.rollout[key] = "token_truncate", 1
+        assert advice().endswith(f"sampling and training: lower optimizer.learning_rate or rollout.{key}")
+
+
 def test_limits_are_settings_and_none_is_off():
     assert (
         names(off="kl", kl=9.0)

@@ -156,7 +156,7 @@ def test_entries_that_are_no_set(entry, words):
 def test_a_set_that_is_not_there_is_named():
     config = default()
     config.eval.sets = ("a=task:sort(split='tset')",)
-    with pytest.raises(ConfigError, match=r"no split 'tset'.*\(eval.sets, a;"):
+    with pytest.raises(ConfigError, match=r"no split 'tset'.*see eval.sets, a;"):
         eval_parts(config, load_model("embedded:sort").tokenizer, named_sets(eval_spec(config))[0])
 
 

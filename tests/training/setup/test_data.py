@@ -64,7 +64,7 @@ def test_one_file_is_trained_on_and_not_evaluated(config):
     assert data.held_out == []
     assert any("no evaluation: " in note and "eval.fraction" in note for note in data.notes)
     config.data.eval_split = "validation"
-    with pytest.raises(ConfigError, match="only the split 'train', not 'validation'"):
+    with pytest.raises(ConfigError, match="only the split 'train', not 'validation': hold rows out"):
         read(config)
     config.data.eval_split, config.checkpoint.best, config.checkpoint.every = None, "eval/loss", 25
     with pytest.raises(ConfigError, match=r"there is no data to evaluate on .*checkpoint.best"):
@@ -200,3 +200,18 @@ def test_a_family_of_ones_own(config, tmp_path):
     config.model.register = (str(tmp_path / "half.py"),)
     with pytest.raises(ConfigError, match="has MODEL_TYPE, as a family of models has, but no ARCHITECTURE"):
         read(config)
+
+
+def test_an_evaluation_on_what_is_trained_on_says_so(config, tmp_path):
+    def told() -> bool:
+        notes = read(config).notes
+        return any("rows.jsonl has the rows that are trained on, and nothing is held out" in note for note in notes)
+
+    (tmp_path / "others.jsonl").write_text('{"prompt": "sort:31=", "completion": "13"}\n')
+    config.data.eval_split = "train"
+    assert told()
+    config.data.eval_path = str(tmp_path / "others.jsonl")
+    assert not told()
+    config.data.eval_path = config.data.eval_split = None
+    config.eval.fraction = 0.25
+    assert not told()
