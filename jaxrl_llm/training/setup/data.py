@@ -85,8 +85,8 @@ def read_data(config, train_dataset: Any, eval_dataset: Any, tokenizer: Any, mod
             if both:
                 notes.append(
                     f"evaluation: {named.name or ', '.join(part.name for part in parts)} has the rows that are trained "
-                    "on, and nothing is held out: do so with eval.fraction and data.eval_split=none, or name other rows "
-                    "in data.eval_path"
+                    "on, and nothing is held out: do so with eval.fraction and data.eval_split=none, or name others in "
+                    "data.eval_path"
                 )
             held_out += [(named, loading.first_rows(parts, named.prompts))] if parts else []
         if not held_out:
