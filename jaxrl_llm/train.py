@@ -21,6 +21,7 @@ from jaxrl_llm.commands.welcome import welcome
 from jaxrl_llm.config import to_json, validate, with_correction
 from jaxrl_llm.config.flags import load_flags, run
 from jaxrl_llm.config.schema import OFFLINE, Setting
+from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
@@ -238,7 +239,11 @@ def _start(
     check_copy(config)
     named = load_callbacks((*config.callbacks, *(callbacks if isinstance(callbacks, list | tuple) else [callbacks])))
     shows = jax.process_index() == 0 and "console" in config.logging.backends
-    with waiting(f"loading {config.model.path} and the data", stdout_console()) if shows else contextlib.nullcontext():
+    with (
+        waiting(f"loading {masked(config.model.path)} and the data", stdout_console())
+        if shows
+        else contextlib.nullcontext()
+    ):
         run = build(config, mesh, *given)
     config, words = run.config, given_in_words(given._asdict())
     hooks = Callbacks(named, to_json(config), folder, run.evaluation is not None)

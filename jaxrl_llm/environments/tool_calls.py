@@ -138,8 +138,10 @@ class CallStart:
             if self._mark is None and (mark := OPENING.search(text, self._position, end if end >= 0 else len(text))):
                 self._mark = mark.start()
             if end < 0:
-                self._position = max(self._position, len(text) - LONGEST_MARK)
-                return self._whole(text) if self._mark is None else self._mark
+                unfinished = UNFINISHED.search(text, self._position)
+                certain = min(self._whole(text), len(text) if unfinished is None else unfinished.start())
+                self._position = min(max(self._position, len(text) - LONGEST_MARK), certain)
+                return certain if self._mark is None else self._mark
             self._position, self._closing, self._mark = end + len(self._closing), None, None
         unfinished = UNFINISHED.search(text, self._position)
         self._position = self._whole(text) if unfinished is None else min(self._whole(text), unfinished.start())

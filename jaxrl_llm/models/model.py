@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import on_device, shardings
 from jaxrl_llm.models import hf, lora, peft
@@ -392,7 +393,7 @@ def save_adapter(model: Model, path: str | os.PathLike[str]) -> None:
     folder = Path(path).expanduser().absolute()
     hf.refuse_foreign(folder, peft.CONFIG)
     with hf.replacing(folder) as partial:
-        peft.write(partial, model.net, _family(model), model.params, model.path)
+        peft.write(partial, model.net, _family(model), model.params, masked(model.path))
 
 
 def init_sharded(net: Net, key: jax.Array, mesh: Mesh) -> Params:

@@ -102,7 +102,9 @@ def _listing(fs: Any, path: str) -> dict[str, dict[str, Any]]:
         if entry["type"] == "directory" or entry["name"].strip("/") == path.strip("/"):
             continue
         plain = {key: x for key, x in entry.items() if isinstance(x, str | int | float | datetime)}
-        files[PurePosixPath(entry["name"]).name] = {key: x for key, x in plain.items() if "access" not in key.lower()}
+        read = ("time",) if "mtime" in plain else ()  # of sftp and smb, which call it so
+        told = {key: x for key, x in plain.items() if "access" not in key.lower() and key not in read}
+        files[PurePosixPath(entry["name"]).name] = told
     if not files:
         raise ConfigError("there is no such folder, or it holds no files")
     if unknown := [file for file, entry in files.items() if not isinstance(entry.get("size"), int)]:

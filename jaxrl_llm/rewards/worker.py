@@ -39,7 +39,8 @@ def serve(frames: Frames) -> None:
                         call = Call(name, functions[identity], arguments, services)
                     _send(frames, ("result", key, call.run(key)))
                 except Exception as error:
-                    error.user_line = user_line(error)  # pyright: ignore[reportAttributeAccessIssue]  # the traceback stays here
+                    with contextlib.suppress(Exception):  # of an error that is frozen
+                        error.user_line = user_line(error)  # pyright: ignore[reportAttributeAccessIssue]  # the traceback stays here
                     _send(frames, ("error", key, error))
             _send(frames, ("end", Log() if call is None else call.log))
 

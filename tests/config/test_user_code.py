@@ -83,6 +83,8 @@ def test_a_command_never_ends_well_by_an_exit_of_somebody_else(tmp_path):
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
+        ("abfs://data@acct.dfs.core.windows.net/m", "abfs://data@acct.dfs.core.windows.net/m"),
+        ("hdfs://hadoop:word@nn:8020/m sftp://me@host/m", "hdfs://***@nn:8020/m sftp://me@host/m"),
         ("judge(url='http://me:hunter2@host/v1')", "judge(url='http://***@host/v1')"),
         ("https://token@host?a=1&api_key=sk-1&b=2#c", "https://***@host?a=1&api_key=***&b=2#c"),
         ("https://host/v1?key=AIza 'x'", "https://host/v1?key=*** 'x'"),

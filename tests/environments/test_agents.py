@@ -49,9 +49,10 @@ def test_failures_are_told_and_end_nothing_else():
             raise ValueError("\udce9")
         return {2: "1.0", 3: float("nan"), 4: [1], 5: 0.5}[task["n"]]
 
+    line = agent.__code__.co_firstlineno + 2
     said = [outcome.failure or "" for outcome in run(agent, [{"n": n} for n in range(7)])]
-    assert said[0] == "ValueError: no luck" and "sys.exit(3)" in said[1] and said[5] == ""
-    assert said[6] == "ValueError: \ufffd", "the table of completions can hold it"
+    assert said[0] == f"ValueError: no luck ({__file__}:{line})" and "sys.exit(3)" in said[1] and said[5] == ""
+    assert said[6].startswith("ValueError: \ufffd ("), "the table of completions can hold it"
     assert all("return a finite number" in failure for failure in said[2:5])
 
 
@@ -65,7 +66,7 @@ def test_rows_name_their_agent():
     tasks = [{"n": 1}, {"n": 2, "agent": "two"}, {"n": 3, "agent": None}, {"n": 4, "agent": "broken"}]
     outcomes = run(lambda task: task["n"], tasks, others=others)
     assert [outcome.reward for outcome in outcomes] == [1.0, 4.0, 3.0, None]
-    assert outcomes[3].failure == "ValueError: no luck"
+    assert outcomes[3].failure == f"ValueError: no luck ({__file__}:{broken.__code__.co_firstlineno + 1})"
     with pytest.raises(EpisodeError, match=r"the row's column agent is 'tow'; environment.agents has 'two', 'broken'"):
         run(lambda: 0, [{"agent": "tow"}], others=others)
     assert run(lambda task: len(task), [{"agent": "tow"}]) == [Outcome(1.0)]  # a column like any other

@@ -279,6 +279,17 @@ def test_a_mark_in_thinking_holds_nothing_back_once_that_is_over():
         assert known.of(text) == certain, text
 
 
+@pytest.mark.parametrize("size", [1, 3, 40])
+@pytest.mark.parametrize("thinking", ["hello [THINK]", "<|channel|>analysis<|message|>Now."])
+def test_a_call_behind_thinking_that_never_closes(thinking, size):
+    """A header of Harmony may be longer than any mark."""
+    call = "<|channel|>commentary to=functions.a_rather_long_function_name <|constrain|>json<|message|>{}<|call|>"
+    known, text = CallStart(), thinking + call
+    start = turn_calls(text, SCHEMAS).start
+    assert start == len(thinking)
+    assert all(known.of(text[:end]) <= start for end in range(0, len(text) + size, size))
+
+
 @pytest.mark.parametrize("opening", ["", "<tool_call>", "<|channel|>", "<think>", "<think><tool_call>", "a" * 300])
 def test_a_long_answer_costs_its_length(opening):
     known, text, times = CallStart(), opening, []

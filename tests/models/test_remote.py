@@ -207,7 +207,8 @@ def test_a_store_that_tells_too_little_or_too_much(cache, monkeypatch):
     listed = fs.ls
 
     def ls(path: str, detail: bool = True):
-        times = {"accessTime": np.random.default_rng().random(), "lease": object()}
+        read = np.random.default_rng().random()  # sftp and smb call it time, beside mtime
+        times = {"accessTime": read, "time": read, "mtime": 1.0, "lease": object()}
         folder = {"name": f"{path}/", "type": "file", "size": 0}
         return [folder, *({**entry, **times, "type": "other"} for entry in listed(path, detail=True))]
 

@@ -61,6 +61,14 @@ def test_config_json_arrives_last(store, folder, monkeypatch):
     with pytest.raises(ConfigError, match="cannot be written: PermissionError: the bucket is full"):
         bucket.copy(folder, URL, overwrite=True)
     assert "config.json" not in held(store)
+    monkeypatch.setattr(store, "put_file", put)
+    bucket.copy(folder, URL)  # what a copy left that broke off may be replaced
+    assert held(store) == NEW
+
+
+def test_a_folder_of_this_machine_is_made(folder, tmp_path):
+    bucket.copy(folder, f"file://{tmp_path}/a/new/folder")
+    assert {path.name for path in (tmp_path / "a/new/folder").iterdir()} >= {"config.json"}
 
 
 def test_what_is_refused_before_the_run(store, folder, monkeypatch):
@@ -103,7 +111,6 @@ def test_the_end_of_a_run(store, root, tmp_path, monkeypatch, capsys):
         patch.setattr(store, "put_file", lambda source, to: put(source, to) if to.endswith(".safetensors") else 1 / 0)
         with pytest.raises(ConfigError, match=r"The run is complete, and its model is in .*run/hf: start it once more"):
             jaxrl_llm.train(config)
-    config.export.overwrite = True
     folder = jaxrl_llm.train(config).output_dir / "hf"  # nothing is left to do but to copy
     assert f"copied to {URL}" in capsys.readouterr().out
     assert held(store) == {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*.*")}

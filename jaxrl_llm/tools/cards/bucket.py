@@ -24,6 +24,7 @@ from jaxrl_llm.tools.cards.hub import WEIGHTS
 
 CONFIG = "config.json"
 PROBE = ".jaxrl_llm"  # a file that is written and removed, to see whether that may be done
+COPYING = ".jaxrl_llm_copying"  # a file that is there while a model is copied, and where that broke off
 
 
 def check_copy(config: ConfigDict) -> None:
@@ -37,7 +38,7 @@ def check_copy(config: ConfigDict) -> None:
     with all_or_none():
         if jax.process_index() == 0:
             with _explaining(url):
-                fs, path = fsspec.url_to_fs(url.rstrip("/"))
+                fs, path = _opened(url)
                 _files_there(fs, path, config.export.overwrite)
                 fs.pipe_file(f"{path}/{PROBE}", b"")
                 fs.rm_file(f"{path}/{PROBE}")
@@ -54,9 +55,9 @@ def copy_run(config: ConfigDict) -> None:
                 copy(folder, url, config.export.overwrite)
             except ConfigError as error:
                 raise ConfigError(
-                    f"{error}. The run is complete, and its model is in {folder}: start it once more with "
-                    "export.overwrite=true, which trains nothing and copies again, or use the store's own tool (gcloud "
-                    "storage cp, aws s3 cp, hdfs dfs -put)"
+                    f"{error}. The run is complete, and its model is in {folder}: start it once more, which "
+                    "trains nothing and copies again, or use the store's own tool (gcloud storage cp, aws s3 cp, "
+                    "hdfs dfs -put)"
                 ) from error
             print(f"copied to {masked(url)}")
 
@@ -67,9 +68,10 @@ def copy(folder: Path, url: str, overwrite: bool = False) -> None:
     Other files there stay. Raises ConfigError for a folder that holds a model already, and when the store refuses.
     """
     with _explaining(url):
-        fs, path = fsspec.url_to_fs(url.rstrip("/"))
+        fs, path = _opened(url)
         files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
         there = _files_there(fs, path, overwrite)
+        fs.pipe_file(f"{path}/{COPYING}", b"")
         old = [name for name in there if name not in files and any(fnmatch(name, x) for x in (*EXPORTED, *WEIGHTS))]
         for name in (*([CONFIG] if CONFIG in there else []), *old):
             fs.rm_file(f"{path}/{name}")
@@ -82,6 +84,15 @@ def copy(folder: Path, url: str, overwrite: bool = False) -> None:
         with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
             list(pool.map(put, files.keys() - {CONFIG}))
         put(CONFIG)
+        fs.rm_file(f"{path}/{COPYING}")
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    """The store of a URL, and the folder in it."""
+    fs, path = fsspec.url_to_fs(url.rstrip("/"))
+    if hasattr(fs, "auto_mkdir"):
+        fs.auto_mkdir = True  # of file://, where folders have to be made
+    return fs, path
 
 
 def _files_there(fs: Any, path: str, overwrite: bool) -> list[str]:
@@ -93,7 +104,7 @@ def _files_there(fs: Any, path: str, overwrite: bool) -> list[str]:
             PurePosixPath(entry["name"]).name for entry in fs.ls(path, detail=True) if entry["type"] != "directory"
         ]
     held = [name for name in names if any(fnmatch(name, pattern) for pattern in (CONFIG, *WEIGHTS))]
-    if held and not overwrite:
+    if held and COPYING not in names and not overwrite:
         raise ConfigError(
             f"it holds a model already ({held[0]}): name another folder, or replace it with export.overwrite"
         )

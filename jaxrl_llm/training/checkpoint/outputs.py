@@ -13,6 +13,7 @@ import optax
 from safetensors import SafetensorError
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.lora import has_adapters
 from jaxrl_llm.models.model import Model, has_peft_adapter, save_adapter, save_hf
@@ -73,7 +74,7 @@ def _words(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, Model):
-        return f"{value.path or 'a model'}, in memory"
+        return f"{masked(value.path) or 'a model'}, in memory"
     if isinstance(value, optax.GradientTransformation):
         return "an optimizer of optax"
     if callable(value):

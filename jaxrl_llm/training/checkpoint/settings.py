@@ -14,6 +14,7 @@ from jaxrl_llm.config.schema import BY_NAME, IDENTITY, OF_A_START
 
 CONFIG = "config.json"
 HISTORY = "config_history"
+MOMENTS = "optimizer.moment_dtype"
 
 Changes = dict[str, tuple[Any, Any]]  # by key, the former value and the present one
 
@@ -44,13 +45,16 @@ def as_computed(config: ConfigDict, former: ConfigDict) -> ConfigDict:
 
 def check_changes(folder: Path, changes: Changes, accepted: tuple[str, ...]) -> None:
     """Raises ConfigError for changed settings that say what the run is, unless they are `accepted`."""
-    refused = [name for name in changes if name in IDENTITY and name not in accepted]
+    arrays = {MOMENTS} if "float8" in changes.get(MOMENTS, ()) else set()  # which are other ones then
+    refused = [name for name in changes if name in IDENTITY and (name not in accepted or name in arrays)]
     if refused:
         names = ",".join(dict.fromkeys((*accepted, *refused)))
+        other = f", or change them all the same with checkpoint.accept_changes={names}"
+        if "float8" in changes.get(MOMENTS, ()):
+            other = "; moments of other types are not converted to float8, nor back"
         raise ConfigError(
             f"the run in {folder} would go on as another one: {'; '.join(_words(x, changes[x]) for x in refused)}. Set "
-            "them back, start a new run (another output_dir, or checkpoint.resume=never), or change them all the same "
-            f"with checkpoint.accept_changes={names}"
+            f"them back, or start a new run (another output_dir, or checkpoint.resume=never){other}"
         )
 
 

@@ -83,11 +83,10 @@ def read_data(config, train_dataset: Any, eval_dataset: Any, tokenizer: Any, mod
                 notes.append(f"evaluation: {of}the first {named.prompts} of {total} rows (eval.prompts)")
             both = {_kept_as(source.rows) for source in sources} & {_kept_as(part.rows) for part in parts} - {None}
             if both:
-                notes.append(
-                    f"evaluation: {named.name or ', '.join(part.name for part in parts)} has the rows that are trained "
-                    "on, and nothing is held out: do so with eval.fraction and data.eval_split=none, or name others in "
-                    "data.eval_path"
-                )
+                ways = "do so with eval.fraction and data.eval_split=none, or name others in data.eval_path"
+                ways = ways if named.sources is None else "name others in eval.sets"
+                of = named.name or ", ".join(part.name for part in parts)
+                notes.append(f"evaluation: {of} has the rows that are trained on, and nothing is held out: {ways}")
             held_out += [(named, loading.first_rows(parts, named.prompts))] if parts else []
         if not held_out:
             notes.append(

@@ -51,6 +51,14 @@ def test_changes_are_told_and_kept(tmp_path, former):
     assert not (tmp_path / HISTORY).exists()
 
 
+def test_moments_of_8_bits_are_not_converted(tmp_path):
+    """They are other arrays, so that no checkpoint can be read into them."""
+    changes = {"optimizer.moment_dtype": ("float32", "float8")}
+    for accepted in ((), ("optimizer.moment_dtype",)):
+        with pytest.raises(ConfigError, match=r"moments of other types are not converted to float8, nor back$"):
+            check_changes(tmp_path, changes, accepted)
+
+
 @pytest.mark.parametrize("name", IDENTITY)
 def test_what_a_run_is_does_not_change_unasked(tmp_path, name):
     changes = {name: ("a", "b"), "optimizer.learning_rate": (1.0, 2.0)}
