@@ -446,7 +446,8 @@ def test_keys_of_other_rows_are_not_shown(folder, tokenizer, tokenizer_folder, k
     datasets.Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {"list": rows, "table": datasets.Dataset.from_list(rows)}.get(kind)
-    spec = replace(data_spec(config_of("sft", path=f"rows.{kind}", shuffle=False)), streaming=streaming, batch_size=2)
+    spec = data_spec(config_of("sft", path=f"rows.{kind}", shuffle=False, shuffle_buffer=2))
+    spec = replace(spec, streaming=streaming, batch_size=2)
     sources = loading.open_sources(spec, tokenizer, given)
     if streaming:
         made = next(loading.stream(spec, sources, "completions", tokenizer))

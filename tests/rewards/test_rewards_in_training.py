@@ -74,6 +74,7 @@ def test_what_fills_up_a_batch_is_not_graded(counted):
     assert graded.logged.columns == ({"shout": ["!"] * counted + [None] * (3 - counted)} if counted else {})
 
 
+@pytest.mark.slow
 def test_evaluations_and_greedy_baselines_know_the_step(root, tmp_path):
     """As in TRL, whose functions divide by max_steps; also those that are called before the first step."""
     steps = []

@@ -310,6 +310,7 @@ def test_held_bytes_of_other_algorithms(name, root):
     assert held_bytes(shapes) == pytest.approx(4 * (frozen + copies * trained), rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_critic_with_passes_of_its_own_is_planned(folder, root):
     """Its updates are programs of their own, as often as training makes them, and leave the policy's without it."""
     config = small(folder)
