@@ -239,11 +239,8 @@ def _start(
     check_copy(config)
     named = load_callbacks((*config.callbacks, *(callbacks if isinstance(callbacks, list | tuple) else [callbacks])))
     shows = jax.process_index() == 0 and "console" in config.logging.backends
-    with (
-        waiting(f"loading {masked(config.model.path)} and the data", stdout_console())
-        if shows
-        else contextlib.nullcontext()
-    ):
+    loading = f"loading {masked(config.model.path)} and the data"
+    with waiting(loading, stdout_console()) if shows else contextlib.nullcontext():
         run = build(config, mesh, *given)
     config, words = run.config, given_in_words(given._asdict())
     hooks = Callbacks(named, to_json(config), folder, run.evaluation is not None)

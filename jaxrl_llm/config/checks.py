@@ -201,7 +201,7 @@ def _met(config: ConfigDict, conditions: Mapping[str, Any]) -> Iterator[tuple[st
     return ((key, _value(config, key)) for key, holds in conditions.items() if holds)
 
 
-def _changed(config: ConfigDict, keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
+def changed(config: ConfigDict, keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """The full name and the value of each of the settings that is not at its default."""
     values = ((key, _value(config, key)) for key in keys)
     return ((key, value) for key, value in values if value != BY_NAME[key].default)
@@ -340,7 +340,7 @@ def _online(config: ConfigDict) -> Iterator[str]:
     clip = algorithm.reward_clip
     if clip and not (len(clip) == 2 and clip[0] < clip[1]):
         yield f"algorithm.reward_clip is {tuple(clip)}: give the smallest and the largest score, or nothing"
-    for key, value in _changed(config, OF_OWN_CRITIC if critic.shared else ()):
+    for key, value in changed(config, OF_OWN_CRITIC if critic.shared else ()):
         default = BY_NAME[key].default
         yield (
             f"{key} is {value}, but critic.shared is true: the critic is a head of the policy's own network, and both "
@@ -499,7 +499,7 @@ def _ways_to_sample(config: ConfigDict) -> Iterator[str]:
     """Messages for settings that do not go with a way to sample."""
     for cause, reason, without in WAYS_TO_SAMPLE:
         setting, value = BY_NAME[cause], _value(config, cause)
-        for key, other in _changed(config, without if value else ()):
+        for key, other in changed(config, without if value else ()):
             yield (
                 f"{cause} is {setting.show(value)}, but {key} is {other!r}, {reason}: set the one to "
                 f"{setting.show(setting.default)}, or leave out the other"
@@ -546,7 +546,7 @@ def _arrivals(config: ConfigDict) -> Iterator[str]:
 def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
     teacher = config.teacher
     if teacher.path is None:
-        for key, value in _changed(config, (f"teacher.{name}" for name in teacher)):
+        for key, value in changed(config, (f"teacher.{name}" for name in teacher)):
             yield f"{key} is {value!r}, but there is no teacher: set teacher.path, or leave it out"
         if config.algorithm.advantage == "zero":
             yield (
@@ -572,13 +572,13 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
         )
     if teacher.form != "divergence":
         of_divergence = ("beta", "top_k", "top_of", "tail", "temperature", "on_policy", "importance_max")
-        for key, value in _changed(config, (f"teacher.{name}" for name in of_divergence)):
+        for key, value in changed(config, (f"teacher.{name}" for name in of_divergence)):
             yield (
                 f"{key} is {value}, which is of teacher.form = divergence, and teacher.form is {teacher.form}: set the "
                 "one, or leave out the other"
             )
     elif not teacher.top_k:
-        for key, value in _changed(config, ("teacher.top_of", "teacher.tail")):
+        for key, value in changed(config, ("teacher.top_of", "teacher.tail")):
             yield f"{key} is {value}, but teacher.top_k is 0, all tokens: set it, or leave it out"
     for entry in teacher.others:
         value, _, path = entry.partition("=")
@@ -668,7 +668,7 @@ def _teacher_context(config: ConfigDict) -> Iterator[str]:
             "success_threshold", "exclude_own", "remove_thinking", "privileged_column", "template",
             "solution_template", "privileged_template", "max_prompt_length",
         )  # fmt: skip
-        for key, value in _changed(config, (f"teacher.{name}" for name in of_context)):
+        for key, value in changed(config, (f"teacher.{name}" for name in of_context)):
             yield (
                 f"{key} is {value!r}, but teacher.context is none, so that the teacher is shown the prompt alone: set "
                 "teacher.context, or leave it out"
@@ -680,7 +680,7 @@ def _teacher_context(config: ConfigDict) -> Iterator[str]:
         "teacher.others": bool(teacher.others),
         "teacher.on_policy": teacher.on_policy < 1,
     }
-    for key, value in (*_met(config, elsewhere), *_changed(config, ENVIRONMENTS)):
+    for key, value in (*_met(config, elsewhere), *changed(config, ENVIRONMENTS)):
         yield (
             f"teacher.context is {context}, but {key} is {value!r}: a context is of one sampled answer to a prompt of "
             "this step, and of one teacher; leave out one of the two"
@@ -706,7 +706,7 @@ def _teacher_context(config: ConfigDict) -> Iterator[str]:
     }
     shown = {part for part, (word, _) in parts.items() if word in context}
     unread = (f"teacher.{name}" for part in parts.keys() - shown for name in parts[part][1])
-    for key, value in _changed(config, unread):
+    for key, value in changed(config, unread):
         yield (
             f"{key} is {value!r}, which teacher.context = {context} does not read: leave it out, or set another context"
         )

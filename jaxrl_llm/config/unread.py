@@ -1,7 +1,6 @@
 """Settings that differ from their default and that a run does not read: it names them as it starts."""
 
-from collections.abc import Iterator
-
+from jaxrl_llm.config.checks import changed
 from jaxrl_llm.config.schema import KEYS, OFFLINE, ConfigDict
 
 OF_ADAPTERS = ("lora.alpha", "lora.rslora", "lora.dropout", "lora.targets", "lora.reference")
@@ -35,17 +34,9 @@ def unread(config: ConfigDict) -> list[str]:
             () if online else of_preferences if name == "preference" else (*of_policies, *OF_REFERENCES)
         ),
     }
-    changed = {reason: ", ".join(_changed(config, keys)) for reason, keys in reasons.items()}
-    return [f"{reason}: {keys} has no effect" for reason, keys in changed.items() if keys]
+    found = {reason: ", ".join(key for key, _ in changed(config, keys)) for reason, keys in reasons.items()}
+    return [f"{reason}: {keys} has no effect" for reason, keys in found.items() if keys]
 
 
 def _keys(prefix: str) -> tuple[str, ...]:
     return tuple(key.name for key in KEYS if key.name.startswith(prefix))
-
-
-def _changed(config: ConfigDict, names: tuple[str, ...]) -> Iterator[str]:
-    """The names of the settings that are not at their default."""
-    for key in KEYS:
-        section, _, leaf = key.name.rpartition(".")
-        if key.name in names and (config[section] if section else config)[leaf] != key.default:
-            yield key.name
