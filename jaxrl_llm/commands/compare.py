@@ -21,6 +21,7 @@ from jaxrl_llm.algorithms.sample_statistics import bootstrap_interval, mean_of
 from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.config.flags import file_to_write, load_flags
 from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.data.collate import columns_of
 from jaxrl_llm.data.templates import chat_ids
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
@@ -160,10 +161,7 @@ def _scores(
         seen[prompt] += 1
     for numbers in rounds.values():
         rows = [examples[matches[number][0]] for number in numbers for _ in range(2)]
-        added = ("prompt", "prompt_ids", "set")
-        # Each set may have columns of its own.
-        names = dict.fromkeys(name for row in rows for name in row if name not in added)
-        columns = {name: [row.get(name) for row in rows] for name in names}
+        columns = columns_of(rows, ("prompt", "prompt_ids", "set"))  # each set may have some of its own
         completions = [completion for number in numbers for completion in matches[number][1]]
         ids = [chat_ids(tokenizers[row % 2], text_of(completion)) for row, completion in enumerate(completions)]
         rewards = grader.submit([row["prompt"] for row in rows], completions, ids, columns, state).result().rewards

@@ -1,10 +1,17 @@
-"""Numpy host batches of one fixed width. Padding is segment 0; the token id under it is never read."""
+"""Rows as batches: numpy arrays of one width, where padding is segment 0 and what is under it never read; columns."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]], without: Collection[str]) -> dict[str, list[Any]]:
+    """The columns of all rows but those of some names, each with None for the rows that lack it."""
+    names = dict.fromkeys(name for row in rows for name in row if name not in without)
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:

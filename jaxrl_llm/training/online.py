@@ -34,7 +34,7 @@ from jaxrl_llm.algorithms.off_policy import proximal_share
 from jaxrl_llm.algorithms.random_streams import REPLAY, ROW_SEEDS
 from jaxrl_llm.algorithms.turn_advantages import turn_table
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.data.collate import pad_prompts
+from jaxrl_llm.data.collate import columns_of, pad_prompts
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.image_rows import Tiles
 from jaxrl_llm.data.pipeline import Pipeline, Stream
@@ -133,9 +133,7 @@ class RolloutWorker:
             episodes = None if self.open_episodes is None else self.open_episodes(examples, group_size)
             opened = examples if episodes is None else episodes.examples
             rows = [example for example in opened for _ in range(group_size)]
-            own = ("prompt", "prompt_ids", PIXELS)
-            names = dict.fromkeys(name for row in rows for name in row if name not in own)
-            columns = {name: [row.get(name) for row in rows] for name in names}
+            columns = columns_of(rows, ("prompt", "prompt_ids", PIXELS))
             prompts = [row["prompt"] for row in rows]
             graded_rows = len(rows) if counted is None else counted * group_size
             with all_or_none():

@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 from jaxrl_llm.algorithms.random_streams import EVALUATION
 from jaxrl_llm.config.resolve import ConfigError, closest
 from jaxrl_llm.config.user_code import contained, described
+from jaxrl_llm.data.collate import columns_of
 from jaxrl_llm.data.sources import is_splits
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.processes import all_or_none, gather
@@ -149,8 +150,7 @@ class Evaluation:
         """The metrics that the user's function makes of the samples, on every process alike."""
         group_size, names = self.sampled.engine.group_size, self.sampled.rewards.names
         rows = [example for example in self.examples for _ in range(group_size)]
-        own = ("prompt", "prompt_ids", PIXELS)
-        columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in own}
+        columns = columns_of(rows, ("prompt", "prompt_ids", PIXELS))
         label = next((columns[name] for name in LABELS if name in columns), None)
         rewards = np.array([[row[name] for name in names] for row in table], np.float32)
         prompts, completions = ([row[name] for row in table] for name in ("prompt", "completion"))
