@@ -1,0 +1,301 @@
+"""A training run: adapters, the gradients that clients add up, and the optimizer's steps.
+
+Everything that computes here is called by the thread that owns the devices, a micro-batch at a time, so that rows which
+decode wait no longer than that.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxrl_llm.algorithms.batch import Inputs
+from jaxrl_llm.config.resolve import closest
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.chunked_softmax import chunked_logps
+from jaxrl_llm.models.model import Model, add_adapters
+from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.serving.errors import BadRequestError
+from jaxrl_llm.tools.tinker.losses import LOSSES, THRESHOLDS
+from jaxrl_llm.tools.tinker.messages import Datum, GradientAnswer, GradientRequest
+
+ALPHA = 32.0  # of adapters of every rank, as in "LoRA without regret" (thinkingmachines.ai/blog/lora)
+SHORTEST = 16  # tokens of a row, padding included; longer ones have a power of two
+# The maps of an MLP; the others are of attention, or of what stands in its place.
+MLP = ("gate", "up", "down", "fc1", "fc2")
+ADAM = {
+    "learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0
+}  # fmt: skip
+
+
+class Adam(NamedTuple):
+    """First and second moments of the adapters, in fp32, and the steps that were made."""
+
+    mu: Params
+    nu: Params
+    count: jax.Array | np.ndarray  # [] int32
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """Rows that are computed together, and which of a request's they are."""
+
+    rows: list[int]
+    lengths: list[int]
+    arrays: dict[str, np.ndarray]  # tokens, segments and the loss's inputs, padded: [n,T] or [n,T,K]
+
+
+def lora_config(rank: int, train_attn: bool = True, train_mlp: bool = True) -> lora.LoraConfig:
+    """The adapters that a client asks for."""
+    targets = [name for name in lora.TARGETS if (train_mlp if name in MLP else train_attn)]
+    if not targets or rank < 1:
+        raise BadRequestError("lora_config takes a rank from 1 on, and train_attn or train_mlp")
+    return lora.LoraConfig(rank, ALPHA, targets=tuple(targets))
+
+
+class TrainingRun:
+    """Adapters of `base` that are trained; `base` is shared by all runs, and stays as it is."""
+
+    def __init__(self, base: Model, config: lora.LoraConfig, seed: int):
+        model = add_adapters(base, config, jax.random.key(seed))
+        net = Net(dataclasses.replace(model.net.config, remat="block"))
+        self.model = dataclasses.replace(model, net=net, params=base.params)
+        self.config, self.adapters = config, lora.adapters_of(model.params)
+        self.adam = fresh_moments(self.adapters)
+        self.gradients: Params | None = None  # None: there are none since the last step
+
+    def forward_backward(self, request: GradientRequest, tokens_at_once: int) -> "Gradients":
+        """The work of a request, in micro-batches of up to `tokens_at_once` tokens. Raises BadRequestError."""
+        return Gradients(self, request, tokens_at_once)
+
+    def step(self, settings: Mapping[str, float]) -> dict[str, float]:
+        """A step of AdamW (arXiv 1711.05101) along the gradients, which are used up. Returns its metrics.
+
+        Raises BadRequestError where there are none, and ArithmeticError where they are not finite: adapters and moments
+        stay as they were then.
+        """
+        if self.gradients is None:
+            raise BadRequestError("there are no gradients since the last step: call forward_backward before optim_step")
+        chosen = {name: np.float32(value) for name, value in (ADAM | dict(settings)).items()}
+        gradients, self.gradients = self.gradients, None
+        norm = float(_norm(gradients))
+        if not np.isfinite(norm):
+            raise ArithmeticError(f"the gradients have the norm {norm}: no step was made, and they are dropped")
+        self.adapters, self.adam = _adamw(self.adapters, self.adam, gradients, np.float32(norm), chosen)
+        return {"grad_norm:mean": norm, "learning_rate:mean": float(chosen["learning_rate"])}
+
+    def snapshot(self) -> Params:
+        """The adapters, copied: steps write over those of the run."""
+        return jax.tree.map(jnp.copy, self.adapters)
+
+    def whole(self) -> Model:
+        """The model with its adapters, for what saves it."""
+        return dataclasses.replace(self.model, params=lora.combine(self.model.params, self.adapters))
+
+    def restore(self, config: lora.LoraConfig, adapters: Params, adam: Adam | None) -> None:
+        """Takes adapters, and moments or none, in place of the run's own. Raises BadRequestError for other shapes."""
+        theirs, own = (jax.tree.map(jnp.shape, tree) for tree in (adapters, self.adapters))
+        if theirs != own or config.scale != self.config.scale:
+            raise BadRequestError(
+                f"these weights are adapters of rank {config.rank} of {', '.join(config.targets)}, and those of this "
+                f"run are others, of rank {self.config.rank}: create a run from the weights"
+            )
+        self.adapters, self.adam = adapters, adam or fresh_moments(adapters)
+        self.gradients = None
+
+
+class Gradients:
+    """A request's micro-batches, and what they have come to."""
+
+    def __init__(self, run: TrainingRun, request: GradientRequest, tokens_at_once: int):
+        self.run, self.request = run, request
+        self.options = checked_options(request)
+        vocabulary = run.model.net.config.vocab_size
+        self.microbatches = microbatches(checked_data(request, vocabulary), tokens_at_once)
+        self.sums: Params | None = None
+        self.total = 0.0
+        self.outputs: list[dict[str, np.ndarray]] = [{} for _ in request.data]
+
+    def compute(self, micro: MicroBatch) -> None:
+        """Computes a micro-batch."""
+        run, work = self.run, (self.run.model.net, self.request.loss_fn)
+        if self.request.forward_only:
+            loss, logps = _losses(*work, run.model.params, run.adapters, micro.arrays, self.options)
+        else:
+            if self.sums is None:
+                self.sums = _zeros(run.adapters)
+            self.sums, loss, logps = _added(
+                *work, run.model.params, run.adapters, self.sums, micro.arrays, self.options
+            )  # fmt: skip
+        losses, logps = np.asarray(loss), np.asarray(logps)
+        for place, (row, length) in enumerate(zip(micro.rows, micro.lengths, strict=True)):
+            own = {"logprobs": logps[place, :length]}
+            if self.request.loss_fn == "cross_entropy":
+                own["elementwise_loss"] = losses[place, :length]
+            if not np.isfinite(own["logprobs"]).all():
+                raise ArithmeticError(f"log-probs of datum {row} are not finite")
+            self.outputs[row] = own
+            self.total += float(losses[place, :length].sum(dtype=np.float64))
+
+    def finish(self) -> GradientAnswer:
+        """The answer, when all micro-batches are computed: only now the run has the gradients."""
+        if self.sums is not None:
+            before = self.run.gradients
+            self.run.gradients = self.sums if before is None else _sum(before, self.sums)
+        return GradientAnswer(self.outputs, {"loss:sum": self.total})
+
+
+def checked_options(request: GradientRequest) -> dict[str, np.ndarray]:
+    """The options of a loss, with their defaults. Raises BadRequestError for an unknown loss or option."""
+    if request.loss_fn not in LOSSES:
+        raise BadRequestError(
+            f"loss_fn is {request.loss_fn!r:.100}; this server has {', '.join(LOSSES)}; the closest is "
+            f"{closest(request.loss_fn[:100], LOSSES)}. Others are forward_backward_custom's, which runs at the client"
+        )
+    known = LOSSES[request.loss_fn].options
+    for name, value in request.options.items():
+        if name not in known:
+            raise BadRequestError(
+                f"loss_fn_config has {name!r:.100}; {request.loss_fn} takes {', '.join(known) or 'none'}"
+            )
+        if type(value) not in (int, float) or not 0 <= value <= float(np.finfo(np.float32).max):
+            raise BadRequestError(f"loss_fn_config.{name} is {value!r:.100}; it takes a number from 0 on")
+    chosen = {**known, **request.options}
+    low, high = (chosen.get(name, 0.0) for name in THRESHOLDS)
+    if low > high:
+        raise BadRequestError(f"loss_fn_config.clip_low_threshold is {low:g}, above clip_high_threshold, {high:g}")
+    return {name: np.float32(value) for name, value in chosen.items()}
+
+
+def checked_data(request: GradientRequest, vocabulary: int) -> list[Datum]:
+    """The rows of a request with their inputs as arrays of one kind. Raises BadRequestError."""
+    loss, found = LOSSES[request.loss_fn], []
+    if not request.data:
+        raise BadRequestError("data has no rows")
+    for number, datum in enumerate(request.data):
+        inputs, where = dict(datum.inputs), f"datum {number}"
+        if missing := [name for name in loss.needs if name not in inputs]:
+            raise BadRequestError(f"{where} has no {missing[0]} in loss_fn_inputs, which {request.loss_fn} needs")
+        if unknown := sorted(set(inputs) - {*loss.needs, *loss.optional}):
+            raise BadRequestError(
+                f"{where} has {unknown[0]!r:.100} in loss_fn_inputs; {request.loss_fn} takes "
+                f"{', '.join((*loss.needs, *loss.optional))}"
+            )
+        targets = inputs["target_tokens"]
+        if request.loss_fn == "cross_entropy":
+            inputs.setdefault("weights", np.ones(targets.shape, np.float32))
+        if not len(datum.tokens) or len(datum.tokens) != len(targets):
+            raise BadRequestError(f"{where} has {len(datum.tokens)} tokens and {len(targets)} target_tokens")
+        if targets.ndim > (2 if request.loss_fn == "cross_entropy" else 1) or 0 in targets.shape:
+            raise BadRequestError(
+                f"target_tokens of {where} have the shape {list(targets.shape)}; {request.loss_fn} takes one for each "
+                "token" + (", or K" if request.loss_fn == "cross_entropy" else "")
+            )
+        for name, ids in (("tokens", datum.tokens), ("target_tokens", targets)):
+            if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocabulary:
+                raise BadRequestError(f"{name} of {where} are no ids below {vocabulary}")
+        for name, values in inputs.items():
+            if values.shape != targets.shape or not np.isfinite(values).all():
+                raise BadRequestError(
+                    f"{name} of {where} has the shape {list(values.shape)}, or a number that is not finite; it takes "
+                    f"one for each of target_tokens {list(targets.shape)}"
+                )
+        if found and (odd := sorted(inputs.keys() ^ found[0].inputs.keys())):
+            raise BadRequestError(f"either {where} or datum 0 has {odd[0]} in loss_fn_inputs; all rows take the same")
+        kinds = {name: np.int32 if name == "target_tokens" else np.float32 for name in inputs}
+        found.append(Datum(datum.tokens, {name: values.astype(kinds[name]) for name, values in inputs.items()}))
+    return found
+
+
+def microbatches(data: Sequence[Datum], tokens: int) -> list[MicroBatch]:
+    """The rows by length, in micro-batches of up to `tokens` tokens: sides are powers of two, and programs few."""
+
+    def padded(count: int, least: int = 1) -> int:
+        return max(least, 1 << (count - 1).bit_length())
+
+    groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for row, datum in enumerate(data):
+        kind = (padded(len(datum.tokens), SHORTEST), datum.inputs["target_tokens"].shape[1:])
+        groups.setdefault(kind, []).append(row)
+    found = []
+    for (width, tail), rows in sorted(groups.items()):
+        most = max(1, tokens // width)
+        most = 1 << (most.bit_length() - 1)
+        for start in range(0, len(rows), most):
+            some = rows[start : start + most]
+            shape = (padded(len(some)), width)
+            arrays = {"tokens": np.zeros(shape, np.int32), "segments": np.zeros(shape, np.int32)}
+            names = data[some[0]].inputs
+            arrays |= {name: np.zeros((*shape, *tail), x.dtype) for name, x in names.items()}
+            for place, row in enumerate(some):
+                length = len(data[row].tokens)
+                arrays["tokens"][place, :length] = data[row].tokens
+                arrays["segments"][place, :length] = 1
+                for name, values in data[row].inputs.items():
+                    arrays[name][place, :length] = values
+            found.append(MicroBatch(some, [len(data[row].tokens) for row in some], arrays))
+    return found
+
+
+def target_logps(net: Net, params: Params, tokens, segments, targets) -> jax.Array:
+    """Log-probs of the targets `[N,T]` or `[N,T,K]`, each behind the tokens up to its own place; 0 on padding."""
+    model = net.bind(params)
+    hidden, kernel = model.head_input(model.hidden(Inputs(tokens=tokens, segments=segments))), model.head_kernel()
+
+    def of(targets):
+        logps, *_ = chunked_logps(hidden, kernel, targets, 1.0, softcap=net.config.logit_softcap)
+        return jnp.where(segments != 0, logps, 0.0)
+
+    if targets.ndim == 2:
+        return of(targets)
+    return jnp.moveaxis(jax.lax.map(of, jnp.moveaxis(targets, -1, 0)), 0, -1)
+
+
+def _loss(net: Net, name: str, params: Params, adapters: Params, arrays, options) -> tuple[jax.Array, Any]:
+    inputs = {key: x for key, x in arrays.items() if key not in ("tokens", "segments")}
+    logps = target_logps(
+        net, lora.combine(params, adapters), arrays["tokens"], arrays["segments"], inputs["target_tokens"]
+    )
+    losses = LOSSES[name].of(logps, inputs, options)
+    return losses.sum(), (losses, logps)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _losses(net: Net, name: str, params: Params, adapters: Params, arrays, options):
+    return _loss(net, name, params, adapters, arrays, options)[1]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def _added(net: Net, name: str, params: Params, adapters: Params, sums: Params, arrays, options):
+    loss_of = functools.partial(_loss, net, name, params, arrays=arrays, options=options)
+    gradients, (losses, logps) = jax.grad(lambda own: loss_of(own), has_aux=True)(adapters)
+    return jax.tree.map(lambda total, x: total + x.astype(jnp.float32), sums, gradients), losses, logps
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def _adamw(adapters: Params, adam: Adam, gradients: Params, norm, chosen: Mapping[str, Any]) -> tuple[Params, Adam]:
+    limit = jnp.where(chosen["grad_clip_norm"] > 0, chosen["grad_clip_norm"], jnp.inf)
+    gradients = jax.tree.map(lambda x: x * jnp.minimum(1.0, limit / norm), gradients)
+    optimizer = optax.adamw(
+        chosen["learning_rate"], chosen["beta1"], chosen["beta2"], chosen["eps"], weight_decay=chosen["weight_decay"]
+    )
+    before = (optax.ScaleByAdamState(adam.count, adam.mu, adam.nu), *optimizer.init(adapters)[1:])
+    changes, after = optimizer.update(gradients, before, adapters)
+    own = after[0]
+    return optax.apply_updates(adapters, changes), Adam(own.mu, own.nu, own.count)
+
+
+def fresh_moments(adapters: Params) -> Adam:
+    """The moments before the first step, where the adapters are."""
+    mu, nu = (jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, device=x.sharding), adapters) for _ in range(2))
+    return Adam(mu, nu, np.zeros((), np.int32))
+
+
+_norm = jax.jit(optax.tree.norm)
+_zeros = jax.jit(lambda adapters: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), adapters))
+_sum = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=(0, 1))

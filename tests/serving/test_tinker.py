@@ -1,0 +1,303 @@
+"""Training runs through Tinker's own SDK, over HTTP."""
+
+import json
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import requests
+
+from jaxrl_llm.serving.app import Limits
+from jaxrl_llm.tools.tinker import service
+from tests.conftest import ROOT
+from tests.serving.conftest import LONGEST
+
+tinker = pytest.importorskip("tinker")
+types = tinker.types
+BASE = "embedded:sort"
+
+
+@pytest.fixture(scope="module")
+def training(listening, tmp_path_factory):
+    """A server, and the folder of its runs."""
+    folder = tmp_path_factory.mktemp("runs")
+    return listening(limits=Limits(LONGEST, requests=64, rows=64), size=16, training=folder), folder
+
+
+@pytest.fixture
+def client(training, monkeypatch):
+    """A client of the SDK."""
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    found = tinker.ServiceClient(base_url=training[0].url, api_key="tml-any")
+    yield found
+    found.holder.run_coroutine_threadsafe(found.holder._async_cleanup()).result()
+
+
+def ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def datum(prompt: str, completion: str, **others):
+    """A row of which the completion is learned."""
+    whole = ids(prompt + completion)
+    weights = np.float32([0] * (len(ids(prompt)) - 1) + [1] * len(ids(completion)))
+    inputs = {"target_tokens": np.array(whole[1:]), **(others or {"weights": weights})}
+    return types.Datum(model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs=inputs)
+
+
+def made(client, rank: int = 4, seed: int = 0, **others):
+    return client.create_lora_training_client(base_model=BASE, rank=rank, seed=seed, **others).result()
+
+
+def greedy(sampler, prompt: str, tokens: int = 4) -> str:
+    params = types.SamplingParams(max_tokens=tokens, temperature=0.0)
+    answer = sampler.sample(types.ModelInput.from_ints(ids(prompt)), num_samples=1, sampling_params=params).result()
+    return bytes(answer.sequences[0].tokens).decode()
+
+
+def test_what_a_client_teaches_its_sampler_says_and_others_do_not(client):
+    run, losses = made(client, rank=8), []
+    rows = [datum("sort:312=", "333"), datum("sort:21=", "333")]
+    for _ in range(16):
+        gradients = run.forward_backward(rows, "cross_entropy")
+        step = run.optim_step(types.AdamParams(learning_rate=1e-2))
+        losses.append(gradients.result().metrics["loss:sum"])
+        assert step.result().metrics["grad_norm:mean"] > 0
+    assert losses[-1] < 0.1 * losses[0]
+    taught = run.save_weights_and_get_sampling_client().result()
+    assert greedy(taught, "sort:312=", 3) == "333"
+    assert greedy(client.create_sampling_client(base_model=BASE).result(), "sort:312=", 3) == "123"
+
+
+def test_a_run_learns_from_its_own_samples(client):
+    """Policy gradients by the SDK's loop: completions that begin with an even digit are rewarded."""
+    run, prompt, shares = made(client, rank=8), "sort:4821=", []
+    for number in range(20):
+        sampler = run.save_weights_and_get_sampling_client().result()
+        params = types.SamplingParams(max_tokens=1, temperature=1.0, seed=number)
+        found = sampler.sample(types.ModelInput.from_ints(ids(prompt)), num_samples=16, sampling_params=params).result()
+        rewards = np.float32([bytes(row.tokens) in b"02468" for row in found.sequences])
+        shares.append(rewards.mean())
+        if shares[-1] > 0.9:
+            break
+        advantages, rows, before = rewards - rewards.mean(), [], len(ids(prompt)) - 1
+        for row, advantage in zip(found.sequences, advantages, strict=True):
+            arrays = {
+                "logprobs": np.float32([0] * before + row.logprobs),
+                "advantages": np.float32([0] * before + [advantage]),
+            }
+            rows.append(datum(prompt, bytes(row.tokens).decode("latin-1"), **arrays) if row.tokens[0] < 128 else None)
+        rows = [row for row in rows if row is not None]
+        run.forward_backward(rows, "importance_sampling").result()
+        run.optim_step(types.AdamParams(learning_rate=4e-3)).result()
+    assert shares[-1] > 0.9 > shares[0]
+
+
+def test_log_probs_of_sampler_and_trainer_are_those_of_one_model(client):
+    run = made(client)
+    run.forward_backward([datum("sort:312=", "999")], "cross_entropy").result()
+    run.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    sampler = run.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=4, temperature=1.0, seed=5)
+    prompt = types.ModelInput.from_ints(ids("sort:312="))
+    found = sampler.sample(prompt, num_samples=2, sampling_params=params, include_prompt_logprobs=True).result()
+    for row in found.sequences:
+        whole = ids("sort:312=") + row.tokens
+        asked = types.Datum(
+            model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs={"target_tokens": np.array(whole[1:])}
+        )
+        answer = run.forward([asked], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+        np.testing.assert_allclose(answer[-len(row.tokens) :], row.logprobs, atol=1e-4)
+        np.testing.assert_allclose(answer[: len(ids("sort:312=")) - 1], found.prompt_logprobs[1:], atol=1e-4)
+    assert found.prompt_logprobs[0] is None
+
+
+def test_a_run_goes_on_from_what_it_saved_bit_for_bit(client, training):
+    run = made(client)
+
+    def step(of):
+        told = of.forward_backward([datum("sort:97=", "111")], "cross_entropy").result().metrics
+        of.optim_step(types.AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=1.0)).result()
+        return told
+
+    step(run)
+    path = run.save_state("here").result().path
+    with pytest.raises(tinker.RequestFailedError, match="here exists already"):
+        run.save_state("here").result()
+    other = client.create_training_client_from_state_with_optimizer(path).result()
+    assert [step(run), step(run)] == [step(other), step(other)]
+    with pytest.warns(FutureWarning):
+        run.load_state_with_optimizer(path).result()
+    again = client.create_training_client_from_state(path).result()
+    assert step(run) == step(again)  # the same weights
+    assert step(run) != step(again)  # and other moments
+    folder = training[1] / path.removeprefix("tinker://")
+    assert {file.name for file in folder.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    large = made(client, rank=8)
+    with (
+        pytest.raises(tinker.RequestFailedError, match=r"of rank 4 .* of rank 8: create a run"),
+        pytest.warns(FutureWarning),
+    ):
+        large.load_state(path).result()
+
+
+def test_a_loss_of_the_clients_own(client):
+    torch = pytest.importorskip("torch")
+    run = made(client)
+    before = run.forward([datum("sort:312=", "999")], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+
+    def squares(data, logprobs):
+        return sum((row[-3:] ** 2).sum() for row in logprobs), {}
+
+    told = run.forward_backward_custom([datum("sort:312=", "999")], squares).result().metrics
+    assert told["loss:sum"] == pytest.approx(float((torch.tensor(before)[-3:] ** 2).sum()), rel=1e-5)
+    run.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    after = run.forward([datum("sort:312=", "999")], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+    assert (np.square(after[-3:]).sum()) < np.square(before[-3:]).sum()
+
+
+def test_requests_are_done_in_the_order_of_their_numbers_and_once(training):
+    url = f"{training[0].url}/api/v1/"
+
+    def post(name, **body):
+        return requests.post(url + name, json=body, timeout=60)
+
+    session = post("create_session", tags=[], user_metadata=None, sdk_version="0.5").json()["session_id"]
+    lora = {"rank": 2, "seed": 0}
+    asked = post("create_model", session_id=session, model_seq_id=0, base_model=BASE, lora_config=lora).json()
+    assert post("retrieve_future", request_id=asked["request_id"]).json()["model_id"] == asked["model_id"]
+    row = datum("sort:21=", "12")
+    tensors = {name: {"data": x.data, "dtype": x.dtype, "shape": x.shape} for name, x in row.loss_fn_inputs.items()}
+    tensors = json.loads(json.dumps(tensors, default=lambda x: x.tolist()))
+    data = [
+        {"model_input": {"chunks": [{"type": "encoded_text", "tokens": ids("sort:21=1")}]}, "loss_fn_inputs": tensors}
+    ]
+    run = {"model_id": asked["model_id"]}
+    step = post("optim_step", **run, seq_id=2, adam_params={"learning_rate": 1e-3}).json()
+    waits = ThreadPoolExecutor(1).submit(post, "retrieve_future", request_id=step["request_id"])
+    given = {"data": data, "loss_fn": "cross_entropy"}
+    first = post("forward_backward", **run, seq_id=1, forward_backward_input=given).json()
+    assert waits.result().json()["metrics"]["grad_norm:mean"] > 0
+    told = post("retrieve_future", request_id=first["request_id"]).json()
+    assert len(told["loss_fn_outputs"][0]["logprobs"]["data"]) == len(ids("sort:21=1"))
+    assert (
+        post("optim_step", **run, seq_id=2, adam_params={"learning_rate": 1e-3}).json() == step
+    )  # it was lost on the way
+    refused = post("optim_step", **run, seq_id=3, adam_params={"learning_rate": 1e-3}).json()
+    told = post("retrieve_future", request_id=refused["request_id"]).json()
+    assert "no gradients since the last step" in told["error"]
+    assert told["category"] == "user"
+
+
+def test_saved_weights_are_a_model_of_every_endpoint(client, training):
+    openai = pytest.importorskip("openai")
+    run = made(client, rank=8)
+    for _ in range(16):
+        run.forward_backward([datum("sort:312=", "333")], "cross_entropy").result()
+        run.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    path = run.save_weights_for_sampler("final").result().path
+    assert path in {model["id"] for model in requests.get(f"{training[0].url}/v1/models", timeout=30).json()["data"]}
+    asks = openai.OpenAI(base_url=f"{training[0].url}/v1", api_key="none")
+    for name, said in ((path, "333"), ("sorter", "123")):
+        answer = asks.completions.create(model=name, prompt="sort:312=", max_tokens=3, temperature=0)
+        assert answer.choices[0].text == said
+
+
+def test_weights_that_were_let_go_are_read_again(client, training, monkeypatch):
+    monkeypatch.setattr(service, "MOST_SAMPLERS", 1)
+    paths = []
+    for word in ("333", "111"):
+        run = made(client, rank=8)
+        for _ in range(16):
+            run.forward_backward([datum("sort:312=", word)], "cross_entropy").result()
+            run.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        paths.append(run.save_weights_for_sampler(word).result().path)
+    for _ in range(2):
+        for path, word in zip(paths, ("333", "111"), strict=True):
+            assert greedy(client.create_sampling_client(model_path=path).result(), "sort:312=", 3) == word
+    assert len(training[0].server.queue.adapters) <= 2
+
+
+def test_runs_of_several_clients_take_turns(client):
+    """Two runs at once come to what they come to alone."""
+    alone, done = {}, {}
+    words = {"one": "333", "two": "111"}
+
+    def trained(into, name):
+        run = made(client, seed=7)
+        for _ in range(4):
+            run.forward_backward([datum("sort:312=", words[name])], "cross_entropy")
+            last = run.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        into[name] = last.metrics
+
+    for name in words:
+        trained(alone, name)
+    threads = [threading.Thread(target=trained, args=(done, name)) for name in words]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done == alone
+    assert done["one"] != done["two"]
+
+
+def test_lists_and_deletes(client, training):
+    run = made(client, user_metadata={"who": "me"})
+    path = run.save_state("listed").result().path
+    rest = tinker.RestClient(base_url=training[0].url, api_key="tml-any")
+    about = rest.get_training_run(path.removeprefix("tinker://").split("/")[0]).result()
+    assert (about.lora_rank, about.user_metadata, about.last_checkpoint.tinker_path) == (4, {"who": "me"}, path)
+    assert path in [found.tinker_path for found in rest.list_user_checkpoints().result().checkpoints]
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    assert path not in [found.tinker_path for found in rest.list_user_checkpoints().result().checkpoints]
+    with pytest.raises(tinker.RequestFailedError, match="there are no weights"):
+        client.create_training_client_from_state(path).result()
+
+
+def test_errors_name_what_is_wrong(client):
+    with pytest.raises(tinker.NotFoundError, match="there is no model 'Qwen/Qwen3-8B'; this server has embedded:sort"):
+        client.create_lora_training_client(base_model="Qwen/Qwen3-8B", rank=4).result()
+    run = made(client)
+    wrong = {
+        "no logprobs in loss_fn_inputs": lambda: run.forward_backward([datum("sort:1=", "1")], "ppo"),
+        "the closest is ppo": lambda: run.forward_backward([datum("sort:1=", "1")], "pppo"),
+        "loss_fn_config has 'clip'": lambda: run.forward_backward(
+            [datum("sort:1=", "1")], "cross_entropy", {"clip": 1.0}
+        ),
+        "no ids below": lambda: run.forward_backward(
+            [datum("sort:1=", "1", target_tokens=np.array([9999] * 7))], "cross_entropy"
+        ),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(tinker.RequestFailedError, match=message):
+            call().result()
+    with pytest.raises(tinker.BadRequestError, match="learning_rate"):
+        run.optim_step(types.AdamParams(learning_rate=-1.0)).result()
+    with pytest.raises(tinker.BadRequestError, match=f"this server's rows have {LONGEST}"):
+        run.forward_backward([datum("sort:1=", "1" * LONGEST)], "cross_entropy").result()
+    sampler = client.create_sampling_client(base_model=BASE).result()
+    cold = types.SamplingParams(max_tokens=2, temperature=-1.0)
+    with pytest.raises(tinker.RequestFailedError, match="temperature"):
+        sampler.sample(types.ModelInput.from_ints([1]), num_samples=1, sampling_params=cold).result()
+
+
+def test_a_key_is_asked_for(listening, tmp_path, monkeypatch):
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    url = listening(api_key="tml-right", training=tmp_path).url
+    assert requests.get(f"{url}/api/v1/healthz", headers={"X-API-Key": "tml-right"}, timeout=30).json() == {
+        "status": "ok"
+    }
+    for headers in ({}, {"X-API-Key": "tml-wrong"}):
+        assert requests.get(f"{url}/api/v1/healthz", headers=headers, timeout=30).status_code == 401
+
+
+def test_the_loop_of_the_page(training, monkeypatch, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tinker.md").read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    monkeypatch.setenv("TINKER_BASE_URL", training[0].url)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-any")
+    names: dict = {}
+    exec(compile(code, "tinker.md", "exec"), names)
+    assert names["rewards"].mean() > 0.9 and names["path"] in capsys.readouterr().out
