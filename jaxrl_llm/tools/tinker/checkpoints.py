@@ -7,7 +7,6 @@ optimizer's moments. Clients name them `tinker://RUN/weights/NAME`.
 import datetime
 import re
 import shutil
-import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +15,13 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.distributed.sharding import path_name
+from jaxrl_llm.models.hf import replacing
 from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.model import Model, load_adapter, save_adapter
 from jaxrl_llm.models.safetensors import read_json, write_json
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.serving.errors import BadRequestError
-from jaxrl_llm.tools.tinker.training_run import Adam, TrainingRun, fresh_moments
+from jaxrl_llm.tools.tinker.training_run import Moments, TrainingRun, fresh_moments
 
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
@@ -81,19 +81,13 @@ class Store:
         folder = self._folder(place)
         if self._read(place) is not None and not overwrite:
             raise BadRequestError(f"{place.path} exists already; give another name, or overwrite=True")
-        partial = folder.with_name(f".{place.name}-{uuid.uuid4().hex[:8]}")
-        try:
+        with replacing(folder) as partial:
             save_adapter(run.whole(), partial)
             if place.kind == "weights":
                 save_file({name: np.asarray(x) for name, x in _named(run.adam)}, partial / MOMENTS)
             write_json(partial / INFO, {"time": _now().isoformat(), **info})
-            if folder.exists():
-                shutil.rmtree(folder)
-            partial.replace(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
-    def load(self, path: Any, base: Model, moments: bool = False) -> tuple[LoraConfig, Params, Adam | None]:
+    def load(self, path: Any, base: Model, moments: bool = False) -> tuple[LoraConfig, Params, Moments | None]:
         """The adapters that `path` names and, where they are asked for, the optimizer's moments.
 
         Raises BadRequestError where there are none, and ConfigError for those of another model.
@@ -159,5 +153,5 @@ def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
-def _named(adam: Adam) -> list[tuple[str, jax.Array]]:
+def _named(adam: Moments) -> list[tuple[str, jax.Array]]:
     return [(path_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(adam)]

@@ -7,7 +7,7 @@ itself; an input of their name has one for each token. Formulas: tinker-docs.thi
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,38 +16,39 @@ from jaxrl_llm.algorithms import policy_losses
 from jaxrl_llm.algorithms.aggregation import masked_mean
 
 Arrays = Mapping[str, jax.Array]
+Options = Mapping[str, Any]
 POLICY = ("target_tokens", "logprobs", "advantages")
 THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 
 
-def cross_entropy(logps: jax.Array, inputs: Arrays, options: Arrays) -> jax.Array:
+def cross_entropy(logps: jax.Array, inputs: Arrays, options: Options) -> jax.Array:
     """`-weights logps`, of targets `[N,T]` or, for distributions, `[N,T,K]`."""
     return -inputs["weights"] * logps
 
 
-def importance_sampling(logps: jax.Array, inputs: Arrays, options: Arrays) -> jax.Array:
+def importance_sampling(logps: jax.Array, inputs: Arrays, options: Options) -> jax.Array:
     """`-r A`, r = exp(logps - logprobs)."""
     return -jnp.exp(logps - inputs["logprobs"]) * inputs["advantages"]
 
 
-def ppo(logps: jax.Array, inputs: Arrays, options: Arrays) -> jax.Array:
+def ppo(logps: jax.Array, inputs: Arrays, options: Options) -> jax.Array:
     """`-min(r A, clip(r, low, high) A)` (arXiv 1707.06347)."""
     low, high = (inputs.get(name, options[name]) for name in THRESHOLDS)
     return policy_losses.ppo_clip(logps, inputs["logprobs"], inputs["advantages"], 1.0 - low, high - 1.0)[0]
 
 
-def cispo(logps: jax.Array, inputs: Arrays, options: Arrays) -> jax.Array:
+def cispo(logps: jax.Array, inputs: Arrays, options: Options) -> jax.Array:
     """`-stop(clip(r, low, high)) A logps` (arXiv 2506.13585)."""
     low, high = (inputs.get(name, options[name]) for name in THRESHOLDS)
     return policy_losses.cispo(logps, inputs["logprobs"], inputs["advantages"], None, high, minimum=low)[0]
 
 
-def dro(logps: jax.Array, inputs: Arrays, options: Arrays) -> jax.Array:
+def dro(logps: jax.Array, inputs: Arrays, options: Options) -> jax.Array:
     """`-(A logps - beta/2 (logps - logprobs)^2)` (arXiv 2405.19107)."""
     return policy_losses.dro(logps, inputs["logprobs"], inputs["advantages"], beta=options["beta"])
 
 
-def gspo(logps: jax.Array, inputs: Arrays, options: Arrays) -> jax.Array:
+def gspo(logps: jax.Array, inputs: Arrays, options: Options) -> jax.Array:
     """`-min(s A, clip(s, low, high) A)`: s is the geometric mean of r over the tokens of `sequence_ratio_mask`, with
     the gradient of each token's own log-prob (GSPO-token, arXiv 2507.18071)."""
     low, high = (inputs.get(name, options[name]) for name in THRESHOLDS)
@@ -60,7 +61,7 @@ def gspo(logps: jax.Array, inputs: Arrays, options: Arrays) -> jax.Array:
 class Loss(NamedTuple):
     """A loss, the inputs that it needs and those that it may have, and its options with their defaults."""
 
-    of: Callable[[jax.Array, Arrays, Arrays], jax.Array]
+    of: Callable[[jax.Array, Arrays, Options], jax.Array]
     needs: tuple[str, ...]
     optional: tuple[str, ...] = ()
     options: Mapping[str, float] = {}

@@ -61,14 +61,14 @@ def _message(name: str) -> Any:
 
 @functools.cache
 def _pool() -> descriptor_pool.DescriptorPool:
-    kinds = {"bytes": 12, "string": 9, "double": 1, "int32": 5, "int64": 3, "uint32": 13, "bool": 8}
+    kinds: dict[str, Any] = {"bytes": 12, "string": 9, "double": 1, "int32": 5, "int64": 3, "uint32": 13, "bool": 8}
     file = descriptor_pb2.FileDescriptorProto(name="tinker.proto", package="jaxrl_llm.tinker", syntax="proto3")
     for message, fields in FIELDS.items():
         described = file.message_type.add(name=message)
         for field, (number, kind) in ((field, text.split()) for field, text in fields.items()):
             base = kind.rstrip("*")
             added = described.field.add(name=field, number=int(number), label=3 if kind.endswith("*") else 1)
-            added.type = kinds.get(base, 11)
+            added.type = kinds.get(base, 11)  # 11 is a message
             if base not in kinds:
                 added.type_name = f".jaxrl_llm.tinker.{base}"
     pool = descriptor_pool.DescriptorPool()
@@ -107,7 +107,7 @@ def gradient_request(body: bytes) -> GradientRequest:
     for number, datum in enumerate(message.data):
         if any(not chunk.HasField("encoded_text") for chunk in datum.model_input):
             raise _not_text(f"datum {number}")
-        tokens = [_numbers(x.encoded_text.tokens, DTYPES[3], f"tokens of datum {number}") for x in datum.model_input]
+        tokens = [_numbers(x.encoded_text.tokens, DTYPES[3], f"the text of datum {number}") for x in datum.model_input]
         inputs = {}
         for entry in datum.loss_fn_inputs:
             tensor, where = entry.value, f"{entry.key} of datum {number}"
@@ -169,7 +169,7 @@ def _not_text(where: str) -> BadRequestError:
 
 def _numbers(body: bytes, dtype: np.dtype, where: str) -> np.ndarray:
     if len(body) % dtype.itemsize:
-        raise BadRequestError(f"{where} has {len(body)} bytes, but numbers of {dtype.itemsize}")
+        raise BadRequestError(f"{where} is {len(body)} bytes, no numbers of {dtype.itemsize} each")
     return np.frombuffer(body, dtype)
 
 

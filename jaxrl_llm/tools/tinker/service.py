@@ -40,6 +40,7 @@ from jaxrl_llm.tools.tinker.messages import (
 )
 from jaxrl_llm.tools.tinker.training_run import ADAM, TrainingRun, lora_config
 
+MOST_RANK = 2**14
 MOST_RUNS = 32  # that are trained at once; the adapters and moments of each are on the devices
 MOST_SAMPLERS = 32  # adapters that are kept to sample from; others are read again from their folder
 MOST_BYTES = 2**27  # of a request for gradients; the SDK sends up to 5 MB at a time
@@ -94,9 +95,10 @@ class TrainingService:
         self.loaded: OrderedDict[str, None] = OrderedDict()  # paths whose adapters the queue has, the newest use last
         self.results: dict[str, Pending] = {}
         self.loading = asyncio.Lock()
-        self.tokenizer = folder / "tokenizer"
-        self.tokenizer.mkdir(parents=True, exist_ok=True)
-        model.tokenizer.save_pretrained(self.tokenizer)
+        self.tokenizer = names[0]  # an id of the hub, or what clients on this machine can read
+        if Path(names[0]).is_dir() or ":" in names[0]:
+            self.tokenizer = str(folder / "tokenizer")
+            model.tokenizer.save_pretrained(self.tokenizer)
 
     @property
     def routes(self) -> list[tuple[str, str, Callable[..., Awaitable[Response]]]]:
@@ -202,18 +204,17 @@ class TrainingService:
         asked = body.get("lora_config")
         if not isinstance(asked, Mapping):
             raise BadRequestError("lora_config is missing: runs of this server train adapters")
-        rank, seed = asked.get("rank"), asked.get("seed")
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= 2**14:
-            raise BadRequestError(f"lora_config.rank is {rank!r:.100}; it takes a number from 1 to {2**14}")
+        rank, seed = whole(asked, "rank", 0), whole(asked, "seed", uuid.uuid4().int % 2**31)
+        if not 1 <= rank <= MOST_RANK:
+            raise BadRequestError(f"lora_config.rank is {rank}; it takes a number from 1 to {MOST_RANK}")
         trained = {name: bool(asked.get(name, True)) for name in ("train_unembed", "train_mlp", "train_attn")}
         config = lora_config(rank, trained["train_attn"], trained["train_mlp"])
-        seed = uuid.uuid4().int % 2**31 if seed is None else int(seed) % 2**31
-        model_id = f"{body['session_id']}:train:{int(body.get('model_seq_id') or 0)}"
+        model_id = f"{body['session_id']}:train:{whole(body, 'model_seq_id', 0)}"
         info = {"base_model": self.names[0], "lora_rank": rank, **trained, "user_metadata": body.get("user_metadata")}
         request_id = f"{model_id}:create"
 
         async def created() -> dict[str, Any]:
-            run = await self.on_devices(lambda: TrainingRun(self.model, config, seed))
+            run = await self.on_devices(lambda: TrainingRun(self.model, config, seed % 2**31))
             self._seat(model_id, str(body["session_id"]), run, info)
             return {"type": "create_model", "model_id": model_id}
 
@@ -234,11 +235,10 @@ class TrainingService:
             raise BadRequestError(f"{len(self.seats)} runs are trained already; unload one, or finish its session", 429)
         self._unload(min(silent, key=lambda seat: seat.used))
 
-    def _seat(self, model_id: str, session: str, run: TrainingRun, info: dict[str, Any], first: int = 1) -> Seat:
+    def _seat(self, model_id: str, session: str, run: TrainingRun, info: dict[str, Any]) -> None:
         if not has_peft_adapter(run.whole()):
             raise BadRequestError(f"PEFT's folders have no place for adapters of {self.names[0]}")
-        self.seats[model_id] = Seat(model_id, session, run, info, first)
-        return self.seats[model_id]
+        self.seats[model_id] = Seat(model_id, session, run, info)
 
     def _unload(self, seat: Seat) -> None:
         self.seats.pop(seat.model_id, None)
@@ -264,7 +264,7 @@ class TrainingService:
         about = {
             "arch": (self.model.hf_config or {}).get("model_type"),
             "model_name": self.names[0],
-            "tokenizer_id": str(self.tokenizer),
+            "tokenizer_id": self.tokenizer,
         }
         return JSONResponse({"type": "get_info", "model_data": about, "model_id": seat.model_id, "is_lora": True,
                              "lora_rank": seat.run.config.rank, "model_name": self.names[0]})  # fmt: skip
@@ -433,7 +433,7 @@ class TrainingService:
         self._session(body)
         if body.get("base_model") is not None:
             self._base(body["base_model"])
-        model_id = f"{body['session_id']}:train:{int(body.get('model_seq_id') or 0)}"
+        model_id = f"{body['session_id']}:train:{whole(body, 'model_seq_id', 0)}"
         request_id = f"{model_id}:0"
 
         async def created() -> dict[str, Any]:
@@ -675,6 +675,14 @@ async def unsupported(server: Server, request: Request) -> Response:
 def failure(message: str, category: str) -> Response:
     """The result of a request that failed."""
     return JSONResponse({"error": message, "category": category})
+
+
+def whole(body: Mapping[str, Any], name: str, default: int) -> int:
+    """A whole number of a body. Raises BadRequestError."""
+    value = body.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise BadRequestError(f"{name} is {value!r:.100}; it takes a whole number")
+    return default if value is None else value
 
 
 def adam(config: Any) -> None:

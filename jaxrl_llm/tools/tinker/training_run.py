@@ -7,7 +7,7 @@ decode wait no longer than that.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,19 +26,12 @@ from jaxrl_llm.tools.tinker.messages import Datum, GradientAnswer, GradientReque
 
 ALPHA = 32.0  # of adapters of every rank, as in "LoRA without regret" (thinkingmachines.ai/blog/lora)
 SHORTEST = 16  # tokens of a row, padding included; longer ones have a power of two
+Moments = optax.ScaleByAdamState  # first and second, in fp32, and the number of steps
 # The maps of an MLP; the others are of attention, or of what stands in its place.
 MLP = ("gate", "up", "down", "fc1", "fc2")
 ADAM = {
     "learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0
 }  # fmt: skip
-
-
-class Adam(NamedTuple):
-    """First and second moments of the adapters, in fp32, and the steps that were made."""
-
-    mu: Params
-    nu: Params
-    count: jax.Array | np.ndarray  # [] int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +90,7 @@ class TrainingRun:
         """The model with its adapters, for what saves it."""
         return dataclasses.replace(self.model, params=lora.combine(self.model.params, self.adapters))
 
-    def restore(self, config: lora.LoraConfig, adapters: Params, adam: Adam | None) -> None:
+    def restore(self, config: lora.LoraConfig, adapters: Params, adam: Moments | None) -> None:
         """Takes adapters, and moments or none, in place of the run's own. Raises BadRequestError for other shapes."""
         theirs, own = (jax.tree.map(jnp.shape, tree) for tree in (adapters, self.adapters))
         if theirs != own or config.scale != self.config.scale:
@@ -137,8 +130,8 @@ class Gradients:
             own = {"logprobs": logps[place, :length]}
             if self.request.loss_fn == "cross_entropy":
                 own["elementwise_loss"] = losses[place, :length]
-            if not np.isfinite(own["logprobs"]).all():
-                raise ArithmeticError(f"log-probs of datum {row} are not finite")
+            if not (np.isfinite(own["logprobs"]).all() and np.isfinite(losses[place, :length]).all()):
+                raise ArithmeticError(f"log-probs or losses of datum {row} are not finite")
             self.outputs[row] = own
             self.total += float(losses[place, :length].sum(dtype=np.float64))
 
@@ -150,7 +143,7 @@ class Gradients:
         return GradientAnswer(self.outputs, {"loss:sum": self.total})
 
 
-def checked_options(request: GradientRequest) -> dict[str, np.ndarray]:
+def checked_options(request: GradientRequest) -> dict[str, np.float32]:
     """The options of a loss, with their defaults. Raises BadRequestError for an unknown loss or option."""
     if request.loss_fn not in LOSSES:
         raise BadRequestError(
@@ -278,24 +271,20 @@ def _added(net: Net, name: str, params: Params, adapters: Params, sums: Params, 
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
-def _adamw(adapters: Params, adam: Adam, gradients: Params, norm, chosen: Mapping[str, Any]) -> tuple[Params, Adam]:
+def _adamw(adapters: Params, adam: Moments, gradients: Params, norm, chosen: Mapping[str, Any]) -> tuple[Params, Any]:
     limit = jnp.where(chosen["grad_clip_norm"] > 0, chosen["grad_clip_norm"], jnp.inf)
     gradients = jax.tree.map(lambda x: x * jnp.minimum(1.0, limit / norm), gradients)
-    optimizer = optax.adamw(
-        chosen["learning_rate"], chosen["beta1"], chosen["beta2"], chosen["eps"], weight_decay=chosen["weight_decay"]
-    )
-    before = (optax.ScaleByAdamState(adam.count, adam.mu, adam.nu), *optimizer.init(adapters)[1:])
-    changes, after = optimizer.update(gradients, before, adapters)
-    own = after[0]
-    return optax.apply_updates(adapters, changes), Adam(own.mu, own.nu, own.count)
+    scaled, after = optax.scale_by_adam(chosen["beta1"], chosen["beta2"], chosen["eps"]).update(gradients, adam)
+    rate, decay = chosen["learning_rate"], chosen["weight_decay"]
+    return jax.tree.map(lambda x, change: x - rate * (change + decay * x), adapters, scaled), after
 
 
-def fresh_moments(adapters: Params) -> Adam:
+def fresh_moments(adapters: Params) -> Moments:
     """The moments before the first step, where the adapters are."""
     mu, nu = (jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, device=x.sharding), adapters) for _ in range(2))
-    return Adam(mu, nu, np.zeros((), np.int32))
+    return Moments(np.zeros((), np.int32), mu, nu)
 
 
 _norm = jax.jit(optax.tree.norm)
 _zeros = jax.jit(lambda adapters: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), adapters))
-_sum = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=(0, 1))
+_sum = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
