@@ -10,7 +10,7 @@ import pytest
 import requests
 
 from jaxrl_llm.serving.app import Limits
-from jaxrl_llm.tools.tinker import service
+from jaxrl_llm.tools.tinker import samplers
 from tests.conftest import ROOT
 from tests.serving.conftest import LONGEST
 
@@ -206,7 +206,7 @@ def test_saved_weights_are_a_model_of_every_endpoint(client, training):
 
 
 def test_weights_that_were_let_go_are_read_again(client, training, monkeypatch):
-    monkeypatch.setattr(service, "MOST_SAMPLERS", 1)
+    monkeypatch.setattr(samplers, "MOST_SAMPLERS", 1)
     paths = []
     for word in ("333", "111"):
         run = made(client, rank=8)

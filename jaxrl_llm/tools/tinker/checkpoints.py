@@ -65,8 +65,8 @@ class Store:
     def _read(self, place: Place) -> dict[str, Any] | None:
         """What was written beside a checkpoint, None where there is none; one whose time is over is deleted."""
         found = read_json(self._folder(place) / INFO)
-        ends = found and found.get("expires_at")
-        if not ends or datetime.datetime.fromisoformat(ends) > _now():
+        ends = None if found is None else found.get("expires_at")
+        if ends is None or datetime.datetime.fromisoformat(ends) > _now():
             return found
         shutil.rmtree(self._folder(place), ignore_errors=True)
         return None

@@ -6,13 +6,10 @@ micro-batch at a time, with rows that decode. What a client saved to sample from
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import math
 import time
-import traceback
 import uuid
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,31 +19,26 @@ from starlette.responses import JSONResponse, Response
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.model import Model, has_peft_adapter
-from jaxrl_llm.serving.app import Answer, Server
-from jaxrl_llm.serving.bodies import parse
+from jaxrl_llm.serving.app import Server
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.queue import RequestQueue
 from jaxrl_llm.tools.tinker.checkpoints import SCHEME, Place, Store, expiry, place_of
 from jaxrl_llm.tools.tinker.messages import (
     PROTOBUF,
-    Completion,
     GradientAnswer,
     GradientRequest,
-    Likeliest,
-    SampleAnswer,
     gradient_request,
     gradient_request_of_json,
-    prompt_tokens,
 )
+from jaxrl_llm.tools.tinker.results import Results
+from jaxrl_llm.tools.tinker.samplers import Samplers
+from jaxrl_llm.tools.tinker.sessions import Sessions
 from jaxrl_llm.tools.tinker.training_run import ADAM, TrainingRun, lora_config
 
 MOST_RANK = 2**14
 MOST_RUNS = 32  # that are trained at once; the adapters and moments of each are on the devices
-MOST_SAMPLERS = 32  # adapters that are kept to sample from; others are read again from their folder
 MOST_BYTES = 2**27  # of a request for gradients; the SDK sends up to 5 MB at a time
-WAIT = 25.0  # seconds that a client waits for a result until it must ask again; its own limit is 45
-KEPT = 600.0  # seconds that a result is kept when it was fetched, in case the answer was lost on the way
-FORGOTTEN = 3600.0  # seconds after which nobody comes for a result, or goes on with a run
+FORGOTTEN = 3600.0  # seconds of silence after which nobody goes on with a run
 DESCRIBED = ("base_model", "lora_rank", "train_unembed", "train_mlp", "train_attn")  # of a run, beside its weights
 UNSUPPORTED = (
     "save_weights_external", "copy_weights", "create_custom_loss", "publish_checkpoint"
@@ -69,15 +61,6 @@ class Seat:
     worker: "asyncio.Task[None] | None" = None
 
 
-@dataclasses.dataclass(eq=False)
-class Pending:
-    """A result, or what will be one."""
-
-    future: "asyncio.Future[Any]"
-    made: float = dataclasses.field(default_factory=time.monotonic)
-    fetched: float | None = None
-
-
 class TrainingService:
     """Training runs on one model, whose adapters the server samples from."""
 
@@ -90,11 +73,8 @@ class TrainingService:
         self.model, self.queue, self.names, self.microbatch_tokens = model, queue, names, microbatch_tokens
         self.store = Store(folder)
         self.seats: dict[str, Seat] = {}
-        self.sessions: dict[str, dict[str, Any]] = {}
-        self.samplers: dict[str, str] = {}  # the path of each sampling session; empty: the model itself
-        self.loaded: OrderedDict[str, None] = OrderedDict()  # paths whose adapters the queue has, the newest use last
-        self.results: dict[str, Pending] = {}
-        self.loading = asyncio.Lock()
+        self.sessions, self.results = Sessions(), Results()
+        self.samplers = Samplers(model, queue, self.store, names, self.results, self.sessions)
         self.tokenizer = names[0]  # an id of the hub, or what clients on this machine can read
         if Path(names[0]).is_dir() or ":" in names[0]:
             self.tokenizer = str(folder / "tokenizer")
@@ -105,19 +85,19 @@ class TrainingService:
         """Paths, methods and their handlers."""
         posts = {
             "client/config": self.client_config, "client/dynamic_config": self.dynamic_config,
-            "create_session": self.create_session, "session_heartbeat": self.heartbeat,
+            "create_session": self.sessions.create, "session_heartbeat": self.sessions.heartbeat,
             "sessions/{session}/finish": self.finish_session, "telemetry": self.telemetry,
             "create_model": self.create_model, "get_info": self.get_info, "unload_model": self.unload_model,
             "forward_backward": self.forward_backward, "forward": self.forward, "optim_step": self.optim_step,
             "save_weights": self.save_weights, "load_weights": self.load_weights, "weights_info": self.weights_info,
             "save_weights_for_sampler": self.save_weights_for_sampler,
-            "create_sampling_session": self.create_sampling_session, "asample": self.asample,
-            "retrieve_future": self.retrieve_future, "cancel_future": self.cancel_future,
+            "create_sampling_session": self.samplers.create, "asample": self.samplers.sample,
+            "retrieve_future": self.results.retrieve, "cancel_future": self.results.cancel,
             **dict.fromkeys(UNSUPPORTED, unsupported),
         }  # fmt: skip
         gets = {
-            "healthz": self.healthz, "get_server_capabilities": self.capabilities, "sessions": self.list_sessions,
-            "sessions/{session}": self.get_session, "samplers/{sampler:path}": self.get_sampler,
+            "healthz": self.healthz, "get_server_capabilities": self.capabilities, "sessions": self.sessions.list,
+            "sessions/{session}": self.get_session, "samplers/{sampler:path}": self.samplers.get,
             "training_runs": self.list_runs, "training_runs/{run}": self.get_run,
             "training_runs/{run}/checkpoints": self.list_checkpoints, "checkpoints": self.list_checkpoints,
         }  # fmt: skip
@@ -126,8 +106,6 @@ class TrainingService:
         return [
             (f"/api/v1/{path}", method, handler) for method, paths in methods.items() for path, handler in paths.items()
         ]
-
-    # Who asks.
 
     async def client_config(self, server: Server, request: Request) -> Response:
         """How the SDK talks to this server: over plain HTTP, uncompressed."""
@@ -152,54 +130,28 @@ class TrainingService:
                  "sampleable": True}  # fmt: skip
         return JSONResponse({"supported_models": [about]})
 
-    async def create_session(self, server: Server, request: Request) -> Response:
-        """A new session."""
-        body = await server.body(request)
-        session = uuid.uuid4().hex
-        self.sessions[session] = {"seen": time.time(), "user_metadata": body.get("user_metadata") or {},
-                                  "display_name": body.get("display_name")}  # fmt: skip
-        return JSONResponse({"type": "create_session", "session_id": session})
-
-    async def heartbeat(self, server: Server, request: Request) -> Response:
-        """That the session's client lives."""
-        self._session(await server.body(request))["seen"] = time.time()
-        return JSONResponse({"type": "session_heartbeat"})
-
     async def finish_session(self, server: Server, request: Request) -> Response:
         """Lets the session's runs go; what they saved stays."""
         session = request.path_params["session"]
         for seat in [seat for seat in self.seats.values() if seat.session == session]:
             self._unload(seat)
-        self.sessions.pop(session, None)
+        self.sessions.found.pop(session, None)
         return JSONResponse({"status": "ok"})
-
-    async def list_sessions(self, server: Server, request: Request) -> Response:
-        """All sessions."""
-        return JSONResponse({"sessions": list(self.sessions)})
 
     async def get_session(self, server: Server, request: Request) -> Response:
         """The runs and samplers of a session."""
         session = request.path_params["session"]
-        found = self._session({"session_id": session})
-        samplers = [name for name in self.samplers if name.startswith(f"{session}:")]
+        found = self.sessions.of({"session_id": session})
+        samplers = [name for name in self.samplers.paths if name.startswith(f"{session}:")]
         runs = [seat.model_id for seat in self.seats.values() if seat.session == session]
         return JSONResponse({"training_run_ids": runs, "sampler_ids": samplers, "display_name": found["display_name"],
                              "user_metadata": found["user_metadata"]})  # fmt: skip
 
-    def _session(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        found = self.sessions.get(str(body.get("session_id")))
-        if found is None:
-            raise BadRequestError(f"there is no session {body.get('session_id')!r:.100}: it ended, or this server "
-                                  "started anew. Create a client, and load the newest weights", 404)  # fmt: skip
-        return found
-
-    # Runs.
-
     async def create_model(self, server: Server, request: Request) -> Response:
         """A new run."""
         body = await server.body(request)
-        self._session(body)
-        self._base(body.get("base_model"))
+        self.sessions.of(body)
+        self.samplers.check_base(body.get("base_model"))
         adam(body.get("optimizer_config"))
         asked = body.get("lora_config")
         if not isinstance(asked, Mapping):
@@ -214,23 +166,20 @@ class TrainingService:
         request_id = f"{model_id}:create"
 
         async def created() -> dict[str, Any]:
-            run = await self.on_devices(lambda: TrainingRun(self.model, config, seed % 2**31))
+            run = await self.queue.called(lambda: TrainingRun(self.model, config, seed % 2**31))
             self._seat(model_id, str(body["session_id"]), run, info)
             return {"type": "create_model", "model_id": model_id}
 
         if request_id not in self.results:
             self._check_room()
-            self.results[request_id] = Pending(asyncio.ensure_future(created()))
+            self.results.add(request_id, asyncio.ensure_future(created()))
         return JSONResponse({"request_id": request_id, "model_id": model_id})
 
     def _check_room(self) -> None:
         """Lets a run go whose client is silent, where there are as many as there may be. Raises BadRequestError."""
         if len(self.seats) < MOST_RUNS:
             return
-        silent = [
-            seat for seat in self.seats.values()
-            if self.sessions.get(seat.session, {"seen": 0.0})["seen"] < time.time() - FORGOTTEN
-        ]  # fmt: skip
+        silent = [seat for seat in self.seats.values() if self.sessions.silent(seat.session, FORGOTTEN)]
         if not silent:
             raise BadRequestError(f"{len(self.seats)} runs are trained already; unload one, or finish its session", 429)
         self._unload(min(silent, key=lambda seat: seat.used))
@@ -269,10 +218,6 @@ class TrainingService:
         return JSONResponse({"type": "get_info", "model_data": about, "model_id": seat.model_id, "is_lora": True,
                              "lora_rank": seat.run.config.rank, "model_name": self.names[0]})  # fmt: skip
 
-    def _base(self, name: Any) -> None:
-        if name not in self.names:
-            raise BadRequestError(f"there is no model {name!r:.200}; this server has {self.names[0]}", 404)
-
     def _seat_of(self, body: Mapping[str, Any]) -> Seat:
         seat = self.seats.get(str(body.get("model_id")))
         if seat is None:
@@ -289,7 +234,7 @@ class TrainingService:
             if number < seat.next:
                 raise BadRequestError(f"seq_id is {number}, but the run is at {seat.next}")
             future = asyncio.get_running_loop().create_future()
-            self.results[request_id] = Pending(future)
+            self.results.add(request_id, future)
             seat.waiting[number] = future, work
             if seat.worker is None or seat.worker.done():
                 seat.worker = asyncio.ensure_future(self._work(seat))
@@ -313,23 +258,6 @@ class TrainingService:
                 if not future.done():
                     future.set_result(result)
 
-    async def on_devices(self, call: Callable[[], Any]) -> Any:
-        """What a function returns, called by the thread that owns the devices; raises what it raises."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        found: list[Any] = []
-
-        def tell(error: BaseException | None) -> None:
-            if not future.done():
-                future.set_result(found[0]) if error is None else future.set_exception(error)
-
-        def done(error: BaseException | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
-                loop.call_soon_threadsafe(tell, error)
-
-        self.queue.call(lambda: found.append(call()), done)
-        return await future
-
     async def forward_backward(self, server: Server, request: Request) -> Response:
         """Adds the gradient of a loss to those of a run."""
         return await self._gradients(server, request, forward_only=False)
@@ -352,8 +280,8 @@ class TrainingService:
     async def _computed(self, run: TrainingRun, asked: GradientRequest) -> GradientAnswer:
         work = await asyncio.to_thread(run.forward_backward, asked, self.microbatch_tokens)
         for micro in work.microbatches:
-            await self.on_devices(lambda micro=micro: work.compute(micro))
-        return await self.on_devices(work.finish)
+            await self.queue.called(lambda micro=micro: work.compute(micro))
+        return await self.queue.called(work.finish)
 
     async def optim_step(self, server: Server, request: Request) -> Response:
         """A step of AdamW along the gradients of a run."""
@@ -364,11 +292,9 @@ class TrainingService:
         settings = adam_settings(body.get("adam_params") or {})
 
         async def stepped() -> dict[str, Any]:
-            return {"metrics": await self.on_devices(lambda: seat.run.step(settings))}
+            return {"metrics": await self.queue.called(lambda: seat.run.step(settings))}
 
         return self._submit(seat, body.get("seq_id"), stepped)
-
-    # Weights.
 
     async def save_weights(self, server: Server, request: Request) -> Response:
         """Saves the adapters and the moments of a run."""
@@ -399,10 +325,10 @@ class TrainingService:
         async def saved() -> dict[str, Any]:
             if name is not None:
                 await asyncio.to_thread(self.store.save, place, seat.run, info)
-            snapshot = await self.on_devices(seat.run.snapshot)
-            await self._serve(server, place.path, (seat.run.config, snapshot))
+            snapshot = await self.queue.called(seat.run.snapshot)
+            await self.samplers.serve(server, place.path, (seat.run.config, snapshot))
             if number is not None:
-                self.samplers[sampler] = place.path
+                self.samplers.paths[sampler] = place.path
             path, session = (None if name is None else place.path), (None if number is None else sampler)
             return {"type": "save_weights_for_sampler", "path": path, "sampling_session_id": session}
 
@@ -426,13 +352,13 @@ class TrainingService:
 
             async def restored() -> dict[str, Any]:
                 found = await asyncio.to_thread(self.store.load, path, self.model, moments)
-                await self.on_devices(lambda: seat.run.restore(*found))
+                await self.queue.called(lambda: seat.run.restore(*found))
                 return {"type": "load_weights", "path": path, "model_id": seat.model_id}
 
             return self._submit(seat, body.get("seq_id"), restored)
-        self._session(body)
+        self.sessions.of(body)
         if body.get("base_model") is not None:
-            self._base(body["base_model"])
+            self.samplers.check_base(body["base_model"])
         model_id = f"{body['session_id']}:train:{whole(body, 'model_seq_id', 0)}"
         request_id = f"{model_id}:0"
 
@@ -446,12 +372,12 @@ class TrainingService:
                 return made
 
             kept = {name: info[name] for name in DESCRIBED} | {"user_metadata": body.get("user_metadata")}
-            self._seat(model_id, str(body["session_id"]), await self.on_devices(run), kept)
+            self._seat(model_id, str(body["session_id"]), await self.queue.called(run), kept)
             return {"type": "load_weights", "path": path, "model_id": model_id}
 
         if request_id not in self.results:
             self._check_room()
-            self.results[request_id] = Pending(asyncio.ensure_future(created()))
+            self.results.add(request_id, asyncio.ensure_future(created()))
         return JSONResponse({"request_id": request_id, "model_id": model_id})
 
     async def weights_info(self, server: Server, request: Request) -> Response:
@@ -494,187 +420,11 @@ class TrainingService:
         await asyncio.to_thread(self.store.delete, f"{SCHEME}{run}/{kind}/{name}")
         return Response(status_code=204)
 
-    # Samples.
-
-    async def create_sampling_session(self, server: Server, request: Request) -> Response:
-        """A name for a model, or for saved weights, that samples are asked of."""
-        body = await server.body(request)
-        self._session(body)
-        path = body.get("model_path")
-        if path is None:
-            self._base(body.get("base_model"))
-        else:
-            await self._ensure(server, path)
-        sampler = f"{body['session_id']}:sample:{body.get('sampling_session_seq_id')}"
-        self.samplers[sampler] = path or ""
-        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler})
-
-    async def get_sampler(self, server: Server, request: Request) -> Response:
-        """What a sampler samples from."""
-        sampler = request.path_params["sampler"]
-        path = self._sampler(sampler)
-        return JSONResponse({"sampler_id": sampler, "base_model": self.names[0], "model_path": path or None})
-
-    def _sampler(self, name: Any) -> str:
-        if name not in self.samplers:
-            raise BadRequestError(
-                f"there is no sampling session {name!r:.200}: this server started anew. Create one", 404
-            )
-        return self.samplers[name]
-
-    async def _ensure(self, server: Server, path: str) -> None:
-        """Has the adapters of a path to sample from, read from their folder where they were let go."""
-        place_of(path)
-        if path in self.queue.adapters:
-            self.loaded.move_to_end(path)
-            return
-        async with self.loading:
-            if path not in self.queue.adapters:
-                config, adapters, _ = await asyncio.to_thread(self.store.load, path, self.model)
-                await self._serve(server, path, (config, adapters))
-
-    async def _serve(self, server: Server, path: str, adapters: Any) -> None:
-        """Makes adapters a model of the server, and lets those go that were not used for longest."""
-
-        self.loaded[path] = None
-        self.loaded.move_to_end(path)
-        oldest = list(self.loaded)[:-MOST_SAMPLERS]
-
-        def add() -> list[str]:
-            self.queue.adapters[path] = adapters
-            return [name for name in oldest if self.queue.forget_adapter(name)]
-
-        for name in await self.on_devices(add):
-            del self.loaded[name]
-        server.names = (*(name for name in server.names if not name.startswith(SCHEME)), *self.loaded)
-
-    async def asample(self, server: Server, request: Request) -> Response:
-        """Completions of a prompt."""
-        body = await server.body(request)
-        sampler, number = body.get("sampling_session_id"), body.get("seq_id")
-        if sampler is not None:
-            path = self._sampler(sampler)
-        else:
-            path = body.get("model_path") or ""
-            if not path:
-                self._base(body.get("base_model"))
-        for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
-            if body.get(name):
-                raise BadRequestError(f"{name} is given, but this server has none", code="unsupported", param=name)
-        request_id = f"{sampler or uuid.uuid4().hex}:{uuid.uuid4().hex if number is None else number}"
-        if request_id not in self.results:
-            self.results[request_id] = Pending(asyncio.ensure_future(self._sampled(server, path, body)))
-        count = body.get("num_samples") or 1
-        ids = [f"{request_id}:{index}" for index in range(count)] if isinstance(count, int) and count < 10**4 else None
-        return JSONResponse({"request_id": request_id, "sample_sequence_ids": ids})
-
-    async def _sampled(self, server: Server, path: str, body: Mapping[str, Any]) -> SampleAnswer:
-        if path:
-            await self._ensure(server, path)
-        given = body.get("sampling_params") or {}
-        prompt, top = prompt_tokens(body.get("prompt")), body.get("topk_sample_logprobs") or 0
-        of_prompt = body.get("topk_prompt_logprobs") or (0 if body.get("prompt_logprobs") else None)
-        stop = given.get("stop")
-        ids = isinstance(stop, list) and all(isinstance(x, int) for x in stop)
-        wanted = {
-            "model": path or server.names[0], "prompt": prompt, "n": body.get("num_samples") or 1, "logprobs": top,
-            "max_tokens": given.get("max_tokens") or max(server.limits.tokens - len(prompt), 1),
-            "prompt_logprobs": of_prompt, "stop_token_ids" if ids else "stop": stop,
-            **{name: given.get(name) for name in ("temperature", "top_p", "top_k", "seed")},
-        }  # fmt: skip
-        names = (server.names[0], path) if path else server.names[:1]  # let go meanwhile, it is there all the same
-        limits = server.limits
-        asked = await asyncio.to_thread(
-            parse, wanted, False, server.tokenizer, names, server.eos, limits.tokens, server.vocabulary, limits.rows
-        )
-        while server.queue.counts.waiting + asked.n > limits.rows:  # the SDK sends all that it has at once
-            await asyncio.sleep(0.05)
-        answer = Answer(server, asked)
-        try:
-            async for _ in answer.pieces():
-                pass
-            scores = None if answer.choices[0].handle is None else answer.choices[0].handle.scores
-        finally:
-            answer.close()
-        rows = [
-            Completion(
-                choice.ids, choice.logps, choice.finish_reason == "stop",
-                Likeliest([ids[:top] for ids, _ in choice.top], [logps[:top] for _, logps in choice.top], top)
-                if top else None,
-            )
-            for choice in answer.choices
-        ]  # fmt: skip
-        if scores is None or of_prompt is None:
-            return SampleAnswer(rows)
-        last = body.get("prompt_logprobs_last_n") or len(prompt) - 1
-        first = max(1, len(prompt) - last)
-        logps = [math.nan if place < first else x for place, x in enumerate(scores.logps.tolist())]
-        if not body.get("topk_prompt_logprobs"):
-            return SampleAnswer(rows, logps)
-        ids, numbers = scores.top_ids[:, :of_prompt].tolist(), scores.top_logps[:, :of_prompt].tolist()
-        empty: list[Any] = [[] for _ in range(first)]
-        likeliest = Likeliest(empty + ids[first:], empty + numbers[first:], of_prompt)
-        return SampleAnswer(rows, logps if body.get("prompt_logprobs") else None, likeliest)
-
-    # Results.
-
-    async def retrieve_future(self, server: Server, request: Request) -> Response:
-        """The result of a request or, when it is not there after a while, that the client is to ask again."""
-        body = await server.body(request)
-        self._forget()
-        pending = self.results.get(str(body.get("request_id")))
-        if pending is None:
-            return JSONResponse({"detail": f"there is no request {body.get('request_id')!r:.200}"}, 410)
-        server.active -= 1  # who waits takes no other's place
-        try:
-            await asyncio.wait({pending.future}, timeout=WAIT)
-        finally:
-            server.active += 1
-        if not pending.future.done():
-            return JSONResponse({"type": "try_again", "request_id": body["request_id"], "queue_state": "active"}, 408)
-        pending.fetched = time.monotonic()
-        if pending.future.cancelled():
-            return failure("the request was cancelled", "user")
-        error = pending.future.exception()
-        if isinstance(error, BadRequestError | ConfigError):
-            return failure(str(error), "user" if getattr(error, "status", 400) < 500 else "server")
-        if error is not None:
-            if not isinstance(error, ArithmeticError):
-                traceback.print_exception(error)
-            return failure(f"{type(error).__name__}: {error!s:.1000}", "server")
-        result = pending.future.result()
-        if isinstance(result, dict):
-            return JSONResponse(result)
-        if PROTOBUF in request.headers.get("accept", ""):
-            return Response(await asyncio.to_thread(result.protobuf), media_type=PROTOBUF)
-        return JSONResponse(await asyncio.to_thread(result.json))
-
-    def _forget(self) -> None:
-        """Lets results go that were fetched, and those that nobody came for."""
-        now = time.monotonic()
-        for name, pending in list(self.results.items()):
-            over = now - pending.fetched > KEPT if pending.fetched is not None else now - pending.made > FORGOTTEN
-            if over and pending.future.done():
-                del self.results[name]
-
-    async def cancel_future(self, server: Server, request: Request) -> Response:
-        """Ends a sample that nobody waits for."""
-        body = await server.body(request)
-        pending = self.results.get(str(body.get("request_id")))
-        if pending is not None and isinstance(pending.future, asyncio.Task):
-            pending.future.cancel()
-        return JSONResponse({"status": "ok"})
-
 
 async def unsupported(server: Server, request: Request) -> Response:
     """Always an error, which names what this server has not."""
     name = request.scope["path"].rsplit("/", 1)[-1]
     raise BadRequestError(f"this server has no {name}", 501, "unsupported")
-
-
-def failure(message: str, category: str) -> Response:
-    """The result of a request that failed."""
-    return JSONResponse({"error": message, "category": category})
 
 
 def whole(body: Mapping[str, Any], name: str, default: int) -> int:
