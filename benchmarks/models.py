@@ -278,7 +278,8 @@ difference.
 
 Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader
 that knows tensors only and runs nothing. Code that a tokenizer's folder brings is run with `model.trust_remote_code`
-only. Exports bring no code of a model, and their config.json names none (`auto_map` is left out).
+only, in `generate`, `chat` and `serve` with `--trust_remote_code`. Exports bring no code of a model, and their
+config.json names none (`auto_map` is left out).
 
 ## Models behind a URL
 
@@ -324,8 +325,8 @@ entry that means nothing here, are refused by name. In Python it is `jaxrl_llm.m
 ## A new kind of layer
 
 A layer is a mixer and a feed-forward (dense, or a mixture of experts). `models/mixer.py` is the protocol of a mixer:
-`apply` and `prefill` for rows, `decode` for the next tokens of rows, `empty_cache` and `grow_cache` for its cache,
-which the engine passes on and never looks into. Attention (`models/attention.py`), full or sliding, is one mixer.
+`prefill` for rows, `decode` for the next tokens of rows, `empty_cache` and `grow_cache` for its cache, which the engine
+passes on and never looks into. Attention (`models/attention.py`), full or sliding, is one mixer.
 Another one is a class with this protocol in a file of its own, and a family that names it for each layer in
 `ModelConfig.mixers` and its tensors in `KEYS`, as `layers/<path>/...`. Layers of one mixer are stacked, and consecutive
 ones run in one scan. `tests/models/test_mixer.py` has a recurrent one, and samples with it.

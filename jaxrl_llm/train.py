@@ -3,7 +3,7 @@
 Every algorithm is `experience -> Batch -> update -> State`. One step:
 
 1. `source.next` makes a batch of token rows: read from a dataset (offline), or sampled and rewarded (online);
-2. `improve` updates the state, once per minibatch: a jitted function that is given the state's memory;
+2. `improve` updates the state, once per minibatch: by `run.update`, which is jitted and takes the state's memory;
 3. the policy is evaluated when due, metrics are logged, and the state is saved when due or on preemption.
 """
 
@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl_llm.commands.welcome import welcome
-from jaxrl_llm.config import to_json, validate, with_correction
-from jaxrl_llm.config.flags import load_flags, run
+from jaxrl_llm.config import ConfigError, to_json, validate, with_correction
+from jaxrl_llm.config.flags import load_flags, run, set_run_folder
 from jaxrl_llm.config.schema import OFFLINE, Setting
 from jaxrl_llm.config.secrets import masked
-from jaxrl_llm.config.user_code import contained
+from jaxrl_llm.config.user_code import contained, without_locals
+from jaxrl_llm.data import Row
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.overlap import overlap_collectives, overlaps
@@ -42,9 +43,17 @@ from jaxrl_llm.training.checkpoint.outputs import (
     export_run,
     export_step,
     given_in_words,
+    given_to,
+    numbered,
     write_given,
 )
-from jaxrl_llm.training.checkpoint.settings import Changes, changed_settings, check_changes, start_record
+from jaxrl_llm.training.checkpoint.settings import (
+    OF_OPTIMIZER,
+    Changes,
+    changed_settings,
+    check_changes,
+    start_record,
+)
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
 from jaxrl_llm.training.logging.console import stderr_console, stdout_console, waiting
@@ -53,7 +62,6 @@ from jaxrl_llm.training.logging.origin import write_start
 from jaxrl_llm.training.logging.step_log import Metrics, Step, StepLog
 from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.rollout_files import start_learners
-from jaxrl_llm.training.rollouts import Row
 from jaxrl_llm.training.runtime.callbacks import Callbacks, load_callbacks
 from jaxrl_llm.training.runtime.compiling import CompileStatus
 from jaxrl_llm.training.runtime.lock import RunLock
@@ -64,7 +72,7 @@ from jaxrl_llm.training.runtime.watchdog import Watchdog
 from jaxrl_llm.training.sampler import sample
 from jaxrl_llm.training.setup.given import Given, take
 from jaxrl_llm.training.setup.records import checkpoint_spec, health_spec, logging_spec
-from jaxrl_llm.training.setup.run import Run, build, build_mesh, finished_models, meeting_of
+from jaxrl_llm.training.setup.run import Run, build, build_mesh, finished_models, rendezvous_of
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import State, merge_frozen
 
@@ -79,6 +87,7 @@ class Result(NamedTuple):
     output_dir: Path
 
 
+@without_locals
 def train(
     config,
     train_dataset=None,
@@ -96,11 +105,12 @@ def train(
 ) -> Result:
     """The trained model, after `config.total_steps` steps; files are left in `config.output_dir`.
 
-    train_dataset and eval_dataset (a `datasets.Dataset` or a list of dicts; eval_dataset also a dictionary of such by
-    the names of sets) take the place of `data.path` and `data.eval_path`, and rewards (a function or a list of them)
-    that of `rewards.functions`; with a train_dataset alone, and no `eval.sets`, nothing is evaluated. environment (what
-    makes one, or a dictionary of such) takes the place of `environment.name`; tools (functions) come after those of
-    `environment.tools`, and callbacks (objects, see docs/callbacks.md) after those of `callbacks`.
+    train_dataset and eval_dataset (a `datasets.Dataset`, an `IterableDataset` or a list of dicts; eval_dataset also a
+    dictionary of such by the names of sets) take the place of `data.path` and `data.eval_path`, and rewards (a function
+    or a list of them) that of `rewards.functions`; with a train_dataset alone, and no `eval.sets`, nothing is
+    evaluated. environment (what makes one, or a dictionary of such) takes the place of `environment.name`; tools
+    (functions) come after those of `environment.tools`, and callbacks (objects, see docs/callbacks.md) after those of
+    `callbacks`.
 
     model is one in memory (that of `load_model`, or of the Result of an earlier run), which stays as it is, or a path;
     tokenizer one of transformers. peft_config (PEFT's LoraConfig) sets the keys of `lora`. optimizers is an optimizer
@@ -127,7 +137,7 @@ def train(
     )
     validate(config)
     config = with_correction(config)  # as a run that is gone on with was written down
-    config.output_dir = str(Path(config.output_dir).expanduser())  # once, for all that is kept in it
+    config.output_dir = numbered(str(Path(config.output_dir).expanduser()))  # once, for all that is kept in it
     overlap_collectives(config.overlap_collectives)
     keep_compiled(config.compilation_cache)
     with contained(), contextlib.ExitStack() as stack:
@@ -137,10 +147,17 @@ def train(
         config, folder = run.config, Path(config.output_dir)
         root, stopwatch, step = jax.random.key(config.seed), run.stopwatch, int(state.step)
         # Where nobody looks at each step, its metrics are read while the next one is computed.
-        overlaps = not run.algorithm.online and not hooks.every_step
+        deferred = not run.algorithm.online and not hooks.every_step
 
         def current() -> Model:
             return replace(run.model, params=merge_frozen(state, run.frozen).params)
+
+        def let_go(failed: object, *_: object) -> None:
+            nonlocal run, state
+            if failed:
+                del run, state  # which the frame of a callback that raised has by `current`
+
+        stack.push(let_go)
 
         def evaluate() -> Metrics:
             table: list[Row] = []
@@ -175,7 +192,7 @@ def train(
                     or EVALUATE in asked
                 )
                 saves = last or leaves or checkpoints.retry_due or _due(step, config.checkpoint.every) or SAVE in asked
-                if saves or evaluates or not overlaps:
+                if saves or evaluates or not deferred:
                     log.settle(evaluate if evaluates else None)
                 if evaluates:
                     saves = SAVE in hooks("on_evaluate", step, log.newest, current) or saves
@@ -189,7 +206,9 @@ def train(
                         if "state" in config.checkpoint.contents or leaves:
                             checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
                         if "hf" in config.checkpoint.contents and not last:
-                            written = export_step(folder, step, current(), config.checkpoint.keep)
+                            models = finished_models(config, run, state)
+                            written = export_step(folder, step, *models, config.checkpoint.keep)
+                            del models  # whose arrays the next step takes
                             if problem := push_step(config, written, step):
                                 log.warn([problem])
                     hooks("on_save", step, log.newest, current)
@@ -227,10 +246,10 @@ def _start(
     check_writable(folder)
     locks = _lock(folder, kept.folder, stack)
     if config.rollout.processes and processes.is_split() and jax.process_index() == 0:
-        stack.enter_context(start_learners(meeting_of(config)))
+        stack.enter_context(start_learners(rendezvous_of(config)))
     stack.enter_context(jax.set_mesh(mesh))
     checkpoints = stack.enter_context(Checkpoints(kept.folder, kept.keep))
-    changes = _changes(config, checkpoints)
+    changes = _changes(config, given, checkpoints)
     closing = stack.enter_context(contextlib.ExitStack())
     stack.enter_context(processes.reporting())
     if jax.process_index() == 0:
@@ -241,29 +260,27 @@ def _start(
     shows = jax.process_index() == 0 and "console" in config.logging.backends
     loading = f"loading {masked(config.model.path)} and the data"
     with waiting(loading, stdout_console()) if shows else contextlib.nullcontext():
-        run = build(config, mesh, *given)
+        run = build(config, mesh, **given._asdict())
     config, words = run.config, given_in_words(given._asdict())
     hooks = Callbacks(named, to_json(config), folder, run.evaluation is not None)
-    closing.callback(run.rewards.close)
-    if run.environments is not None:
-        closing.callback(run.environments.close)
+    closing.callback(run.close)
     state, counts, resumed, problems = _resume(config, run, checkpoints, hooks)
     logger = stack.enter_context(Logger(logging_spec(config, words), folder, resumed))
-    told: list[str] = []
+    warnings: list[str] = []
     with processes.all_or_none():
         if jax.process_index() == 0:
             discard_exports(folder, resumed)
-            told = start_record(folder, config, changes, resumed)
+            warnings = start_record(folder, config, changes, resumed)
             write_start(folder, resumed)
             write_given(folder, words)
     logger.start(_describe(run, int(state.step)), run.stopwatch)
     log = StepLog(health_spec(config), run.source.learn, run.stopwatch, logger, counts)
     if resumed is not None and int(state.step) >= config.total_steps:
-        told.append(
+        warnings.append(
             f"all {config.total_steps} steps of the run in {folder} are done; nothing is trained: raise total_steps, "
             "or set another output_dir or checkpoint.resume=never to train anew"
         )
-    log.warn([*told, *problems, *run.warnings])
+    log.warn([*warnings, *problems, *run.warnings])
     for note in run.notes:
         logger.note(note)
     hooks.note = logger.note
@@ -292,20 +309,35 @@ def _check_locks(locks: list[RunLock]) -> None:
         lock.check()
 
 
-def _changes(config, checkpoints: Checkpoints) -> Changes:
+def _changes(config, given: Given, checkpoints: Checkpoints) -> Changes:
     """The settings that differ from those of the run in output_dir, where this one goes on from its checkpoints.
 
-    Raises ConfigError, before anything is loaded, for those that would make it another run.
+    Raises ConfigError, before anything is loaded, for those that would make it another run, and where its model was
+    given in memory and is not given again.
     """
     resume, changes = config.checkpoint.resume, {}
     own = resume == "auto"
     if resume not in ("auto", "never"):
         path = path_of(resume)
         own = checkpoints.folder in (path, path.parent, path / "checkpoints")
+        if own and "extra" not in config.checkpoint.load:
+            raise ConfigError(
+                f"checkpoint.load is model, which starts at step 0 and deletes what is in {checkpoints.folder}, but "
+                f"checkpoint.resume = {resume!r} is there: set another output_dir"
+            )
     with processes.all_or_none():
         if jax.process_index() == 0 and own and checkpoints.steps():
             changes = changed_settings(Path(config.output_dir), config)
-            check_changes(Path(config.output_dir), changes, tuple(config.checkpoint.accept_changes))
+            former = given_to(Path(config.output_dir)).get("model")
+            if former is not None and given.model is None and "model.path" not in changes:
+                raise ConfigError(
+                    f"the run in {config.output_dir} was given its model in memory ({former}), which model.path = "
+                    f"{config.model.path!r} may differ from: give it again, train(config, model=...), or start anew "
+                    "with another output_dir or checkpoint.resume=never"
+                )
+            begins = "optimizer" not in config.checkpoint.load  # a new one, which may be another
+            compared = {name: change for name, change in changes.items() if not (begins and name in OF_OPTIMIZER)}
+            check_changes(Path(config.output_dir), compared, tuple(config.checkpoint.accept_changes))
     return changes
 
 
@@ -321,7 +353,7 @@ def _resume(
 
     Checkpoints of the run that come after the start, or belong to another run, are deleted.
     """
-    source, step, problems = checkpoints, None, []
+    source, step, problems, load = checkpoints, None, [], config.checkpoint.load
     if config.checkpoint.resume == "auto":
         step, problems = checkpoints.newest_intact()
     elif config.checkpoint.resume != "never":
@@ -332,7 +364,15 @@ def _resume(
         checkpoints.discard_after(None)
         return run.state, {"num_tokens": 0, "skipped": 0}, None, problems
     free(run.state)
-    state, host = source.restore(step, run.state, run.mesh)
+    if "extra" not in load:
+        state = run.begin(*source.restore_models(step, run.state, run.mesh), 0)
+        checkpoints.discard_after(None)
+        return state, {"num_tokens": 0, "skipped": 0}, None, problems
+    if "optimizer" in load:
+        state, host = source.restore(step, run.state, run.mesh)
+    else:
+        state, host = run.begin(*source.restore_models(step, run.state, run.mesh), step), source.host(step)
+        problems = [*problems, "checkpoint.load is model,extra: a new optimizer begins, without moments"]
     like = {"queue": None, "partial": None, **run.source.get_arrays()}
     run.source.set_state(host, source.restore_arrays(step, like, run.mesh))
     if "callbacks" in host:
@@ -376,6 +416,8 @@ def main(argv: list[str]) -> None:
         sample(config)
         return
     if not options["dry_run"]:
+        config.output_dir = numbered(config.output_dir)
+        set_run_folder(config.output_dir)
         train(config)
         return
     from jaxrl_llm.commands.dry_run import dry_run  # here, as it imports what only plans need

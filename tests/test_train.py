@@ -1,7 +1,9 @@
 """`python -m jaxrl_llm.train` as a user runs it: what it leaves, what it refuses, and (slow) that it learns."""
 
 import json
+import signal
 
+import jax
 import pyarrow.parquet as pq
 import pytest
 
@@ -118,5 +120,38 @@ def test_eight_frames_lead_to_a_loss(root, tmp_path):
     with pytest.raises(ZeroDivisionError) as error:
         train_here(config)
     own = (str(root / "jaxrl_llm"), str(tmp_path))
-    frames = [frame.name for frame in error.traceback if str(frame.path).startswith(own)]
+    frames = [frame.name for frame in error.traceback if str(frame.path).startswith(own) and not frame.ishidden(error)]
     assert frames == ["train", "improve", "update", "loss_of", "loss", "policy_objective", "loss"]  # after main
+
+
+class Fails:
+    """A callback that ends the run in a hook, and notes the bytes of the policy."""
+
+    def __init__(self, hook: str, error: BaseException | None):
+        self.error, self.bytes = error, 0
+        setattr(self, hook, self.fail)
+
+    def fail(self, moment):
+        self.bytes = sum(x.nbytes for x in jax.tree.leaves(moment.model().params))
+        if self.error is None:
+            signal.raise_signal(signal.SIGINT)
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("config", "hook", "error"),
+    [
+        ("dpo.py:tiny", "on_begin", ValueError()),
+        pytest.param("grpo.py:tiny", "on_step", None, marks=pytest.mark.slow),
+        pytest.param("async_grpo.py:tiny", "on_step", None, marks=pytest.mark.slow),
+    ],
+)
+def test_an_error_that_is_kept_keeps_no_memory(root, tmp_path, config, hook, error):
+    """A notebook keeps the newest one, with the frames of the run: the next one would find the devices half full."""
+    config = load_config_file(f"{root / 'configs' / config}")
+    config.output_dir, config.logging.backends, config.eval.every = str(tmp_path / "run"), ("jsonl",), -1
+    callback, before = Fails(hook, error), sum(x.nbytes for x in jax.live_arrays())
+    with pytest.raises((ValueError, KeyboardInterrupt)) as kept:
+        train_here(config, callbacks=callback)
+    assert kept.value.__traceback__ is not None
+    assert sum(x.nbytes for x in jax.live_arrays()) - before < callback.bytes / 10

@@ -136,8 +136,8 @@ def gpg_advantages(scores, group_size: int, f_norm=1.0) -> Array:
     """Returns advantages `[N]`: each score minus its group's mean, times the inverse share of scores that are not 0.
 
     Shapes: `scores [N]`. Formula: `A = alpha (r - mean_group) / f_norm`, `alpha = n / max(count(r != 0), 1)` over the n
-    scores of the batch that are not NaN (those get 0, as does a group with one score). Raises ValueError when N is not
-    a multiple of group_size. Source: GPG, arXiv 2504.02546, with alpha as in verl.
+    scores of the batch. NaN scores are left out and get 0, as does a group with one score. Raises ValueError when N is
+    not a multiple of group_size. Source: GPG, arXiv 2504.02546, with alpha as in verl.
     """
     scores = as_float(scores)
     valid = ~jnp.isnan(scores)
@@ -213,9 +213,8 @@ def maxrl_advantages(scores, group_size: int) -> Array:
 def opo_advantages(scores, lengths, group_size: int) -> Array:
     """Returns advantages `[N]`: each score minus the length-weighted mean score of its group.
 
-    Shapes: `scores [N]`, `lengths [N]` in tokens. Formula: `A_i = r_i - sum_j len_j r_j / sum_j len_j`, over the scores
-    that are not NaN (those get 0). Raises ValueError when N is not a multiple of group_size.
-    Source: OPO, arXiv 2505.23585.
+    Shapes: `scores [N]`, `lengths [N]` in tokens. Formula: `A_i = r_i - sum_j len_j r_j / sum_j len_j`. NaN scores are
+    left out and get 0. Raises ValueError when N is not a multiple of group_size. Source: OPO, arXiv 2505.23585.
     """
     grouped, lengths = _groups(scores, group_size), _groups(lengths, group_size)
     lengths = jnp.where(jnp.isnan(grouped), 0.0, lengths)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 Array = Any  # numpy on the host, jax on the device
@@ -81,9 +82,7 @@ class Inputs:
     noise: Array = None  # [N,T,D] added to the embeddings
     images: Images | ImageEmbeddings | None = None  # that image tokens stand for
     prefix_segments: Array = None  # [N,T] a segment that a token sees besides its own; None: none
-    experts: Array = (
-        None  # [N,T,L,k] integers: the experts of tokens in the L layers that have some; -1: the router's own
-    )
+    experts: Array = None  # [N,T,L,k] integers: experts of tokens in the L layers that have some; -1: the router's own
     multiplicity: Array = None  # [N,T] how often a token counts in the routing to experts; None: once, padding never
     layout: PackedLayout | None = None
     prompt_width: int = dataclasses.field(default=0, metadata={"static": True})  # no earlier column is predicted
@@ -207,3 +206,15 @@ def minibatch_indices(
             order = np.random.default_rng([*seed, epoch]).permutation(groups)
         for minibatch in order.reshape(minibatches, -1):
             yield (minibatch[:, None] * group_size + np.arange(group_size)).reshape(-1)
+
+
+def observation_mask(segments, mask, prompt_width: int) -> jax.Array:
+    """1 on the tokens `[N,T]` of completions that were not sampled, behind one of their document that was.
+
+    `mask [N,T]` is 1 on sampled tokens.
+    """
+    sampled = mask > 0
+    completion = (jnp.arange(segments.shape[1]) >= prompt_width) & (segments > 0)
+    # Segments count up along a row, so the latest sampled token's is a token's own where its document has one before.
+    latest = jax.lax.cummax(jnp.where(sampled, segments, 0), axis=1)
+    return (completion & (latest == segments) & ~sampled).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Controllers of the coefficients that move while a run trains, and the mask of its high-entropy tokens."""
+"""What moves while a run trains: the controllers of its coefficients, and the running mean of its rewards."""
 
 import math
 from dataclasses import dataclass, replace
@@ -6,28 +6,10 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.aggregation import as_float, as_mask
+from jaxrl_llm.algorithms.aggregation import as_float
 from jaxrl_llm.algorithms.kl import AdaptiveKL, FixedKL
 
 Array = jax.Array
-
-
-def top_entropy_mask(entropy, mask, quantile) -> Array:
-    """Returns booleans `[N, T]`, true on the masked tokens in the top `quantile` share of entropies.
-
-    Shapes: `entropy, mask [N, T]`. Keeps `entropy >= q` with q the (1 - quantile) quantile, linearly interpolated, over
-    all masked tokens of the batch; `quantile=0.2` keeps the top fifth, 1.0 keeps all. Multiply the policy loss by it;
-    the loss weights keep counting every token, and the KL term is not masked. Source: arXiv 2506.01939.
-    """
-    entropy = jax.lax.stop_gradient(as_float(entropy))
-    mask = as_mask(mask, entropy.shape)
-    ordered = jnp.sort(jnp.where(mask, entropy, jnp.inf).reshape(-1))
-    position = jnp.maximum(mask.sum() - 1, 0) * as_float(1.0 - quantile)
-    below = jnp.floor(position).astype(jnp.int32)
-    above = jnp.ceil(position).astype(jnp.int32)
-    low, high = ordered[below], ordered[above]
-    threshold = jnp.where(low == high, low, low + (position - below) * (high - low))
-    return mask & (entropy >= threshold)
 
 
 @dataclass(frozen=True)
@@ -64,6 +46,26 @@ jax.tree_util.register_dataclass(
 
 
 @dataclass(frozen=True)
+class RunningMean:
+    """The mean of everything seen so far, as the reward shift of `preference_losses.bco_pair` needs it.
+
+    The state is two scalars, so a checkpoint of this pytree restores it.
+    """
+
+    mean: float | Array = 0.0
+    count: float | Array = 0.0
+
+    def update(self, values) -> "RunningMean":
+        """Returns the running mean after also seeing `values` (any shape)."""
+        values = as_float(jax.lax.stop_gradient(values))
+        count = self.count + values.size
+        return RunningMean(self.mean + (values.mean() - self.mean) * values.size / count, as_float(count))
+
+
+jax.tree_util.register_dataclass(RunningMean, data_fields=["mean", "count"], meta_fields=[])
+
+
+@dataclass(frozen=True)
 class Controllers:
     """The coefficients of the KL term and of the entropy bonus between the steps of a run.
 
@@ -78,7 +80,7 @@ class Controllers:
 
         A KL of NaN, that of rows without a token in the mask, moves nothing.
         """
-        if not self.is_kl_adaptive or math.isnan(kl):
+        if not isinstance(self.kl, AdaptiveKL) or math.isnan(kl):
             return self
         return replace(self, kl=_as_numbers(self.kl.update(float(kl), rows)))
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.aggregation import as_float
+from jaxrl_llm.algorithms.kl import full_kl
 
 Array = jax.Array
 
@@ -31,15 +32,11 @@ def generalized_jsd(log_probs, teacher_log_probs, beta: float) -> Array:
     """
     policy, teacher = as_float(log_probs), as_float(teacher_log_probs)
     if beta == 0:
-        return _kl(teacher, policy)
+        return full_kl(teacher, policy)
     if beta == 1:
-        return _kl(policy, teacher)
+        return full_kl(policy, teacher)
     mixture = jnp.logaddexp(policy + jnp.log1p(-beta), teacher + jnp.log(beta))
-    return beta * _kl(teacher, mixture) + (1.0 - beta) * _kl(policy, mixture)
-
-
-def _kl(p, q) -> Array:
-    return (jnp.exp(p) * (p - q)).sum(-1)
+    return beta * full_kl(teacher, mixture) + (1.0 - beta) * full_kl(policy, mixture)
 
 
 def with_tail(log_probs) -> Array:

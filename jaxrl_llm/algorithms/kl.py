@@ -63,11 +63,6 @@ class FixedKL:
 
     coef: float | Array
 
-    def update(self, kl, n) -> "FixedKL":
-        """Returns the controller unchanged."""
-        del kl, n
-        return self
-
 
 @dataclass(frozen=True)
 class AdaptiveKL:

@@ -176,4 +176,4 @@ def mismatch_kl(old_logps, sample_logps, mask) -> Array:
     """
     x = as_float(old_logps) - as_float(sample_logps)
     x = jnp.where(as_mask(mask, x.shape) & ~jnp.isnan(x), x, 0.0)
-    return masked_sum(jnp.expm1(x) - x, mask) / jnp.maximum(masked_sum(jnp.ones_like(x), mask), 1.0)
+    return masked_mean(jnp.expm1(x) - x, mask)

@@ -467,6 +467,24 @@ def value_clip(values, old_values, returns, epsilon=None) -> Array:
     return 0.5 * loss
 
 
+def top_entropy_mask(entropy, mask, quantile) -> Array:
+    """Returns booleans `[N, T]`, true on the masked tokens in the top `quantile` share of entropies.
+
+    Shapes: `entropy, mask [N, T]`. Keeps `entropy >= q` with q the (1 - quantile) quantile, linearly interpolated, over
+    all masked tokens of the batch; `quantile=0.2` keeps the top fifth, 1.0 keeps all. Multiply the policy loss by it;
+    the loss weights keep counting every token, and the KL term is not masked. Source: arXiv 2506.01939.
+    """
+    entropy = jax.lax.stop_gradient(as_float(entropy))
+    mask = as_mask(mask, entropy.shape)
+    ordered = jnp.sort(jnp.where(mask, entropy, jnp.inf).reshape(-1))
+    position = jnp.maximum(mask.sum() - 1, 0) * as_float(1.0 - quantile)
+    below = jnp.floor(position).astype(jnp.int32)
+    above = jnp.ceil(position).astype(jnp.int32)
+    low, high = ordered[below], ordered[above]
+    threshold = jnp.where(low == high, low, low + (position - below) * (high - low))
+    return mask & (entropy >= threshold)
+
+
 class ClipFractions(NamedTuple):
     """Float indicators `[N, T]`, 1 on tokens whose ratio left the range; means over the mask are the fractions."""
 

@@ -57,6 +57,15 @@ def worst_of_k(values: Sequence[np.ndarray], k: int, estimate: str = "unbiased")
     return np.array([_extreme(_numbers(row), k, estimate, best=False) for row in values])
 
 
+def success_rates(rewards: np.ndarray, prompts: int, correct_at: float) -> list[float]:
+    """The share of each prompt's completions whose first reward is at least `correct_at`, of rewards `[N, F]`; nan
+    where it has none."""
+    first = rewards[:, 0].reshape(prompts, -1)
+    scored = ~np.isnan(first)
+    solved = (first >= correct_at).sum(axis=1)
+    return [float(x) / int(n) if n else math.nan for x, n in zip(solved, scored.sum(axis=1), strict=True)]
+
+
 def _numbers(values: np.ndarray) -> np.ndarray:
     values = np.asarray(values, np.float64)
     return values[np.isfinite(values)]
@@ -149,3 +158,9 @@ def mean_of(values) -> float:
     """The mean of the values that are numbers; nan where none is."""
     kept = _numbers(values)
     return float(kept.mean()) if len(kept) else math.nan
+
+
+def std_of(values) -> float:
+    """The standard deviation (by n, not n - 1) of the values that are numbers; nan where none is."""
+    kept = _numbers(values)
+    return float(kept.std()) if len(kept) else math.nan

@@ -3,8 +3,6 @@
 The rows of a preference pair are adjacent, chosen first: rows 0, 2, 4, ... are chosen and rows 1, 3, 5, ... rejected.
 """
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 
@@ -13,12 +11,13 @@ from jaxrl_llm.algorithms.aggregation import as_float, as_mask, masked_mean, mas
 Array = jax.Array
 
 
-def sequence_logps(logps, mask) -> tuple[Array, Array]:
+def sequence_logps(logps, mask, ld_alpha=None) -> tuple[Array, Array]:
     """Returns `(sums [N], lengths [N])`, the log-prob of each row's masked tokens and how many they are.
 
-    Shapes: `logps, mask [N, T]`.
+    Shapes: `logps, mask [N, T]`. With `ld_alpha` the sums are those of `length_desensitized_logps`, of rows in pairs.
     """
-    return masked_sum(logps, mask, axis=1), as_float(as_mask(mask).sum(axis=1))
+    sums = masked_sum(logps, mask, axis=1) if ld_alpha is None else length_desensitized_logps(logps, mask, ld_alpha)
+    return sums, as_float(as_mask(mask).sum(axis=1))
 
 
 def split_pairs(rows) -> tuple[Array, Array]:
@@ -54,23 +53,3 @@ def wpo_weights(logps, log_sum_squares, mask) -> Array:
     aligned = jax.lax.stop_gradient(as_float(logps) - as_float(log_sum_squares))
     chosen, rejected = split_pairs(jnp.exp(masked_mean(aligned, mask, axis=1)))
     return chosen * rejected
-
-
-@dataclass(frozen=True)
-class RunningMean:
-    """The mean of everything seen so far, as the reward shift of `preference_losses.bco_pair` needs it.
-
-    The state is two scalars, so a checkpoint of this pytree restores it.
-    """
-
-    mean: float | Array = 0.0
-    count: float | Array = 0.0
-
-    def update(self, values) -> "RunningMean":
-        """Returns the running mean after also seeing `values` (any shape)."""
-        values = as_float(jax.lax.stop_gradient(values))
-        count = self.count + values.size
-        return RunningMean(self.mean + (values.mean() - self.mean) * values.size / count, as_float(count))
-
-
-jax.tree_util.register_dataclass(RunningMean, data_fields=["mean", "count"], meta_fields=[])

@@ -1,1 +1,1 @@
-"""Commands: a file each, run as `python -m jaxrl_llm COMMAND` or `jaxrl-llm COMMAND`."""
+"""Commands: a file each, run as `jaxrl-llm COMMAND`; train is train.py, dry_run a flag of it, welcome the overview."""

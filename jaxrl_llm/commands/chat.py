@@ -10,7 +10,7 @@ models side by side. `/image FILE` shows the model an image: it stands before th
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,9 +20,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl_llm.commands.generate import MODEL, SAMPLING, completion_text, engine_of, prompt_rows, sample_ids
+from jaxrl_llm.commands.generate import (
+    CONVERSATION,
+    MODEL,
+    SAMPLING,
+    completion_text,
+    engine_of,
+    prompt_rows,
+    sample_ids,
+)
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_options
+from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data.images import ImageLimits, read_image
 from jaxrl_llm.data.templates import Prompt
@@ -30,6 +39,7 @@ from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.families.rotary import max_positions
 from jaxrl_llm.models.model import Model, load_model
 from jaxrl_llm.serving.grid import bucket
 
@@ -39,7 +49,7 @@ FLAGS = (
     *MODEL,
     Setting("against", "", "A second model, whose answers are shown on the left."),
     Setting("chat", None, "Send lines as messages, in the chat template; none is true where the model has one.", bool),
-    Setting("system", "", "System message that opens each conversation."),
+    *CONVERSATION,
     *SAMPLING,
 )
 
@@ -149,20 +159,20 @@ def _show_answers(
     console.print(table)
 
 
-def answerer(model: Model, **settings: Any) -> Callable[[Prompt, int], str]:
+def answerer(
+    model: Model, template_kwargs: Mapping[str, Any] | None = None, **settings: Any
+) -> Callable[[Prompt, int], str]:
     """A function (prompt, turn) that returns the text after a prompt; the settings are those of `generate`.
 
-    Turns count from 1 and draw their own random numbers. Prompts are padded to the widths of `bucket`: a conversation
-    compiles one program for each width and not one for each turn. The function raises ConfigError for a prompt that is
-    with its completion longer than the model's positions.
+    Turns count from 1 and draw their own random numbers. The chat template gets `template_kwargs`. Prompts are padded
+    to the widths of `bucket`: a conversation compiles one program for each width and not one for each turn. The
+    function raises ConfigError for a prompt that is with its completion longer than the model's positions.
     """
     engine, seed = engine_of(model, settings), settings.get("seed", 0)
-    max_new_tokens = engine.max_completion_length
-    entries = model.hf_config or {}
-    positions = (entries.get("text_config") or entries).get("max_position_embeddings")
+    max_new_tokens, positions = engine.max_completion_length, max_positions(model.hf_config or {})
 
     def answer(prompt: Prompt, turn: int) -> str:
-        (asked,) = prompt_rows(model, [prompt])
+        (asked,) = prompt_rows(model, [prompt], columns=[{"chat_template_kwargs": template_kwargs}])
         ids = asked["prompt_ids"]
         width = bucket(len(ids))
         if positions is not None and len(ids) + max_new_tokens > positions:
@@ -186,13 +196,15 @@ def main(argv: list[str]) -> None:
         raise ConfigError("--model is missing; write --model=PATH, such as embedded:sort or RUN/hf")
     if jax.process_count() > 1:
         raise ConfigError("chat is for one process: start it once, with --tensor for several devices")
-    speakers = []
+    speakers, kwargs = [], split_options(f"chat_template_kwargs({options['chat_template_kwargs']})")[1]
     for path in filter(None, (options["against"], options["model"])):  # the one before training on the left
-        model = load_model(path, options["dtype"], mesh=make_mesh(tensor=options["tensor"]))
+        mesh, trusts = make_mesh(tensor=options["tensor"]), options["trust_remote_code"]
+        model = load_model(path, options["dtype"], mesh=mesh, trust_remote_code=trusts)
         has_template = bool(getattr(model.tokenizer, "chat_template", None))
         chat = has_template if options["chat"] is None else options["chat"]
-        if options["system"] and not chat:
-            raise ConfigError(f"--system is given, but {path} is not asked through a chat template: leave it out")
-        answer = answerer(model, **{setting.name: options[setting.name] for setting in SAMPLING})
+        given = [flag.name for flag in CONVERSATION if options[flag.name]]
+        if given and not chat:
+            raise ConfigError(f"--{given[0]} is given, but {path} is not asked through a chat template: leave it out")
+        answer = answerer(model, kwargs, **{setting.name: options[setting.name] for setting in SAMPLING})
         speakers.append(Speaker(path, answer, chat, options["system"]))
     converse(speakers)

@@ -23,6 +23,7 @@ from jaxrl_llm.config.flags import file_to_write, load_flags
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data.collate import columns_of
 from jaxrl_llm.data.templates import chat_ids
+from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.processes import all_or_none, gather
@@ -30,8 +31,10 @@ from jaxrl_llm.rewards.judge import shown
 from jaxrl_llm.rewards.runner import Rewards, TrainerState, load_rewards
 from jaxrl_llm.rewards.signatures import text_of
 from jaxrl_llm.training.evaluation.run import completions_of
+from jaxrl_llm.training.images import IMAGES, shown_images
 from jaxrl_llm.training.logging.console import show, stderr_console, waiting
-from jaxrl_llm.training.setup.evaluation import build_evaluations
+from jaxrl_llm.training.setup.data import tokenizer_of
+from jaxrl_llm.training.setup.evaluation import build_evaluations, kept_prompts
 from jaxrl_llm.training.setup.run import build_mesh, build_model, build_rewards
 
 FLAGS = (
@@ -61,7 +64,8 @@ def compare(
     own tokenizer; the i-th of one is compared with the i-th of the other. The metrics are `win`, `tie` and `loss`
     (shares of all graded pairs), `win_rate` = win + tie / 2 with `win_rate_low` and `win_rate_high`, the means
     `reward_a` and `reward_b`, and the same for each named set, `<set>/win_rate`. `ungraded` pairs have a completion to
-    which no reward applies. Raises ConfigError on user errors.
+    which no reward applies. Raises ConfigError on user errors, among them tokenizers by which different prompts are
+    left out as too long.
     """
     validate(config)
     for name, path in (("a", a), ("b", b)):
@@ -70,9 +74,22 @@ def compare(
     for key in ("name", "tools", "rollout_func", "agent"):
         if config.environment[key]:
             raise ConfigError(f"environment.{key} is set, but a comparison is of single completions: leave it out")
+    configs = []
+    for path in (a, b):
+        copy = config.copy_and_resolve_references()
+        copy.model.path, copy.model.random_init, copy.eval.greedy = path, False, False
+        copy.lora.path, copy.lora.rank = None, 0
+        configs.append(copy)
+    kept_a, kept_b = (kept_prompts(copy, tokenizer_of(copy), eval_dataset) for copy in configs)
+    if kept_a != kept_b:
+        raise ConfigError(
+            f"the tokenizers of {a} and {b} leave out different prompts ({kept_a.count(False)} and "
+            f"{kept_b.count(False)} of {len(kept_a)}), and completions of different ones are no pair: raise "
+            f"rollout.max_prompt_length, which is {config.rollout.max_prompt_length}, or shorten the prompts"
+        )
     mesh = build_mesh(config)
     with jax.set_mesh(mesh):
-        samples = [_sample(config, path, eval_dataset, mesh) for path in (a, b)]
+        samples = [_sample(copy, eval_dataset, mesh) for copy in configs]
     with closing(build_rewards(config, rewards)) as grader:
         pairs = _graded(grader, samples, tie, TrainerState(config.total_steps, config.total_steps))
     names = list(dict.fromkeys(pair["set"] for pair in pairs))
@@ -91,13 +108,10 @@ class Samples(NamedTuple):
     tokenizer: Any
 
 
-def _sample(config, path: str, eval_dataset: Any, mesh) -> Samples:
-    copy = config.copy_and_resolve_references()
-    copy.model.path, copy.model.random_init, copy.eval.greedy = path, False, False
-    copy.lora.path, copy.lora.rank = None, 0
+def _sample(config, eval_dataset: Any, mesh) -> Samples:
     with closing(load_rewards(_ungraded)) as nothing:
-        model = build_model(copy, mesh, head="lm")
-        evaluations = build_evaluations(copy, model, nothing, eval_dataset, mesh)
+        model = build_model(config, mesh, head="lm")
+        evaluations = build_evaluations(config, model, nothing, eval_dataset, mesh)
         key = jax.random.key(config.seed)
         completions = [
             completions for evaluation in evaluations for completions in completions_of(evaluation, model.params, key)
@@ -156,15 +170,18 @@ def _scores(
     """
     scores, seen, rounds = np.zeros((len(matches), 2)), Counter(), {}
     for number, (index, _) in enumerate(matches):
-        prompt = json.dumps(examples[index]["prompt"])
-        rounds.setdefault(seen[prompt], []).append(number)
-        seen[prompt] += 1
+        rounds.setdefault(seen[index], []).append(number)
+        seen[index] += 1
     for numbers in rounds.values():
-        rows = [examples[matches[number][0]] for number in numbers for _ in range(2)]
-        columns = columns_of(rows, ("prompt", "prompt_ids", "set"))  # each set may have some of its own
+        asked = [examples[matches[number][0]] for number in numbers]
+        rows = [example for example in asked for _ in range(2)]
+        columns = columns_of(rows, ("prompt", "prompt_ids", PIXELS, "set"))  # each set may have some of its own
+        images = shown_images(asked, 2)
+        columns |= {} if images is None else {IMAGES: images[0]}
         completions = [completion for number in numbers for completion in matches[number][1]]
         ids = [chat_ids(tokenizers[row % 2], text_of(completion)) for row, completion in enumerate(completions)]
-        rewards = grader.submit([row["prompt"] for row in rows], completions, ids, columns, state).result().rewards
+        prompts, prompt_numbers = [row["prompt"] for row in rows], [row // 2 for row in range(len(rows))]
+        rewards = grader.submit(prompts, completions, ids, columns, state, prompt_numbers).result().rewards
         scores[numbers] = np.asarray(combine_rewards(rewards, grader.weights)).reshape(-1, 2)
     return scores
 

@@ -11,7 +11,7 @@ from jaxrl_llm.commands.preview import preview
 from jaxrl_llm.config import validate
 from jaxrl_llm.tools.plan.advice import advice
 from jaxrl_llm.tools.plan.planned import make_plan
-from jaxrl_llm.tools.plan.text import lines, seconds
+from jaxrl_llm.tools.plan.text import lines, seconds_text
 from jaxrl_llm.tools.plan.topology import at_hand_target
 from jaxrl_llm.training.mixed import MixedSource
 from jaxrl_llm.training.online import OnlineSource
@@ -33,19 +33,13 @@ def dry_run(config, colour: bool = False) -> str:
     target = at_hand_target(config)
     with jax.set_mesh(target.mesh), tempfile.TemporaryDirectory() as folder:
         config.output_dir = folder  # where a queue writes what arrives
-        run = build(config, target.mesh)
-        config = run.config
-        config.num_epochs = None  # the data are here, and total_steps is counted
-        try:
+        with contextlib.closing(build(config, target.mesh)) as run:
+            config = run.config
+            config.num_epochs = None  # the data are here, and total_steps is counted
             plan = make_plan(config, target, widths(run), packer=run.pack)
-            tight = bool(target.device.memory) and plan.peak.peak > plan.capacity
-            report += [*lines(plan, advice(plan, compiled=False) if tight else ())]
+            report += [*lines(plan, advice(plan, compiled=False) if plan.is_tight else ())]
             with run.source.queue if isinstance(run.source, OnlineSource) else contextlib.nullcontext():
                 report += ["", *_timed(config, run)]
-        finally:
-            run.rewards.close()
-            if run.environments is not None:
-                run.environments.close()
     return "\n".join([*report, f"nothing was written to {output_dir}", ""])
 
 
@@ -70,9 +64,9 @@ def _timed(config, run: Run) -> list[str]:
         took.append(time.perf_counter() - began)
     first, second = took
     total = first + second * max(config.total_steps - 1, 0)
-    phases = ", ".join(f"{name} {seconds(spent)}" for name, spent in run.stopwatch.totals.items())
+    phases = ", ".join(f"{name} {seconds_text(spent)}" for name, spent in run.stopwatch.totals.items())
     return [
-        f"first step {seconds(first)}, compilation included; second step {seconds(second)}",
+        f"first step {seconds_text(first)}, compilation included; second step {seconds_text(second)}",
         f"both steps by phase: {phases}",
-        f"{config.total_steps} steps would take about {seconds(total)}, evaluations and checkpoints not counted",
+        f"{config.total_steps} steps would take about {seconds_text(total)}, evaluations and checkpoints not counted",
     ]

@@ -4,8 +4,9 @@
     python -m jaxrl_llm export --run=runs/grpo --push_to_hub=me/my-model --private
 
 The folder holds the policy of a checkpoint (the newest one, or that of `--step`) with a model card, and loads in
-transformers and vLLM. Adapters are merged; with `--adapter` the folder holds them alone, in the format of PEFT. The
-optimizer's state is not read. Works while the run goes on. The hub's token is the variable HF_TOKEN.
+transformers and vLLM; with `--critic` it holds PPO's critic, without a card. Adapters are merged; with `--adapter` the
+folder holds them alone, in the format of PEFT. The optimizer's state is not read. Works while the run goes on. The
+hub's token is the variable HF_TOKEN.
 """
 
 import shutil
@@ -27,10 +28,13 @@ from jaxrl_llm.models.model import Model, describe, save_adapter, save_hf
 from jaxrl_llm.tools.cards import hub
 from jaxrl_llm.tools.cards.card import write_card
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
+from jaxrl_llm.training.checkpoint.outputs import given_to
 from jaxrl_llm.training.logging.console import stderr_console, waiting
+from jaxrl_llm.training.objectives.value import with_value_head
 from jaxrl_llm.training.setup.data import model_entries, tokenizer_of
-from jaxrl_llm.training.setup.records import checkpoint_spec
-from jaxrl_llm.training.setup.run import build_model, net_options
+from jaxrl_llm.training.setup.records import GIVEN_KEYS, checkpoint_spec
+from jaxrl_llm.training.setup.run import build_critic, build_model, net_options
+from jaxrl_llm.training.setup.specs import algorithm_of
 
 FLAGS = (
     Setting("run", "", "Folder of the run: its output_dir."),
@@ -42,6 +46,7 @@ FLAGS = (
         "Storage type of the weights; none is that of the checkpoint.",
         choices=("float32", "bfloat16", "float16"),
     ),
+    Setting("critic", False, "Write the critic of a run of PPO, its value network, in place of the policy.", bool),
     Setting("adapter", False, "Write only the adapters of the run, as a PEFT folder in float32.", bool),
     Setting("overwrite", False, "Replace a model that the folder, or the repository, already holds.", bool),
     Setting("push_to_hub", None, "Repository of the Hugging Face hub to push to, OWNER/NAME or NAME."),
@@ -59,13 +64,15 @@ def export(
     adapter: bool = False,
     overwrite: bool = False,
     repo: str | None = None,
+    critic: bool = False,
 ) -> Path:
     """Writes the policy of a checkpoint, with a model card, to the folder `output` and returns its path.
 
     Parameters are sharded over all local devices, whatever mesh the run had. `dtype` None keeps them bit for bit. With
-    `adapter` the folder holds the adapters alone, in the format of PEFT. `repo` is the hub name in the card. Raises
-    ConfigError: no run, no such checkpoint, `adapter` for a run without adapters, or an `output` that already holds a
-    model (unless `overwrite`) or anything else.
+    `adapter` the folder holds the adapters alone, in the format of PEFT. `repo` is the hub name in the card. With
+    `critic` it is the critic, without a card. Raises ConfigError: no run, no such checkpoint, `adapter` for a run
+    without adapters, `critic` for one without a critic, or an `output` that already holds a model (unless `overwrite`)
+    or anything else.
     """
     output = Path(output).expanduser()
     folder = Path(run).expanduser()
@@ -77,10 +84,10 @@ def export(
         )
     mesh = make_mesh(data=1, fsdp=-1)
     with jax.set_mesh(mesh):
-        model, step = checkpoint_model(folder, config, step, mesh)
+        model, step = (checkpoint_critic if critic else checkpoint_model)(folder, config, step, mesh)
         save_adapter(model, output) if adapter else save_hf(model, output, dtype, overwrite=True)
         with processes.all_or_none():
-            if jax.process_index() == 0:
+            if jax.process_index() == 0 and not critic:
                 write_card(output, folder, step, repo, config.export.title, config.export.tags)
     return output
 
@@ -90,14 +97,36 @@ def checkpoint_model(
 ) -> tuple[Model, int]:
     """The policy of a checkpoint, None for the newest, of the run in `folder`, sharded over `mesh`; and its step.
 
-    `dtype` is that of the computation. Raises ConfigError for a step that is not there.
+    `dtype` is that of the computation. Raises ConfigError for a step that is not there, and where the run was given its
+    model in memory and that is needed and kept nowhere.
     """
+    config = _with_kept(config, folder)
     with jax.set_mesh(mesh), Checkpoints(checkpoint_spec(config, folder).folder, read_only=True) as checkpoints:
         step = _step(checkpoints, step)
         model = _untrained(config, mesh, dtype)
         frozen, shapes = split(model.params, model.net.config.frozen)
         params = combine(frozen, checkpoints.restore_params(step, shapes, mesh))
         return replace(model, params=params, mesh=mesh), step
+
+
+def checkpoint_critic(folder: Path, config: ConfigDict, step: int | None, mesh: Mesh) -> tuple[Model, int]:
+    """The critic of a checkpoint, None for the newest, as `checkpoint_model` gives the policy; and its step.
+
+    Raises ConfigError as that does, and for a run without a critic.
+    """
+    if not algorithm_of(config).has_critic:
+        raise ConfigError(f"--critic: the run in {folder} has none (algorithm.name = {config.algorithm.name!r})")
+    shared = config.critic.shared
+    policy, step = checkpoint_model(folder, config, step, mesh) if shared else (None, step)
+    config = _with_kept(config, folder)
+    with jax.set_mesh(mesh), Checkpoints(checkpoint_spec(config, folder).folder, read_only=True) as checkpoints:
+        step = _step(checkpoints, step)
+        critic = build_critic(config, policy or _untrained(config, mesh, "float32"), mesh)
+        frozen, shapes = ({}, critic.params) if shared else split(critic.params, critic.net.config.frozen)
+        params = combine(frozen, checkpoints.restore_params(step, shapes, mesh, critic=True))
+        if policy is not None:
+            params = with_value_head(policy.params, params)
+        return replace(critic, params=params, mesh=mesh), step
 
 
 def push(run: str | Path, repo: str, output: str | Path = "", private: bool = False, **options: Any) -> str:
@@ -123,6 +152,28 @@ def push(run: str | Path, repo: str, output: str | Path = "", private: bool = Fa
         if not output and jax.process_index() == 0:
             shutil.rmtree(folder, ignore_errors=True)
     return url
+
+
+def _with_kept(config: ConfigDict, run: Path) -> ConfigDict:
+    """The configuration of a run with its folder `hf` in place of a model and a tokenizer that it was given in memory.
+
+    Raises ConfigError where there is no such folder, and for adapters of such a model, which it holds merged.
+    """
+    objects, whole, config = given_to(run), run / "hf", config.copy_and_resolve_references()
+    keys = {name: GIVEN_KEYS[name] for name in ("model", "tokenizer") if name in objects}
+    if "model" in keys and (config.lora.rank or (run / "adapter").is_dir()):
+        raise ConfigError(
+            f"{run} trains adapters of a model that was given in memory ({objects['model']}) and is kept nowhere, so "
+            f"its checkpoints are not whole, as {whole} is at its end: give train a model by its path (model.path) "
+            "whose checkpoints are to be exported or served"
+        )
+    if keys and not (whole / "config.json").is_file():
+        raise ConfigError(
+            f"{run} was given its {' and '.join(keys)} in memory, and nothing describes them before {whole} is there, "
+            f"at its end: name what is to be exported or served earlier ({', '.join(keys.values())})"
+        )
+    config.update_from_flattened_dict(dict.fromkeys(keys.values(), str(whole)))
+    return config
 
 
 def _untrained(config: ConfigDict, mesh: Mesh, dtype: str) -> Model:

@@ -11,15 +11,16 @@ One completion is printed as it is; several as JSON, one object {"prompt", "comp
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import multihost_utils
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.checks import check_structured
-from jaxrl_llm.config.checks import logit_bias as read_logit_bias
+from jaxrl_llm.config.entries import logit_bias as read_logit_bias
 from jaxrl_llm.config.flags import load_options
+from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data import Row, sources
 from jaxrl_llm.data.collate import pad_prompts
@@ -38,7 +39,7 @@ from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards, rows_to_global
-from jaxrl_llm.models.model import Model, check_loaded, check_positions, load_model
+from jaxrl_llm.models.model import Model, check_loaded, check_positions, check_tokenizer, load_model
 from jaxrl_llm.rollout.constraints import Guide, bad_word_ids, build_automata, check_tokens
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.grammar import build_grammar
@@ -81,6 +82,11 @@ MODEL = (
         choices=("auto", "float32", "bfloat16", "float16"),
     ),
     Setting("tensor", 1, "Tensor-parallel size; the model is replicated over the other devices.", int, minimum=1),
+    Setting("trust_remote_code", False, "Run the Python code that a tokenizer's folder may contain.", bool),
+)
+CONVERSATION = (
+    Setting("system", "", "System message that opens each conversation."),
+    Setting("chat_template_kwargs", "", "Options of the chat template, `enable_thinking=False`."),
 )
 FLAGS = (
     *MODEL,
@@ -90,10 +96,11 @@ FLAGS = (
         "image", (), "Images of the prompt, files; `<image>` in it says where. Files of prompts have a column images."
     ),
     Setting("chat", False, "Send each text as a user's message, in the model's chat template.", bool),
+    *CONVERSATION,
     *SAMPLING,
     SAMPLES,
 )
-CHAT_FLAGS = ("interactive", "against", "system")
+CHAT_FLAGS = ("interactive", "against")
 
 
 def generate(
@@ -197,10 +204,7 @@ def prompt_rows(
 
     Raises ConfigError: a model without tokenizer, an empty prompt, or images or columns that it cannot be given.
     """
-    if model.tokenizer is None:
-        raise ConfigError(
-            f"the model {model.path} has no tokenizer, so it cannot read text; add its files to the folder"
-        )
+    check_tokenizer(model)
     if isinstance(prompts, str) or is_conversational(prompts):
         raise ConfigError("prompts is one prompt; it takes a list of them: generate(model, [prompt])")
     for name, given, kind in (("images", images, "a list"), ("columns", columns, "an object")):
@@ -256,58 +260,49 @@ def sample_ids(
     return completions
 
 
-def read_prompts(prompt: str, file: str, chat: bool) -> list[Any]:
-    """The prompts of the command line: `prompt`, or those in `file`; texts become a user's message with `chat`.
+class Asked(NamedTuple):
+    """The prompts of a command line, with the images of each and its columns for the chat template (None: without)."""
 
-    Raises ConfigError unless exactly one of them is given, or when the file cannot be read or has no prompts.
+    prompts: list[Any]
+    images: list[Any] | None
+    columns: list[dict[str, Any]] | None
+
+
+def read_prompts(prompt: str, file: str, chat: bool, system: str = "", image: Sequence[str] = ()) -> Asked:
+    """What the command line asks for: `prompt` with the images `image`, or the rows of `file`.
+
+    Texts become a user's message with `chat`; messages open with `system`, unless they have a system message
+    themselves. Paths of images in a file start beside it. Raises ConfigError unless exactly one of `prompt` and `file`
+    is given, for an `image` beside a file, and when the file cannot be read or has no prompts.
     """
     if bool(prompt) == bool(file):
         raise ConfigError("give --prompt=TEXT or --prompts_file=FILE, one of them")
-    prompts = [prompt]
-    if file:
-        path = Path(file).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"--prompts_file: there is no file {path} (looked in {Path.cwd()})")
-        if path.suffix == ".txt":
-            prompts = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-            if not prompts:
-                raise ConfigError(f"{path} has no prompts: write one a line")
-        else:
-            rows: Any = sources.load(path)
-            columns = rows.column_names or []
-            if "prompt" not in columns:
-                raise ConfigError(f"{path} has no column prompt; it has {', '.join(columns)}")
-            prompts = [without_absent_keys({"prompt": prompt})["prompt"] for prompt in rows["prompt"]]
-    return [[{"role": "user", "content": p}] if chat and isinstance(p, str) else p for p in prompts]
-
-
-def read_images(given: Sequence[str], file: str) -> list[Any] | None:
-    """The images of the prompts of the command line: `given` are those of the one prompt, a file has a column of them.
-    Raises ConfigError where both are there. Paths in a file start beside it.
-    """
-    if not file:
-        return [list(given)] if given else None
-    path = Path(file).expanduser()
-    if given:
+    if file and image:
         raise ConfigError("--image is of --prompt; a file of prompts has a column images")
-    if path.suffix == ".txt":
-        return None
-    rows: Any = sources.load(path)
-    if IMAGES not in (rows.column_names or []):
-        return None
-    limits = ImageLimits()
-    listed = [own if isinstance(own, list) else [own] if own is not None else [] for own in rows[IMAGES]]
-    return [[HeldImage.of(value, limits, path.parent).held for value in own] for own in listed]
-
-
-def read_columns(file: str) -> list[dict[str, Any]] | None:
-    """The columns tools and chat_template_kwargs of each prompt in `file`; None where it has none."""
     path = Path(file).expanduser()
-    if not file or path.suffix == ".txt":
-        return None
-    rows: Any = sources.load(path)
-    names = [name for name in TEMPLATE_COLUMNS if name in (rows.column_names or [])]
-    return [without_absent_keys(row) for row in rows.select_columns(names)] if names else None
+    prompts, images, columns = [prompt], [list(image)] if image else None, None
+    if file and not path.is_file():
+        raise ConfigError(f"--prompts_file: there is no file {path} (looked in {Path.cwd()})")
+    if file and path.suffix == ".txt":
+        prompts = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        if not prompts:
+            raise ConfigError(f"{path} has no prompts: write one a line")
+    elif file:
+        rows: Any = sources.load(path)
+        names = rows.column_names or []
+        if "prompt" not in names:
+            raise ConfigError(f"{path} has no column prompt; it has {', '.join(names)}")
+        prompts = [without_absent_keys({"prompt": prompt})["prompt"] for prompt in rows["prompt"]]
+        if IMAGES in names:
+            limits = ImageLimits()
+            listed = [own if isinstance(own, list) else [own] if own is not None else [] for own in rows[IMAGES]]
+            images = [[HeldImage.of(value, limits, path.parent).held for value in own] for own in listed]
+        if given := [name for name in TEMPLATE_COLUMNS if name in names]:
+            columns = [without_absent_keys(row) for row in rows.select_columns(given)]
+    asked: list[Any] = [[{"role": "user", "content": p}] if chat and isinstance(p, str) else p for p in prompts]
+    opening = [{"role": "system", "content": system}] if system else []
+    asked = [[*opening, *p] if is_conversational(p) and p[0]["role"] != "system" else p for p in asked]
+    return Asked(asked, images, columns)
 
 
 def main(argv: list[str]) -> None:
@@ -320,11 +315,22 @@ def main(argv: list[str]) -> None:
     keep_compiled()
     if not options["model"]:
         raise ConfigError("--model is missing; write --model=PATH, such as embedded:sort or RUN/hf")
-    prompts = read_prompts(options["prompt"], options["prompts_file"], options["chat"])
-    images = read_images(options["image"], options["prompts_file"])
-    columns = read_columns(options["prompts_file"])
+    prompts, images, columns = read_prompts(
+        options["prompt"], options["prompts_file"], options["chat"], options["system"], options["image"]
+    )
+    given = [flag.name for flag in CONVERSATION if options[flag.name]]
+    if given and not all(map(is_conversational, prompts)):
+        raise ConfigError(f"--{given[0]} is for conversations, but a prompt is text: add --chat, or leave it out")
+    if kwargs := split_options(f"chat_template_kwargs({options['chat_template_kwargs']})")[1]:
+        merged = [template_options(row, kwargs) for row in columns or [{}] * len(prompts)]
+        columns = [{"tools": row["tools"], "chat_template_kwargs": row["template_kwargs"]} for row in merged]
     with waiting(f"loading {options['model']}", stderr_console(), lines=False):
-        model = load_model(options["model"], options["dtype"], mesh=make_mesh(tensor=options["tensor"]))
+        model = load_model(
+            options["model"],
+            options["dtype"],
+            mesh=make_mesh(tensor=options["tensor"]),
+            trust_remote_code=options["trust_remote_code"],
+        )
     with waiting("sampling; the first time its programs are compiled", stderr_console(), lines=False):
         settings = {flag.name: options[flag.name] for flag in (*SAMPLING, SAMPLES)}
         completions = generate(model, prompts, **settings, images=images, columns=columns)

@@ -15,20 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.flags import load_options
+from jaxrl_llm.config.flags import load_options, positional
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.tools.migrate import LIBRARIES, migrate
 from jaxrl_llm.tools.migrate.documentation import page
+from jaxrl_llm.tools.migrate.trl import RULES
 
 FLAGS = (
     Setting("output", "", "File to write; empty prints the config file."),
     Setting("system", "auto", "Library that FILE is for; auto recognises it.", choices=("auto", *LIBRARIES)),
-    Setting(
-        "trainer",
-        "",
-        "Trainer, where FILE does not name it: grpo, rloo, ppo, sft, dpo, kto, orpo, cpo, reward, distillation, gkd, "
-        "sdpo, sdft.",
-    ),
+    Setting("trainer", "", f"Trainer, where FILE does not name it: {', '.join(RULES)}."),
     Setting(
         "devices",
         0,
@@ -52,10 +48,7 @@ FLAGS = (
 
 def main(argv: Sequence[str]) -> None:
     """Run the command line: see `--help`."""
-    files, flags = [], []
-    for argument in argv:
-        value = bool(flags) and flags[-1].startswith("--") and "=" not in flags[-1] and flags[-1] != "--tables"
-        (flags if argument.startswith("-") or value else files).append(argument)
+    files, flags = positional(argv, FLAGS)
     options = load_options(flags, __doc__ or "", FLAGS)
     if options["tables"]:
         sys.stdout.write(page())

@@ -51,7 +51,6 @@ def main(argv: list[str]) -> None:
             sys.stdout.write("\n".join(split_lines(split)) + "\n")
             return
         planned = plan(config, options["device"], options["devices"], options["simulate"])
-        tight = bool(planned.target.device.memory) and planned.peak.peak > planned.capacity
-        wanted = options["advice"] == "always" or (tight and options["advice"] == "auto")
+        wanted = options["advice"] == "always" or (planned.is_tight and options["advice"] == "auto")
         advised = advice(planned, compiled=wanted) if wanted else []
     sys.stdout.write("\n".join(lines(planned, advised)) + "\n")

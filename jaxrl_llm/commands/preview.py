@@ -7,18 +7,20 @@ the lengths of the rows, and the numbers over the limit and dropped; for the tra
 """
 
 import sys
-from collections.abc import Sequence, Sized
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from itertools import groupby, islice
 from typing import Any
+
+import numpy as np
 
 from jaxrl_llm.config.flags import load_flags
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data import loading
 from jaxrl_llm.data.loading import DataSource, DataSpec
-from jaxrl_llm.data.preview import boundary_merges, sections, statistics
+from jaxrl_llm.data.tokenize import COLUMNS, RowTokenizer
 from jaxrl_llm.training.evaluation.run import named_sets
 from jaxrl_llm.training.setup.data import tokenizer_of
-from jaxrl_llm.training.setup.evaluation import eval_measure, eval_parts, eval_spec
+from jaxrl_llm.training.setup.evaluation import eval_measure, eval_sources, eval_spec
 from jaxrl_llm.training.setup.specs import data_spec
 
 FLAGS = (
@@ -27,6 +29,8 @@ FLAGS = (
     Setting("held_out", True, "Show the evaluation rows too.", bool),
 )
 JOINED = 200  # rows that are tokenised a second time, prompt and completion as one text
+COLOURS = ("\x1b[2m", "\x1b[1;32m", "\x1b[0m")  # read only, learned, end
+MARKS = ("", "⟦", "⟧")  # where there are no colours
 
 
 def preview(config, rows: int = 3, measure: int = 10_000, held_out: bool = True, colour: bool = False) -> str:
@@ -37,14 +41,14 @@ def preview(config, rows: int = 3, measure: int = 10_000, held_out: bool = True,
     lines = report(spec, "trained on", spec.kind, sources, tokenizer, rows, measure, colour)
     if held_out and config.eval.every >= 0:
         for one in named_sets(eval_spec(config)):
-            sources = eval_parts(config, tokenizer, one)
+            sources = eval_sources(config, tokenizer, one)
             if not sources:
                 lines.append("=== nothing is evaluated on: the data has no split 'test', see data.eval_split")
                 continue
             use = f"evaluated on{f' as {one.name}' if one.name else ''}"
             # Rows to evaluate on may lack what is learned: then they serve as prompts.
             if spec.kind == "prompts" or eval_measure(config, sources) == "samples":
-                sources = eval_parts(config, tokenizer, one, prompts=True)
+                sources = eval_sources(config, tokenizer, one, prompts=True)
                 lines += report(spec, use, "prompts", sources, tokenizer, min(rows, 1), measure, colour)
             else:
                 lines += report(spec, use, spec.kind, sources, tokenizer, min(rows, 1), measure, colour)
@@ -89,6 +93,74 @@ def report(
         width = max(map(len, values))
         lines += [f"{heading.ljust(width)}  {value}" for heading, value in values.items()]
     return lines
+
+
+def marked(tokenizer: Any, ids: Sequence[int], mask: Sequence[float], colour: bool) -> str:
+    """The text of a token row, special tokens included, with its learned tokens in green, or in ⟦brackets⟧."""
+    text = ""
+    for learned, tokens in groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1] > 0):
+        span = tokenizer.decode([token for token, _ in tokens], skip_special_tokens=False)
+        if colour:
+            text += f"{COLOURS[learned]}{span}{COLOURS[2]}"
+        else:
+            text += f"{MARKS[1]}{span}{MARKS[2]}" if learned else span
+    return text
+
+
+def sections(kind: str, row: Mapping[str, Any], tokenizer: Any, colour: bool) -> Iterator[tuple[str, str]]:
+    """(heading, text) of each sequence of a token row; for prompts also of the columns that rewards read."""
+    if kind == "prompts":
+        ids = row["prompt_ids"]
+        yield f"prompt, {len(ids)} tokens", marked(tokenizer, ids, [0] * len(ids), colour)
+        for name, value in row.items():
+            if name not in ("prompt", "prompt_ids") and value is not None:
+                yield name, value if isinstance(value, str) else repr(value)
+        return
+    for ids_name, mask_name in zip(*COLUMNS[kind], strict=True):
+        ids, mask = row[ids_name], row[mask_name]
+        name = {"ids": "row"}.get(ids_name, ids_name.removesuffix("_ids"))
+        label = {True: ", desirable", False: ", undesirable"}[row["label"]] if "label" in row else ""
+        heading = f"{name}{label}, {len(ids)} tokens, {int(sum(mask))} learned"
+        yield heading, marked(tokenizer, ids, mask, colour)
+
+
+def statistics(tokenize: RowTokenizer, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The lengths of the examples that `tokenize` made `rows` of, how many are over the limit, how many were dropped.
+
+    Lengths are in tokens, of the longer row of a pair, before any is truncated; those far over the limit, which are not
+    tokenised, are not among them.
+    """
+    lengths = np.array(tokenize.lengths or [0])
+    p50, p95 = np.percentile(lengths, [50, 95])
+    values = {
+        "rows": f"{tokenize.read}, of which {len(rows)} are used",
+        "tokens": f"mean {lengths.mean():.1f}, p50 {p50:.0f}, p95 {p95:.0f}, max {lengths.max()}",
+    }
+    if tokenize.limit is not None:
+        share = tokenize.long / max(tokenize.read, 1)
+        values[f"over {tokenize.limit} tokens"] = f"{tokenize.long} ({share:.1%})"
+    if tokenize.kind != "prompts":
+        masks = [row[name] for row in rows for name in COLUMNS[tokenize.kind][1]]
+        total = sum(map(len, masks))
+        values["learned tokens"] = f"{sum(map(sum, masks)) / total:.1%}" if total else "none"
+        values["dropped, as nothing is learned"] = str(tokenize.unlearnable)
+    if tokenize.kind == "labels" and rows:
+        values["desirable"] = f"{sum(row['label'] for row in rows) / len(rows):.1%}"
+    return values
+
+
+def boundary_merges(kind: str, rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> int:
+    """The number of rows of which a sequence has other token ids when its text is tokenised in one piece.
+
+    A token would then reach across the boundary of prompt and answer. Sampling never makes such a token, and training
+    does not see one; many of these rows say that prompts had better end otherwise (a space less).
+    """
+
+    def merges(ids: Sequence[int]) -> bool:
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"]) != list(ids)
+
+    return sum(any(merges(row[name]) for name in COLUMNS[kind][0]) for row in rows)
 
 
 def main(argv: list[str]) -> None:

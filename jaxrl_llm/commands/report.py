@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.flags import load_options
+from jaxrl_llm.config.flags import load_options, positional
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.tools.report.page import write_page
@@ -106,19 +106,9 @@ def watch(folders: Sequence[str | Path], seconds: int, **options: Any) -> None:
         report(folders, **options)
 
 
-def split_runs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The runs and the flags of a command line; an argument after a flag without `=` is its value."""
-    runs, flags, value = [], [], False
-    for argument in argv:
-        is_flag = argument.startswith("-")
-        (flags if is_flag or value else runs).append(argument)
-        value = is_flag and "=" not in argument
-    return runs, flags
-
-
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
-    runs, flags = split_runs(argv)
+    runs, flags = positional(argv, FLAGS)
     options = load_options(flags, __doc__ or "", FLAGS)
     if seconds := options.pop("watch"):
         watch(runs, seconds, **options)

@@ -7,7 +7,8 @@
 
 MODEL is a Hugging Face folder, its URL or hub id, `embedded:<name>`, the folder of a run (its newest checkpoint) or of
 one of its checkpoints. Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and those of
-TRL's and axolotl's servers. With a key in the variable JAXRL_LLM_API_KEY requests must bring it. SIGTERM and Ctrl-C let
+TRL's and axolotl's servers; with --tinker=FOLDER those of Tinker, by which clients train adapters of the model.
+With a key in the variable JAXRL_LLM_API_KEY requests must bring it. SIGTERM and Ctrl-C let
 the answers under way end. Needs `pip install "jaxrl_llm[serve]"`. See docs/serving.md.
 """
 
@@ -28,14 +29,14 @@ from jax.sharding import Mesh
 from jaxrl_llm.commands.export import checkpoint_model, config_of
 from jaxrl_llm.commands.generate import MODEL
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.flags import load_options
+from jaxrl_llm.config.flags import load_options, positional
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.families.rotary import max_positions
 from jaxrl_llm.models.lora import has_adapters, merge
-from jaxrl_llm.models.model import Model, compute_dtype, load_adapter, load_model
+from jaxrl_llm.models.model import Model, check_tokenizer, compute_dtype, load_adapter, load_model
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
@@ -63,6 +64,9 @@ FLAGS = (
             float, minimum=0),
     Setting("speculative_tokens", 0, "Tokens of a row that are proposed and verified at once; samples stay the same.",
             int, minimum=0),
+    Setting("tinker", "", "Folder for the weights of training runs, which clients of Tinker's SDK make then; none "
+            "given: there is no training."),
+    Setting("microbatch_tokens", 8192, "Tokens, padding included, that such a run computes at once.", int, minimum=1),
     Setting("weight_updates", False, "Let requests replace the weights by those of a folder on this machine.", bool),
     Setting("max_requests", 256, "Requests that are answered at once; further ones get status 429.", int, minimum=1),
     Setting("max_waiting", 1024, "Completions that wait for a slot, or are asked for at once.", int, minimum=1),
@@ -89,6 +93,8 @@ def serve(
     cache_dtype: str | None = None,
     prefix_cache_gb: float = 1.0,
     speculative_tokens: int = 0,
+    tinker: str = "",
+    microbatch_tokens: int = 8192,
     weight_updates: bool = False,
     max_requests: int = 256,
     max_waiting: int = 1024,
@@ -111,12 +117,12 @@ def serve(
     from jaxrl_llm.serving.grid import RowRequest
     from jaxrl_llm.serving.queue import Counts, Handle, RequestQueue, Tokens
     from jaxrl_llm.serving.trainers import ROUTES
+    from jaxrl_llm.tools.tinker.service import TrainingService
 
+    if tinker and weight_updates:
+        raise ConfigError("--tinker and --weight_updates are given: what runs adapt must stay as it is; give one")
     model = read()
-    if model.tokenizer is None:
-        raise ConfigError(
-            f"the model {model.path} has no tokenizer, so it cannot read text; add its files to the folder"
-        )
+    check_tokenizer(model)
     positions = max_positions(model.hf_config or {})
     length = max_length or min(positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
     if positions is not None and length > positions:
@@ -141,7 +147,9 @@ def serve(
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
         ) from None
-    queue = RequestQueue(engine, model.params, slots, model.mesh, adapters, int(prefix_cache_gb * 1e9))
+    queue = RequestQueue(
+        engine, model.params, slots, model.mesh, adapters, int(prefix_cache_gb * 1e9), adapts=bool(tinker)
+    )  # fmt: skip
     limits = Limits(length, max_body_bytes, max_requests, max_waiting, timeout)
     dtypes, config, mesh = [x.dtype for x in jax.tree.leaves(model.params)], model.net.config, model.mesh
 
@@ -155,8 +163,13 @@ def serve(
             leaves[number] = leaves[number].astype(dtype)
         return structure.unflatten(leaves)
 
+    routes = list(ROUTES)
+    if tinker:
+        path = model.path or names[0]  # by which clients find the tokenizer
+        known = dict.fromkeys((str(Path(path).absolute()) if Path(path).is_dir() else path, path, names[0]))
+        routes += TrainingService(model, queue, Path(tinker).absolute(), tuple(known), microbatch_tokens).routes
     server = Server(
-        queue, model.tokenizer, names, eos_ids(model), config.vocab_size, limits, api_key, ROUTES,
+        queue, model.tokenizer, names, eos_ids(model), config.vocab_size, limits, api_key, routes,
         load if weight_updates else None,
     )  # fmt: skip
     del model
@@ -226,19 +239,19 @@ def merged(model: Model) -> Model:
     return dataclasses.replace(model, net=model.net.base, params=merge(model.params, config.lora))
 
 
-def load_served(path: str, dtype: str, mesh: Mesh) -> Model:
+def load_served(path: str, dtype: str, mesh: Mesh, trust_remote_code: bool = False) -> Model:
     """The model at `path` as `load_model` takes it, or of a run: RUN is its newest checkpoint, or RUN/checkpoints/STEP.
 
-    A run that keeps no states, or has lost them, is served from RUN/hf. Raises ConfigError as `load_model` and `export`
-    do.
+    A run that keeps no states, or has lost them, is served from RUN/hf. `trust_remote_code` runs a tokenizer's own
+    code; for checkpoints the configuration of their run says so. Raises ConfigError as `load_model` and `export` do.
     """
     folder = Path(path).expanduser()
     step = int(folder.name) if folder.name.isdigit() and folder.parent.name == "checkpoints" else None
     run = folder if step is None else folder.parent.parent
     if not (run / "checkpoints").is_dir():
-        return load_model(path, dtype, mesh=mesh)
+        return load_model(path, dtype, mesh=mesh, trust_remote_code=trust_remote_code)
     if step is None and (run / "hf").is_dir() and not any(x.name.isdigit() for x in (run / "checkpoints").iterdir()):
-        return load_model(run / "hf", dtype, mesh=mesh)
+        return load_model(run / "hf", dtype, mesh=mesh, trust_remote_code=trust_remote_code)
     config = config_of(run)
     if config.algorithm.name == "reward_model":
         raise ConfigError(f"{run} trained a reward model, which writes no text")
@@ -248,12 +261,11 @@ def load_served(path: str, dtype: str, mesh: Mesh) -> Model:
 
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
-    if argv and not argv[0].startswith("-"):
-        argv = [f"--model={argv[0]}", *argv[1:]]
-    options = load_options(argv, __doc__ or "", FLAGS)
+    words, flags = positional(argv, FLAGS)
+    options = load_options([*(f"--model={word}" for word in words), *flags], __doc__ or "", FLAGS)
     processes.join()
     keep_compiled()
-    path, dtype, tensor = (options.pop(name) for name in ("model", "dtype", "tensor"))
+    path, dtype, tensor, trusts = (options.pop(name) for name in ("model", "dtype", "tensor", "trust_remote_code"))
     if not path:
         raise ConfigError("the model is missing; write jaxrl-llm serve MODEL, such as embedded:sort or RUN")
     missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
@@ -266,6 +278,6 @@ def main(argv: list[str]) -> None:
 
     def read() -> Model:
         with waiting(f"loading {path}", stderr_console(), lines=False):
-            return load_served(path, dtype, make_mesh(tensor=tensor, devices=jax.devices()[:tensor]))
+            return load_served(path, dtype, make_mesh(tensor=tensor, devices=jax.devices()[:tensor]), trusts)
 
     serve(read, api_key=os.environ.get(KEY_VARIABLE, ""), **options)

@@ -24,6 +24,7 @@ import numpy as np
 from jaxrl_llm.config import ConfigError, batch_rows, rows_together, validate
 from jaxrl_llm.config.flags import file_to_write, load_flags
 from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.training.checkpoint.manager import Checkpoints, free
 from jaxrl_llm.training.logging.console import show, stderr_console, waiting
@@ -71,16 +72,12 @@ def verify(config) -> Report:
     validate(config)
     if jax.process_count() > 1:
         raise ConfigError("verify compares whole arrays, so it runs in one process: leave processes.* out")
-    if config.get("rollout") is not None and config.rollout.staleness:
-        raise ConfigError(
-            f"rollout.staleness is {config.rollout.staleness}: the first step of such a run is that of 0, verify that: "
-            "--config.rollout.staleness=0"
-        )
-    if config.get("rollout") is not None and config.rollout.partial_prompts:
-        raise ConfigError(
-            f"rollout.partial_prompts is {config.rollout.partial_prompts}: verify the run whose completions are "
-            "sampled to their end at once: --config.rollout.partial_prompts=0"
-        )
+    for name in ("staleness", "processes", "partial_prompts"):
+        if value := config.rollout[name]:
+            raise ConfigError(
+                f"rollout.{name} is {value}, but verify makes batches that are sampled whole, in turn with updates: "
+                f"verify the run of --config.rollout.{name}=0"
+            )
     config = config.copy_and_resolve_references()
     c = config.optimizer
     c.schedule, c.schedule_steps, c.power, c.decay_steps = "constant", 0, 1.0, 0
@@ -118,11 +115,7 @@ def verify(config) -> Report:
 @contextlib.contextmanager
 def _run(config) -> Iterator[Run]:
     mesh = build_mesh(config)
-    with jax.set_mesh(mesh), contextlib.ExitStack() as stack:
-        run = build(config, mesh)
-        stack.callback(run.rewards.close)
-        if run.environments is not None:
-            stack.callback(run.environments.close)
+    with jax.set_mesh(mesh), contextlib.closing(build(config, mesh)) as run, contextlib.ExitStack() as stack:
         if isinstance(run.source, OnlineSource):
             stack.enter_context(run.source.queue)
         yield run
@@ -181,9 +174,9 @@ def _compared(name: str, start: Any, own: Made, other: Made) -> Check:
 
 def lines(report: Report) -> list[str]:
     """The report as a table in text."""
-    told = []
+    text = []
     if report.logp_difference_max is not None:
-        told = [
+        text = [
             "log-probs of the sampler against the trainer's: at most "
             f"{show(report.logp_difference_max)} nats apart, {show(report.logp_difference_mean)} in the mean",
             "",
@@ -191,16 +184,17 @@ def lines(report: Report) -> list[str]:
     heads = ("the step computed with", "samples", "update")
     rows = [heads, *((check.name, check.samples, check.update) for check in report.checks)]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-    told += [f"{row[0]:<{first}}  {row[1]:<{second}}  {row[2]}" if second else f"{row[0]:<{first}}  {row[2]}"
+    text += [f"{row[0]:<{first}}  {row[1]:<{second}}  {row[2]}" if second else f"{row[0]:<{first}}  {row[2]}"
              for row in rows]  # fmt: skip
     if jax.device_count() == 1:
-        told += ["", "One device is here: XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight of a CPU."]
-    return told
+        text += ["", "One device is here: XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight of a CPU."]
+    return text
 
 
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     config, options = load_flags(argv, __doc__ or "", FLAGS)
+    processes.join(config)
     keep_compiled(config.compilation_cache)
     output = file_to_write("output", options["output"])
     with waiting("making the first step in several ways", stderr_console(), lines=False):

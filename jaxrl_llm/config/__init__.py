@@ -1,9 +1,15 @@
-"""The configuration: settings (schema), tree, contradictions (checks), command line (flags) and names (resolve)."""
+"""The configuration, and what the rooms above share.
+
+Of a configuration: its settings (schema), their tree (tree), entries with a form of their own (entries), contradictions
+(checks), presets (corrections), settings without effect (unread), names (resolve) and the command line (flags). The
+rooms of rewards, environments and data import nothing of each other, so that what they share stands here too: threads
+(background), HTTP (http_client), calls of users' functions (user_code), texts without secrets (secrets), the version.
+"""
 
 from jaxrl_llm.config.checks import batch_rows as batch_rows
-from jaxrl_llm.config.checks import eval_set as eval_set
 from jaxrl_llm.config.checks import rows_together as rows_together
 from jaxrl_llm.config.corrections import with_correction as with_correction
+from jaxrl_llm.config.entries import eval_set as eval_set
 from jaxrl_llm.config.resolve import ConfigError as ConfigError
 from jaxrl_llm.config.schema import ConfigDict as ConfigDict
 from jaxrl_llm.config.tree import assign as assign

@@ -3,8 +3,10 @@
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
+
+_left: list[concurrent.futures.Future] = []
 
 
 class TimeUpError(Exception):
@@ -24,6 +26,16 @@ def in_thread(function: Callable[[], Any], name: str) -> concurrent.futures.Futu
 
     threading.Thread(target=work, daemon=True, name=name).start()
     return future
+
+
+def leave_behind(futures: Iterable[concurrent.futures.Future]) -> None:
+    """Take notice of functions that nobody waits for any more."""
+    _left.extend(futures)
+
+
+def is_left_behind() -> bool:
+    """True while a function runs that was left behind."""
+    return not all(future.done() for future in _left)
 
 
 class EventLoop:

@@ -4,12 +4,14 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePath
 from string import Formatter
 from typing import Any
 
-from jaxrl_llm.config.resolve import ConfigError, closest, is_own, resolve, split_options
-from jaxrl_llm.config.schema import BY_NAME, EPISODES, IDENTITY, OFFLINE, ConfigDict
+from jaxrl_llm.config.entries import environment_options, eval_set, logit_bias, reward_scales
+from jaxrl_llm.config.resolve import ConfigError, closest, is_own, resolve, resolve_with_options, split_options
+from jaxrl_llm.config.schema import BY_NAME, EPISODES, IDENTITY, NEW, OFFLINE, OPTIMIZERS, ConfigDict
 
 # Settings of a critic that is a network of its own, with updates of its own.
 OF_OWN_CRITIC = (
@@ -62,84 +64,6 @@ def batch_rows(config: ConfigDict) -> int:
     return config.batch.prompts * rows_together(config)
 
 
-def logit_bias(name: str, entries: Sequence[str]) -> tuple[tuple[int, float], ...]:
-    """The pairs (token id, number added to its logit) of the setting `name`, whose entries are `ID=BIAS`.
-
-    Raises ConfigError for an entry of another form, and for a token that has two.
-    """
-    pairs = []
-    for entry in entries:
-        token, _, bias = entry.partition("=")
-        try:
-            pairs.append((int(token), float(bias)))
-        except ValueError:
-            pairs.append((-1, math.nan))
-        if pairs[-1][0] < 0 or not math.isfinite(pairs[-1][1]):
-            raise ConfigError(
-                f"{name} has {entry!r}, but it takes ID=BIAS, a token id and a finite number; bad_words forbids tokens"
-            )
-    if len(ids := [token for token, _ in pairs]) > len(set(ids)):
-        twice = next(token for token in ids if ids.count(token) > 1)
-        raise ConfigError(f"{name} has token {twice} twice: give each token one bias")
-    return tuple(pairs)
-
-
-def reward_scales(entries: Sequence[str]) -> dict[str, float]:
-    """The number of each environment of `environment.reward_scale`, whose entries are `NAME=NUMBER`.
-
-    Raises ConfigError for an entry of another form, and for an environment that has two.
-    """
-    scales: dict[str, float] = {}
-    for entry in entries:
-        name, _, number = entry.rpartition("=")
-        try:
-            scale = float(number)
-        except ValueError:
-            scale = math.nan
-        if not (name and 0 < scale < math.inf):
-            raise ConfigError(
-                f"environment.reward_scale has {entry!r}, but it takes NAME=NUMBER, an environment and a number above 0"
-            )
-        if name in scales:
-            raise ConfigError(f"environment.reward_scale has {name!r} twice: give each environment one number")
-        scales[name] = scale
-    return scales
-
-
-def environment_options(entries: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The options of each environment of `environment.options`: `advantage`, a name, `beta` and `weight`, numbers.
-
-    Entries are `NAME(advantage='rloo', beta=0.02, weight=0.5)`, each with one or more of these. Raises ConfigError for
-    an entry of another form, an unknown option, a value out of range, and an environment that is named twice.
-    """
-    known, found = ("advantage", "beta", "weight"), {}
-    for entry in entries:
-        name, options = split_options(entry)
-        if not (name and options):
-            raise ConfigError(
-                f"environment.options has {entry!r}, but it takes NAME(advantage='rloo', beta=0.02, weight=0.5), an "
-                "environment and one or more of these"
-            )
-        for option, value in options.items():
-            if option not in known:
-                raise ConfigError(
-                    f"environment.options: {name} has {option!r}, but its options are {', '.join(known)}; the closest "
-                    f"is {closest(option, known)}"
-                )
-            if option == "advantage":
-                if not isinstance(value, str):
-                    raise ConfigError(f"environment.options: advantage of {name} is {value!r}, but it takes a name")
-                split_options(value)  # refuses options that cannot be read
-            elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ConfigError(
-                    f"environment.options: {option} of {name} is {value!r}, but it takes a number of 0 or more"
-                )
-        if name in found:
-            raise ConfigError(f"environment.options has {name!r} twice: give each environment one entry")
-        found[name] = options
-    return found
-
-
 def check_structured(settings: Mapping[str, Any] | ConfigDict, prefix: str, shortest: str) -> None:
     """Raises ConfigError for two structured_ settings, and beside one for what may forbid every token that it allows.
 
@@ -156,33 +80,6 @@ def check_structured(settings: Mapping[str, Any] | ConfigDict, prefix: str, shor
                 f"{prefix}{guides[0]} is {settings[guides[0]]!r}, and {prefix}{name} = {settings[name]!r} may forbid "
                 "all that it allows: say it in the former, and leave the latter out"
             )
-
-
-def eval_set(entry: Any) -> tuple[str, dict[str, int], dict[str, Any]]:
-    """One entry of `eval.sets`: the name of its set, its own `prompts` and `samples`, and the options of its source.
-
-    A text is `name=path` or `name=path(split='test', samples=16)`; a dictionary names its set with `set`. Raises
-    ConfigError for an entry without a name, or with a number out of range.
-    """
-    if isinstance(entry, str):
-        name, _, source = entry.partition("=")
-        path, options = split_options(source)
-        entry = {"set": name.strip(), "path": path, **options}
-    options = dict(entry)
-    name = options.pop("set", None)
-    has_rows = options.get("path") or options.get("data_files")
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or not has_rows:
-        raise ConfigError(
-            f"eval.sets has {entry!r}, but it takes name=path, where the name is of letters, digits, _, - and ., or a "
-            "dictionary with set (the name) and path"
-        )
-    sizes = {key: options.pop(key) for key in ("prompts", "samples") if key in options}
-    for key, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"eval.sets: {key} of {name} is {value!r}, but it takes an integer of 1 or more")
-    if "split" in options:
-        options.setdefault("eval_split", options["split"])
-    return name, sizes, options
 
 
 def _value(config: ConfigDict, key: str) -> Any:
@@ -580,10 +477,16 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
     elif not teacher.top_k:
         for key, value in changed(config, ("teacher.top_of", "teacher.tail")):
             yield f"{key} is {value}, but teacher.top_k is 0, all tokens: set it, or leave it out"
+    paths = {"teacher.path": teacher.path}
     for entry in teacher.others:
         value, _, path = entry.partition("=")
         if not value or not path:
             yield f"teacher.others has {entry!r}, but it takes VALUE=PATH, `math=runs/math/hf`"
+        if (key := f"teacher.others, {value}") in paths:
+            yield f"teacher.others has {value!r} twice: give each teacher a value of its own"
+        paths[key] = path
+        if split_options(path)[0] == "self":
+            yield f"teacher.others has {entry!r}, but the policy as its own teacher is teacher.path alone: name a model"
     if teacher.others and teacher.form != "advantage":
         yield (
             f"teacher.others is {tuple(teacher.others)}, but teacher.form = {teacher.form} reads the distributions of "
@@ -591,7 +494,6 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
         )
     yield from _teacher_context(config)
     if split_options(teacher.path)[0] == "server":
-        sampling = teacher.temperature or config.rollout.temperature or 1.0
         unfit = {
             "teacher.dtype": teacher.dtype != "auto",
             "teacher.quantize": teacher.quantize != "none",
@@ -605,11 +507,13 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
                 f"{key} is {value!r}, but teacher.path is a server, which holds the model itself and gives log-probs "
                 "of likeliest tokens at most: leave it out, or set teacher.top_k (up to 128)"
             )
-        if sampling != 1.0:
-            yield (
-                f"rollout.temperature (or teacher.temperature) is {sampling:g}, but the server of teacher.path gives "
-                "log-probs at temperature 1: set it to 1, or name a folder"
-            )
+    sampling = teacher.temperature or config.rollout.temperature or 1.0
+    served = [key for key, path in paths.items() if split_options(path)[0] == "server"]
+    if served and sampling != 1.0:
+        yield (
+            f"rollout.temperature (or teacher.temperature) is {sampling:g}, but the server of {served[0]} gives "
+            "log-probs at temperature 1: set it to 1, or name a folder"
+        )
     if teacher.on_policy < 1:
         c = config.algorithm
         others = {
@@ -870,6 +774,13 @@ def _eval(config: ConfigDict, online: bool) -> Iterator[str]:
 
 def _optimizer(config: ConfigDict) -> Iterator[str]:
     c, steps = config.optimizer, config.total_steps
+    if c.name not in OPTIMIZERS:
+        try:
+            if not is_own(split_options(c.name)[0]):
+                raise ConfigError(f"it takes {', '.join(OPTIMIZERS)}, or your own function, path/to/file.py:function")
+            resolve_with_options(c.name, {})
+        except ConfigError as error:
+            yield f"optimizer.name is {c.name!r}: {error}"
     if c.warmup_steps and c.warmup_ratio:
         yield f"optimizer.warmup_steps is {c.warmup_steps} and warmup_ratio {c.warmup_ratio}: set one of the two"
     if c.warmup_init and not (c.warmup_steps or c.warmup_ratio):
@@ -986,6 +897,12 @@ def _checkpoint(config: ConfigDict) -> Iterator[str]:
                     else f"is no setting; the closest is {near}"
                 )
             )
+    if NEW in config.output_dir:
+        if config.output_dir.count(NEW) > 1 or NEW not in PurePath(config.output_dir).name:
+            yield f"output_dir is {config.output_dir!r}, but it takes {NEW} once, in its last part: runs/grpo-{NEW}"
+        for key, shared in (("checkpoint.folder", checkpoint.folder), ("rollout.processes", config.rollout.processes)):
+            if shared:
+                yield f"output_dir is {config.output_dir!r}, but {key} = {shared} needs a folder that is known: name it"
     if "://" in config.output_dir:
         yield (
             f"output_dir is {config.output_dir!r}, but it is a local folder; checkpoints alone go to an object store: "
@@ -993,6 +910,17 @@ def _checkpoint(config: ConfigDict) -> Iterator[str]:
         )
     if not checkpoint.contents:
         yield "checkpoint.contents is empty, but it takes state, hf, or both"
+    load = {*checkpoint.load}
+    if load not in ({"model", "optimizer", "extra"}, {"model", "extra"}, {"model"}):
+        yield (
+            f"checkpoint.load is {','.join(checkpoint.load)!r}, but it takes model,optimizer,extra (all of a "
+            "checkpoint), model,extra (with a new optimizer) or model (the weights alone, at step 0)"
+        )
+    elif (checkpoint.resume == "never" and len(load) < 3) or (checkpoint.resume == "auto" and len(load) == 1):
+        yield (
+            f"checkpoint.load is {','.join(checkpoint.load)}, but checkpoint.resume is {checkpoint.resume}, which "
+            "names no checkpoint to load from: set it to RUN/checkpoints/STEP"
+        )
     if best and "state" not in checkpoint.contents:
         yield (
             f"checkpoint.best is {best!r}, but checkpoint.contents is {','.join(checkpoint.contents)}, and the best of "

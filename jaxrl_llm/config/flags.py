@@ -168,10 +168,14 @@ def load_flags(argv: Sequence[str], usage: str = "", options: Sequence[Setting] 
         else:
             assign(config, flags[name].name, value)
     validate(config)
-    folder = Path(config.output_dir).expanduser()
-    config.output_dir = str(folder)
-    _run_folder.set(folder)
+    config.output_dir = str(Path(config.output_dir).expanduser())
+    set_run_folder(config.output_dir)
     return Flags(config, values)
+
+
+def set_run_folder(output_dir: str) -> None:
+    """Sets the folder that the traceback of an unexpected error goes to, that of the run of this process."""
+    _run_folder.set(Path(output_dir))
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:
@@ -190,6 +194,24 @@ def load_options(argv: Sequence[str], usage: str, options: Sequence[Setting]) ->
     flags = {option.name: option for option in options}
     texts = _split(argv, flags)
     return {name: flag.parse(texts[name]) if name in texts else flag.default for name, flag in flags.items()}
+
+
+def positional(argv: Sequence[str], options: Sequence[Setting]) -> tuple[list[str], list[str]]:
+    """The words of a command line, which stand anywhere among its flags, and these with their values.
+
+    What follows a flag without `=` is its value; after a flag that is true or false only where it says which.
+    """
+    switches = {f"--{option.name}" for option in options if option.kind is bool}
+    words: list[str] = []
+    flags: list[str] = []
+    flag = ""  # whose value may come next
+    for argument in argv:
+        says = flag not in switches or argument.lower() in ("true", "false", "1", "0")
+        is_value = bool(flag) and says and not argument.startswith("--")
+        is_flag = argument.startswith("-") and not is_value
+        (flags if is_flag or is_value else words).append(argument)
+        flag = argument if is_flag and "=" not in argument else ""
+    return words, flags
 
 
 def file_to_write(flag: str, text: str) -> Path | None:

@@ -3,8 +3,10 @@
 import ast
 import difflib
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 import zlib
@@ -141,6 +143,22 @@ def import_module(where: str, name: str) -> ModuleType:
         ) from error
     except Exception as error:
         raise ConfigError(f"importing {where!r} for {name!r} failed: {type(error).__name__}: {error}") from error
+
+
+def import_optional(module: str, least: str, asked: str) -> ModuleType:
+    """The module of a package that only the setting or name `asked` needs.
+
+    Raises ConfigError when the package is missing, or older than the version `least`.
+    """
+    package = module.partition(".")[0]
+    install = f"pip install '{package}>={least}'"
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{asked} needs the package {package}: {install}")
+    version = importlib.metadata.version(package)
+    here, wanted = (tuple(map(int, re.findall(r"\d+", text)[:2])) for text in (version, least))
+    if here < wanted:
+        raise ConfigError(f"{asked} needs {package} {least} or later, but this is {version}: {install}")
+    return importlib.import_module(module)
 
 
 def import_file(path: str | Path) -> ModuleType:

@@ -101,7 +101,7 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting. A tuple default makes it a list of `kind`; a None default makes it optional."""
+    """One setting. A tuple default makes it a list of `kind`; a None default, or `none`, lets it be none."""
 
     name: str
     default: Any
@@ -113,6 +113,12 @@ class Setting:
     above: float | None = None  # exclusive
     below: float | None = None  # exclusive
     words: tuple[str, ...] = ()  # that stand for a number
+    none: bool = False  # it may be none, which is not its default
+
+    @property
+    def optional(self) -> bool:
+        """True for a setting that may be none."""
+        return self.none or self.default is None
 
     @property
     def many(self) -> bool:
@@ -133,7 +139,7 @@ class Setting:
         text += "".join(f", or {word}" for word in self.words)
         if self.many:
             text = f"a list, each {text}"
-        return f"{text}, or none" if self.default is None else text
+        return f"{text}, or none" if self.optional else text
 
     def show(self, value: Any) -> str:
         """The value as it is written on the command line."""
@@ -145,7 +151,7 @@ class Setting:
         """True when the value has the setting's type and lies in its range."""
         if self.many:
             return isinstance(value, tuple | list) and all(self._accepts_one(item) for item in value)
-        return (value is None and self.default is None) or self._accepts_one(value)
+        return (value is None and self.optional) or self._accepts_one(value)
 
     def _accepts_one(self, value: Any) -> bool:
         if value in self.words:
@@ -170,7 +176,7 @@ class Setting:
         if self.many:
             value = tuple(self._parse_one(item) for item in _split_list(text)) if text else ()
         else:
-            value = None if self.default is None and text.lower() == "none" else self._parse_one(text)
+            value = None if self.optional and text.lower() == "none" else self._parse_one(text)
         self.check(value)
         return value
 
@@ -214,6 +220,7 @@ ALGORITHMS = ("grpo", "ppo", "sft", "preference", "reward_model")
 OFFLINE = ("sft", "preference", "reward_model")
 EPISODES = "episodes"  # the agent that plays environments
 DTYPES = ("float32", "bfloat16", "float16")
+OPTIMIZERS = ("adamw", "adafactor", "lion", "sgd", "muon")
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd")
 
 SECTIONS = {
@@ -241,7 +248,9 @@ SECTIONS = {
 
 # fmt: off
 KEYS = (
-    Setting("output_dir", "runs/default", "Folder for checkpoints, metrics and the configuration of the run."),
+    Setting("output_dir", "runs/default",
+        "Folder for checkpoints, metrics and the configuration of the run. `{new}` in its name, `runs/grpo-{new}`, is "
+        "the first number from 1 that is free: each start is a new run."),
     Setting("seed", 0, "Root of every random number of the run.", int, minimum=0),
     Setting("total_steps", 100, "Number of training steps.", int, minimum=0),
     Setting("num_epochs", None,
@@ -545,7 +554,7 @@ KEYS = (
     Setting("environment.max_tool_calls", None,
         "Most tool calls in an episode; a turn that exceeds it ends the episode. none is no limit.", int, minimum=0),
     Setting("environment.timeout", 60.0,
-        "Most seconds for each call of an environment; none is no limit.", float, above=0),
+        "Most seconds for each call of an environment; none is no limit.", float, above=0, none=True),
     Setting("environment.workers", 16, "Concurrent calls of environments.", int, minimum=1),
     Setting("environment.on_error", "end",
         "Handling of an environment that raises, returns nonsense or is late: end its episode without a reward, or "
@@ -556,7 +565,8 @@ KEYS = (
     Setting("environment.agent", None,
         "Agent: a program that talks to an endpoint of the run by any client of OpenAI's API, `path/to/file.py:run` "
         "or a command line. Its calls are sampled and learned from. See docs/agents.md. `episodes` plays "
-        "environment.name and environment.tools, whose observations may have images then."),
+        "environment.name and environment.tools, whose observations may have images then; "
+        "`verifiers(taskset='my-taskset')` plays the tasks of that package."),
     Setting("environment.agents", (),
         "Further agents, each `VALUE=AGENT`: one runs for the rows whose column agent has that value, and "
         "environment.agent for those without a value."),
@@ -708,7 +718,8 @@ KEYS = (
         "policy's tokenizer; or `server(url='http://localhost:8000/v1', model='m')`; or `self(rate=0.05, every=1)`, "
         "the policy as it started, moved every `every` steps by `rate` towards what it has become (rate=0 is the "
         "start; `self` alone is the policy as it is), for teacher.context. none is no teacher."),
-    Setting("teacher.revision", None, "Branch, tag or commit of a hub id; none is its main branch."),
+    Setting("teacher.revision", None,
+        "Branch, tag or commit of teacher.path, a hub id; none is its main branch, as for teacher.others."),
     Setting("teacher.others", (),
         "Further teachers, each `VALUE=PATH`: one rates the rows whose column teacher.column has that value, and "
         "teacher.path the others."),
@@ -767,8 +778,9 @@ KEYS = (
         "Keep the teacher in the host's memory; it visits the device for its log-probs.", bool),
 
     Setting("optimizer.name", "adamw",
-        "Optimizer; muon is for the matrices of the layers, with adamw for the rest.",
-        choices=("adamw", "adafactor", "lion", "sgd", "muon")),
+        "Optimizer: adamw, adafactor, lion, sgd, or muon for the matrices of the layers with adamw for the rest; or a "
+        "function of the learning rate schedule that returns one of optax, `module:function` or "
+        "`path/to/file.py:function`, with options in brackets, `optax:nadam(b1=0.95)`."),
     Setting("optimizer.learning_rate", 1e-6,
         "Peak learning rate. auto is 5e-5, ten times that for adapters, times a power of 2000 / width; for llama and "
         "qwen models, in sft and algorithms that sample.", float, minimum=0, maximum=100, words=("auto",)),
@@ -852,7 +864,7 @@ KEYS = (
     Setting("critic.max_grad_norm", 1.0,
         "The critic's gradients are scaled down to this norm; 0 is off.", float, minimum=0),
     Setting("critic.epsilon", 0.2,
-        "Values are clipped to this distance from the old values; none is off.", float, above=0),
+        "Values are clipped to this distance from the old values; none is off.", float, above=0, none=True),
     Setting("critic.warmup_steps", 0,
         "First training steps, in which only the critic is trained: no update of the policy is computed or logged.",
         int, minimum=0),
@@ -911,8 +923,9 @@ KEYS = (
         float, minimum=0),
     Setting("checkpoint.contents", ("state",),
         "Contents of a checkpoint: state, all that the run needs to go on, in checkpoints/; hf, the "
-        "trained model as a Hugging Face folder, in hf_steps/. hf alone is the model only, and no run goes on from it; "
-        "a preemption saves the state all the same.", choices=("state", "hf")),
+        "trained model as a Hugging Face folder, in hf_steps/, and in its folder critic the critic of ppo. hf alone is "
+        "the models only, and no run goes on from them; a preemption saves the state all the same.",
+        choices=("state", "hf")),
     Setting("checkpoint.best", None,
         "Keep the best checkpoint by this metric, eval/reward for example, among the saved steps that have the metric.",
         ),
@@ -922,6 +935,10 @@ KEYS = (
     Setting("checkpoint.resume", "auto",
         "`auto` resumes from the newest intact checkpoint of the run if there is one, `never` starts anew and deletes "
         "them, and the models in hf_steps/; anything else is the path of a checkpoint to resume from."),
+    Setting("checkpoint.load", ("model", "optimizer", "extra"),
+        "Parts of a checkpoint that a start takes up. `model,extra` begins a new optimizer, which may be another one, "
+        "and goes on with the rest: step, data position, adaptive coefficients, rollouts. `model` takes the weights "
+        "alone, at step 0, of the checkpoint that checkpoint.resume names.", choices=("model", "optimizer", "extra")),
     Setting("checkpoint.accept_changes", (),
         "Settings that a resumed run may change although they say what the run is, "
         "`algorithm.loss,rewards.functions`. See docs/reliability.md."),
@@ -971,7 +988,8 @@ KEYS = (
         "and so on; none is off.", float, above=0, below=1),
     Setting("eval.estimate", "unbiased",
         "Estimator of pass@k, maj@k, best@k and worst@k: over distinct samples of a prompt (unbiased), or verl's 1000 "
-        "draws with replacement.", choices=("unbiased", "verl")),
+        "draws with replacement, and its standard deviations of samples beside the means.",
+        choices=("unbiased", "verl")),
 
     Setting("export.best", False,
         "Write the model of the best checkpoint (checkpoint.best) to hf/, in place of the last step's.", bool),
@@ -1012,12 +1030,12 @@ KEYS = (
         float, minimum=0),
     Setting("watch.kl", 1.0,
         "Log warning/kl_explosion above this KL per token, to the reference or, without one, to the sampling policy; "
-        "none is off.", float, above=0),
+        "none is off.", float, above=0, none=True),
     Setting("watch.entropy", 0.01,
-        "Log warning/entropy_collapse below this entropy per token; none is off.", float, above=0),
+        "Log warning/entropy_collapse below this entropy per token; none is off.", float, above=0, none=True),
     Setting("watch.mismatch", 0.1,
         "Log warning/sampler_mismatch when the log-probs of sampled tokens differ between sampler and trainer by more "
-        "than this on average; none is off.", float, above=0),
+        "than this on average; none is off.", float, above=0, none=True),
 )
 # fmt: on
 
@@ -1043,8 +1061,9 @@ IDENTITY = (
     "optimizer.name", "optimizer.moment_dtype", "teacher.path", "teacher.revision", "teacher.others", "teacher.column",
     "teacher.context",
 )  # fmt: skip
+NEW = "{new}"  # in the name of output_dir
 # Settings of a single start, of no meaning for the run.
-OF_A_START = ("output_dir", "compilation_cache", "checkpoint.resume", "checkpoint.accept_changes")
+OF_A_START = ("output_dir", "compilation_cache", "checkpoint.resume", "checkpoint.load", "checkpoint.accept_changes")
 
 # Keys of earlier versions, and the key that replaces each one with the same meaning.
 RENAMED = {

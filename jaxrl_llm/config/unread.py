@@ -1,6 +1,8 @@
 """Settings that differ from their default and that a run does not read: it names them as it starts."""
 
 from jaxrl_llm.config.checks import changed
+from jaxrl_llm.config.entries import environment_options
+from jaxrl_llm.config.resolve import is_own, split_options
 from jaxrl_llm.config.schema import KEYS, OFFLINE, ConfigDict
 
 OF_ADAPTERS = ("lora.alpha", "lora.rslora", "lora.dropout", "lora.targets", "lora.reference")
@@ -9,6 +11,11 @@ OF_REFERENCES = ("algorithm.offload_reference", "algorithm.ref_mixup_alpha")
 OF_PREFERENCES = (
     "algorithm.loss_weights", "algorithm.reference_free", "algorithm.ld_alpha", "algorithm.use_weighting",
 )  # fmt: skip
+OF_OPTIMIZERS = (
+    "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.weight_decay", "optimizer.weight_decay_end",
+    "optimizer.weight_decay_shape", "optimizer.no_decay",
+)  # fmt: skip
+OF_CRITICS = ("critic.b1", "critic.b2", "critic.weight_decay")
 # What every algorithm reads, or checks.py refuses where it does not fit.
 OF_ALL = (
     "algorithm.name", "algorithm.loss", "algorithm.neftune_alpha", "algorithm.label_smoothing",
@@ -22,7 +29,11 @@ def unread(config: ConfigDict) -> list[str]:
     adapted = bool(config.lora.rank or config.lora.path)
     of_policies = tuple(key for key in _keys("algorithm.") if key not in (*OF_ALL, *OF_REFERENCES, *OF_PREFERENCES))
     of_preferences = tuple(key for key in of_policies if key != "algorithm.beta")
-    named = f"algorithm.name is {name}, "
+    named, optimizer = f"algorithm.name is {name}, ", config.optimizer.name
+    of_optimizers = (*OF_OPTIMIZERS, *(OF_CRITICS if name == "ppo" else ()))
+    betas = (options.get("beta") for options in environment_options(config.environment.options).values())
+    refers = name == "preference" or (online and bool(config.algorithm.beta or any(betas)))
+    teacher, options = split_options(config.teacher.path or "")
     reasons = {
         "lora.rank is 0 and lora.path none, so there are no adapters and all of the model is trained": (
             () if adapted else OF_ADAPTERS
@@ -32,6 +43,22 @@ def unread(config: ConfigDict) -> list[str]:
         f"{named}which compares no pairs": () if name == "preference" else OF_PREFERENCES,
         f"{named}which samples no completions to learn from": (
             () if online else of_preferences if name == "preference" else (*of_policies, *OF_REFERENCES)
+        ),
+        f"optimizer.name is {optimizer}, which takes its options in brackets": (
+            of_optimizers if is_own(split_options(optimizer)[0]) else ()
+        ),
+        "algorithm.beta is 0, so that there is no reference": OF_REFERENCES if online and not refers else (),
+        "algorithm.ref_sync_steps is 0, so that the reference never moves": (
+            ("algorithm.ref_mixup_alpha",) if refers and not config.algorithm.ref_sync_steps else ()
+        ),
+        "data.precompute_reference is true, so that no reference is kept": (
+            ("algorithm.offload_reference",) if name == "preference" and config.data.precompute_reference else ()
+        ),
+        f"lora.reference is {config.lora.reference}, so that the reference shares what is not trained": (
+            ("algorithm.offload_reference",) if refers and adapted and config.lora.reference != "copy" else ()
+        ),
+        f"teacher.path is {config.teacher.path}, so that the teacher shares what is not trained": (
+            ("teacher.offload",) if adapted and teacher == "self" and options.get("rate", 1) in (0, 1) else ()
         ),
     }
     found = {reason: ", ".join(key for key, _ in changed(config, keys)) for reason, keys in reasons.items()}

@@ -7,17 +7,20 @@ with contained():
 import asyncio
 import contextlib
 import dis
+import functools
 import sysconfig
 import threading
 import traceback as tracebacks
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 RAISE = dis.opmap["RAISE_VARARGS"]
 PACKAGE = Path(__file__).parents[1]
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class LeftError(Exception):
@@ -78,7 +81,7 @@ def is_own_exit(error: SystemExit) -> bool:
     return package.partition(".")[0] == __name__.partition(".")[0]
 
 
-def described(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The type and message of an error, and the line of the user's code that it comes from, where it is known."""
     message = f"{type(error).__name__}: {error}"
     line = None if isinstance(error, LeftError) else user_line(error)  # a LeftError says its place itself
@@ -95,12 +98,50 @@ def user_line(error: BaseException) -> str | None:
     lines = [
         f"{frame.filename}:{frame.lineno}"
         for frame in tracebacks.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<frozen ")
-        and not {"site-packages", "dist-packages"} & set((file := Path(frame.filename)).parts)
-        and not file.is_relative_to(PACKAGE)
-        and not file.is_relative_to(STANDARD_LIBRARY)
+        if _is_users(frame.filename)
     ]
     return lines[-1] if lines else None
+
+
+def _is_users(filename: str) -> bool:
+    """True for a file outside this package, Python and installed packages."""
+    file = Path(filename)
+    return (
+        not filename.startswith("<frozen ")
+        and not {"site-packages", "dist-packages"} & set(file.parts)
+        and not file.is_relative_to(PACKAGE)
+        and not file.is_relative_to(STANDARD_LIBRARY)
+    )
+
+
+def without_locals(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, whose errors hold the variables of the user's own functions alone.
+
+    A notebook keeps the newest error, with it the frames that it passed, and in these the arrays of a whole run.
+    """
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True  # from the reader of a notebook
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            del args, kwargs
+            _clear_frames(error)
+            raise
+
+    return called
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let the frames of an error, and of those that it comes from, go of their variables, save the user's."""
+    found: list[BaseException] = [error]
+    for each in found:
+        for frame, _ in tracebacks.walk_tb(each.__traceback__):
+            if not _is_users(frame.f_code.co_filename):
+                with contextlib.suppress(RuntimeError):  # it still runs
+                    frame.clear()
+        found += [x for x in (each.__cause__, each.__context__) if x is not None and x not in found]
 
 
 def place(error: BaseException) -> str:

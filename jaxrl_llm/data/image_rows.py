@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import image_processor
 from jaxrl_llm.data.image_processor import ImageProcessor
-from jaxrl_llm.data.images import PLACEHOLDER, HeldImage, ImageLimits, row_images
+from jaxrl_llm.data.images import PLACEHOLDER, HeldImage, ImageLimits, has_image_parts, row_images
 from jaxrl_llm.data.templates import chat_ids, is_conversational
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class ImageText:
 class ImageReader:
     """A reader of the images of a source's rows, for the model whose tokenizer it has.
 
-    `tokenizer.image_folder` is the folder of a model that reads images (`models.model.reads_images`).
+    `tokenizer.image_folder` is the folder of a model that reads images; `models.hf.remember_images` sets it.
     """
 
     tokenizer: Any
@@ -161,16 +161,8 @@ class ImageReader:
 
     def _refuse(self, example: Mapping[str, Any], columns: Sequence[str], key: str | None) -> None:
         names = [key] if key is not None else [name for name in ("images", "image") if _is_image(example.get(name))]
-        parts = [
-            part
-            for name in columns
-            if is_conversational(example.get(name))
-            for message in example[name]
-            if isinstance(message.get("content"), Sequence) and not isinstance(message["content"], str)
-            for part in message["content"]
-            if isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
-        ]
-        if names or parts:
+        held = [example[name] for name in columns if is_conversational(example.get(name))]
+        if names or any(map(has_image_parts, held)):
             has = f"has images in column {names[0]!r}" if names else "has images in its messages"
             raise ConfigError(
                 f"the row {has}, but the model reads text alone: use one that reads images (docs/vision.md), or set "

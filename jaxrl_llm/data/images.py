@@ -31,7 +31,8 @@ URL_SECONDS = 20.0
 THUMBNAIL = 64  # pixels of the longer side of what records show
 PLACEHOLDER = "<image>"  # in the text of verl's rows
 IMAGE_PART = {"type": "image"}
-PAYLOADS = ("image", "image_url", "url", "path", "bytes", "base64")  # keys of a content part that hold its image
+IMAGE_TYPES = ("image", "image_url")  # of content parts
+PAYLOADS = ("bytes", "image", "image_url", "url", "path", "base64")  # keys that may hold an image, as they are tried
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,7 @@ def _held(value: Any, limits: ImageLimits, folder: Path | None) -> "tuple[str, b
     if isinstance(value, Image.Image):
         return f"a PIL image of {value.width} x {value.height} pixels", value
     if isinstance(value, Mapping):
-        given = next(
-            (value[key] for key in ("bytes", "image", "image_url", "url", "path", "base64") if value.get(key)), 0
-        )
+        given = next((value[key] for key in PAYLOADS if value.get(key)), 0)
         if not given:
             raise ConfigError(f"an image is a dictionary of {', '.join(value) or 'nothing'}; give its bytes or path")
         if value.get("base64") is given and isinstance(given, str):
@@ -272,6 +271,13 @@ def row_images(
     return made, images
 
 
+def has_image_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """True for messages in whose contents a part is an image."""
+    contents = [message.get("content") for message in messages]
+    lists = [content for content in contents if isinstance(content, Sequence) and not isinstance(content, str)]
+    return any(isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES for content in lists for part in content)
+
+
 def _with_parts(message: Mapping[str, Any], marked: bool, ordered: list[Any]) -> dict[str, Any]:
     """The message with its content in parts where it has images, which are added to `ordered`.
 
@@ -292,7 +298,7 @@ def _with_parts(message: Mapping[str, Any], marked: bool, ordered: list[Any]) ->
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in ("image", "image_url"):
+        if kind in IMAGE_TYPES:
             # Arrow storage gives every part the keys of all others, set to None.
             held = {name: part[name] for name in PAYLOADS if part.get(name) is not None}
             ordered.append(held or None)

@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl_llm.config.resolve import ConfigError, closest, split_options
-from jaxrl_llm.config.user_code import contained, described
+from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.data import Row, cache, sources
 from jaxrl_llm.data.formats.lookup import Example, FactoryOptions, Format, code_of, find, fitting
 from jaxrl_llm.data.image_rows import ImageReader
@@ -212,6 +212,15 @@ def _open(
         if asked or not any_split or len(error.splits) != 1:
             raise
         rows = load(error.splits[0])
+    if sources.is_stream(rows) and not held_out:
+        if not spec.streaming:
+            raise ConfigError(f"{name or 'the data'} gives a stream (IterableDataset): set data.streaming to true")
+        if (buffer := sources.shuffle_buffer(rows)) > 1:
+            raise ConfigError(
+                f"{name or 'the data'} is a stream that shuffles in a buffer of {buffer} rows, which no checkpoint "
+                "holds, so that a resumed run would lose rows: leave this to data.shuffle_buffer. "
+                "shuffle(buffer_size=1) shuffles the files alone"
+            )
     if shared:
         if sources.is_stream(rows):
             raise ConfigError(
@@ -298,7 +307,7 @@ def formatted(source: DataSource, row: Mapping[str, Any], kind: str) -> list[Exa
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"the format failed: {described(error)}") from error
+        raise ConfigError(f"the format failed: {error_text(error)}") from error
     if from_arrow:
         example = without_absent_keys(example)
     if kind != "labels" or example.get("label") is not None or example.get("chosen") is None:

@@ -8,12 +8,21 @@ from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.image_rows import ImageText, Tiles
-from jaxrl_llm.data.templates import continued_ids, is_conversational, render_chat, render_prompt, template_options
+from jaxrl_llm.data.images import has_image_parts
+from jaxrl_llm.data.templates import (
+    QUESTION,
+    continued_ids,
+    is_conversational,
+    render_chat,
+    render_prompt,
+    template_options,
+    tool_calls,
+)
 from jaxrl_llm.data.tokenize import PIXELS
 
 log = logging.getLogger(__name__)
 
-QUESTION, TURN, OBSERVATION = "the-question", "the-turn-of-the-assistant", "the-observation"
+TURN, OBSERVATION = "the-turn-of-the-assistant", "the-observation"
 
 
 @dataclass(frozen=True)
@@ -144,14 +153,7 @@ class TurnTokenizer:
     def _after_call(self, messages: list, options: dict[str, Any]) -> list[int]:
         """The ids after a turn, for templates that take results of tools only after a message with tool calls
         (Mistral's)."""
-        calls = [
-            {
-                "type": "function",
-                "id": f"call{i:05d}",
-                "function": {"name": message.get("name", "tool"), "arguments": {}},
-            }
-            for i, message in enumerate(messages)
-        ]
+        calls = tool_calls({"name": message.get("name", "tool"), "arguments": {}} for message in messages)
         results = [{**message, "tool_call_id": call["id"]} for message, call in zip(messages, calls, strict=True)]
         question, turn = (
             {"role": "user", "content": QUESTION},
@@ -171,8 +173,7 @@ class TurnTokenizer:
 
 def _refuse_images(name: str, messages: Any) -> None:
     """Raises ConfigError for messages with images, which rows of environments and tools cannot take."""
-    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
-    if {part.get("type") for part in parts if isinstance(part, Mapping)} & {"image", "image_url"}:
+    if has_image_parts(messages):
         raise ConfigError(
             f"{name} has an image, which rows of environments and tools have in their prompt alone: set "
             'environment.agent="episodes", which takes them, or answer with text'

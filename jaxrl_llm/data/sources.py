@@ -159,6 +159,17 @@ def is_stream(rows: object) -> "TypeIs[datasets.IterableDataset]":
     return _is(rows, "IterableDataset")
 
 
+def shuffle_buffer(rows: "datasets.IterableDataset") -> int:
+    """The rows of the largest buffer that a stream shuffles in (`IterableDataset.shuffle`); 0 without one."""
+    largest, parts = 0, [rows._ex_iterable]
+    while parts:
+        part: Any = parts.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            largest = max(largest, part.buffer_size)
+        parts += [part.ex_iterable] if hasattr(part, "ex_iterable") else getattr(part, "ex_iterables", [])
+    return largest
+
+
 def is_splits(rows: object) -> "TypeIs[datasets.DatasetDict | datasets.IterableDatasetDict]":
     """True for the splits of a data set by their names."""
     return _is(rows, "DatasetDict", "IterableDatasetDict")
@@ -174,6 +185,11 @@ def _load_path(
     path: str, split: str, name: str | None, streaming: bool, ds_type: str | None, arguments: Mapping[str, Any]
 ) -> Rows:
     if path.startswith("task:"):
+        if path.startswith("task:verifiers(") and split != "train":
+            raise SplitError(
+                f"{path} has only the split 'train', not {split!r}; name the tasks to evaluate on with data.eval_path",
+                ["train"],
+            )
         return _from_list(tasks.generate(path.removeprefix("task:"), split))
     if ".py:" in path:
         return _call_function(path, split, name, arguments)

@@ -11,7 +11,8 @@ CRC-32 of its text, so the splits are disjoint by construction, whatever the siz
 
 `task:shapes` asks about images (shapes.py), and `task:shapes_blank` the same about grey ones.
 
-`task:reasoning_gym(leg_counting, size=1000)` is a task of the package reasoning-gym.
+`task:reasoning_gym(leg_counting, size=1000)` is a task of the package reasoning-gym, and
+`task:verifiers(taskset='my-taskset')` are the tasks of a taskset of the package verifiers.
 """
 
 import importlib
@@ -22,8 +23,9 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from jaxrl_llm.config.resolve import ConfigError, closest, split_options
+from jaxrl_llm.config.resolve import ConfigError, closest, import_optional, split_options
 from jaxrl_llm.data import Row, shapes
 
 SPLITS = ("train", "validation", "test")
@@ -67,12 +69,15 @@ def generate(name: str, split: str = "train", size: int | None = None, seed: int
     begun, with questions and answers before the last question, and a completion that is wrong with probability 0.6:
     another of its digits. Sizes default to 16384 for train and 1024 for validation and test.
 
-    A `name` such as `reasoning_gym(leg_counting, size=1000)` is that of `reasoning_gym_rows`.
+    A `name` such as `reasoning_gym(leg_counting, size=1000)` is that of `reasoning_gym_rows`, and
+    `verifiers(taskset='my-taskset')` that of `verifiers_rows`.
 
     Raises ConfigError: an unknown task or split, or a size outside 1 to 1000000.
     """
     if name.startswith("reasoning_gym("):
         return reasoning_gym_rows(name, split)
+    if name.startswith("verifiers("):
+        return verifiers_rows(name)
     if name not in (*TASKS, *shapes.NAMES):
         raise ConfigError(
             f"there is no built-in task {name!r}; known are {', '.join(sorted((*TASKS, *shapes.NAMES)))}; "
@@ -124,6 +129,42 @@ def reasoning_gym_rows(spec: str, split: str = "train") -> list[Row]:
             "reasoning_gym": json.dumps({"config": config, "index": index}),
         }
         for index in range(size)
+    ]
+
+
+def verifiers_rows(spec: str) -> list[Row]:
+    """The rows of `verifiers(taskset='my-taskset', size=1000)`: tasks for `environment.agent="verifiers(...)"`.
+
+    taskset: the id of an installed taskset, or a dictionary of its settings with `id` among them; size: of how many
+    tasks, the first ones. The columns are prompt, as messages of text, and `verifiers`, the whole task as JSON.
+
+    Raises ConfigError: the package verifiers is missing or has no such taskset, or that has no end and `size` is none.
+    """
+    options = split_options(spec)[1]
+    taskset, size = options.pop("taskset", None), options.pop("size", None)
+    if options or not taskset:
+        raise ConfigError(f"task:{spec}: write verifiers(taskset='my-taskset'), maybe with size=1000")
+    package: Any = import_optional("verifiers.v1", "0.4", f"task:{spec}")
+    try:
+        settings = {"id": taskset} if isinstance(taskset, str) else taskset
+        found = package.load_taskset(package.resolve_env_config({"taskset": settings}).taskset)
+        if size is None and not found.bounded:
+            raise ConfigError(f"task:{spec} has tasks without end: give their number, size=1000")
+        tasks = [task.data for task in (found if size is None else found.take(size))]
+    except ConfigError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"task:{spec}: verifiers cannot load it: {type(error).__name__}: {said}") from error
+    system = [
+        [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}] for data in tasks
+    ]
+    return [
+        {
+            "prompt": [*before, {"role": "user", "content": data.prompt_text}],
+            "verifiers": data.model_dump_json(exclude_none=True),
+        }
+        for before, data in zip(system, tasks, strict=True)
     ]
 
 

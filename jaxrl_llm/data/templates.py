@@ -7,7 +7,7 @@ that continues a row has the ids that it has within the text of the whole row, m
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # of a row, for its chat template
+QUESTION = "the-question"  # of the user, in the messages by which a template is tried
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
 
@@ -182,7 +183,7 @@ def render_chat(
     continued = add_generation_prompt and messages[-1]["role"] == "assistant"
     # Arrow storage gives every message the keys of all others, set to None, and templates test for the key alone.
     present = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
-    reads = _forms_read(tokenizer)
+    reads = forms_read(tokenizer)
     present = [_in_form(message, reads) for message in present]
     try:
         text = tokenizer.apply_chat_template(
@@ -198,6 +199,11 @@ def render_chat(
     return text if expand is None else expand(text)
 
 
+def tool_calls(functions: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The calls of a turn, as messages have them, of functions with a name and arguments each."""
+    return [{"type": "function", "id": f"call{i:05d}", "function": dict(each)} for i, each in enumerate(functions)]
+
+
 def called_turn(
     tokenizer: Any,
     functions: Sequence[Mapping[str, Any]],
@@ -208,12 +214,11 @@ def called_turn(
 
     It has the tokens that end it, and no opening. None for a template that refuses such a turn or does not show it.
     """
-    question = {"role": "user", "content": "the-question"}
-    calls = [{"type": "function", "id": f"call{i:05d}", "function": dict(each)} for i, each in enumerate(functions)]
-    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    question = {"role": "user", "content": QUESTION}
+    turn = {"role": "assistant", "content": "", "tool_calls": tool_calls(functions)}
     try:
         before, text = (
-            render_chat(tokenizer, messages, len(messages) == 1, tools, template_kwargs).partition("the-question")[2]
+            render_chat(tokenizer, messages, len(messages) == 1, tools, template_kwargs).partition(QUESTION)[2]
             for messages in ([question], [question, turn])
         )
     except ConfigError:
@@ -235,15 +240,15 @@ class FormsRead(NamedTuple):
 _FORMS_READ: dict[str, FormsRead] = {}  # by chat template
 
 
-def _forms_read(tokenizer: Any) -> FormsRead:
+def forms_read(tokenizer: Any) -> FormsRead:
     """The forms that the tokenizer's chat template reads, tried with a message of each."""
     template = str(tokenizer.chat_template)
     if template not in _FORMS_READ:
         text, parts = ([{"role": "user", "content": x}] for x in ("probe", [{"type": "text", "text": "probe"}]))
 
         def called(arguments: Any) -> list[Any]:
-            call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": arguments}}
-            return [*text, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            calls = tool_calls([{"name": "f", "arguments": arguments}])
+            return [*text, {"role": "assistant", "content": "", "tool_calls": calls}]
 
         def reads(messages: list[Any], word: str, quoted: str) -> bool:
             try:

@@ -7,7 +7,7 @@ row has nothing before it to be predicted from, so its mask is always 0.
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -16,6 +16,7 @@ from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.image_rows import ImageReader, ImageText, Tiles
 from jaxrl_llm.data.templates import (
+    Message,
     continued_ids,
     is_conversational,
     plain_ids,
@@ -297,22 +298,8 @@ def prompt_and_completion(
     """
     if is_conversational(prompt):
         completion = as_messages(completion)
-        if not is_conversational(completion):
-            raise ConfigError(f"the prompt has messages but the completion is {completion!r}; give text or messages")
-        first = len(prompt)
-        messages = [*prompt, *completion]
-        if prompt[-1]["role"] == completion[0]["role"] == "assistant":
-            # The prompt ends inside the assistant's turn: the template must see one message, not two.
-            first -= 1
-            parts = [message.get("content") for message in (prompt[-1], completion[0])]
-            if not all(isinstance(part, str) for part in parts):
-                raise ConfigError(
-                    "the completion goes on with the assistant's turn that ends the prompt, so the content of both is "
-                    f"text, not {' and '.join(type(part).__name__ for part in parts)}; end the prompt before that turn"
-                )
-            joined = "".join(parts)
-            messages = [*prompt[:-1], {**completion[0], "content": joined}, *completion[1:]]
-        return conversation(tokenizer, messages, first, prompt, options, loss_on)
+        messages = joined(prompt, completion)
+        return conversation(tokenizer, messages, len(messages) - len(completion), prompt, options, loss_on)
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise ConfigError(
             f"the prompt is {type(prompt).__name__} and the completion {type(completion).__name__}; "
@@ -323,6 +310,25 @@ def prompt_and_completion(
     completion_ids = continued_ids(tokenizer, prompt_ids if prompt else [], completion)
     completion_ids = ended(tokenizer, completion_ids, completion)
     return prompt_ids + completion_ids, [int(loss_on == "all")] * len(prompt_ids) + [1] * len(completion_ids)
+
+
+def joined(prompt: Sequence[Message], completion: Any) -> list[Message]:
+    """The messages of a prompt and its completion; the first of this goes on with the last of the prompt where both are
+    the assistant's: the template must see one message, not two.
+
+    Raises ConfigError for a completion that is no list of messages, and for contents that cannot be joined.
+    """
+    if not is_conversational(completion):
+        raise ConfigError(f"the prompt has messages but the completion is {completion!r}; give text or messages")
+    if not prompt[-1]["role"] == completion[0]["role"] == "assistant":
+        return [*prompt, *completion]
+    parts: list[Any] = [message.get("content") for message in (prompt[-1], completion[0])]
+    if not all(isinstance(part, str) for part in parts):
+        raise ConfigError(
+            "the completion goes on with the assistant's turn that ends the prompt, so the content of both is "
+            f"text, not {' and '.join(type(part).__name__ for part in parts)}; end the prompt before that turn"
+        )
+    return [*prompt[:-1], {**completion[0], "content": "".join(parts)}, *completion[1:]]
 
 
 def conversation(

@@ -33,6 +33,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxrl_llm.config import ConfigDict, ConfigError, default, flat, to_json
+from jaxrl_llm.config.background import is_left_behind
 from jaxrl_llm.config.resolve import exit_code
 from jaxrl_llm.distributed.orbax import ocp
 from jaxrl_llm.distributed.rendezvous import ProcessSpec, rendezvous
@@ -365,13 +366,18 @@ def _with_cause(group: Group, text: str) -> str:
 
 
 def end(code: int | str | None) -> NoReturn:
-    """Exits with `code`; after a failure of this process alone at once, otherwise together with the others."""
+    """Exits with `code`: at once after a failure of this process alone, otherwise together with the others.
+
+    So after a failure that leaves functions behind, too: they may be in JAX, where the end of the interpreter aborts.
+    """
     group = _groups[0] if _groups else None
     if group is not None and group.failed:
         _leave(group, group.code)
     if group is not None and group.listener is not None:
         group.finished.set()
         group.listener.join()
+    if code and isinstance(code, int) and is_left_behind():
+        _exit_at_once(code)
     sys.exit(code)
 
 
@@ -380,6 +386,10 @@ def _leave(group: Group, code: int) -> NoReturn:
     _put(group, LEAVING)
     if group.spec.index == 0:
         _missing_from(group, LEAVING)
+    _exit_at_once(code)
+
+
+def _exit_at_once(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

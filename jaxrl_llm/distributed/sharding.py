@@ -382,3 +382,15 @@ def local_rows(tree):
         return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
 
     return jax.tree.map(leaf, tree)
+
+
+def local_start(rows: jax.Array) -> int:
+    """The index at which this process's own rows of a global array begin."""
+    if rows.is_fully_addressable:
+        return 0
+    return min(shard.index[0].start or 0 for shard in rows.addressable_shards)
+
+
+def first_local_row(rows: int) -> int:
+    """The number of this process's first own row, where so many rows of all processes are numbered in their order."""
+    return jax.process_index() * (rows // jax.process_count())

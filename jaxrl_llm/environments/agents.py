@@ -3,6 +3,7 @@
 | form of `environment.agent` | is run |
 |---|---|
 | `path/to/file.py:run`, `my_module:run` | as a function, in a thread or, where it is `async`, on an event loop |
+| `verifiers(taskset='my-taskset')` | as a function too: it plays the tasks of that package |
 | anything else | as a command line, in a process of its own |
 
 A function is given what it names of `Connection` and `task`, and returns a reward, named rewards, or None where it has
@@ -29,12 +30,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError, resolve_with_options
-from jaxrl_llm.config.user_code import described
+from jaxrl_llm.config.user_code import error_text
 from jaxrl_llm.environments.call_pool import CallPool
 from jaxrl_llm.environments.protocol import EpisodeError, encodable
+from jaxrl_llm.environments.verifiers_agent import VerifiersAgent
 
 FUNCTION = re.compile(r"[^\s:()]+:[A-Za-z_][\w.]*(\(.*\))?", re.DOTALL)
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
+BUILT_IN = {"verifiers": VerifiersAgent}
 LAST = 2000  # bytes of a failed command's output in its message
 
 Reward = float | dict[str, float]
@@ -87,9 +90,7 @@ class Agents:
     def __init__(self, spec: AgentSpec):
         self.spec, self.pool = spec, CallPool(spec.workers, spec.timeout)
         self.commands = Commands()
-        # Functions that `close` calls.
-        close = getattr(spec.agent, "close", None)
-        self.closing: list[Callable[[], Any]] = [] if close is None else [close]
+        self.closing: list[Callable[[], Any]] = []  # functions that `close` calls
         self.starts: dict[str | None, Start] = {None: self._start("environment.agent", spec.agent)}
         self.starts |= {value: self._start("environment.agents", agent) for value, agent in spec.others.items()}
 
@@ -113,7 +114,7 @@ class Agents:
                 if result.timed_out:
                     outcome = Outcome(failure=f"it took more than environment.agent_timeout = {self.spec.timeout:g} s")
                 elif result.error is not None:
-                    outcome = Outcome(failure=encodable(described(result.error)))
+                    outcome = Outcome(failure=encodable(error_text(result.error)))
                 ended(result.key, outcome)
 
     def close(self) -> None:
@@ -126,6 +127,11 @@ class Agents:
 
     def _start(self, key: str, agent: str | Callable[..., Any]) -> Start:
         """The function that starts the agent of a key, which is a Python function or a command line."""
+        if isinstance(agent, str) and agent.partition("(")[0] in BUILT_IN:
+            make, options = resolve_with_options(agent, BUILT_IN)
+            agent = make(**options)
+        if (close := getattr(agent, "close", None)) is not None:
+            self.closing.append(close)
         if not isinstance(agent, str) or FUNCTION.fullmatch(agent):
             return _function(key, agent)
         try:

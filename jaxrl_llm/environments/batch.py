@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.config.user_code import described
+from jaxrl_llm.config.user_code import error_text
 from jaxrl_llm.environments.call_pool import CallResult
 from jaxrl_llm.environments.episode import Episode
 from jaxrl_llm.environments.factory import Environments
@@ -220,5 +220,5 @@ class EpisodeBatch:
                 f"{episode.name}.{method} {failure}, in row {result.key}, turn {episode.turns}; fix it, or end such "
                 "rows with environment.on_error=end"
             ) from result.error
-        episode.fail("timeout" if result.error is None else described(result.error))
+        episode.fail("timeout" if result.error is None else error_text(result.error))
         return True

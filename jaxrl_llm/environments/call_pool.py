@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.background import EventLoop, in_thread
-from jaxrl_llm.config.user_code import contained, contained_await, described
+from jaxrl_llm.config.user_code import contained, contained_await, error_text
 
 Call = Callable[[], Any]  # returns a result, or an awaitable of it
 
@@ -32,7 +32,7 @@ class CallResult(NamedTuple):
     def failure(self) -> str | None:
         """The failure in words, None without one."""
         if self.error is not None:
-            return f"raised {described(self.error)}"
+            return f"raised {error_text(self.error)}"
         return "took more than environment.timeout" if self.timed_out else None
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from jaxrl_llm.config.resolve import closest, resolve_with_options
-from jaxrl_llm.config.user_code import contained, described
+from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.environments.agents import Agents, AgentSpec
 from jaxrl_llm.environments.call_pool import CallPool
 from jaxrl_llm.environments.episode import Episode, Row
@@ -144,7 +144,7 @@ class Environments:
             with contained():
                 environment = factory()
         except Exception as error:
-            raise EpisodeError(f"making the environment {title!r} raised {described(error)}") from error
+            raise EpisodeError(f"making the environment {title!r} raised {error_text(error)}") from error
         if not callable(getattr(environment, "reset", None)):
             raise EpisodeError(
                 f"the environment {title!r} is a {type(environment).__name__}, which has no method reset; see "

@@ -145,15 +145,18 @@ def server(
 
     def pushed(client: HttpClient, headers: dict[str, str], trainer: Any) -> int | None:
         """Give the server the policy's weights; returns their version, None where the server names none."""
-        trainer.save_model(weights)
-        if vllm:
-            taken(client, rpc, headers, {"method": "reload_weights"}, 2**20)
-            taken(client, forget, headers, {}, 2**20)
-            return None
-        answer = answered(client, update, headers, {"model_path": os.path.abspath(weights)}, 2**20)  # noqa: PTH100
-        if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise EpisodeError(f"{update} did not take the weights in {weights}: {str(answer)[:300]}")
-        return answer.get("weight_version")
+
+        def told() -> int | None:
+            if vllm:
+                taken(client, rpc, headers, {"method": "reload_weights"}, 2**20)
+                taken(client, forget, headers, {}, 2**20)
+                return None
+            answer = answered(client, update, headers, {"model_path": os.path.abspath(weights)}, 2**20)  # noqa: PTH100
+            if not isinstance(answer, dict) or answer.get("success") is not True:
+                raise EpisodeError(f"{update} did not take the weights in {weights}: {str(answer)[:300]}")
+            return answer.get("weight_version")
+
+        return trainer.save_model(weights, told)
 
     def choices(
         client: HttpClient, headers: dict[str, str], version: int | None, prompt: list[int], trainer: Any

@@ -8,6 +8,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 Schema = Mapping[str, Any]  # of a tool, as chat templates take it
@@ -139,16 +140,17 @@ class CallStart:
                 self._mark = mark.start()
             if end < 0:
                 unfinished = UNFINISHED.search(text, self._position)
-                certain = min(self._whole(text), len(text) if unfinished is None else unfinished.start())
+                certain = min(self._before_partial_mark(text), len(text) if unfinished is None else unfinished.start())
                 self._position = min(max(self._position, len(text) - LONGEST_MARK), certain)
                 return certain if self._mark is None else self._mark
             self._position, self._closing, self._mark = end + len(self._closing), None, None
         unfinished = UNFINISHED.search(text, self._position)
-        self._position = self._whole(text) if unfinished is None else min(self._whole(text), unfinished.start())
+        certain = self._before_partial_mark(text)
+        self._position = certain if unfinished is None else min(certain, unfinished.start())
         return self._position
 
     @staticmethod
-    def _whole(text: str) -> int:
+    def _before_partial_mark(text: str) -> int:
         """The characters before the beginning of a mark that a text ends with, all where it ends with none."""
         sizes = (
             size
@@ -228,10 +230,6 @@ def _functions(body: str, parameters: Parameters, framed: bool = True) -> list[T
             pairs = [(key, value.removeprefix("\n").removesuffix("\n")) for key, value in pairs]
         calls.append(_typed_call(name, pairs, parameters))
     return calls
-
-
-def _seed_functions(body: str, parameters: Parameters) -> list[ToolCall]:
-    return _functions(body, parameters, framed=False)
 
 
 def _invocations(body: str, parameters: Parameters) -> list[ToolCall]:
@@ -349,7 +347,7 @@ HARMONY = Form(_messages, _message)
 MARKS = {
     "<tool_call>": Form(_tagged_parts, _tagged),
     "<function=": Form(re.compile(r"<function=.*?(?:</function>|\Z)", re.DOTALL).findall, _functions),
-    "<seed:tool_call>": Form(_between("<seed:tool_call>", "</seed:tool_call>"), _seed_functions),
+    "<seed:tool_call>": Form(_between("<seed:tool_call>", "</seed:tool_call>"), partial(_functions, framed=False)),
     "<|python_tag|>": Form(_whole, _llama),
     "<|python_start|>": Form(_whole, _llama),
     "[TOOL_CALLS]": Form(_between(r"\[TOOL_CALLS\]", r"(?=\[TOOL_CALLS\])"), _mistral),

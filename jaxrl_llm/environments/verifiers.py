@@ -1,4 +1,7 @@
-"""Environments of the package verifiers (its `MultiTurnEnv`): `environment.name="verifiers(name='my-env')"`."""
+"""Environments of the package verifiers (its `MultiTurnEnv`): `environment.name="verifiers(name='my-env')"`.
+
+That was before verifiers 0.2; for its tasksets see verifiers_agent.py.
+"""
 
 import contextlib
 import functools
@@ -26,7 +29,10 @@ def load(name: str, options: str = "{}") -> Any:
         raise EpisodeError(f"environment.name = verifiers needs the package verifiers: {NEEDS}")
     package = importlib.import_module("verifiers")
     if not hasattr(package, "MultiTurnEnv"):
-        raise EpisodeError(f"verifiers {package.__version__} has no MultiTurnEnv any more: {NEEDS}")
+        raise EpisodeError(
+            f"verifiers {package.__version__} has no MultiTurnEnv any more: {NEEDS}; its tasksets are agents, "
+            "environment.agent=\"verifiers(taskset='my-taskset')\""
+        )
     try:
         environment = package.load_environment(name, **json.loads(options))
     except Exception as error:

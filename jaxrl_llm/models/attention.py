@@ -10,10 +10,10 @@ from flax import nnx
 
 from jaxrl_llm.distributed.sharding import attention_dims, constrain, context_shards
 from jaxrl_llm.models import quantize
-from jaxrl_llm.models.decode_attention import decode_attention
+from jaxrl_llm.models.decode_attention import MASKED, decode_attention
 from jaxrl_llm.models.fused_attention import (
+    cudnn_attention,
     flash_attention,
-    fused_attention,
     has_triton,
     implementation,
     is_in_chunks,
@@ -29,7 +29,6 @@ QUERY_BLOCKS, SMALLEST_BLOCK = 4, 64  # blocks that the queries of a row are spl
 # positions are read untransposed, and TPUs write a token's heads as one tile. A row has few queries (H/J) for its many
 # keys: with these last, attention of 64 rows is 2.5 times faster on CPUs at 256 tokens and 3.4 times at 1024.
 ROW_DIMS = {"cpu": ("jdc", "jcd"), "gpu": ("jcd", "jcd"), "tpu": ("cjd", "cjd")}
-MASKED = -1e30  # finite, so that a row with nothing to attend to (padding) stays finite too
 NO_WINDOW = 2**30  # of a layer that sees everything, among layers that do not
 
 
@@ -95,10 +94,6 @@ class Attention(nnx.Module):
             return AttentionArrays(np.zeros(config.rotated_size // 2, np.float32), 1.0, window, rotated)
         inv_freq = frequencies(layer.rope, config.rotated_size)
         return AttentionArrays(inv_freq, layer.rope.attention_factor, window, rotated)
-
-    def apply(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> jax.Array:
-        """Output `[N,T,D]`."""
-        return self.prefill(x, inputs, arrays)[0]
 
     def prefill(
         self, x, inputs: AttentionInputs, arrays: AttentionArrays
@@ -322,7 +317,7 @@ def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) ->
     elif by == "flash":
         out = flash_attention(q, k, v, inputs.segments)
     elif by == "cudnn":
-        out = fused_attention(q, k, v, mask, "cudnn")
+        out = cudnn_attention(q, k, v, mask)
     else:
         out = _in_blocks(config, q, k, v, mask, sinks, inputs.causal)
     out = constrain(out[..., :size], "rows", *query_dims, None, None)

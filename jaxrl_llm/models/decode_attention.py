@@ -17,7 +17,7 @@ BLOCK = 64  # keys that are read at once
 LEAST = 16  # rows and columns of the smallest matmul tile, whose sizes are powers of two; the rest of a tile is zeros
 PROGRAMS = 256  # that fill a GPU; fewer are split, up to SPLITS times
 SPLITS = 16
-MASKED = -1e30
+MASKED = -1e30  # finite, so that a row with nothing to attend to (padding) stays finite too
 
 
 def decode_attention(

@@ -74,10 +74,6 @@ class GatedDeltaNet(nnx.Module):
         """Nothing: layers differ in their parameters alone."""
         return ()
 
-    def apply(self, x, inputs: AttentionInputs, arrays) -> jax.Array:
-        """Output `[N,T,D]`."""
-        return self.prefill(x, inputs, arrays)[0]
-
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, PromptState]:
         """Output `[N,T,D]`, and the states behind rows that are padded on the left."""
         mixed, z, ba = self._project(x)

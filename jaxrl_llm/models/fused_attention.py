@@ -6,7 +6,7 @@ No pass keeps scores in memory (arXiv 2307.08691).
 import functools
 import importlib.util
 import re
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,11 +125,11 @@ def flash_attention(q, k, v, segments, interpret: bool = False) -> jax.Array:
     return jax.shard_map(attend, in_specs=in_specs, out_specs=queries, check_vma=False)(q, k, v, segments)
 
 
-def fused_attention(q, k, v, mask, implementation: Literal["xla", "cudnn"]) -> jax.Array:
+def cudnn_attention(q, k, v, mask) -> jax.Array:
     """`[N,t,J,H/J,d]`: attention of (scaled) queries `[N,t,J,H/J,d]` to keys and values `[N,s,J,d]`, mask `[N,t,s]`.
 
-    By `jax.nn.dot_product_attention`, whose implementation `cudnn` runs on NVIDIA GPUs, in bfloat16 or float16. jax
-    raises an error for heads that it does not take.
+    By `jax.nn.dot_product_attention`, on NVIDIA GPUs, in bfloat16 or float16. jax raises an error for heads that cuDNN
+    does not take.
     """
     heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
     # With a mask, cuDNN has gradients of rows of even length alone.
@@ -137,7 +137,7 @@ def fused_attention(q, k, v, mask, implementation: Literal["xla", "cudnn"]) -> j
     heads = jnp.pad(heads, ((0, 0), (0, odd_queries), (0, 0), (0, 0)))
     k, v = (jnp.pad(x, ((0, 0), (0, odd_keys), (0, 0), (0, 0))) for x in (k, v))
     mask = jnp.pad(mask, ((0, 0), (0, odd_queries), (0, odd_keys)))[:, None]
-    out = jax.nn.dot_product_attention(heads, k, v, mask=mask, scale=1.0, implementation=implementation)
+    out = jax.nn.dot_product_attention(heads, k, v, mask=mask, scale=1.0, implementation="cudnn")
     return out[:, : q.shape[1]].reshape(q.shape)
 
 

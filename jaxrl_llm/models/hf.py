@@ -35,6 +35,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TEMPLATES = "additional_chat_templates"  # the one folder that a tokenizer writes
 HUB_NAME = r"[A-Za-z0-9][\w.-]*"
 STEPS = "hf_steps"  # of a run, with the models of earlier steps
+CRITIC = "critic"  # of a run, and of each of those, with PPO's critic
 
 
 def locate(
@@ -153,7 +154,8 @@ def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = Fal
 
         return AutoTokenizer.from_pretrained(os.fspath(folder), trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise ConfigError(f"the tokenizer in {folder} cannot be read: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the tokenizer in {folder} cannot be read: {reason}") from error
 
 
 def find_tokenizer(

@@ -12,15 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.distributed.sharding import constrain
-from jaxrl_llm.models.attention import (
-    MASKED,
-    Attention,
-    AttentionArrays,
-    attend,
-    combined_softmax,
-    einsum,
-    write_tokens,
-)
+from jaxrl_llm.models.attention import Attention, AttentionArrays, attend, combined_softmax, einsum, write_tokens
+from jaxrl_llm.models.decode_attention import MASKED
 from jaxrl_llm.models.layers import Linear, RMSNorm
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs
 from jaxrl_llm.models.rope import Rope, rotate
@@ -52,10 +45,6 @@ class LatentAttention(nnx.Module):
         self.kv_a_norm = RMSNorm(c.latent_size, inner, rngs)
         self.kv_b = Linear(c.latent_size, c.heads * (plain + c.value_head_dim), c, rngs, name="kv_b")
         self.o = Linear(c.heads * c.value_head_dim, c.width, c, rngs, c.attention_output_bias, "o")
-
-    def apply(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> jax.Array:
-        """Output `[N,T,D]`."""
-        return self.prefill(x, inputs, arrays)[0]
 
     def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, jax.Array]:
         """Output `[N,T,D]` and the latents `[N,T,c+e]`."""

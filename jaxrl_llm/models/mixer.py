@@ -69,12 +69,8 @@ class Mixer(Protocol):
         """A pytree of the numbers in which layers with this mixer differ besides their parameters; they are stacked."""
         ...
 
-    def apply(self, x, inputs: AttentionInputs, arrays) -> jax.Array:
-        """Outputs `[N,T,D]` of x `[N,T,D]`."""
-        ...
-
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, Any]:
-        """`apply` of prompts that are padded on the left, and their caches."""
+        """Outputs `[N,T,D]` of x `[N,T,D]`, and the caches of rows that are prompts, padded on the left."""
         ...
 
     def decode(self, x, inputs: DecodeInputs, prompt, cache, arrays) -> tuple[jax.Array, Any]:

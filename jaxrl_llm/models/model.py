@@ -38,6 +38,7 @@ class Model:
     generation: dict[str, Any] | None = None  # entries of generation_config.json
     path: str | None = None
     mesh: Mesh | None = None
+    changed: bool = False  # its parameters, adapters aside, may be others than those at `path`
 
     def __call__(self, tokens, segments=None, positions=None, images: Images | None = None) -> jax.Array:
         """Logits `[N,T,V]` in fp32 of tokens `[N,T]` (scores `[N,T]` with the score head).
@@ -97,7 +98,7 @@ def load_model(
     if adapter is not None:
         adapters = peft.read(adapter, model.net, _family(model), mesh)
         params = lora.combine(_fp32_score(params), adapters)
-    return dataclasses.replace(model, params=params, mesh=mesh)
+    return dataclasses.replace(model, params=params, mesh=mesh, changed=init_key is not None)
 
 
 def describe(
@@ -338,6 +339,14 @@ def check_loaded(model: Any, function: str) -> None:
         raise ConfigError(f"{function} takes a model, not {model!r}: load it first, jaxrl_llm.load_model({model!r})")
 
 
+def check_tokenizer(model: Model) -> None:
+    """Raises ConfigError for a model that has no tokenizer."""
+    if model.tokenizer is None:
+        raise ConfigError(
+            f"the model {model.path} has no tokenizer, so it cannot read text; add its files to the folder"
+        )
+
+
 def save_hf(
     model: Model,
     path: str | os.PathLike[str],
@@ -385,15 +394,17 @@ def has_peft_adapter(model: Model) -> bool:
 def save_adapter(model: Model, path: str | os.PathLike[str]) -> None:
     """Writes the model's adapters, and its score head, as a PEFT folder; see `peft.write`.
 
-    The folder appears complete or not at all, and takes the place of an earlier one. With many processes all must call.
-    Raises ConfigError for a model without adapters, and when `path` holds something other than an adapter.
+    It names the model's path as their base, and none where the model is `changed`. The folder appears complete or not
+    at all, and takes the place of an earlier one. With many processes all must call. Raises ConfigError for a model
+    without adapters, and when `path` holds something other than an adapter.
     """
     if not lora.has_adapters(model.params):
         raise ConfigError("the model has no adapters: all of it was trained. Save it with save_hf")
     folder = Path(path).expanduser().absolute()
     hf.refuse_foreign(folder, peft.CONFIG)
     with hf.replacing(folder) as partial:
-        peft.write(partial, model.net, _family(model), model.params, masked(model.path))
+        base = None if model.changed else masked(model.path)
+        peft.write(partial, model.net, _family(model), model.params, base)
 
 
 def init_sharded(net: Net, key: jax.Array, mesh: Mesh) -> Params:

@@ -108,10 +108,6 @@ class ShortConv(nnx.Module):
         """Nothing: layers differ in their parameters alone."""
         return ()
 
-    def apply(self, x, inputs: AttentionInputs, arrays) -> jax.Array:
-        """Output `[N,T,D]`."""
-        return self.prefill(x, inputs, arrays)[0]
-
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, Tail]:
         """Output `[N,T,D]`, and the last tokens of rows that are padded on the left."""
         gated, gates = self._gated(x)

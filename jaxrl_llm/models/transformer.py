@@ -88,13 +88,9 @@ class Block(nnx.Module):
         `counted` `[N,T]` is how often a token counts in the routing, `replayed` `[N,T,k]` the experts that tokens go
         to, or None.
         """
-        normed = _normed(self.input_norm, x)
-        if is_read:
-            mixed, cache = self.mixer.prefill(normed, inputs, arrays)
-        else:
-            mixed, cache = self.mixer.apply(normed, inputs, arrays), None
+        mixed, cache = self.mixer.prefill(_normed(self.input_norm, x), inputs, arrays)
         x, _, routing = self._feed_forward(x, mixed, counted, replayed)
-        return x, (cache, routing)
+        return x, (cache if is_read else None, routing)
 
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, tuple[Any, jax.Array | None]]:
         """Hidden states after the layer, and the mixer's cache and the experts `[N,T,k]` of each token."""
@@ -455,7 +451,7 @@ class Net:
 
         Where they hold no adapters it is the base model; where they hold no keys of dropout nothing is dropped.
         """
-        net = self if has_dropout(params) else self.steady if has_adapters(params) else self.base
+        net = self if has_dropout(params) else self.without_dropout if has_adapters(params) else self.base
         params = overlaid(params)
         return nnx.merge(net.graph, params if self.config.scan_layers else unstack(params, self.config))
 
@@ -475,7 +471,8 @@ class Net:
 
     def shapes(self) -> Params:
         """The parameters as ShapeDtypeStructs."""
-        return with_saved(nnx.to_pure_dict(nnx.split(_abstract(self.steady.scanned().config))[1]), self.config.lora)
+        _, shapes = nnx.split(_abstract(self.without_dropout.scanned().config))
+        return with_saved(nnx.to_pure_dict(shapes), self.config.lora)
 
     def init(self, key) -> Params:
         """Random parameters: normal(0, init_scale) matrices, zero biases, unit norm scales.
@@ -483,7 +480,7 @@ class Net:
         Adapters are drawn apart, so that the others are those of the net without adapters.
         """
         rngs = nnx.Rngs(params=key, lora=jax.random.fold_in(key, 1))
-        params = nnx.to_pure_dict(nnx.state(Transformer(self.steady.scanned().config, rngs), nnx.Param))
+        params = nnx.to_pure_dict(nnx.state(Transformer(self.without_dropout.scanned().config, rngs), nnx.Param))
         return with_saved(params, self.config.lora)
 
     @functools.cached_property
@@ -492,7 +489,7 @@ class Net:
         return self if self.config.lora is None else Net(dataclasses.replace(self.config, lora=None))
 
     @functools.cached_property
-    def steady(self) -> "Net":
+    def without_dropout(self) -> "Net":
         """The net without dropout."""
         lora = self.config.lora
         if lora is None or not lora.dropout:

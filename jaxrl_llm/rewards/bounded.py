@@ -7,7 +7,8 @@ they give up what they have no use for (`worker.put_walls_up`).
 import atexit
 import functools
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxrl_llm.rewards.call import Call
@@ -17,14 +18,28 @@ LATE = object()  # the result of a row that was not done in time, or with the me
 MOST_ROWS = 64  # of one task, which is begun again row by row when one of them is late
 
 
+def scores_in_time(
+    name: str, spec: str, arguments: dict[str, list[Any]], seconds: float, late: Callable[[int, str], str]
+) -> list[Any]:
+    """The results of `run_bounded`; where a row is late 0.0, with the warning `late(row, "takes more than ...")`."""
+    results = run_bounded(name, spec, arguments, seconds)
+    took = f"takes more than {seconds:g} seconds, or too much memory"
+    for row, result in enumerate(results):
+        if result is LATE:
+            warnings.warn(f"{name}: {late(row, took)}: it scores 0", stacklevel=3)
+    return [0.0 if result is LATE else result for result in results]
+
+
 def run_bounded(name: str, spec: str, arguments: dict[str, list[Any]], seconds: float) -> list[Any]:
     """The results of the function `spec` ("module:function") for the rows of `arguments`, LATE where it takes too long.
 
     At most MOST_ROWS rows have `seconds` together at first, and each alone when they are late; a row that runs out of
     memory or ends its process is late too. Raises the error of the first row on which the function fails otherwise.
     """
-    rows, workers = range(len(next(iter(arguments.values())))), _workers()
-    results: list[Any] = [LATE] * len(rows)
+    rows = range(len(next(iter(arguments.values()))))
+    if not rows:
+        return []
+    workers, results = _workers(), [LATE] * len(rows)
 
     def run(parts: Sequence[Sequence[int]]) -> None:
         inputs = [{key: [values[row] for row in part] for key, values in arguments.items()} for part in parts]

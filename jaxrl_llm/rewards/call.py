@@ -23,9 +23,9 @@ from jaxrl_llm.rewards.signatures import (
     takes_any,
 )
 
-SERVICES = ("log_metric", "log_extra", "log_total", "trainer_state", "row_numbers", "batch_memory")
+SERVICES = ("log_metric", "log_extra", "log_total", "trainer_state", "row_numbers", "prompt_numbers", "batch_memory")
 # TRL has no such arguments: a function gets them when it names them, not through its **kwargs.
-BY_NAME_ONLY = ("log_total", "row_numbers", "batch_memory")
+BY_NAME_ONLY = ("log_total", "row_numbers", "prompt_numbers", "batch_memory")
 SCORES = ("score", "reward", "value")  # keys of a mapping's number: verl's, other libraries', a Harmony Grade's
 
 
@@ -80,8 +80,9 @@ class Call:
 
     The function gets copies of the arguments (see `copied`): what it changes in them, no other function sees.
     A function that calls `sys.exit` or the like has raised LeftError.
-    `services` are arguments other than columns and log; `row_numbers` are the rows' indices in the batch, and
-    `memory` is the function's own dictionary for this batch. Rows of a `rowwise` call are computed one by one.
+    `services` are arguments other than columns and log; `row_numbers` are the rows' indices in the batch,
+    `prompt_numbers` those of their prompts (None: not known), and `memory` is the function's own dictionary for this
+    batch. Rows of a `rowwise` call are computed one by one.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Call:
     row_numbers: Sequence[int] | None = None
     memory: dict[Any, Any] = field(default_factory=dict)
     log: Log = field(default_factory=Log)
+    prompt_numbers: Sequence[int] | None = None
 
     def __post_init__(self):
         self.rows = len(next(iter(self.arguments.values()), []))
@@ -107,6 +109,7 @@ class Call:
             "log_total": self.log.log_total,
             **self.services,
             "row_numbers": self.row_numbers,
+            "prompt_numbers": self.prompt_numbers,
             "batch_memory": self.memory,
         }
         names, any_name = parameter_names(self.function), takes_any(self.function)
@@ -124,7 +127,8 @@ class Call:
         assert self.row_numbers is not None
         arguments = {name: [values[row] for row in rows] for name, values in self.arguments.items()}
         numbers = [self.row_numbers[row] for row in rows]
-        return Call(self.name, self.function, arguments, self.services, numbers, self.memory)
+        prompts = None if self.prompt_numbers is None else [self.prompt_numbers[row] for row in rows]
+        return Call(self.name, self.function, arguments, self.services, numbers, self.memory, prompt_numbers=prompts)
 
     def run(self, key: int) -> Any:
         """The result of a RowGrader for one row, or the results of a batch function; a coroutine when it is async."""

@@ -54,6 +54,7 @@ class CombinedGrader:
         completion_ids: Any,
         log_metric: Any = None,
         log_total: Any = None,
+        prompt_numbers: Sequence[int] | None = None,
         **columns: Any,
     ) -> list[float | None]:
         """The weighted sums; the graders run at the same time, those that are not async in threads."""
@@ -75,7 +76,7 @@ class CombinedGrader:
 
         names = [reward_name(grader) for grader in self.graders]
         calls = [
-            Call(name, grader, accepted(name, grader, arguments), services)
+            Call(name, grader, accepted(name, grader, arguments), services, prompt_numbers=prompt_numbers)
             for name, grader in zip(names, self.graders, strict=True)
         ]
         batches = await asyncio.gather(*map(results_of, calls))

@@ -3,14 +3,13 @@
 import functools
 import json
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jsonschema import Draft202012Validator, validators
 from jsonschema_specifications import REGISTRY
 
-from jaxrl_llm.rewards.bounded import LATE, run_bounded
+from jaxrl_llm.rewards.bounded import scores_in_time
 from jaxrl_llm.rewards.replies import json_objects
 from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
 
@@ -64,7 +63,10 @@ def regex_match(completions: Sequence[Any], *, pattern: str, whole: bool = False
     texts = [text_of(completion) for completion in completions]
     rows = len(texts)
     arguments = {"texts": texts, "patterns": [pattern] * rows, "wholes": [whole] * rows}
-    return _in_time(f"regex_match: the pattern {pattern!r}", "matches", arguments)
+    return scores_in_time(
+        "regex_match", f"{__name__}:matches", arguments, ROW_SECONDS,
+        lambda row, took: f"the pattern {pattern!r} {took}, on {_with_length(texts[row])}",
+    )  # fmt: skip
 
 
 def matches(texts: Sequence[str], patterns: Sequence[str], wholes: Sequence[bool]) -> list[float]:
@@ -76,17 +78,8 @@ def matches(texts: Sequence[str], patterns: Sequence[str], wholes: Sequence[bool
     return rewards
 
 
-def _in_time(title: str, function: str, arguments: dict[str, list[Any]]) -> list[float]:
-    """The rewards that a function of this module gives in time; 0.0 with a warning where it does not."""
-    if not arguments["texts"]:
-        return []
-    results = run_bounded(title.partition(":")[0], f"{__name__}:{function}", arguments, ROW_SECONDS)
-    for text, result in zip(arguments["texts"], results, strict=True):
-        if result is LATE:
-            shown = f"{shorten(text, 100)} ({len(text)} characters)"
-            took = f"takes more than {ROW_SECONDS:g} seconds, or too much memory,"
-            warnings.warn(f"{title} {took} on {shown}: it scores 0", stacklevel=3)
-    return [0.0 if result is LATE else result for result in results]
+def _with_length(text: str) -> str:
+    return f"{shorten(text, 100)} ({len(text)} characters)"
 
 
 def length_range(
@@ -120,7 +113,7 @@ def json_schema(
         )
     schemas = [schema] * len(completions) if schema is not None else columns[column]
     rewards: list[float | None] = [None] * len(completions)
-    late: dict[str, list[Any]] = {"texts": [], "schemas": []}
+    slow: dict[str, list[Any]] = {"texts": [], "schemas": []}  # what may take long
     rows = []
     for row, (completion, wanted) in enumerate(zip(completions, schemas, strict=True)):
         wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
@@ -130,12 +123,16 @@ def json_schema(
         schema_validator(shape)
         if len(text) > LONG_TEXT or LONG_SCHEMA.search(shape):
             rows.append(row)
-            late["texts"].append(text)
-            late["schemas"].append(shape)
+            slow["texts"].append(text)
+            slow["schemas"].append(shape)
         else:
             rewards[row] = fits([text], [shape])[0]
-    for row, reward in zip(rows, _in_time("json_schema: the schema", "fits", late), strict=True):
-        rewards[row] = reward
+    scores = scores_in_time(
+        "json_schema", f"{__name__}:fits", slow, ROW_SECONDS,
+        lambda row, took: f"the schema {took}, on {_with_length(slow['texts'][row])}",
+    )  # fmt: skip
+    for row, score in zip(rows, scores, strict=True):
+        rewards[row] = score
     return rewards
 
 

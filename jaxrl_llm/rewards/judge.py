@@ -72,6 +72,8 @@ class JudgeSpec(EndpointSpec):
             raise ConfigError(
                 f"on_failure of the judge {self.name!r} is {self.on_failure!r}; it is stop, none or a number"
             )
+        if not self.tries >= 1:
+            raise ConfigError(f"tries of the judge {self.name!r} is {self.tries!r}; a reply is asked for once or more")
         # Made here, so that a wrong template or url is seen when the judge is made.
         _, _ = self.compiled, self.endpoint
 
@@ -160,6 +162,11 @@ class Judge(JudgeSpec):
         super().__post_init__()
         if self.scale is not None and not (len(self.scale) == 2 and self.scale[0] < self.scale[1]):
             raise ConfigError(f"scale of the judge {self.name!r} is {self.scale!r}; it is (lowest, highest), or None")
+        if self.criteria and not sum(self.criteria.values()):
+            raise ConfigError(
+                f"the weights in criteria of the judge {self.name!r}, {dict(self.criteria)}, have the sum 0, by which "
+                "their mean is divided; give others"
+            )
 
     by_row: ClassVar[bool] = True  # a row's score depends on that row alone, so a row is judged as soon as it has ended
 
@@ -204,10 +211,11 @@ class Judge(JudgeSpec):
 class PairwiseJudge(JudgeSpec):
     """A grader that has a language model compare the completions of a prompt: the reward is the share of wins.
 
-    Every two completions of a prompt (adjacent rows with the same prompt) are compared, in both orders unless
-    `both_orders` is false (models favour a position); a tie is half a win. `template` has `prompt`, `a`, `b` and every
-    column. A comparison that fails counts as nothing with on_failure="none", and as that share of a win with a number;
-    a completion without any comparison gets None. The other options are as in `Judge`.
+    Every two completions of a prompt are compared, in both orders unless `both_orders` is false (models favour a
+    position); a tie is half a win. Adjacent rows are of one prompt where `prompt_numbers` are the same, for prompts of
+    one text may have other images; where a caller gives none, where the prompts are. `template` has `prompt`, `a`, `b`
+    and every column. A comparison that fails counts as nothing with on_failure="none", and as that share of a win with
+    a number; a completion without any comparison gets None. The other options are as in `Judge`.
     """
 
     template: str = PAIR_TEMPLATE
@@ -216,10 +224,17 @@ class PairwiseJudge(JudgeSpec):
     both_orders: bool = True
 
     async def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], log_total: Any = None, **columns: Any
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        log_total: Any = None,
+        prompt_numbers: Sequence[int] | None = None,
+        **columns: Any,
     ) -> list[float | None]:
         """Each completion's share of wins."""
-        pairs = [pair for group in groups(prompts) for pair in itertools.combinations(group, 2)]
+        known = prompts if prompt_numbers is None else prompt_numbers
+        of_prompts = itertools.groupby(range(len(prompts)), key=lambda row: known[row])
+        pairs = [pair for _, rows in of_prompts for pair in itertools.combinations(rows, 2)]
         if self.both_orders:
             pairs += [(second, first) for first, second in pairs]
         memory: dict[str, Any] = {}
@@ -245,22 +260,17 @@ class PairwiseJudge(JudgeSpec):
         return [sum(shares) / len(shares) if shares else None for shares in wins]
 
 
-def groups(prompts: Sequence[Any]) -> list[list[int]]:
-    """The rows of each run of equal adjacent prompts."""
-    return [list(rows) for _, rows in itertools.groupby(range(len(prompts)), key=lambda row: prompts[row])]
-
-
 def shown(prompt: Any) -> str:
     """A prompt as a judge reads it: a text, or a conversation with the role before each message."""
     if isinstance(prompt, str):
         return prompt
-    texts = [_text_of_content(message["content"]) for message in prompt]
+    texts = [text_of_content(message["content"]) for message in prompt]
     if len(prompt) == 1:
         return texts[0]
     return "\n\n".join(f"{message['role']}: {text}" for message, text in zip(prompt, texts, strict=True))
 
 
-def _text_of_content(content: Any) -> str:
+def text_of_content(content: Any) -> str:
     """The text of a content, with `<image>` for each image in it."""
     if isinstance(content, str) or content is None:
         return content or ""

@@ -3,12 +3,11 @@
 import importlib.util
 import itertools
 import re
-import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from jaxrl_llm.rewards.bounded import LATE, run_bounded
+from jaxrl_llm.rewards.bounded import scores_in_time
 from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
 from jaxrl_llm.rewards.values import boxed_content, last_number, plain
 
@@ -56,16 +55,12 @@ def math_accuracy(completions: Sequence[Any], answer: Sequence[Any], **columns: 
     rows = [row for row, wanted in enumerate(answer) if wanted is not None]
     arguments = {"texts": [texts[row] for row in rows], "answers": [str(answer[row]) for row in rows]}
     rewards: list[float | None] = [None] * len(texts)
-    if not rows:
-        return rewards
-    for row, reward in zip(
-        rows, run_bounded("math_accuracy", f"{__name__}:verified", arguments, ROW_SECONDS), strict=True
-    ):
-        if reward is LATE:
-            shown = shorten(boxed_content(texts[row]) or texts[row], 100)
-            took = f"takes more than {ROW_SECONDS:g} seconds, or too much memory"
-            warnings.warn(f"math_accuracy: {shown} {took}: it scores 0", stacklevel=2)
-        rewards[row] = 0.0 if reward is LATE else reward
+    scores = scores_in_time(
+        "math_accuracy", f"{__name__}:verified", arguments, ROW_SECONDS,
+        lambda index, took: f"{shorten(boxed_content(text := arguments['texts'][index]) or text, 100)} {took}",
+    )  # fmt: skip
+    for row, score in zip(rows, scores, strict=True):
+        rewards[row] = score
     return rewards
 
 

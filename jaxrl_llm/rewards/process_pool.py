@@ -108,7 +108,8 @@ class Job:
             # It would be pickled by name, which a worker would look up in another main module.
             if function is not None and b"__main__" in function:
                 raise pickle.PicklingError("it is defined in the main script")
-            return pickle.dumps((self.spec, function, call.name, call.arguments, call.services, keys))
+            of_call = call.name, call.arguments, call.services, call.prompt_numbers
+            return pickle.dumps((self.spec, function, *of_call, keys))
         except Exception as error:
             raise RewardError(
                 f"reward {call.name!r} cannot be sent to a worker process ({error}); define it in a module or file and "

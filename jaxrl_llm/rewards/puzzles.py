@@ -7,11 +7,10 @@ import importlib.util
 import inspect
 import json
 import re
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_llm.rewards.bounded import LATE, run_bounded
+from jaxrl_llm.rewards.bounded import scores_in_time
 from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
 
 ROW_SECONDS = 12.0  # to verify an answer; the first of a process imports the package
@@ -45,15 +44,10 @@ def reasoning_gym_score(completions: Sequence[Any], reasoning_gym: Sequence[str]
         answers.append((text[start + len("<answer>") : end] if start >= 0 else text).strip())
     configs, entries = zip(*map(_entry, reasoning_gym), strict=True)
     arguments = {"answers": answers, "configs": list(configs), "entries": list(entries)}
-    scores = run_bounded("reasoning_gym_score", f"{__name__}:verified", arguments, ROW_SECONDS)
-    for answer, score in zip(answers, scores, strict=True):
-        if score is LATE:
-            warnings.warn(
-                f"reasoning_gym_score: {shorten(answer, 100)} takes more than {ROW_SECONDS:g} seconds, or too much "
-                "memory: it scores 0",
-                stacklevel=2,
-            )
-    return [0.0 if score is LATE else score for score in scores]
+    return scores_in_time(
+        "reasoning_gym_score", f"{__name__}:verified", arguments, ROW_SECONDS,
+        lambda row, took: f"{shorten(answers[row], 100)} {took}",
+    )  # fmt: skip
 
 
 def verified(answers: Sequence[str], configs: Sequence[str], entries: Sequence[Any]) -> list[float]:

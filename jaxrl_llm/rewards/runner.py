@@ -5,10 +5,10 @@ set except `prompt`, under its own name; it returns one number for each completi
 may be `async`, and have a `setup()` and a `close()`. Prompts and completions are text, or lists of messages when the
 data is conversational. A function without `**kwargs` gets only the columns that it names. It may also ask for
 `trainer_state` (with `global_step` and `max_steps`), `log_metric(name, value)` and `log_extra(column, values)`, as in
-TRL, and for `log_total(name, value)`, `row_numbers`, the indices of its rows in the batch, and `batch_memory`, a
-dictionary that is the same for all of its calls with rows of the batch. An async grader with the attribute
-`by_row = True` is called with one row at a time, as soon as that row has ended. signatures.py lists the other ways in
-which a reward may be written.
+TRL, and for `log_total(name, value)`, `row_numbers`, the indices of its rows in the batch, `prompt_numbers`, those of
+their prompts (None where the caller does not say them), and `batch_memory`, a dictionary that is the same for all of
+its calls with rows of the batch. An async grader with the attribute `by_row = True` is called with one row at a time,
+as soon as that row has ended. signatures.py lists the other ways in which a reward may be written.
 """
 
 import concurrent.futures
@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxrl_llm.config.background import EventLoop, TimeUpError
 from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
-from jaxrl_llm.config.user_code import contained, described
+from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.rewards.built_in import BUILT_IN
 from jaxrl_llm.rewards.call import SERVICES, Call, Outcome, Scores, mean_extras, read_results
 from jaxrl_llm.rewards.combined import CombinedGrader, call_if_present
@@ -128,7 +128,7 @@ def _resolve(spec: str | RewardFunction) -> RewardFunction:
     except ConfigError:
         raise
     except Exception as error:
-        raise RewardError(f"the reward {spec!r} cannot be made: {described(error)}") from error
+        raise RewardError(f"the reward {spec!r} cannot be made: {error_text(error)}") from error
     if not callable(made) and not hasattr(made, "grade"):
         raise RewardError(f"the reward {spec!r} is a class, and what it makes, {shorten(made, 60)}, cannot be called")
     return made
@@ -213,22 +213,30 @@ class Rewards:
         completion_ids: Sequence[Sequence[int]],
         columns: Columns,
         state: TrainerState = NO_STEP,
+        prompt_numbers: Sequence[int] | None = None,
     ) -> "Pending":
         """Start async functions and worker processes; `.result()` runs the other functions and waits for all.
 
-        `columns` holds a list of N values for each column of the data set; `prompt` is left out.
+        `columns` holds a list of N values for each column of the data set; `prompt` is left out. Adjacent rows with the
+        same number in `prompt_numbers` are of one prompt; None: those with equal prompts.
 
         Raises RewardError: a function needs an argument the data does not have, or the inputs differ in length.
         """
         for name, values in (("completions", completions), ("completion_ids", completion_ids)):
             _check_length(name, values, prompts)
-        pending = self.open(prompts, columns, state)
+        pending = self.open(prompts, columns, state, prompt_numbers)
         for row, (completion, ids) in enumerate(zip(completions, completion_ids, strict=True)):
             pending.give(row, completion, ids)
         pending.start()
         return pending
 
-    def open(self, prompts: Sequence[Any], columns: Columns, state: TrainerState = NO_STEP) -> "Pending":
+    def open(
+        self,
+        prompts: Sequence[Any],
+        columns: Columns,
+        state: TrainerState = NO_STEP,
+        prompt_numbers: Sequence[int] | None = None,
+    ) -> "Pending":
         """A batch whose completions are given one by one, then `start()`; otherwise like `submit`."""
         rows = len(prompts)
         inputs = {"prompts": list(prompts), "completions": [None] * rows, "completion_ids": [None] * rows}
@@ -238,9 +246,12 @@ class Rewards:
         inputs |= {name: list(values) for name, values in columns.items() if name != "prompt"}
         for name, values in inputs.items():
             _check_length(name, values, prompts)
+        if prompt_numbers is not None:
+            _check_length("prompt_numbers", prompt_numbers, prompts)
         self.setup()
+        services = {"trainer_state": state}
         calls = [
-            Call(name, grader, accepted(name, grader, inputs, SERVICES), {"trainer_state": state})
+            Call(name, grader, accepted(name, grader, inputs, SERVICES), services, prompt_numbers=prompt_numbers)
             for name, grader in zip(self.names, self.graders, strict=True)
             if rows  # no function is called without any
         ]
@@ -273,7 +284,7 @@ class Rewards:
             except TimeUpError:
                 raise RewardError(f"{method}() of reward {name!r} took more than {SETUP_SECONDS:g} seconds") from None
             except Exception as error:
-                raise RewardError(f"{method}() of reward {name!r} raised {described(error)}") from error
+                raise RewardError(f"{method}() of reward {name!r} raised {error_text(error)}") from error
 
 
 class Pending:
@@ -413,7 +424,7 @@ class Pending:
     def _fail(self, call: Call, error: Exception, row: int | None, count: int = 1) -> None:
         """Raise the error of a failed row (None: of the batch), or warn of it and count `count` rows."""
         where = f"called with rows 0 to {call.rows - 1}" if row is None else f"on row {row} ({call.describe(row)})"
-        message = f"reward {call.name!r} raised {described(error)}, {where}"
+        message = f"reward {call.name!r} raised {error_text(error)}, {where}"
         if self.rewards.on_error == "stop":
             raise RewardError(message) from error
         warnings.warn(message, stacklevel=2)

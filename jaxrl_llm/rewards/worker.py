@@ -29,14 +29,14 @@ def serve(frames: Frames) -> None:
     frames.send(b"ready")
     with contextlib.suppress(EOFError, KeyboardInterrupt, OSError):
         while True:
-            spec, pickled, name, arguments, services, keys = pickle.loads(frames.receive())
+            spec, pickled, name, arguments, services, prompts, keys = pickle.loads(frames.receive())
             identity, call = spec or pickled, None
             for key in keys:
                 try:
                     if call is None:
                         if identity not in functions:
                             functions[identity] = load_grader(spec) if spec is not None else pickle.loads(pickled)
-                        call = Call(name, functions[identity], arguments, services)
+                        call = Call(name, functions[identity], arguments, services, prompt_numbers=prompts)
                     _send(frames, ("result", key, call.run(key)))
                 except Exception as error:
                     with contextlib.suppress(Exception):  # of an error that is frozen

@@ -7,6 +7,7 @@ turn starts in state 0: observation tokens are read by no automaton.
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 
 class Automaton(NamedTuple):
@@ -44,6 +45,11 @@ class Automaton(NamedTuple):
         A transition that there is not belongs to a wrong proposal, and where it leads is never read.
         """
         return jnp.where(observed, 0, jnp.maximum(transitions, ~transitions))
+
+
+def packed(allowed: np.ndarray) -> np.ndarray:
+    """Booleans `[V]` as the bits of uint32 words `[V/32]`."""
+    return np.packbits(np.pad(allowed, (0, -len(allowed) % 32)), bitorder="little").view("<u4")
 
 
 def unpacked(words, vocab: int):

@@ -15,7 +15,7 @@ import numpy as np
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata, Automaton
+from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata, Automaton, packed
 
 MOST_TRANSITIONS = 1 << 28  # states x tokens of an automaton: 32 MB of bits, some seconds of work
 TOKENS_AT_ONCE = 4096
@@ -228,13 +228,7 @@ def guided(automaton: ByteAutomaton, texts: Sequence[bytes | None], eos: Sequenc
     following = np.concatenate([following, np.where(automaton.final, 0, DEAD)[:, None].astype(np.int32)], axis=1)
     classes = tokens.classes.copy()
     classes[list(eos)] = following.shape[1] - 1
-    words = -(-len(classes) // 32)
-    allowed = np.zeros((len(following), words), np.uint32)
-    for state, row in enumerate(following):
-        bits = np.zeros(words * 32, bool)
-        bits[: len(classes)] = row[classes] != DEAD
-        allowed[state] = np.packbits(bits, bitorder="little").view("<u4")
-    return Automaton(following, classes, allowed)
+    return Automaton(following, classes, np.stack([packed(row[classes] != DEAD) for row in following]))
 
 
 def _of_tokens(automaton: ByteAutomaton, texts: Sequence[bytes | None], name: str) -> Automaton:

@@ -136,6 +136,11 @@ class Engine:
         on_cpu = jax.default_backend() == "cpu"
         return net.scanned() if on_cpu and net.config.quantize != "none" else net.unrolled()
 
+    @property
+    def prompt_axis(self) -> int:
+        """The axis of prompts in caches: behind the layers, where these are stacked."""
+        return 1 if self.decoder.config.scan_layers else 0
+
     def decoding_params(self, params: Params) -> Params:
         """The parameters that the decoder computes with."""
         return decoding_params(on_device(params), self.decoder)
@@ -300,11 +305,6 @@ def _shards() -> int:
     return 1 if mesh.empty else row_shards(mesh)
 
 
-def _prompt_axis(engine: Engine) -> int:
-    """The axis of prompts in caches: behind the layers, where these are stacked."""
-    return 1 if engine.decoder.config.scan_layers else 0
-
-
 @functools.partial(jax.jit, static_argnames="decoder")
 def decoding_params(params: Params, decoder: Net) -> Params:
     """The parameters in the type they are computed in, so that a step reads no more than it must, adapters merged.
@@ -364,7 +364,7 @@ def prefill(
     hidden, cache, experts = model.prefill(_with_copies(prompts, copies), _with_copies(segments, copies), images)
     if copies:
         hidden, experts = jax.tree.map(lambda x: x[:count], (hidden, experts))
-        cache = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, 0, count, axis=_prompt_axis(engine)), cache)
+        cache = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, 0, count, axis=engine.prompt_axis), cache)
     alike = max(0, STEADY_PROMPTS - count) if steady else 0
     logits = model.logits(_with_copies(hidden[:, -1], alike))[:count]
     if engine.cache_dtype is not None:
@@ -427,7 +427,7 @@ def assign(
 ) -> tuple[Prompts, Slots]:
     """The prompts and slots of a grid, with empty row caches for `capacity` tokens, or with none unless `empty`."""
     shards, g, r = grid.row.shape
-    axis, all_prompts = _prompt_axis(engine), all_prompts._replace(experts=None)
+    axis, all_prompts = engine.prompt_axis, all_prompts._replace(experts=None)
     prompts = all_prompts
     if (shards * g, r) != rows.length.shape or not empty:  # of all rows at once they are read where they are
         cache = jax.tree.map(lambda x: take(x, grid.prompt, axis), all_prompts.cache)
@@ -450,7 +450,7 @@ def reassign(
 
     `sources` `[shards, G*R]` are the slots that the grid's rows had before (`SlotGrid.slots_in`).
     """
-    moved = functools.partial(_moved, sources=sources, axis=_prompt_axis(engine), rows=grid.row.shape[-1])
+    moved = functools.partial(_moved, sources=sources, axis=engine.prompt_axis, rows=grid.row.shape[-1])
     cache = replace_caches(engine.decoder.with_mixers(slots.cache), lambda _, cache: moved(cache))
     prompts, following = assign(engine, all_prompts, rows, keys, grid, slots.capacity, empty=False)
     return prompts, following.replace(cache=cache)
@@ -505,7 +505,7 @@ def _with_experts(engine: Engine, rows: Rows, places, experts) -> Rows:
 
     Those of a wrong proposal are written over once the token that is there in its stead is computed.
     """
-    if rows.experts is None or (found := _recorded(engine, experts)) is None:
+    if (found := _recorded(engine, experts)) is None:
         return rows
     found = found.reshape(*places.shape, *found.shape[2:])
     return rows._replace(experts=set_places(rows.experts, places, found))
@@ -599,7 +599,7 @@ def read_observations(engine: Engine, params, prompts: Prompts, slots: Slots, in
 
     The newest token of a row enters its cache with the next one, so the last observed one is decoded like others.
     """
-    shards, axis = len(index), _prompt_axis(engine)
+    shards, axis = len(index), engine.prompt_axis
     g, r = slots.rows.length.shape
     # One row of each of m prompts: slots that read, and whose prompts are taken along, are few.
     index_in = jnp.minimum(index, g * r // shards - 1)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.rollout.automata import Automaton
+from jaxrl_llm.rollout.automata import Automaton, packed
 from jaxrl_llm.rollout.constraints import setting_text, token_bytes
 from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
 
@@ -28,7 +28,7 @@ class Vocabulary:
         self.tokenizer = package.LLTokenizer(wrapped, n_vocab=vocab, eos_token=list(eos))
         forbidden = np.array([text is None or text == b"" for text in texts])
         forbidden[list(eos)] = False
-        self.size, self.permitted = vocab, _packed(~forbidden)
+        self.size, self.permitted = vocab, packed(~forbidden)
 
 
 class Grammar:
@@ -141,11 +141,6 @@ class GrammarRows:
                 self.lengths[row] = lengths[slot]
             allowed[slot] = in_grammar.bits
         return _table(allowed, vocabulary.size)
-
-
-def _packed(kept: np.ndarray) -> np.ndarray:
-    """Booleans `[V]` as the bits of uint32 words `[V/32]`."""
-    return np.packbits(np.pad(kept, (0, -len(kept) % 32)), bitorder="little").view("<u4")
 
 
 def _table(allowed: np.ndarray, vocab: int) -> Automaton:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxrl_llm.distributed.sharding import local_rows
+from jaxrl_llm.distributed.sharding import first_local_row, local_rows, local_start
 from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
 
 MIN_TOKENS = 8  # observation tokens that are read at once; for fewer the program is not worth compiling
@@ -44,7 +44,7 @@ class TurnTracker:
 
     def __init__(self, server: TurnServer, rows: int, max_length: int):
         self.server, self.rows, self.max_length = server, rows, max_length
-        self.first_row = jax.process_index() * (rows // jax.process_count())  # of this process
+        self.first_row = first_local_row(rows)
         self.waiting = np.zeros(rows, bool)
         self.over = np.zeros(rows, bool)
 
@@ -102,13 +102,6 @@ def slots_to_read(counts: np.ndarray, least: int = MIN_TOKENS) -> np.ndarray | N
     for row, chosen in zip(index, slots, strict=True):
         row[: len(chosen)] = chosen
     return index
-
-
-def local_start(tokens: Any) -> int:
-    """The index at which this process's rows of a global array begin."""
-    if tokens.is_fully_addressable:
-        return 0
-    return min(shard.index[0].start or 0 for shard in tokens.addressable_shards)
 
 
 def _over_processes(x: np.ndarray, merge) -> np.ndarray:

@@ -16,9 +16,9 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import on_device, row_sharding, row_shards, shardings
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.borders import Border, OnBorder
-from jaxrl_llm.rollout.engine import Engine, Rollout, decoding_params
+from jaxrl_llm.rollout.engine import Engine, decoding_params
 from jaxrl_llm.rollout.multi_turn import TurnServer
-from jaxrl_llm.rollout.slots import Begun
+from jaxrl_llm.rollout.slots import Begun, Rollout
 from jaxrl_llm.rollout.streaming import OnFinished
 
 
@@ -40,7 +40,7 @@ class ReshardedEngine(Engine):
             params = on_device(params)
             shapes = jax.eval_shape(functools.partial(decoding_params, decoder=self.decoder), params)
             targets = shardings(shapes, self.mesh)
-            return jax.block_until_ready(_resharding(_decoding_params, targets, engine=self)(params))
+            return jax.block_until_ready(_resharding(decoding_params, targets, decoder=self.decoder)(params))
 
     def generate(
         self,
@@ -115,10 +115,6 @@ def _resharding(function, targets, **options):
 def _compiled(function, structure, targets: tuple, options: tuple):
     # Kept here: a new jit object for each step, of a new partial, would compile each step.
     return jax.jit(functools.partial(function, **dict(options)), out_shardings=jax.tree.unflatten(structure, targets))
-
-
-def _decoding_params(params: Params, engine: Engine) -> Params:
-    return decoding_params(params, engine.decoder)
 
 
 def _same(arrays):

@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
-from jaxrl_llm.distributed.sharding import local_rows
-from jaxrl_llm.rollout.multi_turn import local_start
+from jaxrl_llm.distributed.sharding import first_local_row, local_rows, local_start
 from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
 
 OnFinished = Callable[[int, list[int]], None]  # gets a row of this process, from 0, and its tokens
@@ -18,7 +16,7 @@ class FinishedRows:
 
     def __init__(self, on_finished: OnFinished | None, rows: int):
         self.on_finished, self.rows = on_finished, rows
-        self.first_row = jax.process_index() * (rows // jax.process_count())  # of this process
+        self.first_row = first_local_row(rows)
         self.collected = np.zeros(rows, bool)
 
     def collect(self, grid: SlotGrid, tokens: Any, lengths, ended) -> list[tuple[int, list[int]]]:

@@ -25,8 +25,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.serving.bodies import Asked, BadRequestError, parse, parse_json
+from jaxrl_llm.serving.bodies import Asked, parse, parse_json
 from jaxrl_llm.serving.choice import Choice, Piece
+from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.grid import RowRequest
 from jaxrl_llm.serving.guides import Guides
 from jaxrl_llm.serving.metrics import Metrics
@@ -126,7 +127,7 @@ class Server:
         return endpoint
 
     def _authorise(self, request: Request) -> None:
-        given = request.headers.get("authorization", "")
+        given = request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"
         if self.api_key and not hmac.compare_digest(given.encode(), f"Bearer {self.api_key}".encode()):
             raise BadRequestError("the API key is missing or wrong: send it as Authorization: Bearer KEY", 401,
                                   "invalid_api_key")  # fmt: skip
@@ -135,7 +136,7 @@ class Server:
         if self.active > self.limits.requests:
             raise BadRequestError(f"{self.active - 1} requests are being answered; ask again later", 429)
 
-    async def body(self, request: Request) -> dict[str, Any]:
+    async def body(self, request: Request, most: int | None = None) -> dict[str, Any]:
         """The JSON object that a request brings; raises BadRequestError where it is too large, too slow or none."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         # Any page in a browser may post forms and plain text to this machine, but no JSON, and knows no key.
@@ -143,7 +144,12 @@ class Server:
             raise BadRequestError(
                 f"the body's content type is {kind[:100] or 'missing'}; send Content-Type: application/json", 415
             )
-        most, data = self.limits.body, bytearray()
+        data = await self.read(request, most or self.limits.body)
+        return await asyncio.to_thread(parse_json, data) if len(data) > AT_ONCE else parse_json(data)
+
+    async def read(self, request: Request, most: int) -> bytes:
+        """The bytes that a request brings, up to `most`; raises BadRequestError where they are more, or too slow."""
+        data = bytearray()
         self.active -= 1  # who sends slowly takes no other's place
         try:
             length = request.headers.get("content-length", "")
@@ -159,7 +165,7 @@ class Server:
         finally:
             self.active += 1
         self._check_room()
-        return await asyncio.to_thread(parse_json, bytes(data)) if len(data) > AT_ONCE else parse_json(bytes(data))
+        return bytes(data)
 
     async def asked(self, body: Mapping[str, Any], chat: bool) -> Asked:
         """The checked request of a body, by a thread: long texts and images take seconds. Raises BadRequestError."""
@@ -326,7 +332,7 @@ class Answer:
             prompt = choice.index // asked.n
             request = RowRequest(
                 choice.prompt, asked.limits[prompt], asked.sampling, asked.ends, seed, choice.index,
-                asked.logprobs or 0, scored, grammar, asked.model if asked.model in server.queue.adapters else "",
+                asked.logprobs or 0, scored, grammar, "" if asked.model == server.names[0] else asked.model,
                 asked.tiles if asked.pixels is None else asked.pixels,  # those of a session are read with its prompt
             )  # fmt: skip
             choice.handle = Handle(request, functools.partial(deliver, choice))
@@ -383,10 +389,14 @@ class Answer:
         prompts, completions = sum(map(len, self.asked.prompts)), sum(len(choice.ids) for choice in self.choices)
         return {"prompt_tokens": prompts, "completion_tokens": completions, "total_tokens": prompts + completions}
 
-    async def whole(self) -> Response:
-        """The answer, when all choices have ended."""
+    async def finished(self) -> None:
+        """Returns when all choices have ended."""
         async for _ in self.pieces():
             pass
+
+    async def whole(self) -> Response:
+        """The answer, when all choices have ended."""
+        await self.finished()
         if self.asked.logprobs is None and self.asked.prompt_logprobs is None:
             return self._response()
         return await asyncio.to_thread(self._response)  # it may have millions of numbers

@@ -4,6 +4,7 @@
 |---|---|
 | `/session/ID/v1/chat/completions`, `/session/ID/v1/completions` | as those of `app.py`, sampled as the run is |
 | `/session/ID/v1/models` | the model's name |
+| `/session/v1/chat/completions`, ... | the same for one client of many sessions: `model` names the session |
 | `/session/ID/reward`, `/session/ID/v1/reward` | `{"reward": 1.0}`: see `Session.set_reward` |
 | `/session/ID/v1/sub_agents` | `{"name": "searcher"}`: see `Session.open_sub_agent`; answers with its addresses |
 """
@@ -23,14 +24,18 @@ from starlette.responses import JSONResponse, Response
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.serving.app import Answer, EventStream, Limits, Server
-from jaxrl_llm.serving.bodies import Asked, BadRequestError, parse
+from jaxrl_llm.serving.bodies import Asked, parse
 from jaxrl_llm.serving.choice import Choice, Piece
+from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.queue import RequestQueue, StoppedError
 from jaxrl_llm.serving.sessions import MODEL, Call, Session, SessionSpec
 
 MANY = 2**20  # requests at once and rows that wait: as many as agents ask for
 ANY_LENGTH = 2**31  # sessions bound their rows themselves
 LARGEST = 2**28  # bytes of a request, which may have images
+# Seconds of a connection between two calls. Clients keep theirs for 5 to 90: one that the server ends first, as a call
+# is sent on it, fails that call.
+KEPT_ALIVE = 120
 
 
 class Gateway:
@@ -46,17 +51,20 @@ class Gateway:
         paths = (
             ("chat/completions", "POST", functools.partial(self.complete, chat=True)),
             ("completions", "POST", functools.partial(self.complete, chat=False)),
-            ("models", "GET", self.models),
+            ("models", "GET", Server.models),
             ("reward", "POST", self.reward),
             ("sub_agents", "POST", self.open_sub_agent),
         )
         routes = [("/session/{id}/reward", "POST", self.reward)]
         routes += [(f"/session/{{id}}/v1/{path}", method, handler) for path, method, handler in paths]
+        routes += [(f"/session/v1/{path}", method, handler) for path, method, handler in paths[:3]]
         limits = Limits(ANY_LENGTH, body=LARGEST, requests=MANY, rows=MANY, seconds=seconds)
         self.server = Server(queue, turns.tokenizer, [MODEL], turns.eos, vocabulary, limits, self.key, routes)
         listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.url = "http://{}:{}".format(*listener.getsockname())
-        config = uvicorn.Config(self.server.app, log_level="warning", access_log=False, lifespan="off")
+        config = uvicorn.Config(
+            self.server.app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=KEPT_ALIVE
+        )
         self.web = uvicorn.Server(config)
         self.thread = threading.Thread(
             target=self.web.run, kwargs={"sockets": [listener]}, daemon=True, name="agents' endpoint"
@@ -95,15 +103,15 @@ class Gateway:
         self.web.should_exit = self.web.force_exit = True
         self.thread.join(10)
 
-    def _session(self, request: Request) -> Session:
-        name = request.path_params["id"]
+    def _session(self, name: str) -> Session:
         if name not in self.sessions:
             raise BadRequestError(f"there is no session {name!r:.100}: it is over", 403, "session_over")
         return self.sessions[name]
 
     async def complete(self, server: Server, request: Request, chat: bool) -> Response:
         """The completions of a request, which its session keeps."""
-        session, body = self._session(request), await server.body(request)
+        body = await server.body(request)
+        session = self._session(request.path_params.get("id", str(body.get("model"))))
         call = Call(session)
         asked = parse(body | {"model": MODEL}, chat, server.tokenizer, server.names, server.eos, ANY_LENGTH,
                       server.vocabulary, MANY, call.render, self.images)  # fmt: skip
@@ -116,20 +124,16 @@ class Gateway:
         finally:
             answer.close()
 
-    async def models(self, server: Server, request: Request) -> Response:
-        """The model's name."""
-        return await server.models(request)
-
     async def reward(self, server: Server, request: Request) -> Response:
         """Sets the reward of a session, or of one of its turns."""
-        session, body = self._session(request), await server.body(request)
+        session, body = self._session(request.path_params["id"]), await server.body(request)
         with self.lock:
             session.set_reward(body)
         return JSONResponse({"success": True})
 
     async def open_sub_agent(self, server: Server, request: Request) -> Response:
         """Opens a sub-agent of a session: its name, and the addresses for its calls and its reward."""
-        session, body = self._session(request), await server.body(request)
+        session, body = self._session(request.path_params["id"]), await server.body(request)
         with self.lock:
             sub_agent = session.open_sub_agent(body)
             self.sessions[sub_agent.name] = sub_agent

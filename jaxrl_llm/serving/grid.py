@@ -288,7 +288,7 @@ def widened(engine: Engine, params, prompts: Prompts, width: int) -> Prompts:
 @functools.partial(jax.jit, static_argnames="engine", donate_argnames="grid")
 def join(engine: Engine, params, grid: Grid, prompts: Prompts, rows: Rows, keys, index) -> Grid:
     """The grid with new prompts and their rows at the places `index` `[B]`; the prompts get its width."""
-    axis = 1 if engine.decoder.config.scan_layers else 0
+    axis = engine.prompt_axis
     if prompts.tokens.shape[1] != grid.width:
         prompts = widened(engine, params, prompts, grid.width)
 

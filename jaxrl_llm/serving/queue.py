@@ -11,6 +11,7 @@ The grid decodes with one adapter at a time: a turn of an adapter takes the rows
 and further ones while nobody waits for another.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import threading
@@ -115,14 +116,16 @@ class RequestQueue:
         mesh: Any = None,
         adapters: Mapping[str, tuple[LoraConfig, Any]] | None = None,
         prefix_bytes: int = 0,
+        adapts: bool = False,
     ):
-        """`adapters` of the net are what `models.model.load_adapter` gives, by the names that requests call them.
+        """`adapters` of the net are what `models.model.load_adapter` gives, by the names that requests call them; with
+        `adapts` there may be others later.
 
         Texts that were computed are kept for those that go on with them, in so many bytes; none of a recurrent net.
         """
         self._prefixes = PrefixCache(prefix_bytes if engine.net.config.shares_prefixes else 0)
         self.engine, self.size, self.mesh, self.counts = engine, size, mesh, Counts()
-        self.adapters = dict(adapters or {})
+        self.adapters, self._adapts = dict(adapters or {}), adapts or bool(adapters)
         self._adapter, self._turn = "", 0.0  # that the grid decodes with, and when its turn began
         self._set(params)
         self._condition = threading.Condition()
@@ -149,6 +152,8 @@ class RequestQueue:
         with self._condition:
             if self._released:
                 raise StoppedError("there are no weights at the moment")
+            if gone := {handle.request.adapter for handle in handles} - {"", *self.adapters}:
+                raise StoppedError(f"{gone.pop()} was let go; ask again")
             if self._stopping or self.failure is not None:
                 raise StoppedError("the server is stopping" if self.failure is None else f"it failed: {self.failure}")
             self._waiting.extend(handles)
@@ -179,13 +184,14 @@ class RequestQueue:
             self._set(params)
             self.counts.weight_version += 1
 
-        self._call(replace, done)
+        self.call(replace, done)
 
     def clear_prefixes(self, done: Callable[[BaseException | None], None]) -> None:
         """Forgets the texts that are kept; `done` is called when that is so."""
-        self._call(self._forget, done)
+        self.call(self._forget, done)
 
-    def _call(self, call: Callable[[], Any], done: Callable[[BaseException | None], None]) -> None:
+    def call(self, call: Callable[[], Any], done: Callable[[BaseException | None], None]) -> None:
+        """Has the queue's thread call a function between two chunks; `done` gets what it raised, or None."""
         with self._condition:
             if not self._ended:
                 self._calls.append((call, done))
@@ -193,10 +199,35 @@ class RequestQueue:
                 return
         done(self.failure or StoppedError("the queue has stopped"))
 
+    async def called(self, call: Callable[[], Any]) -> Any:
+        """What a function returns that `call` has called, or raises what it raises; for coroutines."""
+        loop, found = asyncio.get_running_loop(), []
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def tell(error: BaseException | None) -> None:
+            if not future.done():
+                future.set_result(found[0]) if error is None else future.set_exception(error)
+
+        def done(error: BaseException | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+                loop.call_soon_threadsafe(tell, error)
+
+        self.call(lambda: found.append(call()), done)
+        return await future
+
+    def forget_adapter(self, name: str) -> bool:
+        """Lets an adapter go unless it is in use; True where it did. For functions that `call` has called."""
+        with self._condition:
+            used = any(handle.request.adapter == name for handle in (*self._rows, *self._waiting) if handle is not None)
+            if used or name == self._adapter:
+                return False
+            del self.adapters[name]
+            return True
+
     def _set(self, params: Any) -> None:
         """Takes other parameters of the net, or none of them where it raises."""
         self._params = self._merged(params)
-        self._base = params if self.adapters else None  # adapters are merged into it when their turn comes
+        self._base = params if self._adapts else None  # adapters are merged into it when their turn comes
         self._released = False
         self._forget()
 
@@ -227,7 +258,7 @@ class RequestQueue:
                 self._rows = [None] * self.size
                 self._waiting.clear()
 
-        self._call(drop, done)
+        self.call(drop, done)
 
     def stop(self, wait: float | None = None) -> None:
         """Takes no more requests; returns when the rows that were asked for have ended, or after `wait` seconds."""

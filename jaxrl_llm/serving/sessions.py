@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.data.image_rows import ImageReader, ImageText, Tiles
+from jaxrl_llm.data.image_rows import ImageText, Tiles
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import continued_ids, render_prompt
 from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.serving.bodies import Asked, BadRequestError
+from jaxrl_llm.serving.bodies import Asked
 from jaxrl_llm.serving.choice import Choice
+from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.queue import Handle
 
 MODEL = "policy"  # whatever model a request names
@@ -286,11 +287,6 @@ class Call:
         if not self.history:  # token ids, which nobody has rendered
             asked.prompts[0] = self.render(asked.prompts[0])
         prompt, room = asked.prompts[0], spec.completion
-        if asked.tiles is None:
-            try:
-                ImageReader(session.turns.tokenizer).check_none(prompt)
-            except ConfigError as error:
-                raise BadRequestError(str(error), param="messages" if asked.chat else "prompt") from None
         if self.before is not None:
             room -= len(self.before.completion_ids) + len(self.observed)
         elif len(prompt) > spec.prompt:

@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.serving.app import Answer, Server
-from jaxrl_llm.serving.bodies import BadRequestError
 from jaxrl_llm.serving.choice import Choice
+from jaxrl_llm.serving.errors import BadRequestError
 
 # Fields of `/generate/` and `/chat/` that have another name in a completion.
 REGEX = ("structured_outputs_regex", "guided_decoding_regex")
@@ -63,9 +63,9 @@ async def _sampled(server: Server, request: Request, chat: bool) -> Response:
     if any(asked.pixels is not None for asked in each):
         raise BadRequestError("messages has images; this endpoint takes text alone", param=name)
     prompts, limits = ([x for asked in each for x in getattr(asked, name)] for name in ("prompts", "limits"))
-    answer = Answer(server, dataclasses.replace(each[0], prompts=prompts, limits=limits, tools=False))
+    answer = Answer(server, dataclasses.replace(each[0], prompts=prompts, limits=limits, tools=()))
     try:
-        await server.unless_left(request, answer.whole())
+        await server.unless_left(request, answer.finished())
     finally:
         answer.close()
     choices, found = answer.choices, None

@@ -1,1 +1,1 @@
-"""Tools beside training, which never imports them: migration, plans, reports and model cards."""
+"""Tools beside training, which never imports them: migration, plans, reports, model cards, and Tinker's server."""

@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.distillation import distilled_advantages
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import resolve_with_options
-from jaxrl_llm.rollout.engine import Rollout
+from jaxrl_llm.rollout.slots import Rollout
 
 # What a rule may ask for, by the names of its arguments. It returns advantages [N] or [N,T], and with a critic a pair:
 # advantages and the returns [N,T] that its values should have been. With baselines the second are those after the step.
@@ -427,5 +427,7 @@ def _length_metrics(rollout: Rollout) -> dict[str, jax.Array]:
         "completions/min_terminated_length": terminated["terminated/min"],
         "completions/max_terminated_length": terminated["terminated/max"],
         "completions/clipped_ratio": 1.0 - ended.mean(),
+        # A row's first token comes from the prefill; idle slots give none.
+        "rollout/useful_token_fraction": (lengths - 1).sum() / jnp.maximum(rollout.steps.sum(), 1.0),
         "num_tokens": (rollout.segments > 0).sum(),
     }

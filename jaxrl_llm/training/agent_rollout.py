@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
+from jaxrl_llm.data import Row
 from jaxrl_llm.data.image_rows import Tiles
 from jaxrl_llm.data.images import ImageLimits, data_url
 from jaxrl_llm.data.observations import TurnTokenizer
@@ -25,17 +26,15 @@ from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.environments.agents import Agents, Connection, Outcome, Reward
 from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rollout.engine import Engine, Rollout
+from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.rollout.slots import row_keys
+from jaxrl_llm.rollout.slots import Rollout, row_keys
 from jaxrl_llm.serving.queue import RequestQueue
 from jaxrl_llm.serving.sessions import MODEL, Branch, Session, SessionSpec
 from jaxrl_llm.training.external_rollout import ExternalRows, as_rollout
 from jaxrl_llm.training.images import IMAGES
 
 CHUNK = 8  # decode steps, at most, behind which an answer that has ended is sent
-
-Row = dict[str, Any]
 
 
 class SessionRow(NamedTuple):

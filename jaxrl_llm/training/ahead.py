@@ -17,7 +17,7 @@ from jaxrl_llm.distributed.sharding import row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.online import OnlineSource
-from jaxrl_llm.training.packing.planner import sampled_rows
+from jaxrl_llm.training.packing.planner import typical_rollouts
 from jaxrl_llm.training.passes import scored_logps, scored_norms
 from jaxrl_llm.training.setup.run import Run
 from jaxrl_llm.training.step import minibatches_of
@@ -43,7 +43,7 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
     if teacher is not None and (teacher.spec.divergence or learner.context is not None):
         return
     engine, count, mesh = source.producer.worker.engine, run.batch.rows, run.mesh
-    sample = sampled_rows(count, engine.group_size, learner.prompt_width, engine.max_completion_length)
+    sample = typical_rollouts(count, engine.group_size, learner.prompt_width, engine.max_completion_length)
     tokens, segments, mask = rows_to_global((sample.tokens, sample.segments, sample.mask), mesh)
     inputs = learner.inputs(tokens, segments, mask)
     in_loss = reference is not None and not spec.kl_in_reward

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The facts of `algorithm.name` and `algorithm.loss` that a run depends on, resolved once."""
+    """The facts of `algorithm.name` and `algorithm.loss` that a run depends on."""
 
-    name: str
     data: str  # kind of rows: prompts, completions, pairs or labels
     group_size: int  # adjacent rows that stay together: completions of a prompt, a pair, kto's row and its mismatch
     online: bool  # samples its completions
@@ -24,7 +23,7 @@ class Algorithm:
 class BatchSpec:
     """The rows of a step, and how they are split into updates and forward passes."""
 
-    prompts: int  # data rows of an offline algorithm
+    prompts: int  # of given data its examples: rows, pairs, or groups of packed rows
     group_size: int
     minibatches: int
     microbatch_rows: int

@@ -9,10 +9,12 @@ Rows of a prompt are adjacent, `group_size` for each prompt. axolotl's form gets
 `{"messages": [...]}`, or `{"prompt": text}`. Texts are tokenised, and their log-probs are the policy's.
 """
 
+import contextlib
 import inspect
-import itertools
+import os
+import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,20 +26,24 @@ from transformers import BatchEncoding
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
-from jaxrl_llm.config.user_code import contained, described
+from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.templates import continued_ids, is_conversational, render_prompt
 from jaxrl_llm.data.tokenize import ended
+from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
 from jaxrl_llm.environments.server import server
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rollout.engine import Engine, Rollout
+from jaxrl_llm.rewards.signatures import shorten
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.slots import Rollout
 
 BUILT_IN = {"server": server}
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 WIDTH_MULTIPLE = 64  # of the prompts a function generates from: they grow with every turn, and each width is compiled
 
-Generate = Callable[[Sequence[Sequence[int]], int], tuple[list[list[int]], list[list[float]]]]
+Sampled = tuple[list[list[int]], list[list[float]]]  # token ids and log-probs of completions
+Generate = Callable[[Sequence[Sequence[int]], int], Sampled]
 
 
 class ExternalRows(NamedTuple):
@@ -55,7 +61,8 @@ class RolloutTrainer:
     """The `trainer` of a rollout function, or its `model`: the tokenizer, the settings and the engine.
 
     `generate(prompts, num_generations=None)` samples from the policy: prompts are text, messages or token ids, and it
-    returns `prompt_ids`, `completion_ids` and `logprobs`, the rows of a prompt adjacent.
+    returns `prompt_ids`, `completion_ids` and `logprobs`, the rows of a prompt adjacent. The functions of several
+    processes may call it for other prompts, and another number of times.
     """
 
     def __init__(
@@ -64,7 +71,7 @@ class RolloutTrainer:
         tokenizer: Any,
         settings: Mapping[str, Any],
         state: Any,
-        save: Callable[[str], None] | None = None,
+        save: Callable[[str, Callable[[], Any] | None], Any] | None = None,
     ):
         self._generate, self._save = generate, save
         self.processing_class = tokenizer
@@ -109,14 +116,15 @@ class RolloutTrainer:
         prompt_ids = [prompt for prompt in ids for _ in range(count)]
         return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logprobs}
 
-    def save_model(self, output_dir: str) -> None:
-        """Writes the policy as a Hugging Face folder, in the place of an earlier one; for one process.
+    def save_model(self, output_dir: str | os.PathLike[str], then: Callable[[], Any] | None = None) -> Any:
+        """Writes the policy as a Hugging Face folder, in the place of an earlier one; once for all processes.
 
-        Raises ConfigError in a run of several processes.
+        Then one of the processes that ask for it calls `then`, and all of them return what it returned, which is
+        anything that JSON writes. Raises ConfigError where the rollout has no policy to write.
         """
-        if self._save is None or jax.process_count() > 1:
-            raise ConfigError("a rollout function saves the policy in runs of one process alone")
-        self._save(output_dir)
+        if self._save is None:
+            raise ConfigError("save_model has no policy to write")
+        return self._save(os.fspath(output_dir), then)
 
     def tokenize(self, prompts: Sequence[Any]) -> list[list[int]]:
         """The token ids of prompts (text, messages, or ids already), as the engine has them."""
@@ -156,6 +164,84 @@ class TokenizerWithoutTorch:
         return Encoding(dict(found)) if isinstance(found, BatchEncoding) else found
 
 
+class Rounds:
+    """What the rollout functions of all processes ask for, which all processes do together.
+
+    Each process calls the function for its own prompts, but sampling and writing the weights are programs of all
+    processes. So these go in rounds: each says what its function asks for, and all do it. A process whose function has
+    returned takes part, with rows that nobody reads, until every function has.
+
+    sample: `(prompts, size, width, count, number)` gives the completions of this process's prompts, `count` of each, in
+    a program with `size` prompts of `width` tokens in each process; number: of the program, from 0. save: writes the
+    policy to a folder.
+    """
+
+    def __init__(self, sample: Callable[..., list[Sampled]], save: Callable[[str], None] | None):
+        self._sample, self._save = sample, save
+        self._number, self._lock = 0, threading.Lock()  # functions may ask in threads
+        self._broken: Exception | None = None  # the error that ended the rounds of several processes
+
+    def generate(self, ids: Sequence[Sequence[int]], count: int) -> Sampled:
+        """Token ids and log-probs of `count` completions of each prompt, those of a prompt adjacent."""
+        if not ids:
+            return [], []
+        _, groups = self._round((len(ids), max(map(len, ids)), count), ids)
+        # In the round there were as many of each prompt as the process asked for that wanted most.
+        tokens, logps = zip(*groups, strict=True)
+        return [row for group in tokens for row in group[:count]], [row for group in logps for row in group[:count]]
+
+    def save(self, path: str, then: Callable[[], Any] | None = None) -> Any:
+        """Writes the policy to a folder; returns what `then` does, in the first process that asks for that folder."""
+        return self._round(path, then=then)[1]
+
+    @contextlib.contextmanager
+    def until_all_return(self) -> Iterator[None]:
+        """Guards the function's call, and ends when those of all processes have; what one raises is raised in all."""
+        error = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        if self._broken is not None:  # whatever the function made of it
+            raise self._broken
+        while self._round(None, failure=error)[0]:
+            pass
+
+    def _round(
+        self,
+        own: str | tuple[int, ...] | None,
+        ids: Sequence[Sequence[int]] = (),
+        then: Callable[[], Any] | None = None,
+        failure: Exception | None = None,
+    ) -> tuple[bool, Any]:
+        """Whether any process asked for something, and what this one did: the completions of each prompt, or `then`."""
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            try:
+                with all_or_none():
+                    if failure is not None:
+                        raise failure
+                asked, result = gather(own), None
+                for path in dict.fromkeys(one for one in asked if isinstance(one, str)):
+                    assert self._save is not None
+                    self._save(path)
+                    first = asked.index(path)
+                    with all_or_none():
+                        answer = then() if then is not None and jax.process_index() == first else None
+                    answers = gather(answer)
+                    result = answers[first] if path == own else result
+                if sizes := [one for one in asked if one is not None and not isinstance(one, str)]:
+                    groups = self._sample(ids, *map(max, zip(*sizes, strict=True)), self._number)
+                    result = groups if ids else result
+                    self._number += 1
+            except Exception as error:
+                if jax.process_count() > 1:
+                    self._broken = error
+                raise
+            return any(one is not None for one in asked), result
+
+
 @dataclass(frozen=True)
 class ExternalRollout:
     """Calls a rollout function with the policy, in place of `Engine.generate`.
@@ -188,34 +274,35 @@ class ExternalRollout:
             **asdict(self.engine.sampling),
             **self.constraints,
         }
-        save = None if self.save is None else partial(self.save, params)
-        trainer = RolloutTrainer(self._generate(params, key), self.tokenizer, settings, state, save)
+        rounds = Rounds(partial(self._sample, params, key), self.save and partial(self.save, params))
+        trainer = RolloutTrainer(rounds.generate, self.tokenizer, settings, state, self.save and rounds.save)
         ids = [example["prompt_ids"] for example in examples]
-        rows = call_rollout_function(self.function, [example["prompt"] for example in examples], ids, trainer)
-        rollout = self._rollout(rows)
+        with rounds.until_all_return():
+            rows = call_rollout_function(self.function, [example["prompt"] for example in examples], ids, trainer)
+            rollout = self._rollout(rows)
         if rows.logprobs is None:
             inputs = Inputs(rollout.tokens, rollout.segments, prompt_width=self.prompt_width)
             rollout = rollout._replace(sample_logps=self.policy_logps(params, inputs) * rollout.mask)
         return rollout, rows.columns
 
-    def _generate(self, params: Params, key) -> Generate:
-        calls = itertools.count()  # each call of a function draws its own numbers
-
-        def generate(ids: Sequence[Sequence[int]], count: int) -> tuple[list[list[int]], list[list[float]]]:
-            # Prompts must divide into the row shards of this process: the last one fills up, its rows are dropped.
-            multiple = row_shards(self.mesh) // jax.process_count() or 1
-            size = -(-len(ids) // multiple) * multiple
-            width = -(-max(map(len, ids)) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-            padded = pad_prompts([*ids, *[ids[-1]] * (size - len(ids))], width)
-            prompts, segments = rows_to_global(padded, self.mesh)
-            engine = replace(self.engine, group_size=count)
-            rollout = engine.generate(params, prompts, segments, jax.random.fold_in(key, next(calls)))
-            arrays = local_rows((rollout.tokens, rollout.sample_logps, rollout.lengths))
-            rows = list(zip(*arrays, strict=True))[: len(ids) * count]
-            tokens = [row_tokens[width : width + length].tolist() for row_tokens, _, length in rows]
-            return tokens, [logps[width : width + length].tolist() for _, logps, length in rows]
-
-        return generate
+    def _sample(
+        self, params: Params, key, ids: Sequence[Sequence[int]], size: int, width: int, count: int, number: int
+    ) -> list[Sampled]:
+        """`sample` of Rounds; each program draws its own random numbers."""
+        # Prompts must divide into the row shards of this process: the last one fills up, its rows are dropped.
+        multiple = row_shards(self.mesh) // jax.process_count() or 1
+        size, width = -(-size // multiple) * multiple, -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+        padded = pad_prompts([*ids, *[ids[-1] if ids else [0]] * (size - len(ids))], width)
+        prompts, segments = rows_to_global(padded, self.mesh)
+        engine = replace(self.engine, group_size=count)
+        rollout = engine.generate(params, prompts, segments, jax.random.fold_in(key, number))
+        tokens, logps, lengths = local_rows((rollout.tokens, rollout.sample_logps, rollout.lengths))
+        tokens, logps = (
+            [row[width : width + length].tolist() for row, length in zip(rows, lengths, strict=True)]
+            for rows in (tokens, logps)
+        )
+        starts = range(0, len(ids) * count, count)
+        return [(tokens[start : start + count], logps[start : start + count]) for start in starts]
 
     def _rollout(self, rows: ExternalRows) -> Rollout:
         """The arrays that the engine would have returned. A completion that is too long is truncated."""
@@ -323,7 +410,7 @@ def call_rollout_function(
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"environment.rollout_func raised {described(error)}") from error
+        raise ConfigError(f"environment.rollout_func raised {error_text(error)}") from error
     if is_axolotl:
         asked = [list(prompt) for prompt in prompt_ids for _ in range(count)]
         ids = _tokenized_texts(returned, trainer.processing_class, asked)
@@ -342,7 +429,7 @@ def _tokenized_texts(texts: Any, tokenizer: Any, prompt_ids: list[list[int]]) ->
     if not isinstance(texts, Sequence) or len(texts) != rows or not all(isinstance(text, str) for text in texts):
         raise ConfigError(
             f"environment.rollout_func must return a list of {rows} texts, one for each prompt that it got; it "
-            f"returned {_shorten(texts)}"
+            f"returned {shorten(texts)}"
         )
     return [
         ended(tokenizer, continued_ids(tokenizer, prompt, text), text)
@@ -354,7 +441,7 @@ def _checked_rows(returned: Any, rows: int) -> ExternalRows:
     if not isinstance(returned, Mapping) or not set(REQUIRED) <= returned.keys():
         raise ConfigError(
             f"environment.rollout_func must return a dictionary with {', '.join(REQUIRED)}; it returned "
-            f"{_shorten(returned)}"
+            f"{shorten(returned)}"
         )
     lists = {name: list(values) for name, values in returned.items() if values is not None}
     for name, values in lists.items():
@@ -378,8 +465,3 @@ def _checked_rows(returned: Any, rows: int) -> ExternalRows:
     prompt_ids = [[int(token) for token in row] for row in lists["prompt_ids"]]
     columns = {name: values for name, values in lists.items() if name not in (*REQUIRED, "env_mask")}
     return ExternalRows(prompt_ids, ids, mask, logprobs, columns)
-
-
-def _shorten(value: Any, limit: int = 200) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_llm.algorithms.batch import Images
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.image_rows import Tiles
 from jaxrl_llm.data.images import thumbnail
 from jaxrl_llm.data.tokenize import PIXELS
@@ -24,6 +25,13 @@ def prompt_images(examples: Sequence[dict[str, Any]], vision: VisionConfig | Non
     if vision is not None:
         most = (max(gather(max(count_tiles(tiles)))), max(gather(max(image_tokens(ids, vision)))))
     return row_images(ids, tiles, vision, most)
+
+
+def check_kept(replay: bool, teacher: bool) -> None:
+    """Raises ConfigError for settings that are on and would lose the images of rows."""
+    for key, on in (("algorithm.replay_groups", replay), ("teacher.path", teacher)):
+        if on:
+            raise ConfigError(f"{key} is set, but rows have images, which it does not keep: leave it unset")
 
 
 def shown_images(examples: Sequence[dict[str, Any]], group_size: int) -> tuple[list[Any], list[str | None]] | None:

@@ -16,6 +16,7 @@ from jaxrl_llm.algorithms.rounding import round_like, stochastic_round
 from jaxrl_llm.models.quantize import FP8, widened
 
 MOMENTS = ("mu", "nu", "trace", "v", "v_row", "v_col")  # fields of optax's states that moment_dtype is the type of
+SCHEDULES = ("ScaleByScheduleState", "WeightDecaySchedule", "WrappedScheduleState")  # of optax, which exports the first
 SQUARES = ("nu", "v")  # those that are stored as roots in 8 bits
 BLOCK = 256
 LEAST_SIZE, LEAST_BLOCK = 4096, 8  # of arrays in 8 bits: small ones save nothing, and scales cost 4 bytes each
@@ -76,8 +77,22 @@ def stored_in(transformation: optax.GradientTransformation, dtype: str, seed: in
 
 
 def updates_made(state: optax.OptState) -> jax.Array:
-    """Number of updates an optimizer has made: its parts, and its layers where they count apart, count the same."""
+    """Number of updates an optimizer has made, by its schedules; those without have counts that are all the same."""
+    schedule = next((x for x in jax.tree.leaves(state, is_leaf=_is_schedule) if _is_schedule(x)), None)
+    if schedule is not None:
+        return schedule.count
     return optax.tree_utils.tree_get_all_with_path(state, "count")[0][1].reshape(-1)[0]
+
+
+def schedules_further(state: optax.OptState, updates: int) -> optax.OptState:
+    """The state with its schedules so many updates further; moments and the counts that correct them stay."""
+    return jax.tree.map(
+        lambda x: x._replace(count=x.count + updates) if _is_schedule(x) else x, state, is_leaf=_is_schedule
+    )
+
+
+def _is_schedule(x: object) -> bool:
+    return type(x).__name__ in SCHEDULES
 
 
 def in_blocks(x: jax.Array, squares: bool, key: jax.Array) -> Blocks:

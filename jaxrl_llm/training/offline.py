@@ -16,7 +16,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
-from jaxrl_llm.algorithms.sequence_logps import RunningMean, length_desensitized_logps, sequence_logps
+from jaxrl_llm.algorithms.controllers import RunningMean
+from jaxrl_llm.algorithms.sequence_logps import sequence_logps
+from jaxrl_llm.data import Row
 from jaxrl_llm.data.collate import pad_rows
 from jaxrl_llm.data.pipeline import Pipeline, Stream
 from jaxrl_llm.data.tokenize import PIXELS
@@ -27,11 +29,11 @@ from jaxrl_llm.models.vision.row_images import row_images
 from jaxrl_llm.rewards.runner import NO_STEP, TrainerState
 from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.online import Experience, Row
 from jaxrl_llm.training.packing.documents import pad_groups
-from jaxrl_llm.training.packing.planner import Packer, Sample
+from jaxrl_llm.training.packing.planner import Packer, TypicalRows
 from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.reference import Reference
+from jaxrl_llm.training.rollouts import Experience
 from jaxrl_llm.training.served_teacher import ServedTeacher
 from jaxrl_llm.training.teacher import Teacher
 from jaxrl_llm.training.update import State
@@ -254,11 +256,11 @@ def _joined(rows: list[Row]) -> Row:
     return {"ids": [token for row in rows for token in row["ids"]], PIXELS: joined}
 
 
-def sample_rows(spec: OfflineSpec, examples: list[Example], rows: int, group_size: int) -> Sample:
+def typical_rows(spec: OfflineSpec, examples: list[Example], rows: int, group_size: int) -> TypicalRows:
     """So many rows of examples that are drawn at random, always the same."""
     drawn = np.random.default_rng(0).integers(len(examples), size=max(rows // group_size, 1))
     batch = pad_examples(with_mismatches(spec, [examples[number] for number in drawn]), spec.width)
-    return Sample(batch.inputs.tokens, batch.inputs.segments, batch.mask)
+    return TypicalRows(batch.inputs.tokens, batch.inputs.segments, batch.mask)
 
 
 def held_out_batch(
@@ -308,15 +310,9 @@ def _inputs(batch: Batch, pack: Packer | None) -> Inputs:
 
 def _rewards(spec: OfflineSpec, logps, batch: Batch) -> jax.Array:
     """Rewards `[N]`: beta times each row's log-ratio."""
-
-    def sums(logps):
-        if spec.ld_alpha is not None:
-            return length_desensitized_logps(logps, batch.mask, spec.ld_alpha)
-        return sequence_logps(logps, batch.mask)[0]
-
-    rewards = sums(logps)
+    rewards, _ = sequence_logps(logps, batch.mask, spec.ld_alpha)
     if batch.ref_logps is not None:
-        rewards -= sums(batch.ref_logps)
+        rewards -= sequence_logps(batch.ref_logps, batch.mask, spec.ld_alpha)[0]
     return spec.beta * rewards
 
 

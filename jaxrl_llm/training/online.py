@@ -28,12 +28,14 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.advantages import combine_rewards
 from jaxrl_llm.algorithms.aggregation import masked_mean
-from jaxrl_llm.algorithms.batch import Batch, Images, Inputs, Scalars
+from jaxrl_llm.algorithms.batch import Batch, Images, Inputs, Scalars, observation_mask
 from jaxrl_llm.algorithms.controllers import Controllers
 from jaxrl_llm.algorithms.off_policy import proximal_share
 from jaxrl_llm.algorithms.random_streams import REPLAY, ROW_SEEDS
+from jaxrl_llm.algorithms.sample_statistics import success_rates
 from jaxrl_llm.algorithms.turn_advantages import turn_table
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.data import Row
 from jaxrl_llm.data.collate import columns_of, pad_prompts
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.image_rows import Tiles
@@ -50,15 +52,16 @@ from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.models.vision.row_images import count_tiles
 from jaxrl_llm.rewards.runner import NO_STEP, Graded, Logged, Rewards, TrainerState
 from jaxrl_llm.rewards.streaming import StreamingRewards
-from jaxrl_llm.rollout.engine import Engine, Rollout
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.slots import Rollout
 from jaxrl_llm.training import replay as replay_buffer
 from jaxrl_llm.training.advantages import AdvantageStep
 from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.arrivals import Arrivals
 from jaxrl_llm.training.dynamic_sampling import fill
-from jaxrl_llm.training.images import IMAGES, prompt_images, shown_images
-from jaxrl_llm.training.logging.reward_metrics import add_totals, over_processes, table_value
+from jaxrl_llm.training.images import IMAGES, check_kept, prompt_images, shown_images
+from jaxrl_llm.training.logging.reward_metrics import add_totals, over_processes
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.partial_rollouts import PartialRollouts
@@ -73,21 +76,13 @@ from jaxrl_llm.training.reference import Reference
 from jaxrl_llm.training.replay import Replay
 from jaxrl_llm.training.rollout_files import FileQueue
 from jaxrl_llm.training.rollout_queue import RolloutQueue
-from jaxrl_llm.training.rollouts import Partial, Rollouts, Row
+from jaxrl_llm.training.rollouts import Experience, Partial, Rollouts
 from jaxrl_llm.training.served_teacher import ServedTeacher
 from jaxrl_llm.training.teacher import SelfTeacher, Teacher
 from jaxrl_llm.training.teacher_context import TeacherContext
 from jaxrl_llm.training.update import State
 
 BASELINE = "baselines/"  # before the names of roles
-
-
-class Experience(NamedTuple):
-    """One step's batch, its metrics (scalars, most of them on the device) and, online, a table of all completions."""
-
-    batch: Batch
-    metrics: dict[str, Any]
-    table: list[Row]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +141,8 @@ class RolloutWorker:
 
             def opened_rewards(columns: dict[str, list[Any]]) -> StreamingRewards:
                 known = {name: values[:graded_rows] for name, values in columns.items()}
-                return StreamingRewards(self.rewards.open(prompts[:graded_rows], known, state), decode)
+                numbers = [row // group_size for row in range(graded_rows)]
+                return StreamingRewards(self.rewards.open(prompts[:graded_rows], known, state, numbers), decode)
 
             streaming = None
             # Rows are graded while others are still sampled, unless their rewards need the whole conversation.
@@ -456,7 +452,7 @@ class Learner:
             baselines=None if roles is None else np.array([*self.baselines.values()], np.float32),
             rule_numbers=None
             if len(self.advantages.rules) == 1
-            else rows_to_global(self.advantages.rule_numbers(named(rollouts.environments)), self.mesh),
+            else rows_to_global(self.advantages.rule_numbers(names_of_environments(rollouts.environments)), self.mesh),
         )
         metrics = dict(result.metrics) | ({} if shown is None else shown.metrics)
         if result.baselines is not None:
@@ -465,7 +461,6 @@ class Learner:
         if rollouts.resampled_groups is not None:
             metrics["rollout/resampled_groups"] = np.float32(rollouts.resampled_groups)
         metrics |= over_processes(rollouts.logged, result.metrics)
-        metrics["rollout/useful_token_fraction"] = _useful(rollout.lengths, rollout.steps)
         batch = Batch(
             Inputs(
                 rollout.tokens, rollout.segments, images=images, experts=rollout.experts, prompt_width=self.prompt_width
@@ -485,7 +480,7 @@ class Learner:
             batch = batch.replace(proximal_share=proximal_share(rows_to_global(versions, self.mesh), int(state.step)))
             metrics["rollout/proximal_share"] = masked_mean(batch.proximal_share, rollout.mask)
         if spec.observations:
-            batch = batch.replace(observed=observation_mask(rollout, self.prompt_width))
+            batch = batch.replace(observed=observation_mask(rollout.segments, rollout.mask, self.prompt_width))
         if self.replay is not None:
             ref_logps, group_size = None, self.batch.group_size  # the reference's are of the rows before the exchange
             self.replay, batch, metrics["rollout/replayed_groups"] = replay_buffer.exchange(
@@ -496,7 +491,9 @@ class Learner:
                 if spec.full_kl or ref_logps is None:
                     inputs = self.inputs(batch.inputs.tokens, batch.inputs.segments, batch.mask, images)
                 if spec.full_kl:
-                    ref_hidden, ref_head = self.reference_distributions(inputs)
+                    assert self.reference is not None
+                    own = on_device(self.reference.params), inputs, self.batch.forward_rows, row_shards(self.mesh)
+                    ref_hidden, ref_head = scored_distributions(self.net, *own)
                     batch = batch.replace(ref_hidden=ref_hidden)
                 else:
                     batch = batch.replace(ref_logps=self._reference_logps(inputs) if ref_logps is None else ref_logps)
@@ -514,7 +511,8 @@ class Learner:
 
         metrics |= controllers.metrics()
         self.controllers = controllers.after_rollouts(result.kl, batch.rows)
-        return Experience(batch, metrics, self._table(rollouts, result.advantages, mask))
+        row_advantages = local_rows(masked_mean(result.advantages, mask, axis=-1))
+        return Experience(batch, metrics, rollouts.table(self.advantages.reward_names, {}, row_advantages))
 
     def learn(self, metrics: dict[str, float]) -> None:
         """Move what follows the metrics of a step's updates."""
@@ -557,9 +555,7 @@ class Learner:
         """
         if rollouts.images is None:
             return None
-        for key, part in (("algorithm.replay_groups", self.replay), ("teacher.path", self.teacher)):
-            if part is not None:
-                raise ConfigError(f"{key} is set, but rows have images, which it does not keep: leave it unset")
+        check_kept(self.replay is not None, self.teacher is not None)  # rows may be streamed, or an environment's
         encode = bool(self.net.config.frozen) and self.critic is None
         size = len(rollouts.rollout.tokens) // len(rollouts.images.count)  # rows of a prompt; 1 where each has its own
         with self.stopwatch("logps"):
@@ -590,12 +586,6 @@ class Learner:
             total += teacher.logps(read, rows)  # 0 on the rows of others
         return total
 
-    def reference_distributions(self, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-        """The vectors `[N,T,D]` that the reference's head multiplies, and that head `[D,V]`, in its type."""
-        assert self.reference is not None
-        rows, shards = self.batch.forward_rows, row_shards(self.mesh)
-        return scored_distributions(self.net, on_device(self.reference.params), inputs, rows, shards)
-
     def weights_of_rows(self, environments: Sequence[str] | None, in_loss: bool) -> dict[str, Any]:
         """The fields of a batch that differ by the environments of rows `[N]`: `kl_weight` and `loss_weight`.
 
@@ -605,7 +595,7 @@ class Learner:
         fields = {}
         for field, weights in by_field.items():
             if weights:
-                own = [weights.get(name, weights[None]) for name in named(environments)]
+                own = [weights.get(name, weights[None]) for name in names_of_environments(environments)]
                 fields[field] = rows_to_global(np.array(own, np.float32), self.mesh)
         return fields
 
@@ -621,20 +611,6 @@ class Learner:
             token_count=tokens,
             ref_head=ref_head,
         )
-
-    def _table(self, rollouts: Rollouts, advantages, mask) -> list[Row]:
-        """The completions of all processes, in the order of rows."""
-        names, row_advantages = self.advantages.reward_names, local_rows(masked_mean(advantages, mask, axis=-1))
-        columns = {name: [table_value(value) for value in values] for name, values in rollouts.logged.columns.items()}
-        rows = zip(rollouts.prompts, rollouts.completions, rollouts.rewards, row_advantages, strict=True)
-        table = [
-            {"prompt": prompt, "completion": completion}
-            | dict(zip(names, map(float, rewards), strict=True))
-            | {"advantage": float(advantage)}
-            | {name: values[row] for name, values in columns.items()}
-            for row, (prompt, completion, rewards, advantage) in enumerate(rows)
-        ]
-        return [row for process in gather(table) for row in process]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -684,25 +660,16 @@ class OnlineSource:
         """Go on where `get_state` and `get_arrays` were called."""
         self.producer.pipeline.set_state(state["pipeline"])
         self.learner.restore(state["memory"], arrays)
-        self.queue.restore(arrays, self.learner.mesh)
+        self.queue.restore(arrays)
         if self.producer.partial is not None:
             self.producer.partial.restore(arrays)
-
-
-def success_rates(rewards: np.ndarray, prompts: int, correct_at: float) -> list[float]:
-    """The share of each prompt's completions whose first reward is at least `correct_at`, of rewards `[N,F]`; NaN
-    where it has none."""
-    first = rewards[:, 0].reshape(prompts, -1)
-    scored = ~np.isnan(first)
-    solved = (first >= correct_at).sum(axis=1)
-    return [float(x) / int(n) if n else math.nan for x, n in zip(solved, scored.sum(axis=1), strict=True)]
 
 
 def _sum_over_processes(flags: np.ndarray) -> int:
     return int(multihost_utils.process_allgather(np.int32(flags.sum())).sum())
 
 
-def named(environments: Sequence[str] | None) -> Sequence[str]:
+def names_of_environments(environments: Sequence[str] | None) -> Sequence[str]:
     """The names of rows' environments; raises ConfigError for rollouts that an earlier version saved without them."""
     if environments is None:
         raise ConfigError(
@@ -710,21 +677,6 @@ def named(environments: Sequence[str] | None) -> Sequence[str]:
             "say their environments: leave it out until these are learned from (rollout.staleness steps)"
         )
     return environments
-
-
-def observation_mask(rollout: Rollout, prompt_width: int) -> jax.Array:
-    """1 on the tokens `[N,T]` of completions that were not sampled, behind one of their document that was."""
-    segments, sampled = rollout.segments, rollout.mask > 0
-    completion = (jnp.arange(segments.shape[1]) >= prompt_width) & (segments > 0)
-    # Segments count up along a row, so the latest sampled token's is a token's own where its document has one before.
-    latest = jax.lax.cummax(jnp.where(sampled, segments, 0), axis=1)
-    return (completion & (latest == segments) & ~sampled).astype(jnp.float32)
-
-
-@jax.jit
-def _useful(lengths, steps):
-    """The share of decode steps that gave a token: a row's first comes from the prefill, idle slots give none."""
-    return (lengths - 1).sum() / jnp.maximum(steps.sum(), 1.0)
 
 
 def _row_seeds(rows: int, key, mesh: Mesh) -> jax.Array:

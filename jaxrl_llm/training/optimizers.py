@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
+from jaxrl_llm.config.resolve import ConfigError, resolve_with_options
+from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.training.moments import stored_in
 
@@ -142,10 +144,25 @@ def build_optimizer(spec: OptimizerSpec, schedule: optax.Schedule | None = None)
     (arXiv 2302.06675); sgd with momentum b1; muon (arXiv 2502.16982) for the matrices of the layers and adamw for the
     rest. Weight decay is decoupled (`weight_decay_of`) and leaves out the parameters of `no_decay`. Moments are
     computed in fp32 and stored in `moment_dtype`, whatever the parameters' type. With `freeze_router` routers are left
-    as they are.
+    as they are. Any other name is that of a function of the user's, which is called with the schedule of the learning
+    rate and its options, and returns an optimizer of optax; raises ConfigError where it cannot be called or returns
+    something else.
     """
     rate = schedule or learning_rate_schedule(spec)
-    return wrapped_optimizer(spec, stored_in(OPTIMIZERS[spec.name](spec, rate), spec.moment_dtype, spec.seed))
+    if spec.name in OPTIMIZERS:
+        return wrapped_optimizer(spec, stored_in(OPTIMIZERS[spec.name](spec, rate), spec.moment_dtype, spec.seed))
+    make, options = resolve_with_options(spec.name, {})
+    try:
+        with contained():
+            made = make(rate, **options)
+    except Exception as error:
+        raise ConfigError(f"optimizer.name: {spec.name} raised {error_text(error)}") from error
+    if not isinstance(made, optax.GradientTransformation):
+        raise ConfigError(
+            f"optimizer.name: {spec.name} returned {type(made).__name__}, but it must return an optimizer of optax (a "
+            "GradientTransformation)"
+        )
+    return own_optimizer(spec, made)
 
 
 def own_optimizer(spec: OptimizerSpec, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -156,8 +173,12 @@ def own_optimizer(spec: OptimizerSpec, optimizer: optax.GradientTransformation) 
 
 def wrapped_optimizer(spec: OptimizerSpec, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """The optimizer after clipping to the global norm, and without effect on routers where these are frozen."""
+
+    def routers(params):
+        return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path).endswith("router/kernel"), params)
+
     if spec.freeze_router:  # their gradients are 0; this is about weight decay
-        optimizer = optax.chain(optimizer, optax.masked(optax.set_to_zero(), _routers))
+        optimizer = optax.chain(optimizer, optax.masked(optax.set_to_zero(), routers))
     return optax.chain(clip_by_global_norm(spec.max_grad_norm), optimizer) if spec.max_grad_norm else optimizer
 
 
@@ -230,7 +251,8 @@ def _sgd(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformat
 
 def _muon(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
     def is_matrix(path, x) -> bool:  # biases of experts have as many dimensions, and so have convolutions
-        return _in_layers(path) and x.ndim > 2 and path_name(path).endswith(MATRICES)
+        name = path_name(path)
+        return "layers" in name and x.ndim > 2 and name.endswith(MATRICES)
 
     def labels(params):
         return jax.tree_util.tree_map_with_path(lambda *leaf: "muon" if is_matrix(*leaf) else "adamw", params)
@@ -256,14 +278,6 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "sgd": _sgd,
     "muon": _muon,
 }
-
-
-def _routers(params):
-    return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path).endswith("router/kernel"), params)
-
-
-def _in_layers(path) -> bool:
-    return "layers" in path_name(path)
 
 
 STACKS = {"layers": "stacked", "dense_layers": "dense"}  # stacks whose state has another name than their own

@@ -22,18 +22,19 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.data import Row
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.distributed.sharding import local_rows, rows_to_global
 from jaxrl_llm.distributed.turns import turn
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.borders import Border
-from jaxrl_llm.rollout.engine import Engine, Rollout
-from jaxrl_llm.rollout.slots import Begun, row_keys
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.slots import Begun, Rollout, row_keys
 from jaxrl_llm.training.arrivals import Arrivals
 from jaxrl_llm.training.images import prompt_images
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.rollouts import UNSAMPLED, Partial, Row
+from jaxrl_llm.training.rollouts import UNSAMPLED, Partial
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +19,7 @@ from jaxrl_llm.training.microbatch import map_microbatches
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
 def scored_logps(net: Net, params: Params, inputs: Inputs, temperature: float, rows: int, shards: int) -> jax.Array:
     """Log-probs `[N,T]` without gradients, computed `rows` rows at a time or as the layout says."""
-    batch = Batch(inputs, mask=None)
-    count = batch.rows // rows
-    logps = map_microbatches(lambda x: token_logps(net, params, x.inputs, temperature)[0], batch, count, shards)
-    return constrain(logps, "rows", None)
+    return _by_microbatch(lambda inputs: token_logps(net, params, inputs, temperature)[0], inputs, rows, shards)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
@@ -31,15 +30,13 @@ def scored_norms(
 
     A norm is `1 - 2 p + sum_v p_v^2`, of which the sum is formed a few columns of the head at a time.
     """
-    batch = Batch(inputs, mask=None)
 
-    def of_rows(x: Batch):
-        tokens = token_statistics(net, params, x.inputs, temperature, squares=True)
+    def of_rows(inputs: Inputs):
+        tokens = token_statistics(net, params, inputs, temperature, squares=True)
         assert tokens.log_sum_squares is not None
         return tokens.logps, 1.0 - 2.0 * jnp.exp(tokens.logps) + jnp.exp(tokens.log_sum_squares)
 
-    found = map_microbatches(of_rows, batch, batch.rows // rows, shards)
-    return jax.tree.map(lambda x: constrain(x, "rows", None), found)
+    return _by_microbatch(of_rows, inputs, rows, shards)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
@@ -57,9 +54,8 @@ def images_of_rows(net: Net, params: Params, images: Images, group_size: int, en
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def scored_distributions(net: Net, params: Params, inputs: Inputs, rows: int, shards: int):
     """The distributions of every token without gradients: `head_inputs` `[N,T,D]`, and the head `[D,V]`."""
-    batch = Batch(inputs, mask=None)
-    hidden = map_microbatches(lambda x: head_inputs(net, params, x.inputs), batch, batch.rows // rows, shards)
-    return constrain(hidden, "rows", None, None), net.bind(params).head_kernel().astype(hidden.dtype)
+    hidden = _by_microbatch(lambda inputs: head_inputs(net, params, inputs), inputs, rows, shards)
+    return hidden, net.bind(params).head_kernel().astype(hidden.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5, 6, 7))
@@ -67,17 +63,17 @@ def scored_top(
     net: Net, params: Params, inputs: Inputs, temperature: float, k: int, vocab: int, rows: int, shards: int
 ) -> TopTokens:
     """The k likeliest of the first `vocab` tokens where each token is: ids and log-probs `[N,T,k]`, no gradients."""
-    batch = Batch(inputs, mask=None)
-
-    def of_rows(x: Batch):
-        return top_tokens(net, params, x.inputs, temperature, k, vocab)
-
-    found = map_microbatches(of_rows, batch, batch.rows // rows, shards)
-    return jax.tree.map(lambda x: constrain(x, "rows", None, None), found)
+    return _by_microbatch(lambda inputs: top_tokens(net, params, inputs, temperature, k, vocab), inputs, rows, shards)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def values_before(net: Net, params: Params, inputs: Inputs, rows: int, shards: int) -> jax.Array:
     """A critic's values `[N,T]` without gradients, computed `rows` rows at a time or as the layout says."""
+    return _by_microbatch(lambda inputs: token_values(net, params, inputs), inputs, rows, shards)
+
+
+def _by_microbatch(function: Callable[[Inputs], Any], inputs: Inputs, rows: int, shards: int) -> Any:
+    """Arrays `[N,...]` that `function` gives of the inputs, `rows` rows at a time or as the layout says."""
     batch = Batch(inputs, mask=None)
-    return map_microbatches(lambda x: token_values(net, params, x.inputs), batch, batch.rows // rows, shards)
+    found = map_microbatches(lambda x: function(x.inputs), batch, batch.rows // rows, shards)
+    return jax.tree.map(lambda x: constrain(x, "rows", *(None,) * (x.ndim - 1)), found)

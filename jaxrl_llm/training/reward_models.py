@@ -1,9 +1,11 @@
 """Reward models as graders: `model:<path>` in `rewards.functions`, for every online algorithm.
 
 The path names a sequence classification model with one score: a Hugging Face folder or hub id, or the `hf` folder of a
-reward_model run. It may be of another family than the policy and has its own tokenizer and chat template.
+reward_model run. It may be of another family than the policy and has its own tokenizer and chat template, or those that
+options name.
 """
 
+import copy
 import dataclasses
 import functools
 import os
@@ -18,13 +20,16 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.data.collate import pad_rows
-from jaxrl_llm.data.templates import chat_ids, is_conversational, render_chat
-from jaxrl_llm.data.tokenize import ended
+from jaxrl_llm.data.named_templates import with_chat_template
+from jaxrl_llm.data.templates import chat_ids, forms_read, is_conversational, render_chat
+from jaxrl_llm.data.tokenize import as_messages, joined, prompt_and_completion
 from jaxrl_llm.distributed.sharding import has_host_memory, make_mesh, on_device, on_host, row_sharding
 from jaxrl_llm.distributed.turns import turn
+from jaxrl_llm.models import hf
 from jaxrl_llm.models.logprobs import last_scores
-from jaxrl_llm.models.model import Model, copied_model, load_model
+from jaxrl_llm.models.model import Model, check_ids, copied_model, load_model
 from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.rewards.judge import text_of_content
 
 PREFIX = "model:"
 NARROWEST = 32  # rows are padded to this width or one of its doubles, so that few programs are compiled
@@ -34,12 +39,18 @@ class RewardModel:
     """A grader that gives the score of a reward model, at a path or in memory, for each prompt with its completion.
 
     Messages are rendered with the reward model's own chat template, texts are joined, and either is tokenized by its
-    own tokenizer without adding special tokens; the score is that of the last token. With `add_eos` an end-of-text
-    token closes plain texts, as it does in the rows that a reward_model run trains on. Rows of more than `max_length`
-    tokens lose their beginning. `rows` are computed at a time, on this process's devices, which share the parameters.
-    With `offload` these wait in the host's memory between calls.
+    own tokenizer without adding special tokens; the score is that of the last token. A template that reads texts alone
+    is given `<image>` for an image. With `add_eos` plain texts are rows as a reward_model run trains on: with the
+    tokens that begin and end a text, prompt and completion tokenized apart. Rows of more than `max_length` tokens lose
+    their beginning. `rows` are computed at a time, on this process's devices, which share the parameters. With
+    `offload` these wait in the host's memory between calls.
 
-    Raises ConfigError for a folder that holds no reward model with a tokenizer, and for devices without host memory.
+    `tokenizer` is another one than the model's, for the same token ids: one in memory, or the folder, hub id or URL of
+    one. `chat_template` is one that `data.chat_template` may be. Python code of a tokenizer's folder is run with
+    `trust_remote_code` only.
+
+    Raises ConfigError for a folder that holds no reward model, or none with a tokenizer, and for devices without host
+    memory.
     """
 
     def __init__(
@@ -51,14 +62,37 @@ class RewardModel:
         dtype: str = "auto",
         name: str | None = None,
         offload: bool = False,
+        tokenizer: Any = None,
+        chat_template: str | None = None,
+        trust_remote_code: bool = False,
     ):
         self.name = name or ("reward_model" if isinstance(path, Model) else _short_name(path))
         self.max_length, self.add_eos = max_length, add_eos
         self.mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())
         shards = self.mesh.shape["fsdp"]
         self.rows = -(-rows // shards) * shards
+        find = functools.partial(hf.find_tokenizer, trust_remote_code=trust_remote_code)
+        if isinstance(tokenizer, str | os.PathLike):
+            tokenizer = find(os.fspath(tokenizer), setting=f"the tokenizer of reward model {self.name}")
+        elif tokenizer is not None:
+            tokenizer = copy.deepcopy(tokenizer)  # what is remembered of the model's folder is set on it
         with jax.set_mesh(self.mesh):
-            self.model = _copied(path, dtype, self.mesh) if isinstance(path, Model) else _load(path, dtype, self.mesh)
+            if isinstance(path, Model):
+                model = copied_model(path, self.mesh, dtype, merge=True, head="score")
+                if tokenizer is not None:
+                    check_ids(tokenizer, model.net.config.vocab_size, model.generation, self.name)
+                    model = dataclasses.replace(model, tokenizer=tokenizer)
+            else:
+                model = _load(path, dtype, self.mesh, tokenizer, trust_remote_code)
+        if model.tokenizer is None:
+            raise ConfigError(
+                f"reward model {self.name} has no tokenizer: name the one that it was trained with, tokenizer='PATH'"
+            )
+        if chat_template is not None:
+            setting = f"the chat_template of reward model {self.name}"
+            own = with_chat_template(model.tokenizer, chat_template, functools.partial(find, setting=setting), setting)
+            model = dataclasses.replace(model, tokenizer=own)
+        self.model = model
         if offload:
             if not has_host_memory():
                 raise ConfigError(
@@ -82,12 +116,21 @@ class RewardModel:
     def _ids(self, prompt: Any, completion: Any) -> list[int]:
         tokenizer = self.model.tokenizer
         if is_conversational(prompt):
-            answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-            ids = chat_ids(tokenizer, render_chat(tokenizer, [*prompt, *answer], add_generation_prompt=False))
+            reads_parts = forms_read(tokenizer).parts
+
+            def in_text(message: Any) -> Any:
+                parts = isinstance(message.get("content"), list)
+                if not parts or (reads_parts and message["role"] != "assistant"):
+                    return message
+                return {**message, "content": text_of_content(message["content"])}
+
+            prompt, completion = ([in_text(x) for x in messages] for messages in (prompt, as_messages(completion)))
+            messages = joined(prompt, completion) if completion else prompt
+            ids = chat_ids(tokenizer, render_chat(tokenizer, messages, add_generation_prompt=False))
+        elif self.add_eos:
+            ids, _ = prompt_and_completion(tokenizer, prompt, completion, {})
         else:
-            text = prompt + completion
-            ids = chat_ids(tokenizer, text)
-            ids = ended(tokenizer, ids, text) if self.add_eos else ids
+            ids = chat_ids(tokenizer, prompt + completion)
         if not ids:
             raise ConfigError(f"reward model {self.name}: a prompt and its completion are empty, and have no score")
         return ids[-self.max_length :] if self.max_length else ids
@@ -123,7 +166,8 @@ def with_reward_models(specs: Any) -> Any:
             raise ConfigError(f"the reward {specs!r} was read as a reward model, model:{path}: {error}") from error
         except TypeError as error:
             raise ConfigError(
-                f"the options of {specs!r}: {error}; there are max_length, rows, add_eos, dtype, name and offload"
+                f"the options of {specs!r}: {error}; there are max_length, rows, add_eos, dtype, name, offload, "
+                "tokenizer, chat_template and trust_remote_code"
             ) from error
     if isinstance(specs, list | tuple):
         return [with_reward_models(spec) for spec in specs]
@@ -137,22 +181,14 @@ def _is_bare_path(path: str) -> bool:
     )
 
 
-def _copied(model: Model, dtype: str, mesh) -> Model:
-    if model.tokenizer is None:
-        raise ConfigError("the reward model in memory has no tokenizer: load it from a folder that has one")
-    return copied_model(model, mesh, dtype, merge=True, head="score")
-
-
-def _load(path: str, dtype: str, mesh) -> Model:
-    model = load_model(path, dtype, mesh=mesh, head="score")
+def _load(path: str, dtype: str, mesh, tokenizer: Any, trust_remote_code: bool) -> Model:
+    model = load_model(path, dtype, mesh=mesh, head="score", tokenizer=tokenizer, trust_remote_code=trust_remote_code)
     architecture = ", ".join((model.hf_config or {}).get("architectures") or ())
     if "SequenceClassification" not in architecture:
         raise ConfigError(
             f"{PREFIX}{path} is no reward model: its config.json names {architecture or 'no architecture'}; a score "
             "head comes with a ...ForSequenceClassification; train one with configs/reward_model.py"
         )
-    if model.tokenizer is None:
-        raise ConfigError(f"{PREFIX}{path} has no tokenizer files; add those that the reward model was trained with")
     return model
 
 

@@ -46,7 +46,7 @@ from jaxrl_llm.models.lora import split
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.rollout_queue import Produce
-from jaxrl_llm.training.rollouts import Rollouts, on_host, pack, placed
+from jaxrl_llm.training.rollouts import Rollouts, pack, placed, unpack
 
 FOLDER, START, END, LEARNER = "rollouts", "start.json", "end.json", "learner.json"
 POLICY = re.compile(r"policy_(\d+)_(\d+)_(\d+)")
@@ -55,7 +55,7 @@ WHOLE_EVERY = 16  # policies: a sampler that starts late reads at most so many f
 ERROR_SECONDS = 60.0  # within which a process that is started again replaces the error of the one before
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """The folder by which `samplers` processes and the learners meet, and how long each waits for a sign of life."""
 
     folder: Path
@@ -162,7 +162,7 @@ def policy_params(arrays: dict[str, np.ndarray], like: Params) -> Params:
     return jax.tree.unflatten(structure, placed)
 
 
-class Beat:
+class Heartbeat:
     """A sign of life in a file, written anew in a thread while the block runs, with the facts that `update` gives."""
 
     def __init__(self, path: Path, silence_seconds: float):
@@ -171,7 +171,7 @@ class Beat:
         self._number, self._ended, self._lock = 0, threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._beat, name="sign of life", daemon=True)
 
-    def __enter__(self) -> "Beat":
+    def __enter__(self) -> "Heartbeat":
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self.update()
         self._thread.start()
@@ -198,31 +198,34 @@ class Beat:
                 self.update()
 
 
-class Sign:
-    """The newest facts that another process wrote as a `Beat`, and a verdict on whether it is lost."""
+class HeartbeatReader:
+    """The newest facts that another process wrote as a `Heartbeat`, and a verdict on whether it is lost.
 
-    def __init__(self, path: Path, meeting: Meeting):
-        self._path, self._meeting = path, meeting
-        self.facts = read_facts(path)  # may be of a process that is gone
-        self._changed, self.alive = time.monotonic(), False
+    They are `seen` once they have changed: those that were there before may be of a process that is gone.
+    """
+
+    def __init__(self, path: Path, rendezvous: Rendezvous):
+        self._path, self._rendezvous = path, rendezvous
+        self.facts = read_facts(path)
+        self._changed, self.seen = time.monotonic(), False
 
     def look(self) -> bool:
         """Read the file; False where it has not changed for too long."""
         facts, now = read_facts(self._path), time.monotonic()
         if facts and facts != self.facts:
-            self.facts, self._changed, self.alive = facts, now, True
-        limit = self._meeting.silence_seconds if self.alive else self._meeting.start_seconds
+            self.facts, self._changed, self.seen = facts, now, True
+        limit = self._rendezvous.silence_seconds if self.seen else self._rendezvous.start_seconds
         return now - self._changed <= limit
 
     @property
     def failed(self) -> bool:
         """True for an error that is none of a process before, in whose place another one starts."""
-        return "error" in self.facts and (self.alive or time.monotonic() - self._changed > ERROR_SECONDS)
+        return "error" in self.facts and (self.seen or time.monotonic() - self._changed > ERROR_SECONDS)
 
 
-def start_learners(meeting: Meeting) -> Beat:
+def start_learners(rendezvous: Rendezvous) -> Heartbeat:
     """The sign of life of the learners."""
-    return Beat(meeting.folder / LEARNER, meeting.silence_seconds)
+    return Heartbeat(rendezvous.folder / LEARNER, rendezvous.silence_seconds)
 
 
 class FileQueue:
@@ -234,7 +237,7 @@ class FileQueue:
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         staleness: int,
         last_step: int,
         publish: Callable[[Params], Params],
@@ -245,7 +248,7 @@ class FileQueue:
         watch: Stopwatch,
     ):
         self.staleness = staleness
-        self._meeting, self._last_step, self._publish, self._frozen = meeting, last_step, publish, frozen
+        self._rendezvous, self._last_step, self._publish, self._frozen = rendezvous, last_step, publish, frozen
         self._pipeline, self._facts, self._mesh, self._watch = pipeline, facts, mesh, watch
         self._queue: deque[int | Rollouts] = deque()  # of the next steps: asked for, or loaded, all rows on the host
         self._policies: list[tuple[int, Path, str]] = []  # the last batch of each, its file, and that which it changes
@@ -253,23 +256,23 @@ class FileQueue:
         self._asked = 0  # policies so far
         self._seconds: dict[int, dict[str, float]] = {}
         self._first = jax.process_index() == 0
-        self._folder = meeting.folder
+        self._folder = rendezvous.folder
 
     def __enter__(self) -> "FileQueue":
-        self._folder = self._meeting.folder / processes.gather(uuid.uuid4().hex)[0]
+        self._folder = self._rendezvous.folder / processes.gather(uuid.uuid4().hex)[0]
         with processes.all_or_none():
             if self._first:
-                for path in self._meeting.folder.iterdir():
+                for path in self._rendezvous.folder.iterdir():
                     if path.is_dir():
                         shutil.rmtree(path, ignore_errors=True)  # of an earlier start
                 self._folder.mkdir()
-                learner = read_facts(self._meeting.folder / LEARNER)["process"]
+                learner = read_facts(self._rendezvous.folder / LEARNER)["process"]
                 write_file(
-                    self._meeting.folder / START,
+                    self._rendezvous.folder / START,
                     {"folder": self._folder.name, "learner": learner, "settings": self._facts},
                 )
-        samplers = range(self._meeting.samplers)
-        self._signs = [Sign(self._meeting.folder / f"sampler_{index}.json", self._meeting) for index in samplers]
+        files = [self._rendezvous.folder / f"sampler_{index}.json" for index in range(self._rendezvous.samplers)]
+        self._readers = [HeartbeatReader(file, self._rendezvous) for file in files]
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -283,7 +286,7 @@ class FileQueue:
             for path in self._folder.iterdir():
                 if path.name != END:
                     path.unlink(missing_ok=True)
-            for path in self._meeting.folder.glob("sampler_*.json"):
+            for path in self._rendezvous.folder.glob("sampler_*.json"):
                 if "error" in read_facts(path):  # it is told
                     path.unlink(missing_ok=True)
 
@@ -324,10 +327,9 @@ class FileQueue:
             batches = [self._loaded(place) for place in range(len(self._queue))]
         return {"queue": {"bytes": pack(batches)}} if batches else {}
 
-    def restore(self, arrays: dict[str, Any], mesh: Mesh) -> None:
-        """Take up the batches that `arrays` hold."""
-        del mesh  # rows are placed when they are taken
-        self._queue = deque(on_host(np.asarray(arrays["queue"]["bytes"])) if "queue" in arrays else ())
+    def restore(self, arrays: dict[str, Any]) -> None:
+        """Take up the batches that `arrays` hold; rows are placed when they are taken."""
+        self._queue = deque(unpack(np.asarray(arrays["queue"]["bytes"])) if "queue" in arrays else ())
 
     def _path(self, step: int) -> Path:
         return self._folder / f"batch_{step:08d}"
@@ -360,22 +362,22 @@ class FileQueue:
         if not isinstance(batch, int):
             return batch
         with processes.all_or_none():
-            path, index = self._path(batch), batch % self._meeting.samplers
+            path, index = self._path(batch), batch % self._rendezvous.samplers
             while not path.exists():
-                sign, name = self._signs[index], f"sampler {index} of {self._meeting.samplers}"
-                alive = sign.look()
-                if sign.failed:
-                    raise ConfigError(f"{name}, which was to make the batch of step {batch}: {sign.facts['error']}")
+                reader, name = self._readers[index], f"sampler {index} of {self._rendezvous.samplers}"
+                alive = reader.look()
+                if reader.failed:
+                    raise ConfigError(f"{name}, which was to make the batch of step {batch}: {reader.facts['error']}")
                 if not alive:
                     raise ConfigError(
                         f"{name}, which was to make the batch of step {batch}, shows no sign of life in "
-                        f"{self._meeting.folder}: it was killed, its machine is lost, or it does not reach that "
+                        f"{self._rendezvous.folder}: it was killed, its machine is lost, or it does not reach that "
                         "folder. Start the run again, which goes on from its newest checkpoint; a sampler alone that "
-                        f"is started again within {self._meeting.silence_seconds:g} s (processes.heartbeat_seconds) "
+                        f"is started again within {self._rendezvous.silence_seconds:g} s (processes.heartbeat_seconds) "
                         "goes on too"
                     )
                 time.sleep(POLL_SECONDS)
             header, payload = read_file(path)
-            (rollouts,) = on_host(np.frombuffer(payload, np.uint8))
+            (rollouts,) = unpack(np.frombuffer(payload, np.uint8))
         self._queue[place], self._seconds[batch] = rollouts, header["seconds"]
         return rollouts

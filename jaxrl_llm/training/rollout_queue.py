@@ -7,23 +7,31 @@ is not spent twice; sampling them again would take the policies that made them, 
 """
 
 import contextlib
+import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, wait
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm.config.background import in_thread, leave_behind
 from jaxrl_llm.distributed.sharding import resharding, shardings
 from jaxrl_llm.distributed.turns import held, yielded
 from jaxrl_llm.models.lora import combine, split
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.arrivals import Arrivals
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.rollouts import Rollouts, on_mesh, pack, unpack
+from jaxrl_llm.training.rollouts import Rollouts, on_mesh, pack, placed, unpack
+
+log = logging.getLogger(__name__)
+
+LEAVE_SECONDS = 10.0  # after an error, for the batch under way to end
 
 Produce = Callable[[Params, int, int, Any], Rollouts]
 
@@ -36,7 +44,7 @@ class Made(NamedTuple):
 
 
 class RolloutQueue:
-    """The rollouts of each step in turn; a context manager, which ends the thread.
+    """The rollouts of each step in turn; a context manager, behind which no batch is made.
 
     staleness: updates between the policy that samples a batch and the one that is updated with it; with 0 `take` makes
     each batch itself, and there is no thread. last_step: of the run. key_of: the key of a step. publish: the policy's
@@ -46,7 +54,9 @@ class RolloutQueue:
     arrivals: what comes to batches while they are made; where policies do, each is published there, and none is kept
     for a batch.
 
-    An error of what makes a batch is raised by the `take` or `rest` that meets it, and no further batch is made.
+    An error of what makes a batch is raised by the `take` or `rest` that meets it, and no further batch is made. The
+    exit waits for the batch under way. After an error, or Ctrl-C, it waits no longer than LEAVE_SECONDS and leaves the
+    thread behind: what that waits for may be a reward function that takes minutes.
     """
 
     def __init__(
@@ -69,8 +79,7 @@ class RolloutQueue:
         self._frozen: Params | None = None  # on the mesh that samples
         self._reshard: Callable[[Params], Params] | None = None
         self._queue: deque[Future[Made]] = deque()  # the batches of the next steps, in order
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts")  # starts with the first batch
-        self._error: BaseException | None = None  # of the thread
+        self._error: BaseException | None = None  # of a thread, or of the end
         self._idle_since: float | None = None
         self._turn = held() if staleness and not self._apart and mesh.size > 1 else contextlib.nullcontext()
 
@@ -80,11 +89,14 @@ class RolloutQueue:
             self._arrivals.open()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failed: object, *_: object) -> None:
         self._turn.__exit__(None, None, None)
         if self._arrivals is not None:
             self._arrivals.rest(True)
-        self._thread.shutdown(cancel_futures=True)
+        self._error = self._error or CancelledError("the run has ended")
+        if left := wait(self._queue, LEAVE_SECONDS if failed else None).not_done:
+            leave_behind(left)
+            log.warning("a batch is still sampled and graded: it is left behind, with the memory that it takes")
 
     def take(self, produce: Produce, params: Params, version: int, key) -> tuple[Rollouts, dict[str, Any]]:
         """The batch of step `version + 1`, and metrics of the queue; `params` are those after `version` steps.
@@ -103,9 +115,10 @@ class RolloutQueue:
             if self._arrivals is not None and in_flight:
                 self._arrivals.publish(version, params)
                 params = {}  # which batches take from there
-            self._queue.extend(
-                self._thread.submit(self._make, produce, params, version, step) for step in range(newest + 1, last + 1)
-            )
+            for step in range(newest + 1, last + 1):
+                before = weakref.ref(self._queue[-1]) if self._queue else None  # whose result others may let go
+                make = partial(self._make, before, produce, params, version, step)
+                self._queue.append(in_thread(make, "rollouts"))
         ready = sum(future.done() for future in self._queue)
         with self._watch("rollout_wait"), yielded():
             made = self._queue[0].result()
@@ -131,12 +144,12 @@ class RolloutQueue:
         batches = [future.result().rollouts for future in self._queue]
         return {"queue": {"bytes": pack(batches)}} if batches else {}
 
-    def restore(self, arrays: dict[str, Any], mesh: Mesh) -> None:
+    def restore(self, arrays: dict[str, Any]) -> None:
         """Take up the batches that `arrays` hold, their rows sharded over the mesh that trains."""
         self._queue.clear()
-        for rollouts in unpack(np.asarray(arrays["queue"]["bytes"]), mesh) if "queue" in arrays else ():
+        for batch in unpack(np.asarray(arrays["queue"]["bytes"])) if "queue" in arrays else ():
             future: Future[Made] = Future()
-            future.set_result(Made(rollouts, {}))
+            future.set_result(Made(placed(batch, self._train_mesh), {}))
             self._queue.append(future)
         if self._arrivals is not None:
             self._arrivals.resume()
@@ -161,11 +174,19 @@ class RolloutQueue:
             self._arrivals.begin(step, version)
         with jax.set_mesh(self._mesh):
             rollouts = produce(params, version, step, key)
+        if isinstance(self._error, CancelledError):  # nobody waits: the record may be another run's by now
+            raise self._error
         if self._arrivals is not None:
             self._arrivals.end()
         return on_mesh(rollouts, self._train_mesh) if self._apart else rollouts
 
-    def _make(self, produce: Produce, params: Params, version: int, step: int) -> Made:
+    def _make(
+        self, before: weakref.ref[Future[Made]] | None, produce: Produce, params: Params, version: int, step: int
+    ) -> Made:
+        """The batch of a step, made once that of the step before is."""
+        if before is not None and (future := before()) is not None:
+            wait([future])
+            del future
         if self._error is not None:  # the data is behind a batch that failed
             raise self._error
         waited = 0.0 if self._idle_since is None else time.perf_counter() - self._idle_since

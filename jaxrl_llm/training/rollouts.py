@@ -1,22 +1,23 @@
-"""`Rollouts`: what a producer makes and a learner trains on, and the bytes of it that a checkpoint holds."""
+"""`Rollouts`, which a producer makes, with the bytes of them that a checkpoint holds; and `Experience`, to train on."""
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.algorithms.batch import Images
+from jaxrl_llm.algorithms.batch import Batch, Images
 from jaxrl_llm.algorithms.turn_advantages import Turns
+from jaxrl_llm.data import Row
+from jaxrl_llm.distributed.processes import gather
 from jaxrl_llm.distributed.sharding import local_rows, row_sharding, rows_to_global
 from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged
-from jaxrl_llm.rollout.engine import Rollout
+from jaxrl_llm.rollout.slots import Rollout
 from jaxrl_llm.training.logging.reward_metrics import table_value
 
-Row = dict[str, Any]
 UNSAMPLED = -1  # the version of a place without a token
 
 
@@ -64,8 +65,35 @@ class Rollouts(NamedTuple):
     roles: list[list[str]] | None = None  # the names of the parts of each row
     environments: list[str] | None = None  # the name of the environment of each row, where there are several
 
+    def table(
+        self, reward_names: Sequence[str], fixed: Mapping[str, Any], advantages: np.ndarray | None = None
+    ) -> list[Row]:
+        """A row for each completion, of all processes in the order of rows; each of them must call it.
+
+        It has the prompt, the completion, what is `fixed`, its rewards, its advantage of `advantages [rows of this
+        process]`, and what reward functions logged of it.
+        """
+        cells = {name: list(map(float, column)) for name, column in zip(reward_names, self.rewards.T, strict=True)}
+        if advantages is not None:
+            cells["advantage"] = list(map(float, advantages))
+        cells |= {name: [table_value(x) for x in column] for name, column in self.logged.columns.items()}
+        table = [
+            {"prompt": prompt, "completion": completion, **fixed}
+            | {name: column[row] for name, column in cells.items()}
+            for row, (prompt, completion) in enumerate(zip(self.prompts, self.completions, strict=True))
+        ]
+        return [row for process in gather(table) for row in process]
+
 
 KEPT = ("prompts", "completions", "version", "resampled_groups", "epochs", "roles", "environments")  # in JSON
+
+
+class Experience(NamedTuple):
+    """One step's batch, its metrics (scalars, most of them on the device) and, online, a table of all completions."""
+
+    batch: Batch
+    metrics: dict[str, Any]
+    table: list[Row]
 
 
 def on_mesh(batch: Rollouts, mesh: Mesh) -> Rollouts:
@@ -78,8 +106,9 @@ def on_mesh(batch: Rollouts, mesh: Mesh) -> Rollouts:
 def pack(batches: Sequence[Rollouts]) -> np.ndarray:
     """The batches as bytes `[n]` uint8: an npz file of arrays and of one JSON text, which runs no code when it is read.
 
-    Examples are left out: nobody reads those of a batch that is made. Cells of the table of completions are kept as the
-    table shows them.
+    Examples are left out: their columns may hold what JSON does not. Only teacher.others and teacher.context read those
+    of a batch that is made, which checks refuse beside a queue for that reason. Cells of the table of completions are
+    kept as the table shows them.
     """
     arrays: dict[str, Any] = {}
 
@@ -111,44 +140,7 @@ def pack(batches: Sequence[Rollouts]) -> np.ndarray:
     return np.frombuffer(file.getvalue(), np.uint8)
 
 
-def unpack(packed: np.ndarray, mesh: Mesh) -> list[Rollouts]:
-    """The batches of `pack`, their rows sharded over `mesh`."""
-    return [placed(batch, mesh) for batch in on_host(packed)]
-
-
-def placed(batch: Rollouts, mesh: Mesh) -> Rollouts:
-    """The batch of `on_host` with its rows sharded over `mesh`; of the rest, what belongs to the rows of this process.
-
-    What was logged as numbers, which are added up over processes, is the first one's.
-    """
-    process, processes = jax.process_index(), jax.process_count()
-
-    def own(x: Any) -> Any:
-        size = len(x) // processes
-        return x[process * size : (process + 1) * size]
-
-    def sharded(tree: Any) -> Any:
-        return rows_to_global(jax.tree.map(own, tree), mesh)
-
-    logged, partial = batch.logged, batch.partial
-    columns = {name: own(values) for name, values in logged.columns.items()}
-    return batch._replace(
-        rollout=sharded(batch.rollout),
-        images=sharded(batch.images),
-        prompts=own(batch.prompts),
-        completions=own(batch.completions),
-        rewards=own(batch.rewards),
-        logged=logged._replace(columns=columns) if process == 0 else Logged({}, {}, columns),
-        turns=jax.tree.map(own, batch.turns),
-        parts=jax.tree.map(own, batch.parts),
-        roles=None if batch.roles is None else own(batch.roles),
-        environments=None if batch.environments is None else own(batch.environments),
-        partial=None if partial is None else partial._replace(versions=own(partial.versions)),
-        greedy=None if batch.greedy is None else placed(batch.greedy, mesh),
-    )
-
-
-def on_host(packed: np.ndarray) -> list[Rollouts]:
+def unpack(packed: np.ndarray) -> list[Rollouts]:
     """The batches of `pack`, all their arrays on the host."""
     with np.load(io.BytesIO(packed.tobytes()), allow_pickle=False) as file:
         arrays = dict(file)
@@ -180,3 +172,35 @@ def on_host(packed: np.ndarray) -> list[Rollouts]:
         )
 
     return [batch_of(texts, str(index)) for index, texts in enumerate(json.loads(arrays["texts"].tobytes()))]
+
+
+def placed(batch: Rollouts, mesh: Mesh) -> Rollouts:
+    """The batch of `unpack` with its rows sharded over `mesh`; of the rest, what belongs to the rows of this process.
+
+    What was logged as numbers, which are added up over processes, is the first one's.
+    """
+    process, processes = jax.process_index(), jax.process_count()
+
+    def own(x: Any) -> Any:
+        size = len(x) // processes
+        return x[process * size : (process + 1) * size]
+
+    def sharded(tree: Any) -> Any:
+        return rows_to_global(jax.tree.map(own, tree), mesh)
+
+    logged, partial = batch.logged, batch.partial
+    columns = {name: own(values) for name, values in logged.columns.items()}
+    return batch._replace(
+        rollout=sharded(batch.rollout),
+        images=sharded(batch.images),
+        prompts=own(batch.prompts),
+        completions=own(batch.completions),
+        rewards=own(batch.rewards),
+        logged=logged._replace(columns=columns) if process == 0 else Logged({}, {}, columns),
+        turns=jax.tree.map(own, batch.turns),
+        parts=jax.tree.map(own, batch.parts),
+        roles=None if batch.roles is None else own(batch.roles),
+        environments=None if batch.environments is None else own(batch.environments),
+        partial=None if partial is None else partial._replace(versions=own(partial.versions)),
+        greedy=None if batch.greedy is None else placed(batch.greedy, mesh),
+    )

@@ -21,9 +21,9 @@ from jaxrl_llm.training.rollout_files import (
     POLICY,
     POLL_SECONDS,
     START,
-    Beat,
-    Meeting,
-    Sign,
+    Heartbeat,
+    HeartbeatReader,
+    Rendezvous,
     policy_params,
     read_facts,
     read_policy,
@@ -32,7 +32,7 @@ from jaxrl_llm.training.rollout_files import (
 from jaxrl_llm.training.rollouts import pack
 from jaxrl_llm.training.runtime.preemption import Notices
 from jaxrl_llm.training.runtime.watchdog import Watchdog
-from jaxrl_llm.training.setup.run import build_producer, meeting_of
+from jaxrl_llm.training.setup.run import build_producer, rendezvous_of
 
 # Settings that learners compute, beside those of a single start.
 COMPUTED = ("total_steps", "optimizer.learning_rate", *OF_A_START)
@@ -44,15 +44,15 @@ def sample(config) -> None:
     Raises AgreedError with the learners' exit code when they failed, ConfigError when they show no sign of life or have
     other settings, and whatever sampling raises, of which the learners are told.
     """
-    config, index, meeting = with_correction(config), processes.sampler(), meeting_of(config)
+    config, index, rendezvous = with_correction(config), processes.sampler(), rendezvous_of(config)
     keep_compiled(config.compilation_cache)
     # A preemption is the learners' to answer: they save, for which they wait for the batches of this process.
-    with contained(), Notices(), Beat(meeting.folder / f"sampler_{index}.json", meeting.silence_seconds):
-        _sample(config, index or 0, meeting)
+    with contained(), Notices(), Heartbeat(rendezvous.folder / f"sampler_{index}.json", rendezvous.silence_seconds):
+        _sample(config, index or 0, rendezvous)
 
 
-def _sample(config, index: int, meeting: Meeting) -> None:
-    learners = Sign(meeting.folder / LEARNER, meeting)
+def _sample(config, index: int, rendezvous: Rendezvous) -> None:
+    learners = HeartbeatReader(rendezvous.folder / LEARNER, rendezvous)
     producer, model, watch, environments = build_producer(config)
     worker, root = producer.worker, jax.random.key(config.seed)
     facts: dict[str, Any] = processes.agreed_facts(config)
@@ -60,32 +60,32 @@ def _sample(config, index: int, meeting: Meeting) -> None:
     newest = 0  # the step that was made last, of this start of the learners
     policy: Params = {}
     name, arrays = "", dict[str, np.ndarray]()  # the file of the policy, and its arrays on the host
-    with jax.set_mesh(worker.mesh), Watchdog(config.watch.hang_seconds, watch, meeting.folder):
+    with jax.set_mesh(worker.mesh), Watchdog(config.watch.hang_seconds, watch, rendezvous.folder):
         frozen, trained = split(worker.copy_policy(model.params), model.net.config.frozen)
         del model
         try:
             while True:
-                now = read_facts(meeting.folder / START)
+                now = read_facts(rendezvous.folder / START)
                 alive = learners.look()
-                if not alive and not (now and _end_of(meeting, now)):
+                if not alive and not (now and _end_of(rendezvous, now)):
                     said = learners.facts.get("error")
                     raise ConfigError(
-                        f"the learners show no sign of life in {meeting.folder}: they were killed, their machine is "
+                        f"the learners show no sign of life in {rendezvous.folder}: they were killed, their machine is "
                         "lost, or they do not reach that folder"
                         + (f"; the last that were there ended with {said}" if said else "")
                         + ". Start the run again, which goes on from its newest checkpoint"
                     )
                 # What an earlier run has left is none: its learners are not those that are seen alive.
-                if now != start and now and learners.alive and now["learner"] == learners.facts["process"]:
+                if now != start and now and learners.seen and now["learner"] == learners.facts["process"]:
                     start, newest = now, 0
-                    _check_settings(facts, start, meeting)
+                    _check_settings(facts, start, rendezvous)
                 # Without an end of their queue learners have failed, or were preempted, before they opened it.
-                failed = learners.facts if learners.alive and "error" in learners.facts else {}
-                if end := _end_of(meeting, start if alive else now) or failed:
+                failed = learners.facts if learners.seen and "error" in learners.facts else {}
+                if end := _end_of(rendezvous, start if alive else now) or failed:
                     if end["code"]:
                         raise AgreedError(f"the learners have ended: {end['error']}", end["code"])
                     return
-                job = _job(meeting.folder / start["folder"], index, meeting.samplers, newest) if start else None
+                job = _job(rendezvous.folder / start["folder"], index, rendezvous.samplers, newest) if start else None
                 if job is None:
                     with watch("wait"):
                         time.sleep(POLL_SECONDS)
@@ -105,7 +105,7 @@ def _sample(config, index: int, meeting: Meeting) -> None:
                     write_file(path.with_name(f"batch_{step:08d}"), {"version": version, "seconds": seconds}, batch)
                 except FileNotFoundError:
                     # Learners that end, or start anew, take the files away, that which is being written here too.
-                    if path.parent.exists() and not _end_of(meeting, start):
+                    if path.parent.exists() and not _end_of(rendezvous, start):
                         raise
                 newest = step
         finally:
@@ -114,17 +114,17 @@ def _sample(config, index: int, meeting: Meeting) -> None:
                 environments.close()
 
 
-def _end_of(meeting: Meeting, start: dict[str, Any]) -> dict[str, Any]:
-    return read_facts(meeting.folder / start["folder"] / END) if start else {}
+def _end_of(rendezvous: Rendezvous, start: dict[str, Any]) -> dict[str, Any]:
+    return read_facts(rendezvous.folder / start["folder"] / END) if start else {}
 
 
-def _check_settings(own: dict[str, Any], start: dict[str, Any], meeting: Meeting) -> None:
+def _check_settings(own: dict[str, Any], start: dict[str, Any], rendezvous: Rendezvous) -> None:
     theirs = start["settings"]
     differ = [x for x in {**theirs, **own} if x not in COMPUTED and theirs.get(x) != own.get(x)]
     if differ:
         shown = "; ".join(f"{x} is {own.get(x)!r} here, {theirs.get(x)!r} there" for x in differ[:8])
         raise ConfigError(
-            f"this process is set up differently from the learners, which have written {meeting.folder / START}: "
+            f"this process is set up differently from the learners, which have written {rendezvous.folder / START}: "
             f"{shown}. Start all processes with the same command and packages"
         )
 

@@ -47,11 +47,15 @@ class Server:
 
 @dataclasses.dataclass(frozen=True)
 class ServedTeacher:
-    """A `Teacher` that a server computes, at temperature 1; each process asks for its own rows."""
+    """A `Teacher` that a server computes, at temperature 1; each process asks for its own rows.
+
+    `key` is the setting that names the server, for messages.
+    """
 
     spec: TeacherSpec
     server: Server
     mesh: Mesh
+    key: str = "teacher.path"
 
     def logps(self, inputs: Inputs, rows: int) -> jax.Array:
         """Log-probs `[N,T]` of the tokens; 0 on padding and on the first token of a row. Raises TeacherError."""
@@ -70,7 +74,9 @@ class ServedTeacher:
         for row, column, _, entries in self._entries(inputs, k):
             best = sorted(((self._logprob(entries, token), int(token)) for token in entries), reverse=True)[:k]
             if len(best) < k:
-                raise TeacherError(f"{self.server.url} gave {len(best)} likeliest tokens of teacher.top_k = {k}")
+                raise TeacherError(
+                    f"{self.key}: {self.server.url} gave {len(best)} likeliest tokens of teacher.top_k = {k}"
+                )
             logps[row, column], ids[row, column] = zip(*best, strict=True)
         top_ids, top_logps = rows_to_global((ids, logps), self.mesh)
         return batch.replace(teacher_ids=top_ids, teacher_top_logps=top_logps)
@@ -103,21 +109,21 @@ class ServedTeacher:
             reply = client.post(endpoint, json.dumps(body).encode(), headers, server.timeout, largest)
         except RequestError as error:
             raise TeacherError(
-                f"teacher.path: {endpoint} did not answer within {server.timeout:g} seconds ({error}); start the "
+                f"{self.key}: {endpoint} did not answer within {server.timeout:g} seconds ({error}); start the "
                 "server, or change url or timeout"
             ) from error
         if not reply.ok:
             text = reply.data[:300].decode("utf-8", "replace")
-            raise TeacherError(f"teacher.path: {endpoint} answered {reply.status} {reply.reason}: {text}")
+            raise TeacherError(f"{self.key}: {endpoint} answered {reply.status} {reply.reason}: {text}")
         try:
             found = json.loads(reply.data)["choices"][0]["prompt_logprobs"]
         except (ValueError, RecursionError, LookupError, TypeError) as error:
             raise TeacherError(
-                f"teacher.path: {endpoint} answered without prompt_logprobs ({type(error).__name__}: {error}); use "
+                f"{self.key}: {endpoint} answered without prompt_logprobs ({type(error).__name__}: {error}); use "
                 "python -m jaxrl_llm serve, or vLLM"
             ) from error
         if not isinstance(found, list) or len(found) != len(ids):
-            raise TeacherError(f"teacher.path: {endpoint} gave log-probs of another prompt than of {len(ids)} tokens")
+            raise TeacherError(f"{self.key}: {endpoint} gave log-probs of another prompt than of {len(ids)} tokens")
         return found
 
     def _logprob(self, entries: Any, token: str) -> float:
@@ -126,5 +132,5 @@ class ServedTeacher:
             return float(entries[token]["logprob"])
         except (LookupError, TypeError, ValueError) as error:
             raise TeacherError(
-                f"teacher.path: {self.server.url} gave no log-prob of token {token}: {entries!r:.200}"
+                f"{self.key}: {self.server.url} gave no log-prob of token {token}: {entries!r:.200}"
             ) from error

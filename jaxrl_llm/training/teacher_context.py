@@ -17,12 +17,13 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.data import Row
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.templates import Prompt, render_prompt, template_options
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import constrain, rows_to_global
 from jaxrl_llm.training.packing.planner import Packer
-from jaxrl_llm.training.rollouts import Rollouts, Row
+from jaxrl_llm.training.rollouts import Rollouts
 
 # Those of TRL's SDPOTrainer.
 TEMPLATE = "{prompt}{solution}{privileged}\n\nCorrectly solve the original question.\n"
@@ -46,7 +47,7 @@ class ContextSpec:
 
     def shown(self, success: int | None, completions: Sequence[Any], privileged: str) -> tuple[str | None, str]:
         """The text that a row is shown: the completion at `success` (None: nothing), and a text ("": nothing of it)."""
-        solution = None if success is None or "success" not in self.kind else text_of(completions[success])
+        solution = None if success is None or "success" not in self.kind else all_text(completions[success])
         blank = "privileged" not in self.kind or not privileged.strip()
         return solution, "" if blank or (self.kind == "success_or_privileged" and solution is not None) else privileged
 
@@ -172,10 +173,10 @@ def privileged_texts(column: str, rollouts: Rollouts, examples: Sequence[Row]) -
             f"log it: rows have {', '.join(examples[0])}"
         )
     values = [example.get(column) for example in examples] if logged is None else logged
-    return ["" if value is None else text_of(value) for value in values]
+    return ["" if value is None else all_text(value) for value in values]
 
 
-def text_of(value: Any) -> str:
+def all_text(value: Any) -> str:
     """A text, or those of messages, one a line; anything else as it is printed."""
     if isinstance(value, Sequence) and not isinstance(value, str) and value and isinstance(value[0], Mapping):
         return "\n".join(filter(None, (_content(message) for message in value)))

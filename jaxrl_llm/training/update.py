@@ -1,6 +1,6 @@
 """`State` and the update: gradients of an objective over micro-batches, then one optimizer step.
 
-The only module that differentiates a training loss.
+The only module of `training` that differentiates by parameters; objectives do so by log-probs.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class UpdateSpec:
 
 
 class Frozen(NamedTuple):
-    """Parameters that training reads and never changes: of a model with adapters all others, else none.
+    """Parameters that training reads and never changes: those that `lora.split` gives as frozen.
 
     Updates take them as an argument of their own, which is not donated.
     """
@@ -59,7 +59,7 @@ Update = Callable[..., tuple["State", Metrics]]  # (state, batch, frozen paramet
 class State:
     """State that training changes. `step` counts training steps; the optimizer counts its own updates.
 
-    `params` are those that are trained: all, or the adapters and a score head.
+    `params` are those that are trained, which are all but those of `Frozen`.
 
     `critic` is the same of PPO's critic, whose own `step` stays 0.
     """
@@ -70,7 +70,9 @@ class State:
     critic: "State | None" = None
 
 
-def moments(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, offload: bool) -> tuple[Any, Any]:
+def optimizer_shapes(
+    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, offload: bool
+) -> tuple[Any, Any]:
     """The shapes of the optimizer's state, and the shardings; with `offload` arrays live in the host's memory."""
     shapes = jax.eval_shape(optimizer.init, params)
     places = shardings(shapes, mesh)
@@ -84,7 +86,7 @@ def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Me
 
     With `offload` they live in the host's memory.
     """
-    _, places = moments(params, optimizer, mesh, offload)
+    _, places = optimizer_shapes(params, optimizer, mesh, offload)
     opt_state = jax.jit(optimizer.init, out_shardings=places)(on_device(params))
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
     return State(step, params, opt_state)

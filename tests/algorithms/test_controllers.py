@@ -2,37 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.controllers import AdaptiveEntropy, top_entropy_mask
-
-
-def test_top_fifth_by_hand():
-    entropy = np.arange(12.0).reshape(3, 4)[:, ::-1]
-    mask = np.ones((3, 4))
-    mask[0, 3] = 0  # leaves out the 0
-    # eleven values 1..11; the 0.8 quantile is 9
-    np.testing.assert_array_equal(top_entropy_mask(entropy, mask, 0.2), entropy >= 9)
-
-
-@pytest.mark.parametrize("quantile", [0.05, 0.2, 0.5, 0.77, 1.0])
-def test_the_threshold_is_numpys_quantile(quantile):
-    rng = np.random.default_rng(0)
-    entropy = rng.exponential(1.0, (7, 13)).astype(np.float32)
-    mask = rng.random((7, 13)) < 0.6
-    expected = mask & (entropy >= np.quantile(entropy[mask], 1 - quantile))
-    np.testing.assert_array_equal(top_entropy_mask(entropy, mask, quantile), expected)
-    if quantile == 1.0:
-        np.testing.assert_array_equal(expected, mask)
-
-
-def test_ties_and_empty_masks():
-    np.testing.assert_array_equal(top_entropy_mask([[0.3, 0.3, 0.3]], [[1, 1, 0]], 0.2), [[True, True, False]])
-    np.testing.assert_array_equal(top_entropy_mask([[0.3, 0.1]], [[0, 0]], 0.2), [[False, False]])
-
-
-def test_padding_with_high_entropy_does_not_move_the_threshold():
-    mask = [[1, 1, 0]]
-    for padding in (0.0, 99.0, np.nan):
-        np.testing.assert_array_equal(top_entropy_mask([[0.1, 0.2, padding]], mask, 0.5), [[False, True, False]])
+from jaxrl_llm.algorithms.controllers import AdaptiveEntropy, RunningMean
 
 
 def test_the_controller_steps_by_delta_and_acts_below_target_only():
@@ -58,3 +28,13 @@ def test_the_controller_is_a_pytree_of_two_scalars():
     updated = jax.jit(lambda c, e: c.update(e))(controller, 0.4)
     assert updated.target == 0.5
     assert float(updated.applied) == pytest.approx(0.105)
+
+
+def test_running_mean_of_batches_is_the_mean_of_all():
+    rng = np.random.default_rng(0)
+    batches = [rng.normal(size=n).astype(np.float32) for n in (3, 8, 1)]
+    state = RunningMean()
+    for batch in batches:
+        state = jax.jit(lambda s, b: s.update(b))(state, batch)
+    np.testing.assert_allclose(state.mean, np.concatenate(batches).mean(), rtol=1e-5)
+    assert float(state.count) == 12

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.kl import KINDS, AdaptiveKL, FixedKL, full_kl, kl_estimate
+from jaxrl_llm.algorithms.kl import KINDS, AdaptiveKL, full_kl, kl_estimate
 
 LOGPS, REF = np.array([-1.0, -2.0, -0.5]), np.array([-1.3, -1.9, -0.7])
 
@@ -119,10 +119,6 @@ def test_adaptive_controller_by_hand(x64):
     assert float(controller.update(0.0, 1024).coef) == pytest.approx(0.00097952, rel=1e-12)
     assert float(controller.update(0.11, 1000).coef) == pytest.approx(0.001 * 1.01, rel=1e-12)
     assert controller.coef == 0.001
-
-
-def test_fixed_controller_does_not_move():
-    assert FixedKL(0.5).update(9.0, 4).coef == 0.5
 
 
 def test_controllers_are_pytrees_with_one_scalar_of_state():

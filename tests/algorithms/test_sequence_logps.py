@@ -2,13 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.sequence_logps import (
-    RunningMean,
-    length_desensitized_logps,
-    sequence_logps,
-    split_pairs,
-    wpo_weights,
-)
+from jaxrl_llm.algorithms.sequence_logps import length_desensitized_logps, sequence_logps, split_pairs, wpo_weights
 
 LOGPS = -np.arange(1.0, 11.0).reshape(2, 5)  # -1..-5 and -6..-10
 MASK = np.array([[0, 1, 1, 0, 1], [0, 1, 1, 0, 0]])
@@ -44,13 +38,3 @@ def test_wpo_weights_by_hand():
     np.testing.assert_allclose(wpo_weights(LOGPS, squares - 0.5, MASK), [expected * np.e], rtol=1e-6)
     gradient = jax.grad(lambda x: wpo_weights(x, squares, MASK).sum())(LOGPS)
     np.testing.assert_array_equal(gradient, 0.0)
-
-
-def test_running_mean_of_batches_is_the_mean_of_all():
-    rng = np.random.default_rng(0)
-    batches = [rng.normal(size=n).astype(np.float32) for n in (3, 8, 1)]
-    state = RunningMean()
-    for batch in batches:
-        state = jax.jit(lambda s, b: s.update(b))(state, batch)
-    np.testing.assert_allclose(state.mean, np.concatenate(batches).mean(), rtol=1e-5)
-    assert float(state.count) == 12

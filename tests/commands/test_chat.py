@@ -1,5 +1,7 @@
 """Talking to a model: what it is asked, what is shown, and how a conversation ends."""
 
+import copy
+import dataclasses
 import io
 import os
 import pty
@@ -98,6 +100,27 @@ def test_a_conversation_that_is_too_long_is_told_and_forgotten(model):
     assert [message["content"] for message in asked[-1]] == ["a", first, "b"] and second == second.strip()
 
 
+def test_a_model_with_scaled_positions_goes_on(model):
+    """The limit is the one of generate, serve and training: rotary scaling doubles it here."""
+    short = {**model.hf_config, "max_position_embeddings": 64}
+    scaled = {**short, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+    for entries, most in ((short, 64), (scaled, 128)):
+        answer = answerer(dataclasses.replace(model, hf_config=entries), **SETTINGS)
+        with pytest.raises(ConfigError, match=f"that is more than the {most}"):
+            answer("x" * (most - 7), 1)
+    assert isinstance(answer("x" * (most - 8), 1), str)
+
+
+def test_options_of_the_chat_template(model, monkeypatch, capsys):
+    tokenizer = copy.copy(model.tokenizer)
+    tokenizer.chat_template = "{{ start }}{{ messages[-1].content }}"
+    template = dataclasses.replace(model, tokenizer=tokenizer)
+    monkeypatch.setattr(chat, "load_model", lambda *_, **__: template)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("4821=\n"))
+    chat.main(["--model=m", "--chat_template_kwargs=start='sort:'", "--temperature=0", "--max_new_tokens=8"])
+    assert capsys.readouterr().out == f"{answerer(model, **SETTINGS)('sort:4821=', 1)}\n"
+
+
 def test_images_are_refused_where_they_cannot_be_seen(model, tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     for chats, words in ((True, "the model reads text alone"), (False, "is not asked through a chat template")):
@@ -136,6 +159,8 @@ def test_a_template_is_used_where_there_is_one(model, monkeypatch, capsys):
         (["--prompts_file=a"], "unknown flag --prompts_file"),
         (["--samples=2"], "unknown flag --samples"),
         (["--chat=false", "--system=a"], "--system is given, but embedded:sort is not asked through"),
+        (["--chat=false", "--chat_template_kwargs=a=1"], "--chat_template_kwargs is given, but embedded:sort is not"),
+        (["--chat_template_kwargs=thinking"], "cannot read the options of 'chat_template_kwargs.thinking.'"),
         (["--model="], "--model is given twice"),
     ],
 )
@@ -149,7 +174,7 @@ def test_chat_needs_a_model():
         chat.main([])
 
 
-@pytest.mark.parametrize("flags", [["--interactive"], ["--against=embedded:sort"], ["--system=a"]])
+@pytest.mark.parametrize("flags", [["--interactive"], ["--against=embedded:sort"]])
 def test_generate_names_chat(flags):
     with pytest.raises(ConfigError, match=f"^{flags[0].partition('=')[0]} is for conversations.*jaxrl-llm chat$"):
         generate.main(["--model=embedded:sort", "--prompt=a", *flags])

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,9 +11,14 @@ import jaxrl_llm
 from jaxrl_llm.commands.compare import Samples, _graded, _numbers, compare
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.data.image_rows import ImageReader
+from jaxrl_llm.data.tokenize import RowTokenizer
+from jaxrl_llm.models.hf import EMBEDDED, load_tokenizer
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rewards.judge import PairwiseJudge
 from jaxrl_llm.rewards.runner import TrainerState, load_rewards
+from jaxrl_llm.training.setup.data import tokenizer_of
+from tests.data.smolvlm import picture, png, smolvlm_folder
 from tests.rewards.judge_server import JudgeServer, asked
 
 PAIR = "{{ prompt }}|{{ a }}|{{ b }}"
@@ -72,14 +78,14 @@ def test_pairs_that_no_reward_applies_to(tokenizer):
 def test_columns_and_token_ids_are_those_of_the_pair(tokenizer):
     seen = []
 
-    def look(prompts, completions, completion_ids, number, trainer_state, **columns):
-        seen.append((prompts, completions, [len(ids) for ids in completion_ids], number))
+    def look(prompts, completions, completion_ids, number, trainer_state, prompt_numbers, **columns):
+        seen.append((prompts, completions, [len(ids) for ids in completion_ids], number, prompt_numbers))
         assert trainer_state.global_step / trainer_state.max_steps == 1.0
         return [0.0] * len(prompts)
 
     graded(look, met(tokenizer, ("p", ["12"], ["1"]), ("p", ["3"], ["4"]), ("q", ["5"], ["6"])))
-    assert seen == [(["p", "p", "q", "q"], ["12", "1", "5", "6"], [2, 1, 1, 1], [0, 0, 2, 2]),
-                    (["p", "p"], ["3", "4"], [1, 1], [1, 1])]  # fmt: skip
+    prompts, completions = ["p", "p", "p", "p", "q", "q"], ["12", "1", "3", "4", "5", "6"]
+    assert seen == [(prompts, completions, [2, 1, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 2, 2])]
 
 
 def test_sets_have_columns_of_their_own(tokenizer):
@@ -95,6 +101,37 @@ def test_sets_have_columns_of_their_own(tokenizer):
         example |= column
     assert len(_graded(load_rewards(rewarded), written, 0.0, TrainerState(5, 5))) == 2
     assert seen == {"answer": ["1", "1", None, None], "tests": [None, None, "t", "t"]}
+
+
+def test_rewards_see_the_images_of_a_prompt(config, tmp_path):
+    """As in training: PIL images in the column images, and no pixels."""
+    seen = {}
+
+    def look(completions, images, **columns):
+        seen.update(columns, images=images)
+        return [1.0] * len(completions)
+
+    config.model.path = str(smolvlm_folder(tmp_path))
+    tokenizer = tokenizer_of(config)
+    tokenize = RowTokenizer("prompts", tokenizer, images=ImageReader(tokenizer))
+    rows = [{"prompt": "<image>what?", "images": [png(picture(16, 9))]}, {"prompt": "why?", "images": []}]
+    examples = [{**tokenize(row), "set": ""} for row in rows]
+    graded(look, [Samples(examples, [["a"], ["b"]], tokenizer)] * 2)
+    assert [len(own) for own in seen["images"]] == [1, 1, 0, 0] and "pixels" not in seen
+    assert seen["images"][0][0].tobytes() == picture(16, 9).tobytes()
+
+
+def test_tokenizers_that_leave_out_different_prompts(config, tmp_path):
+    """Before a model is read: the first has one token where the second has five."""
+    for name, words in (("a", ["sort:"]), ("b", [])):
+        shutil.copytree(EMBEDDED / "sort", tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors"))
+        own = load_tokenizer(tmp_path / name)
+        own.add_tokens(words)
+        own.save_pretrained(tmp_path / name)
+    config.rollout.max_prompt_length, config.data.overlong = 8, "filter"
+    rows = [{"prompt": "sort:1=", "answer": "1"}, {"prompt": "sort:4321=", "answer": "1234"}]
+    with pytest.raises(ConfigError, match=r"leave out different prompts \(0 and 1 of 2\).*which is 8, or shorten"):
+        compare(config, str(tmp_path / "a"), str(tmp_path / "b"), rows, length)
 
 
 def test_a_judge_sees_each_pair_in_both_orders(tokenizer):

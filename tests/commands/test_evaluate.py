@@ -50,10 +50,10 @@ def test_pass_at_k_of_many_samples_is_exact():
 @pytest.mark.parametrize(("count", "at_once", "multiple"), [(7, 3, 1), (7, 3, 2), (2, 100, 1), (1, 1, 8), (8, 0, 1)])
 def test_batches_cover_all_examples_once_and_have_one_size(count, at_once, multiple):
     batches = list(full_batches(range(count), at_once, multiple))
-    assert [x for batch in batches for x in batch.examples[: batch.count]] == list(range(count))
-    assert [batch.start for batch in batches] == list(range(0, count, len(batches[0].examples)))
-    assert len({len(batch.examples) for batch in batches}) == 1
-    assert len(batches[0].examples) % multiple == 0
+    assert [x for _, own, examples in batches for x in examples[:own]] == list(range(count))
+    (size,) = {len(examples) for _, _, examples in batches}
+    assert size % multiple == 0
+    assert [start for start, _, _ in batches] == list(range(0, count, size))
 
 
 # --- the function ---
@@ -91,6 +91,19 @@ def test_metrics_of_known_rewards(samples, ks, config):
         assert metrics[f"eval/pass@{k}"] == pytest.approx(k / samples / 2)
     assert (metrics["eval/reward"], metrics["eval/accuracy"]) == pytest.approx((1 / samples / 2, 1 / samples / 2))
     assert metrics["eval/greedy_accuracy"] == 0.5
+
+
+def test_completions_of_a_prompt_have_its_number(config):
+    """Two rows of one text are two prompts."""
+    seen = []
+
+    def look(completions, prompt_numbers):
+        seen.append(prompt_numbers)
+        return [0.0] * len(completions)
+
+    config.eval.samples, config.eval.greedy, config.batch.prompts = 2, False, 2
+    jaxrl_llm.evaluate(config, [{"prompt": "sort:12="}] * 2, look)
+    assert [number for batch in seen for number in batch] == [0, 0, 1, 1]
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """Export: the folder written from a checkpoint is the model of that step, bit for bit, on any number of devices."""
 
+import dataclasses
 import importlib
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -11,9 +13,13 @@ from safetensors.numpy import load_file
 
 import jaxrl_llm
 from jaxrl_llm.commands.serve import load_served
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import ConfigError, to_json
 from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.data.named_templates import with_chat_template
 from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.training.checkpoint.manager import Checkpoints
+from jaxrl_llm.training.setup.run import build_critic, build_model
+from jaxrl_llm.training.update import State
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -51,6 +57,30 @@ def test_exporting_changes_nothing_in_the_run(tiny_run, tmp_path):
     before = {file: file.stat().st_mtime_ns for file in tiny_run.output_dir.rglob("*")}
     jaxrl_llm.export(tiny_run.output_dir, tmp_path / "exported")
     assert {file: file.stat().st_mtime_ns for file in tiny_run.output_dir.rglob("*")} == before
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_critic_of_a_step(tmp_path, shared):
+    config, mesh = jaxrl_llm.default_config(), make_mesh()
+    config.algorithm.name, config.model.path, config.critic.shared = "ppo", "embedded:sort", shared
+    (tmp_path / "config.json").write_text(to_json(config))
+    with jax.set_mesh(mesh), Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        policy = build_model(config, mesh)
+        critic = build_critic(config, policy, mesh)
+        trained, values = (jax.tree.map(lambda x: x * 1.5, model.params) for model in (policy, critic))
+        checkpoints.save(4, State(jnp.array(4), trained, (), State(jnp.array(0), values, ())), {})
+        checkpoints.wait()
+        folder = jaxrl_llm.export(tmp_path, tmp_path / "critic", critic=True)
+    read = jaxrl_llm.load_model(folder, head="score")
+    assert read.net.config.head == "score" and not (folder / "README.md").exists()
+    expected = {**trained, **values} if shared else values
+    jax.tree.map(np.testing.assert_array_equal, read.params, {x: expected[x] for x in expected if x != "head"})
+
+
+def test_a_run_without_a_critic_has_none_to_export(tiny_run, tmp_path):
+    with pytest.raises(ConfigError, match=r"--critic: the run in .* has none \(algorithm\.name = 'grpo'\)"):
+        jaxrl_llm.export(tiny_run.output_dir, tmp_path / "critic", critic=True)
+    assert not (tmp_path / "critic").exists()
 
 
 @pytest.mark.slow
@@ -131,6 +161,50 @@ def test_a_model_that_is_there_is_replaced_when_told_so(tiny_run, tmp_path):
 
 
 CHAT = [{"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}] * 2
+
+
+@pytest.fixture
+def in_memory(tmp_path):
+    """A configuration of one step of SFT, and a model whose weights and entries are not those at its path."""
+    config = jaxrl_llm.default_config()
+    config.algorithm.name, config.data.max_length, config.batch.prompts = "sft", 128, 2
+    config.total_steps, config.eval.every, config.checkpoint.every, config.logging.backends = 1, -1, 1, ()
+    config.output_dir = str(tmp_path / "run")
+    model = jaxrl_llm.load_model("embedded:sort", entries={"rope_theta": 20000.0})
+    return config, dataclasses.replace(model, params=jax.tree.map(lambda x: 1.01 * x, model.params))
+
+
+@pytest.mark.slow
+def test_a_model_in_memory_is_exported_once_it_has_a_folder(in_memory, tmp_path):
+    """Trained whole, it is described by what the run leaves at its end; the tokenizer too."""
+    config, model = in_memory
+    tokenizer = with_chat_template(model.tokenizer, "chatml")
+    run = jaxrl_llm.train(config, CHAT, model=model, tokenizer=tokenizer).output_dir
+    assert contents(jaxrl_llm.export(run, tmp_path / "exported")) == contents(run / "hf")
+    served = load_served(str(run), "float32", make_mesh())
+    assert served.tokenizer.chat_template == tokenizer.chat_template and served.net.config.rope == model.net.config.rope
+    (run / "hf").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"its model and tokenizer in memory.* \(model.path, model.tokenizer\)"):
+        jaxrl_llm.export(run, tmp_path / "again")
+    with pytest.raises(ConfigError, match=r"was given its model in memory \(embedded:sort, in memory\).*give it again"):
+        jaxrl_llm.train(config, CHAT, tokenizer=tokenizer)
+
+
+def test_adapters_of_a_model_in_memory_have_no_base(in_memory, tmp_path):
+    """Neither in a checkpoint nor as a PEFT folder."""
+    config, model = in_memory
+    config.lora.rank, config.lora.targets = 2, ("q_proj",)
+    result = jaxrl_llm.train(config, CHAT, model=model)
+    run = result.output_dir
+    with pytest.raises(ConfigError, match="names no base model: load that, with adapter="):
+        jaxrl_llm.load_model(run / "adapter")
+    jaxrl_llm.save_adapter(result.model, tmp_path / "adapter")
+    assert contents(tmp_path / "adapter")["adapter_config.json"] == contents(run / "adapter")["adapter_config.json"]
+    refused = r"adapters of a model that was given in memory.*model\.path"
+    with pytest.raises(ConfigError, match=refused):
+        jaxrl_llm.export(run, tmp_path / "exported")
+    with pytest.raises(ConfigError, match=refused):
+        load_served(str(run), "auto", make_mesh())
 
 
 @pytest.mark.parametrize(

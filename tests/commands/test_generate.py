@@ -3,6 +3,7 @@
 import copy
 import importlib
 import inspect
+import io
 import json
 from dataclasses import replace
 
@@ -11,8 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jaxrl_llm
+from jaxrl_llm.commands import chat
+from jaxrl_llm.commands.serve import load_served
 from jaxrl_llm.config import ConfigError, to_json
+from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import Model
+from tests.data.coded_tokenizer import coded_folder, kind
 
 module = importlib.import_module("jaxrl_llm.commands.generate")
 
@@ -199,12 +204,12 @@ def test_a_file_may_say_what_the_chat_template_shows(model, tmp_path):
     rows = [{"tools": tools[:1]}, {"tools": tools[1:], "chat_template_kwargs": {"mood": "glad"}}, {}]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": CHAT, **row}) + "\n" for row in rows), encoding="utf-8")
-    prompts, columns = module.read_prompts("", str(file), chat=False), module.read_columns(str(file))
-    rendered = module.prompt_rows(replace(model, tokenizer=tokenizer), prompts, columns=columns)
+    asked = module.read_prompts("", str(file), chat=False)
+    rendered = module.prompt_rows(replace(model, tokenizer=tokenizer), asked.prompts, asked.images, asked.columns)
     texts = [tokenizer.decode(row["prompt_ids"]) for row in rendered]
     shown = [json.dumps([tool], ensure_ascii=False) for tool in tools]
     assert texts == [f"{shown[0]}sort:4821=", f"{shown[1]}gladsort:4821=", "sort:4821="]
-    assert module.read_columns("") is module.read_columns("prompts.txt") is None
+    assert module.read_prompts("sort:4821=", "", chat=True)[1:] == (None, None)
     with pytest.raises(ConfigError, match="columns has 1 entries for 2 prompts; give an object for each"):
         jaxrl_llm.generate(model, PROMPTS[:2], columns=[{}])
 
@@ -217,19 +222,58 @@ def test_the_command_reads_the_columns_of_a_file(tmp_path, monkeypatch):
     assert given == [[{"chat_template_kwargs": {"a": 1}}]]
 
 
+def test_flags_of_conversations(tmp_path, monkeypatch, model, capsys):
+    """What a row of the file says goes before; texts have no template, and are refused."""
+    tokenizer = copy.copy(model.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ end }}{{ mood }}"
+    monkeypatch.setattr(module, "load_model", lambda *_, **__: replace(model, tokenizer=tokenizer))
+    flags = ["--model=m", "--temperature=0", "--max_new_tokens=8", "--system=sort:"]
+    module.main([*flags, "--chat", "--prompt=4821", "--chat_template_kwargs=end='='"])
+    assert capsys.readouterr().out == jaxrl_llm.generate(model, ["sort:4821="], 8, temperature=0)[0] + "\n"
+    file, given = tmp_path / "prompts.jsonl", []
+    system = {"role": "system", "content": "be brief"}
+    rows = [{"prompt": CHAT, "chat_template_kwargs": {"mood": "b"}}, {"prompt": [system, *CHAT]}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    monkeypatch.setattr(module, "generate", lambda *args, **options: given.append((args, options)) or ["x", "y"])
+    module.main([*flags, f"--prompts_file={file}", "--chat_template_kwargs=end='=', mood='a'"])
+    (((_, prompts), options),) = given
+    columns = options["columns"]
+    assert prompts == [[{"role": "system", "content": "sort:"}, *CHAT], [system, *CHAT]]
+    assert [row["chat_template_kwargs"] for row in columns] == [{"end": "=", "mood": "b"}, {"end": "=", "mood": "a"}]
+    for flag in ("--system=a", "--chat_template_kwargs=a=1"):
+        with pytest.raises(ConfigError, match=f"{flag.partition('=')[0]} is for conversations, .*: add --chat"):
+            module.main(["--model=m", "--prompt=4821", flag])
+
+
+def test_code_of_a_tokenizer_is_run_where_it_is_trusted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(module, "generate", lambda model, *_, **__: [kind(model.tokenizer)])
+    monkeypatch.setattr(chat, "answerer", lambda model, *_, **__: lambda prompt, turn: kind(model.tokenizer))
+    folder = str(coded_folder(tmp_path / "coded"))
+    for main, flags in ((module.main, ["--prompt=a"]), (chat.main, [])):
+        with pytest.raises(ConfigError, match=r"the tokenizer in .* cannot be read: .*trust_remote_code"):
+            main([f"--model={folder}", *flags])
+        monkeypatch.setattr("sys.stdin", io.StringIO("a"))
+        main([f"--model={folder}", *flags, "--trust_remote_code"])
+        assert capsys.readouterr().out == "CodedTokenizer\n"
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        load_served(folder, "auto", make_mesh())
+    assert kind(load_served(folder, "auto", make_mesh(), True).tokenizer) == "CodedTokenizer"
+
+
 def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path):
     """As editors on Windows write it."""
     file = tmp_path / "prompts.txt"
     file.write_text("sort:21=\nsort:43=\n", encoding="utf-8-sig")
-    assert module.read_prompts("", str(file), chat=False) == ["sort:21=", "sort:43="]
+    assert module.read_prompts("", str(file), chat=False).prompts == ["sort:21=", "sort:43="]
 
 
 def test_prompts_are_read_from_messages_too(tmp_path):
     file = tmp_path / "chats.jsonl"
     file.write_text(json.dumps({"prompt": CHAT}) + "\n", encoding="utf-8")
-    assert module.read_prompts("", str(file), chat=True) == [CHAT]
-    assert module.read_prompts("sort:4821=", "", chat=True) == [CHAT]
-    assert module.read_prompts("sort:4821=", "", chat=False) == ["sort:4821="]
+    assert module.read_prompts("", str(file), chat=True).prompts == [CHAT]
+    assert module.read_prompts("sort:4821=", "", chat=True).prompts == [CHAT]
+    assert module.read_prompts("sort:4821=", "", chat=False).prompts == ["sort:4821="]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_weights_are_held_once(monkeypatch):
     """
     read, alive = [], []
 
-    def load(path, dtype, mesh):
+    def load(path, dtype, mesh, trust_remote_code=False):
         model = load_model(path, dtype, mesh=mesh, scan_layers=bool(read))
         read.append([weakref.ref(x) for x in jax.tree.leaves(model.params["layers"])])
         return model
@@ -185,7 +185,10 @@ def test_adapters_are_merged():
     [
         ([], "the model is missing"),
         (["embedded:sort", "--max_length=4000"], "has positions for 2048"),
+        (["--weight_updates", "--port", "8000", "embedded:sort", "--max_length=4000"], "has positions for 2048"),
+        (["embedded:sort", "--port=8000", "other"], "--model is given twice"),
         (["embedded:sort", "--tensor=64"], "--tensor is 64, but there are"),
+        (["embedded:sort", "--tinker=runs", "--weight_updates"], "what runs adapt must stay as it is"),
         (["embedded:sort", "--host=203.0.113.1"], "cannot listen on 203.0.113.1:8000"),
         (["embedded:sort", "--slot=4"], "the closest is --slots"),
         (["embedded:sort", "--slots=0"], "slots is 0"),

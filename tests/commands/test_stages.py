@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxrl_llm.commands.stages import is_finished, load_stages, run_stages
 from jaxrl_llm.config import ConfigError
@@ -14,6 +16,7 @@ def test_three_stages_and_going_on(root, tmp_path):
         found = load_stages(f"{root / 'configs/rlhf.py'}:tiny", tmp_path)
         for config in found.values():
             config.eval.every, config.logging.backends = -1, ("jsonl",)
+        found["ppo"].critic.learning_rate = 0.0
         return found
 
     first = stages()
@@ -22,6 +25,10 @@ def test_three_stages_and_going_on(root, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "ppo/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[0]["objective/scores"] == pytest.approx(lines[0]["rewards/reward_model/mean"], rel=1e-5)
+    start, critic = (load_file(tmp_path / name / "model.safetensors") for name in ("reward_model/hf", "ppo/critic"))
+    assert start.keys() == critic.keys()
+    for name, value in start.items():  # critic.path, which nothing moves
+        np.testing.assert_array_equal(critic[name], value, err_msg=name)
     assert run_stages(stages()) == {}
     longer = stages()
     longer["ppo"].total_steps = 3

@@ -80,12 +80,21 @@ def test_a_run_of_epochs_has_no_warm_up_and_no_decay(config, monkeypatch):
 
 
 def test_it_runs_in_one_process_and_in_step(config, monkeypatch):
-    config.rollout.staleness = 1
-    with pytest.raises(ConfigError, match=r"rollout.staleness is 1.*--config.rollout.staleness=0"):
-        verify(config)
+    for name in ("partial_prompts", "processes", "staleness"):
+        config.rollout[name] = 1
+        with pytest.raises(ConfigError, match=rf"rollout.{name} is 1.*--config.rollout.{name}=0"):
+            verify(config)
+        config.rollout[name] = 0
     monkeypatch.setattr(command.jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match="runs in one process"):
         verify(config)
+
+
+def test_it_joins_the_others_of_a_cluster(root, monkeypatch):
+    """Which it then refuses: each would verify a run of its own, and print a report."""
+    monkeypatch.setenv("JAXRL_PROCESS_COUNT", "2")
+    with pytest.raises(ConfigError, match=r"processes\.coordinator is missing"):
+        command.main([f"--config={root}/configs/grpo.py:tiny"])
 
 
 @pytest.mark.slow

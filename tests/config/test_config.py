@@ -12,7 +12,7 @@ import pytest
 from jaxrl_llm import __version__
 from jaxrl_llm.algorithms import policy_losses, preference_losses
 from jaxrl_llm.config import ConfigError, assign, batch_rows, default, from_json, to_json, tree, validate
-from jaxrl_llm.config.flags import find_config, help_text, load_flags, load_options, shipped_configs
+from jaxrl_llm.config.flags import find_config, help_text, load_flags, load_options, positional, shipped_configs
 from jaxrl_llm.config.resolve import closest, resolve
 from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, LOSS_OPTIONS, RENAMED, SECTIONS, Setting
 
@@ -84,6 +84,7 @@ def test_module_prints_the_documentation(run_python):
     [
         (Setting("a", 1.0, "", float, above=0, maximum=1), "a number > 0 and <= 1"),
         (Setting("a", None, "", int, minimum=1), "an integer >= 1, or none"),
+        (Setting("a", 1, "", int, minimum=1, none=True), "an integer >= 1, or none"),
         (Setting("a", ("x",), "", choices=("x", "y")), "a list, each one of x, y"),
         (Setting("a", True, "", bool), "true or false"),
     ],
@@ -146,6 +147,18 @@ def test_validate_accepts_value(name, value):
     config = default()
     tree.assign(config, name, value)
     validate(config)
+
+
+@pytest.mark.parametrize(
+    "key", [key for key in KEYS if re.search(r"[.;,] none is\b", key.doc, re.IGNORECASE)], ids=lambda key: key.name
+)
+def test_a_key_takes_none_where_its_text_says_what_that_is(key):
+    value = key.parse("none")
+    assert value == ("none" if key.kind is str and key.default is not None else None)
+    config = default()
+    tree.assign(config, key.name, value)
+    validate(config)
+    assert from_json(to_json(config)).to_dict() == config.to_dict()
 
 
 def test_validate_names_unknown_and_missing_keys():
@@ -438,6 +451,22 @@ def test_help_without_a_configuration(capsys):
     assert help_of(capsys, "--help=all", load=load_options) == text
     with pytest.raises(ConfigError, match=r"--help has no section 'optimizer'.*sections are none, or all"):
         load_options(["--help=optimizer"], "", [])
+
+
+def test_words_stand_anywhere_among_flags():
+    options = [Setting("steps", 3, "Steps.", int), Setting("quick", False, "Quickly.", bool)]
+    for argv, words in (
+        (["a", "--steps", "4", "b", "--quick=true"], ["a", "b"]),
+        (["--steps=4", "--quick", "a"], ["a"]),
+        (["--quick", "true", "a", "--steps", "4"], ["a"]),
+        (["--steps", "-4", "a"], ["a"]),
+        (["--steps", "--quick"], []),
+        (["-h", "steps"], []),
+    ):
+        found, flags = positional(argv, options)
+        assert found == words and flags == [x for x in argv if x not in words]
+    flags = positional(["--quick", "a", "--steps", "4"], options)[1]
+    assert load_options(flags, "", options) == {"steps": 4, "quick": True}
 
 
 # --- shipped config files ---

@@ -8,9 +8,19 @@ import pytest
 
 from jaxrl_llm.config import default
 from jaxrl_llm.config.schema import BY_NAME
-from jaxrl_llm.config.unread import OF_ADAPTERS, OF_ALL, OF_GIVEN_ROWS, OF_PREFERENCES, OF_REFERENCES, unread
+from jaxrl_llm.config.unread import (
+    OF_ADAPTERS,
+    OF_ALL,
+    OF_CRITICS,
+    OF_GIVEN_ROWS,
+    OF_OPTIMIZERS,
+    OF_PREFERENCES,
+    OF_REFERENCES,
+    unread,
+)
 
 ROOT = Path(__file__).parents[2]
+BETA, ADAPTED = {"algorithm__beta": 0.1}, {"lora__rank": 8}
 
 
 def told(name: str = "grpo", **settings) -> list[str]:
@@ -31,7 +41,27 @@ def told(name: str = "grpo", **settings) -> list[str]:
         ({"algorithm__ld_alpha": 0.5}, "which compares no pairs: algorithm.ld_alpha"),
         ({"name": "sft", "algorithm__beta": 0.1}, "algorithm.name is sft, which samples no .*: algorithm.beta"),
         ({"name": "preference", "algorithm__epsilon_high": 0.3}, "which samples no .*: algorithm.epsilon_high"),
+        ({"optimizer__name": "optax:nadam(b1=0.8)", "optimizer__b1": 0.8}, "takes its options in .*: optimizer.b1 has"),
+        ({"name": "ppo", "optimizer__name": "optax:nadam", "critic__weight_decay": 0.1}, ": critic.weight_decay has"),
         ({"name": "reward_model", "algorithm__offload_reference": True}, ": algorithm.offload_reference has no effect"),
+        (
+            {"algorithm__offload_reference": True},
+            "beta is 0, .* no reference: algorithm.offload_reference has no effect",
+        ),
+        ({**BETA, "algorithm__ref_mixup_alpha": 0.5}, "never moves: algorithm.ref_mixup_alpha has no effect"),
+        (
+            {**BETA, **ADAPTED, "algorithm__offload_reference": True},
+            "reference is base, .*: algorithm.offload_reference",
+        ),
+        (
+            {"name": "preference", **ADAPTED, "lora__reference": "start", "algorithm__offload_reference": True},
+            "reference is start, so that the reference shares .*: algorithm.offload_reference has no effect",
+        ),
+        (
+            {"name": "preference", "data__precompute_reference": True, "algorithm__offload_reference": True},
+            "no reference is kept: algorithm.offload_reference has no effect",
+        ),
+        ({**ADAPTED, "teacher__path": "self(rate=0)", "teacher__offload": True}, "is self.*: teacher.offload has no"),
     ],
 )
 def test_settings_without_effect_are_named(settings, words):
@@ -45,6 +75,15 @@ def test_settings_without_effect_are_named(settings, words):
         {"lora__rank": 8, "lora__alpha": 32.0},
         {"lora__path": "folder", "lora__reference": "copy"},
         {"name": "ppo", "critic__learning_rate": 1e-4},
+        {"optimizer__name": "optax:nadam", "optimizer__max_grad_norm": 0.5},
+        {"optimizer__name": "lion", "optimizer__b1": 0.95},
+        {**BETA, "algorithm__offload_reference": True},
+        {"environment__options": ("a(beta=0.1)",), "algorithm__offload_reference": True},
+        {**BETA, **ADAPTED, "lora__reference": "copy", "algorithm__offload_reference": True},
+        {**BETA, "algorithm__ref_sync_steps": 2, "algorithm__ref_mixup_alpha": 0.5},
+        {"teacher__path": "self(rate=0)", "teacher__offload": True},
+        {**ADAPTED, "teacher__path": "self(rate=0.05)", "teacher__offload": True},
+        {**ADAPTED, "teacher__path": "folder", "teacher__offload": True},
         {"teacher__on_policy": 0.5, "data__loss_on": "all"},
         {"name": "preference", "algorithm__beta": 0.3, "algorithm__ld_alpha": 0.5, "data__precompute_reference": True},
         {"name": "sft", "algorithm__loss": "dft", "data__loss_on": "all", "algorithm__neftune_alpha": 5.0},
@@ -62,5 +101,5 @@ def test_no_configuration_that_ships_has_a_setting_without_effect():
 
 
 def test_the_names_are_those_of_settings():
-    groups = (OF_ADAPTERS, OF_GIVEN_ROWS, OF_REFERENCES, OF_PREFERENCES, OF_ALL)
+    groups = (OF_ADAPTERS, OF_GIVEN_ROWS, OF_REFERENCES, OF_PREFERENCES, OF_ALL, OF_OPTIMIZERS, OF_CRITICS)
     assert {name for group in groups for name in group} <= BY_NAME.keys()

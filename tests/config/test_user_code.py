@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
+import weakref
 
 import pytest
 
@@ -12,7 +14,7 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.config.http_client import HttpClient, RequestError
 from jaxrl_llm.config.resolve import ConfigError, import_file
 from jaxrl_llm.config.secrets import masked
-from jaxrl_llm.config.user_code import LeftError, contained, described, is_own_exit
+from jaxrl_llm.config.user_code import PACKAGE, LeftError, contained, error_text, is_own_exit, without_locals
 
 
 def raised_in(function):
@@ -126,18 +128,51 @@ def test_errors_name_the_line_of_the_user(tmp_path):
             with contained():
                 function()
         except Exception as error:
-            return described(error)
+            return error_text(error)
 
     file = tmp_path / "mine.py"
     file.write_text("import json\n\ndef reads():\n    json.loads('')\n\ndef leaves():\n    raise SystemExit(3)\n")
     mine = import_file(file)
     assert described_error(mine.reads) == f"JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({file}:4)"
     assert described_error(mine.leaves) == f"LeftError: it called sys.exit(3), in leaves ({file}:7)"
-    assert described(ValueError("never raised")) == "ValueError: never raised"
+    assert error_text(ValueError("never raised")) == "ValueError: never raised"
     with pytest.raises(ConfigError) as caught:
         import_file(tmp_path / "none.py")
     inside = caught.value.with_traceback(caught.tb.tb_next)  # without the frame of this file
-    assert described(inside) == f"ConfigError: {inside}"
+    assert error_text(inside) == f"ConfigError: {inside}"
+
+
+def test_errors_hold_the_variables_of_users_functions_alone():
+    """Those of the package, in which the arrays of a run are, go; also where another error came from the first."""
+    made = []
+
+    def memory():
+        made.append(weakref.ref(held := set()))
+        return held
+
+    def callback(number):
+        raise ZeroDivisionError
+
+    code = """
+def step(function):
+    held = memory()
+    function(1)
+
+@without_locals
+def train(function):
+    held = memory()
+    try:
+        step(function)
+    except ZeroDivisionError as error:
+        raise ValueError from error
+"""
+    scope = {"memory": memory, "without_locals": without_locals}
+    exec(compile(code, str(PACKAGE / "train.py"), "exec"), scope)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        scope["train"](callback)
+    assert len(made) == 2 and not any(held() for held in made)
+    frames = {frame.f_code.co_name: frame for frame, _ in traceback.walk_tb(caught.value.__cause__.__traceback__)}
+    assert frames["callback"].f_locals == {"number": 1} and not frames["step"].f_locals
 
 
 def test_warnings_of_a_command_are_lines():

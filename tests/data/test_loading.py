@@ -401,6 +401,50 @@ def test_streaming_gives_the_same_rows(tokenizer):
     assert [next(again) for _ in range(3)] == rest
 
 
+def test_shuffled_streams_that_can_be_resumed(tokenizer):
+    """Of shuffled files the state says all; the rows in a buffer are in no state."""
+    rows = datasets.Dataset.from_list([{"prompt": "p", "completion": str(i)} for i in range(12)])
+    plain = rows.to_iterable_dataset(num_shards=4)
+    spec = replace(data_spec(config_of("sft", shuffle=False)), streaming=True, batch_size=2, shuffle_buffer=3)
+
+    def begun(given):
+        return loading.stream(spec, loading.open_sources(spec, tokenizer, given), "completions", tokenizer)
+
+    stream, in_order = begun(plain.shuffle(seed=1, buffer_size=1)), begun(plain)
+    assert [next(stream) for _ in range(2)] != [next(in_order) for _ in range(2)]
+    state = json.loads(json.dumps(stream.get_state()))
+    rest = [next(stream) for _ in range(4)]
+    again = begun(plain.shuffle(seed=1, buffer_size=1))
+    again.set_state(state)
+    assert [next(again) for _ in range(4)] == rest
+    shuffled = plain.shuffle(seed=1, buffer_size=5)
+    for given in (
+        shuffled,
+        shuffled.map(lambda row: row).skip(1),
+        datasets.concatenate_datasets([plain, shuffled]),
+        datasets.interleave_datasets([plain, shuffled]),
+    ):
+        with pytest.raises(ConfigError, match=r"a buffer of 5 rows, .*: leave this to data.shuffle_buffer"):
+            begun(given)
+    held_out = loading.open_sources(spec, tokenizer, shuffled, held_out=True)  # of which nothing is resumed
+    assert len(list(loading.first_rows(held_out, 3)[0].rows)) == 3
+
+
+def test_a_function_that_gives_a_stream_needs_streaming(folder, tokenizer):
+    (folder / "mine.py").write_text(
+        "import datasets\n"
+        "def rows():\n"
+        "    made = [{'prompt': 'p', 'completion': 'c'}]\n"
+        "    return datasets.Dataset.from_list(made).to_iterable_dataset()\n"
+    )
+    config = config_of("sft", path="mine.py:rows")
+    with pytest.raises(ConfigError, match=r"mine.py:rows gives a stream .*: set data.streaming to true"):
+        tokens_of(config, tokenizer)
+    spec = replace(data_spec(config), streaming=True, batch_size=1, shuffle_buffer=1)
+    stream = loading.stream(spec, loading.open_sources(spec, tokenizer), "completions", tokenizer)
+    assert tokenizer.decode(next(stream)[0]["ids"][:2]) == "pc"
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_streaming_without_weights_takes_every_row_once(folder, tokenizer, streaming):
     for name, count in (("few", 2), ("many", 18)):

@@ -31,8 +31,9 @@ from jaxrl_llm.models.chunked_softmax import chunked_logps
 from jaxrl_llm.models.fused_attention import splash_attention
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import Model, init_sharded, load_model, save_hf
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.safetensors import Files
-from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask
+from jaxrl_llm.models.transformer import Net, attention_mask
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.resharded import ReshardedEngine
@@ -40,7 +41,7 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.packing.planner import Sample
+from jaxrl_llm.training.packing.planner import TypicalRows
 from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import update_spec
@@ -600,7 +601,7 @@ def test_packed_updates_on_every_mesh(sizes):
             own = rows_to_global(batch, mesh)
             if packs:
                 arrays = (batch.inputs.tokens, batch.inputs.segments, batch.mask)
-                shard = Sample(*(x[: len(x) // row_shards(mesh)] for x in arrays))
+                shard = TypicalRows(*(x[: len(x) // row_shards(mesh)] for x in arrays))
                 own = packer_of(config, PACKED, mesh, objective, shard)(own)
                 assert own.inputs.layout.row_idx.sharding.shard_shape(own.inputs.layout.row_idx.shape)[0] == 1
             state, metrics = make_update(objective, optimizer, update_spec(config), mesh)(state, own)

@@ -37,7 +37,8 @@ NOT_RUN = {
     "--config.model.path=Qwen/Qwen3-8B": "reads config.json from the hub",
     "--config.model.path=Qwen/Qwen2.5-7B": "reads config.json from the hub",
     "--config.model.path=meta-llama/Llama-3.1-70B-Instruct": "reads config.json from the hub",
-    "--config.logging.backends=console,jsonl,wandb,tensorboard": "wandb asks for an account; test_loggers.py",
+    "--config.logging.backends=console,jsonl,wandb,tensorboard": "wandb asks for an account; "
+    "tests/training/logging/test_backends.py",
     "--model=HuggingFaceTB/SmolVLM-256M-Instruct": "reads a model of the hub; tests/serving/test_images.py",
     "--push_to_hub=me/my-model": "asks for an account; tests/tools/test_hub.py",
     "--config.export.push_to_hub=me/my-model": "asks for an account; tests/tools/test_hub.py",
@@ -257,6 +258,11 @@ def runs(workspace) -> Path:
     score = "def compute_score(solution_str, ground_truth):\n    return float(solution_str == ground_truth)\n"
     (workspace / "my_score.py").write_text(score, encoding="utf-8")
     return workspace
+
+
+def test_what_is_not_run_is_tested_elsewhere():
+    for reason in NOT_RUN.values():
+        assert all((ROOT / path).is_file() for path in re.findall(r"\S+\.py", reason)), reason
 
 
 @pytest.mark.slow

@@ -110,6 +110,35 @@ def test_the_workflows_run_the_commands_of_the_readme():
     assert "-m pytest -n auto --dist worksteal" in readme
 
 
+def test_what_pushes_leave_out_is_tested_at_night():
+    """Slow tests, in parts that are all of them, and those that are skipped without packages of other extras."""
+    workflow = read_yaml(ROOT / ".github" / "workflows" / "tests.yml")
+    assert workflow[True]["schedule"]
+    slow, optional = (workflow["jobs"][name] for name in ("slow", "optional"))
+    assert {job["if"] for job in (slow, optional)} == {"github.event_name == 'schedule'"}
+    assert commands({"jobs": {"": slow}})[-1] == "python -m pytest -m slow -n auto --dist worksteal ${{ matrix.part }}"
+    *folders, rest = slow["strategy"]["matrix"]["part"]
+    assert all((ROOT / folder).is_dir() for folder in folders)
+    assert rest == " ".join(f"--ignore={folder}" for folder in folders)
+
+    lines = commands({"jobs": {"": optional}})
+    assert all('-m "slow or not slow"' in line for line in lines[1:])
+    files, extras = " ".join(lines[1:]).split(), PROJECT["optional-dependencies"]
+
+    def modules(names) -> tuple[str, ...]:
+        return tuple(re.split(r"[>=<\[]", x)[0].replace("-", "_") for name in names for x in extras[name])
+
+    installed, ordinary = modules(re.findall(r"\[([\w,]+)\]", lines[0])[0].split(",")), modules(("dev", "docs"))
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for package in re.findall(r'importorskip\("(\w+)', path.read_text(encoding="utf-8")):
+            known = [name for name in modules(extras) if name.startswith(package) and name not in ordinary]
+            if known:
+                assert set(known) & set(installed), f"no job installs {package}"
+                assert str(path.relative_to(ROOT)) in files, (
+                    f"no job has {path.name}, which is skipped without {package}"
+                )
+
+
 def test_python_versions_are_tested():
     claimed = {item.rsplit(" ", 1)[1] for item in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", item)}
     text = (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")

@@ -1,10 +1,13 @@
 """Agents inside a run: programs with a client of their own, whose calls become the rows that are learned from."""
 
 import functools
+import http.client
 import itertools
 import json
 import math
 import shutil
+import time
+import urllib.parse
 
 import jax
 import numpy as np
@@ -114,6 +117,45 @@ def test_calls_are_rows_of_the_policy(model, play):
     np.testing.assert_array_equal(again.tokens, rollout.tokens)
     np.testing.assert_allclose(again.sample_logps, rollout.sample_logps, atol=1e-5)
     assert len({tuple(row) for row in rollout.tokens.tolist()}) == 4
+
+
+def test_one_client_asks_for_many_sessions(play):
+    """At the address without a session, which the model names."""
+
+    def agent(base_url, api_key, session, task):
+        url = base_url.replace(f"/session/{session}/", "/session/") if task["shared"] else base_url
+        with openai.OpenAI(base_url=url, api_key=api_key, max_retries=0, timeout=1000) as client:
+            if task["shared"]:
+                with pytest.raises(openai.PermissionDeniedError, match="there is no session 'gpt'"):
+                    client.completions.create(model="gpt", prompt=task["prompt"])
+            model = session if task["shared"] else "gpt"
+            text = client.completions.create(model=model, prompt=task["prompt"], max_tokens=4).choices[0].text
+        return float(len(text))
+
+    tasks = [{"prompt": "sort:4821="}, {"prompt": "sort:99310="}]
+    own, _ = play(agent, [{**task, "shared": False} for task in tasks], calls=1)
+    shared, episodes = play(agent, [{**task, "shared": True} for task in tasks], calls=1)
+    assert episodes.reasons == [None] * 4
+    np.testing.assert_array_equal(shared.tokens, own.tokens)
+
+
+@pytest.mark.slow
+def test_a_connection_is_kept_between_two_calls(play):
+    """For longer than clients keep theirs, most of them 5 seconds: else a call is sent on one that is being ended."""
+
+    def agent(base_url, api_key, task):
+        address = urllib.parse.urlsplit(base_url)
+        connection = http.client.HTTPConnection(address.netloc, timeout=1000)
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        for seconds in (0, 7):
+            time.sleep(seconds)
+            body = json.dumps({"prompt": task["prompt"], "max_tokens": 2})
+            connection.request("POST", f"{address.path}/completions", body, headers)
+            assert connection.getresponse().read()
+        connection.close()
+        return 1.0
+
+    assert play(agent, [{"prompt": "sort:21="}])[1].reasons == [None] * K
 
 
 def team(base_url, api_key, task):

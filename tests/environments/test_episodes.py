@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
 from jaxrl_llm.config import ConfigError, default, validate
-from jaxrl_llm.config.checks import environment_options
+from jaxrl_llm.config.entries import environment_options
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import chat_ids
 from jaxrl_llm.data.tokenize import RowTokenizer

@@ -13,7 +13,8 @@ from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models import chunked_softmax
 from jaxrl_llm.models.layers import soft_cap
 from jaxrl_llm.models.logprobs import chunked_logps, log_sum_squares, token_logps
-from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.engine import Engine, decoding_params
 from jaxrl_llm.rollout.sampling import SamplingParams
 

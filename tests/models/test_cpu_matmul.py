@@ -41,9 +41,11 @@ def test_rows_of_several_dimensions():
     x, y = draw(0, 2, 3, 4), draw(1, 2, 3, 5)
     np.testing.assert_allclose(cpu_matmul.over_rows(x, y), np.einsum("nsi,nsj->ij", exact(x), exact(y)), rtol=1e-5)
     kernel = draw(2, 4, 5)
-    np.testing.assert_allclose(exact(cpu_matmul.matmul(x, kernel)), exact(x) @ exact(kernel), rtol=0.01, atol=0.02)
     np.testing.assert_allclose(
-        exact(cpu_matmul.matmul_transposed(y, kernel)), exact(y) @ exact(kernel).T, rtol=0.01, atol=0.02
+        exact(cpu_matmul.matmul(x, kernel)), exact(x) @ exact(kernel), rtol=ROUNDING, atol=ROUNDING
+    )
+    np.testing.assert_allclose(
+        exact(cpu_matmul.matmul_transposed(y, kernel)), exact(y) @ exact(kernel).T, rtol=ROUNDING, atol=ROUNDING
     )
 
 
@@ -71,4 +73,4 @@ def test_a_sum_over_rows_may_be_transposed():
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.normal(size=(160, size)), jnp.bfloat16) for size in (320, 96))
     found = jax.jit(lambda x, y: cpu_matmul.over_rows(x, y).T)(x, y)
-    np.testing.assert_allclose(found, np.asarray(y, np.float32).T @ np.asarray(x, np.float32), rtol=1e-2, atol=0.1)
+    np.testing.assert_allclose(found, exact(y).T @ exact(x), rtol=1e-5, atol=1e-4)

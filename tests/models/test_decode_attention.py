@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models import attention, decode_attention, transformer
-from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.transformer import Net
 from tests.models.decoding import continued_logits
 
 CONFIG = ModelConfig(

@@ -24,7 +24,8 @@ from jaxrl_llm.models.fused_attention import (
     splash_attention,
 )
 from jaxrl_llm.models.model import compute_dtype
-from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask, segment_positions
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.transformer import Net, attention_mask, segment_positions
 
 LENGTH = 150  # no multiple of a block
 CONFIG = ModelConfig(

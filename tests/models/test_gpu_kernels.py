@@ -13,8 +13,9 @@ import pytest
 
 from jaxrl_llm.models import quantize
 from jaxrl_llm.models.decode_attention import decode_attention
-from jaxrl_llm.models.fused_attention import flash_attention, fused_attention
-from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.models.fused_attention import cudnn_attention, flash_attention
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.transformer import Net
 from tests.models.decoding import continued_logits
 from tests.models.test_decode_attention import attended
 from tests.models.test_fused_attention import dense
@@ -106,7 +107,7 @@ def test_attention_of_rows(implementation, length, heads, keys, size):
     def attend(q, k, v):
         if implementation == "flash":
             return flash_attention(q, k, v, jnp.asarray(segments))
-        return fused_attention(q, k, v, jnp.asarray(mask), "cudnn")
+        return cudnn_attention(q, k, v, jnp.asarray(mask))
 
     def outputs_and_gradients(function, *arguments):
         def total(*x):

@@ -13,7 +13,8 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.layers import Linear
-from jaxrl_llm.models.transformer import ModelConfig, Net, segment_positions
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.transformer import Net, segment_positions
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from tests.models.decoding import continued_logits, padded, trainer_logps
@@ -42,9 +43,6 @@ class MovingAverage(nnx.Module):
     @staticmethod
     def layer_arrays(config, layer):
         return np.float32(0.5 if layer.window is None else 0.8)
-
-    def apply(self, x, inputs, arrays):
-        return self.prefill(x, inputs, arrays)[0]
 
     def prefill(self, x, inputs, arrays):
         values = self.v(x)
@@ -122,7 +120,7 @@ def test_unrolled_equals_scanned(params, rows):
 
 
 @pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_prefill_and_decode_equal_apply(params, rows, scan_layers):
+def test_decode_equals_prefill(params, rows, scan_layers):
     """Tokens one by one, and in steps of two."""
     net = NET if scan_layers else NET.unrolled()
     tokens, segments = rows

@@ -16,8 +16,9 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.model import load_model
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.moe import Experts, MixtureOfExperts, Routing, balance_loss, dense, grouped
-from jaxrl_llm.models.transformer import ModelConfig, Net, RecordingNet
+from jaxrl_llm.models.transformer import Net, RecordingNet
 from tests.models.oracles import make_oracle
 
 CONFIG = ModelConfig(

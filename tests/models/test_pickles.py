@@ -14,11 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models import pickles
 from jaxrl_llm.models.hf import EMBEDDED
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.pickles import PickleFile, Tensor
+from jaxrl_llm.training.setup.run import build_model
 
 
 @pytest.fixture
@@ -35,6 +37,23 @@ def test_a_pickled_checkpoint_is_refused_unless_allowed(folder):
         load_model(folder)
     found, expected = load_model(folder, allow_pickle=True).params, load_model("embedded:sort").params
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_the_settings_of_a_model(folder):
+    """Those of a run's model: one that is pickled, and one whose head has numbers that are not rounded."""
+    config, mesh = default(), make_mesh(devices=jax.devices()[:1])
+    config.model.path, config.model.dtype = str(folder), "bfloat16"
+    with jax.set_mesh(mesh):
+        with pytest.raises(ConfigError, match=r"pytorch_model.bin\) are not read unless model.allow_pickle"):
+            build_model(config, mesh)
+        config.model.allow_pickle = True
+        rounded = build_model(config, mesh)
+        config.model.fp32_head = True
+        exact = build_model(config, mesh)
+        logits = [np.asarray(model(np.arange(97, 105)[None])) for model in (rounded, exact)]
+    expected = load_model("embedded:sort").params
+    jax.tree.map(np.testing.assert_array_equal, exact.params, expected)
+    assert 0 < np.abs(logits[0] - logits[1]).max() < 0.1
 
 
 def test_shards_by_index(folder):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import ConfigError, default, validate
-from jaxrl_llm.data.chat_templates import with_chat_template
+from jaxrl_llm.data.named_templates import with_chat_template
 from jaxrl_llm.models import hf, peft, remote
 from jaxrl_llm.models.lora import LoraConfig, parse_targets
 from jaxrl_llm.models.model import add_adapters, describe, load_adapter, load_model, save_adapter

@@ -11,8 +11,9 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.delta_net import GatedDeltaNet
 from jaxrl_llm.models.mamba2 import Mamba2
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.short_conv import AT_ONCE, ShortConv
-from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from tests.models.decoding import continued_logits, padded, trainer_logps

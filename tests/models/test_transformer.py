@@ -14,7 +14,8 @@ from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models import attention, layers
 from jaxrl_llm.models.families.decoder import settings
 from jaxrl_llm.models.model import check_attention
-from jaxrl_llm.models.transformer import ModelConfig, Net, attention_mask, segment_positions, unstack
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.transformer import Net, attention_mask, segment_positions, unstack
 from jaxrl_llm.training.setup.run import net_options
 from tests.models.decoding import continued_logits, padded
 
@@ -224,10 +225,15 @@ def test_queries_in_blocks_attend_to_the_same_keys(net, params, rows, monkeypatc
             np.testing.assert_allclose(one.bind(params)(*rows)[real], whole[real], atol=1e-5)
 
 
-def test_fused_attention_is_the_same(monkeypatch, net, params, rows):
+def test_cudnn_attention_is_the_same(monkeypatch, net, params, rows):
     """With XLA in the place of cuDNN: grouped heads, masks and scale, and gradients."""
-    fused = attention.fused_attention
-    monkeypatch.setattr(attention, "fused_attention", lambda q, k, v, mask, _: fused(q, k, v, mask, "xla"))
+    real = jax.nn.dot_product_attention
+
+    def by_xla(*arguments, implementation, **options):
+        assert implementation == "cudnn"
+        return real(*arguments, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
     tokens, segments = rows
     other = Net(dataclasses.replace(CONFIG, attention="cudnn"))
 

@@ -16,10 +16,11 @@ import pytest
 from jaxrl_llm.algorithms import policy_losses, preference_losses
 from jaxrl_llm.algorithms.advantages import soft_overlong_punishment
 from jaxrl_llm.algorithms.aggregation import loss_weights
-from jaxrl_llm.algorithms.controllers import AdaptiveEntropy, top_entropy_mask
+from jaxrl_llm.algorithms.controllers import AdaptiveEntropy
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.algorithms.losses import with_metrics
 from jaxrl_llm.algorithms.off_policy import off_policy_sequence_mask
+from jaxrl_llm.algorithms.policy_losses import top_entropy_mask
 from jaxrl_llm.algorithms.sequence_logps import length_desensitized_logps, sequence_logps, wpo_weights
 
 torch = pytest.importorskip("torch")

@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.policy_losses import ppo_clip
 from jaxrl_llm.models.logprobs import TokenStatistics
 from jaxrl_llm.training.objectives.distillation import DivergenceSpec, teacher_term
 from jaxrl_llm.training.objectives.objective import weigh
-from jaxrl_llm.training.teacher_context import ContextSpec, successful_rows, text_of, with_context
+from jaxrl_llm.training.teacher_context import ContextSpec, all_text, successful_rows, with_context
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("trl", minversion="1.16")
@@ -122,7 +122,7 @@ def test_what_the_teacher_of_sdft_is_asked():
         "privileged", 1.0, True, False, "privileged_context", GROUP,
         template="{prompt}{privileged}", privileged_template="\n\n{privileged}",
     )  # fmt: skip
-    assert [with_context(spec, prompt, None, text_of(x)) for prompt, x in zip("qr", shown, strict=True)] == asked
+    assert [with_context(spec, prompt, None, all_text(x)) for prompt, x in zip("qr", shown, strict=True)] == asked
 
 
 def assert_same(ours, theirs):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.rewards.combined import CombinedGrader
 from jaxrl_llm.rewards.endpoint import _retry_after
 from jaxrl_llm.rewards.judge import Judge, PairwiseJudge, shown
 from jaxrl_llm.rewards.replies import ReplyError, json_objects, read_rubric, read_score, read_winner
@@ -185,6 +186,20 @@ def test_pairwise_wins_within_each_prompt():
         graded = ask(PairwiseJudge(server.url, "m", PAIR), ["a", "bb", "ccc", "ddddd", "eeeee"], ["p"] * 3 + ["q"] * 2)
     assert graded.rewards[:, 0].tolist() == [0.0, 0.5, 1.0, 0.5, 0.5]
     assert len(server.bodies) == 3 * 2 + 2
+
+
+def test_prompts_of_one_text_are_told_apart():
+    """Rows with other images, or of other environments; in a sum of graders too, and where rows are graded again."""
+    with JudgeServer(lambda body: prefers(*re.fullmatch(r"p <(.*)\|(.*)>", asked(body)).groups())) as server:
+        judge = PairwiseJudge(server.url, "m", PAIR)
+        for spec in (judge, CombinedGrader([judge])):
+            rewards = load_rewards(spec)
+            graded = rewards.submit(["p"] * 4, ["a", "bb", "ccc", "dddd"], [[1]] * 4, {}, prompt_numbers=[7, 7, 8, 8])
+            assert graded.result().rewards[:, 0].tolist() == [0.0, 1.0, 0.0, 1.0]
+        assert len(server.bodies) == 2 * 2 * 2
+        rewards = load_rewards(judge)
+        with pytest.raises(RewardError, match="prompt_numbers has 1 values for 2 prompts"):
+            rewards.submit(["p"] * 2, ["a", "bb"], [[1]] * 2, {}, prompt_numbers=[0])
 
 
 def test_both_orders_cancel_position_bias():
@@ -470,6 +485,8 @@ def test_processes_share_the_cache(tmp_path):
         ({"template": "{{ prompt"}, "the judge's template, line 1"),
         ({"on_failure": "skip"}, "on_failure of the judge 'judge' is 'skip'; it is stop, none or a number"),
         ({"scale": (5, 5)}, "scale of the judge 'judge' is (5, 5)"),
+        ({"tries": 0}, "tries of the judge 'judge' is 0; a reply is asked for once or more"),
+        ({"criteria": {"right": 1, "short": -1}}, "criteria of the judge 'judge', {'right': 1, 'short': -1}, have"),
     ],
 )
 def test_wrong_options(options, message):

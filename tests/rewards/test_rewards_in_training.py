@@ -16,7 +16,7 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.rewards.runner import Logged, load_rewards
 from jaxrl_llm.rewards.signatures import RewardError
-from jaxrl_llm.rollout.engine import Rollout
+from jaxrl_llm.rollout.slots import Rollout
 from jaxrl_llm.training.logging.reward_metrics import join, over_processes, table_value
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.online import RolloutWorker

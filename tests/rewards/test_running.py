@@ -90,6 +90,30 @@ def test_the_retry_keeps_row_numbers_and_memory():
     assert calls == [([0, 1, 2], 0), ([0], 0), ([1], 0), ([2], 0), ([0, 2], 0)]
 
 
+def test_the_numbers_of_prompts_are_those_of_the_rows(worker_file):
+    """In a second call without failing rows, and in worker processes; None where nobody says them."""
+    seen = []
+
+    def grade(completions, prompt_numbers, **_):
+        seen.append(prompt_numbers)
+        if "b" in completions:
+            raise KeyError("b")
+        return [1.0] * len(completions)
+
+    rewards = load_rewards(grade, on_error="none")
+    with pytest.warns(UserWarning, match="on row 1"):
+        rewards.submit(["p"] * 3, list("abc"), [[1]] * 3, {}, prompt_numbers=[0, 0, 1]).result()
+    assert seen == [[0, 0, 1], [0], [0], [1], [0, 1]]
+    numbers(grade, ["a"])
+    assert seen[-1] is None
+    rewards = load_rewards(f"{worker_file}:prompt", workers=1)
+    try:
+        graded = rewards.submit(["p"] * 3, list("abc"), [[1]] * 3, {}, prompt_numbers=[4, 4, 5]).result()
+    finally:
+        rewards.close()
+    assert graded.rewards[:, 0].tolist() == [4, 4, 5]
+
+
 def test_a_failing_batch_gets_none_everywhere():
     def whole(completions, **_):
         if len(completions) > 1:
@@ -230,6 +254,9 @@ def pattern(completions, **kwargs):
 
 def interrupt(completions, **kwargs):
     raise KeyboardInterrupt
+
+def prompt(completions, prompt_numbers):
+    return prompt_numbers
 
 def attempts(tries):
     def kind(function, *arguments):

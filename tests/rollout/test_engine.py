@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.batch import Inputs
-from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout import engine as engine_module
 from jaxrl_llm.rollout.engine import Engine, prefill
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -73,7 +74,7 @@ def test_a_steady_prefill_does_not_depend_on_the_prompts_beside():
         return prefill(engine, params, tokens[rows], segments[rows], keys[: 2 * count], steady=steady)
 
     params = jax.jit(net.init)(jax.random.key(1))
-    (whole, whole_rows), prompts = of(8, True), engine_module._prompt_axis(engine)
+    (whole, whole_rows), prompts = of(8, True), engine.prompt_axis
     for count in (1, 2, 3):
         few, rows = of(count, True)
         np.testing.assert_array_equal(rows.logps, whole_rows.logps[:count])
@@ -454,7 +455,8 @@ ON_A_MESH = """
 import dataclasses, jax, numpy as np
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.models.logprobs import token_logps
-from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.distributed.sharding import make_mesh, rows_to_global, shardings

@@ -20,9 +20,10 @@ from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.mamba2 import Mamba2
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.quantize import BYTES, dequantize, frozen_matmul, matmul, narrowed, quantize, widened
 from jaxrl_llm.models.short_conv import ShortConv
-from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams

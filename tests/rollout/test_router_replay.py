@@ -10,12 +10,13 @@ from flax import nnx
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.moe import MixtureOfExperts
-from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.objectives.objective import Positions
-from jaxrl_llm.training.packing.planner import PackingSpec, Sample, make_packer
+from jaxrl_llm.training.packing.planner import PackingSpec, TypicalRows, make_packer
 from jaxrl_llm.training.passes import scored_logps
 from tests.rollout.test_engine import EOS, PROMPTS, generate
 
@@ -73,7 +74,7 @@ def test_replayed_experts_are_weighted_by_the_router():
 
 def packed(inputs: Inputs, mask) -> Inputs:
     """The inputs with a layout that packs their rows."""
-    sample = Sample(*(np.asarray(x) for x in (inputs.tokens, inputs.segments, mask)), inputs.prompt_width)
+    sample = TypicalRows(*(np.asarray(x) for x in (inputs.tokens, inputs.segments, mask)), inputs.prompt_width)
     spec = PackingSpec("true", 0, 0, 0, group_size=4, whole_groups=False, documents=False, noise=False)
     layout = make_packer(spec, CONFIG, make_mesh(), Positions(), sample).passing(inputs.tokens, inputs.segments, mask)
     return inputs.replace(layout=layout)

@@ -36,11 +36,12 @@ def sorter():
 
 @pytest.fixture(scope="session")
 def listening(sorter):
-    """Starts a server: `listening(limits=..., api_key=...)`."""
+    """Starts a server: `listening(limits=..., api_key=..., training=folder of its runs)`."""
     uvicorn = pytest.importorskip("uvicorn")
     from jaxrl_llm.serving.app import Limits, Server
     from jaxrl_llm.serving.connections import Connection
     from jaxrl_llm.serving.trainers import ROUTES
+    from jaxrl_llm.tools.tinker.service import TrainingService
 
     started = []
 
@@ -53,13 +54,19 @@ def listening(sorter):
         prefixes=0,
         model=None,
         connection=None,
+        training=None,
     ) -> Running:
         model = model or sorter
         engine = Engine(model.net, SamplingParams(), 1, LONGEST, (), CHUNK, compile_work=COMPILE_WORK)
-        queue = RequestQueue(engine, model.params, size, adapters=adapters, prefix_bytes=prefixes)
+        queue = RequestQueue(
+            engine, model.params, size, adapters=adapters, prefix_bytes=prefixes, adapts=training is not None
+        )
+        routes = list(ROUTES)
+        if training is not None:
+            routes += TrainingService(model, queue, training, ("embedded:sort", "sorter"), 256).routes
         limits = limits or Limits(LONGEST, body=100_000)
         server = Server(
-            queue, model.tokenizer, ["sorter", *(adapters or {})], eos_ids(model), 320, limits, api_key, ROUTES, load
+            queue, model.tokenizer, ["sorter", *(adapters or {})], eos_ids(model), 320, limits, api_key, routes, load
         )
         listener = socket.create_server(("127.0.0.1", 0))
         web = uvicorn.Server(

@@ -158,4 +158,4 @@ def test_images_of_prompts_are_checked(model):
     with pytest.raises(ConfigError, match=r"0 placeholders .* and 1 images"):
         jaxrl_llm.generate(model, ["a"], images=[[IMAGES[0]]])
     with pytest.raises(ConfigError, match="--image is of --prompt"):
-        command.read_images(["a.png"], "prompts.jsonl")
+        command.read_prompts("", "prompts.jsonl", False, image=["a.png"])

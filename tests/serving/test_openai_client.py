@@ -164,7 +164,8 @@ def test_a_turn_is_a_text_of_its_own(spacing):
 
 
 def test_a_text_completion_takes_the_room_that_is_left(sorter):
-    from jaxrl_llm.serving.bodies import BadRequestError, parse
+    from jaxrl_llm.serving.bodies import parse
+    from jaxrl_llm.serving.errors import BadRequestError
 
     def limits(**body):
         return parse(body, False, sorter.tokenizer, ["sorter"], (257,), 128, 320, 8).limits

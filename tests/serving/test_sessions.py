@@ -13,8 +13,9 @@ from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import render_prompt
 from jaxrl_llm.models.hf import find_tokenizer, remember_images
 from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.serving.bodies import BadRequestError, parse
+from jaxrl_llm.serving.bodies import parse
 from jaxrl_llm.serving.choice import Choice
+from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.queue import Handle, Tokens
 from jaxrl_llm.serving.sessions import MODEL, Branch, Call, Session, SessionSpec
 from tests.data.qwen_vl import qwen_vl_folder

@@ -183,6 +183,14 @@ def test_an_adapter(run):
     assert "AutoPeftModelForCausalLM" in card.text and "adapters of rank 8" in card.text
 
 
+def test_an_adapter_of_a_model_in_memory_names_none_of_the_hub(run):
+    folder = run(adapter=True, model__path="me/base", lora__rank=8)
+    (folder / "given.json").write_text('{"model": "me/base, in memory"}')
+    card = card_of(folder)
+    assert card.data.base_model is None and "AutoPeftModelForCausalLM" not in card.text
+    assert "The model that it adapts was given in memory and kept nowhere" in card.text
+
+
 def test_a_title_and_tags_of_ones_own(run):
     card = card_of(run(), repo="me/sorter", title="Sorter: the third", tags=("maths", "grpo"))
     assert card.data.tags == ["jaxrl_llm", "grpo", "maths"] and "# Sorter: the third\n" in card.text

@@ -107,9 +107,10 @@ def test_trl_defaults_are_those_of_the_trl_that_is_installed():
     classes = {name: getattr(trl, f"{name.upper()}Config") for name in ("grpo", "rloo", "sft", "dpo", "kto")}
     classes["reward"] = trl.RewardConfig
     classes["distillation"] = trl.DistillationConfig
-    for name in ("orpo", "cpo", "gkd", "sdpo", "sdft"):
+    for name in ("orpo", "cpo", "gkd", "sdpo", "sdft", "gmpo"):
         module = importlib.import_module(f"trl.experimental.{name}")
         classes[name] = getattr(module, f"{name.upper()}Config")
+    classes["asyncgrpo"] = importlib.import_module("trl.experimental.async_grpo").AsyncGRPOConfig
     # The report goes nowhere by default, the names of optimizers are variants of one, and folders are ours to choose.
     elsewhere = {
         "output_dir",
@@ -366,7 +367,7 @@ def test_kto_sft_orpo_reward_and_ppo_of_trl():
     ppo, _ = made("trl_ppo.sh", devices=1)
     expect(
         ppo,
-        _={"total_steps": 157},
+        _={"total_steps": 313},
         rollout={"group_size": 1, "temperature": 0.7, "max_completion_length": 53},
         algorithm={
             "name": "ppo",
@@ -380,8 +381,180 @@ def test_kto_sft_orpo_reward_and_ppo_of_trl():
         },
         rewards={"functions": ("model:my/pythia-reward",)},
         critic={"path": "my/pythia-reward", "epsilon": 0.2, "learning_rate": 3e-6, "schedule": "linear"},
-        batch={"prompts": 64, "minibatches": 2, "microbatch_rows": 16},
+        batch={"prompts": 32, "minibatches": 1, "microbatch_rows": 16},  # an update is of 2 passes
     )
+
+
+def test_ppo_of_trl_counts_batches(tmp_path):
+    """Its warm-up, saves and evaluations are in batches, it reads no max_steps, and it clips no gradient."""
+    said = {
+        "model_name_or_path": "m", "dataset_name": "d", "output_dir": "o", "num_ppo_epochs": 4, "num_mini_batches": 2,
+        "per_device_train_batch_size": 8, "num_train_epochs": 3, "max_steps": 7, "warmup_steps": 6, "save_steps": 10,
+        "eval_strategy": "steps", "eval_steps": 5, "reward_model": "r", "value_model": "v",
+    }  # fmt: skip
+    config, text = migrate(written(tmp_path, "a.json", said), trainer="ppo", devices=2, rows=100)
+    expect(
+        config,
+        _={"total_steps": 19},  # 300 episodes
+        batch={"prompts": 16, "minibatches": 2, "microbatch_rows": 0},
+        algorithm={"num_iterations": 4, "aggregation": "token"},
+        optimizer={"warmup_steps": 6, "max_grad_norm": 0.0},
+        critic={"path": "v", "lr_warmup_steps": 6, "max_grad_norm": 0.0},
+        rewards={"functions": ("model:r",)},
+        checkpoint={"every": 10},
+        eval={"every": 5},
+    )
+    text = " ".join(text.split())
+    assert "max_steps is not read by PPOTrainer" in text and "clips no gradient" in text
+    said |= {"warmup_steps": 0.1, "deepspeed": "z.json", "max_grad_norm": 0.5}
+    config, _ = migrate(written(tmp_path, "b.json", said), trainer="ppo", devices=2, rows=100)
+    expect(config, optimizer={"max_grad_norm": 0.5}, critic={"lr_warmup_steps": 2, "max_grad_norm": 0.5})
+
+
+def test_tools_of_trl_have_no_limit_of_turns_or_time(tmp_path):
+    script = """
+from trl import {trainer}Config, {trainer}Trainer
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+args = {trainer}Config(output_dir="o", max_steps=2, max_completion_length=300, {more})
+{trainer}Trainer("m", "t", args=args, train_dataset="d", tools=[add])
+"""
+    for trainer in ("GRPO", "Distillation"):
+        file = written(tmp_path, "a.py", script.format(trainer=trainer, more=""))
+        config, text = migrate(file, devices=1, output="config.py")
+        expect(config, environment={"tools": ("config_functions.py:add",), "max_turns": 300, "timeout": None})
+        assert load_config_file(str(written(tmp_path, "config.py", text))).environment.timeout is None
+        file = written(tmp_path, "a.py", script.format(trainer=trainer, more="max_tool_calling_iterations=3"))
+        expect(migrate(file, devices=1, output="config.py")[0], environment={"max_turns": 4, "timeout": None})
+    alone = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["r"], "max_tool_calling_iterations": 3}
+    config, _ = migrate(written(tmp_path, "b.json", alone), trainer="grpo", devices=1)
+    expect(config, environment={"max_turns": 10, "timeout": 60.0})
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "rloo"])
+def test_reward_models_and_functions_of_trl(tmp_path, trainer):
+    """Its commands train on both, the model first, and have a punishment with numbers of their own."""
+    said = f"trl {trainer} --model_name_or_path m --dataset_name d --max_steps 4 --reward_model_name_or_path org/judge"
+    functions = "--reward_funcs accuracy_reward get_soft_overlong_punishment my.rewards.length"
+    config, _ = migrate(written(tmp_path, "a.sh", f"{said} {functions}"), devices=1)
+    punishment = "soft_overlong(max_length=1280, cache=256)"
+    wanted = ("model:org/judge", "math_accuracy", punishment, "my.rewards.length")
+    assert config.rewards.functions == wanted
+    assert load_rewards((punishment,))
+    assert migrate(written(tmp_path, "a.sh", said), devices=1)[0].rewards.functions == ("model:org/judge",)
+
+
+def test_evaluations_of_trl_sample_as_many_completions_as_training(tmp_path):
+    said = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["r"], "num_generations": 16}
+    for more, samples in (({}, 16), ({"num_generations_eval": 2}, 2)):
+        config, _ = migrate(written(tmp_path, "a.json", said | more), trainer="grpo", devices=2)
+        expect(config, eval={"samples": samples})
+
+
+def test_a_mixture_of_trl(tmp_path):
+    Path("one.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 30)
+    Path("two.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 50)
+    files = ({"path": "json", "data_files": "one.jsonl"}, {"path": "json", "data_files": {"train": "two.jsonl"}})
+    said = {
+        "model_name_or_path": "m", "learning_rate": 1e-5, "per_device_train_batch_size": 8, "num_train_epochs": 1,
+        "test_split_size": 0.1, "eval_strategy": "epoch", "dataset_name": "unread", "dataset_config": "unread",
+    }  # fmt: skip
+    file = written(tmp_path, "mix.yaml", yaml.safe_dump(said | {"datasets": list(files)}))
+    config, _ = migrate(file, trainer="sft", devices=1)
+    expect(
+        config,
+        _={"total_steps": 9},  # 72 rows
+        data={
+            "sources": (files[0], {"path": "json", "data_files": "two.jsonl", "split": "train"}),
+            "name": None,
+            "eval_split": None,
+        },
+        eval={"fraction": 0.1, "every": 9},
+    )
+    named = [
+        {"path": "org/a", "name": "main", "split": "train[:50%]", "columns": ["messages"], "fraction": 0.25},
+        {"path": "org/b", "data_dir": "d", "fraction": 0.75},
+    ]
+    said = {"datasets": named, "streaming": True, "output_dir": "o", "max_steps": 4}
+    config, text = migrate(written(tmp_path, "mix.yaml", yaml.safe_dump(said)), trainer="sft", devices=1)
+    sources = (
+        {"path": "org/a", "name": "main", "split": "train[:50%]", "weight": 0.25},
+        {"path": "org/b", "weight": 0.75},
+    )
+    expect(config, data={"sources": sources, "streaming": True})
+    text = " ".join(text.split())
+    for noted in ("columns = ['messages'] of org/a", "data_dir = 'd' of org/b", "fraction = 0.75 of org/b"):
+        assert f"datasets: {noted}" in text
+    typed = {"datasets": [{"path": "org/a", "type": "alpaca"}], "learning_rate": 1e-5, "output_dir": "o"}
+    assert "of axolotl" in migrate(written(tmp_path, "typed.yaml", yaml.safe_dump(typed)), devices=1)[1]
+
+
+@pytest.mark.parametrize("strategy", ["bfd_split", "wrapped", "bfd", None])
+def test_packing_strategies_of_trl(tmp_path, strategy):
+    said = {"model_name_or_path": "m", "dataset_name": "d", "max_steps": 4, "packing": True}
+    said |= {"truncation_mode": "keep_end"} | ({"packing_strategy": strategy} if strategy else {})
+    config, text = migrate(written(tmp_path, "a.json", said), trainer="sft", devices=1)
+    expect(config, data={"packing": True, "overlong": "truncate_right"})  # packing cuts the end, whatever the mode
+    noted = f"packing_strategy = {strategy!r}: rows are packed whole here" in " ".join(text.split())
+    assert noted == (strategy in ("bfd_split", "wrapped"))
+
+
+def test_geometric_means_of_trl(tmp_path):
+    script = """
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+args = GMPOConfig(output_dir="o", max_steps=6, num_generations=4, beta=0.02, {more}use_vllm=True)
+GMPOTrainer("m", "rewards:f", args, train_dataset="d")
+"""
+    config, text = migrate(written(tmp_path, "a.py", script.format(more="")), devices=2)
+    expect(
+        config,
+        algorithm={
+            "loss": "gmpo", "aggregation": "sequence", "epsilon_low": 0.4, "epsilon_high": 0.4, "beta": 0.02,
+            "kl_bias_correction": False, "importance_correction": "none",
+        },
+        batch={"prompts": 4},
+    )  # fmt: skip
+    assert "does not read it" not in text
+    more = "epsilon_high=0.5, loss_type='dr_grpo', off_policy_mask_threshold=0.1, entropy_coef=0.1, "
+    config, text = migrate(written(tmp_path, "a.py", script.format(more=more)), devices=2)
+    expect(
+        config,
+        algorithm={"loss": "gmpo", "epsilon_high": 0.5, "entropy_coef": 0.0, "off_policy_mask_threshold": None},
+    )
+    assert "loss_type, off_policy_mask_threshold, entropy_coef: left out" in " ".join(text.split())
+
+
+def test_asynchronous_grpo_of_trl(tmp_path):
+    script = """
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+args = AsyncGRPOConfig(output_dir="o", num_train_epochs=2, {more})
+AsyncGRPOTrainer("m", "rewards:f", args, train_dataset="d")
+"""
+    more = "gradient_accumulation_steps=4, weight_sync_steps=2, epsilon_high=0.28, token_budget=0"
+    config, text = migrate(written(tmp_path, "a.py", script.format(more=more)), devices=2, rows=20)
+    expect(
+        config,
+        _={"total_steps": 5},  # 40 prompts
+        rollout={"staleness": 8, "max_completion_length": 2048, "group_size": 8},
+        algorithm={
+            "loss": "auto", "old_logps": "sampler", "aggregation": "microbatch_token", "epsilon_high": 0.28,
+            "scale_rewards": "group", "beta": 0.0,
+        },
+        batch={"prompts": 8, "minibatches": 1, "microbatch_rows": 16},
+        optimizer={"learning_rate": 1e-6, "schedule": "constant"},
+        data={"shuffle": False},
+    )  # fmt: skip
+    assert "an update there has as many completions" not in " ".join(text.split())
+    config, text = migrate(written(tmp_path, "a.py", script.format(more="max_staleness=0")), devices=1, rows=20)
+    expect(config, rollout={"staleness": 0}, algorithm={"aggregation": "token"})
+    assert "an update there has as many completions" in " ".join(text.split())
+    flags = "--model_name_or_path m --dataset_name d --max_steps 4 --max_staleness 1"
+    config, _ = migrate(written(tmp_path, "a.sh", f"accelerate launch async_grpo.py {flags}"), devices=1)
+    expect(config, rollout={"staleness": 1})
 
 
 def test_rloo_and_cpo_of_trl(tmp_path):
@@ -438,6 +611,22 @@ def test_the_likelihood_term_of_cpo(tmp_path, kind, loss):
     terms = preference_spec(config).losses
     weights = [term.weight * term.nll_weight for term in terms if term.nll_weight is not None]
     assert weights == [0.0 if kind == "alphapo" else 0.5]
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        ("simpo", "alphapo(gamma=0.7, alpha=0.5, nll_weight=1.0)"),
+        ("alphapo", "alphapo(gamma=0.7, alpha=0.5)"),
+        ("sigmoid", "cpo"),
+    ],
+)
+def test_the_alpha_of_cpo(tmp_path, kind, loss):
+    """TRL transforms the log-probs of every loss where alpha is not 0, and leaves the likelihood to cpo_alpha."""
+    said = {"max_steps": 5, "loss_type": kind, "alpha": 0.5, "simpo_gamma": 0.7, "output_dir": "o"}
+    config, text = migrate(written(tmp_path, "a.json", said), trainer="cpo", devices=1)
+    assert config.algorithm.loss == loss
+    assert ("alpha = 0.5 is left out" in " ".join(text.split())) == (kind == "sigmoid")
 
 
 # verl.
@@ -690,11 +879,17 @@ def test_critic_checkpoints_and_subsets_of_verl(tmp_path):
     alone = "actor_rollout_ref.actor.checkpoint.save_contents=['model']"
     model_only = from_verl(tmp_path, "algorithm.adv_estimator=gae", alone)
     expect(model_only, checkpoint={"contents": ("hf",)}, critic={"weight_decay": 0.01, "num_iterations": 0})
+    loads, every = "actor_rollout_ref.actor.checkpoint.load_contents", ("model", "optimizer", "extra")
+    expect(from_verl(tmp_path, f"{loads}=[model,extra]"), checkpoint={"load": ("model", "extra")})
+    expect(from_verl(tmp_path, f"{loads}=[model,optimizer]"), checkpoint={"load": every})
+    expect(from_verl(tmp_path, f"{loads}=[model] trainer.resume_mode=disable"), checkpoint={"load": every})
     adapters = "critic.model.lora_rank=4 critic.model.target_modules=q_proj critic.ppo_epochs=1"
     judge = "reward_model.enable=True reward_model.model.path=judge reward_model.model.fsdp_config.param_offload=True"
+    judge += " reward_model.model.trust_remote_code=True"
     own = from_verl(tmp_path, "algorithm.adv_estimator=gae actor_rollout_ref.actor.ppo_epochs=2", adapters, judge)
     of_own = {"lora_rank": 4, "lora_alpha": 16.0, "lora_targets": ("q_proj",), "num_iterations": 1, "minibatches": 0}
-    expect(own, critic=of_own, lora={"rank": 0}, rewards={"functions": ("model:judge(offload=True)",)})
+    functions = ("model:judge(offload=True, trust_remote_code=True)",)
+    expect(own, critic=of_own, lora={"rank": 0}, rewards={"functions": functions})
 
 
 def test_the_model_alone_and_the_best_model_of_trl_and_axolotl(tmp_path):
@@ -746,12 +941,19 @@ def test_generalised_knowledge_distillation_of_trl(tmp_path):
         config,
         teacher={"path": "t", "form": "divergence", "beta": 0.5, "on_policy": 0.5, "temperature": 1.0},
         rollout={"max_completion_length": 128, "max_prompt_length": 896, "temperature": 0.9, "group_size": 1},
-        data={"max_length": 1024, "packing": False},
+        data={"max_length": 1024, "packing": False, "overlong": "truncate_left", "loss_on": "last_turn"},
         rewards={"functions": ()},
     )
     assert "seq_kd = True has no equivalent: completions of the teacher are made before" in " ".join(text.split())
     given = migrate(written(tmp_path, "g.sh", f"accelerate launch gkd.py {said} --lmbda 0"), devices=1)[0]
-    expect(given, algorithm={"name": "sft"}, teacher={"beta": 0.5, "on_policy": 1.0}, data={"packing": True})
+    expect(
+        given,
+        algorithm={"name": "sft"},
+        teacher={"beta": 0.5, "on_policy": 1.0},
+        data={"packing": False, "overlong": "truncate_left", "loss_on": "last_turn"},
+    )
+    samples = migrate(written(tmp_path, "s.sh", f"accelerate launch gkd.py {said} --lmbda 1"), devices=1)[0]
+    expect(samples, data={"loss_on": "completion"})
 
 
 def test_self_distillation_of_trl(tmp_path):
@@ -792,6 +994,7 @@ trainer.train()
             "solution_template": "{solution}!", "template": "{prompt}{solution}{privileged}",
         },
         algorithm={"advantage": "group", "aggregation": "sequence"},
+        optimizer={"max_grad_norm": 5.0},  # of a loss that is as much larger
     )  # fmt: skip
     assert "both losses are means over rows" in " ".join(text.split())
     assert "the live teacher is the policy at the start of a step here" in " ".join(text.split())
@@ -1237,17 +1440,86 @@ def test_dpo_of_axolotl():
         eval={"every": 100},
     )
     assert config.data.sources == (
-        {"path": "Intel/orca_dpo_pairs", "split": "train[5%:]", "type": "llama3.intel", "eval_split": "train[:5%]"},
+        {"path": "Intel/orca_dpo_pairs", "split": "train", "type": "llama3.intel"},
         {
             "ds_type": "json",
             "data_files": ["mine.jsonl"],
-            "split": "train[5%:]",
+            "split": "train",
             "type": {"field_prompt": "ask", "field_chosen": "good", "field_rejected": "bad"},
-            "eval_split": "train[:5%]",
         },
     )
+    expect(config, data={"eval_split": None}, eval={"fraction": 0.05})
     assert "flash_attention = True: kernels and torch settings" in text
     assert max(len(line) for line in text.splitlines()) <= 120
+
+
+def test_rows_that_axolotl_holds_out(tmp_path):
+    """val_set_size is a share of all rows, or a number of them all."""
+    few, many = (
+        str(written(tmp_path, f"{count}.jsonl", count * (json.dumps({"prompt": "a", "completion": "b"}) + "\n")))
+        for count in (50, 150)
+    )
+
+    def held_out(size, *paths, rows=0, **more):
+        sets = [{"path": path} for path in paths]
+        tree = {"base_model": "m", "datasets": sets, "learning_rate": 1e-5, "max_steps": 10, "val_set_size": size}
+        file = written(tmp_path, "a.yaml", yaml.safe_dump(tree | {"eval_steps": 5} | more))
+        config, text = migrate(file, devices=1, rows=rows)
+        validate(config)
+        splits = [(one.get("split"), one.get("eval_split")) for one in config.data.sources]
+        notes = re.findall("val_set_size = .* holds nothing out[^-]*", " ".join(text.split('"""')[1].split()))
+        return config.eval.fraction, config.eval.every, splits, notes
+
+    whole = [(None, None)]
+    for share in (0.005, 0.025, 0.5):
+        assert held_out(share, "d", "e") == (share, 5, 2 * whole, [])
+    assert held_out(20, few, many) == (0.1, 5, 2 * whole, [])
+    assert held_out(20, "d", rows=100) == (0.2, 5, whole, [])
+    assert held_out(2000, "d") == (0.0, 5, [("train[2000:]", "train[:2000]")], [])
+    for paths, more, words in (
+        ([few], {}, "there are 50 rows in all. To evaluate, set eval.fraction"),
+        (["d", few], {}, "how many rows there are in all is not known"),
+        (["d"], {"datasets": [{"path": "d", "split": "train[:9%]"}]}, "how many rows there are in all is not known"),
+        (["d"], {"streaming": True}, "streamed rows are not counted. To evaluate, set data.eval_path"),
+    ):
+        fraction, every, splits, (note,) = held_out(2000, *paths, **more)
+        assert (fraction, every, {evaluated for _, evaluated in splits}) == (0.0, -1, {None}) and words in note
+    tested = held_out(0.1, "d", test_datasets=[{"path": "t"}])
+    assert tested[:3] == (0.0, 5, whole) and "test_datasets are evaluated on" in tested[3][0]
+
+
+def test_epochs_of_axolotl_count_the_rows_of_all_data_sets(tmp_path):
+    rows = str(written(tmp_path, "rows.jsonl", 40 * (json.dumps({"prompt": "a", "completion": "b"}) + "\n")))
+
+    def steps(*paths, **more):
+        tree = {"base_model": "m", "datasets": [{"path": path} for path in paths], "learning_rate": 1e-5}
+        config, _ = migrate(written(tmp_path, "a.yaml", yaml.safe_dump({**tree, "num_epochs": 1, **more})), devices=1)
+        return config.total_steps, config.num_epochs
+
+    assert steps(rows) == (40, None)
+    assert steps(rows, rows, val_set_size=0.25) == (60, None)
+    assert steps(rows, rows, val_set_size=0.25, test_datasets=[{"path": "t"}]) == (80, None)
+    assert steps(rows, "d")[1] == 1.0  # not the steps of the one that is here
+
+
+@pytest.mark.parametrize(
+    ("mapping", "noted"),
+    [
+        ({"role": "from", "content": "value"}, None),
+        ({"role": "role", "content": "value", "weight": "weight"}, None),
+        ({"role": "speaker", "content": "value"}, "{'role': 'speaker'}"),
+        ({"role": "from", "content": "text"}, "{'content': 'text'}"),
+        ({"content": "from", "role": "value"}, "{'content': 'from', 'role': 'value'}"),
+        ({"weight": "w"}, "{'weight': 'w'}"),
+    ],
+)
+def test_names_of_properties_of_axolotl(tmp_path, mapping, noted):
+    """Those that the format sharegpt does not read are noted."""
+    sets = [{"path": "d", "type": "chat_template", "message_property_mappings": mapping}]
+    tree = {"base_model": "m", "datasets": sets, "learning_rate": 1e-5, "max_steps": 10}
+    _, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)), devices=1)
+    said = re.search(r"message_property_mappings names (\{.*?\}), but the format sharegpt", " ".join(text.split()))
+    assert (said and said[1]) == noted
 
 
 def test_kto_and_grpo_of_axolotl():
@@ -1377,6 +1649,16 @@ def test_a_recipe_of_harmony():
         model={"path": "llama-3.1-8b-instruct"},
     )
     assert "Harmony's own defaults are not published" in text
+
+
+def test_all_devices_of_harmony(tmp_path):
+    script = "from adaptive_harmony.common import DPO\nmodel = ctx.model('m').tp(ctx.world_size)\n"
+    script += "DPO(dataset='pairs.jsonl', model=model.spawn(), lr=1e-6, samples_per_batch=8, beta=0.3)\n"
+    for size, noted in (("ctx.world_size", True), ("2", False)):
+        file = written(tmp_path, "a.py", script.replace("ctx.world_size", size))
+        config, text = migrate(file, rows=80)
+        assert config.mesh.tensor == (-1 if noted else 2)
+        assert ("on several set mesh.tensor to the devices of one" in " ".join(text.split())) == noted
 
 
 def test_ppo_and_dpo_of_harmony(tmp_path):
@@ -1548,9 +1830,9 @@ def test_the_images_are_read_as_in_verl(tmp_path, name, key):
         ),
         (
             "a.yaml",
-            "base_model: m\nlearning_rate: 1\nval_set_size: 0.1\ndatasets: [{path: d, split: 'train[:1%]'}]\n",
+            "base_model: m\nlearning_rate: 1\nval_set_size: 9\ndatasets: [{path: d, split: 'train[:1%]'}]\n",
             {},
-            ["train[:1%], a part of a split"],
+            ["val_set_size = 9 holds nothing out"],
         ),
     ],
 )
@@ -1802,6 +2084,11 @@ def test_a_part_of_the_rows_and_other_data_to_evaluate_on(tmp_path):
     config, text = of_split(tmp_path, part, test='load_dataset("e", split="val")')
     expect(config, eval={"fraction": 0.0}, data={"eval_path": "e", "eval_split": "val"})
     assert "train_test_split is not done: all rows are trained on, and e is evaluated on" in text
+    both = 'ds = load_dataset("d")\npart = ds["train"].train_test_split(test_size=0.1)'
+    for train, test in (('part["train"]', 'ds["test"]'), ('part["train"]', 'ds["test"].train_test_split(0.5)["test"]')):
+        config, text = of_split(tmp_path, both, train, test)
+        expect(config, eval={"fraction": 0.0, "every": 3}, data={"path": "d", "eval_path": None, "eval_split": "test"})
+        assert "is not done: all rows are trained on, and the split test of d is evaluated on" in text
 
 
 def test_held_out_rows_are_not_counted_in_an_epoch(tmp_path):

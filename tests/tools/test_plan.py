@@ -26,7 +26,7 @@ from jaxrl_llm.tools.plan.planned import describe_for, floors, make_plan, tree_s
 from jaxrl_llm.tools.plan.programs import held_bytes
 from jaxrl_llm.tools.plan.shapes import describe
 from jaxrl_llm.tools.plan.split import Split, balances, least_seconds, make_split
-from jaxrl_llm.tools.plan.text import lines, seconds, size
+from jaxrl_llm.tools.plan.text import bytes_text, lines, seconds_text
 from jaxrl_llm.tools.plan.topology import _cuda_folder, _described, slice_shape, target
 from jaxrl_llm.training.reference import start_reference
 from jaxrl_llm.training.setup.run import build_mesh, build_model, make_optimizer, sized_critic_updates
@@ -434,8 +434,8 @@ def test_slices_of_chips(count, axes, sides):
 
 
 def test_numbers_in_words():
-    assert [size(0), size(999), size(1.5e9), size(2e15)] == ["0 B", "999 B", "1.5 GB", "2 PB"]
-    assert [seconds(0.0123), seconds(5), seconds(600)] == ["12.3 ms", "5 s", "10 min"]
+    assert [bytes_text(0), bytes_text(999), bytes_text(1.5e9), bytes_text(2e15)] == ["0 B", "999 B", "1.5 GB", "2 PB"]
+    assert [seconds_text(0.0123), seconds_text(5), seconds_text(600)] == ["12.3 ms", "5 s", "10 min"]
 
 
 def test_traced_products_in_loops():

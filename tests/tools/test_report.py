@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.commands import report as command
-from jaxrl_llm.commands.report import report, split_runs
+from jaxrl_llm.commands.report import report
 from jaxrl_llm.config import ConfigError, default, to_json
 from jaxrl_llm.tools.report.groups import GROUPS, OTHER, grouped, unit_of
 from jaxrl_llm.tools.report.page import EXPLAINED, HEADLINES, headlines
@@ -287,7 +287,6 @@ def test_a_training_run_is_logged_and_reported(tmp_path, run_python, root):
 
 
 def test_the_command_line(tmp_path, run_python):
-    assert split_runs(["a", "--output", "x.html", "b", "--png=p"]) == (["a", "b"], ["--output", "x.html", "--png=p"])
     run = write_run(tmp_path / "run", steps=1)
     done = run_python("-m", "jaxrl_llm", "report", str(run), "--output=page.html", "--smoothing=0.2")
     assert (done.returncode, done.stdout) == (0, "page.html\n"), done.stderr

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm.algorithms.turn_advantages import Turn, Turns, rae_advantages, turn_table
 from jaxrl_llm.config import ConfigError, default, validate
-from jaxrl_llm.rollout.engine import Rollout
+from jaxrl_llm.rollout.slots import Rollout
 from jaxrl_llm.training.advantages import AdvantageStep, advantage_step
 from jaxrl_llm.training.setup.objectives import needs_reference, policy_spec
 from jaxrl_llm.training.setup.specs import advantage_spec, controllers_of, learner_spec, old_logps_of

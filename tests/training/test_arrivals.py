@@ -58,7 +58,7 @@ def asked(path, staleness, followed=None, last_step=8, pause=0.01, resume=None, 
     if resume is not None:
         first, saved = resume
         with jax.set_mesh(MESH):
-            queue.restore(saved, MESH)
+            queue.restore(saved)
     states = {}
     with queue:
         for step in range(first, last_step + 1):

@@ -25,9 +25,10 @@ from jaxrl_llm.training.dynamic_sampling import _as_wide
 from jaxrl_llm.training.images import prompt_images
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.offline import as_examples, pad_examples, with_images
-from jaxrl_llm.training.packing.planner import PackingSpec, Sample, make_packer
+from jaxrl_llm.training.packing.planner import PackingSpec, TypicalRows, make_packer
 from jaxrl_llm.training.passes import images_of_rows, scored_logps
-from jaxrl_llm.training.rollouts import Rollouts, pack, unpack
+from jaxrl_llm.training.rollouts import Rollouts, pack, placed, unpack
+from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import packing_spec
 
 PROMPT = "<|image|>" * shapes.IMAGE_TOKENS
@@ -293,7 +294,7 @@ def test_rows_that_begin_alike_see_their_own_images(model):
     segments, mask = np.ones(tokens.shape, np.int32), np.array([[0.0] * 6 + [1.0]] * 2)
     images = Images(jnp.asarray(np.stack([TILES[0]["pixels"], TILES[1]["pixels"]])), jnp.array([1, 1]))
     spec = PackingSpec("true", 0, 0, 0, group_size=2, whole_groups=False, documents=False, noise=False, own_images=True)
-    packer = make_packer(spec, net.config, mesh, Positions(), Sample(tokens, segments, mask))
+    packer = make_packer(spec, net.config, mesh, Positions(), TypicalRows(tokens, segments, mask))
     with jax.set_mesh(mesh):
         layout = packer.passing(*rows_to_global((tokens, segments, mask), mesh))
     expected, logps = (
@@ -317,11 +318,18 @@ def test_what_is_frozen(model):
 def test_a_queue_keeps_the_images(model):
     mesh = make_mesh()
     images = Images(jnp.asarray(np.stack([TILES[0]["pixels"]])), jnp.array([1]), grids=jnp.array([[[4, 4]]]))
-    from jaxrl_llm.rollout.engine import Rollout
+    from jaxrl_llm.rollout.slots import Rollout
 
     rollout = Rollout(*(jnp.zeros((1, 2)) for _ in Rollout._fields))
     rollouts = Rollouts(rollout, [], ["a"], ["b"], np.zeros((1, 1), np.float32), images=images)
-    (found,) = unpack(pack([rollouts]), mesh)
+    (found,) = (placed(batch, mesh) for batch in unpack(pack([rollouts])))
     np.testing.assert_array_equal(found.images.pixels, images.pixels)
     np.testing.assert_array_equal(found.images.count, images.count)
     np.testing.assert_array_equal(found.images.grids, images.grids)
+
+
+@pytest.mark.parametrize("lost", [{"algorithm.replay_groups": 2}, {"teacher.path": "embedded:shapes"}], ids=str)
+def test_settings_that_lose_images_are_refused_before_the_first_step(root, tmp_path, lost):
+    config, mesh = configured(root, tmp_path, **lost), make_mesh(devices=jax.devices()[:1])
+    with jax.set_mesh(mesh), pytest.raises(ConfigError, match=f"^{next(iter(lost))} is set, but rows have images"):
+        build(config, mesh, train_dataset=TILES)

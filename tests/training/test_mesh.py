@@ -39,11 +39,14 @@ def step(microbatch_rows=0, rollout="auto", backend="cpu", **sizes):
         run = build(config, mesh, rewards=reward)
         before = jax.device_get(run.state.params)
         sizes = {{x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(run.state.opt_state) if x.ndim == 3}}
+        if config.algorithm.entropy_controller == "adaptive":
+            run.source.learner.learn({{"entropy": 0.0}})  # as after an update: from then on the bonus applies
         for seed in (4, 5) if coarse else (5,):  # what the first leaves in the replay buffer, the second may use
             experience = run.source.next(merge_frozen(run.state, run.frozen), jax.random.key(seed))
         if coarse:
             assert float(experience.metrics["rollout/resampled_groups"]) > 0
             assert float(experience.metrics["rollout/replayed_groups"]) > 0
+            assert float(experience.batch.scalars.entropy_coef) > 0
         with unittest.mock.patch.object(jax, "default_backend", lambda: backend):
             state, updates = improve(run, run.state, experience.batch)
         metrics = merge(updates)
@@ -176,7 +179,8 @@ def test_sampling_in_eight_bits_on_a_mesh(run_python, root):
 def test_resampling_and_replay_on_a_mesh(run_python, root):
     settings = {
         "dynamic_sampling": True, "max_sampling_rounds": 2, "replay_groups": 3, "kl_controller": "adaptive",
-        "ref_sync_steps": 1, "entropy_controller": "adaptive", "top_entropy_quantile": 0.6, "kl_bias_correction": True,
+        "ref_sync_steps": 1, "entropy_controller": "adaptive", "entropy_coef": 0.1, "top_entropy_quantile": 0.6,
+        "kl_bias_correction": True,
     }  # fmt: skip
     settings = {f"algorithm.{name}": value for name, value in settings.items()}
     shapes = [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 1, "fsdp": 4, "tensor": 2, "microbatch_rows": 8}]

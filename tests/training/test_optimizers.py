@@ -12,7 +12,13 @@ import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import parameter_spec
-from jaxrl_llm.training.optimizers import clip_by_global_norm, decayed, learning_rate_schedule, weight_decay_of
+from jaxrl_llm.training.optimizers import (
+    build_optimizer,
+    clip_by_global_norm,
+    decayed,
+    learning_rate_schedule,
+    weight_decay_of,
+)
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import critic_optimizer_spec, optimizer_spec
 
@@ -457,6 +463,86 @@ def test_adafactor_statistics_are_replicated():
     assert tuple(parameter_spec("0/nu/layers/attention/v/kernel/scales", (2, 4, 1), Mesh)) == (None, "fsdp", None)
     assert tuple(parameter_spec("0/v_row/layers/attention/v/kernel", (2, 4), Mesh)) == ()
     assert tuple(parameter_spec("0/v/embed/weight", (1,), Mesh)) == ()
+
+
+OWN = """
+import optax
+
+def make(rate, momentum=0.9):
+    return optax.sgd(rate, momentum)
+
+def broken(rate):
+    return 1 / 0
+
+def nothing(rate):
+    return rate
+"""
+
+
+def test_an_optimizer_of_ones_own_by_name(tmp_path):
+    """It is called with the schedule and its options, clipped and counted as the others; the critic has it too."""
+    (tmp_path / "mine.py").write_text(OWN)
+    common = {"max_grad_norm": 0.3, "schedule": "linear", "weight_decay": 0.0}
+    own = config_of(name=f"{tmp_path}/mine.py:make(momentum=0.5)", **common)
+    validate(own)
+    (made, _), (other, _) = improve(own), improve(config_of(name="sgd", b1=0.5, **common))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), made, other)
+    own.critic.learning_rate = 0.25
+    grad, start = {"x": jnp.ones(2)}, {"x": jnp.zeros(2)}
+    critic = build_optimizer(critic_optimizer_spec(own))
+    np.testing.assert_allclose(critic.update(grad, critic.init(start), start)[0]["x"], -0.25 / np.sqrt(2), rtol=1e-6)
+    plain = config_of(name="optax:sgd", max_grad_norm=0.0)
+    validate(plain)
+    of_optax = make_optimizer(plain)
+    np.testing.assert_allclose(of_optax.update(grad, of_optax.init(start), start)[0]["x"], -0.01, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("adam", r"optimizer.name is 'adam': it takes adamw, .* your own function"),
+        ("adamw(b1=0.5)", r"optimizer.name is 'adamw\(b1=0.5\)': it takes adamw"),
+        ("FILE:mak", "optimizer.name is '.*mine.py:mak': .*the closest is make"),
+        ("FILE:make(b3=1)", "optimizer.name is .*has no option 'b3'; it takes rate, momentum"),
+        ("FILE:make(b3)", "optimizer.name is .*cannot read the options"),
+    ],
+)
+def test_names_of_no_optimizer(name, words, tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    with pytest.raises(ConfigError, match=words):
+        validate(config_of(name=name.replace("FILE", f"{tmp_path}/mine.py")))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("broken", r"mine.py:broken raised ZeroDivisionError.*mine.py:8"),
+        ("make(rate=1)", "raised TypeError: .*multiple values"),
+        ("nothing", "mine.py:nothing returned function, but it must return an optimizer of optax"),
+    ],
+)
+def test_functions_that_make_no_optimizer(name, words, tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    with pytest.raises(ConfigError, match=words):
+        make_optimizer(config_of(name=f"{tmp_path}/mine.py:{name}"))
+
+
+@pytest.mark.slow
+def test_a_run_with_an_optimizer_of_ones_own(root, tmp_path):
+    """PPO, whose critic has it with its own schedule: the run is that of the optimizer here which is the same."""
+    (tmp_path / "mine.py").write_text(OWN)
+    ended = []
+    for name in ("sgd", f"{tmp_path}/mine.py:make(momentum=0.5)"):
+        config = load_config_file(f"{root / 'configs' / 'ppo.py'}:tiny")
+        config.output_dir, config.total_steps, config.eval.every = str(tmp_path / f"run{len(ended)}"), 2, -1
+        config.optimizer.name, config.optimizer.b1, config.logging.backends = name, 0.5, ("jsonl",)
+        if ended:  # a setting that the function does not read, which the run would name
+            config.optimizer.b1 = default().optimizer.b1
+        ended.append(jaxrl_llm.train(config))
+    for name in ("lr", "critic/lr", "loss", "critic/loss", "grad_norm"):
+        np.testing.assert_allclose(*(run.metrics[-1][name] for run in ended), rtol=1e-5, err_msg=name)
+    assert ended[1].metrics[-1]["lr"] != ended[1].metrics[-1]["critic/lr"]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), *(run.model.params for run in ended))
 
 
 @pytest.mark.slow

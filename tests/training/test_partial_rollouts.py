@@ -10,7 +10,7 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.data import tasks
-from jaxrl_llm.training.rollouts import Partial, pack, unpack
+from jaxrl_llm.training.rollouts import Partial, pack, placed, unpack
 from jaxrl_llm.training.setup.run import build
 from tests.training.test_rollout_queue import MESH, config_of, digits, rollouts_of
 
@@ -107,7 +107,7 @@ def test_tokens_are_of_the_policies_they_are_said_to_be_of_and_a_resumed_run_goe
 
 def test_the_queue_keeps_versions():
     partial = Partial(np.array([[0, 1, -1], [2, 2, 2]], np.int32), 5, 2)
-    got = unpack(pack([rollouts_of(3)._replace(partial=partial), rollouts_of(4)]), MESH)
+    got = [placed(x, MESH) for x in unpack(pack([rollouts_of(3)._replace(partial=partial), rollouts_of(4)]))]
     np.testing.assert_array_equal(got[0].partial.versions, partial.versions)
     assert got[0].partial[1:] == (5, 2) and got[1].partial is None
     assert partial.metrics(3) == {

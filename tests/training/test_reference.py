@@ -15,7 +15,7 @@ from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model, save_hf
-from jaxrl_llm.rollout.engine import Rollout
+from jaxrl_llm.rollout.slots import Rollout
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.dynamic_sampling import fill
 from jaxrl_llm.training.reference import Reference, ReferenceSpec, start_reference
@@ -304,8 +304,8 @@ def test_offloaded_parameters_change_nothing(root, tmp_path, name, monkeypatch):
     plain, offloaded = run("plain"), run("offloaded", **{"model.offload": True, "optimizer.offload": True})
     assert {x.sharding.memory_kind for x in jax.tree.leaves(offloaded.model.params)} == {"pinned_host"}
     for line, other in zip(plain.metrics, offloaded.metrics, strict=True):
-        for name in ("loss", "grad_norm", "kl", "reward", "eval/reward", "eval/loss", "critic/loss"):
-            assert line.get(name) == other.get(name)
+        for metric in ("loss", "grad_norm", "kl", "reward", "eval/reward", "eval/loss", "critic/loss"):
+            assert line.get(metric) == other.get(metric)
     jax.tree.map(np.testing.assert_array_equal, plain.model.params, offloaded.model.params)
     if name == "ppo":
         again = run("again", **{"model.offload": True, "checkpoint.resume": "offloaded/checkpoints/1"})

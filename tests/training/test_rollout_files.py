@@ -16,10 +16,10 @@ from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.training import rollout_files, sampler
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.rollout_files import (
-    Beat,
     FileQueue,
-    Meeting,
-    Sign,
+    Heartbeat,
+    HeartbeatReader,
+    Rendezvous,
     policy_changes,
     policy_on_host,
     policy_params,
@@ -48,9 +48,9 @@ class Numbers:
 
 
 def queue_of(folder: Path, staleness: int = 1, seconds: float = 20.0, steps: int = 4) -> FileQueue:
-    meeting = Meeting(folder, 2, seconds, seconds)
+    rendezvous = Rendezvous(folder, 2, seconds, seconds)
     publish = lambda params: {"w": jnp.full(2, params, jnp.bfloat16)}  # noqa: E731
-    return FileQueue(meeting, staleness, steps, publish, (), Numbers(), {"seed": 0}, MESH, Stopwatch())
+    return FileQueue(rendezvous, staleness, steps, publish, (), Numbers(), {"seed": 0}, MESH, Stopwatch())
 
 
 def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
@@ -142,7 +142,7 @@ def test_policies_are_kept_as_long_as_one_is_made_of_them(tmp_path, monkeypatch,
             time.sleep(0.01)
 
     thread = threading.Thread(target=answer, daemon=True)
-    with start_learners(queue._meeting), queue, jax.set_mesh(MESH):
+    with start_learners(queue._rendezvous), queue, jax.set_mesh(MESH):
         thread.start()
         for step in range(1, 13):
             _, metrics = queue.take(None, step - 1, step - 1, None)
@@ -176,7 +176,7 @@ def test_batches_are_asked_for_and_taken_in_order(tmp_path):
             time.sleep(0.01)
 
     thread = threading.Thread(target=answer, daemon=True)
-    with start_learners(queue._meeting), queue, jax.set_mesh(MESH):
+    with start_learners(queue._rendezvous), queue, jax.set_mesh(MESH):
         assert not (tmp_path / "old").exists()
         thread.start()
         for step in range(1, 5):
@@ -190,12 +190,12 @@ def test_batches_are_asked_for_and_taken_in_order(tmp_path):
         assert {path.name.partition("_")[0] for path in queue._folder.iterdir()} == {"taken", "policy"}
     assert read_facts(queue._folder / "end.json") == {"code": 0, "error": ""}
     again = queue_of(tmp_path)
-    again.restore(arrays, MESH)
+    again.restore(arrays)
 
     def go_on():
-        with start_learners(again._meeting), again, jax.set_mesh(MESH):
-            for sign in again._signs:
-                sign._meeting = again._meeting._replace(start_seconds=0.0)
+        with start_learners(again._rendezvous), again, jax.set_mesh(MESH):
+            for reader in again._readers:
+                reader._rendezvous = again._rendezvous._replace(start_seconds=0.0)
             assert again.take(None, 2, 2, None)[0].version == 1  # of the checkpoint
             again.take(None, 3, 3, None)
 
@@ -225,11 +225,11 @@ def test_a_sampler_tells_its_error(tmp_path):
     queue = queue_of(tmp_path)
 
     def fail():
-        with Beat(tmp_path / "sampler_1.json", 10):
+        with Heartbeat(tmp_path / "sampler_1.json", 10):
             raise ValueError("no judge")
 
     def take():
-        with start_learners(queue._meeting), queue, jax.set_mesh(MESH):
+        with start_learners(queue._rendezvous), queue, jax.set_mesh(MESH):
             with pytest.raises(ValueError, match="no judge"):
                 fail()
             queue.take(None, 0, 0, None)
@@ -247,32 +247,32 @@ def test_learners_that_fail_before_their_queue_opens_end_samplers(tmp_path, monk
     parts = types.SimpleNamespace(mesh=MESH, rewards=load_rewards(len), copy_policy=lambda params: params)
     model = types.SimpleNamespace(params={}, net=types.SimpleNamespace(config=types.SimpleNamespace(frozen=())))
     made = types.SimpleNamespace(worker=parts), model, Stopwatch(), None
-    meeting, config = Meeting(tmp_path, 1, 20.0, 20.0), default()
+    rendezvous, config = Rendezvous(tmp_path, 1, 20.0, 20.0), default()
 
     def build(config):  # learners fail while the sampler loads its model
-        with pytest.raises(type(error)), start_learners(meeting):
+        with pytest.raises(type(error)), start_learners(rendezvous):
             raise error
         return made
 
     monkeypatch.setattr(sampler, "build_producer", build)
     with pytest.raises(AgreedError, match=rf"the learners have ended: {type(error).__name__}") as ended:
-        sampler._sample(config, 0, meeting)
+        sampler._sample(config, 0, rendezvous)
     assert ended.value.code == code
 
 
 def test_signs_of_life(tmp_path):
-    meeting, path = Meeting(tmp_path, 1, 0.0, 0.2), tmp_path / "learner.json"
-    with Beat(path, 0.2):
+    rendezvous, path = Rendezvous(tmp_path, 1, 0.0, 0.2), tmp_path / "learner.json"
+    with Heartbeat(path, 0.2):
         pass
-    sign = Sign(path, meeting)
-    assert not sign.look() and not sign.alive  # it is of a process that is gone
-    with Beat(path, 0.2):
+    reader = HeartbeatReader(path, rendezvous)
+    assert not reader.look() and not reader.seen  # it is of a process that is gone
+    with Heartbeat(path, 0.2):
         for _ in range(5):
-            assert sign.look() and sign.alive
+            assert reader.look() and reader.seen
             time.sleep(0.1)
-    sign.look()
+    reader.look()
     time.sleep(0.3)
-    assert not sign.look()
+    assert not reader.look()
 
 
 def test_what_needs_the_batches_of_others_is_refused():

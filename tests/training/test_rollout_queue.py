@@ -14,10 +14,11 @@ from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.distributed.turns import held, turn, yielded
 from jaxrl_llm.rewards.runner import Logged
-from jaxrl_llm.rollout.engine import Rollout
+from jaxrl_llm.rollout.slots import Rollout
+from jaxrl_llm.training import rollout_queue
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.rollout_queue import RolloutQueue
-from jaxrl_llm.training.rollouts import Rollouts, pack, unpack
+from jaxrl_llm.training.rollouts import Rollouts, pack, placed, unpack
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.step import improve
 
@@ -86,6 +87,49 @@ def test_an_error_reaches_the_step_that_meets_it_and_ends_the_queue():
     assert [call[2] for call in produce.calls] == [1, 2, 3]
 
 
+def test_an_error_elsewhere_leaves_a_batch_behind_that_does_not_end(monkeypatch, caplog):
+    monkeypatch.setattr(rollout_queue, "LEAVE_SECONDS", 0.05)
+    begun, graded, steps = threading.Event(), threading.Event(), []
+
+    def produce(params, version, step, key):
+        steps.append(step)
+        if step == 2:
+            begun.set()
+            graded.wait(5)
+        return rollouts_of(step, version)
+
+    queue = queue_of(2).__enter__()
+    queue.take(produce, "policy", 0, None)
+    begun.wait()
+    queue.__exit__(KeyboardInterrupt)
+    assert "left behind" in caplog.text
+    left = [thread for thread in threading.enumerate() if thread.name == "rollouts"]
+    assert left and all(thread.daemon for thread in left), "they would keep the process alive"
+    graded.set()
+    for thread in left:
+        thread.join()
+    assert steps == [1, 2], "no further batch is begun"
+
+
+def test_a_thread_left_behind_does_not_change_how_a_command_ends(run_python):
+    """It may be in JAX, where the end of the interpreter aborts the process, with another code."""
+    code = """
+import atexit, threading
+import jaxrl_llm.distributed.processes
+from jaxrl_llm.config.background import in_thread, leave_behind
+from jaxrl_llm.config.flags import run
+
+def main(argv):
+    atexit.register(print, "the interpreter ends")
+    leave_behind([in_thread(threading.Event().wait, "endless")])
+    raise KeyboardInterrupt
+
+run(main)
+"""
+    done = run_python("-c", code)
+    assert (done.returncode, done.stdout) == (130, "") and "stopped by Ctrl-C" in done.stderr
+
+
 def test_a_resumed_queue_goes_on_with_the_batches_that_were_saved():
     produce = Produced()
     with queue_of(2) as queue:
@@ -95,7 +139,7 @@ def test_a_resumed_queue_goes_on_with_the_batches_that_were_saved():
         expected = [queue.take(produce, f"policy {step - 1}", step - 1, None)[0] for step in range(2, 7)]
     again = Produced()
     with queue_of(2) as queue, jax.set_mesh(MESH):
-        queue.restore(arrays, MESH)
+        queue.restore(arrays)
         got = [queue.take(again, f"policy {step - 1}", step - 1, None)[0] for step in range(2, 7)]
     assert again.calls == produce.calls[3:]
     assert [x.version for x in got] == [x.version for x in expected] == [0, 0, 1, 2, 3]
@@ -112,7 +156,7 @@ def test_packed_rollouts_keep_every_bit():
     ]
     packed = pack(batches)
     np.testing.assert_array_equal(packed, pack(batches))
-    for got, batch in zip(unpack(packed, MESH), batches, strict=True):
+    for got, batch in zip([placed(x, MESH) for x in unpack(packed)], batches, strict=True):
         jax.tree.map(np.testing.assert_array_equal, got.rollout, batch.rollout)
         np.testing.assert_array_equal(got.rewards, batch.rewards)
         assert got.rollout.finished.dtype == bool and got.rollout.tokens.sharding.mesh == MESH
@@ -125,7 +169,7 @@ def test_packed_rollouts_keep_every_bit():
         )
         jax.tree.map(np.testing.assert_array_equal, (got.turns, got.parts), (batch.turns, batch.parts))
         assert (got.greedy is None) == (batch.greedy is None)
-    assert int(unpack(packed, MESH)[0].greedy.rollout.tokens[0, 0]) == 1
+    assert int(unpack(packed)[0].greedy.rollout.tokens[0, 0]) == 1
 
 
 def test_turns():

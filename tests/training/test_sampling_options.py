@@ -18,7 +18,6 @@ OPTIONS = {
     "grammar": {"structured_grammar": 'start: "1" start "2" | "3"', "min_p": 0.01, "slots": 4},
     "together": {"temperature": 1.3, "top_p": 0.9, **PENALTIES, "bad_words": ("12", "3"), "speculative_tokens": 2},
 }
-FIRST = ("together", "guided")  # the others are slow
 ROWS = [{"prompt": "sort:3124=", "answer": "1234"}, {"prompt": "sort:71=", "answer": "17"}] * 2
 
 

@@ -12,11 +12,14 @@ import pytest
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.served_teacher import ServedTeacher, Server, TeacherError
+from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.teacher import TeacherSpec
 
 MESH = make_mesh(devices=jax.devices()[:1])
+SERVER = "server(url='http://localhost:1/v1', model='m')"
 VOCAB = 11
 # Rows that are padded on both sides.
 TOKENS = np.array([[0, 3, 5, 7, 2, 0], [4, 4, 9, 1, 0, 0]], np.int32)
@@ -66,8 +69,8 @@ def serving(reply=answer, status=200):
         server.server_close()
 
 
-def teacher_at(url, top_k=0):
-    return ServedTeacher(TeacherSpec(bool(top_k), 1.0, top_k), Server(url, "m", timeout=20.0), MESH)
+def teacher_at(url, top_k=0, **options):
+    return ServedTeacher(TeacherSpec(bool(top_k), 1.0, top_k), Server(url, "m", timeout=20.0), MESH, **options)
 
 
 def inputs():
@@ -116,8 +119,10 @@ def test_likeliest_tokens():
     ],
 )
 def test_answers_that_are_none(reply, status, words):
-    with serving(reply, status) as (url, _), jax.set_mesh(MESH), pytest.raises(TeacherError, match=words):
-        teacher_at(url).logps(inputs(), 1)
+    for key, options in {"teacher.path": {}, "teacher.others, b": {"key": "teacher.others, b"}}.items():
+        message = rf"^{key}: http://127\.0\.0\.1:\d+/v1.*{words}"
+        with serving(reply, status) as (url, _), jax.set_mesh(MESH), pytest.raises(TeacherError, match=message):
+            teacher_at(url, **options).logps(inputs(), 1)
 
 
 def test_a_server_that_is_not_there():
@@ -136,15 +141,49 @@ def test_a_server_that_is_not_there():
 )
 def test_contradictions(settings, words):
     config = default()
-    config.teacher.path = "server(url='http://localhost:1/v1', model='m')"
+    config.teacher.path = SERVER
     validate(config)
     config.teacher.update(settings)
     with pytest.raises(ConfigError, match=words):
         validate(config)
 
 
-def test_a_temperature_that_the_server_does_not_take():
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("teacher.path", {"path": SERVER}),
+        ("teacher.others, b", {"path": "embedded:sort", "others": ("a=x", f"b={SERVER}")}),
+    ],
+)
+def test_a_temperature_that_the_server_does_not_take(key, settings):
     config = default()
-    config.teacher.path, config.rollout.temperature = "server(url='http://localhost:1/v1', model='m')", 0.7
-    with pytest.raises(ConfigError, match=r"is 0\.7, but the server of teacher\.path gives log-probs at temperature 1"):
+    config.teacher.update(settings)
+    validate(config)
+    config.rollout.temperature = 0.7
+    with pytest.raises(ConfigError, match=rf"is 0\.7, but the server of {key} gives log-probs at temperature 1"):
         validate(config)
+
+
+def test_a_further_teacher_behind_a_server():
+    """It rates the rows that name it, and what is wrong with it is said of its entry of teacher.others."""
+    rows = [{**row, "teacher": name} for row, name in zip(tasks.generate("sort", size=2), "ab", strict=True)]
+    config = default()
+    config.batch.prompts, config.rollout.group_size, config.eval.every, config.data.shuffle = 2, 2, -1, False
+    config.rollout.max_prompt_length, config.rollout.max_completion_length = 16, 4
+    config.teacher.path, config.algorithm.advantage = "embedded:sort", "zero"
+
+    def sure(body):
+        return {"choices": [{"prompt_logprobs": [None, *({str(x): {"logprob": -1.0}} for x in body["prompt"][1:])]}]}
+
+    with jax.set_mesh(MESH):
+        with serving(sure) as (url, bodies):
+            config.teacher.others = (f"b=server(url={url!r}, model='m')",)
+            validate(config)
+            run = build(config, MESH, train_dataset=rows)
+            rated = np.abs(np.asarray(run.source.next(run.state, jax.random.key(1)).batch.advantages)).sum(axis=1)
+        assert len(bodies) == 2 and rated[:2].max() < 1e-3 < rated[2:].min()
+        with pytest.raises(TeacherError, match=f"^teacher.others, b: {url}/completions did not answer within 120 sec"):
+            run.source.next(run.state, jax.random.key(2))
+        config.teacher.others = (f"b=server(url={url!r})",)
+        with pytest.raises(ConfigError, match=r"^teacher\.others, b = .*missing 1 required .* 'model'; write server"):
+            build(config, MESH, train_dataset=rows)

@@ -1,7 +1,9 @@
 """A teacher of an online run: its log-probs of the sampled tokens in the advantages, beside rewards or alone."""
 
 import dataclasses
+import shutil
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model, save_hf
+from jaxrl_llm.tools.plan.shapes import describe
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import old_logps_of
 from jaxrl_llm.training.step import improve
@@ -127,6 +130,8 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
         ),
         ({"teacher__form": "divergence", "teacher__on_policy": 0.5}, "and algorithm.advantage is 'group': use grpo"),
         ({"teacher__others": ("b",)}, "teacher.others has 'b', but it takes VALUE=PATH"),
+        ({"teacher__others": ("b=x", "c=x", "b=y")}, "teacher.others has 'b' twice"),
+        ({"teacher__others": ("b=self(rate=0)",)}, "teacher.others has 'b=self(rate=0)', but the policy as its own"),
         ({"teacher__others": ("b=x",), "teacher__form": "divergence"}, "reads the distributions of one teacher"),
         ({"teacher__beta": 0.5}, "teacher.beta is 0.5, which is of teacher.form = divergence"),
         ({"rewards__functions": (), "algorithm__dynamic_sampling": True}, "algorithm.dynamic_sampling is True, which"),
@@ -267,11 +272,14 @@ def test_samples_and_given_rows_by_turns(packing):
             np.testing.assert_array_equal(again.batch.inputs.tokens, batches[step].inputs.tokens)
 
 
-@pytest.mark.parametrize("packing", ["false", pytest.param("true", marks=pytest.mark.slow)])
-def test_a_teacher_for_some_rows(teacher, packing):
+@pytest.mark.parametrize(
+    ("packing", "column"), [("false", "who"), pytest.param("true", "teacher", marks=pytest.mark.slow)]
+)
+def test_a_teacher_for_some_rows(teacher, packing, column):
     """Rows whose column names a further teacher are rated by that one, the others by teacher.path."""
-    rows = [{**row, "teacher": name} for row, name in zip(tasks.generate("sort", size=4), "abca", strict=True)]
+    rows = [{**row, column: name} for row, name in zip(tasks.generate("sort", size=4), "abca", strict=True)]
     settings = {"algorithm__advantage": "zero", "data__shuffle": False, "batch__packing": packing}
+    settings |= {} if column == "teacher" else {"teacher__column": column}
     config = config_of("embedded:sort", teacher__others=(f"b={teacher}",), **settings)
     with jax.set_mesh(MESH):
         run = build(config, MESH, train_dataset=rows, rewards=length)
@@ -280,3 +288,26 @@ def test_a_teacher_for_some_rows(teacher, packing):
     expected = np.where(of_b, logps_by(teacher, batch) - logps_by("embedded:sort", batch), 0.0)
     np.testing.assert_allclose(np.asarray(batch.advantages)[mask], expected[mask], atol=2e-4)
     assert np.abs(expected[mask]).mean() > 0.1
+
+
+def test_a_revision_is_of_the_first_teacher_alone(teacher, tmp_path, monkeypatch):
+    """Here of a hub id in the cache of this machine; a further teacher, a folder, has none. Types are of both."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    kept, commit = tmp_path / "models--me--teacher", "0" * 40
+    shutil.copytree(teacher, kept / "snapshots" / commit)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "v2").write_text(commit)
+    settings = {"teacher__revision": "v2", "teacher__others": (f"b={teacher}",), "teacher__dtype": "bfloat16"}
+    config = config_of("me/teacher", **settings)
+    with jax.set_mesh(MESH):
+        learner = build(config, MESH, train_dataset=tasks.generate("sort", size=4)).source.learner
+        shapes = describe(config, MESH, "float32", True)
+    ours, theirs = learner.teacher, learner.other_teachers["b"]
+    jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
+    assert shapes.teachers.keys() == {"", "b"}
+    for held in (ours, theirs, *shapes.teachers.values()):
+        types = {held.net.config.dtype, *(x.dtype.name for x in jax.tree.leaves(held.params))}
+        assert types == {"bfloat16"}
+    config.teacher.revision = "v3"
+    with jax.set_mesh(MESH), pytest.raises(ConfigError, match="model path 'me/teacher', revision 'v3'"):
+        build(config, MESH, train_dataset=tasks.generate("sort", size=4))

@@ -21,8 +21,9 @@ from jaxrl_llm.rewards.runner import NOTHING_LOGGED
 from jaxrl_llm.training.objectives.distillation import DivergenceSpec, teacher_term
 from jaxrl_llm.training.objectives.objective import token_metrics, weigh
 from jaxrl_llm.training.setup.run import build
+from jaxrl_llm.training.setup.specs import context_spec
 from jaxrl_llm.training.step import improve
-from jaxrl_llm.training.teacher_context import ContextSpec, privileged_texts, successful_rows, text_of, with_context
+from jaxrl_llm.training.teacher_context import ContextSpec, all_text, privileged_texts, successful_rows, with_context
 
 MESH = make_mesh(devices=jax.devices()[:1])
 SUCCESS = {"teacher__context": "success", "teacher__template": "{solution}{prompt}"}
@@ -273,7 +274,10 @@ def test_prompts_with_a_context_by_hand():
         "\n\n\n\nCorrectly solve the original question.\n"
     )
     assert with_context(spec, "2 + 2?", None, "") == "2 + 2?\n\nCorrectly solve the original question.\n"
-    own = spec_of("success", template="{prompt}|{solution}", solution_template="{solution}", remove_thinking=True)
+    settings = {"template": "{prompt}|{solution}", "solution_template": "{solution}", "remove_thinking": True}
+    config = config_of(teacher__context="success", **{f"teacher__{name}": value for name, value in settings.items()})
+    own = context_spec(config)
+    assert own is not None
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "q"}]}]
     assert with_context(own, messages, "<think>a\nb</think> c", "") == [
         messages[0], {"role": "user", "content": "q|c"},
@@ -297,7 +301,7 @@ def test_privileged_texts_by_hand():
     assert privileged_texts("hint", logged, examples) == ["", " ", "x", "y", "z"]
     with pytest.raises(ConfigError, match=r"teacher.privileged_column is 'tip', but neither.*rows have hint"):
         privileged_texts("tip", rows, examples)
-    assert text_of([{"role": "assistant", "content": "one"}]) == "one"
+    assert all_text([{"role": "assistant", "content": "one"}]) == "one"
 
 
 def test_the_term_by_hand():

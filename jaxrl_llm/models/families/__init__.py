@@ -60,7 +60,7 @@ from jaxrl_llm.models.families import (
 )
 from jaxrl_llm.models.families.decoder import settings
 from jaxrl_llm.models.families.entries import check_kinds
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 # A net without a config.json is exported as the first family that describes it.
 FAMILIES = {

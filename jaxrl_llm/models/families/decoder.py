@@ -11,7 +11,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import block_fp8
 from jaxrl_llm.models.families import rotary
 from jaxrl_llm.models.families.entries import number, positive, refuse
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 
 class TensorName(NamedTuple):
@@ -110,11 +110,19 @@ SETTINGS = (
 
 
 SILU = {"silu": "silu", "swish": "silu"}
+# Without them in config.json transformers takes the family's own tokens, which may be outside the vocabulary.
+NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 
 
 def settings(config: ModelConfig) -> dict[str, Any]:
     """The fields that config.json says nothing about, as overrides of `to_config`."""
     return {name: getattr(config, name) for name in SETTINGS}
+
+
+def attention_biases(hf: dict[str, Any]) -> dict[str, bool]:
+    """The ModelConfig fields where `attention_bias` is of queries, keys and values, and of the output too."""
+    bias = bool(hf.get("attention_bias", False))
+    return {"attention_bias": bias, "attention_output_bias": bias}
 
 
 def to_config(

@@ -6,7 +6,7 @@ from jaxrl_llm.models.families import decoder
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.latent_attention import LatentAttention
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "deepseek_v3"
 ARCHITECTURE = "DeepseekV3"
@@ -104,14 +104,12 @@ def read(hf: dict[str, Any], family: str, overrides: dict[str, Any]) -> ModelCon
     if hf.get("num_key_value_heads") not in (None, heads):
         refuse("num_key_value_heads", hf["num_key_value_heads"], f"num_attention_heads = {heads}")
     sizes = {field: positive(hf, entry) for field, entry in LATENT_SIZES.items()}
-    bias = bool(hf.get("attention_bias", False))
     own = {
         **sizes,
         **experts(hf),
         "mixers": (LatentAttention,) * layers,
         "query_rank": 0 if hf["q_lora_rank"] is None else positive(hf, "q_lora_rank"),
-        "attention_bias": bias,
-        "attention_output_bias": bias,
+        **decoder.attention_biases(hf),
         "rope_interleaved": bool(hf["rope_interleave"]),
     }
     head_dim = positive(hf, "qk_nope_head_dim") + sizes["rotary_head_dim"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types, olmo2
 from jaxrl_llm.models.families.entries import positive, refuse
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "exaone4"
 ARCHITECTURE = "Exaone4"
@@ -42,5 +42,5 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     """The config.json of a net, over the entries of `base`."""
     own: dict[str, Any] = {"sliding_window": config.sliding_window} if config.sliding_layers else {}
     if base is None:
-        own = layer_types.write(config) | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+        own = layer_types.write(config) | decoder.NO_IDS
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

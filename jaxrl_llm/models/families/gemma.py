@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder
 from jaxrl_llm.models.families.entries import positive
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "gemma"
 ARCHITECTURE = "Gemma"
@@ -16,9 +16,8 @@ ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}  # early f
 
 def common(hf: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields that all versions of Gemma share."""
-    bias = bool(hf.get("attention_bias", False))
     scale = math.sqrt(positive(hf, "hidden_size"))
-    return {"norm_offset": 1.0, "embed_scale": scale, "attention_bias": bias, "attention_output_bias": bias}
+    return {"norm_offset": 1.0, "embed_scale": scale, **decoder.attention_biases(hf)}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

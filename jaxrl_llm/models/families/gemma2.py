@@ -5,7 +5,7 @@ from typing import Any
 from jaxrl_llm.models.families import decoder, gemma, layer_types
 from jaxrl_llm.models.families.decoder import LAYER, TensorName
 from jaxrl_llm.models.families.entries import number
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "gemma2"
 ARCHITECTURE = "Gemma2"

@@ -9,7 +9,7 @@ from typing import Any
 from jaxrl_llm.models.families import gemma3_text, siglip
 from jaxrl_llm.models.families.decoder import TensorName
 from jaxrl_llm.models.families.entries import positive, refuse
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.siglip import SiglipConfig
 from jaxrl_llm.models.vision.tower import VisionConfig
 

@@ -6,22 +6,18 @@ Layers with a window have rotary positions of their own.
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, gemma2, layer_types, rotary
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "gemma3_text"
 ARCHITECTURE = {"lm": "Gemma3ForCausalLM", "score": "Gemma3TextForSequenceClassification"}
 KEYS = (*gemma2.KEYS, *decoder.QK_NORMS)
 DEFAULTS = {**gemma2.DEFAULTS, "attn_logit_softcapping": None, "final_logit_softcapping": None}
-BASES = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
+BASES = {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}  # of full and of sliding attention
 
 
 def _rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
     """The rotary parameters of both types of layers; files of transformers 4 have a base and a scaling of one each."""
-    given = rotary.sets_of(hf)
-    names = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
-    bases = {kind: BASES[kind] if hf.get(name) is None else hf[name] for kind, name in names.items()}
-    full, local = ({"rope_theta": bases[kind]} | given.get(kind, {}) for kind in rotary.TYPES)
-    return {"full_attention": full | (hf.get("rope_scaling") or {}), "sliding_attention": local}
+    return rotary.both_sets(hf, *(base if hf.get(entry) is None else hf[entry] for entry, base in BASES.items()))
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

@@ -6,7 +6,7 @@ from typing import Any
 from jaxrl_llm.models.families import decoder, gemma, gemma2, layer_types, rotary
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import number, positive, refuse
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "gemma4_text"
 ARCHITECTURE = "Gemma4"

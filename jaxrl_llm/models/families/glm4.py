@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, glm
 from jaxrl_llm.models.families.decoder import LAYER, TensorName
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "glm4"
 ARCHITECTURE = "Glm4"

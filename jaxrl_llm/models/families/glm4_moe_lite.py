@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, deepseek_v3
 from jaxrl_llm.models.families.entries import positive, refuse
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "glm4_moe_lite"
 ARCHITECTURE = "Glm4MoeLite"

@@ -8,7 +8,7 @@ from typing import Any
 from jaxrl_llm.models.families import decoder, layer_types, rotary
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import number, positive, refuse
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "gpt_oss"
 ARCHITECTURE = "GptOss"
@@ -52,10 +52,8 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     experts, chosen = positive(hf, "num_local_experts"), positive(hf, "num_experts_per_tok")
     if chosen > experts:
         refuse("num_experts_per_tok", chosen, f"up to num_local_experts = {experts}")
-    bias = bool(hf["attention_bias"])
     own = {
-        "attention_bias": bias,
-        "attention_output_bias": bias,
+        **decoder.attention_biases(hf),
         "attention_sinks": True,
         **layer_types.read(hf, lambda layer: layer % 2 == 0),
         "experts": experts,

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.families import decoder, llama
 from jaxrl_llm.models.families.entries import number
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "granite"
 ARCHITECTURE = "Granite"
@@ -19,14 +19,7 @@ MULTIPLIERS = {
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    bias = bool(hf.get("attention_bias", False))
-    own = {
-        "attention_bias": bias,
-        "attention_output_bias": bias,
-        "mlp_bias": bool(hf.get("mlp_bias", False)),
-        **multipliers(hf),
-    }
-    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+    return decoder.to_config(hf, ARCHITECTURE, llama.own_fields(hf) | multipliers(hf), overrides)
 
 
 def multipliers(hf: dict[str, Any]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from jaxrl_llm.models.families import decoder, granite, mixtral
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.mamba2 import Mamba2
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "granitemoehybrid"
 ARCHITECTURE = "GraniteMoeHybrid"
@@ -72,11 +72,9 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     if len(types) != layers or set(types) - set(MIXERS):
         refuse("layer_types", types, f"one of {', '.join(MIXERS)} for each of the {layers} layers")
     mixers = tuple(MIXERS[kind] for kind in types)
-    bias = bool(hf.get("attention_bias", False))
     own: dict[str, Any] = {
         **granite.multipliers(hf),
-        "attention_bias": bias,
-        "attention_output_bias": bias,
+        **decoder.attention_biases(hf),
         "mixers": mixers,
         "unrotated_layers": () if hf.get("position_embedding_type") == "rope" else tuple(range(layers)),
     }
@@ -128,7 +126,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
             "layer_types": [
                 "linear_attention" if kind.mixer is Mamba2 else "full_attention" for kind in config.layer_configs
             ],
-            **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+            **decoder.NO_IDS,
         }
     elif "intermediate_size" in base and not config.experts:
         own["intermediate_size"] = base["intermediate_size"]

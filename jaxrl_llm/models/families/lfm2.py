@@ -6,8 +6,8 @@ from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.families import decoder
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.short_conv import ShortConv
-from jaxrl_llm.models.transformer import ModelConfig
 
 MODEL_TYPE = "lfm2"
 ARCHITECTURE = "Lfm2"
@@ -113,5 +113,5 @@ def mixer_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str,
     }
     if base is None:
         own["layer_types"] = ["conv" if kind.mixer is ShortConv else "full_attention" for kind in config.layer_configs]
-        own |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+        own |= decoder.NO_IDS
     return own

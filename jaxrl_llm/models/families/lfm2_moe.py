@@ -5,7 +5,7 @@ from typing import Any
 from jaxrl_llm.models.families import decoder, lfm2
 from jaxrl_llm.models.families.decoder import LAYER, TensorName
 from jaxrl_llm.models.families.entries import number, positive, refuse
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "lfm2_moe"
 ARCHITECTURE = "Lfm2Moe"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "llama"
 ARCHITECTURE = "Llama"
@@ -17,8 +17,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def own_fields(hf: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields of the family's own entries."""
-    bias = bool(hf.get("attention_bias", False))
-    return {"attention_bias": bias, "attention_output_bias": bias, "mlp_bias": bool(hf.get("mlp_bias", False))}
+    return {**decoder.attention_biases(hf), "mlp_bias": bool(hf.get("mlp_bias", False))}
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:

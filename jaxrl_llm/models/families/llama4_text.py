@@ -5,7 +5,7 @@ from typing import Any
 from jaxrl_llm.models.families import decoder, layer_types
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import number, positive, refuse
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "llama4_text"
 ARCHITECTURE = "Llama4"
@@ -61,7 +61,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         refuse("moe_layers", sparse, "lists with some of the layers")
     if chosen > experts:
         refuse("num_experts_per_tok", chosen, f"up to num_local_experts = {experts}")
-    bias, chunk = bool(hf["attention_bias"]), hf["attention_chunk_size"]
+    chunk = hf["attention_chunk_size"]
     windows = layer_types.read(hf, lambda layer: chunk is not None and layer not in unrotated, **CHUNKS)
     growth = number("attn_scale", hf["attn_scale"]) if hf["attn_temperature_tuning"] else 0.0
     own = {
@@ -72,8 +72,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "qk_rms": bool(hf["use_qk_norm"]),
         "query_growth": growth,
         "query_growth_every": positive(hf, "floor_scale") if growth else 0,
-        "attention_bias": bias,
-        "attention_output_bias": bias,
+        **decoder.attention_biases(hf),
         "ffn": positive(hf, "intermediate_size_mlp"),
         "experts": experts,
         "experts_per_token": chosen,
@@ -106,5 +105,5 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     if base is None:
         own |= layer_types.write(config, **CHUNKS) | layer_types.write_unrotated(config)
         own["moe_layers"] = [layer for layer in range(config.layers) if layer not in config.dense_layers]
-        own |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+        own |= decoder.NO_IDS
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types, rotary
 from jaxrl_llm.models.families.entries import number, refuse
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "ministral3"
 ARCHITECTURE = "Ministral3"
@@ -41,12 +41,11 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     rope = None if base is None else {**base, "rope_parameters": _rope_parameters(base)}
     hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
     if base is None:
-        ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
         growth = {"llama_4_scaling_beta": config.query_growth}
         if config.query_growth:
             growth["original_max_position_embeddings"] = config.query_growth_every
         parameters = {"rope_type": "default", **(hf.pop("rope_scaling") or {}), "rope_theta": hf.pop("rope_theta")}
-        hf |= {"rope_parameters": parameters | growth, **ids}
+        hf |= {"rope_parameters": parameters | growth, **decoder.NO_IDS}
     return hf
 
 

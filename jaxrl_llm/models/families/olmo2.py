@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder
 from jaxrl_llm.models.families.decoder import LAYER, TensorName
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "olmo2"
 ARCHITECTURE = "Olmo2"
@@ -21,9 +21,7 @@ DEFAULTS = {"rms_norm_eps": 1e-5}  # for entries that are left out
 
 def common(hf: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields that OLMo 2 and 3 share."""
-    bias = bool(hf.get("attention_bias", False))
-    biases = {"attention_bias": bias, "attention_output_bias": bias}
-    return {"norms": "post", "qk_norm": True, "qk_norm_whole": True, **biases}
+    return {"norms": "post", "qk_norm": True, "qk_norm_whole": True, **decoder.attention_biases(hf)}
 
 
 def own_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types, olmo2, rotary
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "olmo3"
 ARCHITECTURE = "Olmo3"
@@ -14,9 +14,8 @@ DEFAULTS = {**olmo2.DEFAULTS, "sliding_window": 4096, "rope_theta": 500_000.0}  
 
 def _rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
     """The rotary parameters of both types of layers; files of transformers 4 scale those without a window."""
-    given, base = rotary.sets_of(hf), {"rope_theta": hf.get("rope_theta") or DEFAULTS["rope_theta"]}
-    full, local = (base | given.get(kind, {}) for kind in rotary.TYPES)
-    return {"full_attention": full | (hf.get("rope_scaling") or {}), "sliding_attention": local}
+    base = hf.get("rope_theta") or DEFAULTS["rope_theta"]
+    return rotary.both_sets(hf, base, base)
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, qwen3_moe
 from jaxrl_llm.models.families.entries import refuse
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "olmoe"
 ARCHITECTURE = "Olmoe"
@@ -22,12 +22,10 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     hf = DEFAULTS | hf
     if hf.get("clip_qkv") is not None:
         refuse("clip_qkv", hf["clip_qkv"], "null")
-    bias = bool(hf.get("attention_bias", False))
     own = {
         "qk_norm": True,
         "qk_norm_whole": True,
-        "attention_bias": bias,
-        "attention_output_bias": bias,
+        **decoder.attention_biases(hf),
         **qwen3_moe.experts({**hf, "moe_intermediate_size": hf.get("intermediate_size")}),
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)

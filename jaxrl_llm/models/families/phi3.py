@@ -5,7 +5,7 @@ from typing import Any
 from jaxrl_llm.models.families import decoder, layer_types, rotary
 from jaxrl_llm.models.families.decoder import LAYER, TensorName
 from jaxrl_llm.models.families.entries import refuse
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "phi3"
 ARCHITECTURE = "Phi3"
@@ -23,8 +23,7 @@ DEFAULTS = {"rms_norm_eps": 1e-5}  # for entries that are left out
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    rope = rotary.parameters_of(hf)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rotary.kind_of(rotary.parameters_of(hf))
     if kind != "default":
         refuse("rope_type", kind, f"default, in {MODEL_TYPE} models (the short ones: 4k, 16k)")
     return decoder.to_config(hf, ARCHITECTURE, layer_types.read_uniform(hf), overrides, rope={"partial": True})
@@ -33,6 +32,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
     own = {"sliding_window": config.sliding_window}
-    if base is None:  # transformers takes the family's own tokens, which may be outside the vocabulary
-        own |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    if base is None:
+        own |= decoder.NO_IDS
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -3,18 +3,22 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "qwen2"
 ARCHITECTURE = "Qwen2"
 KEYS = decoder.KEYS
 
 
+def window(hf: dict[str, Any]) -> int | None:
+    """The window of the layers that have one, None without `use_sliding_window`."""
+    return hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
+
+
 def windows(hf: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields of the layers with a window: those from `max_window_layers` on, or of `layer_types`."""
-    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
-    first = hf.get("max_window_layers", 28)
-    return layer_types.read({**hf, "sliding_window": window}, lambda layer: window is not None and layer >= first)
+    size, first = window(hf), hf.get("max_window_layers", 28)
+    return layer_types.read({**hf, "sliding_window": size}, lambda layer: size is not None and layer >= first)
 
 
 def window_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:

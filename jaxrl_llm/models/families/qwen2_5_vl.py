@@ -6,7 +6,7 @@ from typing import Any
 from jaxrl_llm.models.families import qwen2, qwen_vl
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
 from jaxrl_llm.models.families.entries import refuse
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 
 MODEL_TYPE = "qwen2_5_vl"
@@ -76,5 +76,5 @@ def text_of(hf: dict[str, Any], family: qwen_vl.Family) -> dict[str, Any]:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
-    entries = {"fullatt_block_indexes": list(qwen_vl.vision_of(config).full_layers)}
+    entries = {"fullatt_block_indexes": list(qwen_vl.net_encoder(config).full_layers)}
     return qwen_vl.entries_of(config, base, FAMILY, {}, entries)

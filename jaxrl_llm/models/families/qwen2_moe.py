@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, layer_types, qwen3_moe
+from jaxrl_llm.models.families import decoder, layer_types, qwen2, qwen3_moe
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import positive
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "qwen2_moe"
 ARCHITECTURE = "Qwen2Moe"
@@ -33,7 +33,7 @@ DEFAULTS = {
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
+    window = qwen2.window(hf)
     own = {
         "attention_bias": bool(hf["qkv_bias"]),
         **layer_types.read(

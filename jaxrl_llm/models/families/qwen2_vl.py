@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import qwen2_5_vl, qwen_vl
 from jaxrl_llm.models.families.entries import positive
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 
 MODEL_TYPE = "qwen2_vl"
@@ -32,5 +32,5 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
-    encoder = qwen_vl.vision_of(config)
+    encoder = qwen_vl.net_encoder(config)
     return qwen_vl.entries_of(config, base, FAMILY, {}, {"mlp_ratio": encoder.ffn // encoder.width})

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, qwen2
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "qwen3"
 ARCHITECTURE = "Qwen3"
@@ -13,8 +13,7 @@ HEAD_DIM = 128  # where the entry is left out
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    bias = bool(hf.get("attention_bias", False))
-    own = {"qk_norm": True, "attention_bias": bias, "attention_output_bias": bias, **qwen2.windows(hf)}
+    own = {"qk_norm": True, **decoder.attention_biases(hf), **qwen2.windows(hf)}
     head_dim = HEAD_DIM if hf.get("head_dim") is None else hf["head_dim"]
     return decoder.to_config({**hf, "head_dim": head_dim}, ARCHITECTURE, own, overrides)
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import qwen3_5, qwen3_5_moe_text, qwen3_vl, qwen_vl
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "qwen3_5_moe"
 ARCHITECTURE = {"lm": "Qwen3_5MoeForConditionalGeneration", "score": "Qwen3_5MoeForSequenceClassification"}

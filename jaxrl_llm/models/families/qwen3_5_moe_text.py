@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, qwen2_moe, qwen3_5_text, qwen3_next
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "qwen3_5_moe_text"
 ARCHITECTURE = "Qwen3_5Moe"

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, layer_types
+from jaxrl_llm.models.families import decoder, layer_types, qwen2
 from jaxrl_llm.models.families.entries import number, positive, refuse
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "qwen3_moe"
 ARCHITECTURE = "Qwen3Moe"
@@ -23,13 +23,10 @@ DEFAULTS = {
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    bias = bool(hf.get("attention_bias", False))
-    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
     own = {
         "qk_norm": True,
-        "attention_bias": bias,
-        "attention_output_bias": bias,
-        **layer_types.read_uniform({**hf, "sliding_window": window}),
+        **decoder.attention_biases(hf),
+        **layer_types.read_uniform({**hf, "sliding_window": qwen2.window(hf)}),
         **experts(hf),
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)

@@ -7,7 +7,7 @@ from jaxrl_llm.models.delta_net import GatedDeltaNet
 from jaxrl_llm.models.families import decoder, qwen2_moe
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import positive, refuse
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "qwen3_next"
 ARCHITECTURE = "Qwen3Next"
@@ -77,15 +77,13 @@ def delta_fields(hf: dict[str, Any], net: type[GatedDeltaNet]) -> dict[str, Any]
     if sizes["delta_value_heads"] % sizes["delta_key_heads"]:
         keys = sizes["delta_key_heads"]
         refuse("linear_num_value_heads", sizes["delta_value_heads"], f"multiples of linear_num_key_heads = {keys}")
-    bias = bool(hf.get("attention_bias", False))
     return {
         **sizes,
         "mixers": tuple(mixers[kind] for kind in types),
         "norm_offset": 1.0,
         "qk_norm": True,
         "attention_gate": True,
-        "attention_bias": bias,
-        "attention_output_bias": bias,
+        **decoder.attention_biases(hf),
     }
 
 

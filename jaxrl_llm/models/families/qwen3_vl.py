@@ -5,10 +5,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from jaxrl_llm.models.families import qwen3, qwen_vl
+from jaxrl_llm.models.families import decoder, qwen3, qwen_vl
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
 from jaxrl_llm.models.families.entries import positive, refuse
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 
 MODEL_TYPE = "qwen3_vl"
@@ -73,8 +73,7 @@ FAMILY = qwen_vl.Family(
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     text = qwen_vl.text_of(hf, FAMILY)
-    bias = bool(text.get("attention_bias", False))
-    own = {"qk_norm": True, "attention_bias": bias, "attention_output_bias": bias}
+    own = {"qk_norm": True, **decoder.attention_biases(text)}
     return qwen_vl.config_of(hf, text, FAMILY, encoder_of(hf, text, FAMILY), own, overrides)
 
 
@@ -104,7 +103,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
 def encoder_entries(config: ModelConfig) -> dict[str, Any]:
     """The entries of a vision_config that `encoder_of` reads beside those of all families; raises ConfigError for a
     net without vision."""
-    encoder = qwen_vl.vision_of(config)
+    encoder = qwen_vl.net_encoder(config)
     return {
         "num_position_embeddings": encoder.positions**2,
         "deepstack_visual_indexes": list(encoder.deepstack),

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, qwen3, qwen3_moe, qwen3_vl, qwen_vl
 from jaxrl_llm.models.families.decoder import LAYER, TensorName
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "qwen3_vl_moe"
 ARCHITECTURE = {"lm": "Qwen3VLMoeForConditionalGeneration", "score": "Qwen3VLMoeForSequenceClassification"}
@@ -44,8 +44,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     # Weights of experts always add up to 1, and what the decoder's entries say of tied embeddings is not read.
     fixed = {"norm_topk_prob": True, "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False))}
     text = qwen_vl.text_of(hf, FAMILY) | fixed
-    bias = bool(text.get("attention_bias", False))
-    own = {"qk_norm": True, "attention_bias": bias, "attention_output_bias": bias, **qwen3_moe.experts(text)}
+    own = {"qk_norm": True, **decoder.attention_biases(text), **qwen3_moe.experts(text)}
     return qwen_vl.config_of(hf, text, FAMILY, qwen3_vl.encoder_of(hf, text, FAMILY), own, overrides)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.models.families import decoder, rotary, siglip
 from jaxrl_llm.models.families.entries import number, positive, refuse
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 from jaxrl_llm.models.vision.tower import VisionConfig
 
@@ -140,7 +140,7 @@ def entries_of(
     vision_entries: dict[str, Any],
 ) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; `own` are the family's of the decoder."""
-    encoder = vision_of(config)
+    encoder = net_encoder(config)
     assert config.vision is not None
     base = base or {"text_config": {"rope_theta": config.rope.theta}}
     given = _text(base)
@@ -178,7 +178,7 @@ def entries_of(
     return {**base, **whole, "text_config": text}
 
 
-def vision_of(config: ModelConfig) -> PatchRowsConfig:
+def net_encoder(config: ModelConfig) -> PatchRowsConfig:
     """The encoder of a net; raises ConfigError for one without, and for another encoder."""
     if config.vision is None or not isinstance(config.vision.encoder, PatchRowsConfig):
         refuse("vision_config", None, "models with a vision part that reads images of any size")

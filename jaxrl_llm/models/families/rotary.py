@@ -42,6 +42,17 @@ def sets_of(hf: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return sets
 
 
+def both_sets(hf: dict[str, Any], full: float, local: float) -> dict[str, dict[str, Any]]:
+    """The `rope_parameters` by type of layer, with bases where they have none; raises ConfigError as `sets_of`.
+
+    Files of transformers 4 scale the layers without a window.
+    """
+    given = sets_of(hf)
+    bases = zip(TYPES, (full, local), strict=True)
+    sets = {name: {"rope_theta": base} | given.get(name, {}) for name, base in bases}
+    return sets | {"full_attention": sets["full_attention"] | (hf.get("rope_scaling") or {})}
+
+
 def overridden(hf: dict[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of config.json with `entries` in place of those of the same names.
 
@@ -86,7 +97,7 @@ def read(hf: dict[str, Any], theta: float = 10000.0, partial: bool = False, by_t
             if any(used[name] != value for name, value in lost.items()):
                 refuse("rope_scaling", parameters, f"with {lost} in it, as rope_parameters is not read beside it")
         fraction = parameters.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-        fraction = None if _kind(parameters) == "proportional" else fraction
+        fraction = None if kind_of(parameters) == "proportional" else fraction
         return {"rope": _rope(parameters, hf, base), "rotary_fraction": _fraction(fraction, partial)}
     if not by_type:
         refuse("rope_parameters", parameters, "one set of parameters for all layers")
@@ -94,7 +105,7 @@ def read(hf: dict[str, Any], theta: float = 10000.0, partial: bool = False, by_t
         refuse("rope_parameters", unknown, " and ".join(TYPES))
     full, local = (_rope(per_type.get(name, {}), hf, base) for name in TYPES)
     for typed in per_type.values():
-        if _kind(typed) != "proportional":
+        if kind_of(typed) != "proportional":
             _fraction(typed.get("partial_rotary_factor"), False)
     if "dynamic" in (local.kind, full.kind):
         refuse("rope_type", "dynamic", "dynamic with one set of parameters for all layers")
@@ -112,7 +123,7 @@ def max_positions(hf: dict[str, Any]) -> int | None:
     stretched = [
         (rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or most)
         for rope in ropes
-        if rope.get("rope_type", rope.get("type", "default")) != "default"
+        if kind_of(rope) != "default"
     ]
     return int(max([most, *stretched]))
 
@@ -153,13 +164,14 @@ def _fraction(value, partial: bool) -> float:
     return fraction
 
 
-def _kind(parameters: dict[str, Any]) -> str:
+def kind_of(parameters: dict[str, Any]) -> str:
+    """How one set of parameters scales positions, `default` for not at all."""
     return parameters.get("rope_type", parameters.get("type", "default"))
 
 
 def _rope(parameters: dict[str, Any], hf: dict[str, Any], theta: float) -> Rope:
     """One set of parameters."""
-    kind = _kind(parameters)
+    kind = kind_of(parameters)
     if kind not in KINDS:
         refuse("rope_type", kind, ", ".join(KINDS))
     if parameters.get("rope_theta") is not None:

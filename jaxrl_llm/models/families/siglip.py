@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
 from jaxrl_llm.models.families.entries import number, positive, refuse
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.siglip import SiglipConfig
 from jaxrl_llm.models.vision.tower import VisionConfig
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, layer_types
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.families import decoder, layer_types, llama
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "smollm3"
 ARCHITECTURE = "SmolLM3"
@@ -18,12 +18,9 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     unrotated = layer_types.read_unrotated(hf)
     window = hf.get("sliding_window") if hf.get("use_sliding_window", False) else None
     slides = set(unrotated) if window is not None else set()
-    bias = bool(hf.get("attention_bias", False))
     own = {
         "unrotated_layers": unrotated,
-        "attention_bias": bias,
-        "attention_output_bias": bias,
-        "mlp_bias": bool(hf.get("mlp_bias", False)),
+        **llama.own_fields(hf),
         **layer_types.read({**hf, "sliding_window": window}, slides.__contains__),
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": THETA})
@@ -36,5 +33,5 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         own["sliding_window"] = config.sliding_window
     if base is None:
         own |= layer_types.write_unrotated(config) | {"use_sliding_window": bool(config.sliding_layers)}
-        own |= layer_types.write(config) | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+        own |= layer_types.write(config) | decoder.NO_IDS
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

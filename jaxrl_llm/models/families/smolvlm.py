@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import idefics3
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "smolvlm"
 ARCHITECTURE = {"lm": "SmolVLMForConditionalGeneration", "score": "SmolVLMForSequenceClassification"}

@@ -8,7 +8,6 @@ import contextlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,7 +19,7 @@ from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.models.hf import EXPORTED
 from jaxrl_llm.models.remote import FILES_AT_ONCE, reason_of
-from jaxrl_llm.tools.cards.hub import WEIGHTS
+from jaxrl_llm.tools.cards.hub import WEIGHTS, matches
 
 CONFIG = "config.json"
 PROBE = ".jaxrl_llm"  # a file that is written and removed, to see whether that may be done
@@ -72,7 +71,7 @@ def copy(folder: Path, url: str, overwrite: bool = False) -> None:
         files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
         there = _files_there(fs, path, overwrite)
         fs.pipe_file(f"{path}/{COPYING}", b"")
-        old = [name for name in there if name not in files and any(fnmatch(name, x) for x in (*EXPORTED, *WEIGHTS))]
+        old = [name for name in there if name not in files and matches(name, (*EXPORTED, *WEIGHTS))]
         for name in (*([CONFIG] if CONFIG in there else []), *old):
             fs.rm_file(f"{path}/{name}")
         for parent in {PurePosixPath(path, name).parent for name in files if "/" in name}:
@@ -103,7 +102,7 @@ def _files_there(fs: Any, path: str, overwrite: bool) -> list[str]:
         names = [
             PurePosixPath(entry["name"]).name for entry in fs.ls(path, detail=True) if entry["type"] != "directory"
         ]
-    held = [name for name in names if any(fnmatch(name, pattern) for pattern in (CONFIG, *WEIGHTS))]
+    held = [name for name in names if matches(name, (CONFIG, *WEIGHTS))]
     if held and COPYING not in names and not overwrite:
         raise ConfigError(
             f"it holds a model already ({held[0]}): name another folder, or replace it with export.overwrite"

@@ -108,9 +108,10 @@ def _front_matter(folder: Path, run: ReportedRun, base: Base, step: int, tags: S
     algorithm = str(run.settings["algorithm.name"])
     adapters = ["lora"] if run.settings.get("lora.rank") or run.settings.get("lora.path") else []
     licence: dict[str, Any] = dict(base.license) or {"license": "unknown"}
+    hub_id = None if adapter and "model" in given_to(run.folder) else base.hub_id
     data = ModelCardData(
-        base_model=base.hub_id,
-        base_model_relation=None if base.hub_id is None else "adapter" if adapter else "finetune",
+        base_model=hub_id,
+        base_model_relation=None if hub_id is None else "adapter" if adapter else "finetune",
         datasets=None if "train_dataset" in given_to(run.folder) else datasets_of(run.settings) or None,
         library_name="peft" if adapter else library,
         pipeline_tag=task,
@@ -228,6 +229,8 @@ def _held_out(run: ReportedRun) -> dict[str, tuple[str, str | None]]:
 
 def _usage(folder: Path, run: ReportedRun, base: Base, repo: str | None) -> str:
     library, kind, _ = LIBRARIES[_head(run)]
+    if peft.is_adapter(folder) and "model" in given_to(run.folder):
+        return "The model that it adapts was given in memory and kept nowhere; the run's folder `hf` is whole.\n"
     if peft.is_adapter(folder):
         library, kind = "peft", kind.replace("AutoModel", "AutoPeftModel")
     name = json.dumps(repo or "FOLDER")

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-HIDDEN = "***"
+from jaxrl_llm.config.secrets import HIDDEN
+
 # An option's name that says its value is a secret: `token`, `api_key`, `hub_token`, but not `max_new_tokens`.
 SECRET = r"(?:\w+_)?(?:token|secret|password|passwd|passphrase|credentials?|api_?key|access_?key|private_?key)"
 _ASSIGNED = re.compile(rf"\b({SECRET})(\s*[=:]\s*)('[^']*'|\"[^\"]*\"|[^\s,)&]+)", re.IGNORECASE)

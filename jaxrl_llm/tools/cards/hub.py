@@ -6,7 +6,7 @@ The token is that of the variable HF_TOKEN, and nothing shows or keeps it.
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,17 @@ from typing import Any
 import jax
 
 from jaxrl_llm.config import ConfigDict, ConfigError
+from jaxrl_llm.config.secrets import HIDDEN
 from jaxrl_llm.config.version import __version__
 from jaxrl_llm.distributed.processes import all_or_none
-from jaxrl_llm.models.hf import EXPORTED
+from jaxrl_llm.models.hf import CRITIC, EXPORTED
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """True for the name of a file that one of the patterns describes."""
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def check(repo: str, private: bool = False, overwrite: bool = False) -> None:
@@ -46,18 +52,19 @@ def push(folder: str | Path, repo: str, private: bool = False, overwrite: bool =
     """The address of the repository on the hub, after the files of `folder` have become its newest commit.
 
     A new repository is made, for you alone with `private`. With `overwrite` the model of an existing one is replaced:
-    the new commit keeps its other files, and older commits keep all. Raises ConfigError as `check` does, for a folder
-    without weights, and when the hub refuses: then the repository is as it was.
+    the new commit keeps its other files, and older commits keep all. A critic in `folder` is left out. Raises
+    ConfigError as `check` does, for a folder without weights, and when the hub refuses: then the repository is as it
+    was.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     api, folder, repo = _api(), Path(folder), named(repo)
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    if not any(fnmatch(path.name, pattern) for path in paths for pattern in WEIGHTS):
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.parent != folder / CRITIC)
+    if not any(matches(path.name, WEIGHTS) for path in paths):
         raise ConfigError(f"cannot push to {repo}: {folder} holds no weights ({', '.join(WEIGHTS)})")
     there = _files_there(api, repo, private, overwrite)
     files = {path.relative_to(folder).as_posix(): path for path in paths}
-    old = [name for name in there or () if name not in files and any(fnmatch(name, p) for p in (*EXPORTED, *WEIGHTS))]
+    old = [name for name in there or () if name not in files and matches(name, (*EXPORTED, *WEIGHTS))]
     operations: list[Any] = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
     operations += [CommitOperationDelete(name) for name in old]
     with _explaining(repo):
@@ -151,7 +158,7 @@ def _files_there(api: Any, repo: str, private: bool, overwrite: bool) -> list[st
         raise ConfigError(
             f"cannot push to {repo}: it is public, and the model is to be private; change that on the hub"
         )
-    held = [name for name in names if any(fnmatch(name, pattern) for pattern in WEIGHTS)]
+    held = [name for name in names if matches(name, WEIGHTS)]
     if held and not overwrite:
         raise ConfigError(
             f"{repo} holds a model already ({held[0]}): push to another repository, or replace it with --overwrite "
@@ -186,4 +193,4 @@ def _first_line(text: str) -> str:
     """The first line of a message, without the token."""
     line = text.strip().splitlines()[0] if text.strip() else ""
     token = os.environ.get("HF_TOKEN", "").strip()
-    return line.replace(token, "***") if token else line
+    return line.replace(token, HIDDEN) if token else line

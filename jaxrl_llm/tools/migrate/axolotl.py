@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from jaxrl_llm.data.chat_templates import TEMPLATES
 from jaxrl_llm.data.formats.lookup import known
+from jaxrl_llm.data.named_templates import TEMPLATES
 from jaxrl_llm.tools.migrate import shared, trl, trl_run
 from jaxrl_llm.tools.migrate.draft import Draft, Options, Source, short
 from jaxrl_llm.tools.migrate.losses import with_options
@@ -28,7 +28,9 @@ def convert(source: Source, options: Options) -> Draft:
     theirs = {**defaults("trl", trainer), **RULES["defaults"]}
     if trainer == "grpo":
         del theirs["max_length"]
-    options = options._replace(rows=_rows(yaml, options), devices=_replicas(yaml, options))
+    rows, size = _rows(yaml, options), float(yaml.get("val_set_size") or 0)
+    held = 0 if yaml.get("test_datasets") else math.ceil(rows * size if size < 1 else size)
+    options = options._replace(rows=max(rows - held, 0), devices=_replicas(yaml, options))
     title = (
         f"{f'rl: {kind}' if kind else trainer}, from FILE of axolotl; what that leaves out is as in axolotl and TRL."
     )
@@ -36,20 +38,17 @@ def convert(source: Source, options: Options) -> Draft:
     if "learning_rate" not in yaml:
         draft.check("learning_rate is missing, and axolotl has no default for it: set optimizer.learning_rate")
     trl.apply(draft, trainer, options)
-    _rest(draft, yaml, trainer)
+    _rest(draft, yaml, trainer, rows)
     return draft
 
 
 def _rows(yaml: dict[str, Any], options: Options) -> int:
-    """Return the rows that are trained on: without those that val_set_size holds out; 0 where they are unknown."""
-    none = options._replace(rows=0)
+    """Return the rows of all data sets, those that val_set_size holds out among them; 0 where they are unknown."""
     counts = [
-        shared.known_rows(none, one.get("data_files") or one.get("path"), one.get("split") or "train")
+        shared.known_rows(options, one.get("data_files") or one.get("path"), one.get("split") or "train")
         for one in yaml.get("datasets") or ()
     ]
-    rows = options.rows or (sum(counts) if all(counts) else 0)
-    held = float(yaml.get("val_set_size") or 0)
-    return max(rows - math.ceil(rows * held if held < 1 else held), 0)
+    return options.rows or (sum(counts) if all(counts) else 0)
 
 
 def _replicas(yaml: dict[str, Any], options: Options) -> int:
@@ -99,9 +98,7 @@ def _translated(yaml: dict[str, Any], trainer: str, kind: str | None) -> dict[st
         theirs["completion_only_loss"] = ("train_on_inputs", not yaml.get("train_on_inputs", False))
     if "cosine_min_lr_ratio" in yaml:
         theirs["lr_scheduler_kwargs"] = ("cosine_min_lr_ratio", {"min_lr_rate": yaml["cosine_min_lr_ratio"]})
-    dataset = (yaml.get("datasets") or [{}])[0]
-    path = dataset.get("path") or dataset.get("data_files")
-    theirs["dataset_name"] = ("datasets", path[0] if isinstance(path, list) else path)
+    theirs["dataset_name"] = ("datasets", "DATA" if yaml.get("datasets") else None)  # their rows are counted already
     if yaml.get("hub_model_id"):
         hub = {"push_to_hub": True, "hub_model_id": yaml["hub_model_id"], "hub_private_repo": True}
         theirs |= {key: ("hub_model_id", value) for key, value in hub.items()}
@@ -112,8 +109,8 @@ def _translated(yaml: dict[str, Any], trainer: str, kind: str | None) -> dict[st
     return theirs
 
 
-def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
-    """Set what has no name in TRL."""
+def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
+    """Set what has no name in TRL; `rows` are those of all data sets, 0 where they are unknown."""
     for entry in table("axolotl"):
         for key in entry.keys:
             if entry.direct and key in yaml:
@@ -131,10 +128,15 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
     if any(key.partition(".")[0] == "qat" for key in yaml):
         draft.check("qat has no equivalent: there is no quantisation-aware training, and the result is another model")
     draft.drop("data.path")
-    draft.set("data.sources", tuple(_sources(draft, yaml, trainer)) or None, "datasets", "val_set_size")
     measured = "eval/"
-    tests = [_source(draft, dataset, trainer, "test_datasets") for dataset in yaml.get("test_datasets") or ()]
-    if tests:
+    sources, tests = (
+        [_source(draft, dataset, trainer, key) for dataset in yaml.get(key) or ()]
+        for key in ("datasets", "test_datasets")
+    )
+    if yaml.get("val_set_size") and sources:
+        _hold_out(draft, yaml, sources, rows)
+    draft.set("data.sources", tuple(sources) or None, "datasets")
+    if tests or "eval.fraction" in draft.values:
         draft.drop("data.eval_split")
     if yaml.get("rl"):  # takes this split where none is named, and sft the split test
         tests = [source | {"split": source.get("split", "train")} for source in tests]
@@ -146,7 +148,7 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
         measured = "eval/test/"
         if best := draft.values.get("checkpoint.best"):
             draft.values["checkpoint.best"] = best.replace("eval/", measured, 1)
-    if not tests and not any("eval_split" in one for one in draft.values.get("data.sources", ())):
+    if not (tests or "eval.fraction" in draft.values or any("eval_split" in one for one in sources)):
         draft.set("eval.every", -1, "val_set_size")
     elif draft.values.get("eval.every") == -1 and not yaml.get("eval_strategy"):
         draft.set("eval.every", 0, "val_set_size")
@@ -233,6 +235,12 @@ def _source(draft: Draft, dataset: dict[str, Any], trainer: str, key: str) -> di
         field, names = source.pop("field_messages", "messages"), source.pop("message_property_mappings", None) or {}
         if field != "messages" or set(names.values()) - {"role", "content"}:
             source |= {"type": "sharegpt", "field": field}
+        read = {"role": ("role", "from"), "content": ("content", "value")}
+        if others := {name: theirs for name, theirs in names.items() if theirs not in read.get(name, (name,))}:
+            draft.check(
+                f"{key}: message_property_mappings names {short(others)}, but the format sharegpt reads role or from, "
+                "content or value, and the rest by its own name: write a function row -> dict (type: file.py:function)"
+            )
         plain = ("path", "name", "split", "ds_type", "data_files", *(("type", "field") if "type" in source else ()))
         for name in [name for name in source if name not in plain]:
             draft.check(f"{key}: {name} = {short(source.pop(name))} has no equivalent for sft")
@@ -248,21 +256,20 @@ def _source(draft: Draft, dataset: dict[str, Any], trainer: str, key: str) -> di
     return source
 
 
-def _sources(draft: Draft, yaml: dict[str, Any], trainer: str) -> list[dict[str, Any]]:
-    """Return `data.sources` of the datasets; what is held out is a slice of each split."""
-    size = float(yaml.get("val_set_size") or 0)
-    end = str(int(size))
-    if size < 1:  # a fraction; slices are in whole percent
-        end = f"{size * 100:g}%" if size * 100 == int(size * 100) else f"{max(1, round(size * 100))}%"
-    sources: list[dict[str, Any]] = []
-    for dataset in yaml.get("datasets") or ():
-        source = _source(draft, dataset, trainer, "datasets")
-        split = str(source.get("split", "train"))
-        if size > 0 and "[" in split:
-            draft.check(
-                f"val_set_size: rows of {split}, a part of a split, are not held out; set eval_split in data.sources"
-            )
-        elif size > 0:
-            source |= {"split": f"{split}[{end}:]", "eval_split": f"{split}[:{end}]"}
-        sources.append(source)
-    return sources
+def _hold_out(draft: Draft, yaml: dict[str, Any], sources: list[dict[str, Any]], rows: int) -> None:
+    """Set what val_set_size holds out, a share or a number of all rows; a slice of the one source, if uncounted."""
+    size, split = float(yaml["val_set_size"]), str(sources[0].get("split", "train"))
+    if yaml.get("test_datasets"):
+        reason = "test_datasets are evaluated on"
+    elif draft.values.get("data.streaming"):
+        reason = "streamed rows are not counted. To evaluate, set data.eval_path and eval.every"
+    elif size < 1 or size < rows:
+        draft.set("eval.fraction", size if size < 1 else size / rows, "val_set_size")
+        return
+    elif len(sources) == 1 and not rows and not {"[", "+"} & set(split):
+        sources[0] |= {"split": f"{split}[{int(size)}:]", "eval_split": f"{split}[:{int(size)}]"}
+        return
+    else:
+        counted = f"there are {rows} rows in all" if rows else "how many rows there are in all is not known (--rows=N)"
+        reason = f"{counted}. To evaluate, set eval.fraction and eval.every"
+    draft.check(f"val_set_size = {size:g} holds nothing out: {reason}")

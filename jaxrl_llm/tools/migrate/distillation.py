@@ -20,22 +20,19 @@ def of_trl(draft: Draft, trainer: str) -> None:
     if trainer == "gkd":
         draft.set("teacher.temperature", 1.0)  # that of its samples is another
         draft.check("GKDTrainer is experimental in TRL, which draws a step's kind by Python's random numbers")
-        if not (share := float(draft.get("lmbda"))):
+        if (share := float(draft.get("lmbda"))) < 1:  # of given rows it learns the last message
+            draft.set("data.loss_on", "last_turn")
+        if not share:
             draft.set("algorithm.name", "sft", "lmbda")
             draft.drop("rollout.max_completion_length", "rollout.temperature")
             return
         draft.set("teacher.on_policy", share, "lmbda")
         room = int(draft.get("max_length") or 1024) - draft.values["rollout.max_completion_length"]
         draft.set("rollout.max_prompt_length", max(room, 1), "max_length", "max_new_tokens")
-        draft.drop("data.packing")
     draft.set("rollout.group_size", 1)
     draft.set("rewards.functions", ())
     draft.set("algorithm.advantage", "zero")
     draft.set("algorithm.aggregation", "token")
-    tools = draft.get("tools")
-    draft.set("environment.tools", tools, "tools")
-    if not tools:
-        draft.drop("environment.max_turns")
 
 
 def self_of_trl(draft: Draft, updates: int, weight: float) -> None:
@@ -70,6 +67,9 @@ def self_of_trl(draft: Draft, updates: int, weight: float) -> None:
         draft.set("algorithm.advantage", "zero", "distillation_weight")
     else:
         draft.set("teacher.coef", round(weight / (1 - weight), 9), "distillation_weight")
+        # The sum of both is as much larger here, and so is the norm that leaves it as it is.
+        norm = round(float(draft.get("max_grad_norm")) / (1 - weight), 9)
+        draft.set("optimizer.max_grad_norm", norm, "max_grad_norm", "distillation_weight")
         if draft.values["algorithm.aggregation"] != "sequence":
             draft.check("loss_type: both losses are means over rows of their tokens' means here, as TRL's distillation")
     draft.set("algorithm.aggregation", "sequence")
@@ -135,7 +135,7 @@ def without_evaluation(draft: Draft) -> None:
             "rewards.functions and set algorithm.advantage to zero, with which they are not learned from"
         )
     draft.set("eval.every", -1, "eval_strategy", "eval_steps")
-    draft.drop("eval.at_start", "eval.start")
+    draft.drop("eval.at_start", "eval.start", "eval.samples")
 
 
 def of_verl(draft: Draft) -> None:

@@ -102,8 +102,14 @@ class Draft:
     def set(self, ours: str, value: Any, *theirs: str) -> None:
         """Set our key, from the keys `theirs`; None leaves our default. Raises ConfigError for a value it refuses."""
         self.use(*theirs)
-        if value is None:
-            return
+        if value is not None:
+            self._put(ours, value, theirs)
+
+    def set_none(self, ours: str, *theirs: str) -> None:
+        """Set our key to none, from the keys `theirs`. Raises ConfigError for a key that is never none."""
+        self._put(ours, None, theirs)
+
+    def _put(self, ours: str, value: Any, theirs: tuple[str, ...]) -> None:
         key = OURS[ours]
         value = tuple(value) if isinstance(value, list) else value
         if key.kind is float and isinstance(value, int) and not isinstance(value, bool):

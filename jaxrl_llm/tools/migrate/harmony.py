@@ -42,6 +42,10 @@ def convert(source: Source, options: Options) -> Draft:
         draft.set("mesh.tensor", int(draft.get("tp")), "tp")
         if int(draft.get("tp")) < 0:
             draft.set("mesh.data", 1, "tp")
+            draft.check(
+                "tp is ctx.world_size, all devices, which mesh.tensor = -1 takes on one machine; on several set "
+                "mesh.tensor to the devices of one, and mesh.data or mesh.fsdp to -1"
+            )
     samples, mini = draft.get("samples_per_batch"), draft.get("samples_per_mini_batch")
     if isinstance(samples, int) and isinstance(mini, int):
         if samples % mini:

@@ -14,12 +14,10 @@ from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate.draft import Source
 from jaxrl_llm.tools.migrate.scripts import PARSERS, read_script
 from jaxrl_llm.tools.migrate.shell import commands
+from jaxrl_llm.tools.migrate.trl import RULES
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # YAML 1.1 takes 1e-6 for a text
 SHELL = ("", ".sh", ".bash", ".slurm", ".sbatch", ".txt")
-TRL_COMMANDS = (
-    "grpo", "rloo", "ppo", "sft", "dpo", "kto", "orpo", "cpo", "reward", "distillation", "gkd", "sdpo", "sdft",
-)  # fmt: skip
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "trl", "axolotl", "uv")
 DEVICES = {"--nproc_per_node": "trainer.n_gpus_per_node", "--nproc-per-node": "trainer.n_gpus_per_node"}
 TREES = (".yaml", ".yml", ".json")
@@ -102,16 +100,18 @@ def _numbers(value: Any) -> Any:
 
 def _read_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> Source:
     """Return the content of a YAML or JSON file, whose keys tell the library where `system` is auto."""
-    model = tree.get("model")
+    model, datasets = tree.get("model"), tree.get("datasets")
+    # Those of axolotl have a type, and those of TRL's mixtures none.
+    typed = isinstance(datasets, list) and any(isinstance(one, Mapping) and "type" in one for one in datasets)
     if system != "auto":
         library = system
     elif "actor_rollout_ref" in tree or (isinstance(model, Mapping) and "partial_pretrain" in model):
         library = "verl"
-    elif "base_model" in tree or "rl" in tree or isinstance(tree.get("datasets"), list):
+    elif "base_model" in tree or "rl" in tree or typed:
         library = "axolotl"
     elif any(isinstance(tree.get(key), Mapping) for key in ("trainer", "algorithm", "data")):
         library = "verl"
-    elif any(key in tree for key in ("model_name_or_path", "dataset_name", "learning_rate", "output_dir")):
+    elif any(key in tree for key in ("model_name_or_path", "dataset_name", "datasets", "learning_rate", "output_dir")):
         library = "trl"
     else:
         raise ConfigError(f"{path} is no file of TRL, verl or axolotl that is known; say which with --system")
@@ -128,10 +128,16 @@ def _read_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> So
     named = str(tree.pop("trainer", "")) if library == "trl" else ""
     checks = ()
     if library == "trl" and not (trainer or named):  # recipes/NAME/dpo/config.yaml
-        words = [word for word in re.split(r"[\W_]+", path.lower()) if word in TRL_COMMANDS]
+        words = _named(path)
         named = words[-1] if words else ""
         checks = (f"the trainer is {named}, by the name of the file: --trainer is another",) if words else ()
     return Source(library, trainer or named, tree, path, checks)
+
+
+def _named(path: str) -> list[str]:
+    """Return the trainers of TRL that the words of a path name: dpo of recipes/zephyr/dpo/config.yaml."""
+    words = re.split(r"[\W_]+", re.sub(r"async[\W_]+grpo", "asyncgrpo", path.lower()))
+    return [word for word in words if word in RULES]
 
 
 def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +223,7 @@ def _trains(words: Sequence[str]) -> bool:
         return "--" in line or "accelerate" in line or "torchrun" in line
     if "axolotl" in line and any(word.endswith(TREES) for word in words):
         return "preprocess" not in words
-    return "trl" in [Path(word).name for word in words] and any(word in TRL_COMMANDS for word in words)
+    return "trl" in [Path(word).name for word in words] and any(word in RULES for word in words)
 
 
 def parsed(text: str) -> Any:
@@ -235,9 +241,9 @@ def _read_flags(words: Sequence[str], path: str, trainer: str) -> Source:
     """Return TRL's flags: `--name value`, `--name=value`, `--name a b`, and `--name` alone for true."""
     settings: dict[str, Any] = {}
     if not trainer:
-        named = [word for before, word in pairwise(words) if Path(before).name == "trl" and word in TRL_COMMANDS]
-        script = next((Path(word).stem for word in words if word.endswith(".py")), "").replace("-", "_").split("_")
-        trainer = next(iter((*named, *(name for name in TRL_COMMANDS if name in script))), "")
+        named = [word for before, word in pairwise(words) if Path(before).name == "trl" and word in RULES]
+        script = next((Path(word).stem for word in words if word.endswith(".py")), "")
+        trainer = next(iter((*named, *_named(script))), "")
     index = 0
     while index < len(words):
         word = words[index]

@@ -102,6 +102,7 @@ class Script(Values):
     def arguments(self, call: ast.Call, names: Sequence[str], harmony: bool = False) -> dict[str, Any]:
         """Return the arguments of a call, those by position by `names`; data and models by what they load."""
         settings: dict[str, Any] = {}
+        rows: dict[str, dict[str, Any]] = {"train_dataset": {}, "eval_dataset": {}}
         for position, node in enumerate(call.args[len(names) :], len(names)):
             self.note(f"line {call.lineno}: argument {position + 1}, {ast.unparse(node)}, is not read")
         for keyword in (*map(ast.keyword, names, call.args), *call.keywords):
@@ -114,9 +115,8 @@ class Script(Values):
                     self.note(f"line {call.lineno}: {ast.unparse(node)} is not read")
             elif name in FUNCTIONS and not (isinstance(node, ast.Constant) and node.value is None):
                 settings[name] = self._functions(name, node)
-            elif name in ("train_dataset", "eval_dataset"):
-                made = self._dataset(name, node)  # of the same key, that of the rows that are trained on counts
-                settings = settings | made if name == "train_dataset" else made | settings
+            elif name in rows:
+                rows[name] = self._dataset(name, node)
             elif name not in SKIPPED:
                 value = self.value(node)
                 if isinstance(value, Unknown) and harmony and name in OBJECTS:
@@ -128,6 +128,14 @@ class Script(Values):
                     settings[name] = value
                 if name in ("model", "model_name"):
                     settings |= self._loading(node)
+        train, test = rows.values()
+        settings = test | settings | train  # of the same key, that of the rows that are trained on counts
+        path, split = test.get("eval_dataset"), test.get("dataset_test_split")
+        same = (path, split) == (train.get("train_dataset"), train.get("dataset_train_split"))
+        if "train_test_split" in train and path is not None and not (same and "train_test_split" in test):
+            del settings["train_test_split"]
+            evaluated = path if path != train.get("train_dataset") else f"the split {split} of {path}"
+            self.note(f"train_test_split is not done: all rows are trained on, and {evaluated} is evaluated on")
         return {name: value for name, value in settings.items() if value is not ...}
 
     def _loading(self, node: ast.expr) -> dict[str, Any]:

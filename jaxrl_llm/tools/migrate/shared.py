@@ -14,9 +14,6 @@ from jaxrl_llm.tools.migrate.draft import OURS, Draft, Options, short
 
 LOCAL = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 NO_TRACKER = ("none", "all", "console", "file")  # a choice of others, or what every run writes
-KL = {
-    "kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "full": "full",
-}  # fmt: skip
 TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Names of an optimizer of ours, whatever computes and stores it: `torch.optim.AdamW`, `paged_adamw_8bit`. galore_adamw,
 # schedule_free_sgd and the like are other algorithms.
@@ -126,8 +123,8 @@ def optimizer(draft: Draft, name: str, key: str) -> None:
     ours = next((known for known in ("adafactor", "lion", "muon", "sgd") if known in plain), "adamw")
     if not OPTIMIZER.fullmatch(plain):
         draft.check(
-            f"{draft.named(key)} = {name!r} has no equivalent; {ours} is written. train(config, optimizers=...) takes "
-            "an optimizer of optax"
+            f"{draft.named(key)} = {name!r} has no equivalent; {ours} is written. optimizer.name takes one of optax "
+            "too, module:function"
         )
     elif re.search("flash|[48]bit|fp8", plain) and ours in ("adamw", "lion", "muon"):
         draft.set("optimizer.moment_dtype", "float8", key)
@@ -196,9 +193,3 @@ def check_known(key: str, name: Any, known: Iterable[str]) -> None:
     """Raise ConfigError for a value of a key that is not among those which have an equivalent."""
     if name not in (names := tuple(known)):
         raise ConfigError(f"{key} is {name!r}, which has no equivalent; there are {', '.join(names)}")
-
-
-def kl_name(draft: Draft, key: str) -> str:
-    """Return our estimator of verl's name."""
-    check_known(key, name := draft.get(key), KL)
-    return KL[name]

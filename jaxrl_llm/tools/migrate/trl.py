@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 from jaxrl_llm.config.resolve import ConfigError, closest
+from jaxrl_llm.data.sources import READERS
 from jaxrl_llm.tools.migrate import distillation, shared, trl_run
 from jaxrl_llm.tools.migrate.draft import OURS, Draft, Options, RefusedError, Source, short
 from jaxrl_llm.tools.migrate.losses import set_loss, with_options
@@ -14,6 +15,7 @@ from jaxrl_llm.tools.migrate.table import defaults, rules
 NAMES = rules("trl")["names"]
 VERSIONS = ("1.16", "0.16")  # newest first
 ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
+REWARD_MODELS = ("reward_model_name_or_path", "reward_model_path", "reward_model")
 # Our aggregation of a loss_type of GRPO; the others are token means.
 MEANS = {
     "grpo": "sequence",
@@ -70,7 +72,7 @@ def convert(source: Source, options: Options) -> Draft:
 def apply(draft: Draft, trainer: str, options: Options) -> Draft:
     """Return the draft with everything that TRL's keys say, for one of its trainers."""
     draft.set_direct("trl")
-    if draft.values.get("data.packing") and trainer not in ("sft", "gkd"):
+    if draft.values.get("data.packing") and trainer != "sft":
         draft.drop("data.packing")
         draft.used.discard(draft.named("packing"))
         draft.check(
@@ -174,8 +176,35 @@ def _model(draft: Draft) -> None:
         draft.check("a quantised model is trained by adapters: set lora.rank")
 
 
-def _data(draft: Draft, trainer: str) -> None:
-    """Set the data sets and what happens to long rows."""
+def _mixture(draft: Draft) -> None:
+    """Set the sources of a mixture, of which the splits, names and streams of a single data set say nothing."""
+    draft.drop("data.name", "data.split")
+    draft.set("data.streaming", bool(draft.get("streaming")), "streaming")
+    draft.set("eval.fraction", draft.get("test_split_size"), "test_split_size")
+    sources = []
+    for entry in draft.get("datasets"):
+        given = {key: value for key, value in entry.items() if value is not None}
+        source = {key: given.pop(key) for key in ("path", "name", "split", "data_files") if key in given}
+        files, share = source.get("data_files"), given.pop("fraction", None)
+        if isinstance(files, dict):
+            source["data_files"], source["split"] = files[source.get("split", "train")], "train"
+        if files and source["path"] not in READERS.values():
+            draft.check(f"datasets: data_files of {source['path']} are files in it there; here they are paths, or URLs")
+        if share is not None and not draft.values.get("data.packing"):
+            source["weight"] = float(share)
+        if share is not None:
+            draft.check(
+                f"datasets: fraction = {share} of {source['path']}: its first rows make up this share there; here rows "
+                "are drawn by weight in these shares from all of them, and with packing each is taken once"
+            )
+        for key, value in given.items():
+            draft.check(f"datasets: {key} = {short(value)} of {source['path']} has no equivalent")
+        sources.append(source)
+    draft.set("data.sources", tuple(sources), "datasets")
+
+
+def _dataset(draft: Draft) -> None:
+    """Set the data set, and what is evaluated on."""
     path = draft.first("dataset_name", "train_dataset")
     if isinstance(path, str):
         draft.set("data.path", path, "dataset_name", "train_dataset")
@@ -183,26 +212,33 @@ def _data(draft: Draft, trainer: str) -> None:
         draft.set("data.path", "DATA")
         draft.check("the file names no data set: set data.path, or call train(config, train_dataset=...)")
     evaluation = draft.get("eval_dataset")
-    other = isinstance(evaluation, str) and evaluation != path
-    if other:
+    if isinstance(evaluation, str) and evaluation != path:
         draft.set("data.eval_path", evaluation, "eval_dataset")
     draft.use("eval_dataset")
     held = draft.get("train_test_split")
-    if held is None or other:
+    if held is None:
         draft.set("data.eval_split", draft.get("dataset_test_split"), "dataset_test_split", "eval_dataset")
-        if held is not None:
-            draft.check(f"train_test_split is not done: all rows are trained on, and {evaluation} is evaluated on")
     else:  # no split has the rows that are held out
         draft.use("dataset_test_split")
         draft.set("eval.fraction", held if isinstance(held, float) else None, "train_test_split")
-    sampling = ("grpo", "rloo", "distillation", "sdpo", "sdft")
+
+
+def _data(draft: Draft, trainer: str) -> None:
+    """Set the data and what happens to long rows."""
+    if draft.get("datasets"):
+        _mixture(draft)
+    else:
+        _dataset(draft)
+    sampling = ("grpo", "gmpo", "asyncgrpo", "rloo", "distillation", "sdpo", "sdft")
     key = "shuffle_dataset" if trainer in sampling else "train_sampling_strategy"
     draft.set("data.shuffle", draft.get(key) not in (False, "sequential"), key)
     if trainer not in (*sampling, "ppo"):
         if trainer == "reward":
             draft.set("data.overlong", "filter", "max_length")
         else:
-            side = "truncate_left" if draft.get("truncation_mode") == "keep_end" else "truncate_right"
+            # GKD's rows and packed ones are cut whatever the mode: at their start, and at their end.
+            left = draft.get("truncation_mode") == "keep_end" and not draft.values.get("data.packing")
+            side = "truncate_left" if left or trainer == "gkd" else "truncate_right"
             draft.set("data.overlong", side, "truncation_mode")
         if draft.get("max_length") is None:
             draft.check("max_length is None, which is no limit; data.max_length is 1024 here")
@@ -219,13 +255,17 @@ def _data(draft: Draft, trainer: str) -> None:
 
 
 def _online(draft: Draft, devices: int) -> int:
-    """Set the batch, clip range and rewards of GRPO and RLOO; return the updates of a step."""
+    """Set the batch, clip range, rewards and tools of GRPO and RLOO; return the updates of a step."""
     updates = _groups(draft, devices)
     _rewards(draft)
+    _environment(draft)
+    if draft.get("multi_objective_aggregation") == "normalize_then_sum":
+        draft.set("algorithm.advantage", "gdpo", "multi_objective_aggregation")
+    draft.use("multi_objective_aggregation")
     low, high = float(draft.get("epsilon")), draft.get("epsilon_high")
     draft.set("algorithm.epsilon_low", low, "epsilon")
     draft.set("algorithm.epsilon_high", low if high is None else float(high), "epsilon_high", "epsilon")
-    draft.set("algorithm.beta", float(draft.get("beta")), "beta")
+    draft.set("algorithm.beta", float(draft.get("beta") or 0), "beta")
     _reference_sync(draft, updates)
     return updates
 
@@ -259,20 +299,38 @@ def _groups(draft: Draft, devices: int) -> int:
     draft.set("batch.prompts", rows // group, *keys)
     draft.set("batch.minibatches", rows // update, "generation_batch_size", "steps_per_generation")
     shared.microbatch_rows(draft, per_device * devices, update, *ROWS)
-    return rows // update * int(draft.get("num_iterations"))
+    samples = draft.get("num_generations_eval") or group
+    draft.set("eval.samples", int(samples), "num_generations_eval", "num_generations")
+    return rows // update * int(draft.get("num_iterations") or 1)
+
+
+def _environment(draft: Draft) -> None:
+    """Set tools, environments and a rollout function; turns and the time of a call have no limit of their own there."""
+    tools, factory, rollout = (draft.get(key) for key in ("tools", "environment_factory", "rollout_func"))
+    draft.set("environment.tools", tools, "tools")
+    draft.set("environment.name", factory, "environment_factory")
+    draft.set("environment.rollout_func", rollout, "rollout_func")
+    if rollout:
+        draft.set("algorithm.importance_correction", "token_truncate", "rollout_func")
+    if not (tools or factory):
+        draft.drop("environment.max_turns")
+        return
+    if "environment.max_turns" not in draft.values:  # a turn has a token at least
+        most = draft.values["rollout.max_completion_length"]
+        draft.set("environment.max_turns", most, "max_tool_calling_iterations")
+    draft.set_none("environment.timeout", "tools", "environment_factory")
 
 
 def _rewards(draft: Draft) -> None:
-    """Set the reward functions, by our names where they are TRL's own."""
-    functions = draft.first("reward_funcs", "reward_model_path")
-    if isinstance(functions, str):
-        functions = (functions if draft.sets("reward_funcs") else f"model:{functions}",)
-    if not functions:
+    """Set the reward model, which TRL puts first, and the functions, by our names where they are TRL's own."""
+    model, functions = draft.first(*REWARD_MODELS), draft.get("reward_funcs") or ()
+    functions = (functions,) if isinstance(functions, str) else functions
+    names = (*((f"model:{model}",) if model else ()), *(_reward(draft, name) for name in functions))
+    if not names:
         draft.set("rewards.functions", ("REWARD",))
         draft.check("the file names no reward function: set rewards.functions, or call train(config, rewards=...)")
         return
-    functions = tuple(_reward(draft, name) for name in functions)
-    draft.set("rewards.functions", functions, "reward_funcs", "reward_model_path")
+    draft.set("rewards.functions", names, *REWARD_MODELS, "reward_funcs")
 
 
 def _reward(draft: Draft, name: str) -> str:
@@ -310,9 +368,6 @@ def _grpo(draft: Draft, trainer: str, devices: int) -> int:
         means = "token"  # a micro-batch here is of all devices
         draft.check("loss_type bnpo is a mean over the tokens of each device's micro-batch there, over all tokens here")
     draft.set("algorithm.aggregation", means, "loss_type", "steps_per_generation")
-    if draft.get("multi_objective_aggregation") == "normalize_then_sum":
-        draft.set("algorithm.advantage", "gdpo", "multi_objective_aggregation")
-    draft.use("multi_objective_aggregation")
     if beta:
         draft.set("algorithm.kl_bias_correction", bool(draft.get("use_bias_correction_kl")), "use_bias_correction_kl")
     keys = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode")
@@ -328,14 +383,45 @@ def _grpo(draft: Draft, trainer: str, devices: int) -> int:
         draft.set("algorithm.importance_max", draft.first(*bounds), *bounds)
         low = "vllm_importance_sampling_clip_min"
         draft.set("algorithm.importance_min", draft.get(low), low)
-    tools, factory, rollout = (draft.get(key) for key in ("tools", "environment_factory", "rollout_func"))
-    draft.set("environment.tools", tools, "tools")
-    draft.set("environment.name", factory, "environment_factory")
-    draft.set("environment.rollout_func", rollout, "rollout_func")
-    if rollout and not draft.values.get("algorithm.importance_correction"):
-        draft.set("algorithm.importance_correction", "token_truncate", "rollout_func")
-    if not (tools or factory):
-        draft.drop("environment.max_turns")
+    return updates
+
+
+def _gmpo(draft: Draft, trainer: str, devices: int) -> int:
+    """Set what GRPO's trainer has, with a loss that is its own."""
+    updates = _online(draft, devices)
+    draft.set("algorithm.loss", "gmpo")
+    draft.set("algorithm.aggregation", "sequence")
+    unread = (
+        "loss_type", "delta", "importance_sampling_level", "use_bias_correction_kl", "off_policy_mask_threshold",
+        "entropy_coef", "use_adaptive_entropy", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
+    )  # fmt: skip
+    entropy = [key for key in draft.values if key.startswith("algorithm.entropy_")]
+    draft.drop("algorithm.off_policy_mask_threshold", *entropy)
+    if given := [key for key in unread if draft.sets(key)]:
+        draft.check(f"{', '.join(given)}: left out, as the loss of GMPOTrainer does not read it")
+    return updates
+
+
+def _asyncgrpo(draft: Draft, trainer: str, devices: int) -> int:
+    """Set what GRPO's trainer has, with samples of earlier policies, whose log-probs the ratio compares with."""
+    updates = _online(draft, devices)
+    lag = int(draft.get("max_staleness")) * int(draft.get("weight_sync_steps"))
+    draft.set("rollout.staleness", lag, "max_staleness", "weight_sync_steps")
+    draft.set("algorithm.old_logps", "sampler")
+    several = int(draft.get("gradient_accumulation_steps")) > 1
+    draft.set("algorithm.aggregation", "microbatch_token" if several else "token", "gradient_accumulation_steps")
+    draft.set("data.shuffle", False)
+    draft.check(
+        f"a batch here is of the policy {lag} updates before (rollout.staleness); AsyncGRPOTrainer takes what is ready "
+        "and at most as old, and divides its advantages by the standard deviation over n, not n - 1"
+    )
+    budget = draft.get("token_budget")
+    draft.use("token_budget")
+    if budget is None or budget > 0:
+        draft.check(
+            "an update there has as many completions as token_budget (by default the server's max_model_len) has room "
+            "for: set batch.prompts to the batch/samples_per_step that it logged, over num_generations"
+        )
     return updates
 
 
@@ -349,14 +435,24 @@ def _rloo(draft: Draft, trainer: str, devices: int) -> int:
 
 
 def _ppo(draft: Draft, trainer: str, devices: int) -> int:
+    """Set the batch, the rewards and the critic; return 1, as TRL counts its batches here, not their updates."""
     per_device, accumulation = (int(draft.get(key)) for key in ROWS)
-    minibatches = int(draft.get("num_mini_batches"))
+    parts, rows = int(draft.get("num_mini_batches")), per_device * accumulation
+    # Each update there is of so many passes of the model, whichever minibatches these belong to.
+    passes = parts * math.ceil(accumulation / parts)
+    minibatches = max(1, passes // accumulation)
+    if minibatches != parts:
+        draft.check(
+            f"num_mini_batches is {parts}, but PPOTrainer makes an update of gradient_accumulation_steps = "
+            f"{accumulation} passes: {minibatches} in each pass over the batch are written (batch.minibatches)"
+        )
     draft.set("algorithm.name", "ppo")
     draft.set("rollout.group_size", 1)
-    draft.set("batch.prompts", per_device * devices * accumulation * minibatches, *ROWS, "num_mini_batches")
-    draft.set("batch.minibatches", minibatches, "num_mini_batches")
+    draft.set("batch.prompts", rows * devices, *ROWS)
+    draft.set("batch.minibatches", minibatches, "num_mini_batches", *ROWS[1:])
     draft.set("batch.shuffle", True)
-    shared.microbatch_rows(draft, per_device * devices, per_device * devices * accumulation, *ROWS)
+    passed = min(per_device, max(rows // parts, 1)) * devices
+    shared.microbatch_rows(draft, passed, rows * devices // minibatches, *ROWS)
     options = {key: draft.get(key) for key in ("gamma", "lam")}
     options |= {"whiten_rewards": True} if draft.get("whiten_rewards") else {}
     draft.set("algorithm.advantage", with_options("ppo", options), "gamma", "lam", "whiten_rewards")
@@ -365,11 +461,17 @@ def _ppo(draft: Draft, trainer: str, devices: int) -> int:
     for side in ("low", "high"):
         draft.set(f"algorithm.epsilon_{side}", float(draft.get("cliprange")), "cliprange")
     draft.set("critic.learning_rate", float(draft.get("learning_rate")), "learning_rate", "vf_coef")
-    if draft.get("reward_model_path"):
-        draft.set("critic.path", draft.get("reward_model_path"), "reward_model_path")
+    keys = ("value_model", *REWARD_MODELS)
+    draft.set("critic.path", draft.first(*keys), *keys)
     _rewards(draft)
-    draft.check("TRL clips the gradient of policy and critic together; here each has its own norm")
-    return minibatches * int(draft.get("num_ppo_epochs"))
+    if draft.get("deepspeed"):
+        draft.check("DeepSpeed clips the gradient of policy and critic together; here each has its own norm")
+    else:
+        draft.set("optimizer.max_grad_norm", 0.0, "max_grad_norm")
+        draft.check("PPOTrainer clips no gradient, whatever max_grad_norm is (optimizer.max_grad_norm = 0)")
+    if int(draft.get("max_steps") or -1) > 0:
+        draft.check("max_steps is not read by PPOTrainer, whose length is total_episodes or num_train_epochs")
+    return 1
 
 
 def _offline(draft: Draft, trainer: str, devices: int) -> int:
@@ -406,6 +508,12 @@ def _sft(draft: Draft) -> None:
             "(data.loss_on = all), but only the completion where rows have prompt and completion: set completion for "
             "these"
         )
+    strategy = draft.get("packing_strategy") or "bfd"
+    if strategy != "bfd" and draft.get("packing"):
+        draft.check(
+            f"packing_strategy = {strategy!r}: rows are packed whole here, best fit first, and what they have over "
+            "data.max_length is cut off, as bfd does"
+        )
     kind, smoothing = draft.get("loss_type"), "label_smoothing_factor"
     if kind == "dft":  # of which TRL does not smooth the labels
         draft.set("algorithm.loss", "dft", "loss_type")
@@ -424,6 +532,14 @@ def _preference(draft: Draft, trainer: str) -> None:
         kinds = [trainer if name == "sigmoid" else name for name in kinds]
     elif trainer == "orpo":
         kinds = ["orpo"]
+    likely = "alphapo" not in kinds  # TRL leaves its likelihood term out, whatever cpo_alpha is
+    if trainer == "cpo" and draft.get("alpha"):
+        kinds = ["alphapo" if name == "simpo" else name for name in kinds]
+        if "alphapo" not in kinds:
+            draft.check(
+                f"alpha = {draft.get('alpha')} is left out: it transforms the log-probs of any loss_type there, and of "
+                "simpo alone here"
+            )
     options = {**NAMES["options"], "alpha": "f_alpha_divergence_coef"}
     if draft.sets(key := "f_divergence_type") and draft.get(key) not in NAMES["divergences"]:
         raise ConfigError(f"{key} is {draft.get(key)!r}, but there are {', '.join(NAMES['divergences'])}")
@@ -440,9 +556,9 @@ def _preference(draft: Draft, trainer: str) -> None:
         keys = dict(options)
         if name in NAMES["smoothed"]:
             keys["label_smoothing"] = "label_smoothing"
-        if name == "alphapo":  # TRL leaves its likelihood term out, whatever cpo_alpha is
+        if name == "alphapo":
             keys["alpha"] = "alpha"
-        elif trainer == "cpo":
+        if trainer == "cpo" and likely:
             keys["nll_weight"] = "cpo_alpha"
         losses.append((name, keys))
     set_loss(draft, losses, *(() if trainer == "orpo" else ("loss_type",)), *rpo)
@@ -451,10 +567,11 @@ def _preference(draft: Draft, trainer: str) -> None:
 
 
 def _distillation(draft: Draft, trainer: str, devices: int) -> int:
-    """Set the batch, one completion a prompt, and the teacher."""
+    """Set the batch, one completion a prompt, the tools and the teacher."""
     per_device, accumulation = (int(draft.get(key)) for key in ROWS)
     draft.set("batch.prompts", per_device * devices * accumulation, *ROWS)
     shared.microbatch_rows(draft, per_device * devices, per_device * devices * accumulation, *ROWS)
+    _environment(draft)
     distillation.of_trl(draft, trainer)
     return 1
 
@@ -481,6 +598,8 @@ def _sdft(draft: Draft, trainer: str, devices: int) -> int:
 
 RULES: dict[str, Callable[[Draft, str, int], int]] = {
     "grpo": _grpo,
+    "gmpo": _gmpo,
+    "asyncgrpo": _asyncgrpo,
     "rloo": _rloo,
     "ppo": _ppo,
     **dict.fromkeys(("sft", "dpo", "kto", "orpo", "cpo", "reward"), _offline),

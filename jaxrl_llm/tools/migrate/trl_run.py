@@ -13,26 +13,31 @@ TRANSFORMERS = {
     "wsd": {"decay_type": "cosine"},
 }
 UNWARMED = ("constant", "reduce_lr_on_plateau", "greedy")  # of transformers: without a warm-up, whatever is set
+DROPPING = ("grpo", "gmpo", "rloo", "sdpo", "sdft")  # of an epoch a last batch that is not full
+COUNTING = ("ppo", "asyncgrpo")  # prompts, in batches that may reach into the next epoch
 PROJECTS = ("project", "WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME", "SWANLAB_PROJECT", "TRACKIO_PROJECT")
 
 
 def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
     """Set the steps of the run, of checkpoints, evaluations and logged completions; `updates` are those of a step."""
     epochs, most = draft.get("num_train_epochs"), int(draft.get("max_steps") or -1)
-    batch, path, split = draft.values["batch.prompts"], draft.values.get("data.path"), draft.get("dataset_train_split")
-    # A batch is of packed rows, and how many the rows make follows from their tokens.
-    rows = 0 if draft.values.get("data.packing") else shared.known_rows(options, path, split)
+    batch, single = draft.values["batch.prompts"], {"path": draft.values.get("data.path")}
+    counts = [
+        shared.known_rows(options, one.get("data_files") or one["path"], one.get("split", "train"))
+        for one in draft.values.get("data.sources", (single | {"split": draft.get("dataset_train_split")},))
+    ]
+    rows = options.rows or (sum(counts) if all(counts) else 0)
+    if draft.values.get("data.packing"):  # of packed rows, whose number follows from the tokens
+        rows = 0
     if rows and (share := draft.values.get("eval.fraction")):
         rows = max(rows - max(round(rows * share), 1), 1)
     unknown, way_out = shared.unknown_rows(draft)
-    # Only those that sample groups drop a last batch that is not full.
-    per_epoch = (
-        max(1, rows // batch if trainer in ("grpo", "rloo", "sdpo", "sdft") else math.ceil(rows / batch)) if rows else 0
-    )
-    if draft.get("total_episodes"):
-        draft.set("total_steps", shared.divided(int(draft.get("total_episodes")), batch), "total_episodes")
-    elif most > 0:
+    per_epoch = max(1, rows // batch if trainer in DROPPING else math.ceil(rows / batch)) if rows else 0
+    episodes = draft.get("total_episodes") or (int(float(epochs) * rows) if trainer in COUNTING else 0)
+    if most > 0 and trainer != "ppo":  # which does not read it
         draft.set("total_steps", shared.divided(most, updates), "max_steps")
+    elif episodes:
+        draft.set("total_steps", shared.divided(int(episodes), batch), "total_episodes", "num_train_epochs")
     else:
         shared.epochs(draft, per_epoch, float(epochs), "num_train_epochs")
     total = draft.values["total_steps"]
@@ -57,7 +62,7 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
         draft.set("eval.at_start", bool(draft.get("eval_on_start")), "eval_on_start")
     _saved(draft)
     held = draft.get("train_test_split")
-    if isinstance(held, str) and "data.eval_path" not in draft.values:
+    if isinstance(held, str):
         draft.set("eval.every", -1, "train_test_split")
         draft.drop("eval.at_start", "eval.start", "checkpoint.best", "checkpoint.best_mode", "export.best")
         draft.check(
@@ -175,4 +180,7 @@ def learning_rate(draft: Draft, updates: int) -> None:
     shared.optimizer(draft, "adafactor" if own else draft.get("optim"), "adafactor" if own else "optim")
     if "critic.learning_rate" in draft.values:
         draft.set("critic.schedule", kind, "lr_scheduler_type")
-        draft.set("critic.max_grad_norm", float(draft.get("max_grad_norm")), "max_grad_norm")
+        draft.set("critic.max_grad_norm", draft.values["optimizer.max_grad_norm"], "max_grad_norm")
+        share = draft.values.get("optimizer.warmup_ratio", 0.0)
+        warmup = draft.values.get("optimizer.warmup_steps") or math.ceil(share * draft.values["total_steps"])
+        draft.set("critic.lr_warmup_steps", warmup or None, "warmup_steps", "warmup_ratio")

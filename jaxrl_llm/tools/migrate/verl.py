@@ -21,6 +21,9 @@ MEANS = {
     "seq-mean-token-sum": "sequence_sum",
     "seq-mean-token-sum-norm": "constant",
 }
+KL = {
+    "kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "full": "full",
+}  # fmt: skip
 
 
 def convert(source: Source, options: Options) -> Draft:
@@ -398,15 +401,20 @@ def _divergence(draft: Draft) -> None:
     """Set the KL from the reference, in the loss, in the reward, or in both."""
     loss, reward, control = f"{A}.use_kl_loss", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl"
     draft.use(loss, reward)
+
+    def estimator(key: str) -> str:
+        shared.check_known(key, name := draft.get(key), KL)
+        return KL[name]
+
     in_loss = draft.get(loss) and float(draft.get(f"{A}.kl_loss_coef")) > 0
     in_reward = draft.get(reward) and float(draft.get(f"{control}.kl_coef")) > 0
     if in_loss:
         draft.set("algorithm.beta", float(draft.get(f"{A}.kl_loss_coef")), loss, f"{A}.kl_loss_coef")
-        draft.set("algorithm.kl", shared.kl_name(draft, f"{A}.kl_loss_type"), f"{A}.kl_loss_type")
+        draft.set("algorithm.kl", estimator(f"{A}.kl_loss_type"), f"{A}.kl_loss_type")
     if in_reward:
         beta, kl = ("reward_beta", "reward_kl") if in_loss else ("beta", "kl")
         draft.set(f"algorithm.{beta}", float(draft.get(f"{control}.kl_coef")), reward, f"{control}.kl_coef")
-        name = shared.kl_name(draft, "algorithm.kl_penalty")
+        name = estimator("algorithm.kl_penalty")
         if name == "full":
             draft.check(
                 "algorithm.kl_penalty is full, which verl names and does not compute (NotImplementedError). Here the "
@@ -449,9 +457,10 @@ def _rewards(draft: Draft) -> None:
         names = {"max_length": "reward_model.max_length", "rows": "reward_model.micro_batch_size_per_gpu"}
         keys += ["reward_model.enable", "reward_model.model.path", *names.values()]
         options = {name: draft.get(key) for name, key in names.items() if draft.get(key)}
-        if draft.get(key := "reward_model.model.fsdp_config.param_offload"):
-            options["offload"] = True
-            keys.append(key)
+        for name, below in {"offload": "fsdp_config.param_offload", "trust_remote_code": "trust_remote_code"}.items():
+            if draft.get(key := f"reward_model.model.{below}"):
+                options[name] = True
+                keys.append(key)
         functions.append(with_options(f"model:{draft.get('reward_model.model.path')}", options))
     draft.use("reward_model.enable", "custom_reward_function.name")
     if functions:

@@ -50,6 +50,10 @@ def trainer(draft: Draft, options: Options) -> None:
     modes = {"disable": "never", "resume_path": draft.get("trainer.resume_from_path")}
     resume = modes.get(str(draft.get("trainer.resume_mode")))
     draft.set("checkpoint.resume", resume, "trainer.resume_mode", "trainer.resume_from_path")
+    loads = [f"{section}.load_contents" for section in at]
+    load = draft.first(*loads, default="optimizer")
+    if "optimizer" not in load and resume != "never":
+        draft.set("checkpoint.load", ("model", "extra"), *loads)
     if resume == "never":
         draft.check(
             "trainer.resume_mode is disable: with checkpoint.resume = 'never' each start deletes the checkpoints that "

@@ -56,6 +56,11 @@ class Plan(NamedTuple):
         return (1 - HEADROOM) * self.target.device.memory
 
     @property
+    def is_tight(self) -> bool:
+        """True where the memory of a device is known, and the plan may not fit it."""
+        return bool(self.target.device.memory) and self.peak.peak > self.capacity
+
+    @property
     def tokens(self) -> int:
         """Tokens of the rows of a step, padding included."""
         return batch_rows(self.config) * self.widths[1]

@@ -29,7 +29,7 @@ from jaxrl_llm.training.objectives.value import critic_params, value_regression
 from jaxrl_llm.training.optimizers import build_optimizer
 from jaxrl_llm.training.packing import planner
 from jaxrl_llm.training.packing.layout import Sizes, plan
-from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer
+from jaxrl_llm.training.packing.planner import Packer, TypicalRows, make_packer
 from jaxrl_llm.training.passes import scored_distributions, scored_logps, scored_norms, scored_top, values_before
 from jaxrl_llm.training.setup.memory import gradient_bytes, with_fitting_slots
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, policy_loss
@@ -75,7 +75,6 @@ class Rollout(NamedTuple):
     prompt_cache: Any
     row_cache: Any
     waiting_cache: Any  # of prompts that have no slot yet, where not all rows decode at once
-    waves: float  # slot grids one after another that all rows take
 
 
 class Microbatch(NamedTuple):
@@ -221,18 +220,17 @@ def compile_rollout(
         assign = (engine, all_prompts, rows, keys, grid, longest)
         grid_prompts, slots = compiler.add("rollout: assign", engines.assign, assign, held=(sampled,))
         waiting = None if grid.slots == prompts * k else all_prompts.cache
-        waves = prompts * k / grid.slots
         decode = (engine, sampled, grid_prompts, slots, jax.ShapeDtypeStruct((), jnp.int32))
         # While accelerators decode, they may hold the keys and values of completions in a second layout.
         compiler.add(
             "rollout: decode",
             engines.decode_chunk,
             decode,
-            times=longest * waves,
+            times=longest * prompts * k / grid.slots,  # the grids of slots, one after another, that all rows take
             held=(waiting,),
             copied=slots.cache,
         )
-    return Rollout(sampled, grid_prompts.cache, slots.cache, waiting, waves)
+    return Rollout(sampled, grid_prompts.cache, slots.cache, waiting)
 
 
 def compile_logps(
@@ -356,15 +354,15 @@ def make_layouts(
     rows, shards, (prompt, width) = shard_rows(config, mesh), row_shards(mesh), widths
     online = config.algorithm.name not in OFFLINE
 
-    def sample_of(rows: int) -> Sample:
+    def sample_of(rows: int) -> TypicalRows:
         """Return rows of full length; those of a prompt share its tokens and no more."""
         columns, numbers = np.arange(width), np.arange(rows)[:, None]
         group = rows_together(config) if online else 1
         tokens = np.where(columns < prompt, numbers // group, numbers).astype(np.int32)
         mask = np.broadcast_to((columns >= prompt).astype(np.float32), tokens.shape)
-        return Sample(tokens, np.ones_like(tokens), mask, prompt)
+        return TypicalRows(tokens, np.ones_like(tokens), mask, prompt)
 
-    def layout_of(sample: Sample, mask, sizes: Sizes) -> tuple[PackedLayout, Trips]:
+    def layout_of(sample: TypicalRows, mask, sizes: Sizes) -> tuple[PackedLayout, Trips]:
         """Return the shapes of a layout, every shard like the one of the sample, and the trips of its loops."""
         layout = plan(sample.tokens, sample.segments, mask, sizes)
         chunks = float(max(layout.num_read.max() / columns_at_once(shards, net.config.vocab_size), 1.0))
@@ -373,7 +371,9 @@ def make_layouts(
 
     sample = sample_of(rows)
     if packer is None:
-        measured = planner.sampled_rows(rows, config.rollout.group_size, prompt, width - prompt) if online else sample
+        measured, group_size = sample, config.rollout.group_size
+        if online:
+            measured = planner.typical_rollouts(rows, group_size, prompt, width - prompt)
         platform = mesh.devices.flat[0].platform
         backend = "accelerator" if accelerator and platform == "cpu" else platform  # which CPUs may simulate
         packer = make_packer(packing_spec(config), net.config, mesh, objective.positions, measured, backend, room)

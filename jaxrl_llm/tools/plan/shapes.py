@@ -30,7 +30,7 @@ from jaxrl_llm.training.setup.specs import (
     reference_spec,
     self_reference,
 )
-from jaxrl_llm.training.update import Frozen, State, moments, split_critic
+from jaxrl_llm.training.update import Frozen, State, optimizer_shapes, split_critic
 
 
 class TeacherShapes(NamedTuple):
@@ -119,7 +119,7 @@ def _teachers(config, policy: Net, own: Params, mesh: Mesh, dtype: str) -> dict[
             continue
         path, adapter = base_and_adapter(path, None)
         lora = None if adapter is None else peft.read_config(adapter).lora
-        folder = hf.locate(path, config_only=True, revision=c.revision)
+        folder = hf.locate(path, config_only=True, revision=None if value else c.revision)
         types = {"dtype": dtype, "param_dtype": dtype, "quantize": c.quantize}
         net = hf.load_net(folder, head="lm", lora=lora, **types)
         if adapter is not None:
@@ -139,7 +139,7 @@ def _trained_score_in_fp32(params: Params) -> Params:
 
 def _state(params: Params, optimizer: optax.GradientTransformation, offload: bool, mesh: Mesh) -> State:
     step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-    return State(step, params, placed(*moments(params, optimizer, mesh, offload)))
+    return State(step, params, placed(*optimizer_shapes(params, optimizer, mesh, offload)))
 
 
 def _reference(config, net: Net, params: Params) -> tuple[Params | None, Params | None]:

@@ -10,7 +10,7 @@ from jaxrl_llm.distributed.sharding import check_processes, make_mesh, rollout_m
 from jaxrl_llm.tools.plan.advice import changed
 from jaxrl_llm.tools.plan.devices import named
 from jaxrl_llm.tools.plan.planned import PARAMETERS, Plan, floors, make_plan
-from jaxrl_llm.tools.plan.text import lines, seconds, size, table
+from jaxrl_llm.tools.plan.text import bytes_text, lines, seconds_text, table
 from jaxrl_llm.tools.plan.topology import stand_ins, target_of
 from jaxrl_llm.training.setup.run import check_rows, sampling_devices
 
@@ -129,26 +129,28 @@ def split_lines(split: Split) -> Iterator[str]:
     yield "== both halves =="
     policy, device = sampling.sampling[PARAMETERS], training.target.device
     if split.in_files:
-        yield f"each policy is a file of at most {size(policy * sampling.target.mesh.size)}: what has changed in it"
+        most = bytes_text(policy * sampling.target.mesh.size)
+        yield f"each policy is a file of at most {most}: what has changed in it"
     if not device.flops:
         yield f"time: no rates are known of {device.name}"
         return
     if not split.in_files:
         rate = device.rate(training.target.mesh.size + sampling.target.mesh.size)
-        yield f"each policy sends {size(policy)} to each device that samples: at least {seconds(policy / rate)}"
+        least = seconds_text(policy / rate)
+        yield f"each policy sends {bytes_text(policy)} to each device that samples: at least {least}"
     ways = balances(split)
     own = next(x for x in ways if x.training_devices == training.target.mesh.size)
     best = min(ways, key=lambda x: max(x.training, x.sampling))
     rows: list[tuple[str, ...]] = [("least time of a step", "training", "sampling", "a step")]
     for text, way in (("as planned", own), ("balanced", best)):
         apart = f"{text}, {way.training_devices} train and {way.sampling_devices} sample"
-        rows.append((apart, seconds(way.training), seconds(way.sampling), seconds(max(way.training, way.sampling))))
+        rows.append((apart, *map(seconds_text, (way.training, way.sampling, max(way.training, way.sampling)))))
     count = own.training_devices + own.sampling_devices
     turns = (
         least_seconds(training, own.training_devices / count),
         least_seconds(sampling, sampling.target.mesh.size / count),
     )
-    rows.append((f"in turns, all {count}", *map(seconds, (*turns, sum(turns)))))
+    rows.append((f"in turns, all {count}", *map(seconds_text, (*turns, sum(turns)))))
     yield from table(rows)
     key = "rollout.processes" if split.in_files else "rollout.devices"
     unit = sampling.target.mesh.size if split.in_files else 1

@@ -9,12 +9,12 @@ from jaxrl_llm.tools.plan.planned import HEADROOM, Plan, floors
 UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
-def size(count: float) -> str:
+def bytes_text(count: float) -> str:
     """Return bytes in words: 1.25 GB, in powers of 1000."""
     return _scaled(count, UNITS)
 
 
-def number(count: float) -> str:
+def number_text(count: float) -> str:
     """Return a large number in words: 8.03 B."""
     return _scaled(count, ("", "K", "M", "B", "T", "P"))
 
@@ -27,7 +27,7 @@ def _scaled(value: float, units: Sequence[str]) -> str:
     return f"{value:.3g} {units[-1]}"
 
 
-def seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
     """Return a time in words."""
     if value < 1:
         return f"{value * 1000:.3g} ms"
@@ -50,12 +50,12 @@ def verdict(plan: Plan) -> str:
     if not memory:
         return "the memory of this device is not known"
     least = max(x.peak - (0 if plan.target.exact else x.temporaries) for x in plan.programs)
-    of = f"{size(peak)} of {size(memory)} on each device, in {plan.peak.name}"
+    of = f"{bytes_text(peak)} of {bytes_text(memory)} on each device, in {plan.peak.name}"
     if peak <= plan.capacity:
         return f"fits: {'' if plan.target.exact else 'at most '}{of}"
     if least > plan.capacity or plan.target.exact:
         return f"does not fit: {of} ({HEADROOM:.0%} are left free)"
-    return f"may not fit: at most {of}, {size(least)} of them without temporaries"
+    return f"may not fit: at most {of}, {bytes_text(least)} of them without temporaries"
 
 
 def lines(plan: Plan, advised: Sequence[Advice] = ()) -> Iterator[str]:
@@ -72,7 +72,7 @@ def lines(plan: Plan, advised: Sequence[Advice] = ()) -> Iterator[str]:
         yield ""
         yield "what would change it, for each device:"
         rows = [("change", "saves", "peak", "known")]
-        rows += [(x.change, size(x.saves), size(max(x.peak, 0)), x.how) for x in advised]
+        rows += [(x.change, bytes_text(x.saves), bytes_text(max(x.peak, 0)), x.how) for x in advised]
         yield from table(rows)
 
 
@@ -80,13 +80,14 @@ def _head(plan: Plan) -> Iterator[str]:
     config, target = plan.config, plan.target
     rows, (prompt, width) = batch_rows(config), plan.widths
     shape = " x ".join(f"{name} {size}" for name, size in target.mesh.shape.items())
-    yield f"model     {config.model.path}: {number(plan.parameters)} parameters, {number(plan.trained)} trained"
+    parameters, trained = number_text(plan.parameters), number_text(plan.trained)
+    yield f"model     {config.model.path}: {parameters} parameters, {trained} trained"
     yield f"devices   {target.mesh.size} x {target.device.name}, mesh {shape}; compiled by the {target.compiler}"
     rest = f", {prompt} of them for the prompt" if prompt else ""
     at_once, tokens = plan.microbatch
-    part = (
-        f"; packed, {number(tokens)} tokens at a time" if tokens else f"; {at_once} rows at a time" if at_once else ""
-    )
+    part = f"; {at_once} rows at a time" if at_once else ""
+    if tokens:
+        part = f"; packed, {number_text(tokens)} tokens at a time"
     yield f"step      {rows} rows of {width} tokens{rest}{part}"
     updates = config.batch.minibatches * config.algorithm.num_iterations
     plural = "s" if updates > 1 else ""
@@ -97,10 +98,10 @@ def _head(plan: Plan) -> Iterator[str]:
 def _memory(plan: Plan) -> Iterator[str]:
     yield ""
     yield "memory of each device (exact, from shapes):"
-    rows = [(name, size(count)) for name, count in plan.held.items()]
-    rows.append(("all the time", size(sum(plan.held.values()))))
-    rows += [(f"while sampling: {name}", size(count)) for name, count in plan.sampling.items()]
-    rows += [(f"in the host's memory: {name}", size(count)) for name, count in plan.host.items()]
+    rows = [(name, bytes_text(count)) for name, count in plan.held.items()]
+    rows.append(("all the time", bytes_text(sum(plan.held.values()))))
+    rows += [(f"while sampling: {name}", bytes_text(count)) for name, count in plan.sampling.items()]
+    rows += [(f"in the host's memory: {name}", bytes_text(count)) for name, count in plan.host.items()]
     yield from table(rows)
 
 
@@ -112,13 +113,13 @@ def _programs(plan: Plan) -> Iterator[str]:
         ("program", "times", "resident", "arguments", "results", "temporaries", "peak", "FLOPs", "sends")
     ]
     for x in plan.programs:
-        memory = (size(n) for n in (x.resident, x.arguments, x.results, x.temporaries, x.peak))
-        rows.append((x.name, f"{x.times:g}", *memory, number(x.flops), size(x.sent)))
+        memory = (bytes_text(n) for n in (x.resident, x.arguments, x.results, x.temporaries, x.peak))
+        rows.append((x.name, f"{x.times:g}", *memory, number_text(x.flops), bytes_text(x.sent)))
     yield from table(rows)
     heaviest = plan.peak
     yield ""
     yield f"the largest tensors that {heaviest.name} makes:"
-    yield from table([(x.source, x.shape, size(x.bytes)) for x in heaviest.largest[:8]])
+    yield from table([(x.source, x.shape, bytes_text(x.bytes)) for x in heaviest.largest[:8]])
     sent = [(x, program) for program in plan.programs for x in program.collectives]
     if sent:
         yield ""
@@ -126,7 +127,7 @@ def _programs(plan: Plan) -> Iterator[str]:
         ordered = sorted(sent, key=lambda pair: -pair[0].sent * pair[1].times)[:8]
         yield from table(
             [
-                (f"{x.kind} over {x.group}", p.name, f"{x.count * p.times:g} times", size(x.sent * p.times))
+                (f"{x.kind} over {x.group}", p.name, f"{x.count * p.times:g} times", bytes_text(x.sent * p.times))
                 for x, p in ordered
             ]
         )
@@ -139,18 +140,18 @@ def _time(plan: Plan) -> Iterator[str]:
         yield f"time: no rates are known of {plan.target.device.name}"
         return
     steps = plan.config.total_steps
-    of_all = f", of {steps} steps {seconds(least.step * steps)}" if plan.config.num_epochs is None else ""
-    yield f"least time of a step: {seconds(least.step)}{of_all}"
+    of_all = f", of {steps} steps {seconds_text(least.step * steps)}" if plan.config.num_epochs is None else ""
+    yield f"least time of a step: {seconds_text(least.step)}{of_all}"
     yield from table(
         [
-            ("matmuls at the peak rate", seconds(least.compute)),
-            ("decoding's reads of memory", seconds(least.reading)),
-            ("sending to other devices", seconds(least.sending)),
+            ("matmuls at the peak rate", seconds_text(least.compute)),
+            ("decoding's reads of memory", seconds_text(least.reading)),
+            ("sending to other devices", seconds_text(least.sending)),
         ]
     )
     decode = next((x for x in plan.programs if x.name == "rollout: decode"), None)
     if decode is not None and decode.sent > sum(plan.sampling.values()):
         yield (
-            f"  decoding sends {size(decode.sent)} for each token, more than it reads: another arrangement of the "
-            "devices for sampling (rollout.mesh) keeps whole matrices, or parts that need not be gathered"
+            f"  decoding sends {bytes_text(decode.sent)} for each token, more than it reads: another arrangement of "
+            "the devices for sampling (rollout.mesh) keeps whole matrices, or parts that need not be gathered"
         )

@@ -56,7 +56,7 @@ GROUPS = (
     Group(
         "Speed",
         "Seconds of a step and its phases; tokens/s leaves out what the step waited for compilation (time/compile).",
-        r"step_time|tokens_per_second|num_tokens|epoch|(time|producer)/.+",
+        r"step_time|step_tokens|tokens_per_second|num_tokens|epoch|(time|producer)/.+",
     ),
     Group(
         "Machine", "Memory (GiB) of the fullest device and of process 0, and the CPU cores it kept busy.", r"machine/.+"
@@ -68,7 +68,7 @@ OTHER = Group("Other", "Metrics that callbacks, rewards and your own code log.",
 UNITS = (
     (r"step_time|(time|producer)/.+", "s"),
     (r"tokens_per_second", "tokens/s"),
-    (r"num_tokens|.*(_length|/mean_length)", "tokens"),
+    (r"num_tokens|step_tokens|.*(_length|/mean_length)", "tokens"),
     (r"machine/\w+_gib", "GiB"),
     (r"machine/cpu_cores", "cores"),
     (r"epoch", "epochs"),

@@ -72,7 +72,7 @@ def run_of(folder: Path, name: str | None = None) -> ReportedRun:
     metrics: dict[str, list[float | None]] = {}
     for number, record in enumerate(records):
         for shown, value in record.items():
-            if shown not in ("step", "time"):
+            if shown not in ("step", "time") and not names.is_more(shown):
                 metrics.setdefault(names.internal(shown), [None] * len(records))[number] = value
     steps, times = [record["step"] for record in records], [record.get("time", 0.0) for record in records]
     return ReportedRun(name or folder.resolve().name, folder, settings, steps, times, metrics, read_starts(folder))

@@ -307,16 +307,7 @@ class Checkpoints:
 
         Raises ConfigError when the checkpoint cannot be read or belongs to another model or optimizer.
         """
-
-        def in_memory_of(shape: jax.ShapeDtypeStruct, x) -> jax.ShapeDtypeStruct:
-            """The shape in the memory that x lives in: offloaded moments are restored to the host."""
-            sharding = shape.sharding
-            if isinstance(x, jax.Array) and isinstance(sharding, NamedSharding) and x.sharding.memory_kind:
-                sharding = sharding.with_memory_kind(x.sharding.memory_kind)
-            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), vars(like))
-        tree = jax.tree.map(in_memory_of, _sharded(shapes, mesh), vars(like))
+        tree = _in_memory_of(vars(like), mesh)
         try:
             restored = self._manager.restore(
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(tree), host=ocp.args.JsonRestore())
@@ -324,7 +315,8 @@ class Checkpoints:
         except (ValueError, KeyError, OSError) as error:
             raise ConfigError(
                 f"checkpoint {self.folder / str(step)} cannot be restored: {error}\nIf it is damaged, delete that "
-                "folder; if it is of another model or optimizer, use another output_dir or checkpoint.resume=never."
+                "folder; if it is of another optimizer, begin this one with checkpoint.load=model,extra; if it is of "
+                "another model, use another output_dir or checkpoint.resume=never."
             ) from error
         return State(**restored["state"]), restored["host"]
 
@@ -376,17 +368,31 @@ class Checkpoints:
             ) from error
         return {name: restored[name] for name in named}
 
-    def restore_params(self, step: int, shapes: Params, mesh: Mesh) -> Params:
-        """The parameters of a step alone, sharded over `mesh`; nothing else of the state is read.
+    def restore_params(self, step: int, shapes: Params, mesh: Mesh, critic: bool = False) -> Params:
+        """The parameters of a step alone, or of its `critic`, sharded over `mesh`; nothing else of the state is read.
 
         Raises ConfigError when the checkpoint cannot be read or has parameters of other shapes.
         """
-        tree = {"params": _sharded(shapes, mesh)}
+        tree: dict[str, Any] = {"params": _sharded(shapes, mesh)}
+        held = self._parameters(step, {"critic": tree})["critic"] if critic else self._parameters(step, tree)
+        return held["params"]
+
+    def restore_models(self, step: int, like: State, mesh: Mesh) -> tuple[Params, Params | None]:
+        """The trained parameters of a step, and those of its critic (None without one), as `restore` gives them.
+
+        Raises ConfigError when the checkpoint cannot be read or has parameters of other shapes.
+        """
+        held = {"params": like.params} | ({} if like.critic is None else {"critic": {"params": like.critic.params}})
+        restored = self._parameters(step, _in_memory_of(held, mesh))
+        return restored["params"], restored["critic"]["params"] if like.critic is not None else None
+
+    def _parameters(self, step: int, tree: dict[str, Any]) -> dict[str, Any]:
+        """The part `tree` of the state of a step."""
         arguments = ocp.checkpoint_utils.construct_restore_args(tree)
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
                 args = ocp.args.PyTreeRestore(tree, arguments, partial_restore=True)
-                return reader.restore(self.folder / str(step) / "state", args=args)["params"]
+                return reader.restore(self.folder / str(step) / "state", args=args)
         except (ValueError, KeyError, OSError) as error:
             raise ConfigError(
                 f"the parameters of checkpoint {self.folder / str(step)} cannot be read: {error}"
@@ -443,6 +449,19 @@ def free(state: State) -> None:
     for x in jax.tree.leaves(state):
         if not x.is_deleted():
             x.delete()
+
+
+def _in_memory_of(like: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """The shapes of the arrays, sharded over the mesh in the memory that each is in: offloaded ones on the host."""
+
+    def placed(shape: jax.ShapeDtypeStruct, x) -> jax.ShapeDtypeStruct:
+        sharding = shape.sharding
+        if isinstance(x, jax.Array) and isinstance(sharding, NamedSharding) and x.sharding.memory_kind:
+            sharding = sharding.with_memory_kind(x.sharding.memory_kind)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+    return jax.tree.map(placed, _sharded(shapes, mesh), like)
 
 
 def _sharded(shapes, mesh: Mesh):

@@ -1,5 +1,7 @@
 """The folder of a run: the checks before anything is written to it, and the export of the trained model."""
 
+import contextlib
+import itertools
 import json
 import shutil
 import sys
@@ -13,12 +15,37 @@ import optax
 from safetensors import SafetensorError
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.schema import NEW
 from jaxrl_llm.config.secrets import masked
+from jaxrl_llm.distributed import processes
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.lora import has_adapters
 from jaxrl_llm.models.model import Model, has_peft_adapter, save_adapter, save_hf
 
 GIVEN = "given.json"
+
+
+def numbered(output_dir: str) -> str:
+    """The folder whose name has the first free number, from 1, in place of `{new}`: it is made, so that no other run
+    takes it. Without `{new}` it is `output_dir`.
+
+    All processes must call it, and get the same. Raises ConfigError when the folder cannot be made.
+    """
+    if NEW not in output_dir:
+        return output_dir
+    taken = None
+    with processes.all_or_none():
+        if jax.process_index() == 0:
+            try:
+                Path(output_dir).parent.mkdir(parents=True, exist_ok=True)
+                for number in itertools.count(1):
+                    with contextlib.suppress(FileExistsError):
+                        taken = output_dir.replace(NEW, str(number))
+                        Path(taken).mkdir()
+                        break
+            except OSError as error:
+                raise ConfigError(f"output_dir {output_dir} cannot be made: {error}; set another") from error
+    return processes.gather(taken)[0]
 
 
 def check_writable(folder: Path) -> None:
@@ -37,7 +64,7 @@ def check_outputs(folder: Path, resume: str, goes_on: bool) -> None:
     A run may replace the models in `folder` when it `goes_on` from its own checkpoints, and when `resume`
     (checkpoint.resume) is never.
     """
-    for name, sign in (("hf", "config.json"), ("adapter", peft.CONFIG), ("critic", "config.json")):
+    for name, sign in (("hf", "config.json"), ("adapter", peft.CONFIG), (hf.CRITIC, "config.json")):
         hf.refuse_foreign(folder / name, sign)
     held = "a trained model (hf/)" if (folder / "hf" / "config.json").is_file() else None
     held = held or (f"models of steps ({hf.STEPS}/)" if hf.step_folders(folder) else None)
@@ -109,14 +136,18 @@ def discard_exports(folder: Path, step: int | None) -> None:
         raise ConfigError(f"an abandoned model cannot be deleted: {error}; do so, or set another output_dir") from error
 
 
-def export_step(folder: Path, step: int, model: Model, keep: int) -> Path:
+def export_step(folder: Path, step: int, model: Model, critic: Model | None, keep: int) -> Path:
     """The folder `folder/hf_steps/STEP`, to which the model of a step is written; of others the `keep` - 1 newest stay.
 
-    Raises ConfigError when it cannot be written.
+    The critic goes to `critic` in it. Raises ConfigError when it cannot be written.
     """
     written = folder / hf.STEPS / f"{step:05d}"
     try:
+        if jax.process_index() == 0:
+            shutil.rmtree(written / hf.CRITIC, ignore_errors=True)  # which a model does not replace
         save_hf(model, written, overwrite=True)
+        if critic is not None:
+            save_hf(critic, written / hf.CRITIC, overwrite=True)
         if jax.process_index() == 0:
             others = [path for path in hf.step_folders(folder).values() if path != written]
             for old in others[: max(0, len(others) + 1 - keep)]:
@@ -140,10 +171,12 @@ def export_run(
         save_hf(model, folder / "hf", overwrite=True)
         if has_peft_adapter(model):
             save_adapter(model, folder / "adapter")
+            if model.changed:
+                note("adapter/ names no base model, for it was given in memory or drawn at random; hf/ is whole")
         elif has_adapters(model.params):
             note("hf/ has the adapters merged; this family's fused tensors leave no PEFT folder")
         if critic is not None:
-            save_hf(critic, folder / "critic", overwrite=True)
+            save_hf(critic, folder / hf.CRITIC, overwrite=True)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"the trained model could not be written to {folder}: {error}; {saved()}. Start the same command again "

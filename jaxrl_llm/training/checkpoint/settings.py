@@ -15,6 +15,7 @@ from jaxrl_llm.config.schema import BY_NAME, IDENTITY, OF_A_START
 CONFIG = "config.json"
 HISTORY = "config_history"
 MOMENTS = "optimizer.moment_dtype"
+OF_OPTIMIZER = {"optimizer.name", MOMENTS}  # of IDENTITY: a new optimizer may have others
 
 Changes = dict[str, tuple[Any, Any]]  # by key, the former value and the present one
 
@@ -52,9 +53,10 @@ def check_changes(folder: Path, changes: Changes, accepted: tuple[str, ...]) -> 
         other = f", or change them all the same with checkpoint.accept_changes={names}"
         if "float8" in changes.get(MOMENTS, ()):
             other = "; moments of other types are not converted to float8, nor back"
+        begun = ", begin a new optimizer (checkpoint.load=model,extra)" if {*refused} & OF_OPTIMIZER else ""
         raise ConfigError(
             f"the run in {folder} would go on as another one: {'; '.join(_words(x, changes[x]) for x in refused)}. Set "
-            f"them back, or start a new run (another output_dir, or checkpoint.resume=never){other}"
+            f"them back{begun}, or start a new run (another output_dir, or checkpoint.resume=never){other}"
         )
 
 

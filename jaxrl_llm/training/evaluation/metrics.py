@@ -15,11 +15,12 @@ from jaxrl_llm.algorithms.sample_statistics import (
     majority_of_k,
     mean_of,
     passes_at_k,
+    std_of,
     worst_of_k,
 )
-from jaxrl_llm.config.user_code import contained, described
+from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.rewards.runner import Logged
-from jaxrl_llm.rewards.signatures import RewardError
+from jaxrl_llm.rewards.signatures import RewardError, text_of
 from jaxrl_llm.training.logging.reward_metrics import over_processes
 
 SOURCE = "data_source"  # the column that names the source of a row
@@ -50,16 +51,20 @@ class EvalMetrics:
     interval: float | None = None  # level of bootstrap intervals
     estimate: str = "unbiased"  # or verl
 
-    def answers(self, texts: Sequence[str]) -> list[str | None]:
-        """The answer of each text, None where there is none; raises RewardError when `answer` fails."""
-        assert self.answer is not None
-        answers = []
-        for row, text in enumerate(texts):
+    def answers_of(self, completions: Sequence[Any], reward: str, logged: Logged) -> list[str | None] | None:
+        """The answer in each completion, None where it has none: what `answer` extracts of its text, or else what the
+        function `reward` logged. None where that logged none; raises RewardError when `answer` fails.
+        """
+        if self.answer is None:
+            column = logged.columns.get(f"{reward}/{PRED}", None if completions else [])
+            return None if column is None else [None if x is None else str(x) for x in column[: len(completions)]]
+        answers: list[str | None] = []
+        for row, text in enumerate(map(text_of, completions)):
             try:
                 with contained():
                     answer = self.answer(text)
             except Exception as error:
-                raise RewardError(f"eval.answer raised {described(error)}, on completion {row}") from error
+                raise RewardError(f"eval.answer raised {error_text(error)}, on completion {row}") from error
             answers.append(None if answer is None else str(answer))
         return answers
 
@@ -134,6 +139,7 @@ def summary(
 ) -> dict[str, float]:
     """`reward`, `accuracy`, `greedy_accuracy`, `pass@k`, and the optional ones of `metrics`: means over prompts.
 
+    As verl estimates, also the standard deviations of a prompt's samples, `reward_std` and `accuracy_std`.
     A mean over no prompt, where the first reward applies to none or no reward does, is nan. k is every power of two up
     to the number of samples (the fewest of any prompt), and that number; from 2 on for `maj@k`, `best@k` and `worst@k`.
     With an interval `reward`, the accuracies, and `pass@k` and `maj@k` of the largest k have `_low` and `_high` too.
@@ -145,6 +151,9 @@ def summary(
         "reward": [mean_of(row) for row in rewards],
         "accuracy": _of_graded([row.mean() for row in correct], results),
     }
+    if estimate == "verl":  # which has the spread of a prompt's samples beside their mean
+        by_prompt["reward_std"] = [std_of(row) for row in rewards]
+        by_prompt["accuracy_std"] = _of_graded([row.std() for row in correct], results)
     if greedy is not None:
         by_prompt["greedy_accuracy"] = _of_graded([result.correct.mean() for result in greedy], greedy)
     by_prompt |= {f"pass@{k}": _of_graded(passes_at_k(correct, k, estimate), results) for k in ks}

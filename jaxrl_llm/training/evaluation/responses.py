@@ -16,7 +16,6 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged, Rewards, TrainerState
 from jaxrl_llm.rewards.signatures import parameter_names, text_of
 from jaxrl_llm.training.evaluation.metrics import (
-    PRED,
     SOURCE,
     EvalMetrics,
     Numbers,
@@ -97,8 +96,9 @@ def grade(
     """
     indices = np.array_split(np.arange(len(stored)), jax.process_count())[jax.process_index()]
     with all_or_none():
-        own = _graded(rewards, [stored[index] for index in indices], metrics, tokenizer, state)
-    by_process = gather([own.rewards.tolist(), own.answers, own.numbers])
+        own = [stored[index] for index in indices]
+        own_rewards, answers, numbers, logged = _graded(rewards, own, metrics, tokenizer, state)
+    by_process = gather([own_rewards.tolist(), answers, numbers])
     all_rewards = np.array([row for rows, _, _ in by_process for row in rows], np.float32)
     known = all(answers is not None for _, answers, _ in by_process)
     all_answers = [answer for _, answers, _ in by_process for answer in answers] if known else None
@@ -111,22 +111,15 @@ def grade(
     for source, rows in prompts_by_source(results).items():
         of_source = summary([results[row] for row in rows], metrics)
         values |= {f"{source}/{name}" if source else name: x for name, x in of_source.items()}
-    return {f"eval/{name}": x for name, x in with_logged(values, own.logged).items()}
-
-
-class GradedResponses(NamedTuple):
-    """What is known of the responses of some rows."""
-
-    rewards: np.ndarray  # [N, F]
-    answers: list[str | None] | None  # None where they are not known
-    numbers: list[Numbers]
-    logged: Logged  # of all of them
+    return {f"eval/{name}": x for name, x in with_logged(values, logged).items()}
 
 
 def _graded(
     rewards: Rewards, stored: Sequence[StoredResponses], metrics: EvalMetrics, tokenizer: Any, state: TrainerState
-) -> GradedResponses:
+) -> tuple[np.ndarray, list[str | None] | None, list[Numbers], Logged]:
+    """The rewards `[N, F]` of all responses, their answers (None: not known), their numbers, and what is logged."""
     pairs = [(row, response) for row in stored for response in row.responses]
+    prompt_numbers = [number for number, row in enumerate(stored) for _ in row.responses]
     by_batch: list[np.ndarray] = [np.zeros((0, len(rewards.names)), np.float32)]
     answers: list[list[str | None] | None] = []
     numbers: list[Numbers] = []
@@ -137,17 +130,16 @@ def _graded(
         ids = [[] if tokenizer is None else tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         columns = {name: [row.columns.get(name) for row, _ in batch] for name in batch[0][0].columns}
         prompts, completions = [row.prompt for row, _ in batch], [response for _, response in batch]
-        graded = rewards.submit(prompts, completions, ids, columns, state).result()
+        of_batch = prompt_numbers[start : start + ROWS_AT_ONCE]
+        graded = rewards.submit(prompts, completions, ids, columns, state, of_batch).result()
         by_batch.append(graded.rewards)
         own, rest = by_row(rewards.names, graded.rewards, graded.logged)
         numbers, logged = numbers + own, add_logs(logged, rest)
-        column = graded.logged.columns.get(f"{rewards.names[0]}/{PRED}")
-        extracted = metrics.answers(texts) if metrics.answer is not None else column
-        answers.append(None if extracted is None else [None if a is None else str(a) for a in extracted])
+        answers.append(metrics.answers_of(completions, rewards.names[0], graded.logged))
     known = [batch for batch in answers if batch is not None]
     all_known = len(known) == len(answers)
     all_answers = [answer for batch in known for answer in batch] if all_known else None
-    return GradedResponses(np.concatenate(by_batch), all_answers, numbers, logged)
+    return np.concatenate(by_batch), all_answers, numbers, logged
 
 
 def tokenizer_for(path: str, trust_remote_code: bool, rewards: Rewards) -> Any:

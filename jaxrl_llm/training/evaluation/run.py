@@ -11,7 +11,8 @@ from jax.experimental import multihost_utils
 
 from jaxrl_llm.algorithms.random_streams import EVALUATION
 from jaxrl_llm.config.resolve import ConfigError, closest
-from jaxrl_llm.config.user_code import contained, described
+from jaxrl_llm.config.user_code import contained, error_text
+from jaxrl_llm.data import Row
 from jaxrl_llm.data.collate import columns_of
 from jaxrl_llm.data.sources import is_splits
 from jaxrl_llm.data.tokenize import PIXELS
@@ -19,10 +20,8 @@ from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import row_shards
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards.runner import NO_STEP, NOTHING_LOGGED, Logged, TrainerState
-from jaxrl_llm.rewards.signatures import text_of
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation.metrics import (
-    PRED,
     SOURCE,
     EvalMetrics,
     PromptResult,
@@ -32,9 +31,8 @@ from jaxrl_llm.training.evaluation.metrics import (
     summary,
     with_logged,
 )
-from jaxrl_llm.training.logging.reward_metrics import add_logs, add_totals, table_value
+from jaxrl_llm.training.logging.reward_metrics import add_logs, add_totals
 from jaxrl_llm.training.online import RolloutWorker
-from jaxrl_llm.training.rollouts import Rollouts, Row
 
 # (parameters, key[, table[, state]]) -> metrics named eval/...; `table` gets a row for each completion.
 Evaluate = Callable[..., dict[str, float]]
@@ -163,7 +161,7 @@ class Evaluation:
             except Exception as error:
                 got = f"; it gave {found!r:.80}" if found is not None else ""
                 raise ConfigError(
-                    f"compute_metrics raised {described(error)}{got}; it takes the completions "
+                    f"compute_metrics raised {error_text(error)}{got}; it takes the completions "
                     "(predictions, label_ids, inputs, rewards, columns) and returns numbers by name"
                 ) from error
 
@@ -185,17 +183,11 @@ class Evaluation:
             own_numbers, rest = by_row(sampler.rewards.names, out.rewards[: own * group_size], out.logged)
             logged = add_logs(logged, rest)
             if table is not None:
-                names, columns = sampler.rewards.names, out.logged.columns
-                local = [
-                    {"prompt": prompt, "completion": completion, **fixed}
-                    | dict(zip(names, map(float, values), strict=True))
-                    | {name: table_value(column[row]) for name, column in columns.items()}
-                    for row, (prompt, completion, values) in enumerate(
-                        zip(out.prompts, out.completions, out.rewards, strict=True)
-                    )
-                ]
-                table += [row for process in gather(local) for row in process][:rows]
-            by_process = gather([self._answers(sampler, out, own * group_size), own_numbers])
+                table += out.table(sampler.rewards.names, fixed)[:rows]
+            with all_or_none():
+                own_completions = out.completions[: own * group_size]
+                own_answers = self.metrics.answers_of(own_completions, sampler.rewards.names[0], out.logged)
+            by_process = gather([own_answers, own_numbers])
             known = all(process is not None for process, _ in by_process)
             answers.append([answer for process, _ in by_process for answer in process] if known else None)
             numbers += [row for _, process in by_process for row in process]
@@ -206,15 +198,6 @@ class Evaluation:
         weights = sampler.rewards.weights
         results = prompt_results(rewards, weights, counts, self.metrics.correct_at, all_answers, sources, numbers)
         return Samples(results, lengths, ended, logged)
-
-    def _answers(self, sampler: RolloutWorker, out: Rollouts, rows: int) -> list[str | None] | None:
-        """The answers in this process's first completions, so many `rows`; None where neither `eval.answer` nor a
-        reward extracts them."""
-        with all_or_none():
-            if self.metrics.answer is not None:
-                return self.metrics.answers([text_of(completion) for completion in out.completions[:rows]])
-            column = out.logged.columns.get(f"{sampler.rewards.names[0]}/{PRED}", None if rows else [])
-            return None if column is None else [None if answer is None else str(answer) for answer in column[:rows]]
 
 
 @dataclass(frozen=True)
@@ -255,16 +238,9 @@ def check_best(best: str | None, metrics: Mapping[str, float]) -> None:
         )
 
 
-class Share(NamedTuple):
-    """This process's share of one batch."""
-
-    start: int  # position of the batch's first example among all
-    count: int  # examples in the batch, without those that fill it up
-    examples: list[Any]  # of this process
-
-
-def full_batches(examples: Sequence[Any], at_once: int, multiple: int) -> Iterator[Share]:
-    """This process's share of each batch of about `at_once` examples.
+def full_batches(examples: Sequence[Any], at_once: int, multiple: int) -> Iterator[tuple[int, int, list[Any]]]:
+    """For each batch of about `at_once` examples the position of its first among all, their number without those that
+    fill it up, and those of this process.
 
     All batches have the same size, which the row shards of the mesh (`multiple`) and the processes divide; the last one
     is filled up by repeating its last example.
@@ -276,4 +252,4 @@ def full_batches(examples: Sequence[Any], at_once: int, multiple: int) -> Iterat
     for start in range(0, len(examples), size):
         batch = list(examples[start : start + size])
         filled = batch + [batch[-1]] * (size - len(batch))
-        yield Share(start, len(batch), filled[process * share : (process + 1) * share])
+        yield start, len(batch), filled[process * share : (process + 1) * share]

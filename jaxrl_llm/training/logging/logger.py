@@ -5,7 +5,6 @@ import operator
 import shlex
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +88,6 @@ class Logger:
         self._resume_step = resume_step
         self._last_step: int | None = None
         self._evaluations: list[tuple[int, dict[str, float | None]]] = []  # the first and the last
-        self._seconds: dict[str, float] = defaultdict(float)
         self._began = time.perf_counter()
         self._file: MetricsFile | None = None
         self._screen = None
@@ -180,15 +178,13 @@ class Logger:
         stamp = {"step": step, "time": round(time.time(), 3)}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         shown = {self.spec.names.shown(name): value for name, value in finite.items()}
+        shown = self.spec.names.more(step, finite) | shown
         if self._file:
             self._file.append(stamp | shown)
             self._flush(step)
         for delivery in self._deliveries:
             delivery.log(step, {name: value for name, value in shown.items() if value is not None})
         self._remember(stamp | finite)
-        for name, value in numbers.items():
-            if name.startswith("time/") and math.isfinite(value):
-                self._seconds[name.removeprefix("time/")] += value
         if self._screen:
             self._screen.step(step, numbers)
 
@@ -244,20 +240,19 @@ class Logger:
         else:
             print(f"process {jax.process_index()}: warning: {message}", file=sys.stderr, flush=True)
 
-    def finish(self, seconds: Mapping[str, float] | None = None, outcome: str = "") -> dict[str, Any]:
+    def finish(self, seconds: Mapping[str, float], outcome: str = "") -> dict[str, Any]:
         """The summary of the run, which is also shown: evaluation before and after, time by phase, files.
 
         Last come the steps that were made, `outcome` (where model and checkpoints are) and the commands that go on from
-        here. `seconds` by phase is the sum of the logged `time/<phase>` unless given
-        (`Stopwatch.totals`); "other" is the rest since the Logger was made: loading, compilation, checkpoints.
-        Times are of this process, evaluations of the complete run.
+        here. `seconds` are by phase, of this process (`Stopwatch.totals`); "other" is the rest since the Logger was
+        made. Evaluations are of the complete run.
 
         Returns {"before": {name: value}, "after": {name: value}, "seconds": {phase: seconds},
         "files": {path: contents}}; "before" and "after" are the first and the last evaluation, empty without one.
         """
         if not self._main:
             return {}
-        phases = dict(self._seconds if seconds is None else seconds)
+        phases = dict(seconds)
         phases["other"] = max(0.0, time.perf_counter() - self._began - sum(phases.values()))
         paths = sorted(path for path in self.folder.iterdir() if not path.name.startswith("."))
         files = {str(path): CONTENTS.get(path.name, "") for path in paths}

@@ -16,6 +16,8 @@ PHASES = {
     "checkpoint": "save_checkpoint",
 }
 SPREAD = ("mean", "max", "min")
+REWARDS = {"mean": "reward", "max": "reward_max", "min": "reward_min"}
+KL_PENALTY = "actor/reward_kl_penalty"  # on the reward
 
 VERL: Mapping[str, str] = {
     "loss": "actor/loss",
@@ -27,19 +29,31 @@ VERL: Mapping[str, str] = {
     "clip_ratio/region_mean": "actor/pg_clipfrac",
     "clip_ratio/dual_mean": "actor/pg_clipfrac_lower",
     "ratio/kl": "actor/ppo_kl",
-    "reward": "critic/score/mean",
-    "reward_max": "critic/score/max",
-    "reward_min": "critic/score/min",
+    **{name: f"critic/score/{kind}" for kind, name in REWARDS.items()},
     **{f"{name}/{kind}": f"critic/{name}/{kind}" for name in ("advantages", "returns", "values") for kind in SPREAD},
     "critic/loss": "critic/vf_loss",
     "critic/explained_variance": "critic/vf_explained_var",
     **{f"completions/{kind}_length": f"response_length/{kind}" for kind in SPREAD},
     "completions/clipped_ratio": "response_length/clip_ratio",
     **{f"prompts/{kind}_length": f"prompt_length/{kind}" for kind in SPREAD},
+    "step_tokens": "perf/total_num_tokens",
+    "epoch": "training/epoch",
+    "tools/call_frequency": "tool_call_counts/mean",
     "step_time": "perf/time_per_step",
     "tokens_per_second": "perf/throughput",
     "machine/device_memory_peak_gib": "perf/max_memory_allocated_gb",
     **{f"time/{phase}": f"timing_s/{verl}" for phase, verl in PHASES.items()},
+}
+# Metrics that verl has besides, and what they are made of here.
+VERL_MORE: Mapping[str, str] = {
+    "training/global_step": "`step`",
+    "timing_s/step": "`step_time`",
+    "timing_per_token_ms/gen": "`time/rollout` by the completions' tokens of the step",
+    "timing_per_token_ms/update_actor": "`time/update` by `step_tokens`",
+    "critic/rewards/mean": "`reward`; less a KL penalty it is `objective/rlhf_reward`, of ppo alone",
+    "critic/rewards/max": "`reward_max`; none with a KL penalty on the reward",
+    "critic/rewards/min": "`reward_min`; none with a KL penalty on the reward",
+    "num_turns/mean": "2 `environment/turns`: the messages of both sides",
 }
 TRL_PPO: Mapping[str, str] = {
     "policy_term": "loss/policy_avg",
@@ -56,6 +70,8 @@ TRL_PPO: Mapping[str, str] = {
 EVALUATIONS: Mapping[str, str] = {
     "reward": "reward/mean@n",
     "accuracy": "acc/mean@n",
+    "reward_std": "reward/std@n",
+    "accuracy_std": "acc/std@n",
     "pass@k": "acc/best@k/mean",
     "maj@k": "acc/maj@k/mean",
     "best@k": "reward/best@k/mean",
@@ -86,7 +102,8 @@ class MetricNames(dict[str, str]):
         if name in self:
             return self[name]
         # What a reward function says beside its score keeps its name, be that accuracy or reward.
-        match = re.fullmatch(r"eval/(?!(?:.+/)?rewards/)(?:(.+)/)?(reward|accuracy|(pass|maj|best|worst)@(\d+))", name)
+        own = r"eval/(?!(?:.+/)?rewards/)(?:(.+)/)?"
+        match = re.fullmatch(own + r"((?:reward|accuracy)(?:_std)?|(pass|maj|best|worst)@(\d+))", name)
         if self._data is None or not match:
             return name
         eval_set, metric, kind, k = match.groups()
@@ -94,6 +111,31 @@ class MetricNames(dict[str, str]):
         main = metric == "accuracy" or (kind in ("pass", "maj") and int(k) == n)
         statistic = EVALUATIONS[f"{kind}@k" if kind else metric].replace("@k", f"@{k}").replace("@n", f"@{n}")
         return f"val-{'core' if main else 'aux'}/{eval_set or self._data}/{statistic}"
+
+    def more(self, step: int, metrics: Mapping[str, float | None]) -> dict[str, float | None]:
+        """The metrics of VERL_MORE that those of a training step, by the run's names, give; none in TRL's records.
+
+        None is a number that is not finite.
+        """
+        if self._data is None or "step_tokens" not in metrics:
+            return {}
+        found: dict[str, float | None] = {"training/global_step": step, "timing_s/step": metrics["step_time"]}
+        tokens, prompt = metrics["step_tokens"] or 0.0, metrics.get("prompts/mean_length") or 0.0
+        completion = metrics.get("completions/mean_length") or 0.0
+        completions = tokens * completion / (prompt + completion) if completion else 0.0
+        for phase, count in (("rollout", completions), ("update", tokens)):
+            if count and (seconds := metrics.get(f"time/{phase}")) is not None:
+                found[f"timing_per_token_ms/{PHASES[phase]}"] = 1000 * seconds / count
+        penalised = "reward_kl" in self or self["kl"] == KL_PENALTY
+        rewards = {"mean": "objective/rlhf_reward"} if penalised else REWARDS
+        found |= {f"critic/rewards/{kind}": metrics[name] for kind, name in rewards.items() if name in metrics}
+        if (turns := metrics.get("environment/turns")) is not None:
+            found["num_turns/mean"] = 2 * turns
+        return found
+
+    def is_more(self, shown: str) -> bool:
+        """True for the recorded name of a metric of `more`, which no other of the run has."""
+        return self._data is not None and shown in VERL_MORE
 
     def internal(self, shown: str) -> str:
         """The name within the run of a recorded metric; the inverse of `shown`."""
@@ -112,10 +154,10 @@ def verl_names(kl_in_reward: bool, kl_in_both: bool, data: str, samples: Mapping
 
     The KL is a penalty on the reward (`kl_in_reward`), a term of the loss, or there is one of each (`kl_in_both`).
     """
-    penalty, coef = "actor/reward_kl_penalty", "actor/reward_kl_penalty_coeff"
+    coef = f"{KL_PENALTY}_coeff"
     kl = {"kl": "actor/kl_loss", "kl_coef": "actor/kl_coef"}
     if kl_in_reward:
-        kl = {"kl": penalty, "kl_coef": coef}
+        kl = {"kl": KL_PENALTY, "kl_coef": coef}
     elif kl_in_both:
-        kl |= {"reward_kl": penalty, "kl_coef": coef}
+        kl |= {"reward_kl": KL_PENALTY, "kl_coef": coef}
     return MetricNames({**VERL, **kl}, data, samples)

@@ -116,6 +116,7 @@ class StepLog:
         metrics |= {
             **{f"warning/{name}": 1.0 for name in warnings},
             "num_tokens": self.counts["num_tokens"],
+            "step_tokens": trained,
             "step_time": seconds,
             "tokens_per_second": trained / working,
             **self._machine.metrics(),

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxrl_llm.algorithms.batch import Batch
-from jaxrl_llm.algorithms.controllers import top_entropy_mask
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.algorithms.losses import Metric, Metrics, bounded_ratio, log_ratio_at, with_metrics
 from jaxrl_llm.algorithms.off_policy import (
@@ -23,6 +22,7 @@ from jaxrl_llm.algorithms.off_policy import (
     off_policy_sequence_mask,
     rejection_mask,
 )
+from jaxrl_llm.algorithms.policy_losses import top_entropy_mask
 from jaxrl_llm.models.chunked_softmax import Distributions, Slopes
 from jaxrl_llm.models.logprobs import TokenStatistics, token_logps, token_statistics
 from jaxrl_llm.models.transformer import Net, Params

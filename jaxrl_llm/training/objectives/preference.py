@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms import preference_losses
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.losses import Metric, Metrics, with_metrics
-from jaxrl_llm.algorithms.sequence_logps import length_desensitized_logps, sequence_logps, split_pairs, wpo_weights
+from jaxrl_llm.algorithms.sequence_logps import sequence_logps, split_pairs, wpo_weights
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.logprobs import TokenStatistics, token_logps, token_statistics
 from jaxrl_llm.models.transformer import Net, Params
@@ -77,14 +77,6 @@ def preference(spec: PreferenceSpec, net: Net) -> Objective:
     return _of_labels(spec, net)
 
 
-def row_sums(spec: PreferenceSpec, logps, mask) -> tuple[jax.Array, jax.Array]:
-    """Log-prob sums of completions and their lengths, both `[N]`; LD-DPO's sums where `algorithm.ld_alpha` is set."""
-    sums, lengths = sequence_logps(logps, mask)
-    if spec.ld_alpha is not None:
-        sums = length_desensitized_logps(logps, mask, spec.ld_alpha)
-    return sums, lengths
-
-
 def _of_pairs(spec: PreferenceSpec, net: Net) -> Objective:
     sorting = [loss for loss in spec.losses if loss.compares_pairs]
     separate = [loss for loss in spec.losses if not loss.compares_pairs]
@@ -96,7 +88,7 @@ def _of_pairs(spec: PreferenceSpec, net: Net) -> Objective:
 
     def observe(params: Params, batch: Batch) -> jax.Array:
         logps, _ = token_logps(net, params, batch.inputs)
-        return row_sums(spec, logps, batch.mask)[0]
+        return sequence_logps(logps, batch.mask, spec.ld_alpha)[0]
 
     def prepare(batch: Batch, observed=None) -> Batch:
         valid = (batch.mask > 0).any(axis=1).reshape(-1, 2).all(axis=1)
@@ -110,7 +102,7 @@ def _of_pairs(spec: PreferenceSpec, net: Net) -> Objective:
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         tokens = token_statistics(net, params, batch.inputs, mean_logit=True, squares=spec.use_weighting)
-        sums, lengths = row_sums(spec, tokens.logps, batch.mask)
+        sums, lengths = sequence_logps(tokens.logps, batch.mask, spec.ld_alpha)
         share = split_pairs(batch.prepared.row_weights)[0]
         per_pair, metrics = _pair_losses(
             spec, separate, split_pairs(sums), _reference(spec, batch), split_pairs(lengths), batch.scalars.reward_shift
@@ -151,7 +143,7 @@ def _reference(spec: PreferenceSpec, batch: Batch) -> tuple[jax.Array, jax.Array
     """Reference log-prob sums of chosen and rejected rows; None where the batch has none."""
     if batch.ref_logps is None:
         return None
-    return split_pairs(row_sums(spec, batch.ref_logps, batch.mask)[0])
+    return split_pairs(sequence_logps(batch.ref_logps, batch.mask, spec.ld_alpha)[0])
 
 
 def _pair_losses(
@@ -211,12 +203,14 @@ def _tangent(spec: PreferenceSpec, sorting: list[PreferenceLoss], pairs, batch: 
 def _reward_metrics(spec: PreferenceSpec, batch: Batch, sums, lengths) -> Metrics:
     """TRL's `rewards/*` and `logps/*` `[pairs]`: a reward is beta times the log-ratio (of means over tokens, where the
     first loss takes those), or times the implicit reward that the loss declares."""
-    main = spec.losses[0]
-    chosen, rejected = split_pairs(sums / jnp.maximum(lengths, 1.0) if main.mean_logps else sums)
-    reference = _reference(spec, batch)
+    main, policy, reference = spec.losses[0], split_pairs(sums), _reference(spec, batch)
     if reference is None or main.reference is False:
         reference = (0.0, 0.0)
-    reward, other = chosen - reference[0], rejected - reference[1]
+    if main.mean_logps:
+        tokens = split_pairs(jnp.maximum(lengths, 1.0))
+        policy, reference = jax.tree.map(jnp.divide, (policy, reference), (tokens, tokens))
+    (chosen, rejected), (ref_chosen, ref_rejected) = policy, reference
+    reward, other = chosen - ref_chosen, rejected - ref_rejected
     if main.reward is not None:
         reward, other = main.reward(chosen, **main.options), main.reward(rejected, **main.options)
     values = {

@@ -44,11 +44,16 @@ def shared_critic(model: Model, key, mesh) -> Model:
 
 
 def critic_params(spec: CriticSpec, state: State) -> Params:
-    """The parameters of the critic's whole network, of a state with whole models (`update.whole`)."""
+    """The parameters of the critic's whole network, of a state with whole models (`update.merge_frozen`)."""
     assert state.critic is not None
     if not spec.shared:
         return state.critic.params
-    return {name: x for name, x in state.params.items() if name != "head"} | state.critic.params
+    return with_value_head(state.params, state.critic.params)
+
+
+def with_value_head(policy: Params, critic: Params) -> Params:
+    """The network of a shared critic: the parameters of a whole policy, with its own head in place of the policy's."""
+    return {name: x for name, x in policy.items() if name != "head"} | critic
 
 
 def value_regression(spec: CriticSpec, net: Net) -> Objective:

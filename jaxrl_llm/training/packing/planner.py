@@ -52,7 +52,7 @@ class PackingSpec:
     own_images: bool = False  # rows of a group may have the same image tokens, and other images
 
 
-class Sample(NamedTuple):
+class TypicalRows(NamedTuple):
     """Rows of one shard, by which sizes are chosen."""
 
     tokens: np.ndarray
@@ -132,7 +132,7 @@ def make_packer(
     net: ModelConfig,
     mesh: Mesh,
     positions: Positions,
-    sample: Sample | None,
+    sample: TypicalRows | None,
     backend: str | None = None,
     room: float | None = None,
 ) -> Packer:
@@ -187,7 +187,7 @@ def tokens_in(room: float, net: ModelConfig, gradients: bool) -> int:
     return 2 ** int(math.log2(max(ROOM_SHARE * room / token, 1)))
 
 
-def _obstacle(spec: PackingSpec, net: ModelConfig, sample: Sample | None) -> str | None:
+def _obstacle(spec: PackingSpec, net: ModelConfig, sample: TypicalRows | None) -> str | None:
     """The reason why rows cannot be packed, in words; None where they can."""
     if spec.documents:
         return "data.packing packs the rows already: set one of them to false"
@@ -209,7 +209,7 @@ def packed_sizes(
     net: ModelConfig,
     mesh: Mesh,
     positions: Positions,
-    sample: Sample,
+    sample: TypicalRows,
     backend: str,
     fewest: int,
     fit: float | None = None,
@@ -293,7 +293,7 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _unpacked_cost(net: ModelConfig, positions: Positions, sample: Sample) -> float:
+def _unpacked_cost(net: ModelConfig, positions: Positions, sample: TypicalRows) -> float:
     rows, width = sample.tokens.shape
     logits = rows * (width - max(sample.prompt_width, 1))
     computed = rows // 2 if positions.alternate else rows
@@ -315,7 +315,7 @@ def _logit_cost(net: ModelConfig, positions: Positions) -> float:
     return 0.0 if positions.last else 8.0 * net.width * net.vocab_size
 
 
-def sampled_rows(rows: int, group_size: int, prompt_width: int, completion: int, full: bool = False) -> Sample:
+def typical_rollouts(rows: int, group_size: int, prompt_width: int, completion: int, full: bool = False) -> TypicalRows:
     """Rows with full prompts; completions are full in every other group (in all with `full`), and have 1/8, 2/8, ... of
     that length in the rest."""
     width, number = prompt_width + completion, np.arange(rows)
@@ -323,4 +323,4 @@ def sampled_rows(rows: int, group_size: int, prompt_width: int, completion: int,
     column = np.arange(width)
     tokens = np.where(column < prompt_width, number[:, None] // group_size, number[:, None]).astype(np.int32)
     segments = (column < (prompt_width + -(-completion * eighths // 8))[:, None]).astype(np.int32)
-    return Sample(tokens, segments, (segments * (column >= prompt_width)).astype(np.float32), prompt_width)
+    return TypicalRows(tokens, segments, (segments * (column >= prompt_width)).astype(np.float32), prompt_width)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from jaxrl_llm.config import ConfigError, from_json
 from jaxrl_llm.config.resolve import closest, resolve_with_options
-from jaxrl_llm.config.user_code import contained, described
+from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.training.runtime.moment import EVALUATE, SAVE, STOP, Moment
@@ -231,7 +231,7 @@ def _load(spec: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        raise CallbackError(f"the callback {spec!r} cannot be made: {described(error)}") from error
+        raise CallbackError(f"the callback {spec!r} cannot be made: {error_text(error)}") from error
 
 
 def _hook(callback: Any, name: str) -> Callable[[Moment], Any] | None:
@@ -250,4 +250,4 @@ def _naming(name: str, hook: str, step: int):
     except ConfigError as error:
         raise CallbackError(f"the callback {name}, {hook} at step {step}: {error}") from error
     except Exception as error:
-        raise CallbackError(f"the callback {name}, {hook} at step {step}: {described(error)}") from error
+        raise CallbackError(f"the callback {name}, {hook} at step {step}: {error_text(error)}") from error

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from jaxrl_llm.config import ConfigDict, ConfigError, validate
 from jaxrl_llm.config.resolve import import_file, import_module, split_options
 from jaxrl_llm.data import image_processor, loading
-from jaxrl_llm.data.chat_templates import with_chat_template, with_eos_token
 from jaxrl_llm.data.loading import DataSource, Tokenized
+from jaxrl_llm.data.named_templates import with_chat_template, with_eos_token
 from jaxrl_llm.data.sources import is_stream
 from jaxrl_llm.models import families, hf
 from jaxrl_llm.models.model import Model, base_and_adapter, check_ids
@@ -76,18 +76,18 @@ def read_data(config, train_dataset: Any, eval_dataset: Any, tokenizer: Any, mod
     if config.eval.every >= 0 and not nothing_asked:
         rows = train_dataset if config.eval.fraction and eval_dataset is None else eval_dataset
         for named in named_sets(eval_spec(config), rows):
-            parts = open_eval(config, tokenizer, named)
-            counts = [len(part.rows) for part in parts if not is_stream(part.rows)]
-            if len(counts) == len(parts) and (total := sum(counts)) > named.prompts:
+            own = open_eval(config, tokenizer, named)
+            counts = [len(source.rows) for source in own if not is_stream(source.rows)]
+            if len(counts) == len(own) and (total := sum(counts)) > named.prompts:
                 of = f"{named.name}: " if named.name else ""
                 notes.append(f"evaluation: {of}the first {named.prompts} of {total} rows (eval.prompts)")
-            both = {_kept_as(source.rows) for source in sources} & {_kept_as(part.rows) for part in parts} - {None}
+            both = {_kept_as(source.rows) for source in sources} & {_kept_as(source.rows) for source in own} - {None}
             if both:
                 ways = "do so with eval.fraction and data.eval_split=none, or name others in data.eval_path"
                 ways = ways if named.sources is None else "name others in eval.sets"
-                of = named.name or ", ".join(part.name for part in parts)
+                of = named.name or ", ".join(source.name for source in own)
                 notes.append(f"evaluation: {of} has the rows that are trained on, and nothing is held out: {ways}")
-            held_out += [(named, loading.first_rows(parts, named.prompts))] if parts else []
+            held_out += [(named, loading.first_rows(own, named.prompts))] if own else []
         if not held_out:
             notes.append(
                 f"no evaluation: {', '.join(source.name for source in sources)} has no split 'test'. Name what to "

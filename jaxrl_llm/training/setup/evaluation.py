@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import ConfigError, eval_set
 from jaxrl_llm.config.resolve import resolve
 from jaxrl_llm.config.schema import OFFLINE
-from jaxrl_llm.data import loading
+from jaxrl_llm.data import Row, loading
 from jaxrl_llm.data.loading import DataSource
 from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments
@@ -22,7 +22,6 @@ from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.offline import HeldOut, OfflineSource
 from jaxrl_llm.training.online import OnlineSource, RolloutWorker
 from jaxrl_llm.training.reference import start_reference
-from jaxrl_llm.training.rollouts import Row
 from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.update import make_measure
 
@@ -51,7 +50,7 @@ def eval_metrics(config) -> EvalMetrics:
     return EvalMetrics(c.correct_at, answer, c.extremes, c.interval, c.estimate)
 
 
-def eval_parts(config, tokenizer: Any, named: NamedSet, prompts: bool = False) -> list[DataSource]:
+def eval_sources(config, tokenizer: Any, named: NamedSet, prompts: bool = False) -> list[DataSource]:
     """The first rows of a set, by source; with `prompts` they serve as prompts whatever the algorithm learns from."""
     return loading.first_rows(open_eval(config, tokenizer, named, prompts), named.prompts)
 
@@ -72,11 +71,11 @@ def open_eval(config, tokenizer: Any, named: NamedSet, prompts: bool = False) ->
         raise ConfigError(f"for the evaluation: {reason}: {ways}") from error
 
 
-def eval_measure(config, parts: list[DataSource]) -> str:
-    """The measure of a set with these parts: loss, samples or both (`eval.measure`, with auto resolved)."""
+def eval_measure(config, sources: list[DataSource]) -> str:
+    """The measure of a set with these sources: loss, samples or both (`eval.measure`, with auto resolved)."""
     if config.eval.measure != "auto":
         return config.eval.measure
-    learns = config.algorithm.name in OFFLINE and loading.is_learnable(specs.data_kind(config), parts)
+    learns = config.algorithm.name in OFFLINE and loading.is_learnable(specs.data_kind(config), sources)
     return "loss" if learns or config.algorithm.name == "reward_model" else "samples"
 
 
@@ -95,10 +94,10 @@ def build_evaluate(
     """The evaluation during training: each set by the loss on its rows, by samples for its prompts, or both."""
     by_loss: list[tuple[str, list[DataSource]]] = []
     by_samples: list[NamedSet] = []
-    for named, parts in held_out:
-        measure = eval_measure(config, parts)
+    for named, sources in held_out:
+        measure = eval_measure(config, sources)
         if measure in ("loss", "both"):
-            by_loss.append((named.name, parts))
+            by_loss.append((named.name, sources))
         if measure in ("samples", "both"):
             by_samples.append(named)
     if compute is not None and not by_samples:
@@ -110,7 +109,7 @@ def build_evaluate(
     if by_loss:
         assert isinstance(source, OfflineSource)
         data = specs.data_spec(config)
-        sets = [loading.tokenized(data, parts, data.kind, model.tokenizer).rows for _, parts in by_loss]
+        sets = [loading.tokenized(data, sources, data.kind, model.tokenizer).rows for _, sources in by_loss]
         examples = [offline.as_examples(rows) for rows in sets]
         # One width for all sets, so that they share a compiled program.
         algorithm = specs.algorithm_of(config)
@@ -128,6 +127,19 @@ def build_evaluate(
     if by_samples:
         evaluations += _sampled_evaluations(config, model, grader, by_samples, mesh, environments, watch, compute)
     return Evaluations(tuple(evaluations))
+
+
+def kept_prompts(config, tokenizer: Any, eval_dataset: Any) -> list[bool]:
+    """For each prompt of each set, whether it is sampled; False for those that `data.overlong` leaves out."""
+    spec = specs.data_spec(config)
+    return [
+        row is not None
+        for named in named_sets(eval_spec(config), eval_dataset)
+        for source in eval_sources(config, tokenizer, named, prompts=True)
+        for row in loading.token_rows(
+            source, "prompts", loading.row_tokenizer(spec, "prompts", tokenizer, source.folder), workers=1
+        )
+    ]
 
 
 def build_evaluations(
@@ -150,13 +162,13 @@ def _sampled_evaluations(
 ) -> list[Evaluation]:
     """The evaluation of each set by samples; `watch` sees its phases as signs of life."""
     spec, metrics = eval_spec(config), eval_metrics(config)
-    parts = [eval_parts(config, model.tokenizer, named, prompts=True) for named in sets]
-    if not all(parts):
+    sources = [eval_sources(config, model.tokenizer, named, prompts=True) for named in sets]
+    if not all(sources):
         raise ConfigError(
             f"there is nothing to evaluate on: {config.data.path} has no split 'test'; name a split with "
             "data.eval_split, or other data with data.eval_path"
         )
-    rows = [loading.tokenized(specs.data_spec(config), own, "prompts", model.tokenizer).rows for own in parts]
+    rows = [loading.tokenized(specs.data_spec(config), own, "prompts", model.tokenizer).rows for own in sources]
     every: list[Row] = [row for examples in rows for row in examples]
 
     def sampler(sampling: SamplingParams, group_size: int) -> RolloutWorker:

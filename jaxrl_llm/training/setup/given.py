@@ -10,6 +10,7 @@ import optax
 
 from jaxrl_llm.config import ConfigDict, ConfigError
 from jaxrl_llm.config.resolve import closest
+from jaxrl_llm.data.sources import is_splits, is_stream
 from jaxrl_llm.models.model import Model, load_model
 from jaxrl_llm.rewards.signatures import reward_name
 
@@ -20,7 +21,7 @@ ELSEWHERE = {
     "args": "settings are the first argument, a ConfigDict; `python -m jaxrl_llm migrate SCRIPT` makes one of a script",
     "ref_model": "the reference is the model as it starts, kept where algorithm.beta is above 0",
     "reward_model": "give it in rewards: a model, or the name model:FOLDER",
-    "reward_processing_classes": "a reward model is scored with the tokenizer of its folder",
+    "reward_processing_classes": "a reward model has the tokenizer of its folder, or model:PATH(tokenizer='OTHER')",
     "value_model": "name it with critic.path",
     "data_collator": "rows are batched by the library; data.format takes a function of a row",
     "formatting_func": "data.format takes a function of a row, path/to/file.py:function",
@@ -86,6 +87,9 @@ def take(
         if value is not None and objects[own] is not None:
             raise ConfigError(f"train has {name} and {own}, which are one argument: give one")
         objects[own] = value if objects[own] is None else objects[own]
+    rows = objects["train_dataset"]
+    if is_stream(rows) or (is_splits(rows) and any(map(is_stream, rows.values()))):
+        config.data.streaming = True  # in memory it would be read to its end, which it may not have
     objects["model"] = _model(config, objects["model"])
     objects["tokenizer"] = _tokenizer(config, objects["tokenizer"])
     if objects["rewards"] is not None:
@@ -111,7 +115,8 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
     """
     is_data = dataclasses.is_dataclass(peft_config) and not isinstance(peft_config, type)
     fields = dict(peft_config) if isinstance(peft_config, Mapping) else dict(getattr(peft_config, "__dict__", {}))
-    usual = {x.name: x.default_factory() if callable(x.default_factory) else x.default for x in _fields(peft_config)}
+    known = dataclasses.fields(peft_config) if dataclasses.is_dataclass(peft_config) else ()
+    usual = {x.name: x.default_factory() if callable(x.default_factory) else x.default for x in known}
     if "r" not in fields:
         raise ConfigError(f"peft_config is {_kind(peft_config)}, but it takes PEFT's LoraConfig, or set lora.rank")
     for name, value in fields.items():
@@ -133,10 +138,6 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
         "rslora": bool(found["use_rslora"]), "dora": bool(found["use_dora"]), "targets": tuple(sorted(targets)),
         "modules_to_save": tuple(sorted(found["modules_to_save"] or ())),
     }  # fmt: skip
-
-
-def _fields(peft_config: Any) -> tuple[Any, ...]:
-    return dataclasses.fields(peft_config) if dataclasses.is_dataclass(peft_config) else ()
 
 
 def _model(config, model: Any) -> Model | None:

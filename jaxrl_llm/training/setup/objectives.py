@@ -1,4 +1,4 @@
-"""From the configuration to objectives: the losses that `algorithm.loss` names, resolved once."""
+"""From the configuration to objectives: the losses that `algorithm.loss` names, with their options."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -11,7 +11,7 @@ from jaxrl_llm.algorithms.losses import LEVELS
 from jaxrl_llm.algorithms.off_policy import Criterion, rejection_criteria
 from jaxrl_llm.algorithms.preference_losses import bradley_terry
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.checks import environment_options
+from jaxrl_llm.config.entries import environment_options
 from jaxrl_llm.config.resolve import resolve_with_options, split_options
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.config.tree import spec_of
@@ -53,23 +53,18 @@ def objective_of(config, net: Net) -> Objective:
     if teacher is not None and learns_from_teacher_alone(config):
         mode = "token" if name == "sft" else config.algorithm.aggregation
         longest, rows = config.rollout.max_completion_length, config.batch.microbatch_rows
-        temperature = config.rollout.temperature or 1.0
-        objective = with_router_loss(lambda net: distillation(teacher, mode, longest, rows, temperature, net), net)
+        make = partial(distillation, teacher, mode, longest, rows, config.rollout.temperature or 1.0)
     elif name == "sft":
-        demonstrations = sft_spec(config)
-        objective = with_router_loss(lambda net: sft(demonstrations, net), net)
+        make = partial(sft, sft_spec(config))
     elif name == "preference":
-        pairs = preference_spec(config)
-        objective = with_router_loss(lambda net: preference(pairs, net), net)
+        make = partial(preference, preference_spec(config))
     elif name == "reward_model":
-        scores = reward_model_spec(config)
-        objective = with_router_loss(lambda net: reward_model(scores, net), net)
+        make = partial(reward_model, reward_model_spec(config))
+    elif name == "ppo" and critic_spec(config).shared:
+        make = partial(policy_and_values, policy_spec(config), critic_spec(config))
     else:
-        policy, critic = policy_spec(config), critic_spec(config)
-        if name == "ppo" and critic.shared:
-            objective = with_router_loss(lambda net: policy_and_values(policy, critic, net), net)
-        else:
-            objective = with_router_loss(lambda net: policy_gradient(policy, net), net)
+        make = partial(policy_gradient, policy_spec(config))
+    objective = with_router_loss(make, net)
     return with_neftune(objective, alpha, net.config.width) if alpha else objective
 
 

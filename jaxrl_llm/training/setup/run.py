@@ -1,5 +1,6 @@
 """From a configuration to a `Run`: the one place where model, data, rewards, rollouts and updates meet."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.loading import DataSource, Tokenized
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.templates import called_turn
+from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.sharding import has_host_memory, make_mesh, on_host, path_name, rollout_mesh, row_shards
 from jaxrl_llm.environments.agents import Agents
@@ -33,6 +35,8 @@ from jaxrl_llm.models.model import Model, add_adapters, check_positions, check_s
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.peft import read_config
 from jaxrl_llm.models.quantize import BYTES
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.vision.row_images import count_tiles
 from jaxrl_llm.rewards.functions import environment as environment_reward
 from jaxrl_llm.rewards.runner import Rewards, load_rewards
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -41,20 +45,22 @@ from jaxrl_llm.training.advantages import advantage_step
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.arrivals import RECORD, Arrivals
 from jaxrl_llm.training.evaluation.run import Evaluations
+from jaxrl_llm.training.images import check_kept
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.mixed import MixedSource
+from jaxrl_llm.training.moments import schedules_further
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.objectives.value import critic_params, shared_critic, value_regression
 from jaxrl_llm.training.offline import OfflineSource
 from jaxrl_llm.training.online import Critic, Learner, OnlineSource, Producer, RolloutWorker
 from jaxrl_llm.training.optimizers import build_optimizer, learning_rate_schedule, own_optimizer
 from jaxrl_llm.training.packing.documents import first_fit
-from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer, sampled_rows
+from jaxrl_llm.training.packing.planner import Packer, TypicalRows, make_packer, typical_rollouts
 from jaxrl_llm.training.partial_rollouts import PartialRollouts
 from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.replay import empty_replay
 from jaxrl_llm.training.reward_models import with_reward_models
-from jaxrl_llm.training.rollout_files import FOLDER, FileQueue, Meeting
+from jaxrl_llm.training.rollout_files import FOLDER, FileQueue, Rendezvous
 from jaxrl_llm.training.rollout_queue import RolloutQueue
 from jaxrl_llm.training.served_teacher import ServedTeacher, Server
 from jaxrl_llm.training.setup import specs
@@ -106,6 +112,7 @@ class Run(NamedTuple):
     warmup_steps: int  # training steps in which only the critic is trained
     evaluation: Evaluations | None
     state: State
+    begin: Callable[[Params, Params | None, int], State]  # the state at a step, of parameters that were trained before
     stopwatch: Stopwatch
     rewards: Rewards
     environments: Environments | Agents | None
@@ -113,6 +120,13 @@ class Run(NamedTuple):
     config: ConfigDict  # with the number of steps, where num_epochs says it, and the learning rate
     notes: list[str]  # lines on the data and the learning rate
     warnings: list[str]
+
+    def close(self) -> None:
+        """Closes the environments and the rewards: both, also where one fails."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.rewards.close)
+            if self.environments is not None:
+                stack.callback(self.environments.close)
 
 
 def build_mesh(config) -> Mesh:
@@ -159,14 +173,15 @@ def build(
 
     Data is read before weights. Raises ConfigError for anything the user can fix.
     """
-    if config.algorithm.rollout_correction is not None:
-        config = with_correction(config)
+    config = with_correction(config)
     check_rows(config, batch_rows(config), mesh)
     given_model, stopwatch = model, Stopwatch()
     spec = specs.environment_spec(config, environment, tools)  # refused before anything is read
     rows = read_data(config, train_dataset, eval_dataset, tokenizer, given_model)
     config, data = rows.config, rows.sources
     algorithm = specs.algorithm_of(config)
+    if algorithm.online and rows.tokens is not None and any(count_tiles([x.get(PIXELS) for x in rows.tokens.rows])):
+        check_kept(config.algorithm.replay_groups > 0, config.teacher.path is not None)
     model, graders = build_model(config, mesh, None, rows.tokenizer, given_model), build_rewards(config, rewards)
     environments = load_environments(spec)
     if environment_reward in graders.functions and environments is None and config.environment.rollout_func is None:
@@ -184,14 +199,13 @@ def build(
             )
     if config.model.offload:
         model = replace(model, params=on_host(model.params))
-    updates_of_critic = specs.critic_update_spec(config)
-    if critic is not None and updates_of_critic.offload_params:
+    if critic is not None and specs.critic_update_spec(config).offload_params:
         critic = replace(critic, params=on_host(critic.params))
     objective = objective_of(config, model.net)
 
     net, room = model.net.config, microbatch_room(config, model, critic)
 
-    def packer(sample: Sample | None) -> Packer:
+    def packer(sample: TypicalRows | None) -> Packer:
         return make_packer(specs.packing_spec(config), net, mesh, objective.positions, sample, room=room)
 
     if algorithm.online:
@@ -210,31 +224,27 @@ def build(
         raise ConfigError(
             "compute_metrics is given, but nothing is evaluated: give eval_dataset, or set eval.fraction or eval.every"
         )
-    update_critic, rate = None, schedule
+    update_critic, critic_optimizer, rate = None, None, schedule
     if optimizer is not None:
         optimizer = own_optimizer(specs.optimizer_spec(config), optimizer)
     else:
         optimizer = build_optimizer(specs.optimizer_spec(config), schedule)
         rate = schedule or learning_rate_schedule(specs.optimizer_spec(config))
     frozen, trainable = split(model.params, model.net.config.frozen)
-    state, frozen_critic = init_state(trainable, optimizer, mesh, config.optimizer.offload), {}
-    if critic is not None and config.critic.shared:
-        joint = init_state({**trainable, **critic.params}, optimizer, mesh, config.optimizer.offload)
-        state = split_critic(joint, State(jnp.zeros_like(joint.step), critic.params, ()))
-    elif critic is not None:
-        critic_settings = specs.critic_optimizer_spec(config)
-        critic_optimizer = build_optimizer(critic_settings)
-        frozen_critic, trainable = split(critic.params, critic.net.config.frozen)
-        state = replace(state, critic=init_state(trainable, critic_optimizer, mesh, updates_of_critic.offload))
+    frozen_critic, of_critic = {}, None if critic is None else critic.params
+    if critic is not None and not config.critic.shared:
+        critic_optimizer = build_optimizer(specs.critic_optimizer_spec(config))
+        frozen_critic, of_critic = split(critic.params, critic.net.config.frozen)
         regression = value_regression(critic_spec(config), critic.net)
         update_critic = optimizer_step(regression, critic_optimizer, sized_critic_updates(config, updates), mesh)
+    begin = partial(begin_state, config, mesh, optimizer, critic_optimizer)
     updates, alone = replace(updates, schedule=rate), critic_alone(config, update_critic)
     update_critic = unchanged if alone is not None and alone.apart else update_critic
     update = make_update(objective, optimizer, updates, mesh, update_critic, algorithm.has_critic)
     return Run(
         algorithm=algorithm,
         batch=specs.batch_spec(config),
-        model=model,
+        model=model if has_adapters(model.params) else replace(model, changed=True),
         critic=critic,
         mesh=mesh,
         source=_mixed(config, source, model, train_dataset) if isinstance(source, OnlineSource) else source,
@@ -243,7 +253,8 @@ def build(
         critic_alone=alone,
         warmup_steps=config.critic.warmup_steps,
         evaluation=evaluation,
-        state=state,
+        state=begin(trainable, of_critic, 0),
+        begin=begin,
         stopwatch=stopwatch,
         rewards=graders,
         environments=environments,
@@ -258,6 +269,33 @@ def build(
             *experts_left_out(config, model),
         ],
     )
+
+
+def begin_state(
+    config,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation,
+    critic_optimizer: optax.GradientTransformation | None,
+    params: Params,
+    of_critic: Params | None,
+    step: int,
+) -> State:
+    """The state at a step of parameters, and of a critic's, with new optimizers, whose schedules are where the step is.
+
+    Without a `critic_optimizer` that of the policy is the critic's too.
+    """
+    joint = {**params, **of_critic} if of_critic is not None and critic_optimizer is None else params
+    state = init_state(joint, optimizer, mesh, config.optimizer.offload)
+    apart = 0 if critic_optimizer is None else config.critic.warmup_steps  # in which the policy was not trained
+    updates = max(step - apart, 0) * specs.optimizer_spec(config).updates_per_step
+    state = replace(state, step=state.step + step, opt_state=schedules_further(state.opt_state, updates))
+    if of_critic is None:
+        return state
+    if critic_optimizer is None:
+        return split_critic(state, State(jnp.zeros_like(state.step), of_critic, ()))
+    critic = init_state(of_critic, critic_optimizer, mesh, specs.critic_update_spec(config).offload)
+    updates = step * specs.critic_optimizer_spec(config).updates_per_step
+    return replace(state, critic=replace(critic, opt_state=schedules_further(critic.opt_state, updates)))
 
 
 def critic_alone(config, update_critic: Update | None) -> CriticAlone | None:
@@ -383,7 +421,8 @@ def build_model(
     tokenizer = tokenizer_of(config, model=given) if tokenizer is None else tokenizer
     if given is not None:
         merge = bool(config.lora.rank)
-        model = replace(copied_model(given, mesh, c.dtype, c.param_dtype, merge, **options), tokenizer=tokenizer)
+        model = copied_model(given, mesh, c.dtype, c.param_dtype, merge, **options)
+        model = replace(model, tokenizer=tokenizer, changed=True)
     else:
         init_key = jax.random.key(config.seed) if c.random_init else None
         model = load_model(
@@ -476,32 +515,36 @@ def critic_config(config) -> ConfigDict:
 
 
 def build_teacher(
-    config, policy: Model, mesh: Mesh, length: int, cause: str, path: str | None = None
+    config, policy: Model, mesh: Mesh, length: int, cause: str, other: str | None = None
 ) -> Teacher | ServedTeacher | None:
-    """The teacher of the configuration, or that at `path`, for rows of up to `length` tokens because of `cause`.
+    """The teacher of the configuration, or of an entry `other` of teacher.others, for rows of up to `length` tokens.
 
-    None without one. Raises ConfigError for a model that has no head for tokens, too few positions, or another
-    vocabulary, and for more likeliest tokens than it has.
+    None without one. Raises ConfigError for a model that has no head for tokens, too few positions for rows of that
+    length, which `cause` explains, or another vocabulary, and for more likeliest tokens than it has.
     """
-    c, own, path = config.teacher, config.model, path or config.teacher.path
+    c, own = config.teacher, config.model
+    key, path, revision = "teacher.path", c.path, c.revision
+    if other is not None:
+        value, _, path = other.partition("=")
+        key, revision = f"teacher.others, {value}", None
     if path is None:
         return None
     name, options = split_options(path)
     if name == "server":
         try:
-            return ServedTeacher(specs.teacher_spec(config), Server(**options), mesh)
+            return ServedTeacher(specs.teacher_spec(config), Server(**options), mesh, key)
         except TypeError as error:
             raise ConfigError(
-                f"teacher.path = {path!r}: {error}; write server(url='http://localhost:8000/v1', model='m'), with "
+                f"{key} = {path!r}: {error}; write server(url='http://localhost:8000/v1', model='m'), with "
                 "timeout and api_key (a variable's name) where they differ"
             ) from None
     model = load_model(
         path, own.dtype if c.dtype == "auto" else c.dtype, mesh=mesh, allow_pickle=own.allow_pickle,
-        trust_remote_code=own.trust_remote_code, revision=c.revision, head="lm", quantize=c.quantize,
+        trust_remote_code=own.trust_remote_code, revision=revision, head="lm", quantize=c.quantize,
     )  # fmt: skip
     if model.tokenizer is None:
-        raise ConfigError(f"teacher.path = {path!r} has no tokenizer, by which its vocabulary could be compared")
-    check_same_vocabulary(policy, model, f"teacher.path = {path!r}:")
+        raise ConfigError(f"{key} = {path!r} has no tokenizer, by which its vocabulary could be compared")
+    check_same_vocabulary(policy, model, f"{key} = {path!r}:")
     check_positions(model, length, cause)
     check_top(c.top_k, model, path)
     return Teacher.of(specs.teacher_spec(config), model, mesh, policy.net.config.vocab_size)
@@ -538,7 +581,7 @@ def _online(
     mesh: Mesh,
     stopwatch: Stopwatch,
     environments: Environments | Agents | None,
-    packer: Callable[[Sample | None], Packer],
+    packer: Callable[[TypicalRows | None], Packer],
 ) -> OnlineSource:
     """The producer and the learner of an online algorithm."""
     advantages = advantage_step(specs.advantage_spec(config), rewards.names)
@@ -592,7 +635,7 @@ def _online(
         by_environment = {"kl_weight": spec.kl_weights and reference is not None, "loss_weight": spec.loss_weights}
         per_row = [field for field, weights in by_environment.items() if weights]
         replay = empty_replay(config.algorithm.replay_groups, rollout.group_size, width + longest, width, mesh, per_row)
-    sample_of = partial(sampled_rows, shard_rows(config, mesh), rollout.group_size)
+    sample_of = partial(typical_rollouts, shard_rows(config, mesh), rollout.group_size)
     sample = sample_of(width, longest)
 
     context, shown = None, specs.context_spec(config)
@@ -614,8 +657,8 @@ def _online(
             make_packer(packed, model.net.config, mesh, Positions(), sample_of(own_width, longest)),
         )  # fmt: skip
 
-    def teacher_at(path: str | None) -> Any:
-        return build_teacher(config, model, mesh, length, cause, path)
+    def teacher_of(other: str | None = None) -> Any:
+        return build_teacher(config, model, mesh, length, cause, other)
 
     if specs.is_own_teacher(config):
         check_positions(model, length, cause)
@@ -624,11 +667,11 @@ def _online(
         copy = None if settings is None else Reference(start_reference(settings, model.params, lora), settings, lora)
         teacher = SelfTeacher(specs.teacher_spec(config), model.net, mesh, copy)
     else:
-        teacher = teacher_at(None)
+        teacher = teacher_of()
 
     if rollout.processes:
         queue: RolloutQueue | FileQueue = FileQueue(
-            meeting_of(config),
+            rendezvous_of(config),
             rollout.staleness,
             config.total_steps,
             publish=worker.copy_policy,
@@ -668,9 +711,7 @@ def _online(
             critic=None if critic is None else Critic(critic.net, partial(critic_params, critic_spec(config))),
             teacher=teacher,
             context=context,
-            other_teachers={
-                value: teacher_at(path) for value, _, path in (entry.partition("=") for entry in config.teacher.others)
-            },
+            other_teachers={entry.partition("=")[0]: teacher_of(entry) for entry in config.teacher.others},
         ),
         queue,
     )
@@ -735,10 +776,10 @@ def _producer(
     return Producer(specs.producer_spec(config), worker, greedy, pipeline, advantages.flat_groups, partial_rollouts)
 
 
-def meeting_of(config) -> Meeting:
+def rendezvous_of(config) -> Rendezvous:
     """The folder where the processes that only sample meet those that train."""
     folder, c = Path(config.output_dir).absolute() / FOLDER, config.processes
-    return Meeting(folder, config.rollout.processes, c.rendezvous_seconds, c.heartbeat_seconds)
+    return Rendezvous(folder, config.rollout.processes, c.rendezvous_seconds, c.heartbeat_seconds)
 
 
 def build_producer(config) -> tuple[Producer, Model, Stopwatch, Environments | Agents | None]:
@@ -746,8 +787,7 @@ def build_producer(config) -> tuple[Producer, Model, Stopwatch, Environments | A
 
     Raises ConfigError as `build` does.
     """
-    if config.algorithm.rollout_correction is not None:
-        config = with_correction(config)
+    config = with_correction(config)
     mesh = rollout_mesh(make_mesh(devices=jax.devices()), config.rollout.mesh)
     with jax.set_mesh(mesh):
         spec = specs.environment_spec(config)
@@ -789,7 +829,7 @@ def _offline(
     tokens: Tokenized | None,
     mesh: Mesh,
     stopwatch: Stopwatch,
-    packer: Callable[[Sample | None], Packer],
+    packer: Callable[[TypicalRows | None], Packer],
 ) -> OfflineSource:
     """The batches of an offline algorithm."""
     rows, c = specs.batch_spec(config), config.data
@@ -828,7 +868,7 @@ def _offline(
             groups = first_fit([len(row["ids"]) for (row,) in examples], c.max_length)
             examples = [[examples[i][0] for i in group] for group in groups]
         elif not c.group_by_length:
-            sample = offline.sample_rows(spec, examples, shard_rows(config, mesh), rows.group_size)
+            sample = offline.typical_rows(spec, examples, shard_rows(config, mesh), rows.group_size)
         # Every process reads whole batches: kto pairs the rows of one with each other.
         lengths = [max(len(row["ids"]) for row in example) for example in examples] if c.group_by_length else None
         pipeline = Pipeline(examples, rows.prompts, config.seed, c.shuffle, shares=tokens.shares, lengths=lengths)

@@ -17,10 +17,11 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.algorithms.controllers import AdaptiveEntropy, Controllers
 from jaxrl_llm.algorithms.kl import AdaptiveKL, FixedKL
 from jaxrl_llm.config import ConfigError, rows_together
-from jaxrl_llm.config.checks import environment_options, logit_bias, reward_scales
+from jaxrl_llm.config.entries import environment_options, logit_bias, reward_scales
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import EPISODES, OFFLINE
 from jaxrl_llm.config.tree import spec_of
+from jaxrl_llm.data import Row
 from jaxrl_llm.data.curriculum import CurriculumSpec
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.loading import DataSpec
@@ -52,7 +53,6 @@ from jaxrl_llm.training.packing.planner import PackingSpec
 from jaxrl_llm.training.partial_rollouts import PartialSpec
 from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.reference import ReferenceSpec
-from jaxrl_llm.training.rollouts import Row
 from jaxrl_llm.training.setup.memory import check_memory, device_memory, with_fitting_slots
 from jaxrl_llm.training.setup.objectives import (
     divergence_temperature,
@@ -75,7 +75,6 @@ def algorithm_of(config) -> Algorithm:
     """The facts of the configured algorithm."""
     name = config.algorithm.name
     return Algorithm(
-        name=name,
         data=data_kind(config),
         group_size=rows_together(config),
         online=name not in OFFLINE,

@@ -9,6 +9,8 @@ import orbax.checkpoint as ocp
 import pyarrow.parquet as pq
 from safetensors.numpy import load_file
 
+from jaxrl_llm.training.checkpoint.manager import ARRAYS
+
 CLOCKS = {"tokens_per_second", "step_time", "rollout/queue"}
 OF_PROCESSES = ("time", "machine/", "producer/", "weights/")
 
@@ -30,9 +32,10 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert steps[0] == steps[1]
     folders = [run / "checkpoints" / str(steps[0]) for run in (one, other)]
     assert (folders[0] / "host/metadata").read_text() == (folders[1] / "host/metadata").read_text()
-    for name in ("state", "reference", "replay", "queue", "partial"):
-        if (folders[0] / name).is_dir():
-            assert_same_tree(*(read(folder / name) for folder in folders))
+    trees = [[name for name in ("state", *ARRAYS) if (folder / name).is_dir()] for folder in folders]
+    assert trees[0][0] == "state" and trees[0] == trees[1]
+    for name in trees[0]:
+        assert_same_tree(*(read(folder / name) for folder in folders))
     assert_same_tree(*(load_file(run / "hf/model.safetensors") for run in (one, other)))
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jaxrl_llm.config import default
+from jaxrl_llm.config import default, validate
 from jaxrl_llm.training.logging.health import REPEAT_EVERY, HealthWarnings, health_warnings
 from jaxrl_llm.training.setup.records import health_spec
 
@@ -20,6 +20,7 @@ def names(algorithm="grpo", off=None, **changed):
     config.algorithm.name = algorithm
     if off:
         config.watch[off] = None
+        validate(config)
     return set(health_warnings(health_spec(config), HEALTHY | changed))
 
 

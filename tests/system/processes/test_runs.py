@@ -45,7 +45,7 @@ def same_numbers(one: dict, other: dict, where: str):
 
 
 def same_runs(one: Path, other: Path, evaluations: bool = True):
-    """Both folders hold the same metrics, completions, configuration and model."""
+    """Both folders hold the same metrics, completions, configuration, model and critic."""
     lines = [[json.loads(line) for line in (run / "metrics.jsonl").open()] for run in (one, other)]
     if not evaluations:
         lines = [[{k: v for k, v in x.items() if "eval" not in k} for x in run if x["step"]] for run in lines]
@@ -61,10 +61,11 @@ def same_runs(one: Path, other: Path, evaluations: bool = True):
             same_numbers(first, second, f"{table.name} row {number}")
     configs = [json.loads((run / "config.json").read_text()) for run in (one, other)]
     assert configs[0]["batch"] == configs[1]["batch"] and configs[0]["processes"] == configs[1]["processes"]
-    for file in (one / "hf").glob("*.safetensors"):
-        weights, others = load_file(file), load_file(other / "hf" / file.name)
+    for file in (*(one / "hf").glob("*.safetensors"), *(one / "critic").glob("*.safetensors")):
+        weights, others = load_file(file), load_file(other / file.relative_to(one))
+        assert weights.keys() == others.keys()
         for name, value in weights.items():
-            np.testing.assert_allclose(others[name], value, atol=3e-5, err_msg=name)
+            np.testing.assert_allclose(others[name], value, atol=3e-5, err_msg=f"{file.parent.name} {name}")
     steps = [sorted(path.name for path in (run / "checkpoints").glob("[0-9]*")) for run in (one, other)]
     assert steps[0] == steps[1]
 
@@ -77,8 +78,10 @@ def all_ended_well(ended):
 @pytest.mark.slow
 def test_grpo_in_two_processes(root, tiny_run, tmp_path, together):
     flags = ("--config.eval.every=-1",)
-    all_ended_well(together(2, *command(root, "grpo", tmp_path / "run", *flags)))
-    same_runs(tiny_run.output_dir, tmp_path / "run", evaluations=False)
+    (tmp_path / "run-1").mkdir()
+    all_ended_well(together(2, *command(root, "grpo", tmp_path / "run-{new}", *flags)))
+    same_runs(tiny_run.output_dir, tmp_path / "run-2", evaluations=False)  # the number is of both
+    assert not (tmp_path / "run-3").exists()
 
 
 @pytest.mark.slow

@@ -55,10 +55,20 @@ def test_the_model_just_written_stays(tmp_path):
     """Steps are in the order of their numbers, beyond five digits too."""
     model = load_model("embedded:sort")
     for step in (99950, 100000, 100050):
-        assert (export_step(tmp_path, step, model, 2) / "model.safetensors").is_file()
+        assert (export_step(tmp_path, step, model, None, 2) / "model.safetensors").is_file()
     assert list(step_folders(tmp_path)) == [100000, 100050]
-    assert (export_step(tmp_path, 7, model, 1) / "model.safetensors").is_file()
+    assert (export_step(tmp_path, 7, model, None, 1) / "model.safetensors").is_file()
     assert list(step_folders(tmp_path)) == [7]
+
+
+def test_the_critic_of_a_step_is_written_beside_its_model(tmp_path):
+    model, critic = load_model("embedded:sort"), load_model("embedded:sort", head="score", init_key=jax.random.key(1))
+    for _ in range(2):  # a step that is made again takes the place of the first
+        written = export_step(tmp_path, 3, model, critic, 1)
+    assert same(tensors(written / "critic"), tensors(tmp_path / "hf_steps" / "00003" / "critic"))
+    read = load_model(written / "critic", head="score")
+    jax.tree.map(np.testing.assert_array_equal, read.params, critic.params)
+    assert not (export_step(tmp_path, 3, model, None, 1) / "critic").exists()
 
 
 def test_models_of_an_abandoned_timeline_go(config, capsys):

@@ -7,18 +7,20 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
+from jaxrl_llm.algorithms.sample_statistics import passes_at_k
 from jaxrl_llm.commands.preview import preview
 from jaxrl_llm.config import ConfigError, default, eval_set, from_json, to_json, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model
+from jaxrl_llm.rewards.runner import NOTHING_LOGGED
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation import metrics
 from jaxrl_llm.training.evaluation.metrics import EvalMetrics, PromptResult, prompt_results, summary
 from jaxrl_llm.training.evaluation.run import check_best, named_sets
 from jaxrl_llm.training.logging.console import evaluation_line
-from jaxrl_llm.training.setup.evaluation import build_evaluations, eval_metrics, eval_parts, eval_spec
+from jaxrl_llm.training.setup.evaluation import build_evaluations, eval_metrics, eval_sources, eval_spec
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import eval_sampling
 from tests.conftest import ROOT
@@ -101,16 +103,16 @@ def test_no_majority_without_all_answers():
 def test_known_answers(name, text, answer):
     config = default()
     config.eval.answer = name
-    assert eval_metrics(config).answers([text]) == [answer]
+    assert eval_metrics(config).answers_of([text], "", NOTHING_LOGGED) == [answer]
 
 
 def test_own_answers_and_their_errors(tmp_path):
     (tmp_path / "mine.py").write_text("def last(text):\n    return int(text.split()[-1])\n")
     config = default()
     config.eval.answer = f"{tmp_path}/mine.py:last"
-    assert eval_metrics(config).answers(["it is 12"]) == ["12"]
+    assert eval_metrics(config).answers_of(["it is 12"], "", NOTHING_LOGGED) == ["12"]
     with pytest.raises(ConfigError, match=r"eval.answer raised ValueError: .*, on completion 1"):
-        eval_metrics(config).answers(["12", "no"])
+        eval_metrics(config).answers_of(["12", "no"], "", NOTHING_LOGGED)
     config.eval.answer = "boxd"
     with pytest.raises(ConfigError, match="the closest is boxed"):
         eval_metrics(config)
@@ -134,7 +136,7 @@ def test_sets_as_texts_and_dictionaries():
     assert mixed.sources == [{"path": "task:sort", "name": "x"}, {"path": "task:sort_demos"}]
     assert named_sets(eval_spec(from_json(to_json(config)))) == [easy, mixed]
     tokenizer = load_model("embedded:sort").tokenizer
-    assert [len(part.rows) for part in eval_parts(config, tokenizer, mixed, prompts=True)] == [2, 1]
+    assert [len(part.rows) for part in eval_sources(config, tokenizer, mixed, prompts=True)] == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def test_a_set_that_is_not_there_is_named():
     config = default()
     config.eval.sets = ("a=task:sort(split='tset')",)
     with pytest.raises(ConfigError, match=r"no split 'tset'.*see eval.sets, a;"):
-        eval_parts(config, load_model("embedded:sort").tokenizer, named_sets(eval_spec(config))[0])
+        eval_sources(config, load_model("embedded:sort").tokenizer, named_sets(eval_spec(config))[0])
 
 
 def test_a_file_of_one_split(tmp_path):
@@ -181,6 +183,10 @@ def test_own_sampling():
     assert eval_sampling(config) == SamplingParams(0.9, 0.8, 0, 0.1)
     config.eval.temperature, config.eval.top_k = 0.0, 5
     assert eval_sampling(config) == SamplingParams(0.0, 0.8, 5, 0.1)
+    own = {"temperature": 0.7, "top_p": 0.6, "top_k": 4, "min_p": 0.2}
+    own |= {"repetition_penalty": 1.5, "frequency_penalty": 0.3, "presence_penalty": -0.4}
+    config.eval.update(own)
+    assert eval_sampling(config) == SamplingParams(**own)
 
 
 # --- metrics of a model ---
@@ -203,6 +209,38 @@ def test_sets_and_sources(config):
     alone = jaxrl_llm.evaluate(config, ROWS[2:3], first_of_each)
     assert alone == {name.replace("/one", ""): found[name] for name in found if name.replace("/one", "") in alone}
     assert alone["eval/mean_length"] == found["eval/one/mean_length"]
+
+
+def test_the_spread_of_samples_as_verl_has_it():
+    """Of each prompt's samples, divided by their number: 0.5 of 1, 0, 1, 0 and 3^0.5 / 4 of 1, 0, 0, 0."""
+    rows = [result_of([1, 0, 1, 0]), result_of([1, 0, 0, 0])]
+    found = summary(rows, EvalMetrics(estimate="verl"))
+    assert found["accuracy_std"] == pytest.approx((0.5 + 3**0.5 / 4) / 2)
+    assert found["reward_std"] == pytest.approx(0.5 + 3**0.5 / 4)  # of 0 and 2
+    gap = rows[0]._replace(rewards=np.array([3.0, np.nan, 1.0, np.nan]))
+    none = rows[1]._replace(rewards=np.full(4, np.nan), graded=False)
+    spread = summary([gap, none], EvalMetrics(estimate="verl"))
+    assert spread["reward_std"] == 1.0 and spread["accuracy_std"] == 0.5
+    assert not {"reward_std", "accuracy_std"} & summary(rows, EvalMetrics()).keys()
+
+
+def test_what_is_right_how_it_is_sampled_and_estimated(config):
+    """Samples of the smallest top_p are the greedy ones; two of four first rewards of 0.5 are right at 0.5."""
+    seen = []
+
+    def half(completions, **columns):
+        seen.append(completions)
+        return [0.5 * (row % 4 < 2) for row in range(len(completions))]
+
+    config.eval.top_p, config.eval.repetition_penalty, config.eval.estimate = 1e-6, 1.3, "verl"
+    config.eval.correct_at, config.eval.samples = 0.5, 4
+    found = jaxrl_llm.evaluate(config, ROWS[:2], half)
+    sampled, greedy = seen
+    assert [sampled[4 * row : 4 * row + 4] for row in range(2)] == [[text] * 4 for text in greedy]
+    assert found["eval/accuracy"] == 0.5 and found["eval/pass@2"] == pytest.approx(0.75, abs=0.03)  # else 5 / 6
+    assert found["eval/pass@2"] == pytest.approx(passes_at_k([np.array([1, 1, 0, 0])], 2, "verl")[0])
+    config.eval.correct_at = 0.6
+    assert eval_metrics(config).correct_at == 0.6 and jaxrl_llm.evaluate(config, ROWS[:2], half)["eval/accuracy"] == 0
 
 
 def test_each_reward_function_and_what_it_logs(config):

@@ -61,6 +61,18 @@ def test_verls_numbers(score_file):
     assert "eval/maj@2" in found and "eval/maj@3" not in found  # a row has two responses only
 
 
+def test_rows_without_a_prompt_are_prompts_of_their_own():
+    """A function that compares the responses of a prompt is told which they are."""
+    seen = []
+
+    def look(completions, prompt_numbers):
+        seen.extend(prompt_numbers)
+        return [0.0] * len(completions)
+
+    evaluate_responses(default(), [{"responses": ["a", "b"]}, {"responses": ["c"]}], look)
+    assert seen == [0, 0, 1]
+
+
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_files_and_other_names_of_columns(kind, score_file, tmp_path, capsys):
     names = {"responses": "answers", "data_source": "source", "reward_model": "rm", "prompt": "question"}

@@ -33,12 +33,11 @@ def test_lines_of_a_run_without_terminal(tmp_path):
                 "kl": 1e-5,
                 "entropy": 2.0,
                 "tokens_per_second": 12345.6,
-                "time/rollout": 2.0,
             }
             logger.log(step, metrics | ({"eval/accuracy": 0.75} if step == 30 else {}))
         logger.note("saved")
         logger.warn("slow")
-        result = logger.finish()
+        result = logger.finish({"rollout": 60.0})
     text = text_of(console)
     assert not {c for c in text if ord(c) < 32 and c != "\n"}
     lines = text.splitlines()
@@ -65,14 +64,13 @@ def test_lines_of_a_run_without_terminal(tmp_path):
 def test_the_summary_of_a_resumed_run(tmp_path):
     with Logger(quiet_spec(), tmp_path) as logger:
         logger.log(0, {"eval/accuracy": 0.25})
-        logger.log(1, {"eval/accuracy": 0.5, "time/update": 100.0})
+        logger.log(1, {"eval/accuracy": 0.5})
     with Logger(quiet_spec(), tmp_path, resume_step=1) as logger:
-        logger.log(2, {"time/update": 0.0, "eval/accuracy": 0.75})
-        result = logger.finish()
+        logger.log(2, {"eval/accuracy": 0.75})
+        result = logger.finish({})
     assert (result["before"], result["after"]) == ({"accuracy": 0.25}, {"accuracy": 0.75})
-    assert result["seconds"]["update"] == 0.0, "times are of this process"
     with Logger(quiet_spec(), tmp_path, resume_step=2) as logger:
-        result = logger.finish(seconds={"export": 2.0})
+        result = logger.finish({"export": 2.0})
     assert (result["before"], result["after"]) == ({"accuracy": 0.25}, {"accuracy": 0.75})
     assert result["seconds"] == {"export": 2.0, "other": 0.0}
 
@@ -82,7 +80,7 @@ def test_the_summary_of_an_empty_run(tmp_path):
     config.total_steps = 0
     with Logger(logging_spec(config), tmp_path, console=console) as logger:
         logger.start({})
-        result = logger.finish()
+        result = logger.finish({})
     assert (result["before"], result["after"]) == ({}, {})
     assert "held-out" not in text_of(console)
 
@@ -186,7 +184,7 @@ def test_the_last_lines_say_what_is_true(tmp_path):
         (folder / "hf").mkdir()
         for name in ("config.json", "generation_config.json"):
             (folder / "hf" / name).write_text("{}")
-        logger.finish(outcome="the newest checkpoint is of step 3")
+        logger.finish({}, outcome="the newest checkpoint is of step 3")
     assert text_of(console).splitlines()[-3:] == [
         "finished after step 3 of 5: the newest checkpoint is of step 3",
         f"  curves and completions:  python -m jaxrl_llm report '{folder}'",
@@ -195,7 +193,7 @@ def test_the_last_lines_say_what_is_true(tmp_path):
     config.logging.backends, console = ("console",), pipe()
     with Logger(logging_spec(config), tmp_path / "other", console=console) as logger:
         logger.log(5, {"reward": 1.0})
-        logger.finish()
+        logger.finish({})
     assert text_of(console).splitlines()[-1] == "finished after step 5"
 
 
@@ -216,7 +214,7 @@ def test_without_console_only_warnings_are_shown(tmp_path, capsys):
         logger.log(1, {"reward": 0.5, "eval/accuracy": 1.0})
         logger.completions(10, ROWS)
         logger.note("a note")
-        logger.finish()
+        logger.finish({})
         captured = capsys.readouterr()
         assert captured.out == captured.err == ""
         logger.warn("a warning")
@@ -269,7 +267,7 @@ def test_a_terminal_has_a_bar_below_everything(tmp_path, monkeypatch):
             logger.log(step, {"reward": step / 10, "kl": 0.25, "entropy": 1.5, "tokens_per_second": 4321.0})
         logger.completions(50, [{"prompt": "ask", "completion": HOSTILE, "exact_match": 1.0}])
         logger.warn(HOSTILE)
-        result = logger.finish()
+        result = logger.finish({})
     text = text_of(console)
     assert "\x1b[?25l" in text and text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor comes back"
     assert "step 11/100" in text and "ETA" in text
@@ -305,7 +303,7 @@ def test_very_short_runs_fit_the_bar(tmp_path, monkeypatch, total):
     with Logger(logging_spec(config), tmp_path, console=console) as logger:
         logger.start({})
         logger.log(total, {"reward": 1.0})
-        logger.finish()
+        logger.finish({})
     assert f"step {total}/{total}" in text_of(console)
 
 
@@ -318,7 +316,7 @@ with Logger(logging_spec(default()), {str(tmp_path)!r}) as logger:
     logger.start({{"devices": "1 cpu"}})
     logger.log(1, {{"reward": 0.5}})
     logger.completions(50, [{{"prompt": "a", "completion": {HOSTILE!r}}}])
-    logger.finish()
+    logger.finish({{}})
 """
     for name, value in {
         "FORCE_COLOR": "1",
@@ -351,7 +349,7 @@ with Logger(logging_spec(default()), sys.argv[3]) as logger:
     logger.completions(1, [{"prompt": "a", "completion": sys.argv[2]}])
     logger.note("a note")
     logger.warn("a warning")
-    result = logger.finish()
+    result = logger.finish({})
     assert bool(result) == (sys.argv[2] == "0")
 """
     with ThreadPoolExecutor() as pool:

@@ -5,8 +5,9 @@ import json
 import jaxrl_llm
 from jaxrl_llm.config import default
 from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.tools.report.runs import run_of
 from jaxrl_llm.training.logging.logger import Logger
-from jaxrl_llm.training.logging.metric_names import EVALUATIONS, TRL_PPO
+from jaxrl_llm.training.logging.metric_names import EVALUATIONS, TRL_PPO, VERL_MORE
 from jaxrl_llm.training.logging.metric_names import VERL as VERL_NAMES
 from jaxrl_llm.training.setup.records import logging_spec, metric_names
 
@@ -25,7 +26,9 @@ VERL = {
     "critic/advantages/max", "critic/advantages/min", "response_length/mean", "response_length/max",
     "response_length/min", "response_length/clip_ratio", "prompt_length/mean", "prompt_length/max", "prompt_length/min",
     "timing_s/gen", "timing_s/reward", "timing_s/update_actor", "perf/time_per_step", "perf/throughput",
-    "rollout_corr/kl",
+    "rollout_corr/kl", "perf/total_num_tokens", "training/global_step", "training/epoch", "timing_s/step",
+    "timing_per_token_ms/gen", "timing_per_token_ms/update_actor", "critic/rewards/mean", "critic/rewards/max",
+    "critic/rewards/min",
 }  # fmt: skip
 
 
@@ -50,6 +53,10 @@ def test_verls_names_in_the_records_only(root, tmp_path):
     assert not after.keys() & {"reward", "kl", "grad_norm", "completions/mean_length"}
     assert {"val-core/task:sort/acc/mean@4", "val-aux/task:sort/acc/best@2/mean"} <= before.keys()
     assert after["actor/kl_loss"] == result.metrics[1]["kl"]
+    assert not before.keys() & VERL_MORE.keys()
+    assert after["perf/total_num_tokens"] == result.metrics[1]["num_tokens"]  # of the one step
+    reported = run_of(tmp_path / "run").metrics
+    assert {"step_tokens", "epoch", "reward"} <= reported.keys() and not reported.keys() & VERL_MORE.keys()
 
 
 def test_records_are_read_back_whatever_their_names(tmp_path):
@@ -60,9 +67,31 @@ def test_records_are_read_back_whatever_their_names(tmp_path):
         logger.log(1, {"reward": 1.0, "eval/accuracy": 0.5})
     with Logger(logging_spec(config), tmp_path, resume_step=1) as logger:
         logger.log(2, {"eval/accuracy": 0.75})
-        summary = logger.finish()
+        summary = logger.finish({})
     assert summary["before"] == {"accuracy": 0.25}
     assert summary["after"] == {"accuracy": 0.75}
+
+
+def test_what_verl_computes_of_others():
+    config = default()
+    step = {"step_tokens": 600.0, "step_time": 9.0, "time/rollout": 4.0, "time/update": 3.0, "time/reward": 1.0}
+    lengths = {"prompts/mean_length": 50.0, "completions/mean_length": 100.0}  # of 4 rows
+    scores = {"reward": 0.5, "reward_max": 1.0, "reward_min": None, "environment/turns": 1.25}
+    assert metric_names(config).more(3, step | lengths | scores) == {}
+    config.logging.names = "verl"
+    expected = {"training/global_step": 3, "timing_s/step": 9.0, "timing_per_token_ms/update_actor": 3000.0 / 600}
+    assert metric_names(config).more(3, step) == expected
+    expected |= {"timing_per_token_ms/gen": 4000.0 / 400, "num_turns/mean": 2.5}
+    rewards = {"critic/rewards/mean": 0.5, "critic/rewards/max": 1.0, "critic/rewards/min": None}
+    assert metric_names(config).more(3, step | lengths | scores) == expected | rewards
+    assert (expected | rewards).keys() == VERL_MORE.keys()
+    assert metric_names(config).more(0, {"eval/reward": 1.0}) == {}
+    for key, value in (("kl_in_reward", True), ("reward_beta", 0.1)):  # the reward that is learned from is another
+        penalised = default()
+        penalised.logging.names, penalised.algorithm[key] = "verl", value
+        assert metric_names(penalised).more(3, step | lengths | scores) == expected
+        own = metric_names(penalised).more(3, step | lengths | scores | {"objective/rlhf_reward": 0.375})
+        assert own == expected | {"critic/rewards/mean": 0.375}
 
 
 def test_evaluations_by_set_and_source():
@@ -75,6 +104,8 @@ def test_evaluations_by_set_and_source():
         "eval/accuracy": "val-core/openai/gsm8k/acc/mean@4",
         "eval/reward": "val-aux/openai/gsm8k/reward/mean@4",
         "eval/pass@4": "val-core/openai/gsm8k/acc/best@4/mean",
+        "eval/accuracy_std": "val-aux/openai/gsm8k/acc/std@4",
+        "eval/aime/b/reward_std": "val-aux/aime/b/reward/std@16",
         "eval/aime/accuracy": "val-core/aime/acc/mean@16",
         "eval/aime/maj@16": "val-core/aime/acc/maj@16/mean",
         "eval/aime/maj@4": "val-aux/aime/acc/maj@4/mean",
@@ -113,6 +144,8 @@ def test_the_page_names_them(root):
     for names in (VERL_NAMES, TRL_PPO):
         for ours, theirs in names.items():
             assert f"| `{ours}` | `{theirs}` |" in page
+    for theirs, ours in VERL_MORE.items():
+        assert f"| `{theirs}` | {ours} |" in page
     for ours, theirs in EVALUATIONS.items():
         assert f"| `eval/{ours}` | `{theirs}` |" in page
     assert not [name for name in TRL_GRPO if name.partition("/")[0] not in page]

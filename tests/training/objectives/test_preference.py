@@ -13,7 +13,8 @@ from jaxrl_llm.algorithms.losses import with_metrics
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.logprobs import token_statistics
-from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.microbatch import microbatches_of
 from jaxrl_llm.training.setup.objectives import needs_reference, objective_of
 from jaxrl_llm.training.setup.run import make_optimizer
@@ -298,6 +299,21 @@ def test_orpo_metrics_are_means_over_tokens():
     odds = preference_losses.log_odds_ratio(policy[0::2], policy[1::2], (lengths[0::2], lengths[1::2]))
     np.testing.assert_allclose(metrics["log_odds_chosen"], odds.mean(), rtol=1e-4)
     np.testing.assert_allclose(metrics["log_odds_ratio"], log_sigmoid(odds).mean(), rtol=1e-4)
+
+
+def test_rewards_of_means_compare_with_means_of_the_reference(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from jaxrl_llm.algorithms.losses import declare\n\n\n"
+        "@declare(reference=True, mean_logps=True)\n"
+        "def own(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta, *, lengths):\n"
+        "    return 0.0 * policy_chosen\n"
+    )
+    policy, ref, lengths = sums_of()
+    u = 0.3 * (policy - ref) / lengths
+    _, metrics = evaluate(config_of(f"{tmp_path}/own.py:own"), make_batch())
+    np.testing.assert_allclose(metrics["rewards/chosen"], u[0::2].mean(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["rewards/margins"], (u[0::2] - u[1::2]).mean(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["logps/rejected"], (policy / lengths)[1::2].mean(), rtol=1e-5)
 
 
 # --- reward model ---

@@ -15,8 +15,9 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.model import load_model
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.moe import balance_loss
-from jaxrl_llm.models.transformer import ModelConfig, Net, RecordingNet
+from jaxrl_llm.models.transformer import Net, RecordingNet
 from jaxrl_llm.training.objectives.router import with_router_loss
 from jaxrl_llm.training.objectives.sft import SFTSpec, sft
 from jaxrl_llm.training.setup.objectives import objective_of

@@ -9,7 +9,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, default
-from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.setup.objectives import objective_of
 
 NET = Net(ModelConfig(vocab_size=31, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3))

@@ -9,19 +9,22 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs
+from jaxrl_llm.commands.export import export
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.logprobs import token_values
-from jaxrl_llm.models.model import load_model
-from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.models.lora import without_adapters
+from jaxrl_llm.models.model import load_model, save_hf
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.train import train
 from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.objectives.policy_gradient import policy_gradient
 from jaxrl_llm.training.objectives.value import value_regression
 from jaxrl_llm.training.optimizers import build_optimizer
 from jaxrl_llm.training.setup.objectives import critic_spec, objective_of, policy_spec
-from jaxrl_llm.training.setup.run import CriticAlone, build, build_mesh
+from jaxrl_llm.training.setup.run import CriticAlone, build, build_critic, build_mesh, build_model
 from jaxrl_llm.training.setup.specs import critic_optimizer_spec, update_spec
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import NOTHING, State, init_state, make_critic_update, merge_frozen, optimizer_step
@@ -101,7 +104,13 @@ def test_warm_up_moves_the_critic_only_and_a_resumed_run_equals_a_whole_one(root
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), critic.params["layers"], start["layers"])
     assert all(jax.tree.leaves(moved))
     parts = train(ppo(root, tmp_path / "parts", 2, warmup=1))
-    whole = train(ppo(root, tmp_path / "whole", 2, warmup=1))
+    config = ppo(root, tmp_path / "whole", 2, warmup=1)
+    config.checkpoint.contents = ("state", "hf")
+    whole = train(config)
+    beside = load_model(tmp_path / "whole/hf_steps/00001/critic", head="score")
+    exported = load_model(export(tmp_path / "whole", tmp_path / "exported", step=1, critic=True), head="score")
+    for other in (beside, exported):
+        jax.tree.map(np.testing.assert_array_equal, other.params, critic.params)
     assert any(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), parts.model.params, start)))
     jax.tree.map(np.testing.assert_array_equal, parts.model.params, whole.model.params)
     a, b = (load_model(tmp_path / name / "critic", head="score").params for name in ("parts", "whole"))
@@ -306,6 +315,20 @@ def test_an_offloaded_critic_with_updates_of_its_own(root, tmp_path):
     critics = [load_model(tmp_path / name / "critic", head="score").params for name in ("plain", "offloaded", "parts")]
     for other in critics[1:]:
         jax.tree.map(np.testing.assert_array_equal, critics[0], other)
+
+
+def test_a_critic_from_a_model_of_its_own_with_adapters(root, tmp_path):
+    """It has the parameters of critic.path, its score head among them, and adapters of its own scale."""
+    start = load_model("embedded:sort", head="score", init_key=jax.random.key(3))
+    save_hf(start, tmp_path / "scorer")
+    config = ppo(root, tmp_path, 1)
+    config.critic.path, config.critic.lora_rank, config.critic.lora_alpha = str(tmp_path / "scorer"), 2, 5.0
+    mesh = build_mesh(config)
+    with jax.set_mesh(mesh):
+        critic = build_critic(config, build_model(config, mesh), mesh)
+    jax.tree.map(np.testing.assert_array_equal, without_adapters(critic.params), start.params)
+    adapters = critic.net.config.lora
+    assert adapters is not None and (adapters.rank, adapters.scale) == (2, 2.5)
 
 
 @pytest.mark.parametrize(

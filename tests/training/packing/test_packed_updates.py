@@ -13,12 +13,13 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.delta_net import GatedDeltaNet
 from jaxrl_llm.models.lora import LoraConfig
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.rope import Rope
-from jaxrl_llm.models.transformer import ModelConfig, Net
+from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.objectives.value import value_regression
 from jaxrl_llm.training.packing import planner
-from jaxrl_llm.training.packing.planner import Packer, Sample, make_packer, sampled_rows
+from jaxrl_llm.training.packing.planner import Packer, TypicalRows, make_packer, typical_rollouts
 from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.setup.objectives import critic_spec, objective_of
 from jaxrl_llm.training.setup.run import make_optimizer
@@ -99,12 +100,12 @@ def config_of(algorithm: str, **changes):
     return config
 
 
-def sample_of(batch: Batch) -> Sample:
+def sample_of(batch: Batch) -> TypicalRows:
     inputs = batch.inputs
-    return Sample(*(np.asarray(x) for x in (inputs.tokens, inputs.segments, batch.mask)), inputs.prompt_width)
+    return TypicalRows(*(np.asarray(x) for x in (inputs.tokens, inputs.segments, batch.mask)), inputs.prompt_width)
 
 
-def packer_of(config, shape: ModelConfig, mesh, objective, sample: Sample | None, backend=None) -> Packer:
+def packer_of(config, shape: ModelConfig, mesh, objective, sample: TypicalRows | None, backend=None) -> Packer:
     return make_packer(packing_spec(config), shape, mesh, objective.positions, sample, backend)
 
 
@@ -214,7 +215,7 @@ def test_long_rows_of_accelerators_share_no_prefix():
     half, windowed = (dataclasses.replace(shape, dtype="bfloat16") for shape in (SHAPE, WINDOWED))
 
     def shares(length: int, attention: str = "auto", backend: str = "gpu", shape: ModelConfig = half) -> bool:
-        net, sample = dataclasses.replace(shape, attention=attention), sampled_rows(8, GROUP, 256, length - 256)
+        net, sample = dataclasses.replace(shape, attention=attention), typical_rollouts(8, GROUP, 256, length - 256)
         packer = make_packer(packing_spec(config), net, mesh, Positions(), sample, backend)
         assert packer.sizes is not None and packer.sizes.length >= length
         return packer.sizes.shares
@@ -273,19 +274,19 @@ def test_auto_packs_where_rows_share_or_waste():
     def packer(config, sample, shape=SHAPE):
         return packer_of(config, shape, mesh, objective_of(config, Net(shape)), sample)
 
-    shared = packer(config, sampled_rows(64, GROUP, 256, 16, full=True))
+    shared = packer(config, typical_rollouts(64, GROUP, 256, 16, full=True))
     assert shared.sizes is not None and shared.sizes.length == 256 + GROUP * 16
-    assert packer(config, sampled_rows(64, 1, 8, 64, full=True)).sizes is None  # nothing is shared, no row is shorter
-    assert packer(config, sampled_rows(64, GROUP, 256, 16), SPARSE).sizes is None  # balanced in each micro-batch
+    assert packer(config, typical_rollouts(64, 1, 8, 64, full=True)).sizes is None  # nothing is shared or shorter
+    assert packer(config, typical_rollouts(64, GROUP, 256, 16), SPARSE).sizes is None  # balanced in each micro-batch
     assert packer(config, None).sizes is None
     axes = ("data", "fsdp", "context", "expert", "tensor")
     for sizes in ((2, 4, 1, 1, 1), (2, 1, 12, 1, 1)):
-        local = sampled_rows(64 // sizes[0] // sizes[1], GROUP, 256, 16, full=True)  # those of one row shard
+        local = typical_rollouts(64 // sizes[0] // sizes[1], GROUP, 256, 16, full=True)  # those of one row shard
         mesh = jax.sharding.AbstractMesh(sizes, axes)
         found = packer_of(config, SHAPE, mesh, objective_of(config, Net(SHAPE)), local).sizes
         assert found is not None and found.length % sizes[2] == 0 and found.length >= 256 + GROUP * 16
     config.batch.packing = "false"
-    assert packer(config, sampled_rows(64, GROUP, 256, 16)).sizes is None
+    assert packer(config, typical_rollouts(64, GROUP, 256, 16)).sizes is None
 
 
 @pytest.mark.parametrize(
@@ -305,14 +306,14 @@ def test_auto_packs_where_rows_share_or_waste():
 def test_what_cannot_be_packed_says_so(changes, shape, message):
     config, mesh = config_of("sft", **changes), make_mesh(devices=jax.devices()[:1])
     with pytest.raises(ConfigError, match=message):
-        packer_of(config, shape, mesh, objective_of(config, Net(shape)), sampled_rows(8, 1, PROMPT, COMPLETION))
+        packer_of(config, shape, mesh, objective_of(config, Net(shape)), typical_rollouts(8, 1, PROMPT, COMPLETION))
 
 
 def test_micro_batches_leave_little_room():
     """16 pairs of 128 tokens, each in a packed row of 192: four micro-batches of four, none of which is part empty."""
     mesh = make_mesh(devices=jax.devices()[:1])
     config = config_of("preference", batch__microbatch_tokens=0, batch__pack_length=192)
-    spec, sample = packing_spec(config), sampled_rows(32, 2, 64, 64, full=True)
+    spec, sample = packing_spec(config), typical_rollouts(32, 2, 64, 64, full=True)
     sizes, _ = planner.packed_sizes(spec, SHAPE, mesh, Positions(), sample, "cpu", 1024)
     assert (sizes.length, sizes.packed_rows) == (192, 4)
 
@@ -320,7 +321,7 @@ def test_micro_batches_leave_little_room():
 def test_micro_batches_are_as_large_as_memory_allows():
     """By the bytes that are free on a device: from the fewest tokens to a third of the batch."""
     config = config_of("grpo", batch__microbatch_tokens=0, batch__pack_length=0, batch__packing="auto")
-    sample, mesh = sampled_rows(1024, 8, 64, 192), make_mesh(devices=jax.devices()[:1])
+    sample, mesh = typical_rollouts(1024, 8, 64, 192), make_mesh(devices=jax.devices()[:1])
 
     def made(room, shape=SHAPE) -> Packer:
         spec = dataclasses.replace(packing_spec(config), group_size=8)
@@ -377,7 +378,7 @@ def test_packed_update_memory_without_vocabulary(monkeypatch):
         state = init_state(Net(shape).init(jax.random.key(0)), optimizer, mesh)
         update = make_update(objective, optimizer, update_spec(config), mesh)
         for groups in (2, 8):
-            sample = sampled_rows(groups * GROUP, GROUP, 8, 24, full=True)
+            sample = typical_rollouts(groups * GROUP, GROUP, 8, 24, full=True)
             zeros = jnp.zeros(sample.mask.shape)
             tokens, segments, mask = map(jnp.asarray, sample[:3])
             inputs = Inputs(tokens, segments, prompt_width=8)

@@ -1,9 +1,11 @@
 """What `train` is given in Python: taken as it is, or refused by name; and a chain of runs in memory."""
 
 import dataclasses
+import itertools
 import json
 from dataclasses import dataclass, field
 
+import datasets
 import jax
 import numpy as np
 import optax
@@ -134,7 +136,29 @@ def test_the_callers_configuration_stays_as_it_is(config):
     assert given.rewards == [one, length]
 
 
+def test_a_stream_is_streamed(config):
+    """Endless rows do not go into memory, and what needs all of them is refused."""
+    rows = datasets.IterableDataset.from_generator(lambda: (row for _ in itertools.count() for row in ROWS))
+    for given in (rows, datasets.IterableDatasetDict(train=rows)):
+        made, _ = take(config, {}, **{**OBJECTS, "train_dataset": given})
+        assert made.data.streaming
+    assert not take(config, {}, **{**OBJECTS, "train_dataset": datasets.Dataset.from_list(ROWS)})[0].data.streaming
+    config.num_epochs = 1.0
+    with pytest.raises(ConfigError, match=r"num_epochs is 1.0, but data.streaming is true"):
+        jaxrl_llm.train(config, rows)
+    config.num_epochs = None
+    with pytest.raises(ConfigError, match="a buffer of 1000 rows, which no checkpoint holds"):
+        jaxrl_llm.train(config, rows.shuffle(seed=0), rewards=one)
+
+
 # --- runs ---
+
+
+@pytest.mark.slow
+def test_a_run_of_endless_rows(config):
+    rows = datasets.IterableDataset.from_generator(lambda: (row for _ in itertools.count() for row in ROWS))
+    config.data.shuffle_buffer = 4
+    assert jaxrl_llm.train(config, rows, rewards=one).metrics[-1]["reward"] == 1
 
 
 def test_a_model_in_memory_and_what_else_is_given(config, tiny_run):

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.chat_templates import TEMPLATES, with_chat_template
+from jaxrl_llm.data.named_templates import TEMPLATES, with_chat_template
 from jaxrl_llm.data.tokenize import conversation
 
 CHAT = [

@@ -1,13 +1,19 @@
 import json
 
 import pytest
+from transformers import AutoTokenizer
 
-from jaxrl_llm.commands.preview import main, preview
+from jaxrl_llm.commands.preview import boundary_merges, main, marked, preview, statistics
 from jaxrl_llm.config import default
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import tasks
-from jaxrl_llm.data.preview import boundary_merges, marked, statistics
-from jaxrl_llm.data.tokenize import RowTokenizer
+from jaxrl_llm.data.tokenize import HOPELESS, RowTokenizer
+from tests.data.byte_tokenizer import build_byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(build_byte_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 def test_learned_tokens_are_marked(tokenizer):
@@ -28,7 +34,15 @@ def test_statistics_count_before_cutting(tokenizer):
     assert found["dropped, as nothing is learned"] == "1"
 
 
-def test_merges_across_the_boundary(tokenizer_folder):
+def test_statistics_count_rows_too_long_to_tokenise(tokenizer):
+    tokenize = RowTokenizer("completions", tokenizer, limit=4, overlong="filter")
+    for prompt in ("a", "b" * 9, "c" * HOPELESS):
+        tokenize({"prompt": prompt, "completion": "d"})
+    assert len(tokenize.lengths) == 2, "the last is not tokenised"
+    assert statistics(tokenize, [])["over 4 tokens"] == "2 (66.7%)"
+
+
+def test_merges_across_the_boundary():
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
@@ -38,6 +52,9 @@ def test_merges_across_the_boundary(tokenizer_folder):
     tokenize = RowTokenizer("completions", merging)
     rows = [tokenize({"prompt": prompt, "completion": "cd"}) for prompt in ("ab", "a")]
     assert boundary_merges("completions", [row for row in rows if row], merging) == 1
+    pairs = RowTokenizer("pairs", merging)
+    both = pairs({"prompt": "ab", "chosen": "cd", "rejected": "c"})
+    assert boundary_merges("pairs", [both], merging) == 1, "rows are counted, not sequences"
 
 
 @pytest.fixture

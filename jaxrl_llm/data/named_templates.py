@@ -74,12 +74,15 @@ TEMPLATES = {
 }
 
 
-def with_chat_template(tokenizer: Any, template: str, find: Callable[[str], Any] | None = None) -> Any:
+def with_chat_template(
+    tokenizer: Any, template: str, find: Callable[[str], Any] | None = None, setting: str = "data.chat_template"
+) -> Any:
     """A copy of the tokenizer with the chat template of that name, of that file, or of that text (`{{ ... }}`).
 
     A folder, hub id or URL is that of a tokenizer with a template, which `find` loads. The token that ends a turn of a
     named template, or a text of such a tokenizer, becomes the end-of-text token where it is one token here, so that
-    sampling stops there; otherwise there is a warning. Raises ConfigError for a name that is none of these.
+    sampling stops there; otherwise there is a warning. Raises ConfigError, which names the setting, for a name that is
+    none of these.
     """
     own, end = copy.deepcopy(tokenizer), None
     file = Path(template).expanduser()
@@ -92,19 +95,20 @@ def with_chat_template(tokenizer: Any, template: str, find: Callable[[str], Any]
     elif find is not None and (file.is_dir() or template.count("/") == 1 or "://" in template):
         other = find(template)
         if not other.chat_template:
-            raise ConfigError(f"data.chat_template is {template!r}, whose tokenizer has no chat template: name another")
+            raise ConfigError(f"{setting} is {template!r}, whose tokenizer has no chat template: name another")
         own.chat_template, end = other.chat_template, other.eos_token
     else:
         raise ConfigError(
-            f"data.chat_template is {template!r}, which is no file, no text of a template and no name; the closest is "
+            f"{setting} is {template!r}, which is no file, no text of a template and no name; the closest is "
             f"{closest(template, TEMPLATES)}, of {', '.join(TEMPLATES)}"
         )
     if end is not None and len(own(end, add_special_tokens=False)["input_ids"]) == 1:
         own.eos_token = end
     elif end is not None:
         log.warning(
-            "data.chat_template = %s ends turns with %s, which is no single token of this tokenizer: samples end with "
-            "%s all the same; another template may be the model's",
+            "%s = %s ends turns with %s, which is no single token of this tokenizer: samples end with %s all the same; "
+            "another template may be the model's",
+            setting,
             template,
             end,
             own.eos_token,

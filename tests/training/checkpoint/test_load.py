@@ -1,0 +1,156 @@
+"""The parts of a checkpoint that a start takes up: `checkpoint.load`."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import jaxrl_llm
+from jaxrl_llm.config import ConfigError, validate
+from jaxrl_llm.distributed.orbax import ocp
+from jaxrl_llm.training.checkpoint.manager import Checkpoints
+from jaxrl_llm.training.moments import updates_made
+from jaxrl_llm.training.setup.run import begin_state
+
+ROWS = [{"prompt": f"sort:{n}=", "completion": "".join(sorted(str(n)))} for n in range(100, 132)]
+RATE, STEPS = 1e-2, 4
+
+
+def config_of(folder):
+    config = jaxrl_llm.default_config()
+    config.algorithm.name, config.batch.prompts, config.total_steps = "sft", 8, STEPS
+    config.optimizer.learning_rate, config.optimizer.schedule, config.optimizer.max_grad_norm = RATE, "linear", 0.0
+    config.optimizer.weight_decay, config.optimizer.min_lr_ratio = 0.0, 0.0
+    config.output_dir, config.logging.backends = str(folder), ("jsonl",)
+    config.checkpoint.every, config.checkpoint.keep = 1, STEPS
+    return config
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of all steps."""
+    config = config_of(tmp_path_factory.mktemp("load") / "whole")
+    return jaxrl_llm.train(config, ROWS)
+
+
+def interrupted(whole, folder, step):
+    """The configuration of that run, stopped after a step in a folder of its own."""
+    (folder / "checkpoints").mkdir(parents=True)
+    for number in range(1, step + 1):
+        shutil.copytree(whole.output_dir / "checkpoints" / str(number), folder / "checkpoints" / str(number))
+    shutil.copy(whole.output_dir / "config.json", folder)
+    return config_of(folder)
+
+
+def state_of(folder, step):
+    """The tree of arrays that a checkpoint holds."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return jax.device_get(reader.restore(Path(folder) / "checkpoints" / str(step) / "state"))
+
+
+def vector(tree, field=None):
+    """The numbers of a tree, or of its parts of one name, in the order of its paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    named = [x for path, x in leaves if field in (None, *(getattr(key, "key", None) for key in path))]
+    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in named])
+
+
+def test_a_new_optimizer_goes_on_with_data_and_learning_rate(whole, tmp_path, capsys):
+    config = interrupted(whole, tmp_path / "run", 2)
+    config.checkpoint.load = ("model", "extra")
+    result = jaxrl_llm.train(config, ROWS)
+    assert "checkpoint.load is model,extra: a new optimizer begins, without moments" in capsys.readouterr().err
+    own, others = result.metrics[0], whole.metrics[2]
+    # Step 3 has the data and the weights of the undisturbed run, and the rate of a line from RATE to 0 in 4 steps.
+    for name in ("step", "loss", "grad_norm", "num_tokens", "epoch"):
+        assert own[name] == others[name], name
+    assert own["lr"] == pytest.approx(RATE * (1 - 2 / STEPS), rel=1e-6) == others["lr"]
+    # The moments are those of one gradient g, 0.1 g and 0.001 g^2, whose norm is the metric's, and the first update of
+    # AdamW is the rate times the sign of g. In the undisturbed run those of two gradients before it are in them.
+    before, after = (state_of(config.output_dir, step) for step in (2, 3))
+    mu, nu = vector(after["opt_state"], "mu"), vector(after["opt_state"], "nu")
+    np.testing.assert_allclose(mu**2 * 0.001 / 0.1**2, nu, rtol=1e-5, atol=1e-12)
+    assert np.linalg.norm(mu) / 0.1 == pytest.approx(own["grad_norm"], rel=1e-5)
+    moved, sure = vector(after["params"]) - vector(before["params"]), np.abs(mu) > 1e-5
+    np.testing.assert_allclose(np.abs(moved[sure]), own["lr"], rtol=2e-3)
+    assert sorted({*vector(after["opt_state"], "count")}) == [1, 3]  # of AdamW's own, and of its schedule
+    assert not np.allclose(mu, vector(state_of(whole.output_dir, 3)["opt_state"], "mu"))
+
+
+def test_another_optimizer_may_be_named(whole, tmp_path):
+    config = interrupted(whole, tmp_path / "run", 3)
+    config.optimizer.name = "sgd"
+    with pytest.raises(ConfigError, match=r"adamw -> sgd\. Set them back, begin a new optimizer \(checkpoint\.load"):
+        jaxrl_llm.train(config, ROWS)
+    config.checkpoint.load = ("model", "extra")
+    (own,) = jaxrl_llm.train(config, ROWS).metrics
+    assert own["loss"] == whole.metrics[3]["loss"]
+    moved = vector(state_of(config.output_dir, 4)["params"]) - vector(state_of(config.output_dir, 3)["params"])
+    assert np.linalg.norm(moved) == pytest.approx(RATE * (1 - 3 / STEPS) * own["grad_norm"], rel=1e-3)
+
+
+def test_the_weights_alone_start_at_step_0(whole, tmp_path):
+    config = config_of(tmp_path / "run")
+    config.total_steps = 1
+    config.checkpoint.load, config.checkpoint.resume = ("model",), str(whole.output_dir / "checkpoints" / "2")
+    result = jaxrl_llm.train(config, ROWS)
+    (own,) = result.metrics
+    first, held = whole.metrics[0], vector(state_of(whole.output_dir, 2)["params"])
+    for name in ("step", "num_tokens", "epoch"):
+        assert own[name] == first[name], name  # the data from their start
+    assert own["lr"] == pytest.approx(RATE) and own["loss"] != first["loss"]
+    state = state_of(config.output_dir, 1)
+    mu, moved = vector(state["opt_state"], "mu"), vector(state["params"]) - held
+    np.testing.assert_allclose(np.abs(moved[np.abs(mu) > 1e-5]), RATE, rtol=2e-3)
+    assert {*vector(state["opt_state"], "count")} == {1}
+    config.checkpoint.resume = str(result.output_dir)
+    with pytest.raises(ConfigError, match=r"deletes what is in .*/run/checkpoints, but .* is there: set"):
+        jaxrl_llm.train(config, ROWS)
+    assert (result.output_dir / "checkpoints" / "1").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("load", "resume", "words"),
+    [
+        (("model", "optimizer"), "auto", "load is 'model,optimizer', but it takes"),
+        (("optimizer", "extra"), "auto", "load is 'optimizer,extra', but it takes"),
+        ((), "auto", "load is '', but it takes"),
+        (("model",), "auto", "resume is auto, which names no checkpoint to load from"),
+        (("model", "extra"), "never", "resume is never, which names no checkpoint to load from"),
+    ],
+)
+def test_parts_that_make_no_start_are_refused(load, resume, words):
+    config = jaxrl_llm.default_config()
+    config.checkpoint.load, config.checkpoint.resume = load, resume
+    with pytest.raises(ConfigError, match=words):
+        validate(config)
+
+
+def test_the_critic_is_loaded_and_begins_as_the_policy_does(tmp_path):
+    """Its own optimizer has made the updates of all steps, the policy's those after the critic's warm-up."""
+    config, mesh = jaxrl_llm.default_config(), Mesh(np.array(jax.devices()[:1]), ("data",))
+    config.batch.minibatches, config.critic.warmup_steps, config.critic.minibatches = 2, 3, 4
+    optimizer = optax.adamw(lambda count: 1.0, weight_decay=lambda count: 0.1)
+    params, of_critic = {"w": jnp.full((2,), 2.0)}, {"v": jnp.full((3,), 5.0)}
+    with jax.set_mesh(mesh), Checkpoints(tmp_path) as checkpoints:
+        began = begin_state(config, mesh, optimizer, optimizer, params, of_critic, 0)
+        checkpoints.save(5, replace(began, step=began.step + 5), {})
+        checkpoints.wait()
+        loaded = checkpoints.restore_models(5, began, mesh)
+        state = begin_state(config, mesh, optimizer, optimizer, *loaded, 5)
+        shared = begin_state(config, mesh, optimizer, None, *loaded, 5)
+        alone = begin_state(config, mesh, optimizer, None, loaded[0], None, 5)
+    jax.tree.map(np.testing.assert_array_equal, loaded, (params, of_critic))
+    for given, updates in ((state, (5 - 3) * 2), (state.critic, 5 * 4), (shared, 5 * 2), (alone, 5 * 2)):
+        adam, decay, schedule = given.opt_state
+        assert (int(updates_made(given.opt_state)), int(adam.count)) == (updates, 0)
+        assert (int(decay.count), int(schedule.count)) == (updates, updates)
+        assert not any(x.any() for x in jax.tree.leaves((adam.mu, adam.nu)))
+    assert int(state.step) == int(shared.step) == 5 and shared.opt_state[0].mu.keys() == {"w", "v"}
+    jax.tree.map(np.testing.assert_array_equal, shared.critic.params, of_critic)
