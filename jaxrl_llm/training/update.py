@@ -231,11 +231,16 @@ def optimizer_step(
         own = {"grad_norm": norm, "nonfinite_gradient": 1.0 - finite}
         if spec.schedule is not None:
             own["lr"] = jnp.asarray(spec.schedule(updates))
-        elif (rate := optax.tree_utils.tree_get(new.opt_state, "learning_rate")) is not None:
+        elif (rate := optax.tree_utils.tree_get(new.opt_state, "learning_rate", filtering=_is_number)) is not None:
             own["lr"] = jnp.asarray(rate)  # of optax.inject_hyperparams
         return new, metrics | {name: Metric(value, "sum") for name, value in own.items()}
 
     return update
+
+
+def _is_number(path: object, x: object) -> bool:
+    """True but for the state of a schedule, which `optax.inject_hyperparams` keeps under the same name."""
+    return isinstance(x, jax.Array)
 
 
 def add_gradients(loss_of: Callable[[Params], tuple[jax.Array, Any]], params: Params, sums: Any) -> Any:

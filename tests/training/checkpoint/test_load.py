@@ -18,6 +18,8 @@ from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.moments import updates_made
 from jaxrl_llm.training.setup.run import begin_state
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")  # of the reader that is the oracle
+
 ROWS = [{"prompt": f"sort:{n}=", "completion": "".join(sorted(str(n)))} for n in range(100, 132)]
 RATE, STEPS = 1e-2, 4
 
@@ -99,7 +101,8 @@ def test_the_weights_alone_start_at_step_0(whole, tmp_path):
     config = config_of(tmp_path / "run")
     config.total_steps = 1
     config.checkpoint.load, config.checkpoint.resume = ("model",), str(whole.output_dir / "checkpoints" / "2")
-    result = jaxrl_llm.train(config, ROWS)
+    optimizer = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(RATE, 0.0, STEPS))  # the user's own
+    result = jaxrl_llm.train(config, ROWS, optimizers=optimizer)
     (own,) = result.metrics
     first, held = whole.metrics[0], vector(state_of(whole.output_dir, 2)["params"])
     for name in ("step", "num_tokens", "epoch"):
@@ -146,11 +149,14 @@ def test_the_critic_is_loaded_and_begins_as_the_policy_does(tmp_path):
         state = begin_state(config, mesh, optimizer, optimizer, *loaded, 5)
         shared = begin_state(config, mesh, optimizer, None, *loaded, 5)
         alone = begin_state(config, mesh, optimizer, None, loaded[0], None, 5)
+        injected = optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(1.0, 0.0, 20))
+        given = begin_state(config, mesh, injected, None, loaded[0], None, 5)
     jax.tree.map(np.testing.assert_array_equal, loaded, (params, of_critic))
-    for given, updates in ((state, (5 - 3) * 2), (state.critic, 5 * 4), (shared, 5 * 2), (alone, 5 * 2)):
-        adam, decay, schedule = given.opt_state
-        assert (int(updates_made(given.opt_state)), int(adam.count)) == (updates, 0)
+    for begun, updates in ((state, (5 - 3) * 2), (state.critic, 5 * 4), (shared, 5 * 2), (alone, 5 * 2)):
+        adam, decay, schedule = begun.opt_state
+        assert (int(updates_made(begun.opt_state)), int(adam.count)) == (updates, 0)
         assert (int(decay.count), int(schedule.count)) == (updates, updates)
         assert not any(x.any() for x in jax.tree.leaves((adam.mu, adam.nu)))
+    assert int(optax.tree_utils.tree_get(given.opt_state, "hyperparams_states")["learning_rate"].count) == 5 * 2
     assert int(state.step) == int(shared.step) == 5 and shared.opt_state[0].mu.keys() == {"w", "v"}
     jax.tree.map(np.testing.assert_array_equal, shared.critic.params, of_critic)
