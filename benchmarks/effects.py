@@ -35,7 +35,8 @@ from jaxrl_llm.models.logprobs import chunked_logps
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout import multi_turn
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.training.setup.run import Run, build_mesh
+from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.run import Run
 from jaxrl_llm.training.update import merge_frozen
 
 TURNS = 3

@@ -18,7 +18,8 @@ from benchmarks.task import Task, dtype
 from jaxrl_llm.config import ConfigDict, default
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.training.online import OnlineSource
-from jaxrl_llm.training.setup.run import Run, build, build_mesh
+from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.run import Run, build
 from jaxrl_llm.training.update import merge_frozen
 
 SCALES = (1, 2, 4, 8, 16)

@@ -81,7 +81,8 @@ def real(devices: int) -> dict[str, float]:
     import jax
 
     from jaxrl_llm.config.flags import load_config_file
-    from jaxrl_llm.training.setup.run import build, build_mesh
+    from jaxrl_llm.training.setup.mesh import build_mesh
+    from jaxrl_llm.training.setup.run import build
     from jaxrl_llm.training.step import improve
     from jaxrl_llm.training.update import merge_frozen
 

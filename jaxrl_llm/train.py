@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl_llm.commands.welcome import welcome
-from jaxrl_llm.config import ConfigError, to_json, validate, with_correction
+from jaxrl_llm.config import ConfigDict, ConfigError, to_json, validate, with_correction
 from jaxrl_llm.config.flags import load_flags, run, set_run_folder
-from jaxrl_llm.config.schema import OFFLINE, Setting
+from jaxrl_llm.config.schema import BY_NAME, OFFLINE, Setting
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.user_code import contained, without_locals
 from jaxrl_llm.data import Row
@@ -48,10 +48,13 @@ from jaxrl_llm.training.checkpoint.outputs import (
     write_given,
 )
 from jaxrl_llm.training.checkpoint.settings import (
+    OF_FROZEN,
+    OF_FROZEN_CRITIC,
     OF_OPTIMIZER,
     Changes,
     changed_settings,
     check_changes,
+    check_frozen,
     start_record,
 )
 from jaxrl_llm.training.evaluation.run import check_best
@@ -71,8 +74,10 @@ from jaxrl_llm.training.runtime.profiler import Profiler
 from jaxrl_llm.training.runtime.watchdog import Watchdog
 from jaxrl_llm.training.sampler import sample
 from jaxrl_llm.training.setup.given import Given, take
+from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.records import checkpoint_spec, health_spec, logging_spec
-from jaxrl_llm.training.setup.run import Run, build, build_mesh, finished_models, rendezvous_of
+from jaxrl_llm.training.setup.run import Run, build, finished_models
+from jaxrl_llm.training.setup.sources import rendezvous_of
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import State, merge_frozen
 
@@ -137,9 +142,11 @@ def train(
     )
     validate(config)
     config = with_correction(config)  # as a run that is gone on with was written down
-    config.output_dir = numbered(str(Path(config.output_dir).expanduser()))  # once, for all that is kept in it
     overlap_collectives(config.overlap_collectives)
     keep_compiled(config.compilation_cache)
+    # Once, for all that is kept in it; and after the flags above, as it asks for devices.
+    config.output_dir = numbered(str(Path(config.output_dir).expanduser()))
+    loaded = _parts_loaded(config)
     with contained(), contextlib.ExitStack() as stack:
         notices = stack.enter_context(Notices())
         with notices.ending("before the first step"):
@@ -202,6 +209,7 @@ def train(
                     with stopwatch("checkpoint"):
                         _check_locks(locks)
                         host = {**run.source.get_state(), **log.counts, "callbacks": hooks.get_state(step)}
+                        host |= {"load": loaded}
                         arrays = run.source.get_arrays()
                         if "state" in config.checkpoint.contents or leaves:
                             checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
@@ -249,7 +257,8 @@ def _start(
         stack.enter_context(start_learners(rendezvous_of(config)))
     stack.enter_context(jax.set_mesh(mesh))
     checkpoints = stack.enter_context(Checkpoints(kept.folder, kept.keep))
-    changes = _changes(config, given, checkpoints)
+    start, told = _loaded_once(config, checkpoints)
+    changes = _changes(start, given, checkpoints)
     closing = stack.enter_context(contextlib.ExitStack())
     stack.enter_context(processes.reporting())
     if jax.process_index() == 0:
@@ -264,7 +273,7 @@ def _start(
     config, words = run.config, given_in_words(given._asdict())
     hooks = Callbacks(named, to_json(config), folder, run.evaluation is not None)
     closing.callback(run.close)
-    state, counts, resumed, problems = _resume(config, run, checkpoints, hooks)
+    state, counts, resumed, problems = _resume(start, given, run, checkpoints, hooks)
     logger = stack.enter_context(Logger(logging_spec(config, words), folder, resumed))
     warnings: list[str] = []
     with processes.all_or_none():
@@ -280,7 +289,7 @@ def _start(
             f"all {config.total_steps} steps of the run in {folder} are done; nothing is trained: raise total_steps, "
             "or set another output_dir or checkpoint.resume=never to train anew"
         )
-    log.warn([*warnings, *problems, *run.warnings])
+    log.warn([*told, *warnings, *problems, *run.warnings])
     for note in run.notes:
         logger.note(note)
     hooks.note = logger.note
@@ -309,6 +318,40 @@ def _check_locks(locks: list[RunLock]) -> None:
         lock.check()
 
 
+def _parts_loaded(config) -> list[str]:
+    """What a start takes up of which checkpoint, where that is not all of it: kept in each checkpoint of the run."""
+    load = sorted(config.checkpoint.load)
+    return [*load, config.checkpoint.resume] if len(load) < len(BY_NAME["checkpoint.load"].default) else []
+
+
+def _loaded_once(config, checkpoints: Checkpoints) -> tuple[ConfigDict, list[str]]:
+    """The configuration of this start, and a line where it goes on from the run's newest checkpoint in full, as an
+    earlier start has loaded what checkpoint.load asks for: a job manager starts the same command again.
+    """
+    if not (loaded := _parts_loaded(config)):
+        return config, []
+    step, _ = checkpoints.newest_intact()
+    if step is None or checkpoints.host(step).get("load") != loaded:
+        return config, []
+    on = config.copy_and_resolve_references()
+    on.checkpoint.load, on.checkpoint.resume = BY_NAME["checkpoint.load"].default, "auto"
+    return on, [
+        f"checkpoint.load = {','.join(config.checkpoint.load)} was done by an earlier start: the run goes on from the "
+        f"checkpoint of step {step} in {checkpoints.folder} in full"
+    ]
+
+
+def _is_own(resume: str, checkpoints: Checkpoints) -> bool:
+    """True where `checkpoint.resume` names checkpoints of the run in output_dir, by links or without."""
+    if resume in ("auto", "never"):
+        return resume == "auto"
+    path = path_of(resume)
+    named = {path, path.parent, path / "checkpoints"}
+    if is_remote(path) or is_remote(checkpoints.folder):
+        return checkpoints.folder in named
+    return checkpoints.folder.resolve() in {path.resolve().parent, *(one.resolve() for one in named)}
+
+
 def _changes(config, given: Given, checkpoints: Checkpoints) -> Changes:
     """The settings that differ from those of the run in output_dir, where this one goes on from its checkpoints.
 
@@ -316,15 +359,12 @@ def _changes(config, given: Given, checkpoints: Checkpoints) -> Changes:
     given in memory and is not given again.
     """
     resume, changes = config.checkpoint.resume, {}
-    own = resume == "auto"
-    if resume not in ("auto", "never"):
-        path = path_of(resume)
-        own = checkpoints.folder in (path, path.parent, path / "checkpoints")
-        if own and "extra" not in config.checkpoint.load:
-            raise ConfigError(
-                f"checkpoint.load is model, which starts at step 0 and deletes what is in {checkpoints.folder}, but "
-                f"checkpoint.resume = {resume!r} is there: set another output_dir"
-            )
+    own = _is_own(resume, checkpoints)
+    if own and "extra" not in config.checkpoint.load:
+        raise ConfigError(
+            f"checkpoint.load is model, which starts at step 0 and deletes what is in {checkpoints.folder}, but "
+            f"checkpoint.resume = {resume!r} is there: set another output_dir"
+        )
     with processes.all_or_none():
         if jax.process_index() == 0 and own and checkpoints.steps():
             changes = changed_settings(Path(config.output_dir), config)
@@ -341,12 +381,32 @@ def _changes(config, given: Given, checkpoints: Checkpoints) -> Changes:
     return changes
 
 
+def _check_frozen(config, given: Given, run: Run, folder: Any) -> list[str]:
+    """A line where it cannot be known that parameters of the checkpoints in `folder`, of another run, belong beside
+    those that `run` does not train.
+
+    Raises ConfigError where they do not.
+    """
+    names, told = (*OF_FROZEN, *(OF_FROZEN_CRITIC if run.frozen.critic else ())), []
+    with processes.all_or_none():
+        if jax.process_index() == 0 and (run.frozen.params or run.frozen.critic):
+            accepted = tuple(config.checkpoint.accept_changes)
+            told, former = check_frozen(folder, config, names, accepted), given_to(folder).get("model")
+            if former is not None and given.model is None and "model.path" not in accepted:
+                raise ConfigError(
+                    f"the run in {folder} was given its model in memory ({former}), and what it trained beside that "
+                    f"does not belong to model.path = {config.model.path!r}: give it again, train(config, model=...), "
+                    "or write its model to a folder (python -m jaxrl_llm export) and train from that with model.path"
+                )
+    return told
+
+
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
 def _resume(
-    config, run: Run, checkpoints: Checkpoints, hooks: Callbacks
+    config, given: Given, run: Run, checkpoints: Checkpoints, hooks: Callbacks
 ) -> tuple[State, dict[str, int], int | None, list[str]]:
     """The state that `checkpoint.resume` says, the counts of `StepLog`, the step after which output_dir's own run goes
     on (None: it starts), and what is wrong with checkpoints that were passed over.
@@ -358,21 +418,24 @@ def _resume(
         step, problems = checkpoints.newest_intact()
     elif config.checkpoint.resume != "never":
         source, step, problems = find(config.checkpoint.resume)
-    own = step if source.folder == checkpoints.folder else None
+    own = step if _is_own(config.checkpoint.resume, checkpoints) else None
     check_outputs(Path(config.output_dir), config.checkpoint.resume, goes_on=own is not None)
     if step is None:
         checkpoints.discard_after(None)
         return run.state, {"num_tokens": 0, "skipped": 0}, None, problems
+    if own is None:
+        problems = [*problems, *_check_frozen(config, given, run, source.folder.parent)]
     free(run.state)
     if "extra" not in load:
         state = run.begin(*source.restore_models(step, run.state, run.mesh), 0)
         checkpoints.discard_after(None)
-        return state, {"num_tokens": 0, "skipped": 0}, None, problems
+        return state, {"num_tokens": 0, "skipped": 0}, None, [*problems, *source.warnings()]
     if "optimizer" in load:
         state, host = source.restore(step, run.state, run.mesh)
     else:
         state, host = run.begin(*source.restore_models(step, run.state, run.mesh), step), source.host(step)
-        problems = [*problems, "checkpoint.load is model,extra: a new optimizer begins, without moments"]
+        begun = "checkpoint.load is model,extra: a new optimizer begins, without moments"
+        problems = [*problems, *source.warnings(), begun]
     like = {"queue": None, "partial": None, **run.source.get_arrays()}
     run.source.set_state(host, source.restore_arrays(step, like, run.mesh))
     if "callbacks" in host:

@@ -42,7 +42,8 @@ from jaxrl_llm.algorithms.policy_losses import ppo_clip
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.rewards.runner import load_rewards
-from jaxrl_llm.training.setup.run import build, build_mesh
+from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.run import build
 
 np.set_printoptions(precision=2, suppress=True, linewidth=120)
 

@@ -47,6 +47,7 @@ def get_config(arg: str = "qwen3-0.6b"):
     config.data.eval_split = "test"
     config.data.format = f"{Path(__file__)}:problem"
     config.data.overlong = "filter"
+    # "judge(path='Qwen/Qwen3-4B', parameters={'max_tokens': 256})" beside it: a model in this process reads the steps.
     config.rewards.functions = ("numeric_answer",)
     config.total_steps = 200
     config.rollout.group_size = 8

@@ -35,7 +35,9 @@ from jaxrl_llm.training.images import IMAGES, shown_images
 from jaxrl_llm.training.logging.console import show, stderr_console, waiting
 from jaxrl_llm.training.setup.data import tokenizer_of
 from jaxrl_llm.training.setup.evaluation import build_evaluations, kept_prompts
-from jaxrl_llm.training.setup.run import build_mesh, build_model, build_rewards
+from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.models import build_model
+from jaxrl_llm.training.setup.sources import build_rewards
 
 FLAGS = (
     Setting("a", "", "The first model: hub id, local folder (such as RUN/hf), URL or `embedded:<name>`."),
@@ -166,7 +168,7 @@ def _scores(
     """The weighted sums `[pairs, 2]`.
 
     A reward function is called with the two completions of each pair in adjacent rows, and with one pair of a prompt at
-    a time: a function that compares the rows of a prompt thus never compares a model with itself.
+    a time: a function that compares the rows of one of `prompt_numbers` thus never compares a model with itself.
     """
     scores, seen, rounds = np.zeros((len(matches), 2)), Counter(), {}
     for number, (index, _) in enumerate(matches):

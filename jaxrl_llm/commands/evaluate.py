@@ -27,8 +27,10 @@ from jaxrl_llm.training.evaluation.responses import grade, read_responses, token
 from jaxrl_llm.training.evaluation.run import Evaluations
 from jaxrl_llm.training.logging.console import show, stderr_console, waiting
 from jaxrl_llm.training.setup.evaluation import build_evaluations, eval_metrics
-from jaxrl_llm.training.setup.run import build_mesh, build_model, build_rewards
-from jaxrl_llm.training.setup.specs import environment_spec
+from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.models import build_model
+from jaxrl_llm.training.setup.sources import build_rewards
+from jaxrl_llm.training.setup.worker import environment_spec
 
 FLAGS = (
     Setting("output", "", "JSON file for the numbers, which are also printed."),

@@ -23,7 +23,7 @@ from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models import peft
-from jaxrl_llm.models.lora import combine, split
+from jaxrl_llm.models.lora import combine, has_adapters, split
 from jaxrl_llm.models.model import Model, describe, save_adapter, save_hf
 from jaxrl_llm.tools.cards import hub
 from jaxrl_llm.tools.cards.card import write_card
@@ -32,8 +32,8 @@ from jaxrl_llm.training.checkpoint.outputs import given_to
 from jaxrl_llm.training.logging.console import stderr_console, waiting
 from jaxrl_llm.training.objectives.value import with_value_head
 from jaxrl_llm.training.setup.data import model_entries, tokenizer_of
+from jaxrl_llm.training.setup.models import build_critic, build_model, net_options
 from jaxrl_llm.training.setup.records import GIVEN_KEYS, checkpoint_spec
-from jaxrl_llm.training.setup.run import build_critic, build_model, net_options
 from jaxrl_llm.training.setup.specs import algorithm_of
 
 FLAGS = (
@@ -70,9 +70,9 @@ def export(
 
     Parameters are sharded over all local devices, whatever mesh the run had. `dtype` None keeps them bit for bit. With
     `adapter` the folder holds the adapters alone, in the format of PEFT. `repo` is the hub name in the card. With
-    `critic` it is the critic, without a card. Raises ConfigError: no run, no such checkpoint, `adapter` for a run
-    without adapters, `critic` for one without a critic, or an `output` that already holds a model (unless `overwrite`)
-    or anything else.
+    `critic` it is the critic, without a card. Raises ConfigError: no run, no such checkpoint, `adapter` for a policy or
+    critic without adapters, `critic` for a run without a critic, or an `output` that already holds a model (unless
+    `overwrite`) or anything else.
     """
     output = Path(output).expanduser()
     folder = Path(run).expanduser()
@@ -85,6 +85,10 @@ def export(
     mesh = make_mesh(data=1, fsdp=-1)
     with jax.set_mesh(mesh):
         model, step = (checkpoint_critic if critic else checkpoint_model)(folder, config, step, mesh)
+        if adapter and not has_adapters(model.params):
+            raise ConfigError(
+                f"--adapter: the {'critic' if critic else 'policy'} of {folder} has no adapters: leave --adapter out"
+            )
         save_adapter(model, output) if adapter else save_hf(model, output, dtype, overwrite=True)
         with processes.all_or_none():
             if jax.process_index() == 0 and not critic:
@@ -130,7 +134,7 @@ def checkpoint_critic(folder: Path, config: ConfigDict, step: int | None, mesh: 
 
 
 def push(run: str | Path, repo: str, output: str | Path = "", private: bool = False, **options: Any) -> str:
-    """Exports the policy of a checkpoint, pushes it to the hub, and returns its address there.
+    """Exports the policy of a checkpoint, or its critic, pushes it to the hub, and returns its address there.
 
     `options` are those of `export`. Without `output` a temporary folder inside the run's is used. Raises ConfigError as
     `export`, `hub.check` and `hub.push` do, before anything is written where that is possible.

@@ -47,7 +47,8 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation.run import full_batches
 from jaxrl_llm.training.images import IMAGES, prompt_images
 from jaxrl_llm.training.logging.console import stderr_console, waiting
-from jaxrl_llm.training.setup.specs import WIDTH_MULTIPLE, eos_ids
+from jaxrl_llm.training.setup.specs import WIDTH_MULTIPLE
+from jaxrl_llm.training.setup.worker import eos_ids
 
 ROWS_AT_ONCE = 256  # bounds the memory that many prompts take
 

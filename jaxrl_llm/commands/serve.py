@@ -42,7 +42,7 @@ from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.logging.console import stderr_console, waiting
-from jaxrl_llm.training.setup.specs import eos_ids
+from jaxrl_llm.training.setup.worker import eos_ids
 
 KEY_VARIABLE = "JAXRL_LLM_API_KEY"
 DEFAULT_LENGTH = 4096
@@ -119,6 +119,8 @@ def serve(
     from jaxrl_llm.serving.trainers import ROUTES
     from jaxrl_llm.tools.tinker.service import TrainingService
 
+    if "://" in tinker:
+        raise ConfigError(f"--tinker is {tinker}; it takes a folder on this machine")
     if tinker and weight_updates:
         raise ConfigError("--tinker and --weight_updates are given: what runs adapt must stay as it is; give one")
     model = read()
@@ -167,7 +169,8 @@ def serve(
     if tinker:
         path = model.path or names[0]  # by which clients find the tokenizer
         known = dict.fromkeys((str(Path(path).absolute()) if Path(path).is_dir() else path, path, names[0]))
-        routes += TrainingService(model, queue, Path(tinker).absolute(), tuple(known), microbatch_tokens).routes
+        folder = Path(tinker).expanduser().absolute()
+        routes += TrainingService(model, queue, folder, tuple(known), microbatch_tokens).routes
     server = Server(
         queue, model.tokenizer, names, eos_ids(model), config.vocab_size, limits, api_key, routes,
         load if weight_updates else None,

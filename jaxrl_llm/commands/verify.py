@@ -29,7 +29,8 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.training.checkpoint.manager import Checkpoints, free
 from jaxrl_llm.training.logging.console import show, stderr_console, waiting
 from jaxrl_llm.training.online import OnlineSource
-from jaxrl_llm.training.setup.run import Run, build, build_mesh
+from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.run import Run, build
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import State, merge_frozen
 

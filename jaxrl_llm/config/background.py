@@ -3,10 +3,11 @@
 import asyncio
 import concurrent.futures
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
-_left: list[concurrent.futures.Future] = []
+_left: weakref.WeakSet[concurrent.futures.Future] = weakref.WeakSet()
 
 
 class TimeUpError(Exception):
@@ -30,7 +31,7 @@ def in_thread(function: Callable[[], Any], name: str) -> concurrent.futures.Futu
 
 def leave_behind(futures: Iterable[concurrent.futures.Future]) -> None:
     """Take notice of functions that nobody waits for any more."""
-    _left.extend(futures)
+    _left.update(futures)
 
 
 def is_left_behind() -> bool:

@@ -10,7 +10,7 @@ from string import Formatter
 from typing import Any
 
 from jaxrl_llm.config.entries import environment_options, eval_set, logit_bias, reward_scales
-from jaxrl_llm.config.resolve import ConfigError, closest, is_own, resolve, resolve_with_options, split_options
+from jaxrl_llm.config.resolve import ConfigError, closest, is_own, resolve, split_options
 from jaxrl_llm.config.schema import BY_NAME, EPISODES, IDENTITY, NEW, OFFLINE, OPTIMIZERS, ConfigDict
 
 # Settings of a critic that is a network of its own, with updates of its own.
@@ -776,9 +776,8 @@ def _optimizer(config: ConfigDict) -> Iterator[str]:
     c, steps = config.optimizer, config.total_steps
     if c.name not in OPTIMIZERS:
         try:
-            if not is_own(split_options(c.name)[0]):
+            if not is_own(split_options(c.name)[0]):  # the function itself is found when a run starts
                 raise ConfigError(f"it takes {', '.join(OPTIMIZERS)}, or your own function, path/to/file.py:function")
-            resolve_with_options(c.name, {})
         except ConfigError as error:
             yield f"optimizer.name is {c.name!r}: {error}"
     if c.warmup_steps and c.warmup_ratio:

@@ -148,17 +148,28 @@ def import_module(where: str, name: str) -> ModuleType:
 def import_optional(module: str, least: str, asked: str) -> ModuleType:
     """The module of a package that only the setting or name `asked` needs.
 
-    Raises ConfigError when the package is missing, or older than the version `least`.
+    Raises ConfigError when the package is missing, older than the version `least`, another one of that name, or fails.
     """
     package = module.partition(".")[0]
     install = f"pip install '{package}>={least}'"
-    if importlib.util.find_spec(package) is None:
+    found = importlib.util.find_spec(package)
+    if found is None:
         raise ConfigError(f"{asked} needs the package {package}: {install}")
-    version = importlib.metadata.version(package)
-    here, wanted = (tuple(map(int, re.findall(r"\d+", text)[:2])) for text in (version, least))
-    if here < wanted:
-        raise ConfigError(f"{asked} needs {package} {least} or later, but this is {version}: {install}")
-    return importlib.import_module(module)
+    try:
+        version = importlib.metadata.version(package)
+        here, wanted = (tuple(map(int, re.findall(r"\d+", text)[:2])) for text in (version, least))
+        if here < wanted:
+            raise ConfigError(f"{asked} needs {package} {least} or later, but this is {version}: {install}")
+        with contained():
+            return importlib.import_module(module)
+    except ConfigError:
+        raise
+    except Exception as error:
+        place = found.origin or next(iter(found.submodule_search_locations or ()), package)
+        raise ConfigError(
+            f"{asked} needs the package {package}, but {place} is another of that name, which is to be renamed, or is "
+            f"broken ({type(error).__name__}: {error}): {install}"
+        ) from error
 
 
 def import_file(path: str | Path) -> ModuleType:

@@ -524,8 +524,8 @@ KEYS = (
 
     Setting("rewards.functions", ("exact_match",),
         "Reward functions: built-in name, `module:function` or `path/to/file.py:function`, each with options in "
-        "brackets: `judge(url='http://localhost:8000/v1', model='m')`; `model:<path>` is a reward model. See "
-        "docs/rewards.md."),
+        "brackets: `judge(url='http://localhost:8000/v1', model='m')`, or `judge(path='Qwen/Qwen3-4B')` of a model "
+        "that the run loads; `model:<path>` is a reward model. See docs/rewards.md."),
     Setting("rewards.weights", (), "Weight of each reward function; empty is 1 for all.", float),
     Setting("rewards.timeout", None,
         "Seconds each reward function may take for one batch; none is no limit. With a limit a function that is named "
@@ -938,7 +938,8 @@ KEYS = (
     Setting("checkpoint.load", ("model", "optimizer", "extra"),
         "Parts of a checkpoint that a start takes up. `model,extra` begins a new optimizer, which may be another one, "
         "and goes on with the rest: step, data position, adaptive coefficients, rollouts. `model` takes the weights "
-        "alone, at step 0, of the checkpoint that checkpoint.resume names.", choices=("model", "optimizer", "extra")),
+        "alone, at step 0, of the checkpoint that checkpoint.resume names. It is done once: the same command again "
+        "goes on from the checkpoints that the run has made since, in full.", choices=("model", "optimizer", "extra")),
     Setting("checkpoint.accept_changes", (),
         "Settings that a resumed run may change although they say what the run is, "
         "`algorithm.loss,rewards.functions`. See docs/reliability.md."),
@@ -1057,9 +1058,9 @@ IDENTITY = (
     "rewards.functions", "rewards.weights", "environment.name", "environment.tools", "environment.rollout_func",
     "environment.agent", "environment.agents", "environment.options", "algorithm.name", "algorithm.advantage",
     "algorithm.loss", "algorithm.importance_sampling_level", "algorithm.aggregation", "algorithm.loss_weights",
-    "algorithm.reference_free", "critic.path", "critic.shared", "critic.lora_rank", "critic.lora_targets",
-    "optimizer.name", "optimizer.moment_dtype", "teacher.path", "teacher.revision", "teacher.others", "teacher.column",
-    "teacher.context",
+    "algorithm.reference_free", "critic.path", "critic.shared", "critic.lora_rank", "critic.lora_alpha",
+    "critic.lora_targets", "optimizer.name", "optimizer.moment_dtype", "teacher.path", "teacher.revision",
+    "teacher.others", "teacher.column", "teacher.context",
 )  # fmt: skip
 NEW = "{new}"  # in the name of output_dir
 # Settings of a single start, of no meaning for the run.

@@ -162,7 +162,7 @@ def verifiers_rows(spec: str) -> list[Row]:
     return [
         {
             "prompt": [*before, {"role": "user", "content": data.prompt_text}],
-            "verifiers": data.model_dump_json(exclude_none=True),
+            "verifiers": data.model_dump_json(),
         }
         for before, data in zip(system, tasks, strict=True)
     ]

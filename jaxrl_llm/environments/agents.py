@@ -127,15 +127,19 @@ class Agents:
 
     def _start(self, key: str, agent: str | Callable[..., Any]) -> Start:
         """The function that starts the agent of a key, which is a Python function or a command line."""
+        function, options = agent, {}
         if isinstance(agent, str) and agent.partition("(")[0] in BUILT_IN:
-            make, options = resolve_with_options(agent, BUILT_IN)
-            agent = make(**options)
-        if (close := getattr(agent, "close", None)) is not None:
-            self.closing.append(close)
-        if not isinstance(agent, str) or FUNCTION.fullmatch(agent):
-            return _function(key, agent)
+            make, of_agent = resolve_with_options(agent, BUILT_IN, reserved=("key",))
+            function = make(**of_agent, key=key)
+        elif isinstance(agent, str) and FUNCTION.fullmatch(agent):
+            function, options = resolve_with_options(agent, {})
+        if not isinstance(function, str):
+            close = getattr(function, "close", None)
+            if close is not None and close not in self.closing:  # one function may stand under several values
+                self.closing.append(close)
+            return _function(f"{key} = {agent!r}", function, options)
         try:
-            words = shlex.split(agent)
+            words = shlex.split(function)
         except ValueError as error:
             raise ConfigError(f"{key} = {agent!r} cannot be read as a command line: {error}") from None
         if not words or shutil.which(words[0]) is None:
@@ -221,16 +225,15 @@ def _kill(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _function(key: str, agent: str | Callable[..., Any]) -> Start:
-    """The Start of an agent's function, which gets the arguments that it names."""
-    function, options = resolve_with_options(agent, {}) if isinstance(agent, str) else (agent, {})
+def _function(setting: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Start:
+    """The Start of an agent's function, which gets the arguments that it names, beside its options."""
     given = {field.name for field in dataclasses.fields(Connection)} | {"task"}
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(x.kind is x.VAR_KEYWORD for x in parameters)
     named = {x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)}
     required = {x.name for x in parameters if x.name in named and x.default is x.empty}
     if unknown := sorted(required - given - options.keys()):
-        raise ConfigError(f"{key} = {agent!r} asks for {unknown[0]}; an agent is given {', '.join(sorted(given))}")
+        raise ConfigError(f"{setting} asks for {unknown[0]}; an agent is given {', '.join(sorted(given))}")
     wanted = given if takes_all else given & named
 
     def start(connection: Connection, task: Mapping[str, Any]) -> Any:

@@ -5,6 +5,7 @@ Its harness, a program that plays a task, asks the session of the row, and its r
 
 import asyncio
 import os
+import re
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,8 @@ from jaxrl_llm.config.resolve import import_optional
 from jaxrl_llm.environments.protocol import EpisodeError
 
 KEY = "JAXRL_LLM_SESSION_API_KEY"  # verifiers takes keys from the environment, and hides from programs what has API_KEY
-BUDGET = '"code":"budget_exceeded"'  # in the answer of a session that has used up its calls or its tokens
+# In the answer of a session that has used up its calls or its tokens, or whose row has no room.
+FULL = re.compile('"code":"(budget_exceeded|context_length_exceeded)"')
 CLOSE_SECONDS = 30.0  # for sandboxes, tunnels and servers of tools to end
 
 
@@ -22,41 +24,50 @@ class VerifiersAgent:
     """A function that plays the task of a row, for many rows at once, on an event loop of its own.
 
     taskset: the id of an installed taskset, or a dictionary of its settings with `id` among them. env: further settings
-    of its environment, those of an `[env]` block of verifiers: `{"agent": {"harness": {"id": "null"}}}`.
+    of its environment, those of an `[env]` block of verifiers: `{"agent": {"harness": {"id": "null"}}}`. key: the
+    setting that names the agent, for messages.
 
     Raises ConfigError: the package is missing or too old, or refuses these; an environment of which not one agent alone
     is the policy, or that has retries.
     """
 
-    def __init__(self, taskset: str | Mapping[str, Any] = "", env: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        taskset: str | Mapping[str, Any] = "",
+        env: Mapping[str, Any] | None = None,
+        key: str = "environment.agent",
+    ):
         if not taskset:
-            raise EpisodeError("environment.agent = verifiers lacks its taskset: write verifiers(taskset='my-taskset')")
-        self.package: Any = import_optional("verifiers.v1", "0.4", "environment.agent = verifiers")
+            raise EpisodeError(f"{key} = verifiers lacks its taskset: write verifiers(taskset='my-taskset')")
+        self.package: Any = import_optional("verifiers.v1", "0.4", f"{key} = verifiers")
         settings = {"id": taskset} if isinstance(taskset, str) else dict(taskset)
         try:
             config = self.package.resolve_env_config({**(env or {}), "taskset": settings})
             self.env = self.package.load_environment(config)
         except Exception as error:
             said = " ".join(str(error).split())
-            raise EpisodeError(f"verifiers cannot load {taskset!r}: {type(error).__name__}: {said}") from error
+            raise EpisodeError(f"{key}: verifiers cannot load {taskset!r}: {type(error).__name__}: {said}") from error
         seats = {name: value for name, value in config if isinstance(value, self.package.AgentConfig)}
         of_policy = [name for name, seat in seats.items() if seat.client is None]
         if len(of_policy) != 1 or seats[of_policy[0]].model is not None:
             raise EpisodeError(
-                f"the environment of {taskset!r} has the agents {', '.join(seats)}; one is trained, without model and "
-                "client: give all others both in env, {'judge': {'model': '...', 'client': {'base_url': '...'}}}"
+                f"{key}: the environment of {taskset!r} has the agents {', '.join(seats)}; one is trained, without "
+                "model and client: give all others both in env, "
+                "{'judge': {'model': '...', 'client': {'base_url': '...'}}}"
             )
         self.seat = of_policy[0]
         if any(one.retries != self.package.RetryConfig() for one in (config, seats[self.seat])):
-            raise EpisodeError("env has retries, but attempts that failed would be learned from too: leave them out")
+            raise EpisodeError(
+                f"{key}: env has retries, but attempts that failed would be learned from too: leave them out"
+            )
         self.loop = EventLoop("verifiers")
         self.ready: asyncio.Future[None] | None = None  # when what all episodes share is served
 
     async def __call__(self, base_url: str, api_key: str, session: str, task: dict[str, Any]) -> dict[str, float]:
         """The weighted rewards of the task by their names, the mean where the agent has played it several times.
 
-        A session that has used up its calls or tokens ends the episode, which is scored as it is. Raises EpisodeError
-        where the episode has failed, or has no rewards.
+        A session that has used up its calls or tokens, or whose row is full, ends the episode, which is scored as it
+        is. Raises EpisodeError where the episode has failed, or has no rewards.
         """
         return await asyncio.wrap_future(self.loop.start(self._play(base_url, api_key, session, task)))
 
@@ -88,7 +99,7 @@ class VerifiersAgent:
         episode = await self.env.run_episode(
             of_task(data, self.env.config.taskset.task),
             self.package.ModelContext(session, client),
-            on_trace=lambda trace: trace.watch(_stop_at_budget),
+            on_trace=lambda trace: trace.watch(_stop_when_full),
         )
         if not episode.ok:
             errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
@@ -116,8 +127,8 @@ class VerifiersAgent:
             ready.set_exception(error)
 
 
-def _stop_at_budget(trace: Any) -> None:
-    """End a trace whose session has used up its calls or tokens, so that its task is scored."""
+def _stop_when_full(trace: Any) -> None:
+    """End a trace whose session takes no further call, so that its task is scored."""
     error = trace.calls[-1].error if trace.calls else None
-    if error is not None and trace.num_turns and BUDGET in error.message:
-        trace.stop("budget_exceeded")
+    if error is not None and trace.num_turns and (found := FULL.search(error.message)):
+        trace.stop(found[1])

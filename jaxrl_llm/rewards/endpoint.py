@@ -56,8 +56,8 @@ class EndpointSpec:
     when it is not set, unless `key` was changed from its default.
     """
 
-    url: str
-    model: str
+    url: str | None = None
+    model: str | None = None
     _: KW_ONLY
     cache: str | None = None
     key: str = DEFAULT_KEY
@@ -82,11 +82,14 @@ class Endpoint:
     """`await endpoint.ask(messages)` -> Answer.
 
     `counts` holds requests, cached, retries, failures, prompt_tokens and completion_tokens since the last
-    `take_counts`. Raises ConfigError: a url that is none, or a key that is not set.
+    `take_counts`. `await endpoint.gather(...)` waits for coroutines that ask. Raises ConfigError: a url that is none,
+    or a key that is not set.
     """
 
+    gather = staticmethod(asyncio.gather)
+
     def __init__(self, spec: EndpointSpec):
-        if not spec.url.startswith(("http://", "https://")):
+        if spec.url is None or not spec.url.startswith(("http://", "https://")):
             raise ConfigError(f"the judge's url is {spec.url!r}; it starts with http:// or https:// and ends in /v1")
         if spec.key != DEFAULT_KEY and spec.key not in os.environ:
             raise ConfigError(f"the judge's key is in the environment variable {spec.key}, which is not set; export it")

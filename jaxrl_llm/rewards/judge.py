@@ -1,14 +1,14 @@
 """Graders that ask a language model: `Judge` scores each completion, `PairwiseJudge` compares those of a prompt.
 
-Both talk to an OpenAI-compatible chat endpoint (OpenAI, vLLM, SGLang, llama.cpp, ...).
+Both talk to an OpenAI-compatible chat endpoint (OpenAI, vLLM, SGLang, llama.cpp, ...), or to a model at a path, which
+the run loads beside its own (training/local_judge.py).
 """
 
-import asyncio
 import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,11 +52,32 @@ Reply with one word: A, B or tie.
 """
 
 
-@dataclass(frozen=True, eq=False)
-class JudgeSpec(EndpointSpec):
-    """Settings of a judge, those of its endpoint among them, and how it asks.
+@dataclass(frozen=True)
+class PathSpec:
+    """Settings of a judge's model that the run loads itself, in the place of an endpoint.
 
-    Raises ConfigError: a template that cannot be read, a setting out of its range, or a wrong endpoint.
+    `path` is a Hugging Face folder, its URL or hub id, or `embedded:<name>`. A prompt and its reply have up to
+    `max_length` tokens (None: as many as the model has positions, and at most 4096), `rows` are answered at a time. The
+    other settings are those of a `RewardModel`.
+    """
+
+    _: KW_ONLY
+    path: str | None = None
+    max_length: int | None = None
+    rows: int = 32
+    dtype: str = "auto"
+    offload: bool = False
+    tokenizer: Any = None
+    chat_template: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class JudgeSpec(PathSpec, EndpointSpec):
+    """Settings of a judge, those of its endpoint or of its own model among them, and how it asks.
+
+    Raises ConfigError: a template that cannot be read, a setting out of its range, a wrong endpoint, neither `url` nor
+    `path` or both, or settings of the one beside the other.
     """
 
     template: str = ""
@@ -74,12 +95,33 @@ class JudgeSpec(EndpointSpec):
             )
         if not self.tries >= 1:
             raise ConfigError(f"tries of the judge {self.name!r} is {self.tries!r}; a reply is asked for once or more")
+        if (self.url is None) == (self.path is None):
+            raise ConfigError(
+                f"the judge {self.name!r} has {'neither url nor path' if self.url is None else 'both url and path'}; "
+                "give url and model of a server, or the path of a model that the run loads"
+            )
+        if self.url is not None and self.model is None:
+            raise ConfigError(f"the judge {self.name!r} has a url, but no model: name the one that the server has")
+        given, foreign = ("url", PathSpec) if self.path is None else ("path", EndpointSpec)
+        wrong = [x.name for x in fields(foreign) if x.name != "parameters" and getattr(self, x.name) != x.default]
+        if wrong:
+            raise ConfigError(f"the judge {self.name!r} has a {given}, beside which it has no {wrong[0]}: leave it out")
         # Made here, so that a wrong template or url is seen when the judge is made.
-        _, _ = self.compiled, self.endpoint
+        _ = self.compiled
+        if self.path is None:
+            _ = self.endpoint
 
     @functools.cached_property
-    def endpoint(self) -> Endpoint:
-        """The client of the endpoint."""
+    def endpoint(self) -> Any:
+        """The client of the endpoint; of a judge with a path what training/local_judge.py has set.
+
+        Raises ConfigError where that is missing.
+        """
+        if self.path is not None:
+            raise ConfigError(
+                f"the judge {self.name!r} has the path {self.path}, whose model a run loads for a reward of its own: "
+                "outside of a run wrap it, jaxrl_llm.training.local_judge.LocalJudge(judge)"
+            )
         return Endpoint(self)
 
     @functools.cached_property
@@ -89,7 +131,8 @@ class JudgeSpec(EndpointSpec):
 
     def close(self) -> None:
         """End the threads that wait for the endpoint."""
-        self.endpoint.close()
+        if self.path is None:
+            self.endpoint.close()
 
     async def _judge(self, values: Mapping[str, Any], read: Callable[[str], Any], memory: dict[str, Any]) -> Any:
         """The result of `read` for the reply to the filled-in template; asks again for replies that it cannot read.
@@ -147,7 +190,7 @@ class Judge(JudgeSpec):
     it is taken as it is. `criteria` {name: weight} makes it a rubric: the reward is their weighted mean, and each is
     logged. Replies that cannot be read are asked for again, `tries` times in all; a row that fails gets `on_failure`:
     "stop" (an error), "none" or a number. `prices` are per million prompt and completion tokens, for the metric
-    `<name>/cost`. The other options are those of `EndpointSpec`.
+    `<name>/cost`. The other options are those of `EndpointSpec` or `PathSpec`.
     """
 
     template: str = SCORE_TEMPLATE
@@ -184,7 +227,7 @@ class Judge(JudgeSpec):
         memory = {} if batch_memory is None else batch_memory
         own = {"low": low, "high": high, "criteria": list(self.criteria or ())}
         lists = {name: values for name, values in columns.items() if isinstance(values, list)}
-        judgements = await asyncio.gather(
+        judgements = await self.endpoint.gather(
             *(
                 self._judge(
                     {name: values[row] for name, values in lists.items()}
@@ -238,7 +281,7 @@ class PairwiseJudge(JudgeSpec):
         if self.both_orders:
             pairs += [(second, first) for first, second in pairs]
         memory: dict[str, Any] = {}
-        judgements = await asyncio.gather(
+        judgements = await self.endpoint.gather(
             *(
                 self._judge(
                     {name: values[a] for name, values in columns.items() if isinstance(values, list)}

@@ -77,9 +77,15 @@ class Graded(NamedTuple):
 
 
 def load_rewards(
-    specs: Spec | Sequence[Spec], weights: Sequence[float] | None = None, timeout: float | None = None, **options: Any
+    specs: Spec | Sequence[Spec],
+    weights: Sequence[float] | None = None,
+    timeout: float | None = None,
+    finish: Callable[[Any], Any] = lambda reward: reward,
+    **options: Any,
 ) -> "Rewards":
     """The rewards for `specs`: a callable, a name, or a (nested) list of them; `options` are those of `Rewards`.
+
+    `finish` gives what stands for each reward that was made, such as a judge whose model the run loads.
 
     A name is a built-in function ("exact_match"), "module:function", "module.function" or "path/to/file.py:function"
     (of a file alone, its `compute_score`), and may set options to literals: "soft_overlong(max_length=256, cache=64)".
@@ -99,7 +105,7 @@ def load_rewards(
 
     flat = list(flatten(specs))
     names = [spec if isinstance(spec, str) else None for spec in flat]
-    return Rewards([_resolve(spec) for spec in flat], weights, timeout, specs=names, **options)
+    return Rewards([finish(_resolve(spec)) for spec in flat], weights, timeout, specs=names, **options)
 
 
 def load_grader(spec: str | RewardFunction) -> Any:

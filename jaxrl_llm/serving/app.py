@@ -299,11 +299,13 @@ class EventStream(Response):
 class Answer:
     """The choices of a request, from the queue's tokens to OpenAI's objects. Its rows are asked for when it is made.
 
-    Raises BadRequestError when too many rows wait already.
+    Raises BadRequestError when too many rows wait already. It takes up to the server's `limits.seconds`, unless it is
+    `patient`.
     """
 
-    def __init__(self, server: Server, asked: Asked):
+    def __init__(self, server: Server, asked: Asked, patient: bool = False):
         self.server, self.asked, self.started = server, asked, time.monotonic()
+        self.seconds = None if patient else server.limits.seconds
         self.id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         rows = len(asked.prompts) * asked.n
@@ -341,15 +343,14 @@ class Answer:
 
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
         """New parts of the choices until all have ended. Raises BadRequestError when time is over or decoding fails."""
-        end, first = self.started + self.server.limits.seconds, True
+        end, first = None if self.seconds is None else self.started + self.seconds, True
         while self.going:
             try:
-                left = end - time.monotonic()
-                waits = self.inbox.empty() or left <= 0
+                left = None if end is None else end - time.monotonic()
+                waits = self.inbox.empty() or (left is not None and left <= 0)
                 choice, tokens = await asyncio.wait_for(self.inbox.get(), left) if waits else self.inbox.get_nowait()
             except TimeoutError:
-                seconds = self.server.limits.seconds
-                raise BadRequestError(f"the answer took more than {seconds:g} seconds", 408) from None
+                raise BadRequestError(f"the answer took more than {self.seconds:g} seconds", 408) from None
             if isinstance(tokens, ConfigError) and self.asked.guide is not None:
                 raise BadRequestError(f"{self.asked.guide[1]}: {tokens}", param=self.asked.guide[1])
             if isinstance(tokens, BaseException):

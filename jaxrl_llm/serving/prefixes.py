@@ -75,6 +75,11 @@ class PrefixCache:
         while self.bytes > self.most_bytes or len(self._kept) > MOST:
             self.bytes -= self._kept.pop(0).size
 
+    def forget(self, adapter: str) -> None:
+        """Forgets the texts of an adapter, as its weights are others."""
+        self._kept = [prefix for prefix in self._kept if prefix.adapter != adapter]
+        self.bytes = sum(prefix.size for prefix in self._kept)
+
     def clear(self) -> None:
         """Forgets all, as their weights are others."""
         self._kept, self.bytes = [], 0

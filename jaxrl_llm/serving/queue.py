@@ -127,6 +127,7 @@ class RequestQueue:
         self.engine, self.size, self.mesh, self.counts = engine, size, mesh, Counts()
         self.adapters, self._adapts = dict(adapters or {}), adapts or bool(adapters)
         self._adapter, self._turn = "", 0.0  # that the grid decodes with, and when its turn began
+        self._stale = False  # there is another adapter by its name: rows of that one wait until the grid is empty
         self._set(params)
         self._condition = threading.Condition()
         self._waiting: deque[Handle] = deque()
@@ -221,8 +222,17 @@ class RequestQueue:
             used = any(handle.request.adapter == name for handle in (*self._rows, *self._waiting) if handle is not None)
             if used or name == self._adapter:
                 return False
-            del self.adapters[name]
+            self.adapters.pop(name, None)
             return True
+
+    def set_adapter(self, name: str, adapter: tuple[LoraConfig, Any]) -> None:
+        """Takes an adapter, or another one by the same name, which rows under way do not see. For functions that `call`
+        has called.
+        """
+        if name in self.adapters:
+            self._prefixes.forget(name)
+            self._stale |= name == self._adapter
+        self.adapters[name] = adapter
 
     def _set(self, params: Any) -> None:
         """Takes other parameters of the net, or none of them where it raises."""
@@ -325,6 +335,8 @@ class RequestQueue:
         joining, prompt_tokens, regroups = [], 0, False
         with self._condition:
             adapter, own = self._adapter, [h for h in self._waiting if h.request.adapter == self._adapter]
+            if self._stale and any(self._rows):
+                own = []
             if len(own) == len(self._waiting) or (not any(self._rows) and own[:1] == [self._waiting[0]]):
                 self._turn = time.monotonic()
             elif not any(self._rows):
@@ -350,8 +362,9 @@ class RequestQueue:
                 self._waiting.remove(handle)
             self.counts.waiting = len(self._waiting)
         try:
-            if adapter != self._adapter:
-                self._adapter, self._params = adapter, None  # there is room for one copy of the matrices
+            if adapter != self._adapter or (self._stale and not any(self._rows)):
+                # There is room for one copy of the matrices.
+                self._adapter, self._params, self._stale = adapter, None, False
                 self._params = self._merged(self._base)
             if regroups:  # those that wait join after a chunk
                 live = [slot for slot, handle in enumerate(self._rows) if handle is not None]

@@ -120,7 +120,8 @@ class RolloutTrainer:
         """Writes the policy as a Hugging Face folder, in the place of an earlier one; once for all processes.
 
         Then one of the processes that ask for it calls `then`, and all of them return what it returned, which is
-        anything that JSON writes. Raises ConfigError where the rollout has no policy to write.
+        anything that JSON writes. `then` may neither sample nor save. Raises ConfigError where it does, and where the
+        rollout has no policy to write.
         """
         if self._save is None:
             raise ConfigError("save_model has no policy to write")
@@ -179,6 +180,7 @@ class Rounds:
     def __init__(self, sample: Callable[..., list[Sampled]], save: Callable[[str], None] | None):
         self._sample, self._save = sample, save
         self._number, self._lock = 0, threading.Lock()  # functions may ask in threads
+        self._inside: int | None = None  # the thread that is in the round
         self._broken: Exception | None = None  # the error that ended the rounds of several processes
 
     def generate(self, ids: Sequence[Sequence[int]], count: int) -> Sampled:
@@ -215,10 +217,16 @@ class Rounds:
         failure: Exception | None = None,
     ) -> tuple[bool, Any]:
         """Whether any process asked for something, and what this one did: the completions of each prompt, or `then`."""
+        if self._inside == threading.get_ident():  # it has the lock, and would wait for itself
+            raise ConfigError(
+                "generate or save_model was called within save_model, by what its `then` calls: call it after "
+                "save_model has returned"
+            )
         with self._lock:
             if self._broken is not None:
                 raise self._broken
             try:
+                self._inside = threading.get_ident()
                 with all_or_none():
                     if failure is not None:
                         raise failure
@@ -239,6 +247,8 @@ class Rounds:
                 if jax.process_count() > 1:
                     self._broken = error
                 raise
+            finally:
+                self._inside = None
             return any(one is not None for one in asked), result
 
 

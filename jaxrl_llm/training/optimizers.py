@@ -151,7 +151,7 @@ def build_optimizer(spec: OptimizerSpec, schedule: optax.Schedule | None = None)
     rate = schedule or learning_rate_schedule(spec)
     if spec.name in OPTIMIZERS:
         return wrapped_optimizer(spec, stored_in(OPTIMIZERS[spec.name](spec, rate), spec.moment_dtype, spec.seed))
-    make, options = resolve_with_options(spec.name, {})
+    make, options = own_function(spec.name)
     try:
         with contained():
             made = make(rate, **options)
@@ -163,6 +163,14 @@ def build_optimizer(spec: OptimizerSpec, schedule: optax.Schedule | None = None)
             "GradientTransformation)"
         )
     return own_optimizer(spec, made)
+
+
+def own_function(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function of the user's that `optimizer.name` names, and its options; raises ConfigError without either."""
+    try:
+        return resolve_with_options(name, {})
+    except ConfigError as error:
+        raise ConfigError(f"optimizer.name is {name!r}: {error}") from error
 
 
 def own_optimizer(spec: OptimizerSpec, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -92,14 +92,7 @@ class RewardModel:
             setting = f"the chat_template of reward model {self.name}"
             own = with_chat_template(model.tokenizer, chat_template, functools.partial(find, setting=setting), setting)
             model = dataclasses.replace(model, tokenizer=own)
-        self.model = model
-        if offload:
-            if not has_host_memory():
-                raise ConfigError(
-                    f"offload is true, but the memory of a {jax.default_backend()} here has no part in the host's "
-                    "(pinned_host): leave it out"
-                )
-            self.model = dataclasses.replace(self.model, params=on_host(self.model.params))
+        self.model = offloaded(model) if offload else model
 
     def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:
         """The score of each prompt with its completion."""
@@ -172,6 +165,16 @@ def with_reward_models(specs: Any) -> Any:
     if isinstance(specs, list | tuple):
         return [with_reward_models(spec) for spec in specs]
     return specs
+
+
+def offloaded(model: Model) -> Model:
+    """The model with its parameters in the host's memory. Raises ConfigError for devices without such."""
+    if not has_host_memory():
+        raise ConfigError(
+            f"offload is true, but the memory of a {jax.default_backend()} here has no part in the host's "
+            "(pinned_host): leave it out"
+        )
+    return dataclasses.replace(model, params=on_host(model.params))
 
 
 def _is_bare_path(path: str) -> bool:

@@ -32,7 +32,7 @@ from jaxrl_llm.training.rollout_files import (
 from jaxrl_llm.training.rollouts import pack
 from jaxrl_llm.training.runtime.preemption import Notices
 from jaxrl_llm.training.runtime.watchdog import Watchdog
-from jaxrl_llm.training.setup.run import build_producer, rendezvous_of
+from jaxrl_llm.training.setup.sources import build_producer, rendezvous_of
 
 # Settings that learners compute, beside those of a single start.
 COMPUTED = ("total_steps", "optimizer.learning_rate", *OF_A_START)

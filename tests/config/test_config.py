@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import re
+import sys
 import types
 
 import numpy as np
@@ -13,7 +14,7 @@ from jaxrl_llm import __version__
 from jaxrl_llm.algorithms import policy_losses, preference_losses
 from jaxrl_llm.config import ConfigError, assign, batch_rows, default, from_json, to_json, tree, validate
 from jaxrl_llm.config.flags import find_config, help_text, load_flags, load_options, positional, shipped_configs
-from jaxrl_llm.config.resolve import closest, resolve
+from jaxrl_llm.config.resolve import closest, import_optional, resolve
 from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, LOSS_OPTIONS, RENAMED, SECTIONS, Setting
 
 
@@ -828,3 +829,26 @@ def test_a_form_that_a_configuration_has_not_is_refused():
     with pytest.raises(ConfigError, match="no form 'foo'; it has tiny"):
         load_flags(["--config=gspo:foo"])
     assert load_flags(["--config=vision_grpo:blank"]).config.data.path == "task:shapes_blank"
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (None, "PackageNotFoundError: No package metadata was found for nobodys"),
+        ("", "ModuleNotFoundError: No module named 'nobodys.v1'"),
+        ("import of_nobody_else", "ModuleNotFoundError: No module named 'of_nobody_else'"),
+        ("raise SystemExit(3)", "LeftError: it called sys.exit"),
+    ],
+)
+def test_an_optional_package_that_is_another_or_broken(tmp_path, monkeypatch, content, fault):
+    """A folder of its name; or one that has its version, but not its module, or fails."""
+    (tmp_path / "nobodys").mkdir()
+    if content is not None:
+        (tmp_path / "nobodys" / "__init__.py").write_text(content)
+        (tmp_path / "nobodys-9.dist-info").mkdir()
+        (tmp_path / "nobodys-9.dist-info" / "METADATA").write_text("Name: nobodys\nVersion: 9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    place = f"{tmp_path / 'nobodys'}.* is another of that name, which is to be renamed, or is broken"
+    with pytest.raises(ConfigError, match=rf"^x needs the package nobodys, but {place} \({fault}.*pip install"):
+        import_optional("nobodys.v1", "0.4", "x")
+    sys.modules.pop("nobodys", None)

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.config.resolve import import_file
 from jaxrl_llm.config.schema import KEYS
 from jaxrl_llm.environments.agents import Agents, AgentSpec, Connection, Outcome
 from jaxrl_llm.environments.protocol import EpisodeError
@@ -153,6 +154,17 @@ def test_commands_end_with_a_run_that_is_killed(tmp_path):
         run.send_signal(signal.SIGKILL)
         run.wait()
     wait_until(lambda: not any(map(is_alive, processes)))
+
+
+def test_close_of_a_function_is_called_once_at_the_end(tmp_path):
+    """Of one that is given and of one that is named, which may stand under several values."""
+    file = tmp_path / "closing.py"
+    file.write_text("closed = []\ndef run(tries=1): closed.append(tries)\nrun.close = lambda: closed.append('end')\n")
+    function = import_file(file).run
+    for agent in (f"{file}:run", function):
+        others = {"a": f"{file}:run(tries=2)", "b": f"{file}:run(tries=3)"}
+        run(agent, [{"prompt": "p"}, {"prompt": "p", "agent": "b"}], others=others, workers=1)
+    assert import_file(file).closed == [1, 3, "end", 1, 3, "end"]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.episode_agent import EpisodeAgent
-from jaxrl_llm.training.setup.specs import environment_spec
+from jaxrl_llm.training.setup.worker import environment_spec
 from tests.data.qwen_vl import FOLDERS, qwen_vl_folder
 from tests.data.smolvlm import picture, png
 from tests.models.decoding import trainer_logps

@@ -21,7 +21,8 @@ from jaxrl_llm.environments.factory import Environments, EnvironmentSpec, load_e
 from jaxrl_llm.environments.games import SmallestOfEach, SortThenSmallest
 from jaxrl_llm.environments.protocol import EpisodeError, Step
 from jaxrl_llm.training.setup.objectives import needs_reference
-from jaxrl_llm.training.setup.specs import environment_spec, learner_spec
+from jaxrl_llm.training.setup.specs import learner_spec
+from jaxrl_llm.training.setup.worker import environment_spec
 from tests.data.byte_tokenizer import build_byte_tokenizer
 from tests.environments.test_tool_calls import FORMS, MARK, A, B
 

@@ -26,6 +26,7 @@ ended = []
 
 class Data(vf.TaskData):
     answer: str
+    hint: str | None = "sorted"
     turns: int = 1
     fault: str = ""
 
@@ -33,6 +34,8 @@ class Data(vf.TaskData):
 class Task(vf.Task[Data]):
     @vf.reward(weight=2.0)
     async def right(self, task, trace) -> float:
+        if task.fault == "hint":
+            return float(task.hint is None)
         if task.fault == "reward":
             raise RuntimeError("no score")
         return float(trace.last_reply == task.answer)
@@ -52,7 +55,7 @@ class Taskset(vf.Taskset[Task, Config]):
     def load(self):
         for number in range(self.config.size):
             digits, turns, fault = f"{number + 10}21", self.config.turns, self.config.fault
-            data = Data(prompt=f"sort:{digits}=", answer="".join(sorted(digits)), turns=turns, fault=fault)
+            data = Data(prompt=f"sort:{digits}=", answer="".join(sorted(digits)), hint=None, turns=turns, fault=fault)
             yield Task(data, self.config.task)
 
 
@@ -85,8 +88,7 @@ CONNECTION = Connection("http://127.0.0.1:1/session/1-0/v1", "key", "policy", "h
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    if importlib.util.find_spec("verifiers") is None or importlib.util.find_spec("verifiers.v1") is None:
-        pytest.skip("no verifiers with tasksets")
+    pytest.importorskip("verifiers.v1")
     pytest.importorskip("uvicorn")
     (tmp_path / "my_tasks.py").write_text(MINE)
     endless = "class Endless(Taskset):\n    INFINITE = True\n\n\n__all__ = ['Endless']\n"
@@ -98,17 +100,18 @@ def mine(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("calls", [3, 1])
-def test_rewards_are_those_of_the_taskset(root, tmp_path, mine, calls):
-    """Two steps of two turns each, judged by hand; with one call too few the episode is scored as it is."""
+@pytest.mark.parametrize(("calls", "room"), [(3, 20), (1, 20), (3, 4)])
+def test_rewards_are_those_of_the_taskset(root, tmp_path, mine, calls, room):
+    """Two steps of two turns each, judged by hand; with a call or room too few the episode is scored as it is."""
     taskset = {"id": "my-tasks", "turns": 2}
     config = load_config_file(f"{root / 'configs/agent.py'}:tiny")
     config.output_dir, config.logging.backends, config.eval.every = str(tmp_path / "run"), ("jsonl",), -1
     config.data.path = f"task:verifiers(taskset={taskset})"
     config.environment.agent = f"verifiers(taskset={taskset}, env={LOCAL})"
     config.environment.max_turns, config.optimizer.learning_rate = calls, 1e-2
+    config.rollout.max_completion_length = room
     result = jaxrl_llm.train(config)
-    turns = min(calls, 2)
+    turns = 2 if calls > 1 and room > 4 else 1
     for line in result.metrics:
         rows = parquet.read_table(tmp_path / f"run/completions/completions_0000{line['step']}.parquet").to_pylist()
         named = {"right": [], "said": []}
@@ -138,6 +141,8 @@ def play(taskset, column="verifiers", **settings):
 
 def test_failures_are_those_of_the_session(mine):
     assert play({"id": "my-tasks", "turns": 0}) == Outcome({"right": 0.0, "said": 0.0})
+    nothing = play({"id": "my-tasks", "turns": 0, "fault": "hint"}).reward
+    assert nothing == {"right": 2.0, "said": 0.0}, "a field without a value has none, whatever its default"
     broken = play({"id": "my-tasks", "fault": "harness"}).failure
     assert broken.startswith("EpisodeError: HarnessError: ") and "RuntimeError: broken" in broken
     assert "RuntimeError: no score" in play({"id": "my-tasks", "turns": 0, "fault": "reward"}).failure
@@ -180,6 +185,9 @@ def test_rows_are_tasks(mine):
 def test_what_cannot_be_trained_on(mine, options, said):
     with pytest.raises(ConfigError, match=said):
         Agents(AgentSpec(f"verifiers({options})"))
+    named = "^environment.agents(:| = verifiers) " if "option" not in said else said
+    with pytest.raises(ConfigError, match=named):
+        Agents(AgentSpec(sys.executable, others={"a": f"verifiers({options})"}))
 
 
 @pytest.mark.parametrize(

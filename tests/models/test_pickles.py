@@ -20,7 +20,7 @@ from jaxrl_llm.models import pickles
 from jaxrl_llm.models.hf import EMBEDDED
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.pickles import PickleFile, Tensor
-from jaxrl_llm.training.setup.run import build_model
+from jaxrl_llm.training.setup.models import build_model
 
 
 @pytest.fixture

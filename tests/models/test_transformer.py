@@ -16,7 +16,7 @@ from jaxrl_llm.models.families.decoder import settings
 from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Net, attention_mask, segment_positions, unstack
-from jaxrl_llm.training.setup.run import net_options
+from jaxrl_llm.training.setup.models import net_options
 from tests.models.decoding import continued_logits, padded
 
 CONFIG = ModelConfig(

@@ -20,7 +20,7 @@ from jaxrl_llm.rollout.slots import Rollout
 from jaxrl_llm.training.logging.reward_metrics import join, over_processes, table_value
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.online import RolloutWorker
-from jaxrl_llm.training.setup.run import build_rewards
+from jaxrl_llm.training.setup.sources import build_rewards
 from tests.rewards.judge_server import JudgeServer
 
 
@@ -195,7 +195,7 @@ process = int(sys.argv[2])
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, process)
 from jaxrl_llm.rewards.signatures import RewardError
 from jaxrl_llm.rewards.runner import Logged
-from jaxrl_llm.training.setup.run import build_rewards
+from jaxrl_llm.training.setup.sources import build_rewards
 from jaxrl_llm.training.logging.reward_metrics import over_processes
 own = Logged({"both": [1.0, 1.0] if process else [4.0], f"only/{process}": [2.0]}, {"total": 1.5}, {})
 print({name: float(value) for name, value in sorted(over_processes(own).items())})

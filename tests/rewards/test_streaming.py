@@ -15,7 +15,8 @@ from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.rewards.signatures import RewardError
 from jaxrl_llm.rewards.streaming import StreamingRewards
-from jaxrl_llm.training.setup.run import build, build_mesh
+from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.run import build
 from tests.rewards.judge_server import JudgeServer, asked
 
 PROMPTS, COMPLETIONS, COLUMNS = ["p", "q", "r"], ["a", "bb", "ccc"], {"answer": [1, 2, 3]}

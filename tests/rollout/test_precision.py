@@ -29,7 +29,7 @@ from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.tools.plan.topology import tpu_chips
-from jaxrl_llm.training.setup.specs import check_correction
+from jaxrl_llm.training.setup.worker import check_correction
 from tests.models.decoding import padded
 from tests.models.images import VISION
 

@@ -12,7 +12,7 @@ import jaxrl_llm
 from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.queue import RequestQueue
-from jaxrl_llm.training.setup.specs import eos_ids
+from jaxrl_llm.training.setup.worker import eos_ids
 
 SLOTS, LONGEST, CHUNK = 4, 128, 4
 

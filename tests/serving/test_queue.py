@@ -22,7 +22,7 @@ from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.grid import CAPACITY, RowRequest
 from jaxrl_llm.serving.queue import Handle, RequestQueue, StoppedError, Tokens
-from jaxrl_llm.training.setup.specs import eos_ids
+from jaxrl_llm.training.setup.worker import eos_ids
 
 LONGEST = 40
 

@@ -256,31 +256,97 @@ def test_lists_and_deletes(client, training):
         client.create_training_client_from_state(path).result()
 
 
-def test_errors_name_what_is_wrong(client):
+def test_errors_name_what_is_wrong_and_a_run_goes_on_behind_them(client):
     with pytest.raises(tinker.NotFoundError, match="there is no model 'Qwen/Qwen3-8B'; this server has embedded:sort"):
         client.create_lora_training_client(base_model="Qwen/Qwen3-8B", rank=4).result()
-    run = made(client)
+    run, row = made(client), datum("sort:1=", "1")
+    image = types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png", expected_tokens=3)])
     wrong = {
-        "no logprobs in loss_fn_inputs": lambda: run.forward_backward([datum("sort:1=", "1")], "ppo"),
-        "the closest is ppo": lambda: run.forward_backward([datum("sort:1=", "1")], "pppo"),
-        "loss_fn_config has 'clip'": lambda: run.forward_backward(
-            [datum("sort:1=", "1")], "cross_entropy", {"clip": 1.0}
-        ),
+        "no logprobs in loss_fn_inputs": lambda: run.forward_backward([row], "ppo"),
+        "the closest is ppo": lambda: run.forward_backward([row], "pppo"),
+        "loss_fn_config has 'clip'": lambda: run.forward_backward([row], "cross_entropy", {"clip": 1.0}),
         "no ids below": lambda: run.forward_backward(
             [datum("sort:1=", "1", target_tokens=np.array([9999] * 7))], "cross_entropy"
         ),
+        f"this server's rows have {LONGEST}": lambda: run.forward_backward(
+            [datum("sort:1=", "1" * LONGEST)], "cross_entropy"
+        ),
+        "tokens of text alone": lambda: run.forward_backward(
+            [types.Datum(model_input=image, loss_fn_inputs=row.loss_fn_inputs)], "cross_entropy"
+        ),
+        "learning_rate": lambda: run.optim_step(types.AdamParams(learning_rate=-1.0)),
+        "this server has adamw": lambda: run.optim_step(types.DimuonParams(learning_rate=1.0)),
+        "ttl_seconds is -5": lambda: run.save_state("short", ttl_seconds=-5),
+        "to its own folder alone": lambda: run.save_weights_external("far"),
     }
     for message, call in wrong.items():
         with pytest.raises(tinker.RequestFailedError, match=message):
-            call().result()
-    with pytest.raises(tinker.BadRequestError, match="learning_rate"):
-        run.optim_step(types.AdamParams(learning_rate=-1.0)).result()
-    with pytest.raises(tinker.BadRequestError, match=f"this server's rows have {LONGEST}"):
-        run.forward_backward([datum("sort:1=", "1" * LONGEST)], "cross_entropy").result()
+            call().result(timeout=60)
+    run.forward_backward([row], "cross_entropy").result(timeout=60)
+    assert run.optim_step(types.AdamParams(learning_rate=1e-3)).result(timeout=60).metrics["grad_norm:mean"] > 0
+    sampler, prompt = client.create_sampling_client(base_model=BASE).result(), types.ModelInput.from_ints([1])
+    for message, count, params in (
+        ("temperature", 1, {"temperature": -1.0}),
+        ("num_samples is 20000; this server takes 1 to 16384", 20000, {}),
+    ):
+        with pytest.raises(tinker.RequestFailedError, match=message):
+            sampler.sample(
+                prompt, num_samples=count, sampling_params=types.SamplingParams(max_tokens=2, **params)
+            ).result()
+
+
+def taught(client, word: str, **others):
+    """A run that answers `sort:312=` with a word."""
+    run = made(client, rank=8, **others)
+    for _ in range(16):
+        run.forward_backward([datum("sort:312=", word)], "cross_entropy").result()
+        run.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    return run
+
+
+def test_weights_that_are_written_over_are_those_that_answer(client):
+    run = taught(client, "333")
+    path = run.save_state("latest").result().path
+    assert greedy(client.create_sampling_client(model_path=path).result(), "sort:312=", 3) == "333"
+    for _ in range(16):
+        run.forward_backward([datum("sort:312=", "111")], "cross_entropy").result()
+        run.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    assert run.save_state("latest", overwrite=True).result().path == path
+    assert greedy(client.create_sampling_client(model_path=path).result(), "sort:312=", 3) == "111"
+
+
+def test_snapshots_of_many_at_once(client, training, monkeypatch):
+    """More than are kept: each is there for the sample that it was made for."""
+    monkeypatch.setattr(samplers, "MOST_SAMPLERS", 8)
+    runs = [made(client, seed=seed) for seed in range(4)]
+
+    def sampled(run):
+        for _ in range(4):
+            assert len(greedy(run.save_weights_and_get_sampling_client().result(), "sort:21=", 2)) <= 2
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(sampled, runs))
+    assert len(training[0].server.queue.adapters) <= 8 + 4
+
+
+def test_more_samples_than_the_queue_takes_at_once(client):
+    """Those of one seed differ from each other, whatever part of them they are in, and waiting has no limit."""
     sampler = client.create_sampling_client(base_model=BASE).result()
-    cold = types.SamplingParams(max_tokens=2, temperature=-1.0)
-    with pytest.raises(tinker.RequestFailedError, match="temperature"):
-        sampler.sample(types.ModelInput.from_ints([1]), num_samples=1, sampling_params=cold).result()
+    params = types.SamplingParams(max_tokens=3, temperature=1.0, seed=1)
+    prompt = types.ModelInput.from_ints(ids("sort:4821="))
+    found = sampler.sample(prompt, num_samples=140, sampling_params=params).result().sequences
+    assert len({row.sequence_id for row in found}) == 140
+    first = [tuple(row.tokens) for row in found[:12]]
+    assert first != [tuple(row.tokens) for row in found[128:]]
+    again = sampler.sample(prompt, num_samples=12, sampling_params=params).result().sequences
+    assert [tuple(row.tokens) for row in again] == first
+
+
+def test_a_sampler_has_the_tokenizer_of_its_model(client):
+    run = made(client)
+    for tokenizer in (run.get_tokenizer(), run.save_weights_and_get_sampling_client().result().get_tokenizer()):
+        assert tokenizer.encode("sort:312=") == ids("sort:312=")
 
 
 def test_a_key_is_asked_for(listening, tmp_path, monkeypatch):

@@ -43,6 +43,8 @@ def test_a_new_repository(hub, folder):
     model = contents(folder)
     (folder / "critic").mkdir()
     (folder / "critic" / "model.safetensors").write_bytes(b"values")  # which stays here
+    (folder / "critic" / "original").mkdir()
+    (folder / "critic" / "original" / "params.json").write_text("{}")
     assert module.push(folder, "me/new", private=True, message="words") == f"{hub.url}/me/new"
     assert hub.repos["me/new"] == {"private": True, "files": model, "commits": ["words"]}
     assert module.push(folder, "team/new") and not hub.repos["team/new"]["private"]

@@ -406,6 +406,7 @@ def test_ppo_of_trl_counts_batches(tmp_path):
     )
     text = " ".join(text.split())
     assert "max_steps is not read by PPOTrainer" in text and "clips no gradient" in text
+    assert "as in TRL 1.10, which still has it." in text
     said |= {"warmup_steps": 0.1, "deepspeed": "z.json", "max_grad_norm": 0.5}
     config, _ = migrate(written(tmp_path, "b.json", said), trainer="ppo", devices=2, rows=100)
     expect(config, optimizer={"max_grad_norm": 0.5}, critic={"lr_warmup_steps": 2, "max_grad_norm": 0.5})
@@ -489,6 +490,71 @@ def test_a_mixture_of_trl(tmp_path):
         assert f"datasets: {noted}" in text
     typed = {"datasets": [{"path": "org/a", "type": "alpaca"}], "learning_rate": 1e-5, "output_dir": "o"}
     assert "of axolotl" in migrate(written(tmp_path, "typed.yaml", yaml.safe_dump(typed)), devices=1)[1]
+
+
+def of_mixture(tmp_path, *entries, **more):
+    """A file of TRL's sft with a mixture, and its notes."""
+    said = {"model_name_or_path": "m", "per_device_train_batch_size": 1, "num_train_epochs": 1, "output_dir": "o"}
+    file = written(tmp_path, "mix.yaml", yaml.safe_dump(said | {"datasets": list(entries)} | more))
+    config, text = migrate(file, trainer="sft", devices=1)
+    return config, " ".join(text.split('"""')[1].split())
+
+
+def of_file(name, count, **more):
+    Path(name).write_text('{"prompt": "a", "completion": "b"}\n' * count)
+    return {"path": "json", "data_files": name} | more
+
+
+def test_an_epoch_of_a_mixture_of_trl_keeps_its_shares(tmp_path):
+    """No source is taken twice: trl.scripts.utils.get_dataset."""
+    few, many = of_file("few.jsonl", 30, fraction=0.9), of_file("many.jsonl", 500, fraction=0.1)
+    config, notes = of_mixture(tmp_path, few, many)
+    expect(config, _={"total_steps": 33, "num_epochs": None})
+    assert "num_epochs" not in notes
+    expect(of_mixture(tmp_path, few, many, test_split_size=0.2)[0], _={"total_steps": 26}, eval={"fraction": 0.2})
+    config, _ = of_mixture(tmp_path, few, many | {"fraction": 0.0})
+    expect(
+        config, _={"total_steps": 30}, data={"sources": ({"path": "json", "data_files": "few.jsonl", "weight": 0.9},)}
+    )
+    for more in ({"packing": True}, {"datasets": [few, {"path": "org/b", "fraction": 0.1}]}):
+        config, notes = of_mixture(tmp_path, few, many, **more)
+        assert config.num_epochs == 1.0 and "an epoch there has the rows that fraction leaves" in notes
+        assert ("add --rows=N of those" in notes) == ("packing" not in more)
+
+
+def test_a_mixture_of_trl_holds_out_a_number_of_rows(tmp_path):
+    rows, two = of_file("rows.jsonl", 50), of_file("two.jsonl", 150)
+    strategy = {"eval_strategy": "steps", "eval_steps": 5}
+
+    def held_out(size, *entries):
+        config, notes = of_mixture(tmp_path, *entries, test_split_size=size, **strategy)
+        return config.eval.fraction, config.eval.every, "holds nothing out" in notes, config
+
+    assert held_out(20, rows, two)[:3] == (0.1, 5, False)
+    *sliced, config = held_out(20, {"path": "org/a"})
+    assert sliced == [0.0, 5, False]
+    expect(config, data={"sources": ({"path": "org/a", "split": "train[20:]", "eval_split": "train[:20]"},)})
+    assert held_out(20, {"path": "org/a"}, {"path": "org/b"})[:3] == (0.0, -1, True)
+    assert held_out(50, rows)[:3] == (0.0, -1, True)
+
+
+def test_an_entry_of_a_mixture_that_cannot_be_read_costs_that_entry(tmp_path):
+    parts = {"path": "json", "data_files": {"train": "a.jsonl", "test": ["b.jsonl", "c.jsonl"]}}
+    for split, read in (("train[:10%]", ("a.jsonl", "train[:10%]")), ("test", (["b.jsonl", "c.jsonl"], "train"))):
+        (source,) = of_mixture(tmp_path, parts | {"split": split})[0].data.sources
+        assert (source["data_files"], source["split"]) == read
+    for entry, fault in (
+        (parts | {"split": "dev"}, "its data_files have no split dev"),
+        ("org/b", "it names no path"),
+        ({"name": "b"}, "it names no path"),
+        ({"path": "org/b", "fraction": "half"}, "its fraction is 'half', and not a number from 0 on"),
+        ({"path": "org/b", "fraction": -1}, "its fraction is -1, and not a number from 0 on"),
+    ):
+        config, notes = of_mixture(tmp_path, entry, {"path": "org/a"})
+        assert config.data.sources == ({"path": "org/a"},) and f"is left out: {fault}" in notes
+        config, notes = of_mixture(tmp_path, entry)
+        assert config.data.path == "DATA" and "datasets has no entry that is trained on: set data.path" in notes
+    assert "datasets = 'org/a' is left out: datasets is 'org/a'" in of_mixture(tmp_path, datasets="org/a")[1]
 
 
 @pytest.mark.parametrize("strategy", ["bfd_split", "wrapped", "bfd", None])

@@ -29,7 +29,9 @@ from jaxrl_llm.tools.plan.split import Split, balances, least_seconds, make_spli
 from jaxrl_llm.tools.plan.text import bytes_text, lines, seconds_text
 from jaxrl_llm.tools.plan.topology import _cuda_folder, _described, slice_shape, target
 from jaxrl_llm.training.reference import start_reference
-from jaxrl_llm.training.setup.run import build_mesh, build_model, make_optimizer, sized_critic_updates
+from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.models import build_model
+from jaxrl_llm.training.setup.run import make_optimizer, sized_critic_updates
 from jaxrl_llm.training.setup.specs import reference_spec, update_spec
 from jaxrl_llm.training.update import init_state
 

@@ -443,6 +443,24 @@ def test_a_server_that_comes_up_is_waited_for(rollout, monkeypatch):
     late.http.server_close()
 
 
+def test_what_follows_a_save_may_not_ask_for_another(rollout, tmp_path):
+    """It would wait for itself; the function samples on after the error."""
+    refused = []
+
+    def function(prompts, trainer):
+        for then in (lambda: trainer.generate(prompts), lambda: trainer.save_model(tmp_path / "other")):
+            with pytest.raises(ConfigError, match=r"within save_model, .* call it after save_model has returned"):
+                trainer.save_model(tmp_path / "policy", then)
+            refused.append(then)
+        return trainer.generate(prompts)
+
+    thread = threading.Thread(target=rollout, args=(function,), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive() and len(refused) == 2
+    assert (tmp_path / "policy" / "config.json").is_file() and not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import jaxrl_llm
-from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.config import ConfigError, default, from_json, to_json, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import parameter_spec
 from jaxrl_llm.training.optimizers import (
@@ -502,21 +502,30 @@ def test_an_optimizer_of_ones_own_by_name(tmp_path):
     [
         ("adam", r"optimizer.name is 'adam': it takes adamw, .* your own function"),
         ("adamw(b1=0.5)", r"optimizer.name is 'adamw\(b1=0.5\)': it takes adamw"),
-        ("FILE:mak", "optimizer.name is '.*mine.py:mak': .*the closest is make"),
-        ("FILE:make(b3=1)", "optimizer.name is .*has no option 'b3'; it takes rate, momentum"),
-        ("FILE:make(b3)", "optimizer.name is .*cannot read the options"),
+        ("mine.py:make(b3)", "optimizer.name is .*cannot read the options"),
     ],
 )
-def test_names_of_no_optimizer(name, words, tmp_path):
-    (tmp_path / "mine.py").write_text(OWN)
+def test_names_of_no_optimizer(name, words):
     with pytest.raises(ConfigError, match=words):
-        validate(config_of(name=name.replace("FILE", f"{tmp_path}/mine.py")))
+        validate(config_of(name=name))
+
+
+def test_the_function_is_found_when_a_run_starts(tmp_path, monkeypatch):
+    """A run's record can be read where its file is not; the run itself ends before its data and weights are read."""
+    monkeypatch.chdir(tmp_path)
+    config = config_of(name="mine.py:make")
+    assert from_json(to_json(config)).optimizer.name == "mine.py:make"
+    config.output_dir, config.model.path, config.data.path = str(tmp_path / "run"), "nowhere", "nowhere.jsonl"
+    with pytest.raises(ConfigError, match=r"optimizer.name is 'mine.py:make': there is no file mine.py"):
+        jaxrl_llm.train(config)
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("broken", r"mine.py:broken raised ZeroDivisionError.*mine.py:8"),
+        ("mak", "optimizer.name is '.*mine.py:mak': .*the closest is make"),
+        ("make(b3=1)", "optimizer.name is .*has no option 'b3'; it takes rate, momentum"),
         ("make(rate=1)", "raised TypeError: .*multiple values"),
         ("nothing", "mine.py:nothing returned function, but it must return an optimizer of optax"),
     ],

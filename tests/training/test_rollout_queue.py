@@ -267,7 +267,8 @@ from jax._src.array import ArrayImpl
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh, resharding, shardings
-from jaxrl_llm.training.setup.run import build, build_mesh
+from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import merge_frozen
 from tests.training.test_rollout_queue import config_of, digits

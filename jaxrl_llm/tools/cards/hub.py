@@ -59,7 +59,7 @@ def push(folder: str | Path, repo: str, private: bool = False, overwrite: bool =
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     api, folder, repo = _api(), Path(folder), named(repo)
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.parent != folder / CRITIC)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_relative_to(folder / CRITIC))
     if not any(matches(path.name, WEIGHTS) for path in paths):
         raise ConfigError(f"cannot push to {repo}: {folder} holds no weights ({', '.join(WEIGHTS)})")
     there = _files_there(api, repo, private, overwrite)

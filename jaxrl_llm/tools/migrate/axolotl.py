@@ -134,7 +134,10 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
         for key in ("datasets", "test_datasets")
     )
     if yaml.get("val_set_size") and sources:
-        _hold_out(draft, yaml, sources, rows)
+        if yaml.get("test_datasets"):
+            draft.check(f"val_set_size = {yaml['val_set_size']} holds nothing out: test_datasets are evaluated on")
+        else:
+            shared.hold_out(draft, yaml["val_set_size"], "val_set_size", sources, rows)
     draft.set("data.sources", tuple(sources) or None, "datasets")
     if tests or "eval.fraction" in draft.values:
         draft.drop("data.eval_split")
@@ -254,22 +257,3 @@ def _source(draft: Draft, dataset: dict[str, Any], trainer: str, key: str) -> di
             "file.py:function)"
         )
     return source
-
-
-def _hold_out(draft: Draft, yaml: dict[str, Any], sources: list[dict[str, Any]], rows: int) -> None:
-    """Set what val_set_size holds out, a share or a number of all rows; a slice of the one source, if uncounted."""
-    size, split = float(yaml["val_set_size"]), str(sources[0].get("split", "train"))
-    if yaml.get("test_datasets"):
-        reason = "test_datasets are evaluated on"
-    elif draft.values.get("data.streaming"):
-        reason = "streamed rows are not counted. To evaluate, set data.eval_path and eval.every"
-    elif size < 1 or size < rows:
-        draft.set("eval.fraction", size if size < 1 else size / rows, "val_set_size")
-        return
-    elif len(sources) == 1 and not rows and not {"[", "+"} & set(split):
-        sources[0] |= {"split": f"{split}[{int(size)}:]", "eval_split": f"{split}[:{int(size)}]"}
-        return
-    else:
-        counted = f"there are {rows} rows in all" if rows else "how many rows there are in all is not known (--rows=N)"
-        reason = f"{counted}. To evaluate, set eval.fraction and eval.every"
-    draft.check(f"val_set_size = {size:g} holds nothing out: {reason}")

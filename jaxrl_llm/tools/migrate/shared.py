@@ -64,6 +64,28 @@ def epochs(draft: Draft, per_epoch: int, count: float, key: str) -> None:
     )
 
 
+def hold_out(draft: Draft, size: float, key: str, sources: Sequence[dict[str, Any]], rows: int) -> bool:
+    """Set what `key` holds out, a share or a number of all rows; a slice of the one source, if uncounted.
+
+    Returns False, with a note, where nothing is held out.
+    """
+    size, split = float(size), str(sources[0].get("split", "train"))
+    if draft.values.get("data.streaming"):
+        reason = "streamed rows are not counted. To evaluate, set data.eval_path and eval.every"
+    elif size < 1 or size < rows:
+        draft.set("eval.fraction", size if size < 1 else size / rows, key)
+        return True
+    elif len(sources) == 1 and not rows and not {"[", "+"} & set(split):
+        sources[0].update(split=f"{split}[{int(size)}:]", eval_split=f"{split}[:{int(size)}]")
+        draft.use(key)
+        return True
+    else:
+        counted = f"there are {rows} rows in all" if rows else "how many rows there are in all is not known (--rows=N)"
+        reason = f"{counted}. To evaluate, set eval.fraction and eval.every"
+    draft.check(f"{key} = {size:g} holds nothing out: {reason}")
+    return False
+
+
 def check_model(draft: Draft) -> None:
     """Note a model that the file does not name."""
     if "model.path" not in draft.values:

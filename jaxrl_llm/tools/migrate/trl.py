@@ -63,7 +63,8 @@ def convert(source: Source, options: Options) -> Draft:
         raise RefusedError(f"--version is {version!r}, but TRL's are {', '.join(VERSIONS)}")
     if version == "0.16" and trainer != "grpo":
         raise RefusedError(f"--version is 0.16, whose defaults are known for grpo, and the trainer is {trainer}")
-    title = f"{trainer.upper()}, from FILE of TRL; what that leaves out is as in TRL {version}."
+    of = "1.10, which still has it" if trainer == "ppo" else version
+    title = f"{trainer.upper()}, from FILE of TRL; what that leaves out is as in TRL {of}."
     theirs = defaults("trl", "grpo_0.16" if version == "0.16" else trainer)
     named = {NAMES["aliases"].get(key, key): (key, value) for key, value in source.settings.items()}
     return apply(Draft(source, title, theirs, named), trainer, options)
@@ -180,14 +181,29 @@ def _mixture(draft: Draft) -> None:
     """Set the sources of a mixture, of which the splits, names and streams of a single data set say nothing."""
     draft.drop("data.name", "data.split")
     draft.set("data.streaming", bool(draft.get("streaming")), "streaming")
-    draft.set("eval.fraction", draft.get("test_split_size"), "test_split_size")
-    sources = []
-    for entry in draft.get("datasets"):
-        given = {key: value for key, value in entry.items() if value is not None}
+    entries, sources = draft.get("datasets"), []
+    if not isinstance(entries, list | tuple):
+        raise ConfigError(f"datasets is {short(entries)}, and not a list of entries with a path each")
+    for entry in entries:
+        given = {key: value for key, value in entry.items() if value is not None} if isinstance(entry, dict) else {}
         source = {key: given.pop(key) for key in ("path", "name", "split", "data_files") if key in given}
         files, share = source.get("data_files"), given.pop("fraction", None)
+        split = str(source.get("split", "train"))
+        name = split.partition("[")[0]
+        fault = None
+        if not isinstance(source.get("path"), str):
+            fault = "it names no path"
+        elif isinstance(files, dict) and name not in files:
+            fault = f"its data_files have no split {name}"
+        elif share is not None and not (isinstance(share, int | float) and share >= 0):
+            fault = f"its fraction is {short(share)}, and not a number from 0 on"
+        if fault:
+            draft.check(f"datasets: {short(entry)} is left out: {fault}")
+            continue
+        if share == 0:  # of whose rows none is taken there either
+            continue
         if isinstance(files, dict):
-            source["data_files"], source["split"] = files[source.get("split", "train")], "train"
+            source["data_files"], source["split"] = files[name], f"train{split.removeprefix(name)}"
         if files and source["path"] not in READERS.values():
             draft.check(f"datasets: data_files of {source['path']} are files in it there; here they are paths, or URLs")
         if share is not None and not draft.values.get("data.packing"):
@@ -200,7 +216,10 @@ def _mixture(draft: Draft) -> None:
         for key, value in given.items():
             draft.check(f"datasets: {key} = {short(value)} of {source['path']} has no equivalent")
         sources.append(source)
-    draft.set("data.sources", tuple(sources), "datasets")
+    draft.set("data.sources", tuple(sources) or None, "datasets")
+    if not sources:
+        draft.set("data.path", "DATA")
+        draft.check("datasets has no entry that is trained on: set data.path")
 
 
 def _dataset(draft: Draft) -> None:

@@ -21,12 +21,18 @@ PROJECTS = ("project", "WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME", "SWANLAB_PROJE
 def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
     """Set the steps of the run, of checkpoints, evaluations and logged completions; `updates` are those of a step."""
     epochs, most = draft.get("num_train_epochs"), int(draft.get("max_steps") or -1)
-    batch, single = draft.values["batch.prompts"], {"path": draft.values.get("data.path")}
+    batch, sources = draft.values["batch.prompts"], draft.values.get("data.sources", ())
     counts = [
-        shared.known_rows(options, one.get("data_files") or one["path"], one.get("split", "train"))
-        for one in draft.values.get("data.sources", (single | {"split": draft.get("dataset_train_split")},))
+        shared.known_rows(options, one.get("data_files") or one["path"], one.get("split") or "train")
+        for one in sources or ({"path": draft.values.get("data.path"), "split": draft.get("dataset_train_split")},)
     ]
     rows = options.rows or (sum(counts) if all(counts) else 0)
+    weights = [one.get("weight") for one in sources]
+    if rows and not options.rows and weights and all(weights):  # what keeps the shares and takes no row twice
+        least = min(count / weight for count, weight in zip(counts, weights, strict=True))
+        rows = sum(round(weight * least) for weight in weights)
+    size, held = draft.get("test_split_size") if sources else None, draft.get("train_test_split")
+    evaluated = shared.hold_out(draft, size, "test_split_size", sources, rows) if size else not isinstance(held, str)
     if draft.values.get("data.packing"):  # of packed rows, whose number follows from the tokens
         rows = 0
     if rows and (share := draft.values.get("eval.fraction")):
@@ -40,6 +46,11 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
         draft.set("total_steps", shared.divided(int(episodes), batch), "total_episodes", "num_train_epochs")
     else:
         shared.epochs(draft, per_epoch, float(epochs), "num_train_epochs")
+        if not per_epoch and any(isinstance(one, dict) and one.get("fraction") for one in draft.get("datasets") or ()):
+            draft.check(
+                "an epoch there has the rows that fraction leaves of the data sets, but num_epochs counts all of them: "
+                f"set total_steps{way_out and f'{way_out} of those that it leaves'}"
+            )
     total = draft.values["total_steps"]
     for name, ours, never in (("save", "checkpoint.every", 0), ("eval", "eval.every", -1)):
         key, steps = f"{name}_strategy", f"{name}_steps"
@@ -61,10 +72,10 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
     if draft.values["eval.every"] >= 0:
         draft.set("eval.at_start", bool(draft.get("eval_on_start")), "eval_on_start")
     _saved(draft)
-    held = draft.get("train_test_split")
-    if isinstance(held, str):
-        draft.set("eval.every", -1, "train_test_split")
+    if not evaluated:
+        draft.set("eval.every", -1, "train_test_split", "test_split_size")
         draft.drop("eval.at_start", "eval.start", "checkpoint.best", "checkpoint.best_mode", "export.best")
+    if isinstance(held, str):
         draft.check(
             f"{held} holds out rows that are no share here, so all rows are trained on and none evaluated (eval.every "
             "= -1): set eval.fraction, and eval.every"

@@ -15,7 +15,7 @@ from jaxrl_llm.tools.plan.programs import Microbatch, compile_step, held_bytes
 from jaxrl_llm.tools.plan.shapes import Shapes, describe
 from jaxrl_llm.tools.plan.topology import Target, target_of, traced_as_on
 from jaxrl_llm.training.packing.planner import Packer
-from jaxrl_llm.training.setup.run import check_rows, sampling_devices
+from jaxrl_llm.training.setup.mesh import check_rows, sampling_devices
 
 PARAMETERS = "the sampler's parameters"
 HEADROOM = 0.1  # of a device's memory that a plan leaves free: fragments, and what the runtime keeps for itself

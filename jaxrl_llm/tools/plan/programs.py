@@ -32,19 +32,13 @@ from jaxrl_llm.training.packing.layout import Sizes, plan
 from jaxrl_llm.training.packing.planner import Packer, TypicalRows, make_packer
 from jaxrl_llm.training.passes import scored_distributions, scored_logps, scored_norms, scored_top, values_before
 from jaxrl_llm.training.setup.memory import gradient_bytes, with_fitting_slots
+from jaxrl_llm.training.setup.mesh import shard_rows
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, policy_loss
-from jaxrl_llm.training.setup.run import (
-    critic_alone,
-    make_optimizer,
-    shard_rows,
-    sized_critic_updates,
-    sized_updates,
-)
+from jaxrl_llm.training.setup.run import critic_alone, make_optimizer, sized_critic_updates, sized_updates
 from jaxrl_llm.training.setup.specs import (
     advantage_spec,
     algorithm_of,
     batch_spec,
-    check_correction,
     context_width,
     critic_optimizer_spec,
     learner_spec,
@@ -54,6 +48,7 @@ from jaxrl_llm.training.setup.specs import (
     rollout_spec,
     teacher_spec,
 )
+from jaxrl_llm.training.setup.worker import check_correction
 from jaxrl_llm.training.update import make_update, merge_frozen, optimizer_step, unchanged
 
 

@@ -21,8 +21,9 @@ from jaxrl_llm.training.objectives.value import HEAD
 from jaxrl_llm.training.optimizers import build_optimizer
 from jaxrl_llm.training.reference import ReferenceSpec, start_reference
 from jaxrl_llm.training.setup.data import model_entries, register
+from jaxrl_llm.training.setup.models import build_lora, critic_config, net_options
 from jaxrl_llm.training.setup.objectives import needs_reference
-from jaxrl_llm.training.setup.run import build_lora, critic_config, make_optimizer, net_options
+from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import (
     critic_optimizer_spec,
     critic_update_spec,

@@ -12,7 +12,7 @@ from jaxrl_llm.tools.plan.devices import named
 from jaxrl_llm.tools.plan.planned import PARAMETERS, Plan, floors, make_plan
 from jaxrl_llm.tools.plan.text import bytes_text, lines, seconds_text, table
 from jaxrl_llm.tools.plan.topology import stand_ins, target_of
-from jaxrl_llm.training.setup.run import check_rows, sampling_devices
+from jaxrl_llm.training.setup.mesh import check_rows, sampling_devices
 
 
 class Split(NamedTuple):

@@ -20,7 +20,7 @@ from jaxrl_llm.models import chunked_softmax
 from jaxrl_llm.models.model import compute_dtype
 from jaxrl_llm.tools.plan.devices import Device, Gpu, at_hand, named
 from jaxrl_llm.training import update
-from jaxrl_llm.training.setup.run import build_mesh
+from jaxrl_llm.training.setup.mesh import build_mesh
 
 GPU_OPTIONS = (("xla_gpu_autotune_level", 0),)  # kernels are not tried out, as no device is there
 PLUGINS = ("xla_cuda12", "xla_cuda13")  # folders of jax's CUDA plugin; others lie beside it

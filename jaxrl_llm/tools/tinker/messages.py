@@ -88,21 +88,24 @@ class Datum:
 class GradientRequest:
     """Rows, and the loss whose gradient over them is added to that of a run; with `forward_only` it is not."""
 
-    model_id: str
-    seq_id: int
     data: Sequence[Datum]
     loss_fn: str
     options: Mapping[str, Any]
     forward_only: bool
 
 
-def gradient_request(body: bytes) -> GradientRequest:
-    """The request that a protobuf message holds. Raises BadRequestError."""
+def gradient_message(body: bytes) -> Any:
+    """The protobuf message of a request, whose `model_id` and `seq_id` are certain. Raises BadRequestError."""
     message = _message("ForwardBackwardRequest")()
     try:
         message.ParseFromString(body)
     except DecodeError:
         raise BadRequestError("the body is no ForwardBackwardRequest of Tinker's SDK 0.38") from None
+    return message
+
+
+def gradient_request(message: Any) -> GradientRequest:
+    """The request that a protobuf message holds. Raises BadRequestError."""
     data = []
     for number, datum in enumerate(message.data):
         if any(not chunk.HasField("encoded_text") for chunk in datum.model_input):
@@ -124,7 +127,7 @@ def gradient_request(body: bytes) -> GradientRequest:
     for entry in message.loss_fn_config_v2:
         options[entry.key] = entry.value.text or entry.value.number
     return GradientRequest(
-        message.model_id, message.seq_id, data, message.loss_fn, options, message.forward_only
+        data, message.loss_fn, options, message.forward_only
     )  # fmt: skip
 
 
@@ -143,11 +146,18 @@ def gradient_request_of_json(body: Mapping[str, Any], forward_only: bool) -> Gra
             data.append(Datum(np.asarray(prompt_tokens(datum["model_input"], f"datum {number}"), np.int64), inputs))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise BadRequestError(f"datum {number} cannot be read: {type(error).__name__}: {error!s:.200}") from None
-    options, number = given.get("loss_fn_config") or {}, body.get("seq_id")
+    options = given.get("loss_fn_config") or {}
     if not isinstance(options, Mapping):
         raise BadRequestError(f"loss_fn_config is {options!r:.100}; it takes an object")
-    number = number if isinstance(number, int) else 0
-    return GradientRequest(str(body.get("model_id")), number, data, str(given.get("loss_fn")), options, forward_only)
+    return GradientRequest(data, str(given.get("loss_fn")), options, forward_only)
+
+
+def whole(body: Mapping[str, Any], name: str, default: int) -> int:
+    """A whole number of a body. Raises BadRequestError."""
+    value = body.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise BadRequestError(f"{name} is {value!r:.100}; it takes a whole number")
+    return default if value is None else value
 
 
 def prompt_tokens(model_input: Any, where: str = "the prompt") -> list[int]:
@@ -232,6 +242,11 @@ class GradientAnswer:
         return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": dict(self.metrics)}
 
 
+def _in_json(logps: Sequence[float]) -> list[float]:
+    """Log-probs without the infinity that JSON has not."""
+    return [EMPTY if x == -math.inf else x for x in logps]
+
+
 @dataclasses.dataclass(frozen=True)
 class Likeliest:
     """The K likeliest tokens and their log-probs at each of N places; a row without any is empty."""
@@ -252,8 +267,8 @@ class Likeliest:
 
     def json(self) -> list[list[tuple[int, float]] | None]:
         """Pairs of id and log-prob."""
-        pairs = zip(self.ids, self.logps, strict=True)
-        return [list(zip(ids, logps, strict=True)) or None for ids, logps in pairs]
+        places = zip(self.ids, self.logps, strict=True)
+        return [list(zip(ids, _in_json(logps), strict=True)) or None for ids, logps in places]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,11 +310,11 @@ class SampleAnswer:
         """The same for clients before protobuf."""
         found: dict[str, Any] = {"type": "sample", "sequences": []}
         for row in self.sequences:
-            shown = {"tokens": list(row.tokens), "logprobs": list(row.logps)}
+            shown = {"tokens": list(row.tokens), "logprobs": _in_json(row.logps)}
             shown["stop_reason"] = "stop" if row.stopped else "length"
             found["sequences"].append(shown | ({} if row.top is None else {"topk_logprobs": row.top.json()}))
         if self.prompt_logps is not None:
-            found["prompt_logprobs"] = [None if math.isnan(x) else x for x in self.prompt_logps]
+            found["prompt_logprobs"] = [None if math.isnan(x) else x for x in _in_json(self.prompt_logps)]
         if self.prompt_top is not None:
             found["topk_prompt_logprobs"] = self.prompt_top.json()
         return found

@@ -1,10 +1,10 @@
 """The results of requests, which clients fetch when they are there."""
 
 import asyncio
-import dataclasses
 import time
 import traceback
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,13 +19,37 @@ KEPT = 600.0  # seconds that a result is kept when it was fetched, in case the a
 FORGOTTEN = 3600.0  # seconds after which nobody comes for a result
 
 
-@dataclasses.dataclass(eq=False)
+class Failure(NamedTuple):
+    """Why a request failed: by the client's own doing, "user", or not, "server"."""
+
+    message: str
+    category: str
+
+
+async def settled(work: Callable[[], Awaitable[Any]]) -> Any:
+    """What a function comes to, or the Failure that it ends in: an error would keep the arrays of all its frames."""
+    try:
+        return await work()
+    except (BadRequestError, ConfigError) as error:
+        return Failure(str(error), "user" if getattr(error, "status", 400) < 500 else "server")
+    except ArithmeticError as error:
+        return Failure(str(error), "server")
+    except Exception as error:
+        traceback.print_exc()
+        return Failure(f"{type(error).__name__}: {error!s:.1000}", "server")
+
+
 class Pending:
     """A result, or what will be one."""
 
-    future: "asyncio.Future[Any]"
-    made: float = dataclasses.field(default_factory=time.monotonic)
-    fetched: float | None = None
+    def __init__(self, future: "asyncio.Future[Any]"):
+        self.future = future
+        self.since: float | None = None  # it was there, and then since it was fetched
+        self.fetched = False
+        future.add_done_callback(self._is_there)
+
+    def _is_there(self, future: "asyncio.Future[Any]") -> None:
+        self.since = time.monotonic()
 
 
 class Results:
@@ -37,8 +61,13 @@ class Results:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._pending
 
+    def start(self, request_id: str, work: Callable[[], Awaitable[Any]]) -> None:
+        """Does what a request asks for, unless it came before."""
+        if request_id not in self:
+            self.add(request_id, asyncio.ensure_future(settled(work)))
+
     def add(self, request_id: str, future: "asyncio.Future[Any]") -> None:
-        """Keeps what will be the result of a request."""
+        """Keeps what will be the result of a request, or its Failure."""
         self._pending[request_id] = Pending(future)
 
     async def retrieve(self, server: Server, request: Request) -> Response:
@@ -55,17 +84,10 @@ class Results:
             server.active += 1
         if not pending.future.done():
             return JSONResponse({"type": "try_again", "request_id": body["request_id"], "queue_state": "active"}, 408)
-        pending.fetched = time.monotonic()
-        if pending.future.cancelled():
-            return failure("the request was cancelled", "user")
-        error = pending.future.exception()
-        if isinstance(error, BadRequestError | ConfigError):
-            return failure(str(error), "user" if getattr(error, "status", 400) < 500 else "server")
-        if error is not None:
-            if not isinstance(error, ArithmeticError):
-                traceback.print_exception(error)
-            return failure(f"{type(error).__name__}: {error!s:.1000}", "server")
-        result = pending.future.result()
+        pending.since, pending.fetched = time.monotonic(), True
+        result = Failure("the request was cancelled", "user") if pending.future.cancelled() else pending.future.result()
+        if isinstance(result, Failure):
+            return JSONResponse({"error": result.message, "category": result.category})
         if isinstance(result, dict):
             return JSONResponse(result)
         if PROTOBUF in request.headers.get("accept", ""):
@@ -76,8 +98,7 @@ class Results:
         """Lets results go that were fetched, and those that nobody came for."""
         now = time.monotonic()
         for name, pending in list(self._pending.items()):
-            over = now - pending.fetched > KEPT if pending.fetched is not None else now - pending.made > FORGOTTEN
-            if over and pending.future.done():
+            if pending.since is not None and now - pending.since > (KEPT if pending.fetched else FORGOTTEN):
                 del self._pending[name]
 
     async def cancel(self, server: Server, request: Request) -> Response:
@@ -87,8 +108,3 @@ class Results:
         if pending is not None and isinstance(pending.future, asyncio.Task):
             pending.future.cancel()
         return JSONResponse({"status": "ok"})
-
-
-def failure(message: str, category: str) -> Response:
-    """The result of a request that failed."""
-    return JSONResponse({"error": message, "category": category})

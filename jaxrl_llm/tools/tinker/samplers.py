@@ -1,10 +1,11 @@
 """Samples of the model and of saved weights, which are adapters of the server's queue as long as they are used."""
 
 import asyncio
+import functools
 import math
 import uuid
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -13,13 +14,17 @@ from starlette.responses import JSONResponse, Response
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.serving.app import Answer, Server
 from jaxrl_llm.serving.bodies import parse
+from jaxrl_llm.serving.choice import Choice
 from jaxrl_llm.serving.errors import BadRequestError
+from jaxrl_llm.serving.grid import MOST_PROMPT_TOP, MOST_TOP
 from jaxrl_llm.serving.queue import RequestQueue
-from jaxrl_llm.tools.tinker.checkpoints import SCHEME, Store, place_of
-from jaxrl_llm.tools.tinker.messages import Completion, Likeliest, SampleAnswer, prompt_tokens
+from jaxrl_llm.tools.tinker.checkpoints import SCHEME, Store
+from jaxrl_llm.tools.tinker.messages import Completion, Likeliest, SampleAnswer, prompt_tokens, whole
 from jaxrl_llm.tools.tinker.results import Results
 from jaxrl_llm.tools.tinker.sessions import Sessions
 
+MOST_SAMPLES = 2**14  # of a prompt, in one request
+MOST_COMPLETIONS = 128  # of it that are asked of the queue at a time
 MOST_SAMPLERS = 32  # adapters that are kept to sample from; others are read again from their folder
 
 
@@ -28,18 +33,20 @@ class Samplers:
 
     def __init__(
         self, model: Model, queue: RequestQueue, store: Store, names: tuple[str, ...], results: Results,
-        sessions: Sessions,
+        sessions: Sessions, tokenizer: str,
     ):  # fmt: skip
-        """`names` are those of the model, the first one in answers."""
+        """`names` are those of the model, the first one in answers; clients load its tokenizer by `tokenizer`."""
         self.model, self.queue, self.store, self.names = model, queue, store, names
-        self.results, self.sessions = results, sessions
+        self.results, self.sessions, self.tokenizer = results, sessions, tokenizer
         self.paths: dict[str, str] = {}  # of each sampling session; empty: the model itself
-        self.loaded: OrderedDict[str, None] = OrderedDict()  # paths whose adapters the queue has, the newest use last
-        self.loading = asyncio.Lock()
+        # Paths whose adapters the queue has, the newest use last, and when these were written.
+        self.loaded: OrderedDict[str, str] = OrderedDict()
+        self.using: Counter[str] = Counter()  # samples of each path that are not done
+        self.loading, self.admission = asyncio.Lock(), asyncio.Lock()
 
     def check_base(self, name: Any) -> None:
         """Raises BadRequestError for another model than the one that is served."""
-        if name not in self.names:
+        if name not in (*self.names, self.tokenizer):
             raise BadRequestError(f"there is no model {name!r:.200}; this server has {self.names[0]}", 404)
 
     async def create(self, server: Server, request: Request) -> Response:
@@ -56,104 +63,95 @@ class Samplers:
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler})
 
     async def get(self, server: Server, request: Request) -> Response:
-        """What a sampler samples from."""
+        """What a sampler samples from. Its base is called by a name that clients load the tokenizer by."""
         sampler = request.path_params["sampler"]
         path = self._path(sampler)
-        return JSONResponse({"sampler_id": sampler, "base_model": self.names[0], "model_path": path or None})
+        named = path if path.startswith(SCHEME) else None
+        return JSONResponse({"sampler_id": sampler, "base_model": self.tokenizer, "model_path": named})
 
     def _path(self, name: Any) -> str:
         if name not in self.paths:
-            raise BadRequestError(
-                f"there is no sampling session {name!r:.200}: this server started anew. Create one", 404
-            )
+            raise BadRequestError(f"there is no sampling session {name!r:.200}; create one anew", 404)
         return self.paths[name]
 
     async def _ensure(self, server: Server, path: str) -> None:
-        """Has the adapters of a path to sample from, read from their folder where they were let go."""
-        place_of(path)
-        if path in self.queue.adapters:
+        """Has the adapters of a path to sample from, read from their folder where they are not, or are others now."""
+        if not path.startswith(SCHEME):
+            if path not in self.loaded:
+                raise BadRequestError(
+                    f"the snapshot was let go, as {MOST_SAMPLERS} others were used since: save weights by a name", 404
+                )
             self.loaded.move_to_end(path)
             return
         async with self.loading:
-            if path not in self.queue.adapters:
-                config, adapters, _ = await asyncio.to_thread(self.store.load, path, self.model)
-                await self.serve(server, path, (config, adapters))
+            written = (await asyncio.to_thread(self.store.info, path))["time"]
+            if self.loaded.get(path) == written:
+                self.loaded.move_to_end(path)
+                return
+            config, adapters, _ = await asyncio.to_thread(self.store.load, path, self.model)
+            await self.serve(server, path, (config, adapters), written)
 
-    async def serve(self, server: Server, path: str, adapters: Any) -> None:
+    async def serve(self, server: Server, path: str, adapters: Any, written: str = "") -> None:
         """Makes adapters a model of the server, and lets those go that were not used for longest."""
-
-        self.loaded[path] = None
-        self.loaded.move_to_end(path)
-        oldest = list(self.loaded)[:-MOST_SAMPLERS]
+        unused = [name for name in self.loaded if name != path and not self.using[name]]
+        oldest = unused[: max(len(self.loaded) + 1 - MOST_SAMPLERS, 0)]
 
         def add() -> list[str]:
-            self.queue.adapters[path] = adapters
+            self.queue.set_adapter(path, adapters)
             return [name for name in oldest if self.queue.forget_adapter(name)]
 
-        for name in await self.queue.called(add):
-            del self.loaded[name]
-        server.names = (*(name for name in server.names if not name.startswith(SCHEME)), *self.loaded)
+        gone = await self.queue.called(add)
+        self.loaded[path] = written
+        self.loaded.move_to_end(path)
+        for name in gone:
+            self.loaded.pop(name, None)
+        saved = (name for name in self.loaded if name.startswith(SCHEME))
+        server.names = (*(name for name in server.names if not name.startswith(SCHEME)), *saved)
 
     async def sample(self, server: Server, request: Request) -> Response:
         """Completions of a prompt."""
         body = await server.body(request)
         sampler, number = body.get("sampling_session_id"), body.get("seq_id")
-        if sampler is not None:
-            path = self._path(sampler)
-        else:
-            path = body.get("model_path") or ""
-            if not path:
-                self.check_base(body.get("base_model"))
-        for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
-            if body.get(name):
-                raise BadRequestError(f"{name} is given, but this server has none", code="unsupported", param=name)
+        path = self._path(sampler) if sampler is not None else body.get("model_path") or ""
+        if sampler is None and not path:
+            self.check_base(body.get("base_model"))
         request_id = f"{sampler or uuid.uuid4().hex}:{uuid.uuid4().hex if number is None else number}"
-        if request_id not in self.results:
-            self.results.add(request_id, asyncio.ensure_future(self._sampled(server, path, body)))
-        count = body.get("num_samples") or 1
-        ids = [f"{request_id}:{index}" for index in range(count)] if isinstance(count, int) and count < 10**4 else None
-        return JSONResponse({"request_id": request_id, "sample_sequence_ids": ids})
+        self.results.start(request_id, functools.partial(self._sampled, server, path, body))
+        count = whole(body, "num_samples", 1)
+        return JSONResponse(
+            {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{index}" for index in range(count)]}
+        )
 
     async def _sampled(self, server: Server, path: str, body: Mapping[str, Any]) -> SampleAnswer:
-        if path:
-            await self._ensure(server, path)
-        given = body.get("sampling_params") or {}
-        prompt, top = prompt_tokens(body.get("prompt")), body.get("topk_sample_logprobs") or 0
-        of_prompt = body.get("topk_prompt_logprobs") or (0 if body.get("prompt_logprobs") else None)
-        stop = given.get("stop")
-        ids = isinstance(stop, list) and all(isinstance(x, int) for x in stop)
-        wanted = {
-            "model": path or server.names[0], "prompt": prompt, "n": body.get("num_samples") or 1, "logprobs": top,
-            "max_tokens": given.get("max_tokens") or max(server.limits.tokens - len(prompt), 1),
-            "prompt_logprobs": of_prompt, "stop_token_ids" if ids else "stop": stop,
-            **{name: given.get(name) for name in ("temperature", "top_p", "top_k", "seed")},
-        }  # fmt: skip
-        names = (server.names[0], path) if path else server.names[:1]  # let go meanwhile, it is there all the same
-        limits = server.limits
-        asked = await asyncio.to_thread(
-            parse, wanted, False, server.tokenizer, names, server.eos, limits.tokens, server.vocabulary, limits.rows
-        )
-        while server.queue.counts.waiting + asked.n > limits.rows:  # the SDK sends all that it has at once
-            await asyncio.sleep(0.05)
-        answer = Answer(server, asked)
+        wanted, count = checked(body, server.limits.tokens), whole(body, "num_samples", 1)
+        self.using[path] += 1  # so long it is not let go
         try:
-            async for _ in answer.pieces():
-                pass
-            scores = None if answer.choices[0].handle is None else answer.choices[0].handle.scores
+            if path:
+                await self._ensure(server, path)
+            names = (server.names[0], path) if path else server.names[:1]
+            most = min(MOST_COMPLETIONS, server.limits.rows)
+            answers = [
+                await self._answered(server, names, wanted, min(count - start, most), start)
+                for start in range(0, count, most)
+            ]
         finally:
-            answer.close()
+            self.using[path] -= 1
+            if not self.using[path]:
+                del self.using[path]
+        top, of_prompt = wanted["logprobs"], wanted["prompt_logprobs"]
         rows = [
             Completion(
                 choice.ids, choice.logps, choice.finish_reason == "stop",
                 Likeliest([ids[:top] for ids, _ in choice.top], [logps[:top] for _, logps in choice.top], top)
                 if top else None,
             )
-            for choice in answer.choices
+            for choices, _ in answers for choice in choices
         ]  # fmt: skip
+        scores = answers[0][1]
         if scores is None or of_prompt is None:
             return SampleAnswer(rows)
-        last = body.get("prompt_logprobs_last_n") or len(prompt) - 1
-        first = max(1, len(prompt) - last)
+        prompt = wanted["prompt"]
+        first = max(1, len(prompt) - whole(body, "prompt_logprobs_last_n", len(prompt) - 1))
         logps = [math.nan if place < first else x for place, x in enumerate(scores.logps.tolist())]
         if not body.get("topk_prompt_logprobs"):
             return SampleAnswer(rows, logps)
@@ -161,3 +159,46 @@ class Samplers:
         empty: list[Any] = [[] for _ in range(first)]
         likeliest = Likeliest(empty + ids[first:], empty + numbers[first:], of_prompt)
         return SampleAnswer(rows, logps if body.get("prompt_logprobs") else None, likeliest)
+
+    async def _answered(
+        self, server: Server, names: Sequence[str], wanted: Mapping[str, Any], count: int, start: int
+    ) -> tuple[list[Choice], Any]:
+        """Completions from the number `start` on, and the scores of the prompt's tokens."""
+        limits, seed = server.limits, wanted["seed"]
+        body = {**wanted, "model": names[-1], "n": count, "seed": None if seed is None else seed + start}
+        asked = await asyncio.to_thread(
+            parse, body, False, server.tokenizer, names, server.eos, limits.tokens, server.vocabulary, limits.rows
+        )
+        async with self.admission:  # in order, as the SDK sends all that it has at once
+            while server.queue.counts.waiting + count > limits.rows:
+                await asyncio.sleep(0.05)
+            answer = Answer(server, asked, patient=True)
+        try:
+            await answer.finished()
+            return answer.choices, None if answer.choices[0].handle is None else answer.choices[0].handle.scores
+        finally:
+            answer.close()
+
+
+def checked(body: Mapping[str, Any], longest: int) -> dict[str, Any]:
+    """The fields of a text completion that a client asks for. Raises BadRequestError in the client's words."""
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
+        if body.get(name):
+            raise BadRequestError(f"{name} is given, but this server has none", code="unsupported", param=name)
+    given, prompt = body.get("sampling_params") or {}, prompt_tokens(body.get("prompt"))
+    top, of_prompt = whole(body, "topk_sample_logprobs", 0), whole(body, "topk_prompt_logprobs", 0)
+    for name, value, least, most in (
+        ("num_samples", whole(body, "num_samples", 1), 1, MOST_SAMPLES),
+        ("topk_sample_logprobs", top, 0, MOST_TOP),
+        ("topk_prompt_logprobs", of_prompt, 0, MOST_PROMPT_TOP),
+    ):
+        if not least <= value <= most:
+            raise BadRequestError(f"{name} is {value}; this server takes {least} to {most}")
+    stop = given.get("stop")
+    by_ids = isinstance(stop, list) and all(isinstance(x, int) for x in stop)
+    return {
+        "prompt": prompt, "logprobs": top, "stop_token_ids" if by_ids else "stop": stop,
+        "prompt_logprobs": of_prompt or (0 if body.get("prompt_logprobs") else None),
+        "max_tokens": given.get("max_tokens") or max(longest - len(prompt), 1),
+        **{name: given.get(name) for name in ("temperature", "top_p", "top_k", "seed")},
+    }  # fmt: skip

@@ -11,6 +11,7 @@ import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,16 @@ from jaxrl_llm.models.model import Model, has_peft_adapter
 from jaxrl_llm.serving.app import Server
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.queue import RequestQueue
-from jaxrl_llm.tools.tinker.checkpoints import SCHEME, Place, Store, expiry, place_of
+from jaxrl_llm.tools.tinker.checkpoints import SCHEME, Place, Store, expiry
 from jaxrl_llm.tools.tinker.messages import (
     PROTOBUF,
     GradientAnswer,
-    GradientRequest,
+    gradient_message,
     gradient_request,
     gradient_request_of_json,
+    whole,
 )
-from jaxrl_llm.tools.tinker.results import Results
+from jaxrl_llm.tools.tinker.results import Results, settled
 from jaxrl_llm.tools.tinker.samplers import Samplers
 from jaxrl_llm.tools.tinker.sessions import Sessions
 from jaxrl_llm.tools.tinker.training_run import ADAM, TrainingRun, lora_config
@@ -40,9 +42,9 @@ MOST_RUNS = 32  # that are trained at once; the adapters and moments of each are
 MOST_BYTES = 2**27  # of a request for gradients; the SDK sends up to 5 MB at a time
 FORGOTTEN = 3600.0  # seconds of silence after which nobody goes on with a run
 DESCRIBED = ("base_model", "lora_rank", "train_unembed", "train_mlp", "train_attn")  # of a run, beside its weights
-UNSUPPORTED = (
-    "save_weights_external", "copy_weights", "create_custom_loss", "publish_checkpoint"
-)  # fmt: skip
+
+
+Route = tuple[str, str, Callable[..., Awaitable[Response]]]  # a path, a method, and what answers
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,15 +75,17 @@ class TrainingService:
         self.model, self.queue, self.names, self.microbatch_tokens = model, queue, names, microbatch_tokens
         self.store = Store(folder)
         self.seats: dict[str, Seat] = {}
-        self.sessions, self.results = Sessions(), Results()
-        self.samplers = Samplers(model, queue, self.store, names, self.results, self.sessions)
-        self.tokenizer = names[0]  # an id of the hub, or what clients on this machine can read
+        self.sessions, self.results, self.seating = Sessions(), Results(), asyncio.Lock()
+        self.tokenizer = names[0]  # an id of the hub, or a folder that clients on this machine can read
         if Path(names[0]).is_dir() or ":" in names[0]:
+            model.tokenizer.save_pretrained(folder / "tokenizer")
             self.tokenizer = str(folder / "tokenizer")
-            model.tokenizer.save_pretrained(self.tokenizer)
+            if self.tokenizer.count("/") == 2:  # the SDK takes it for a variant of a model of the hub
+                self.tokenizer = f"/{self.tokenizer}"
+        self.samplers = Samplers(model, queue, self.store, names, self.results, self.sessions, self.tokenizer)
 
     @property
-    def routes(self) -> list[tuple[str, str, Callable[..., Awaitable[Response]]]]:
+    def routes(self) -> list[Route]:
         """Paths, methods and their handlers."""
         posts = {
             "client/config": self.client_config, "client/dynamic_config": self.dynamic_config,
@@ -91,9 +95,9 @@ class TrainingService:
             "forward_backward": self.forward_backward, "forward": self.forward, "optim_step": self.optim_step,
             "save_weights": self.save_weights, "load_weights": self.load_weights, "weights_info": self.weights_info,
             "save_weights_for_sampler": self.save_weights_for_sampler,
+            "save_weights_external": self.save_weights_external,
             "create_sampling_session": self.samplers.create, "asample": self.samplers.sample,
             "retrieve_future": self.results.retrieve, "cancel_future": self.results.cancel,
-            **dict.fromkeys(UNSUPPORTED, unsupported),
         }  # fmt: skip
         gets = {
             "healthz": self.healthz, "get_server_capabilities": self.capabilities, "sessions": self.sessions.list,
@@ -103,9 +107,11 @@ class TrainingService:
         }  # fmt: skip
         deletes = {"training_runs/{run}/checkpoints/{kind}/{name}": self.delete_checkpoint}
         methods = {"POST": posts, "GET": gets, "DELETE": deletes}
-        return [
+        others: list[Route] = [("/api/v1/{path:path}", method, unsupported) for method in (*methods, "PUT", "PATCH")]
+        own: list[Route] = [
             (f"/api/v1/{path}", method, handler) for method, paths in methods.items() for path, handler in paths.items()
         ]
+        return own + others
 
     async def client_config(self, server: Server, request: Request) -> Response:
         """How the SDK talks to this server: over plain HTTP, uncompressed."""
@@ -135,6 +141,8 @@ class TrainingService:
         session = request.path_params["session"]
         for seat in [seat for seat in self.seats.values() if seat.session == session]:
             self._unload(seat)
+        for sampler in [name for name in self.samplers.paths if name.startswith(f"{session}:")]:
+            del self.samplers.paths[sampler]
         self.sessions.found.pop(session, None)
         return JSONResponse({"status": "ok"})
 
@@ -152,7 +160,7 @@ class TrainingService:
         body = await server.body(request)
         self.sessions.of(body)
         self.samplers.check_base(body.get("base_model"))
-        adam(body.get("optimizer_config"))
+        check_adam(body.get("optimizer_config"))
         asked = body.get("lora_config")
         if not isinstance(asked, Mapping):
             raise BadRequestError("lora_config is missing: runs of this server train adapters")
@@ -163,31 +171,30 @@ class TrainingService:
         config = lora_config(rank, trained["train_attn"], trained["train_mlp"])
         model_id = f"{body['session_id']}:train:{whole(body, 'model_seq_id', 0)}"
         info = {"base_model": self.names[0], "lora_rank": rank, **trained, "user_metadata": body.get("user_metadata")}
-        request_id = f"{model_id}:create"
 
         async def created() -> dict[str, Any]:
-            run = await self.queue.called(lambda: TrainingRun(self.model, config, seed % 2**31))
-            self._seat(model_id, str(body["session_id"]), run, info)
+            await self._seat(
+                model_id, str(body["session_id"]), lambda: TrainingRun(self.model, config, seed % 2**31), info
+            )
             return {"type": "create_model", "model_id": model_id}
 
-        if request_id not in self.results:
-            self._check_room()
-            self.results.add(request_id, asyncio.ensure_future(created()))
-        return JSONResponse({"request_id": request_id, "model_id": model_id})
+        self.results.start(f"{model_id}:create", created)
+        return JSONResponse({"request_id": f"{model_id}:create", "model_id": model_id})
 
-    def _check_room(self) -> None:
-        """Lets a run go whose client is silent, where there are as many as there may be. Raises BadRequestError."""
-        if len(self.seats) < MOST_RUNS:
-            return
-        silent = [seat for seat in self.seats.values() if self.sessions.silent(seat.session, FORGOTTEN)]
-        if not silent:
-            raise BadRequestError(f"{len(self.seats)} runs are trained already; unload one, or finish its session", 429)
-        self._unload(min(silent, key=lambda seat: seat.used))
-
-    def _seat(self, model_id: str, session: str, run: TrainingRun, info: dict[str, Any]) -> None:
-        if not has_peft_adapter(run.whole()):
-            raise BadRequestError(f"PEFT's folders have no place for adapters of {self.names[0]}")
-        self.seats[model_id] = Seat(model_id, session, run, info)
+    async def _seat(self, model_id: str, session: str, make: Callable[[], TrainingRun], info: dict[str, Any]) -> None:
+        """Adds a run; where there are as many as may be, one goes whose client is silent. Raises BadRequestError."""
+        async with self.seating:
+            if len(self.seats) >= MOST_RUNS:
+                silent = [seat for seat in self.seats.values() if self.sessions.silent(seat.session, FORGOTTEN)]
+                if not silent:
+                    raise BadRequestError(
+                        f"{len(self.seats)} runs are trained already; unload one, or finish its session"
+                    )
+                self._unload(min(silent, key=lambda seat: seat.used))
+            run = await self.queue.called(make)
+            if not has_peft_adapter(run.whole()):
+                raise BadRequestError(f"PEFT's folders have no place for adapters of {self.names[0]}")
+            self.seats[model_id] = Seat(model_id, session, run, info)
 
     def _unload(self, seat: Seat) -> None:
         self.seats.pop(seat.model_id, None)
@@ -205,18 +212,15 @@ class TrainingService:
             self.seats.pop(seat.model_id, None)
             return {"type": "unload_model", "model_id": seat.model_id}
 
-        return self._submit(seat, body.get("seq_id"), unloaded)
+        return self._submit(seat, body, unloaded)
 
     async def get_info(self, server: Server, request: Request) -> Response:
-        """What a run adapts, and how."""
+        """What a run adapts, called by a name that clients load the tokenizer by, and how."""
         seat = self._seat_of(await server.body(request))
-        about = {
-            "arch": (self.model.hf_config or {}).get("model_type"),
-            "model_name": self.names[0],
-            "tokenizer_id": self.tokenizer,
-        }
+        arch = (self.model.hf_config or {}).get("model_type")
+        about = {"arch": arch, "model_name": self.tokenizer, "tokenizer_id": self.tokenizer}
         return JSONResponse({"type": "get_info", "model_data": about, "model_id": seat.model_id, "is_lora": True,
-                             "lora_rank": seat.run.config.rank, "model_name": self.names[0]})  # fmt: skip
+                             "lora_rank": seat.run.config.rank, "model_name": self.tokenizer})  # fmt: skip
 
     def _seat_of(self, body: Mapping[str, Any]) -> Seat:
         seat = self.seats.get(str(body.get("model_id")))
@@ -226,8 +230,12 @@ class TrainingService:
         seat.used = time.time()
         return seat
 
-    def _submit(self, seat: Seat, number: Any, work: Callable[[], Awaitable[Any]]) -> Response:
-        """Answers with the id of a request to a run, which is done in its turn; one that comes again is the same."""
+    def _submit(self, seat: Seat, body: Mapping[str, Any], work: Callable[[], Awaitable[Any]]) -> Response:
+        """Answers with the id of a request to a run, which is done in its turn; one that comes again is the same.
+
+        The client has counted a request that is refused too: what is wrong with it is said in its turn, as its result.
+        """
+        number = body.get("seq_id")
         number = number if isinstance(number, int) and number > 0 else seat.next + len(seat.waiting)
         request_id = f"{seat.model_id}:{number}"
         if request_id not in self.results:
@@ -240,23 +248,20 @@ class TrainingService:
                 seat.worker = asyncio.ensure_future(self._work(seat))
         return JSONResponse({"request_id": request_id, "model_id": seat.model_id})
 
-    @staticmethod
-    async def _work(seat: Seat) -> None:
+    async def _work(self, seat: Seat) -> None:
         """Does the requests of a run for which all before are done."""
         while seat.next in seat.waiting:
             future, work = seat.waiting.pop(seat.next)
             seat.next += 1
             try:
-                result = await work()
+                result = await settled(work)
             except asyncio.CancelledError:
                 future.cancel()
                 raise
-            except Exception as error:
-                if not future.done():
-                    future.set_exception(error)
-            else:
-                if not future.done():
-                    future.set_result(result)
+            if not future.done():
+                future.set_result(result)
+            if seat.run.lost:  # a step without memory, after it had the arrays
+                self._unload(seat)
 
     async def forward_backward(self, server: Server, request: Request) -> Response:
         """Adds the gradient of a loss to those of a run."""
@@ -268,71 +273,83 @@ class TrainingService:
 
     async def _gradients(self, server: Server, request: Request, forward_only: bool) -> Response:
         if request.headers.get("content-type", "").startswith(PROTOBUF):
-            asked = await asyncio.to_thread(gradient_request, bytes(await server.read(request, MOST_BYTES)))
+            message = await asyncio.to_thread(gradient_message, await server.read(request, MOST_BYTES))
+            body, read = {"model_id": message.model_id, "seq_id": message.seq_id}, partial(gradient_request, message)
         else:
             body = await server.body(request, MOST_BYTES)
-            asked = await asyncio.to_thread(gradient_request_of_json, body, forward_only)
-        seat = self._seat_of({"model_id": asked.model_id})
-        if (longest := max((len(datum.tokens) for datum in asked.data), default=0)) > server.limits.tokens:
-            raise BadRequestError(f"a datum has {longest} tokens; this server's rows have {server.limits.tokens}")
-        return self._submit(seat, asked.seq_id, lambda: self._computed(seat.run, asked))
+            read = partial(gradient_request_of_json, body, forward_only)
+        seat = self._seat_of(body)
 
-    async def _computed(self, run: TrainingRun, asked: GradientRequest) -> GradientAnswer:
-        work = await asyncio.to_thread(run.forward_backward, asked, self.microbatch_tokens)
-        for micro in work.microbatches:
-            await self.queue.called(lambda micro=micro: work.compute(micro))
-        return await self.queue.called(work.finish)
+        async def computed() -> GradientAnswer:
+            asked = await asyncio.to_thread(read)
+            if (longest := max((len(datum.tokens) for datum in asked.data), default=0)) > server.limits.tokens:
+                raise BadRequestError(f"a datum has {longest} tokens; this server's rows have {server.limits.tokens}")
+            work = await asyncio.to_thread(seat.run.forward_backward, asked, self.microbatch_tokens)
+            for micro in work.microbatches:
+                await self.queue.called(partial(work.compute, micro))
+            return await self.queue.called(work.finish)
+
+        return self._submit(seat, body, computed)
 
     async def optim_step(self, server: Server, request: Request) -> Response:
         """A step of AdamW along the gradients of a run."""
         body = await server.body(request)
         seat = self._seat_of(body)
-        if body.get("optimizer_params") is not None:
-            adam(body["optimizer_params"])
-        settings = adam_settings(body.get("adam_params") or {})
 
         async def stepped() -> dict[str, Any]:
-            return {"metrics": await self.queue.called(lambda: seat.run.step(settings))}
+            check_adam(body.get("optimizer_params"))
+            settings = adam_settings(body.get("adam_params") or {})
+            return {"metrics": await self.queue.called(partial(seat.run.step, settings))}
 
-        return self._submit(seat, body.get("seq_id"), stepped)
+        return self._submit(seat, body, stepped)
 
     async def save_weights(self, server: Server, request: Request) -> Response:
         """Saves the adapters and the moments of a run."""
         body = await server.body(request)
         seat = self._seat_of(body)
-        place = Place(seat.model_id, "weights", str(body.get("path") or f"{body.get('seq_id') or seat.next:06d}"))
-        info = self._about(seat, body)
 
         async def saved() -> dict[str, Any]:
+            place = Place(seat.model_id, "weights", str(body.get("path") or f"{seat.next - 1:06d}"))
             overwrite = bool(body.get("overwrite"))
-            await asyncio.to_thread(self.store.save, place, seat.run, info, overwrite)
+            await asyncio.to_thread(self.store.save, place, seat.run, self._about(seat, body), overwrite)
             return {"type": "save_weights", "path": place.path}
 
-        return self._submit(seat, body.get("seq_id"), saved)
+        return self._submit(seat, body, saved)
+
+    async def save_weights_external(self, server: Server, request: Request) -> Response:
+        """Always a request that fails, in its turn."""
+        body = await server.body(request)
+
+        async def refused() -> None:
+            raise BadRequestError("this server writes weights to its own folder alone: use save_weights")
+
+        return self._submit(self._seat_of(body), body, refused)
 
     async def save_weights_for_sampler(self, server: Server, request: Request) -> Response:
         """Makes the adapters of a run a model to sample from: saved by a name, or kept while it is used."""
         body = await server.body(request)
         seat = self._seat_of(body)
-        if body.get("kind") not in (None, "snapshot"):
-            raise BadRequestError(f"kind is {body['kind']!r:.100}; this server has snapshots")
-        name, number = body.get("path"), body.get("sampling_session_seq_id")
-        if name is None and number is None:
-            raise BadRequestError("path is missing: a name for the weights")
-        place = Place(seat.model_id, "sampler_weights", str(name or f"sampler-{number}"))
-        sampler, info = f"{seat.session}:sample:{number}", self._about(seat, body)
 
         async def saved() -> dict[str, Any]:
+            if body.get("kind") not in (None, "snapshot"):
+                raise BadRequestError(f"kind is {body['kind']!r:.100}; this server has snapshots")
+            name, number = body.get("path"), body.get("sampling_session_seq_id")
+            if name is None and number is None:
+                raise BadRequestError("path is missing: a name for the weights")
+            path = written = None
             if name is not None:
-                await asyncio.to_thread(self.store.save, place, seat.run, info)
+                place = Place(seat.model_id, "sampler_weights", str(name))
+                await asyncio.to_thread(self.store.save, place, seat.run, self._about(seat, body))
+                path, written = place.path, self.store.info(place.path)["time"]
             snapshot = await self.queue.called(seat.run.snapshot)
-            await self.samplers.serve(server, place.path, (seat.run.config, snapshot))
-            if number is not None:
-                self.samplers.paths[sampler] = place.path
-            path, session = (None if name is None else place.path), (None if number is None else sampler)
-            return {"type": "save_weights_for_sampler", "path": path, "sampling_session_id": session}
+            served = path or f"{seat.model_id}/{number}"
+            await self.samplers.serve(server, served, (seat.run.config, snapshot), written or "")
+            sampler = None if number is None else f"{seat.session}:sample:{number}"
+            if sampler is not None:
+                self.samplers.paths[sampler] = served
+            return {"type": "save_weights_for_sampler", "path": path, "sampling_session_id": sampler}
 
-        return self._submit(seat, body.get("seq_id"), saved)
+        return self._submit(seat, body, saved)
 
     def _about(self, seat: Seat, body: Mapping[str, Any]) -> dict[str, Any]:
         metadata = body.get("user_metadata")
@@ -342,29 +359,31 @@ class TrainingService:
     async def load_weights(self, server: Server, request: Request) -> Response:
         """Weights that were saved, in a run or as a new one."""
         body = await server.body(request)
-        path, moments = body.get("path"), bool(body.get("optimizer"))
-        place_of(path)
-        if body.get("weights_access_token"):
-            raise BadRequestError("weights_access_token is given; this server has one account")
-        adam(body.get("optimizer_config"))
+        path = body.get("path")
+
+        async def loaded() -> tuple[Any, ...]:
+            check_adam(body.get("optimizer_config"))
+            if body.get("weights_access_token"):
+                raise BadRequestError("weights_access_token is given; this server has one account")
+            return await asyncio.to_thread(self.store.load, path, self.model, bool(body.get("optimizer")))
+
         if body.get("model_id") is not None:
             seat = self._seat_of(body)
 
             async def restored() -> dict[str, Any]:
-                found = await asyncio.to_thread(self.store.load, path, self.model, moments)
+                found = await loaded()
                 await self.queue.called(lambda: seat.run.restore(*found))
                 return {"type": "load_weights", "path": path, "model_id": seat.model_id}
 
-            return self._submit(seat, body.get("seq_id"), restored)
+            return self._submit(seat, body, restored)
         self.sessions.of(body)
         if body.get("base_model") is not None:
             self.samplers.check_base(body["base_model"])
         model_id = f"{body['session_id']}:train:{whole(body, 'model_seq_id', 0)}"
-        request_id = f"{model_id}:0"
 
         async def created() -> dict[str, Any]:
-            info = await asyncio.to_thread(self.store.info, path)
-            config, adapters, adam = await asyncio.to_thread(self.store.load, path, self.model, moments)
+            config, adapters, adam = await loaded()
+            info = self.store.info(path)
 
             def run() -> TrainingRun:
                 made = TrainingRun(self.model, config, 0)
@@ -372,13 +391,11 @@ class TrainingService:
                 return made
 
             kept = {name: info[name] for name in DESCRIBED} | {"user_metadata": body.get("user_metadata")}
-            self._seat(model_id, str(body["session_id"]), await self.queue.called(run), kept)
+            await self._seat(model_id, str(body["session_id"]), run, kept)
             return {"type": "load_weights", "path": path, "model_id": model_id}
 
-        if request_id not in self.results:
-            self._check_room()
-            self.results.add(request_id, asyncio.ensure_future(created()))
-        return JSONResponse({"request_id": request_id, "model_id": model_id})
+        self.results.start(f"{model_id}:0", created)
+        return JSONResponse({"request_id": f"{model_id}:0", "model_id": model_id})
 
     async def weights_info(self, server: Server, request: Request) -> Response:
         """What saved weights are of."""
@@ -423,19 +440,10 @@ class TrainingService:
 
 async def unsupported(server: Server, request: Request) -> Response:
     """Always an error, which names what this server has not."""
-    name = request.scope["path"].rsplit("/", 1)[-1]
-    raise BadRequestError(f"this server has no {name}", 501, "unsupported")
+    raise BadRequestError(f"this server has no {request.method} {request.scope['path']:.200}", 404, "unsupported")
 
 
-def whole(body: Mapping[str, Any], name: str, default: int) -> int:
-    """A whole number of a body. Raises BadRequestError."""
-    value = body.get(name)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise BadRequestError(f"{name} is {value!r:.100}; it takes a whole number")
-    return default if value is None else value
-
-
-def adam(config: Any) -> None:
+def check_adam(config: Any) -> None:
     """Raises BadRequestError for another optimizer than AdamW."""
     kind = config.get("type", "adamw") if isinstance(config, Mapping) else "adamw"
     if kind != "adamw":

@@ -82,6 +82,11 @@ class TrainingRun:
         self.adapters, self.adam = _adamw(self.adapters, self.adam, gradients, np.float32(norm), chosen)
         return {"grad_norm:mean": norm, "learning_rate:mean": float(chosen["learning_rate"])}
 
+    @property
+    def lost(self) -> bool:
+        """True where a step failed after it had taken the arrays of the run."""
+        return any(x.is_deleted() for x in jax.tree.leaves(self.adapters))
+
     def snapshot(self) -> Params:
         """The adapters, copied: steps write over those of the run."""
         return jax.tree.map(jnp.copy, self.adapters)

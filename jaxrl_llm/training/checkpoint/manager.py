@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.distributed.orbax import ocp, policies
-from jaxrl_llm.distributed.sharding import shardings
+from jaxrl_llm.distributed.sharding import path_name, shardings
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.checkpoint import checksums
 from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
@@ -371,7 +371,7 @@ class Checkpoints:
     def restore_params(self, step: int, shapes: Params, mesh: Mesh, critic: bool = False) -> Params:
         """The parameters of a step alone, or of its `critic`, sharded over `mesh`; nothing else of the state is read.
 
-        Raises ConfigError when the checkpoint cannot be read or has parameters of other shapes.
+        Raises ConfigError when the checkpoint cannot be read or holds others than those of `shapes`.
         """
         tree: dict[str, Any] = {"params": _sharded(shapes, mesh)}
         held = self._parameters(step, {"critic": tree})["critic"] if critic else self._parameters(step, tree)
@@ -380,23 +380,50 @@ class Checkpoints:
     def restore_models(self, step: int, like: State, mesh: Mesh) -> tuple[Params, Params | None]:
         """The trained parameters of a step, and those of its critic (None without one), as `restore` gives them.
 
-        Raises ConfigError when the checkpoint cannot be read or has parameters of other shapes.
+        A critic is left where `like` has none, see `warnings`. Raises ConfigError when the checkpoint cannot be read or
+        holds others than those of `like`.
         """
         held = {"params": like.params} | ({} if like.critic is None else {"critic": {"params": like.critic.params}})
         restored = self._parameters(step, _in_memory_of(held, mesh))
+        if like.critic is None and "critic" in self._parameter_shapes(step):
+            self._warnings.append(f"the critic of checkpoint {self.folder / str(step)} is left, as this run has none")
         return restored["params"], restored["critic"]["params"] if like.critic is not None else None
 
     def _parameters(self, step: int, tree: dict[str, Any]) -> dict[str, Any]:
-        """The part `tree` of the state of a step."""
+        """The part `tree` of the state of a step: `params`, and `params` of `critic`."""
+        name, shapes = self.folder / str(step), self._parameter_shapes(step)
+        if "critic" in tree and "critic" not in shapes:
+            raise ConfigError(
+                f"checkpoint {name} has no critic: write its model to a folder (python -m jaxrl_llm export) and train "
+                "from that with model.path, and a new critic with it"
+            )
+        held, wanted = ({path_name(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(part)}
+                        for part in ({key: shapes[key] for key in tree}, tree))  # fmt: skip
+        for path in sorted(held | wanted):
+            if held.get(path) != wanted.get(path):  # Orbax would drop it, or leave its place empty
+                there, here = (f"is {[*x[path]]}" if path in x else "is not" for x in (held, wanted))
+                raise ConfigError(
+                    f"checkpoint {name} holds other trained parameters than model.path and lora ask for: {path} "
+                    f"{there} there, and {here} here. Set them as its run had them; or a run begins from its model, "
+                    "written to a folder (python -m jaxrl_llm export), as model.path"
+                )
         arguments = ocp.checkpoint_utils.construct_restore_args(tree)
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
                 args = ocp.args.PyTreeRestore(tree, arguments, partial_restore=True)
-                return reader.restore(self.folder / str(step) / "state", args=args)
+                return reader.restore(name / "state", args=args)
         except (ValueError, KeyError, OSError) as error:
-            raise ConfigError(
-                f"the parameters of checkpoint {self.folder / str(step)} cannot be read: {error}"
-            ) from error
+            raise ConfigError(f"the parameters of checkpoint {name} cannot be read: {error}") from error
+
+    def _parameter_shapes(self, step: int) -> dict[str, Any]:
+        """The shapes of a step's `params` and, where it has a `critic`, of its `params`, in the tree of the state."""
+        name = self.folder / str(step)
+        try:
+            state: Any = ocp.PyTreeCheckpointHandler().metadata(epath.Path(name / "state")).tree
+        except (ValueError, KeyError, OSError) as error:
+            raise ConfigError(f"the parameters of checkpoint {name} cannot be read: {error}") from error
+        critic = state.get("critic")
+        return {"params": state["params"]} | ({"critic": {"params": critic["params"]}} if critic else {})
 
 
 def find(path: str | Path) -> tuple[Checkpoints, int, list[str]]:

@@ -15,6 +15,11 @@ from jaxrl_llm.config.schema import BY_NAME, IDENTITY, OF_A_START
 CONFIG = "config.json"
 HISTORY = "config_history"
 MOMENTS = "optimizer.moment_dtype"
+OF_FROZEN = (  # what trained parameters, adapters above all, are trained beside
+    "model.path", "model.revision", "model.random_init", "lora.path", "lora.rank", "lora.alpha", "lora.rslora",
+    "lora.dora", "lora.targets", "lora.modules_to_save",
+)  # fmt: skip
+OF_FROZEN_CRITIC = ("critic.path", "critic.lora_rank", "critic.lora_alpha", "critic.lora_targets")
 OF_OPTIMIZER = {"optimizer.name", MOMENTS}  # of IDENTITY: a new optimizer may have others
 
 Changes = dict[str, tuple[Any, Any]]  # by key, the former value and the present one
@@ -58,6 +63,27 @@ def check_changes(folder: Path, changes: Changes, accepted: tuple[str, ...]) -> 
             f"the run in {folder} would go on as another one: {'; '.join(_words(x, changes[x]) for x in refused)}. Set "
             f"them back{begun}, or start a new run (another output_dir, or checkpoint.resume=never){other}"
         )
+
+
+def check_frozen(folder: Any, config: ConfigDict, names: tuple[str, ...], accepted: tuple[str, ...]) -> list[str]:
+    """Raises ConfigError where `config` differs in `names` from the run in `folder`, whose checkpoint it begins with.
+
+    Those that are `accepted` may differ. Returns a line where the folder has no config.json that can be read.
+    """
+    try:
+        former = from_json((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ConfigError) as error:
+        return [f"{folder / CONFIG} cannot be read ({error}): that its model.path and lora are these is not checked"]
+    changes = changed_settings(folder, config)
+    names = (*names, "seed") if former.model.random_init else names  # which it was drawn from
+    if refused := [name for name in names if name in changes and name not in accepted]:
+        raise ConfigError(
+            f"what a checkpoint of {folder} holds was trained beside other parameters than this run's: "
+            f"{'; '.join(_words(x, changes[x]) for x in refused)}. Set them as that run had them, or write its model "
+            "to a folder (python -m jaxrl_llm export) and train from that with model.path, or begin with it all the "
+            f"same with checkpoint.accept_changes={','.join(dict.fromkeys((*accepted, *refused)))}"
+        )
+    return []
 
 
 def start_record(folder: Path, config: ConfigDict, changes: Changes, step: int | None) -> list[str]:

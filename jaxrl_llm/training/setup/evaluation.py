@@ -23,6 +23,7 @@ from jaxrl_llm.training.offline import HeldOut, OfflineSource
 from jaxrl_llm.training.online import OnlineSource, RolloutWorker
 from jaxrl_llm.training.reference import start_reference
 from jaxrl_llm.training.setup import specs
+from jaxrl_llm.training.setup.worker import build_worker
 from jaxrl_llm.training.update import make_measure
 
 
@@ -173,7 +174,7 @@ def _sampled_evaluations(
 
     def sampler(sampling: SamplingParams, group_size: int) -> RolloutWorker:
         stopwatch = Stopwatch(within=watch)
-        return specs.build_worker(config, model, grader, mesh, sampling, group_size, every, stopwatch, environments)
+        return build_worker(config, model, grader, mesh, sampling, group_size, every, stopwatch, environments)
 
     greedy = sampler(spec.sampling.greedy, 1) if spec.greedy else None
     # Sets with as many samples share a sampler, and its compiled program.

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import optax
 
-from jaxrl_llm.config import ConfigDict, ConfigError
+from jaxrl_llm.config import ConfigDict, ConfigError, flat
 from jaxrl_llm.config.resolve import closest
+from jaxrl_llm.config.schema import BY_NAME
 from jaxrl_llm.data.sources import is_splits, is_stream
 from jaxrl_llm.models.model import Model, load_model
 from jaxrl_llm.rewards.signatures import reward_name
@@ -37,6 +38,10 @@ ELSEWHERE = {
 NO_SETTINGS = (
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying",
+)  # fmt: skip
+NEED_ALL_ROWS = (
+    "num_epochs", "eval.fraction", "data.packing", "data.precompute_reference", "data.group_by_length",
+    "data.curriculum_easy", "data.curriculum_hard",
 )  # fmt: skip
 LORA_FIELDS = {
     "r": 8,
@@ -90,6 +95,15 @@ def take(
     rows = objects["train_dataset"]
     if is_stream(rows) or (is_splits(rows) and any(map(is_stream, rows.values()))):
         config.data.streaming = True  # in memory it would be read to its end, which it may not have
+        settings = flat(config.to_dict())
+        for name in NEED_ALL_ROWS:
+            if settings[name] != BY_NAME[name].default:
+                instead = " and total_steps to a number" if name == "num_epochs" else ""
+                raise ConfigError(
+                    f"{name} is {settings[name]}, which needs all rows before training, but train_dataset is a stream: "
+                    f"set it to {BY_NAME[name].show(BY_NAME[name].default)}{instead}, or give a datasets.Dataset or a "
+                    "list of rows"
+                )
     objects["model"] = _model(config, objects["model"])
     objects["tokenizer"] = _tokenizer(config, objects["tokenizer"])
     if objects["rewards"] is not None:

@@ -1,59 +1,29 @@
-"""The configuration resolved into typed slices: one function for each specification that the code below setup takes.
+"""The configuration resolved into typed slices: one function for each specification that the code below setup takes."""
 
-Beside them stands what several commands build from a configuration and a model: the rollout worker.
-"""
-
-import importlib.util
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import jax
-from jax.sharding import Mesh
-
-from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.algorithms.controllers import AdaptiveEntropy, Controllers
 from jaxrl_llm.algorithms.kl import AdaptiveKL, FixedKL
 from jaxrl_llm.config import ConfigError, rows_together
-from jaxrl_llm.config.entries import environment_options, logit_bias, reward_scales
+from jaxrl_llm.config.entries import environment_options, logit_bias
 from jaxrl_llm.config.resolve import split_options
-from jaxrl_llm.config.schema import EPISODES, OFFLINE
+from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.config.tree import spec_of
-from jaxrl_llm.data import Row
 from jaxrl_llm.data.curriculum import CurriculumSpec
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.loading import DataSpec
-from jaxrl_llm.data.observations import TurnTokenizer
-from jaxrl_llm.distributed.sharding import on_device, rollout_mesh, row_shards
-from jaxrl_llm.environments.agents import Agents, AgentSpec
-from jaxrl_llm.environments.batch import EpisodeBatch
-from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
-from jaxrl_llm.environments.protocol import EpisodeError
-from jaxrl_llm.models.cast import draws_from_another
-from jaxrl_llm.models.model import Model, check_positions, save_hf
-from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rewards.runner import Rewards
-from jaxrl_llm.rollout.constraints import Guide, bad_word_ids, build_automata, check_tokens, setting_text
-from jaxrl_llm.rollout.engine import Engine, RolloutSpec
-from jaxrl_llm.rollout.grammar import build_grammar
-from jaxrl_llm.rollout.resharded import ReshardedEngine
+from jaxrl_llm.rollout.engine import RolloutSpec
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.advantages import AdvantageSpec
-from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
-from jaxrl_llm.training.episode_agent import EpisodeAgent
-from jaxrl_llm.training.external_rollout import ExternalRollout, load_rollout_function, returns_texts
-from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.offline import OfflineSpec
-from jaxrl_llm.training.online import LearnerSpec, ProducerSpec, RolloutWorker
+from jaxrl_llm.training.online import LearnerSpec, ProducerSpec
 from jaxrl_llm.training.optimizers import OptimizerSpec, learning_rate_schedule
 from jaxrl_llm.training.packing.planner import PackingSpec
 from jaxrl_llm.training.partial_rollouts import PartialSpec
-from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.reference import ReferenceSpec
-from jaxrl_llm.training.setup.memory import check_memory, device_memory, with_fitting_slots
 from jaxrl_llm.training.setup.objectives import (
     divergence_temperature,
     kl_estimator,
@@ -385,14 +355,6 @@ def _by_environment(config, option: str, otherwise: float) -> dict[str | None, f
     return {None: otherwise, **own} if own else {}
 
 
-def played_environments(environments: Environments | Agents | None) -> Environments | None:
-    """The environments that episodes are of, those of an agent's too; None without any."""
-    if isinstance(environments, Agents):
-        agent = environments.spec.agent
-        return agent.environments if isinstance(agent, EpisodeAgent) else None
-    return environments
-
-
 def old_logps_of(config) -> str:
     """The policy that the ratio compares with: "sampler", "trainer" (computed before the step), "interpolated" or
     "policy".
@@ -457,7 +419,7 @@ def training_sampling(config) -> SamplingParams:
         SamplingParams,
         c,
         logit_bias=logit_bias("rollout.logit_bias", c.logit_bias),
-        bad_words=(),  # their tokens are of a tokenizer: see build_worker
+        bad_words=(),  # their tokens are of a tokenizer: see worker.py
         min_tokens=c.min_completion_length,
     )
 
@@ -490,191 +452,6 @@ def rollout_spec(config) -> RolloutSpec:
     )
 
 
-def build_worker(
-    config,
-    model: Model,
-    rewards: Rewards,
-    mesh: Mesh,
-    sampling: SamplingParams,
-    group_size: int,
-    examples: list[Row] | None,
-    stopwatch: Stopwatch,
-    environments: Environments | Agents | None = None,
-) -> RolloutWorker:
-    """A rollout worker wide enough for the prompts of `examples` or, where they are not known before, for any."""
-    c, eos, limit = config.rollout, eos_ids(model), config.rollout.max_prompt_length
-    open_episodes = external = agents = None
-    options = split_options(f"_({config.data.chat_template_kwargs})")[1]
-    turns = TurnTokenizer(model.tokenizer, eos, limit, options, stops=bool(c.stop or c.stop_token_ids))
-    if environments is not None:
-        if isinstance(environments, Environments):
-            open_episodes = partial(EpisodeBatch.open, environments, turns)
-        examples = None  # environments, tools and agents may lengthen prompts
-    if c.router_replay and not model.net.config.experts:
-        raise ConfigError(f"rollout.router_replay is true, but {model.path} has no experts: set it to false")
-    vocab = model.net.config.vocab_size
-    check_tokens("rollout.logit_bias", [token for token, _ in sampling.logit_bias], vocab)
-    check_tokens("rollout.stop_token_ids", c.stop_token_ids, vocab)
-    ends = (*(() if c.ignore_eos else eos), *c.stop_token_ids)
-    sampling = replace(sampling, bad_words=bad_word_ids("rollout.bad_words", c.bad_words, model.tokenizer))
-    guide = Guide.of(c.structured_regex, c.structured_choice, c.structured_json)
-    automata = build_automata(tuple(c.stop), guide, model.tokenizer, vocab, ends)
-    spec = replace(rollout_spec(config), sampling=sampling, group_size=group_size)
-    grammar = build_grammar(c.structured_grammar, model.tokenizer, vocab, ends, "rollout.structured_grammar")
-    engine = Engine.of(spec, model.net, ends, automata=automata, grammar=grammar)
-    # Devices that only sample are arranged already, and the others evaluate as they are.
-    apart = c.devices or c.processes
-    engine_mesh = rollout_mesh(mesh, None if apart else c.mesh, model.net.config.kv_heads)
-    if engine_mesh != mesh:
-        engine = ReshardedEngine(**vars(engine), mesh=engine_mesh, train_mesh=mesh, watch=stopwatch)
-    longest = limit if examples is None else max(len(row["prompt_ids"]) for row in examples)
-    cause = "prompts, up to rollout.max_prompt_length" if examples is None else "the longest prompt"
-    check_positions(
-        model,
-        longest + c.max_completion_length,
-        f"{longest} of {cause}, and rollout.max_completion_length = {c.max_completion_length}",
-    )
-    width = limit if examples is None else padded_width(longest, limit)
-    check_memory(config, model, engine, width, mesh)
-    if c.memory_fraction is not None:
-        prompts, memory = config.batch.prompts + c.partial_prompts, device_memory(engine_mesh)
-        engine = with_fitting_slots(engine, model.params, c.memory_fraction, memory, prompts, width, engine_mesh)
-    function = load_rollout_function(config.environment.rollout_func)
-    if function is not None:
-        width = limit  # what a function returns as prompts is its own
-
-        def policy_logps(params: Params, inputs: Inputs):
-            params, temperature = on_device(params), training_sampling(config).logps_temperature
-            return scored_logps(engine.net, params, inputs, temperature, len(inputs.tokens), row_shards(mesh))
-
-        def save(params: Params, path: str) -> None:
-            save_hf(replace(model, params=params), path, overwrite=True)
-
-        grammar_text = setting_text(c.structured_grammar, ":" in c.structured_grammar, "rollout.structured_grammar")
-        guides = {**guide._asdict(), "grammar": grammar_text}
-        constraints = {
-            "bad_words": tuple(c.bad_words),  # texts, where the engine's are tokens
-            "stop": tuple(c.stop),
-            "stop_token_ids": tuple(c.stop_token_ids),
-            "ignore_eos": c.ignore_eos,
-            "structured_outputs": {kind: value for kind, value in guides.items() if value},
-        }
-        external = ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps, save, constraints)
-    if isinstance(environments, Agents):
-        if engine_mesh != mesh:
-            raise EpisodeError("environment.agent is sampled on the mesh of training: set rollout.mesh to none, and "
-                               "mesh.context to 1")  # fmt: skip
-        shards = row_shards(mesh)
-        slots = engine.slots or min(environments.spec.workers, config.batch.prompts * config.rollout.group_size)
-        slots = -(-slots // shards) * shards
-        agents = AgentRollout(environments, engine, turns, mesh, width, slots, image_limits(config))
-    as_texts = function is not None and returns_texts(function)
-    played = played_environments(environments)
-    return RolloutWorker(
-        engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external, agents, as_texts,
-        several_environments=played is not None and played.routed,
-    )  # fmt: skip
-
-
-def check_correction(config, engine: Engine) -> None:
-    """Raises ConfigError where the engine samples from another policy than is trained, and nothing corrects for it."""
-    lossy = []
-    if config.rollout.staleness:
-        lossy.append(f"rollout.staleness is {config.rollout.staleness}")
-    if config.rollout.partial_prompts:
-        lossy.append(f"rollout.partial_prompts is {config.rollout.partial_prompts}")
-    if draws_from_another(engine.decoder, engine.net):
-        lossy.append(f"rollout.weights_dtype is {engine.weights_dtype}")
-    if engine.cache_dtype == "fp8":
-        lossy.append("rollout.cache_dtype is fp8")
-    if lossy and config.algorithm.importance_correction == "none" and old_logps_of(config) != "sampler":
-        raise ConfigError(
-            f"{lossy[0]}, so completions are not drawn from the policy that is trained, but algorithm."
-            "importance_correction is none: set token_truncate, which weighs each token by the ratio of the two, or "
-            "algorithm.old_logps=sampler, whose ratio is clipped"
-        )
-
-
-def eos_ids(model: Model) -> tuple[int, ...]:
-    """The tokens that end a completion: generation_config.json's, and the tokenizer's."""
-    named = (model.generation or {}).get("eos_token_id", ())
-    ids = {model.tokenizer.eos_token_id, *(named if isinstance(named, list | tuple) else [named])} - {None}
-    if not ids:
-        raise ConfigError(f"{model.path} names no end-of-text token; set eos_token in its tokenizer_config.json")
-    return tuple(sorted(ids))
-
-
 def padded_width(longest: int, limit: int) -> int:
     """The width of rows of which the longest has so many tokens."""
     return min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, limit)
-
-
-def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ()) -> EnvironmentSpec | AgentSpec:
-    """The environments of the configuration, or of `environment` (a factory, a dictionary of them, or a name); or its
-    agents, of which `episodes` has these environments.
-
-    `tools` are added to the configuration's. Raises EpisodeError for an algorithm that samples nothing, and for agents
-    together with an environment that is not theirs, without the packages of their endpoint or in a run of several
-    processes.
-    """
-    c, name = config.environment, config.algorithm.name
-    plays = c.agent in (None, EPISODES)
-    others = {value: agent for value, _, agent in (entry.partition("=") for entry in c.agents)}
-    agents = partial(
-        AgentSpec,
-        workers=c.workers,
-        timeout=c.agent_timeout,
-        calls=c.max_turns,
-        tokens=c.agent_tokens,
-        on_error=c.on_error,
-        others=others,
-        branches=c.agent_branches,
-    )
-    if c.agent is not None:
-        if c.reward_scale and not plays:
-            raise EpisodeError(
-                f"environment.reward_scale is {tuple(c.reward_scale)}, but agents return their rewards as they are to "
-                "be: scale them there"
-            )
-        if c.options and not plays:
-            raise EpisodeError(
-                f"environment.options is {tuple(c.options)}, but agents are no environments with names: leave it out, "
-                f"or set environment.agent={EPISODES!r}, which plays environments"
-            )
-        if (environment is not None or tools) and not plays:
-            raise EpisodeError(
-                "environment.agent is set, but an environment or tools are given too: leave one out, or set "
-                f"environment.agent={EPISODES!r}"
-            )
-        missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
-        if missing:
-            raise EpisodeError(
-                f'environment.agent needs {" and ".join(missing)} for its endpoint: pip install "jaxrl_llm[serve]"'
-            )
-        if jax.process_count() > 1:
-            raise EpisodeError("environment.agent is for one process, but this run has several")
-        if not plays:
-            return agents(c.agent)
-    spec = spec_of(
-        EnvironmentSpec,
-        c,
-        environment=c.name if environment is None else environment,
-        tools=(*c.tools, *tools),
-        reward_scales=reward_scales(c.reward_scale),
-        with_options=tuple(environment_options(c.options)),
-    )
-    for key in ("reward_scale", "options") if spec.environment is None else ():
-        if c[key]:
-            raise EpisodeError(
-                f"environment.{key} is {tuple(c[key])}, but there is no environment: set environment.name"
-            )
-    if name in OFFLINE and (spec.environment is not None or spec.tools):
-        raise EpisodeError(f"there is an environment or a tool, but algorithm.name = {name!r} samples nothing")
-    if c.agent is None:
-        return spec
-    if spec.environment is None and not spec.tools:
-        raise EpisodeError(
-            f"environment.agent is {EPISODES!r}, but there is neither an environment nor a tool: set environment.name "
-            "or tools, or leave it out"
-        )
-    return agents(EpisodeAgent(spec, image_limits(config)))

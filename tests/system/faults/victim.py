@@ -19,7 +19,7 @@ def main(phase: str, entry: int, seconds: float, arguments: list[str]) -> None:
         kill_after(seconds)
     from jaxrl_llm.train import main as train
     from jaxrl_llm.training.logging.stopwatch import Stopwatch
-    from jaxrl_llm.training.setup import run as setup
+    from jaxrl_llm.training.setup import run, sources
 
     class Fuse(Stopwatch):
         """A stopwatch that lights the fuse."""
@@ -35,7 +35,7 @@ def main(phase: str, entry: int, seconds: float, arguments: list[str]) -> None:
             with super().__call__(name):
                 yield
 
-    setup.Stopwatch = Fuse
+    run.Stopwatch = sources.Stopwatch = Fuse
     train(arguments)
 
 

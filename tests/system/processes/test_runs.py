@@ -95,6 +95,17 @@ def test_runs_of_four_processes(root, tmp_path, together, name):
 
 
 @pytest.mark.slow
+def test_each_process_judges_its_own_rows(root, tmp_path, together):
+    """With a judge whose model each loads, on one device and on two."""
+    options = "path='embedded:sort', template='{{ prompt[:-1] }}{{ completion }}=', scale=(0, 1e9), on_failure=0"
+    flags = ["--config.eval.every=-1", f"--config.rewards.functions=judge({options})"]
+    all_ended_well(together(1, *command(root, "grpo", tmp_path / "one", *flags)))
+    all_ended_well(together(2, *command(root, "grpo", tmp_path / "two", *flags)))
+    same_runs(tmp_path / "one", tmp_path / "two", evaluations=False)
+    assert json.loads((tmp_path / "one" / "metrics.jsonl").open().readline())["judge/requests"] > 4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["distill", "sdpo"])
 def test_teachers_over_processes(root, tmp_path, together, name):
     """Two teachers by row; or the policy as its own, with a context that each process makes for its rows."""

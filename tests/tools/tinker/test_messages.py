@@ -13,6 +13,7 @@ from jaxrl_llm.tools.tinker.messages import (
     GradientAnswer,
     Likeliest,
     SampleAnswer,
+    gradient_message,
     gradient_request,
     gradient_request_of_json,
     prompt_tokens,
@@ -25,6 +26,11 @@ from tinker.types.forward_backward_input import ForwardBackwardInput  # noqa: E4
 from tinker.types.forward_backward_request import ForwardBackwardRequest  # noqa: E402
 
 DRAW = np.random.default_rng(0)
+
+
+def received(message):
+    """The request as it comes out of the bytes of a message."""
+    return gradient_request(gradient_message(message.SerializeToString()))
 
 
 def in_proto(data, loss_fn="cross_entropy", config=None, seq_id=1):
@@ -54,8 +60,10 @@ def test_a_request_comes_out_as_it_went_in():
         seq_id=9,
     )
     message.forward_only = True
-    found = gradient_request(message.SerializeToString())
-    assert (found.model_id, found.seq_id, found.loss_fn, found.forward_only) == ("run:train:0", 9, "ppo", True)
+    found = received(message)
+    assert (found.loss_fn, found.forward_only) == ("ppo", True)
+    read = gradient_message(message.SerializeToString())
+    assert (read.model_id, read.seq_id) == ("run:train:0", 9)
     assert found.options == {"clip_low_threshold": 0.75, "clip_high_threshold": 3.0}
     assert [row.tokens.tolist() for row in found.data] == [[1, 2, 3], [319]]
     first, second = (row.inputs for row in found.data)
@@ -66,7 +74,7 @@ def test_a_request_comes_out_as_it_went_in():
 
 
 def test_options_may_be_words():
-    assert gradient_request(in_proto([], config={"type": "tv"}).SerializeToString()).options == {"type": "tv"}
+    assert received(in_proto([], config={"type": "tv"})).options == {"type": "tv"}
 
 
 def test_distributions_come_out_whole_dense_and_sparse():
@@ -79,17 +87,17 @@ def test_distributions_come_out_whole_dense_and_sparse():
     for name in ("target_tokens", "weights"):  # the SDK leaves zeros out where that is shorter
         assert not message.data[0].loss_fn_inputs[name].HasField("sparse_csr")
         assert message.data[1].loss_fn_inputs[name].HasField("sparse_csr")
-    for row, mask in zip(gradient_request(message.SerializeToString()).data, (1, kept), strict=True):
+    for row, mask in zip(received(message).data, (1, kept), strict=True):
         np.testing.assert_array_equal(row.inputs["target_tokens"], targets * mask)
         np.testing.assert_array_equal(row.inputs["weights"], weights * np.float32(mask))
 
 
 def test_an_array_without_a_shape_is_flat():
     tensor = types.TensorData(data=[4, 5, 6], dtype="int64")
-    found = gradient_request(in_proto([datum([[1, 2, 3]], target_tokens=tensor)]).SerializeToString())
+    found = received(in_proto([datum([[1, 2, 3]], target_tokens=tensor)]))
     assert found.data[0].inputs["target_tokens"].tolist() == [4, 5, 6]
     one = types.TensorData(data=[4], dtype="int64")
-    found = gradient_request(in_proto([datum([[1]], target_tokens=one)]).SerializeToString())
+    found = received(in_proto([datum([[1]], target_tokens=one)]))
     assert found.data[0].inputs["target_tokens"].shape == (1,)
 
 
@@ -149,13 +157,13 @@ def test_what_cannot_be_read_is_named(change, error):
     message = in_proto([datum([[1, 2]], target_tokens=[3, 4]), datum([[1, 2]], target_tokens=[3, 4])])
     change(message)
     with pytest.raises(BadRequestError, match=error):
-        gradient_request(message.SerializeToString())
+        received(message)
 
 
 @pytest.mark.parametrize("body", [b"\xff\xff\xff", b'{"data": []}', b"\x22\x02\xff\xfe"])
 def test_a_body_that_is_no_message_is_refused(body):
     with pytest.raises(BadRequestError, match="no ForwardBackwardRequest"):
-        gradient_request(body)
+        gradient_request(gradient_message(body))
 
 
 def in_json(**changes):
@@ -173,7 +181,7 @@ def test_json_of_earlier_clients_comes_out_as_it_went_in():
     body = in_json()
     body["forward_backward_input"]["loss_fn_config"] = {"beta": 0.5}
     found = gradient_request_of_json(body, forward_only=False)
-    assert (found.model_id, found.seq_id, found.loss_fn, found.forward_only) == ("run", 3, "ppo", False)
+    assert (found.loss_fn, found.forward_only) == ("ppo", False)
     assert found.options == {"beta": 0.5}
     for row in found.data:
         assert row.tokens.tolist() == [1, 2, 3]
@@ -182,7 +190,7 @@ def test_json_of_earlier_clients_comes_out_as_it_went_in():
         assert {x.dtype.name for x in row.inputs.values()} == {"int64", "float32"}
     renamed = {"model_id": "run", "forward_input": body["forward_backward_input"]}
     found = gradient_request_of_json(renamed, forward_only=True)
-    assert (found.forward_only, found.seq_id, len(found.data)) == (True, 0, 2)
+    assert (found.forward_only, len(found.data)) == (True, 2)
 
 
 @pytest.mark.parametrize(

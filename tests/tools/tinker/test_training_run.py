@@ -47,7 +47,7 @@ ROWS = [drawn(length) for length in (9, 20, 16, 1, 5, 12)]
 
 
 def request(rows, loss_fn: str = "cross_entropy", forward_only: bool = False, **options) -> GradientRequest:
-    return GradientRequest("run", 1, rows, loss_fn, options, forward_only)
+    return GradientRequest(rows, loss_fn, options, forward_only)
 
 
 def computed(run, rows, loss_fn: str = "cross_entropy", at_once: int = AT_ONCE, forward_only: bool = False, **options):

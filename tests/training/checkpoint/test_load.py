@@ -1,5 +1,6 @@
 """The parts of a checkpoint that a start takes up: `checkpoint.load`."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,114 @@ def test_the_weights_alone_start_at_step_0(whole, tmp_path):
     assert (result.output_dir / "checkpoints" / "1").is_dir()
 
 
+def test_a_load_is_done_once(whole, tmp_path, capsys):
+    """The same command again, as a job manager gives it, goes on from what the run has saved since, in full."""
+    config = interrupted(whole, tmp_path / "run", 2)
+    config.checkpoint.load, config.optimizer.name = ("model", "extra"), "lion"
+    jaxrl_llm.train(config, ROWS)
+    ended = vector(state_of(config.output_dir, 4))
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    capsys.readouterr()
+    assert [own["step"] for own in jaxrl_llm.train(config, ROWS).metrics] == [4]
+    err = capsys.readouterr().err
+    assert "was done by an earlier start: the run goes on from the checkpoint of step 3" in err and "begins" not in err
+    np.testing.assert_array_equal(vector(state_of(config.output_dir, 4)), ended)
+    for step in ("3", "4"):  # as if it had been killed before it saved anything
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / step)
+    jaxrl_llm.train(config, ROWS)
+    assert "a new optimizer begins" in capsys.readouterr().err
+    np.testing.assert_array_equal(vector(state_of(config.output_dir, 4)), ended)
+
+
+def test_weights_alone_are_loaded_once(whole, tmp_path):
+    config = config_of(tmp_path / "run")
+    config.total_steps = 2
+    config.checkpoint.load, config.checkpoint.resume = ("model",), str(whole.output_dir / "checkpoints" / "2")
+    jaxrl_llm.train(config, ROWS)
+    ended = vector(state_of(config.output_dir, 2))
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+    assert [own["step"] for own in jaxrl_llm.train(config, ROWS).metrics] == [2]
+    np.testing.assert_array_equal(vector(state_of(config.output_dir, 2)), ended)
+    recorded = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert recorded["checkpoint"]["load"] == ["model"]  # the command's own settings
+
+
+def test_links_to_the_runs_own_checkpoints(whole, tmp_path):
+    config = interrupted(whole, tmp_path / "run", 2)
+    config.checkpoint.load = ("model",)
+    for name, target in (("link", tmp_path / "run"), ("2", tmp_path / "run" / "checkpoints" / "2")):
+        (tmp_path / name).symlink_to(target)
+        config.checkpoint.resume = str(tmp_path / name)
+        with pytest.raises(ConfigError, match=r"deletes what is in .*, but .* is there: set another output_dir"):
+            jaxrl_llm.train(config, ROWS)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["1", "2"]
+    config.checkpoint.load, config.checkpoint.resume = ("model", "extra"), str(tmp_path / "link")
+    assert [own["step"] for own in jaxrl_llm.train(config, ROWS).metrics] == [3, 4]
+    assert (tmp_path / "run" / "checkpoints" / "1").is_dir()  # the run goes on, and keeps what it has
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """A run of a step that trains adapters."""
+    config = config_of(tmp_path_factory.mktemp("adapters") / "run")
+    config.total_steps, config.lora.rank = 1, 4
+    return jaxrl_llm.train(config, ROWS)
+
+
+OTHER = "holds other trained parameters than model.path and lora ask for: .*"
+
+
+@pytest.mark.parametrize("load", [("model",), ("model", "extra")])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lora.targets": ("q_proj",)}, "beside other parameters than this run's: lora.targets: all-linear -> q_proj"),
+        ({"lora.alpha": 32.0, "lora.rslora": True}, r"lora.alpha: 16.0 -> 32.0; lora.rslora: false -> true\. Set them"),
+        ({"model.random_init": True}, "model.random_init: false -> true"),
+        (
+            {"lora.targets": ("q_proj",), "checkpoint.accept_changes": ("lora.targets",)},
+            OTHER + r"k/lora_a is \[.*4\] there, and is not here",
+        ),
+        ({"lora.dora": True, "checkpoint.accept_changes": ("lora.dora",)}, OTHER + "lora_m is not there, and is"),
+        (
+            {"lora.rank": 8, "checkpoint.accept_changes": ("lora.rank",)},
+            OTHER + r"lora_a is \[.*4\] there, and is \[.*8\] here",
+        ),
+        ({"lora.rank": 0}, OTHER + "is not there, and is"),
+    ],
+)
+def test_parameters_that_do_not_fit_are_named(whole, adapters, tmp_path, settings, words, load):
+    """Neither what is left over is dropped nor what is missing made up, and nothing was deleted."""
+    config = interrupted(whole, tmp_path / "run", 1)
+    config.lora.rank = 4
+    config.checkpoint.load, config.checkpoint.resume = load, str(adapters.output_dir)
+    config.update_from_flattened_dict(settings)
+    with pytest.raises(ConfigError, match=words):
+        jaxrl_llm.train(config, ROWS)
+    assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
+
+
+def test_adapters_beside_a_model_in_memory(tmp_path):
+    model = jaxrl_llm.load_model("embedded:sort")
+    config = config_of(tmp_path / "first")
+    config.total_steps, config.lora.rank = 1, 4
+    jaxrl_llm.train(config, ROWS, model=model)
+    config.output_dir, config.checkpoint.resume = str(tmp_path / "second"), config.output_dir
+    config.checkpoint.load = ("model",)
+    with pytest.raises(ConfigError, match=r"was given its model in memory \(embedded:sort.*give it again, train\("):
+        jaxrl_llm.train(config, ROWS)
+    jaxrl_llm.train(config, ROWS, model=model)
+
+
+def test_checkpoints_without_their_runs_record(adapters, tmp_path, capsys):
+    shutil.copytree(adapters.output_dir / "checkpoints", tmp_path / "bare" / "checkpoints")
+    config = config_of(tmp_path / "run")
+    config.total_steps, config.lora.rank = 1, 4
+    config.checkpoint.load, config.checkpoint.resume = ("model",), str(tmp_path / "bare")
+    jaxrl_llm.train(config, ROWS)
+    assert "bare/config.json cannot be read" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("load", "resume", "words"),
     [
@@ -133,6 +242,26 @@ def test_parts_that_make_no_start_are_refused(load, resume, words):
     config.checkpoint.load, config.checkpoint.resume = load, resume
     with pytest.raises(ConfigError, match=words):
         validate(config)
+
+
+def test_a_critic_that_is_missing_or_left(tmp_path):
+    config, mesh = jaxrl_llm.default_config(), Mesh(np.array(jax.devices()[:1]), ("data",))
+    params, of_critic, optimizer = {"w": jnp.full((2,), 2.0)}, {"v": jnp.full((3,), 5.0)}, optax.sgd(1.0)
+    with jax.set_mesh(mesh), Checkpoints(tmp_path) as checkpoints:
+        alone = begin_state(config, mesh, optimizer, None, params, None, 0)
+        both = begin_state(config, mesh, optimizer, optimizer, params, of_critic, 0)
+        for step, state in ((1, alone), (2, both)):
+            checkpoints.save(step, state, {}, final=True)
+        with pytest.raises(ConfigError, match=r"/1 has no critic: write its model"):
+            checkpoints.restore_models(1, both, mesh)
+        assert not checkpoints.warnings()
+        loaded, none = checkpoints.restore_models(2, alone, mesh)
+        (line,) = checkpoints.warnings()
+        assert "the critic of checkpoint" in line and "/2 is left, as this run has none" in line and none is None
+        wider = begin_state(config, mesh, optimizer, optimizer, params, {"v": jnp.zeros((4,))}, 0)
+        with pytest.raises(ConfigError, match=r"critic/params/v is \[3\] there, and is \[4\] here"):
+            checkpoints.restore_models(2, wider, mesh)
+    np.testing.assert_array_equal(loaded["w"], params["w"])
 
 
 def test_the_critic_is_loaded_and_begins_as_the_policy_does(tmp_path):

@@ -45,6 +45,17 @@ def test_a_run_knows_its_folder(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run-1", "run-2"]
 
 
+def test_flags_come_before_the_number(tmp_path):
+    """It asks for devices, which the flags of their compiler come before; so what these refuse takes no number."""
+    (tmp_path / "file").touch()
+    config = default()
+    config.algorithm.name, config.output_dir = "sft", str(tmp_path / "run-{new}")
+    config.compilation_cache = str(tmp_path / "file" / "cache")
+    with pytest.raises(ConfigError, match=r"compilation_cache: .* cannot be made"):
+        jaxrl_llm.train(config, ROWS)
+    assert not [*tmp_path.glob("run-*")]
+
+
 def test_reading_flags_takes_no_number(tmp_path):
     load_flags([f"--config.output_dir={tmp_path}/run-{{new}}"])
     assert not list(tmp_path.iterdir())

@@ -23,8 +23,10 @@ from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.objectives.policy_gradient import policy_gradient
 from jaxrl_llm.training.objectives.value import value_regression
 from jaxrl_llm.training.optimizers import build_optimizer
+from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.models import build_critic, build_model
 from jaxrl_llm.training.setup.objectives import critic_spec, objective_of, policy_spec
-from jaxrl_llm.training.setup.run import CriticAlone, build, build_critic, build_mesh, build_model
+from jaxrl_llm.training.setup.run import CriticAlone, build
 from jaxrl_llm.training.setup.specs import critic_optimizer_spec, update_spec
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import NOTHING, State, init_state, make_critic_update, merge_frozen, optimizer_step

@@ -9,7 +9,7 @@ from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.config.flags import load_flags
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.training.checkpoint.settings import changed_settings, start_record
-from jaxrl_llm.training.setup import run as setup
+from jaxrl_llm.training.setup import models
 from jaxrl_llm.training.setup.data import read_data, tokenizer_of
 
 ROWS = [{"prompt": f"sort:{n}=", "completion": "".join(sorted(str(n)))} for n in range(100, 120)]
@@ -92,7 +92,7 @@ def test_data_is_refused_before_weights_are_read(config, monkeypatch, tmp_path):
     def never(*arguments, **options):
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(setup, "load_model", never)
+    monkeypatch.setattr(models, "load_model", never)
     config.data.path = str(tmp_path / "nothing.jsonl")
     with pytest.raises(ConfigError, match="no file or folder"):
         jaxrl_llm.train(config)

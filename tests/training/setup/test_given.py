@@ -143,10 +143,16 @@ def test_a_stream_is_streamed(config):
         made, _ = take(config, {}, **{**OBJECTS, "train_dataset": given})
         assert made.data.streaming
     assert not take(config, {}, **{**OBJECTS, "train_dataset": datasets.Dataset.from_list(ROWS)})[0].data.streaming
-    config.num_epochs = 1.0
-    with pytest.raises(ConfigError, match=r"num_epochs is 1.0, but data.streaming is true"):
-        jaxrl_llm.train(config, rows)
-    config.num_epochs = None
+    for name, value, words in (
+        ("num_epochs", 1.0, "none and total_steps to a number"),
+        ("eval.fraction", 0.1, "0.0"),
+        ("data.group_by_length", True, "false"),
+    ):
+        made = config.copy_and_resolve_references()
+        made.update_from_flattened_dict({name: value})
+        told = rf"{name} is {value}, which needs all rows .* is a stream: set it to {words}, or give a datasets.Dataset"
+        with pytest.raises(ConfigError, match=told):
+            jaxrl_llm.train(made, rows)
     with pytest.raises(ConfigError, match="a buffer of 1000 rows, which no checkpoint holds"):
         jaxrl_llm.train(config, rows.shuffle(seed=0), rewards=one)
 

@@ -14,7 +14,7 @@ from jaxrl_llm.distributed.sharding import bytes_on_device, make_mesh
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.training.packing.planner import tokens_in
-from jaxrl_llm.training.setup import memory, specs
+from jaxrl_llm.training.setup import memory, worker
 from jaxrl_llm.training.setup.specs import rollout_spec
 
 PROMPTS, WIDTH, LONGEST = 4, 16, 24
@@ -74,7 +74,7 @@ def test_a_run_within_a_share_of_the_memory(root, tmp_path, monkeypatch, tiny_ru
         used.append(real(engine, params, share, total, prompts, width, mesh))
         return used[-1]
 
-    monkeypatch.setattr(specs, "with_fitting_slots", watched)
+    monkeypatch.setattr(worker, "with_fitting_slots", watched)
     metrics = jaxrl_llm.train(config).metrics, tiny_run.metrics
     found, before = (next(record for record in records if "loss" in record) for records in metrics)
     assert used[-1].slots == 9

@@ -8,7 +8,8 @@ import jaxrl_llm
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.training.logging.step_log import merge
 from jaxrl_llm.training.moments import updates_made
-from jaxrl_llm.training.setup.run import build, build_mesh
+from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import critic_optimizer_spec, optimizer_spec
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import merge_frozen

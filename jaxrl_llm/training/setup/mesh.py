@@ -1,0 +1,65 @@
+"""The devices of a run: the mesh that trains, that of devices which only sample, and the rows of their shards."""
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import ConfigError, batch_rows
+from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.distributed.sharding import make_mesh, rollout_mesh, row_shards
+from jaxrl_llm.training.algorithm import Algorithm
+from jaxrl_llm.training.setup import specs
+
+
+def build_mesh(config) -> Mesh:
+    """The mesh of the configuration, over the devices that do not only sample. Raises ConfigError without one."""
+    c, devices = config.mesh, jax.devices()
+    if count := sampling_devices(config):
+        if jax.process_count() > 1 or count >= len(devices):
+            raise ConfigError(
+                f"rollout.devices is {count}, of {len(devices)} devices in {jax.process_count()} processes, but it "
+                "takes fewer than there are, of one process: set it to 0, and all devices sample and train"
+            )
+        devices = devices[:-count]
+    return make_mesh(c.data, c.fsdp, c.tensor, c.context, c.expert, devices)
+
+
+def sampling_mesh(config, mesh: Mesh, kv_heads: int) -> Mesh:
+    """The mesh of the devices that only sample; `mesh`, that of training, where there are none."""
+    count = sampling_devices(config)
+    if not count:
+        return mesh
+    return rollout_mesh(make_mesh(devices=jax.devices()[-count:]), config.rollout.mesh, kv_heads)
+
+
+def sampling_devices(config) -> int:
+    """The number of devices that only sample."""
+    return 0 if config.algorithm.name in OFFLINE else config.rollout.devices
+
+
+def shard_rows(config, mesh: Mesh) -> int:
+    """Rows of a minibatch in each row shard of the mesh."""
+    return batch_rows(config) // config.batch.minibatches // row_shards(mesh)
+
+
+def rows_of_shards(algorithm: Algorithm, mesh: Mesh) -> int:
+    """The fewest rows that every row shard of the mesh has a part of: one each, or the two rows of a pair."""
+    return row_shards(mesh) * (2 if not algorithm.online and algorithm.group_size == 2 else 1)
+
+
+def check_rows(config, rows: int, mesh: Mesh) -> None:
+    """Raises ConfigError unless every micro-batch divides into the mesh's row shards."""
+    algorithm = specs.algorithm_of(config)
+    if config.algorithm.aggregation == "microbatch_token" and row_shards(mesh) > 1:
+        raise ConfigError(
+            "algorithm.aggregation = 'microbatch_token' is of adjacent rows, but a micro-batch takes rows of each of "
+            f"the {row_shards(mesh)} shards of the mesh; use token, or mesh.data = mesh.fsdp = 1"
+        )
+    batch, multiple = specs.batch_spec(config), rows_of_shards(algorithm, mesh)
+    for name, size in (("microbatch_rows", batch.microbatch_rows or rows // batch.minibatches),
+                       ("logps_microbatch_rows", batch.logps_microbatch_rows)):  # fmt: skip
+        if size % multiple:
+            raise ConfigError(
+                f"a micro-batch of {size} rows does not divide into mesh.data x mesh.fsdp x mesh.expert = "
+                f"{row_shards(mesh)} parts{' of whole pairs' if multiple > row_shards(mesh) else ''}; change "
+                f"batch.prompts, rollout.group_size, batch.minibatches, batch.{name} or the mesh"
+            )

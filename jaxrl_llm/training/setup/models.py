@@ -1,0 +1,168 @@
+"""The models of a run, built from its configuration: the policy, PPO's critic, and teachers."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
+from jaxrl_llm.config import ConfigDict, ConfigError
+from jaxrl_llm.config.resolve import split_options
+from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets
+from jaxrl_llm.models.model import Model, add_adapters, check_positions, check_same_vocabulary, copied_model, load_model
+from jaxrl_llm.models.peft import read_config
+from jaxrl_llm.training.objectives.value import shared_critic
+from jaxrl_llm.training.served_teacher import ServedTeacher, Server
+from jaxrl_llm.training.setup import specs
+from jaxrl_llm.training.setup.data import model_entries, tokenizer_of
+from jaxrl_llm.training.teacher import Teacher
+
+
+def build_model(
+    config, mesh: Mesh, head: str | None = None, tokenizer: Any = None, given: Model | None = None
+) -> Model:
+    """The model of the configuration, sharded over `mesh`, or a copy of one in memory that is `given`.
+
+    A model in memory that has adapters is trained on by them or, where `lora.rank` asks for new ones, with its own
+    merged. Raises ConfigError when there is no tokenizer.
+    """
+    c, options = config.model, net_options(config, head)
+    tokenizer = tokenizer_of(config, model=given) if tokenizer is None else tokenizer
+    if given is not None:
+        merge = bool(config.lora.rank)
+        model = copied_model(given, mesh, c.dtype, c.param_dtype, merge, **options)
+        model = replace(model, tokenizer=tokenizer, changed=True)
+    else:
+        init_key = jax.random.key(config.seed) if c.random_init else None
+        model = load_model(
+            c.path, c.dtype, c.param_dtype, mesh, init_key, config.lora.path, c.allow_pickle, c.trust_remote_code,
+            c.revision, tokenizer, model_entries(config), **options,
+        )  # fmt: skip
+    if config.lora.rank:
+        key = jax.random.fold_in(jax.random.key(config.seed), ADAPTERS)
+        model = add_adapters(model, build_lora(config), key, config.lora.modules_to_save)
+    elif (given is not None or config.lora.path is not None) and model.net.config.lora is not None:
+        model = replace(model, net=model.net.with_lora(replace(model.net.config.lora, dropout=config.lora.dropout)))
+    return model
+
+
+def net_options(config, head: str | None = None, on_cpu: bool | None = None) -> dict[str, Any]:
+    """The fields of ModelConfig that the configuration sets, besides the types; `on_cpu` None is this process's."""
+    c = config.model
+    on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu
+    remat = ("dots" if on_cpu else "none") if c.remat == "auto" else c.remat
+    head = head or ("score" if config.algorithm.name == "reward_model" else "lm")
+    options = {
+        "remat": remat, "scan_layers": c.scan_layers, "head": head, "quantize": c.quantize, "fp32_head": c.fp32_head,
+        "freeze_router": c.freeze_router, "attention": c.attention, "vision_training": c.vision,
+    }  # fmt: skip
+    return options if c.router_aux_loss_coef is None else options | {"router_aux_loss_coef": c.router_aux_loss_coef}
+
+
+def build_lora(config) -> LoraConfig:
+    """The adapters that the configuration asks for; raises ConfigError for an unknown target."""
+    c = config.lora
+    return LoraConfig(c.rank, c.alpha, c.dropout, parse_targets(c.targets), c.rslora, c.dora)
+
+
+def check_trainable(config, model: Model) -> None:
+    """Raises ConfigError for a model that cannot be trained as the configuration says."""
+    lora = config.lora
+    if has_adapters(model.params) and not (lora.rank or lora.path):
+        raise ConfigError(
+            f"model.path = {config.model.path!r} is an adapter. Set lora.path to it and model.path to {model.path!r} "
+            "to train it on; or merge it first, with jaxrl_llm.save_hf(jaxrl_llm.load_model(path), folder)"
+        )
+    if config.model.vision != "frozen" and model.net.config.vision is None:
+        raise ConfigError(
+            f"model.vision is {config.model.vision}, but {config.model.path} reads text alone: leave it at frozen"
+        )
+    adapters = model.net.config.lora
+    if adapters is not None and adapters.dora and config.model.quantize != "none":
+        raise ConfigError(
+            "the adapter of lora.path is a DoRA, which measures the matrices in every forward pass, and model.quantize "
+            f"= {config.model.quantize!r} keeps none as numbers: set it to none"
+        )
+    if config.model.quantize != "none" and not has_adapters(model.params):
+        raise ConfigError(
+            f"model.quantize is {config.model.quantize}, and quantised matrices are not trained: set lora.rank, 16 for "
+            "example, to train adapters beside them"
+        )
+
+
+def build_critic(config, policy: Model, mesh: Mesh, given: Model | None = None) -> Model:
+    """PPO's critic: the model of critic.path (or model.path, or the one in memory that is `given`) with a score
+    head, and new adapters of `critic.lora_rank` or where the policy has adapters; or, with critic.shared, a score head
+    on the policy's own network."""
+    if config.critic.shared:
+        return shared_critic(policy, jax.random.fold_in(jax.random.key(config.seed), VALUE_HEAD), mesh)
+    own = critic_config(config)
+    elsewhere = config.critic.path is not None
+    tokenizer, given = (None, None) if elsewhere else (policy.tokenizer, given)
+    critic = build_model(own, mesh, "score", tokenizer, given)
+    check_same_vocabulary(policy, critic, f"critic.path = {own.model.path!r}:")
+    return critic
+
+
+def critic_config(config) -> ConfigDict:
+    """The configuration whose `model` and `lora` are those of a critic that is a network of its own."""
+    own, critic = config.copy_and_resolve_references(), config.critic
+    if critic.path is not None:
+        own.model.path, own.model.revision, own.model.overrides, own.model.tokenizer = critic.path, None, "", None
+        own.model.eos_token = None
+        own.data.chat_template = None
+    if config.lora.path is not None:
+        adapter = read_config(config.lora.path)
+        shape, own.lora.path, own.lora.modules_to_save = adapter.lora, None, adapter.modules_to_save
+        for name in ("rank", "alpha", "rslora", "dora", "targets"):
+            own.lora[name] = getattr(shape, name)
+    if critic.lora_rank is not None:
+        own.lora.rank, own.lora.alpha = critic.lora_rank, critic.lora_alpha or own.lora.alpha
+        own.lora.targets = critic.lora_targets or own.lora.targets
+        own.lora.modules_to_save = own.lora.modules_to_save if critic.lora_rank else ()
+    return own
+
+
+def build_teacher(
+    config, policy: Model, mesh: Mesh, length: int, cause: str, other: str | None = None
+) -> Teacher | ServedTeacher | None:
+    """The teacher of the configuration, or of an entry `other` of teacher.others, for rows of up to `length` tokens.
+
+    None without one. Raises ConfigError for a model that has no head for tokens, too few positions for rows of that
+    length, which `cause` explains, or another vocabulary, and for more likeliest tokens than it has.
+    """
+    c, own = config.teacher, config.model
+    key, path, revision = "teacher.path", c.path, c.revision
+    if other is not None:
+        value, _, path = other.partition("=")
+        key, revision = f"teacher.others, {value}", None
+    if path is None:
+        return None
+    name, options = split_options(path)
+    if name == "server":
+        try:
+            return ServedTeacher(specs.teacher_spec(config), Server(**options), mesh, key)
+        except TypeError as error:
+            raise ConfigError(
+                f"{key} = {path!r}: {error}; write server(url='http://localhost:8000/v1', model='m'), with "
+                "timeout and api_key (a variable's name) where they differ"
+            ) from None
+    model = load_model(
+        path, own.dtype if c.dtype == "auto" else c.dtype, mesh=mesh, allow_pickle=own.allow_pickle,
+        trust_remote_code=own.trust_remote_code, revision=revision, head="lm", quantize=c.quantize,
+    )  # fmt: skip
+    if model.tokenizer is None:
+        raise ConfigError(f"{key} = {path!r} has no tokenizer, by which its vocabulary could be compared")
+    check_same_vocabulary(policy, model, f"{key} = {path!r}:")
+    check_positions(model, length, cause)
+    check_top(c.top_k, model, path)
+    return Teacher.of(specs.teacher_spec(config), model, mesh, policy.net.config.vocab_size)
+
+
+def check_top(top_k: int, model: Model, path: str) -> None:
+    """Raises ConfigError unless a teacher has more tokens than its likeliest ones that are asked for."""
+    if top_k >= model.net.config.vocab_size:
+        raise ConfigError(
+            f"teacher.top_k is {top_k}, but {path} has {model.net.config.vocab_size} tokens: 0 is all of them"
+        )

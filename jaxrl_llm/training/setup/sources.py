@@ -1,0 +1,383 @@
+"""The batches of a run, from its configuration: those of samples, of given rows, and of both in turn."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import ConfigError, batch_rows, with_correction
+from jaxrl_llm.data import loading
+from jaxrl_llm.data.curriculum import Curriculum
+from jaxrl_llm.data.loading import DataSource, Tokenized
+from jaxrl_llm.data.pipeline import Pipeline
+from jaxrl_llm.distributed import processes
+from jaxrl_llm.distributed.sharding import make_mesh, rollout_mesh, row_shards
+from jaxrl_llm.environments.agents import Agents
+from jaxrl_llm.environments.factory import Environments, load_environments
+from jaxrl_llm.models.model import Model, check_positions
+from jaxrl_llm.rewards.runner import Rewards, load_rewards
+from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.training import offline
+from jaxrl_llm.training.advantages import AdvantageStep, advantage_step
+from jaxrl_llm.training.algorithm import Algorithm
+from jaxrl_llm.training.arrivals import RECORD, Arrivals
+from jaxrl_llm.training.local_judge import with_local_model
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.mixed import MixedSource
+from jaxrl_llm.training.objectives.objective import Positions
+from jaxrl_llm.training.objectives.value import critic_params
+from jaxrl_llm.training.offline import OfflineSource
+from jaxrl_llm.training.online import Critic, Learner, OnlineSource, Producer, RolloutWorker
+from jaxrl_llm.training.packing.documents import first_fit
+from jaxrl_llm.training.packing.planner import Packer, TypicalRows, make_packer, typical_rollouts
+from jaxrl_llm.training.partial_rollouts import PartialRollouts
+from jaxrl_llm.training.reference import Reference, start_reference
+from jaxrl_llm.training.replay import empty_replay
+from jaxrl_llm.training.reward_models import with_reward_models
+from jaxrl_llm.training.rollout_files import FOLDER, FileQueue, Rendezvous
+from jaxrl_llm.training.rollout_queue import RolloutQueue
+from jaxrl_llm.training.served_teacher import ServedTeacher
+from jaxrl_llm.training.setup import specs
+from jaxrl_llm.training.setup.data import read_data
+from jaxrl_llm.training.setup.mesh import sampling_devices, sampling_mesh, shard_rows
+from jaxrl_llm.training.setup.models import build_model, build_teacher, check_top
+from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, preference_spec
+from jaxrl_llm.training.setup.worker import build_worker, check_correction, environment_spec, played_environments
+from jaxrl_llm.training.teacher import SelfTeacher, Teacher
+from jaxrl_llm.training.teacher_context import TeacherContext
+
+
+def build_rewards(config, rewards=None) -> Rewards:
+    """The graders of `rewards` (a function, a name, or a list of them), or else of the configuration.
+
+    There may be none where a teacher is learned from.
+    """
+    c = config.rewards
+    functions = with_reward_models(c.functions if rewards is None else rewards)
+    return load_rewards(
+        functions, c.weights, c.timeout, partial(with_local_model, loaded={}), on_timeout=c.on_timeout,
+        on_error=c.on_error, workers=c.workers, required=config.teacher.path is None,
+    )  # fmt: skip
+
+
+def online_source(
+    config,
+    model: Model,
+    critic: Model | None,
+    data: list[DataSource],
+    tokens: Tokenized | None,
+    rewards: Rewards,
+    mesh: Mesh,
+    stopwatch: Stopwatch,
+    environments: Environments | Agents | None,
+    packer: Callable[[TypicalRows | None], Packer],
+) -> OnlineSource:
+    """The producer and the learner of an online algorithm."""
+    advantages = advantage_step(specs.advantage_spec(config), rewards.names)
+    _check_online(config, advantages, environments, mesh)
+    spec, rows, rollout = specs.learner_spec(config), specs.batch_spec(config), config.rollout
+    watch = Stopwatch(within=stopwatch) if rollout.staleness and not rollout.processes else stopwatch
+    own_mesh = sampling_mesh(config, mesh, model.net.config.kv_heads)
+    producer = _producer(config, model, data, tokens, rewards, own_mesh, watch, environments)
+    worker = producer.worker
+    reference = replay = None
+    played = played_environments(environments)
+    if needs_reference(config, [str(name) for name in played.factories] if played is not None else ()):
+        settings, lora = specs.reference_spec(config), model.net.config.lora
+        reference = Reference(start_reference(settings, model.params, lora), settings, lora)
+    width, longest = worker.prompt_width, rollout.max_completion_length
+    if config.algorithm.replay_groups:
+        by_environment = {"kl_weight": spec.kl_weights and reference is not None, "loss_weight": spec.loss_weights}
+        per_row = [field for field, weights in by_environment.items() if weights]
+        replay = empty_replay(config.algorithm.replay_groups, rollout.group_size, width + longest, width, mesh, per_row)
+    sample_of = partial(typical_rollouts, shard_rows(config, mesh), rollout.group_size)
+    teacher, context, others = _online_teacher(config, model, mesh, width, sample_of)
+    if rollout.processes:
+        queue: RolloutQueue | FileQueue = FileQueue(
+            rendezvous_of(config),
+            rollout.staleness,
+            config.total_steps,
+            publish=worker.copy_policy,
+            frozen=model.net.config.frozen,
+            pipeline=cast(Pipeline, producer.pipeline),  # see config/checks.py
+            facts=processes.agreed_facts(config),
+            mesh=mesh,
+            watch=stopwatch,
+        )
+    else:
+        queue = RolloutQueue(
+            rollout.staleness,
+            config.total_steps,
+            key_of=partial(jax.random.fold_in, jax.random.key(config.seed)),
+            publish=worker.copy_policy,
+            mesh=own_mesh,
+            train_mesh=mesh,
+            watch=stopwatch,
+            own_watch=watch,
+            arrivals=worker.arrivals if producer.partial is None else producer.partial.arrivals,
+        )
+    return OnlineSource(
+        producer,
+        Learner(
+            spec=spec,
+            batch=rows,
+            net=model.net,
+            mesh=mesh,
+            prompt_width=width,
+            reward_weights=rewards.weights,
+            advantages=advantages,
+            pack=packer(sample_of(width, longest)),
+            stopwatch=stopwatch,
+            reference=reference,
+            controllers=specs.controllers_of(config),
+            replay=replay,
+            critic=None if critic is None else Critic(critic.net, partial(critic_params, critic_spec(config))),
+            teacher=teacher,
+            context=context,
+            other_teachers=others,
+        ),
+        queue,
+    )
+
+
+def _check_online(config, advantages: AdvantageStep, environments: Environments | Agents | None, mesh: Mesh) -> None:
+    """Raises ConfigError for an online run whose rows, processes or devices are not what its settings ask of them."""
+    rollout = config.rollout
+    if (rule := advantages.asking("turns")) and environments is None:
+        raise ConfigError(
+            f"{rule.setting} is {rule.name!r}, which gives credit to the turns of episodes, but rows have one turn: "
+            "set environment.name, tools or agent, or another advantage"
+        )
+    if (rule := advantages.asking("parts")) and not isinstance(environments, Agents):
+        raise ConfigError(
+            f"{rule.setting} is {rule.name!r}, which reads the roles of an agent's sessions, but rows have none: set "
+            "environment.agent (docs/agents.md), or another advantage"
+        )
+    if config.algorithm.observation_coef > 0 and environments is None and config.environment.rollout_func is None:
+        raise ConfigError(
+            f"algorithm.observation_coef is {config.algorithm.observation_coef}, but completions have no observation "
+            "tokens: set environment.name, tools, agent or rollout_func, or observation_coef to 0"
+        )
+    if rollout.processes and not processes.is_split():
+        raise ConfigError(
+            f"rollout.processes is {rollout.processes}, but this process has not joined others: start each with python "
+            "-m jaxrl_llm.train (docs/asynchronous.md), or set it to 0"
+        )
+    if rollout.staleness and jax.process_count() > 1 and not rollout.processes:
+        raise ConfigError(
+            f"rollout.staleness is {rollout.staleness}, but the run has {jax.process_count()} processes, whose threads "
+            "would meet in another order: set it to 0, or let some of the processes only sample (rollout.processes)"
+        )
+    if rollout.partial_prompts and jax.process_count() > 1:
+        raise ConfigError(
+            f"rollout.partial_prompts is {rollout.partial_prompts}, but the run has {jax.process_count()} processes, "
+            "each of which would be done with other prompts: set it to 0"
+        )
+    if rollout.update_in_flight and not sampling_devices(config) and mesh.size > 1:
+        raise ConfigError(
+            f"rollout.update_in_flight is true, but {mesh.size} devices sample and train in turn, so that no policy is "
+            "new while they sample: give sampling devices of its own (rollout.devices), or set it to false"
+        )
+
+
+def _online_teacher(
+    config, model: Model, mesh: Mesh, width: int, sample_of: Callable[[int, int], TypicalRows]
+) -> tuple[Teacher | ServedTeacher | SelfTeacher | None, TeacherContext | None, dict[str, Teacher | ServedTeacher]]:
+    """The teacher, what it reads besides prompts of up to `width` tokens, and the other teachers by their value.
+
+    `sample_of` makes rows of a width of prompts and a length of completions. None without a teacher or a context.
+    """
+    longest, shown, context = config.rollout.max_completion_length, specs.context_spec(config), None
+    length, cause = width + longest, "the longest prompt and rollout.max_completion_length"
+    if shown is not None:
+        own_width = specs.context_width(config, width)
+        length = own_width + longest
+        cause = "the longest prompt of the teacher (teacher.max_prompt_length) and rollout.max_completion_length"
+        # Nothing is asked of the packed rows of this pass but to be cheap.
+        packed = replace(
+            specs.packing_spec(config),
+            packing="false" if config.batch.packing == "false" else "auto",
+            pack_length=0,
+            microbatch_tokens=0,
+            group_size=config.rollout.group_size,
+        )
+        context = TeacherContext(
+            shown, model.tokenizer, specs.data_spec(config).template_kwargs, mesh, own_width, width,
+            make_packer(packed, model.net.config, mesh, Positions(), sample_of(own_width, longest)),
+        )  # fmt: skip
+
+    def teacher_of(other: str | None = None) -> Any:
+        return build_teacher(config, model, mesh, length, cause, other)
+
+    if specs.is_own_teacher(config):
+        check_positions(model, length, cause)
+        check_top(config.teacher.top_k, model, config.teacher.path)
+        settings, lora = specs.self_reference(config), model.net.config.lora
+        copy = None if settings is None else Reference(start_reference(settings, model.params, lora), settings, lora)
+        teacher = SelfTeacher(specs.teacher_spec(config), model.net, mesh, copy)
+    else:
+        teacher = teacher_of()
+    return teacher, context, {entry.partition("=")[0]: teacher_of(entry) for entry in config.teacher.others}
+
+
+def _producer(
+    config,
+    model: Model,
+    data: list[DataSource],
+    tokens: Tokenized | None,
+    rewards: Rewards,
+    own_mesh: Mesh,
+    watch: Stopwatch,
+    environments: Environments | Agents | None,
+) -> Producer:
+    """The producer, which samples and grades on `own_mesh`."""
+    advantages = advantage_step(specs.advantage_spec(config), rewards.names)
+    rows, rollout = specs.batch_spec(config), config.rollout
+    process = jax.process_index(), jax.process_count()  # which share the prompts
+    if tokens is None:
+        examples = None
+        pipeline = loading.stream(specs.data_spec(config), data, "prompts", model.tokenizer, lambda row: row, *process)
+    else:
+        examples, curriculum = tokens.rows, specs.curriculum_spec(config)
+        order = (config.seed, config.data.shuffle, *process, tokens.shares)
+        if curriculum is None:
+            pipeline = Pipeline(examples, rows.prompts, *order)
+        else:
+            pipeline = Curriculum(examples, rows.prompts, curriculum, *order)
+
+    def worker_of(sampling: SamplingParams, group_size: int) -> RolloutWorker:
+        return build_worker(config, model, rewards, own_mesh, sampling, group_size, examples, watch, environments)
+
+    worker = worker_of(specs.training_sampling(config), rollout.group_size)
+    check_correction(config, worker.engine)
+    compares = advantages.asking("greedy_scores")
+    greedy = None if compares is None else worker_of(specs.training_sampling(config).greedy, 1)
+    key, partial_rollouts, arrivals = jax.random.key(config.seed), None, None
+    if rollout.update_in_flight or rollout.max_wait is not None:
+        followed = None if rollout.arrivals is None else Path(rollout.arrivals).expanduser()
+        record = Path(config.output_dir) / RECORD
+        arrivals = Arrivals(record, rollout.staleness, rollout.update_in_flight, rollout.max_wait, followed)
+    for name, off in (("update_in_flight", "false"), ("partial_prompts", "0")):
+        if compares is not None and rollout[name]:
+            raise ConfigError(
+                f"rollout.{name} is {str(rollout[name]).lower()}, but {compares.setting} = {compares.name!r} compares "
+                f"with a greedy completion of one policy: set the one to {off}, or another advantage"
+            )
+    if rollout.update_in_flight:
+        worker = replace(worker, arrivals=arrivals)
+    if rollout.partial_prompts:
+        settings, shards = specs.partial_spec(config), row_shards(own_mesh)
+        if settings.in_flight % shards:
+            raise ConfigError(
+                f"batch.prompts + rollout.partial_prompts is {settings.in_flight}, which does not divide into the "
+                f"{shards} shards of rows of the mesh that samples: set rollout.partial_prompts to another number"
+            )
+        assert isinstance(pipeline, Pipeline)  # neither streams nor a curriculum: see config/checks.py
+        partial_rollouts = PartialRollouts(
+            settings, worker.engine, pipeline, key, own_mesh, worker.prompt_width, watch, arrivals
+        )
+    return Producer(specs.producer_spec(config), worker, greedy, pipeline, advantages.flat_groups, partial_rollouts)
+
+
+def build_producer(config) -> tuple[Producer, Model, Stopwatch, Environments | Agents | None]:
+    """The part of a run that a process which only samples needs: the producer, on `rollout.mesh` of its devices.
+
+    Raises ConfigError as `build` does.
+    """
+    config = with_correction(config)
+    mesh = rollout_mesh(make_mesh(devices=jax.devices()), config.rollout.mesh)
+    with jax.set_mesh(mesh):
+        spec = environment_spec(config)
+        rows = read_data(config, None, None, None, None)
+        model = build_model(rows.config, mesh, None, rows.tokenizer)
+        rewards, environments, watch = build_rewards(rows.config), load_environments(spec), Stopwatch()
+        producer = _producer(rows.config, model, rows.sources, rows.tokens, rewards, mesh, watch, environments)
+    return producer, model, watch, environments
+
+
+def rendezvous_of(config) -> Rendezvous:
+    """The folder where the processes that only sample meet those that train."""
+    folder, c = Path(config.output_dir).absolute() / FOLDER, config.processes
+    return Rendezvous(folder, config.rollout.processes, c.rendezvous_seconds, c.heartbeat_seconds)
+
+
+def mixed_source(config, online: OnlineSource, model: Model, train_dataset: Any) -> OnlineSource | MixedSource:
+    """The source with batches of the data's rows between those of samples, where `teacher.on_policy` asks for them.
+
+    A batch of given rows has as many rows, of the same width, as one of samples.
+    """
+    if config.teacher.on_policy == 1:
+        return online
+    learner, given = online.learner, config.copy_and_resolve_references()
+    width = learner.prompt_width + config.rollout.max_completion_length
+    given.algorithm.name, given.batch.prompts, given.teacher.path = "sft", batch_rows(config), None
+    given.data.max_length = width
+    spec, tokens = specs.data_spec(given), None
+    data = loading.open_sources(spec, model.tokenizer, train_dataset)
+    if not spec.streaming:
+        tokens = loading.tokenized(spec, data, "completions", model.tokenizer)
+    rows = offline_source(
+        given, specs.algorithm_of(given), model, data, tokens, learner.mesh, learner.stopwatch, lambda _: learner.pack
+    )
+    assert not isinstance(learner.teacher, SelfTeacher)  # which has a context, and that is of samples alone
+    rows = replace(rows, spec=replace(rows.spec, width=width), teacher=learner.teacher)
+    return MixedSource(online, rows, config.teacher.on_policy, config.seed)
+
+
+def offline_source(
+    config,
+    algorithm: Algorithm,
+    model: Model,
+    data: list[DataSource],
+    tokens: Tokenized | None,
+    mesh: Mesh,
+    stopwatch: Stopwatch,
+    packer: Callable[[TypicalRows | None], Packer],
+) -> OfflineSource:
+    """The batches of an offline algorithm."""
+    rows, c = specs.batch_spec(config), config.data
+    settings, lora = specs.reference_spec(config), model.net.config.lora
+    sample = reference = None
+    if algorithm.needs_reference:
+        kept = not c.precompute_reference
+        reference = Reference(start_reference(settings, model.params, lora, kept), settings, lora)
+    elif settings.ref_sync_steps and config.algorithm.name == "preference":
+        raise ConfigError(
+            f"algorithm.ref_sync_steps is {settings.ref_sync_steps}, but algorithm.loss = {config.algorithm.loss!r} "
+            "reads no reference here: set it to 0"
+        )
+    if tokens is None:
+        margins = any("margin" in loading.columns(source) for source in data)
+        as_example = partial(offline.as_example, margins=margins)
+        pipeline = loading.stream(specs.data_spec(config), data, algorithm.data, model.tokenizer, as_example)
+        check_positions(model, c.max_length, "data.max_length, as rows are streamed")
+        spec = specs.offline_spec(config, c.max_length)
+    else:
+        examples: list[Any] = offline.as_examples(tokens.rows)
+        if algorithm.data == "labels":
+            options = preference_spec(config).losses[0].options
+            weights = options.get("desirable_weight", 1.0), options.get("undesirable_weight", 1.0)
+            offline.check_balance(examples, *weights)
+        longest = offline.longest(examples, algorithm.mismatched)
+        check_positions(model, longest, "the longest of the data, up to data.max_length")
+        if c.packing:
+            check_positions(model, c.max_length, "data.max_length, which data.packing fills")
+        width = specs.padded_width(longest, c.max_length)
+        spec = specs.offline_spec(config, c.max_length if c.packing else width)
+        if reference is not None and c.precompute_reference:
+            examples = offline.with_reference(rows, model.net, reference.params, examples, width, mesh)
+            reference = None
+        if c.packing:
+            groups = first_fit([len(row["ids"]) for (row,) in examples], c.max_length)
+            examples = [[examples[i][0] for i in group] for group in groups]
+        elif not c.group_by_length:
+            sample = offline.typical_rows(spec, examples, shard_rows(config, mesh), rows.group_size)
+        # Every process reads whole batches: kto pairs the rows of one with each other.
+        lengths = [max(len(row["ids"]) for row in example) for example in examples] if c.group_by_length else None
+        pipeline = Pipeline(examples, rows.prompts, config.seed, c.shuffle, shares=tokens.shares, lengths=lengths)
+    teacher = build_teacher(config, model, mesh, spec.width, "the longest of the data, up to data.max_length")
+    return OfflineSource(spec, rows, model.net, pipeline, mesh, packer(sample), stopwatch, reference, teacher=teacher)
