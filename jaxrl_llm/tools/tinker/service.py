@@ -43,7 +43,6 @@ MOST_BYTES = 2**27  # of a request for gradients; the SDK sends up to 5 MB at a 
 FORGOTTEN = 3600.0  # seconds of silence after which nobody goes on with a run
 DESCRIBED = ("base_model", "lora_rank", "train_unembed", "train_mlp", "train_attn")  # of a run, beside its weights
 
-
 Route = tuple[str, str, Callable[..., Awaitable[Response]]]  # a path, a method, and what answers
 
 
@@ -67,8 +66,10 @@ class TrainingService:
     """Training runs on one model, whose adapters the server samples from."""
 
     def __init__(self, model: Model, queue: RequestQueue, folder: Path, names: tuple[str, ...], microbatch_tokens: int):
-        """`model` is what runs adapt; `names` are those that clients may call it by, the first one in answers. Raises
-        ConfigError for a model whose adapters PEFT's folders have no place for, or that is quantised."""
+        """`model` is what runs adapt; clients may call it by each of `names`, and answers by the first.
+
+        Raises ConfigError for a quantised model.
+        """
         if model.net.config.quantize != "none":
             raise ConfigError(f"{model.path} stores its matrices as {model.net.config.quantize}: its adapters cannot "
                               "be sampled from, as they are not merged into such")  # fmt: skip
