@@ -176,6 +176,7 @@ def test_two_environments_with_options_of_their_own(root, tmp_path):
     assert max(jax.tree.leaves(changes)) > 1e-5
 
 
+@pytest.mark.slow
 def test_options_of_environments_in_a_run_that_goes_on(root, tmp_path):
     """The checkpoint has rollouts that were made ahead and a replay buffer, with what their rows' environments say."""
     options = ("sort(advantage='gigpo', beta=0.3, weight=0.5)", "half(advantage='gdpo')")

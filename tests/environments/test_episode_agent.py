@@ -305,6 +305,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.slow
 def test_environments_that_fail_are_missing_rewards(play):
     """Each says why, the others go on, and nothing waits for what hangs."""
     Look.closed, began = 0, time.monotonic()

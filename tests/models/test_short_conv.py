@@ -55,6 +55,7 @@ def rows():
     return padded([rng.integers(0, 31, length) for length in (6, 9, 2)], "left")
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_equal_the_full_forward(net, params, rows):
     """Tokens one by one and three at once, from prompts shorter than the convolution too."""
     tokens, segments = rows

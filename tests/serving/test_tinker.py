@@ -71,30 +71,6 @@ def test_what_a_client_teaches_its_sampler_says_and_others_do_not(client):
     assert greedy(client.create_sampling_client(base_model=BASE).result(), "sort:312=", 3) == "123"
 
 
-def test_a_run_learns_from_its_own_samples(client):
-    """Policy gradients by the SDK's loop: completions that begin with an even digit are rewarded."""
-    run, prompt, shares = made(client, rank=8), "sort:4821=", []
-    for number in range(20):
-        sampler = run.save_weights_and_get_sampling_client().result()
-        params = types.SamplingParams(max_tokens=1, temperature=1.0, seed=number)
-        found = sampler.sample(types.ModelInput.from_ints(ids(prompt)), num_samples=16, sampling_params=params).result()
-        rewards = np.float32([bytes(row.tokens) in b"02468" for row in found.sequences])
-        shares.append(rewards.mean())
-        if shares[-1] > 0.9:
-            break
-        advantages, rows, before = rewards - rewards.mean(), [], len(ids(prompt)) - 1
-        for row, advantage in zip(found.sequences, advantages, strict=True):
-            arrays = {
-                "logprobs": np.float32([0] * before + row.logprobs),
-                "advantages": np.float32([0] * before + [advantage]),
-            }
-            rows.append(datum(prompt, bytes(row.tokens).decode("latin-1"), **arrays) if row.tokens[0] < 128 else None)
-        rows = [row for row in rows if row is not None]
-        run.forward_backward(rows, "importance_sampling").result()
-        run.optim_step(types.AdamParams(learning_rate=4e-3)).result()
-    assert shares[-1] > 0.9 > shares[0]
-
-
 def test_log_probs_of_sampler_and_trainer_are_those_of_one_model(client):
     run = made(client)
     run.forward_backward([datum("sort:312=", "999")], "cross_entropy").result()
@@ -205,6 +181,7 @@ def test_saved_weights_are_a_model_of_every_endpoint(client, training):
         assert answer.choices[0].text == said
 
 
+@pytest.mark.slow
 def test_weights_that_were_let_go_are_read_again(client, training, monkeypatch):
     monkeypatch.setattr(samplers, "MOST_SAMPLERS", 1)
     paths = []
@@ -315,6 +292,7 @@ def test_weights_that_are_written_over_are_those_that_answer(client):
     assert greedy(client.create_sampling_client(model_path=path).result(), "sort:312=", 3) == "111"
 
 
+@pytest.mark.slow
 def test_snapshots_of_many_at_once(client, training, monkeypatch):
     """More than are kept: each is there for the sample that it was made for."""
     monkeypatch.setattr(samplers, "MOST_SAMPLERS", 8)
@@ -330,6 +308,7 @@ def test_snapshots_of_many_at_once(client, training, monkeypatch):
     assert len(training[0].server.queue.adapters) <= 8 + 4
 
 
+@pytest.mark.slow
 def test_more_samples_than_the_queue_takes_at_once(client):
     """Those of one seed differ from each other, whatever part of them they are in, and waiting has no limit."""
     sampler = client.create_sampling_client(base_model=BASE).result()

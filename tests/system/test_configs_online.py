@@ -142,6 +142,7 @@ def test_dynamic_sampling_trains_on_groups_that_differ(root, tmp_path):
     assert len(set(seen)) > 4
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_by_a_value_beside_the_score(root, tmp_path):
     """verl's `filter_groups.metric=acc`: groups that are all wrong are alike, whatever credit their rows get."""
     flips, credit = itertools.cycle([True, False]), itertools.count()

@@ -271,6 +271,7 @@ def test_pairs_share_the_images_of_their_prompt(model):
     assert isinstance(batch, Batch)
 
 
+@pytest.mark.slow
 def test_rows_read_what_was_encoded_once(model):
     """Log-probs of rows whose prompts were encoded once are those of rows that are encoded each."""
     net, params = model.net, model.net.init(jax.random.key(0))

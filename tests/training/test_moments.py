@@ -109,6 +109,7 @@ def test_blocks_without_a_gradient_stay():
 
 
 @pytest.mark.parametrize(("name", "b2"), [("adamw", 0.999), ("lion", 0.99)])
+@pytest.mark.slow
 def test_moments_of_a_part_of_a_block_fall(name, b2):
     """Gradients of every other number become ten times smaller: rounded to the nearest, their roots would stay."""
     params, sizes = {"head": {"kernel": jnp.zeros((8, 512))}}, []

@@ -182,6 +182,7 @@ def test_precomputed_reference_is_the_same(tmp_path):
     assert found[0][-1]["eval/rewards/margins"] != 0
 
 
+@pytest.mark.slow
 def test_the_reference_follows_the_policy(tmp_path):
     """TR-DPO: from the third step on the reference is the policy after the second, for held-out rows too."""
     config = config_of("preference", "dpo")

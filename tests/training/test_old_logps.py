@@ -45,6 +45,7 @@ def stepped(config):
     return run, experience, state, updates
 
 
+@pytest.mark.slow
 def test_dppo_drops_tokens_that_moved():
     """The second update of a step has moved from the sampler: its loss leaves out the tokens that went too far."""
     bounds = {"epsilon_low": 0.01, "epsilon_high": 0.01}

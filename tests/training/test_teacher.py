@@ -197,6 +197,7 @@ def test_the_divergence_in_the_loss(teacher, name):
     assert updates[0]["grad_norm"].value > 0.01
 
 
+@pytest.mark.slow
 def test_the_ratio_beside_a_divergence_is_at_the_temperature_of_the_rollouts(teacher):
     """The policy that sampled has a ratio of 1 with itself, whatever the temperature of the divergence."""
     settings = {"algorithm__advantage": "zero", "batch__minibatches": 2, "rollout__temperature": 0.7}

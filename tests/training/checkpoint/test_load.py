@@ -119,6 +119,7 @@ def test_the_weights_alone_start_at_step_0(whole, tmp_path):
     assert (result.output_dir / "checkpoints" / "1").is_dir()
 
 
+@pytest.mark.slow
 def test_a_load_is_done_once(whole, tmp_path, capsys):
     """The same command again, as a job manager gives it, goes on from what the run has saved since, in full."""
     config = interrupted(whole, tmp_path / "run", 2)
@@ -206,6 +207,7 @@ def test_parameters_that_do_not_fit_are_named(whole, adapters, tmp_path, setting
     assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
 
 
+@pytest.mark.slow
 def test_adapters_beside_a_model_in_memory(tmp_path):
     model = jaxrl_llm.load_model("embedded:sort")
     config = config_of(tmp_path / "first")
