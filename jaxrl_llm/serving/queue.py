@@ -14,6 +14,7 @@ and further ones while nobody waits for another.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections import Counter, deque
@@ -180,12 +181,12 @@ class RequestQueue:
         Rows that go on keep the caches of the earlier ones: a version of weights is `counts.weight_version`. `done`
         gets the error where they cannot be placed, and all is as it was; or StoppedError where the queue ends before.
         """
+        self.call(functools.partial(self.replace, params), done)
 
-        def replace() -> None:
-            self._set(params)
-            self.counts.weight_version += 1
-
-        self.call(replace, done)
+    def replace(self, params: Any) -> None:
+        """Takes other parameters of the net, or none where it raises; for `call`, whose thread owns the devices."""
+        self._set(params)
+        self.counts.weight_version += 1
 
     def clear_prefixes(self, done: Callable[[BaseException | None], None]) -> None:
         """Forgets the texts that are kept; `done` is called when that is so."""

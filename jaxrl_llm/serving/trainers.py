@@ -5,8 +5,8 @@ NCCL, which is refused here by name: weights come by files, `/update_weights_fro
 """
 
 import asyncio
-import contextlib
 import dataclasses
+import functools
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -141,14 +141,6 @@ async def update_weights(server: Server, request: Request) -> Response:
         raise BadRequestError("model_path takes the path of a model's folder", param="model_path")
     if server.load is None:
         raise BadRequestError("weights stay as they are: start the server with --weight_updates", 403, "unsupported")
-    loop, done = asyncio.get_running_loop(), asyncio.Event()
-    errors: list[BaseException | None] = []
-
-    def placed(error: BaseException | None) -> None:
-        errors.append(error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
-            loop.call_soon_threadsafe(done.set)
-
     async with server.loading:  # one at a time, in the order in which they were asked for
         try:
             params = await asyncio.to_thread(server.load, path)
@@ -160,11 +152,8 @@ async def update_weights(server: Server, request: Request) -> Response:
                 "write them anew, and ask again",
                 param="model_path",
             ) from error
-        server.queue.set_params(params, placed)
+        await server.queue.called(functools.partial(server.queue.replace, params))
         del params
-        await done.wait()
-        if errors[0] is not None:
-            raise errors[0]
         version = server.queue.counts.weight_version
     return JSONResponse({"success": True, "message": f"weights of {path}", "weight_version": version})
 

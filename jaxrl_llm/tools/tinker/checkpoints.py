@@ -71,8 +71,8 @@ class Store:
         shutil.rmtree(self._folder(place), ignore_errors=True)
         return None
 
-    def save(self, place: Place, run: TrainingRun, info: dict[str, Any], overwrite: bool = False) -> None:
-        """Writes a run's adapters and, of `weights`, its moments; complete or not at all.
+    def save(self, place: Place, run: TrainingRun, info: dict[str, Any], overwrite: bool = False) -> str:
+        """Writes a run's adapters and, of `weights`, its moments; complete or not at all. Returns the time of it.
 
         Raises BadRequestError for a name that is taken.
         """
@@ -81,11 +81,13 @@ class Store:
         folder = self._folder(place)
         if self._read(place) is not None and not overwrite:
             raise BadRequestError(f"{place.path} exists already; give another name, or overwrite=True")
+        time = _now().isoformat()
         with replacing(folder) as partial:
             save_adapter(run.whole(), partial)
             if place.kind == "weights":
                 save_file({name: np.asarray(x) for name, x in _named(run.adam)}, partial / MOMENTS)
-            write_json(partial / INFO, {"time": _now().isoformat(), **info})
+            write_json(partial / INFO, {"time": time, **info})
+        return time
 
     def load(self, path: Any, base: Model, moments: bool = False) -> tuple[LoraConfig, Params, Moments | None]:
         """The adapters that `path` names and, where they are asked for, the optimizer's moments.

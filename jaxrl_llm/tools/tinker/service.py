@@ -337,14 +337,14 @@ class TrainingService:
             name, number = body.get("path"), body.get("sampling_session_seq_id")
             if name is None and number is None:
                 raise BadRequestError("path is missing: a name for the weights")
-            path = written = None
+            path, written = None, ""
             if name is not None:
                 place = Place(seat.model_id, "sampler_weights", str(name))
-                await asyncio.to_thread(self.store.save, place, seat.run, self._about(seat, body))
-                path, written = place.path, self.store.info(place.path)["time"]
+                written = await asyncio.to_thread(self.store.save, place, seat.run, self._about(seat, body))
+                path = place.path
             snapshot = await self.queue.called(seat.run.snapshot)
             served = path or f"{seat.model_id}/{number}"
-            await self.samplers.serve(server, served, (seat.run.config, snapshot), written or "")
+            await self.samplers.serve(server, served, (seat.run.config, snapshot), written)
             sampler = None if number is None else f"{seat.session}:sample:{number}"
             if sampler is not None:
                 self.samplers.paths[sampler] = served

@@ -271,7 +271,7 @@ def _losses(net: Net, name: str, params: Params, adapters: Params, arrays, optio
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def _added(net: Net, name: str, params: Params, adapters: Params, sums: Params, arrays, options):
     loss_of = functools.partial(_loss, net, name, params, arrays=arrays, options=options)
-    gradients, (losses, logps) = jax.grad(lambda own: loss_of(own), has_aux=True)(adapters)
+    gradients, (losses, logps) = jax.grad(loss_of, has_aux=True)(adapters)
     return jax.tree.map(lambda total, x: total + x.astype(jnp.float32), sums, gradients), losses, logps
 
 
