@@ -27,9 +27,10 @@ def page(
     ahead: Iterable[str] = (),
     taught: str = "",
     credit: Iterable[str] = (),
+    spans: Iterable[str] = (),
 ) -> str:
     """The page; configurations without runs are left out. `own` are those whose teacher is the policy, `taught` has
-    another."""
+    another, and `spans` have that as one of another tokenizer."""
     parts = [
         HEAD.format(machines="; ".join(sorted({run["machine"] for group in runs.values() for run in group.values()})))
     ]
@@ -42,7 +43,7 @@ def page(
                 curve=table(_curve_table("seed", {str(n): run for n, run in sorted(runs[taught].items())})),
             )
         )
-    parts.append(_sampled_part(SELF, runs, own))
+    parts += [_sampled_part(SPANS, runs, spans), _sampled_part(SELF, runs, own)]
     if played := [name for name in credit if name in runs]:
         parts.append(CREDIT.format(first=table(_first_rows(runs, played)), curve=table(_median_rows(runs, played))))
     if "grpo" in runs and 0 in runs["grpo"]:
@@ -223,6 +224,12 @@ On 256 prompts of `validation`, teacher and student of an earlier measurement ha
 0.965 and 0.964 with seeds 0 to 2 (`python -m jaxrl_llm evaluate`). Neither split is untouched: settings of the student
 were compared on `test`, and the number of updates a step, twelve where eight ended up to 0.0215 below the teacher, on
 `validation`.
+"""
+SPANS = """
+## From a teacher, by spans of text
+
+`configs/gold.py`, with the same teacher and as many updates. It reads the text of the completions and not their tokens,
+as if it had another tokenizer; here it happens to have the same, so that each token is a span.
 """
 SELF = """
 ## The policy as its own teacher

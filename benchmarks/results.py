@@ -33,9 +33,9 @@ PAGE = ROOT / "docs" / "results.md"
 SEEDS = (0, 1, 2)
 ONLINE = (
     "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "gdpo", "rloo", "remax", "opo",
-    "passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo",
+    "a2po", "passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo",
 )  # fmt: skip
-OFFLINE = ("sft", "reward_model", "dpo", "ipo", "kto", "orpo", "cpo", "simpo", "alphapo")
+OFFLINE = ("sft", "reward_model", "dpo", "ipo", "kto", "orpo", "cpo", "simpo", "alphapo", "tpo")
 IMAGES = ("vision_grpo", "vision_grpo_blank")
 FURTHER = tuple(import_file(ROOT / "configs" / "further.py").FORMS)
 STALENESS = (0, 1, 2, 4, 8)
@@ -43,12 +43,25 @@ IN_FLIGHT = ("ahead_in_flight_1",)
 AHEAD = (*(f"ahead_{n}" for n in STALENESS), *(f"ahead_clipped_{n}" for n in STALENESS[1:]), *IN_FLIGHT)
 SELF = ("sdpo", "sdft")  # the policy as its own teacher
 TAUGHT = "distill"  # from a teacher, whose own run is kept with it
+SPANS = "gold"  # from the same teacher, as one of another tokenizer
 CREDIT = {"credit_grpo": "group", "credit_gigpo": "gigpo(gamma=0.0)", "credit_turn": "turn(gamma=0.0)"}  # of a game
 # What makes the model that these start from or learn from, with the same seed, and the key that names it.
-STARTS = dict.fromkeys(SELF, ("sdpo.py:start", "model.path")) | {TAUGHT: ("grpo.py", "teacher.path")}
+STARTS = dict.fromkeys(SELF, ("sdpo.py:start", "model.path"))
+STARTS |= dict.fromkeys((TAUGHT, SPANS), ("grpo.py", "teacher.path"))
 STARTS |= dict.fromkeys(CREDIT, ("gigpo.py:start", "model.path"))  # but with seed 0: one model for all
 CONTROL = "sft_control"  # the time of a GRPO run spent on more supervised fine-tuning
-NAMES = (*ONLINE, *FURTHER, *AHEAD, TAUGHT, *SELF, *CREDIT, *IMAGES, *OFFLINE, CONTROL)  # in the order of the page
+NAMES = (
+    *ONLINE,
+    *FURTHER,
+    *AHEAD,
+    TAUGHT,
+    SPANS,
+    *SELF,
+    *CREDIT,
+    *IMAGES,
+    *OFFLINE,
+    CONTROL,
+)  # in the order of the page
 SPECS = {"vision_grpo_blank": "vision_grpo.py:blank"}  # where the name is not that of a file
 SPECS |= {name: f"further.py:{name}" for name in FURTHER}
 SPECS |= dict.fromkeys(AHEAD, "async_grpo.py") | dict.fromkeys(IN_FLIGHT, "async_grpo.py:in_flight")
@@ -172,7 +185,8 @@ def main(argv: list[str]) -> None:
             run = train(name, seed, *([f"--config.total_steps={options.steps}"] if options.steps else []))
         store(f"{name}-{seed}", run)
     PAGE.write_text(
-        page(stored(), ONLINE, OFFLINE, CONTROL, IMAGES, SELF, FURTHER, AHEAD, TAUGHT, CREDIT), encoding="utf-8"
+        page(stored(), ONLINE, OFFLINE, CONTROL, IMAGES, SELF, FURTHER, AHEAD, TAUGHT, CREDIT, (SPANS,)),
+        encoding="utf-8",
     )
 
 

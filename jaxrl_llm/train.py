@@ -27,6 +27,7 @@ from jaxrl_llm.data import Row
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.overlap import overlap_collectives, overlaps
+from jaxrl_llm.distributed.turns import yielded
 from jaxrl_llm.models.fused_attention import described
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rewards.runner import TrainerState
@@ -75,10 +76,10 @@ from jaxrl_llm.training.runtime.watchdog import Watchdog
 from jaxrl_llm.training.sampler import sample
 from jaxrl_llm.training.setup.given import Given, take
 from jaxrl_llm.training.setup.mesh import build_mesh
-from jaxrl_llm.training.setup.records import checkpoint_spec, health_spec, logging_spec
+from jaxrl_llm.training.setup.records import checkpoint_spec, health_spec, logging_spec, peak_of
 from jaxrl_llm.training.setup.run import Run, build, finished_models
 from jaxrl_llm.training.setup.sources import rendezvous_of
-from jaxrl_llm.training.step import improve
+from jaxrl_llm.training.step import improve, update_flops
 from jaxrl_llm.training.update import State, merge_frozen
 
 DRY_RUN = Setting("dry_run", False, "Show the data, the plan and the time of a step, write nothing, and end.", bool)
@@ -166,11 +167,17 @@ def train(
 
         stack.push(let_go)
 
+        if isinstance(run.source, OnlineSource) and run.source.first_stage is not None and step < config.total_steps:
+            run.source.first_stage(current().params, logger.note)
+
         def evaluate() -> Metrics:
             table: list[Row] = []
             run.source.rest()  # rewards and environments are called by one thread at a time
             progress = TrainerState(step, config.total_steps)
-            metrics = run.evaluation(current().params, root, table, progress) if run.evaluation else {}
+            params = current().params
+            if run.average is not None and config.average.evaluate:
+                params = run.average.of_model(params)
+            metrics = run.evaluation(params, root, table, progress) if run.evaluation else {}
             if table:
                 logger.completions(step, table, held_out=True)
             check_best(config.checkpoint.best, metrics)
@@ -187,9 +194,15 @@ def train(
                 profiler.begin(step)
                 began, compiled = time.perf_counter(), stopwatch.totals["compile"]
                 experience = run.source.next(merge_frozen(state, run.frozen), jax.random.fold_in(root, step))
+                flops = update_flops(run, step - 1, experience.batch) if log.peak else None
+                if flops is not None and not deferred:
+                    with stopwatch("logps"), yielded():  # so that the time of the update is all its own
+                        jax.block_until_ready(experience.batch)
                 with stopwatch("update"):
                     state, updates = improve(run, state, experience.batch)
-                log.add(Step(step, began, experience.metrics, updates, experience.table, compiled))
+                    if run.average is not None:
+                        run.average.update(step, current().params)
+                log.add(Step(step, began, experience.metrics, updates, experience.table, compiled, flops, deferred))
 
                 asked = hooks("on_step", step, log.read(), current) if hooks.every_step else set()
                 last, leaves = step == min(config.total_steps, hooks.end), notices.reached(step)
@@ -210,7 +223,7 @@ def train(
                         _check_locks(locks)
                         host = {**run.source.get_state(), **log.counts, "callbacks": hooks.get_state(step)}
                         host |= {"load": loaded}
-                        arrays = run.source.get_arrays()
+                        arrays = run.source.get_arrays() | ({} if run.average is None else run.average.arrays())
                         if "state" in config.checkpoint.contents or leaves:
                             checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
                         if "hf" in config.checkpoint.contents and not last:
@@ -228,10 +241,16 @@ def train(
         with notices.ending("after the last step, while the model was written"), stopwatch("export"):
             if config.export.best:
                 state = checkpoints.restore_best(state, run.mesh, logger.note)
+                if run.average is not None and (best := int(state.step)) != step:
+                    arrays = checkpoints.restore_arrays(best, run.average.arrays(), run.mesh)
+                    run.average.restore(arrays, current().params)
                 log.warn(checkpoints.warnings())
             trained, critic = finished_models(config, run, state)
             _check_locks(locks)
-            export_run(folder, checkpoints.outcome, trained, critic, logger.note)
+            averaged = None
+            if run.average is not None:
+                averaged = replace(trained, params=run.average.of_model(trained.params))
+            export_run(folder, checkpoints.outcome, trained, critic, logger.note, averaged)
             checkpoints.exported = folder / "hf"
             with processes.all_or_none():
                 if jax.process_index() == 0:
@@ -283,7 +302,7 @@ def _start(
             write_start(folder, resumed)
             write_given(folder, words)
     logger.start(_describe(run, int(state.step)), run.stopwatch)
-    log = StepLog(health_spec(config), run.source.learn, run.stopwatch, logger, counts)
+    log = StepLog(health_spec(config), run.source.learn, run.stopwatch, logger, counts, peak_of(config, mesh))
     if resumed is not None and int(state.step) >= config.total_steps:
         warnings.append(
             f"all {config.total_steps} steps of the run in {folder} are done; nothing is trained: raise total_steps, "
@@ -428,6 +447,8 @@ def _resume(
     free(run.state)
     if "extra" not in load:
         state = run.begin(*source.restore_models(step, run.state, run.mesh), 0)
+        if run.average is not None:
+            run.average.begin(merge_frozen(state, run.frozen).params)
         checkpoints.discard_after(None)
         return state, {"num_tokens": 0, "skipped": 0}, None, [*problems, *source.warnings()]
     if "optimizer" in load:
@@ -437,7 +458,11 @@ def _resume(
         begun = "checkpoint.load is model,extra: a new optimizer begins, without moments"
         problems = [*problems, *source.warnings(), begun]
     like = {"queue": None, "partial": None, **run.source.get_arrays()}
-    run.source.set_state(host, source.restore_arrays(step, like, run.mesh))
+    like |= {} if run.average is None else run.average.arrays()
+    arrays = source.restore_arrays(step, like, run.mesh)
+    run.source.set_state(host, arrays)
+    if run.average is not None:
+        run.average.restore(arrays, merge_frozen(state, run.frozen).params)
     if "callbacks" in host:
         hooks.set_state(host["callbacks"], step, goes_on=own is not None)
     checkpoints.discard_after(own)

@@ -210,6 +210,31 @@ def maxrl_advantages(scores, group_size: int) -> Array:
     return jnp.nan_to_num(advantages.reshape(-1), nan=0.0)
 
 
+def a2po_advantages(scores, reference_scores, beta1: float = 0.5) -> Array:
+    """Returns advantages `[N]`: each score minus the optimal value of its prompt, `r - V*`.
+
+    Shapes: `scores [N]`, `reference_scores [N, n]` of the reference's completions of each row's prompt; `beta1` is the
+    beta of `optimal_values`. NaN on either side gives 0. Raises ValueError unless beta1 is above 0.
+    Source: A*-PO, arXiv 2505.20686; beta1 0.5 as TRL.
+    """
+    return jnp.nan_to_num(as_float(scores) - optimal_values(reference_scores, beta1), nan=0.0)
+
+
+def optimal_values(reference_scores, beta: float) -> Array:
+    """Returns `V* = beta log(mean_i exp(r_i / beta))` `[N]`: the value of the policy that is best under a KL penalty.
+
+    Shapes: `reference_scores [N, n]`, scores of n samples of the reference, from which the penalty of weight beta
+    counts. It lies between their mean (large beta) and their largest (small beta). NaN scores are left out; a row
+    without others gives NaN. Raises ValueError unless beta is above 0. Source: A*-PO, arXiv 2505.20686.
+    """
+    if beta <= 0:
+        raise ValueError(f"the weight of the KL penalty that an optimal value is of must be above 0; got {beta}")
+    scores = as_float(reference_scores)
+    valid = ~jnp.isnan(scores)
+    total = jax.nn.logsumexp(jnp.where(valid, scores / beta, -jnp.inf), axis=-1)
+    return beta * (total - jnp.log(valid.sum(axis=-1)))  # of no score -inf - -inf, NaN
+
+
 def opo_advantages(scores, lengths, group_size: int) -> Array:
     """Returns advantages `[N]`: each score minus the length-weighted mean score of its group.
 

@@ -107,6 +107,7 @@ class Scalars:
     ref_head: Array = None  # [D,V] of the reference policy, where its whole distributions are read
     teacher_head: Array = None  # [D,V] of the teacher, where its whole distributions are read
     teacher_softcap: Array = None  # of the teacher's logits; None: they are not capped
+    teacher_matches: Array = None  # [V] the id of each token in the vocabulary of a teacher of another one, -1: none
 
 
 @jax.tree_util.register_dataclass
@@ -120,6 +121,8 @@ class Prepared:
     entropy_share: Array = None  # [N,T] share of a token in the entropy bonus; None: token_share
     observed_share: Array = None  # [N,T] observed / observation tokens of the optimizer batch
     taught_share: Array = None  # [N,T] the same of tokens on taught rows, NaN where there are none; None: token_share
+    span_weights: Array = None  # [N,T] aggregation weights of spans of text, at the last token of each
+    span_share: Array = None  # [N,T] share of a span in means over spans, there
     keep: Array = None  # [N,T] 1 on tokens whose policy term counts; None: all of the mask
     mean_weight: Array = None  # [N] the mean importance weight of the batch, that weights are divided by
     selected: Array = None  # [N,T] 1 on the few tokens that the loss treats differently
@@ -135,8 +138,9 @@ class Prepared:
 class Batch:
     """Token rows and what is known of them; a field that no objective of the run reads is None.
 
-    Rows of one prompt are adjacent; a preference pair is two adjacent rows, the chosen one first. Arrays have the
-    leading dimension N, and micro-batches are runs of their rows; `scalars` belong to all of them.
+    Rows of one prompt are adjacent; a preference pair is two adjacent rows, the chosen one first, and its gold
+    completion, where there is one, the third. Arrays have the leading dimension N, and micro-batches are runs of their
+    rows; `scalars` belong to all of them.
     """
 
     inputs: Inputs
@@ -150,6 +154,8 @@ class Batch:
     teacher_hidden: Array = None  # [N,T,D] what the teacher's head reads, where its whole distributions are read
     teacher_ids: Array = None  # [N,T,k] its likeliest tokens, where it is known by these
     teacher_top_logps: Array = None  # [N,T,k] and their log-probs
+    teacher_ends: Array = None  # [N,T] int32 column of the last token of a span of text that it shares; -1: in none
+    teacher_prefix_logps: Array = None  # [N,T] there: of its own tokens of the span before its last one, together
     taught: Array = None  # [N] 1 on rows that learn from the teacher; None: all do
     advantages: Array = None  # [N,T]
     values: Array = None  # [N,T] of the critic that starts this step

@@ -55,19 +55,20 @@ def declare(**facts: Any) -> Callable[[F], F]:
       "token" (the default), "sequence", "sequence_sum", or "level", whatever its option of that name says;
     - `select`: a function of the same arguments that picks, over the whole optimizer batch, the few tokens `[N,T]`
       which the loss gets as `selected`;
-    - `old_logps`: "sampler" where its ratio compares with the sampler's log-probs by design, "unread" where its value
-      and its gradient do not depend on them.
+    - `old_logps`: "sampler" where its ratio compares with the sampler's log-probs by design, "reference" where it does
+      with the reference's, "unread" where its value and its gradient do not depend on them.
 
     A preference loss may declare
 
-    - `rows`: "pair" (the default), "label" for labelled completions, "label_and_mismatch" where each is followed by the
-      same prompt with another row's completion;
+    - `rows`: "pair" (the default), "triple" for a pair and a gold completion of its prompt, which is learned by its
+      likelihood alone; "label" for labelled completions, "label_and_mismatch" where each is followed by the same
+      prompt with another row's completion;
     - `reference`: True where it reads the reference's log-probs (None: it has no say in what a reward is);
     - `compares_pairs`: True where its value depends on which pairs are given together;
     - `mean_logps`: True where rewards and log-probs are means over tokens, in the metrics too;
     - `reward`: the implicit reward of (mean) log-probs, given the loss's options, where that is not the log-ratio;
-    - `options`: options that the objective reads for it, with their defaults: `nll_weight`, the weight of the chosen
-      completion's negative log-likelihood, `nll_on_prompt` and `running_mean`.
+    - `options`: options that the objective reads for it, with their defaults: `nll_weight`, the weight of the
+      negative log-likelihood of the chosen completion, or of the gold one, `nll_on_prompt` and `running_mean`.
     """
 
     def mark(function: F) -> F:

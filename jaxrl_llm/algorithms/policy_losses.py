@@ -31,6 +31,7 @@ Array = jax.Array
 
 # The losses, which algorithm.loss knows by name.
 __all__ = (
+    "a2po",
     "cispo",
     "clip_cov",
     "dppo",
@@ -43,6 +44,7 @@ __all__ = (
     "kl_cov",
     "luspo",
     "m2po",
+    "opd",
     "ppo_clip",
     "reinforce",
     "rloo",
@@ -311,6 +313,40 @@ def _kept_reinforce(logps: Array, log_ratio: Array, advantages: Array, keep: Arr
     """REINFORCE of the tokens that are kept, with the ratio, cut at `maximum`, as their weight."""
     weights = jnp.where(keep, jnp.minimum(bounded_ratio(log_ratio), maximum), 0.0)
     return -jax.lax.stop_gradient(weights) * advantages * logps
+
+
+@declare(old_logps="sampler")
+def opd(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=None, *, mask=None, kl_coef=1e-3) -> Array:
+    """Returns the importance-weighted loss `[N, T]` of on-policy distillation, whose signal follows the policy.
+
+    Formula: `-keep stop(A - log r) r + kl_coef (log r)^2`. Of a teacher's advantages, `log p_teacher - log p_old`, the
+    signal `A - log r` is `log p_teacher - log p` of the policy as it is in each update. A token is dropped where its
+    probability fell by more than epsilon_low, whatever its signal; epsilon_high is not read. `old_logps` are the
+    sampler's log-probs. Source: prime-rl 0.8, `ref_kl`; aggregate with `token`.
+    """
+    del epsilon_high
+    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    keep = jax.lax.stop_gradient(jnp.exp(logps) - jnp.exp(logps - log_ratio)) >= -epsilon_low
+    signal = jax.lax.stop_gradient(advantages - log_ratio)
+    surrogate = jnp.where(keep, -signal * jnp.exp(jnp.where(keep, log_ratio, 0.0)), 0.0)
+    return surrogate + kl_coef * jnp.square(log_ratio)
+
+
+@declare(ratio="sequence_sum", old_logps="reference")
+def a2po(
+    logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, beta2=1e-3
+) -> tuple[Array, Metrics]:
+    """Returns the squared distance of a row's implicit reward from its advantage, on every token of the row, `[N, T]`.
+
+    Formula: `(beta2 sum_t (logps - old_logps) - A)^2`, where `old_logps` are the reference's and A is `r - V*`
+    (`advantages.a2po_advantages`); aggregate with `sequence`. It is 0 for the policy that is best under a KL penalty of
+    weight beta2, whichever policy has sampled. The epsilons are not read. The metric `a2po/implicit_reward` is beta2
+    times the row's log-ratio. Source: A*-PO, arXiv 2505.20686; beta2 1e-3 as TRL.
+    """
+    del epsilon_low, epsilon_high
+    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    reward = jnp.broadcast_to(beta2 * masked_sum(log_ratio, mask, axis=-1, keepdims=True), log_ratio.shape)
+    return jnp.square(reward - advantages), {"a2po/implicit_reward": Metric(reward, "row_mean")}
 
 
 def dro(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask=None, beta=0.1) -> Array:

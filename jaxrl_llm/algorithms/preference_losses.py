@@ -9,7 +9,8 @@
   `reference` accept one and do not read it.
 
 Notation: u = policy_chosen - ref_chosen, v = policy_rejected - ref_rejected, d = u - v, logits = beta * d. The caller
-takes the mean over pairs and adds any likelihood term on the chosen completion. All log-probs are natural logarithms.
+takes the mean over pairs and adds any likelihood term, on the chosen completion or on a third, the gold one. All
+log-probs are natural logarithms.
 """
 
 import jax
@@ -392,11 +393,56 @@ def alphapo(
     return _smoothed(beta * difference - gamma, label_smoothing)
 
 
+@declare(rows="triple", options={"nll_weight": 1.0})
+def tpo(
+    policy_chosen, policy_rejected, ref_chosen=None, ref_rejected=None, beta=0.01, *, lengths=None, label_smoothing=0.0
+) -> Array:
+    """Returns `-log sigmoid(beta (policy_chosen - policy_rejected))`, `[pairs]`; no reference is read.
+
+    TPO's loss is this plus the negative log-likelihood of a gold completion of the same prompt, which the caller adds
+    with weight `nll_weight` (TRL's `tpo_alpha`). `label_smoothing` as `dpo`. Source: TPO, arXiv 2405.16681.
+    """
+    del ref_chosen, ref_rejected, lengths
+    return cpo(policy_chosen, policy_rejected, beta=beta, label_smoothing=label_smoothing)
+
+
+@declare(rows="triple", mean_logps=True, options={"nll_weight": 1.0})
+def tpo_l(
+    policy_chosen,
+    policy_rejected,
+    ref_chosen=None,
+    ref_rejected=None,
+    beta=0.01,
+    *,
+    lengths=None,
+    gamma=0.5,
+    label_smoothing=0.0,
+) -> Array:
+    """Returns `-log sigmoid(beta (p_chosen - p_rejected) - gamma)`, p the mean log-prob per token, `[pairs]`.
+
+    TPO-L, SimPO's loss beside the likelihood term of `tpo`; `gamma` is the target margin itself, TRL's `tpo_l_gamma`.
+    No reference is read. `label_smoothing` as `dpo`. Source: TPO, arXiv 2405.16681.
+    """
+    del ref_chosen, ref_rejected
+    chosen, rejected = _per_token(policy_chosen, policy_rejected, lengths, "tpo_l")
+    return _smoothed(beta * (chosen - rejected) - gamma, label_smoothing)
+
+
 @declare(rows="pair", reference=None, options={"nll_weight": 1.0})
 def sft(policy_chosen, policy_rejected, ref_chosen=None, ref_rejected=None, beta=0.1, *, lengths=None) -> Array:
     """Returns 0 for each pair: `sft` is the negative log-likelihood that the caller adds, and nothing else."""
     del policy_rejected, ref_chosen, ref_rejected, beta, lengths
     return jnp.zeros(jnp.shape(policy_chosen))
+
+
+@declare(rows="triple", reference=None, options={"nll_weight": 1.0})
+def gold_sft(policy_chosen, policy_rejected, ref_chosen=None, ref_rejected=None, beta=0.1, *, lengths=None) -> Array:
+    """Returns 0 for each pair, as `sft`; the likelihood that the caller adds is that of the gold completion.
+
+    Beside another loss, `hinge+gold_sft`, it makes TPO of that, arXiv 2405.16681.
+    """
+    del ref_chosen, ref_rejected, beta, lengths
+    return sft(policy_chosen, policy_rejected)
 
 
 def log1mexp(x) -> Array:

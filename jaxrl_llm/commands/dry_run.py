@@ -15,6 +15,7 @@ from jaxrl_llm.tools.plan.text import lines, seconds_text
 from jaxrl_llm.tools.plan.topology import at_hand_target
 from jaxrl_llm.training.mixed import MixedSource
 from jaxrl_llm.training.online import OnlineSource
+from jaxrl_llm.training.reference_scores import assume_scores
 from jaxrl_llm.training.setup.run import Run, build
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import merge_frozen
@@ -34,12 +35,19 @@ def dry_run(config, colour: bool = False) -> str:
     with jax.set_mesh(target.mesh), tempfile.TemporaryDirectory() as folder:
         config.output_dir = folder  # where a queue writes what arrives
         with contextlib.closing(build(config, target.mesh)) as run:
+            unscored = assume_scores(run.source)
             config = run.config
             config.num_epochs = None  # the data are here, and total_steps is counted
             plan = make_plan(config, target, widths(run), packer=run.pack)
             report += [*lines(plan, advice(plan, compiled=False) if plan.is_tight else ())]
             with run.source.queue if isinstance(run.source, OnlineSource) else contextlib.nullcontext():
                 report += ["", *_timed(config, run)]
+            if unscored:
+                count = unscored * config.algorithm.reference_samples
+                report.append(
+                    f"before the first step the reference completes {unscored} prompts, {count} completions: the "
+                    f"sampling of about {-(-count // run.batch.rows)} steps, not counted"
+                )
     return "\n".join([*report, f"nothing was written to {output_dir}", ""])
 
 

@@ -21,7 +21,7 @@ from jaxrl_llm.config.checks import check_structured
 from jaxrl_llm.config.entries import logit_bias as read_logit_bias
 from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.resolve import split_options
-from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.config.schema import Setting, sampling_option
 from jaxrl_llm.data import Row, sources
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.detokenize import Detokenizer
@@ -38,6 +38,7 @@ from jaxrl_llm.data.templates import (
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
+from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards, rows_to_global
 from jaxrl_llm.models.model import Model, check_loaded, check_positions, check_tokenizer, load_model
 from jaxrl_llm.rollout.constraints import Guide, bad_word_ids, build_automata, check_tokens
@@ -54,13 +55,13 @@ ROWS_AT_ONCE = 256  # bounds the memory that many prompts take
 
 SAMPLING = (
     Setting("max_new_tokens", 128, "Longest completion, in tokens.", int, minimum=1),
-    Setting("temperature", 1.0, "Sampling temperature; 0 takes the most likely token every time.", float, minimum=0),
-    Setting("top_p", 1.0, "Sample from the smallest set of tokens with this probability.", float, above=0, maximum=1),
-    Setting("top_k", 0, "Sample from this many most likely tokens; 0 is off.", int, minimum=0),
-    Setting("min_p", 0.0, "Drop tokens less likely than this fraction of the likeliest.", float, minimum=0, maximum=1),
-    Setting("repetition_penalty", 1.0, "Penalty on tokens of prompt and completion; 1 is off.", float, above=0),
-    Setting("frequency_penalty", 0.0, "Penalty for each time a token was sampled.", float, minimum=-2, maximum=2),
-    Setting("presence_penalty", 0.0, "Penalty on tokens that were sampled.", float, minimum=-2, maximum=2),
+    sampling_option("temperature", 1.0, "Sampling temperature; 0 takes the most likely token every time."),
+    sampling_option("top_p", 1.0, "Sample from the smallest set of tokens with this probability."),
+    sampling_option("top_k", 0, "Sample from this many most likely tokens; 0 is off."),
+    sampling_option("min_p", 0.0, "Drop tokens less likely than this fraction of the likeliest."),
+    sampling_option("repetition_penalty", 1.0, "Penalty on tokens of prompt and completion; 1 is off."),
+    sampling_option("frequency_penalty", 0.0, "Penalty for each time a token was sampled."),
+    sampling_option("presence_penalty", 0.0, "Penalty on tokens that were sampled."),
     Setting("logit_bias", (), "Numbers added to the logits of tokens, each `ID=BIAS`."),
     Setting("bad_words", (), "Texts that are not sampled."),
     Setting("min_new_tokens", 0, "Shortest completion, in tokens.", int, minimum=0),
@@ -246,7 +247,8 @@ def sample_ids(
         {"prompt_ids": own, PIXELS: of_row} for own, of_row in zip(ids, tiles or [None] * len(ids), strict=True)
     ]
     with jax.set_mesh(mesh):
-        for start, count, batch in full_batches(examples, ROWS_AT_ONCE // engine.group_size, row_shards(mesh)):
+        at_once, shards = ROWS_AT_ONCE // engine.group_size, row_shards(mesh)
+        for start, count, batch in full_batches(examples, at_once, shards, RowGroup.of(mesh)):
             padded = pad_prompts([example["prompt_ids"] for example in batch], width)
             prompts, segments = rows_to_global(padded, mesh)
             images = prompt_images(batch, model.net.config.vision) if tiles is not None else None

@@ -12,8 +12,8 @@ import sys
 
 from jaxrl_llm.config.flags import load_flags
 from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.distributed.devices import DEVICES, named
 from jaxrl_llm.tools.plan.advice import advice
-from jaxrl_llm.tools.plan.devices import DEVICES, named
 from jaxrl_llm.tools.plan.planned import Plan, is_split, make_plan
 from jaxrl_llm.tools.plan.split import make_split, split_lines
 from jaxrl_llm.tools.plan.text import lines

@@ -127,8 +127,8 @@ def sections(kind: str, row: Mapping[str, Any], tokenizer: Any, colour: bool) ->
 def statistics(tokenize: RowTokenizer, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The lengths of the examples that `tokenize` made `rows` of, how many are over the limit, how many were dropped.
 
-    Lengths are in tokens, of the longer row of a pair, before any is truncated; those far over the limit, which are not
-    tokenised, are not among them.
+    Lengths are in tokens, of the longest row of a pair, before any is truncated; those far over the limit, which are
+    not tokenised, are not among them.
     """
     lengths = np.array(tokenize.lengths or [0])
     p50, p95 = np.percentile(lengths, [50, 95])

@@ -7,7 +7,7 @@
 
 MODEL is a Hugging Face folder, its URL or hub id, `embedded:<name>`, the folder of a run (its newest checkpoint) or of
 one of its checkpoints. Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and those of
-TRL's and axolotl's servers; with --tinker=FOLDER those of Tinker, by which clients train adapters of the model.
+TRL's and axolotl's servers; with --tinker=FOLDER those of Tinker, by which clients train the model, or adapters of it.
 With a key in the variable JAXRL_LLM_API_KEY requests must bring it. SIGTERM and Ctrl-C let
 the answers under way end. Needs `pip install "jaxrl_llm[serve]"`. See docs/serving.md.
 """
@@ -39,6 +39,7 @@ from jaxrl_llm.models.lora import has_adapters, merge
 from jaxrl_llm.models.model import Model, check_tokenizer, compute_dtype, load_adapter, load_model
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.weight_versions import LocalCheckpoint
 from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.logging.console import stderr_console, waiting
@@ -67,6 +68,10 @@ FLAGS = (
     Setting("tinker", "", "Folder for the weights of training runs, which clients of Tinker's SDK make then; none "
             "given: there is no training."),
     Setting("microbatch_tokens", 8192, "Tokens, padding included, that such a run computes at once.", int, minimum=1),
+    Setting("full_runs", 1, "Such runs at once that train all weights, which clients ask for by rank 0, each with 16 "
+            "bytes a parameter; 0: adapters alone are trained.", int, minimum=0),
+    Setting("full_samplers", 2, "Samplers of all weights that are kept at once, each a further copy of what decodes.",
+            int, minimum=1),
     Setting("weight_updates", False, "Let requests replace the weights by those of a folder on this machine.", bool),
     Setting("max_requests", 256, "Requests that are answered at once; further ones get status 429.", int, minimum=1),
     Setting("max_waiting", 1024, "Completions that wait for a slot, or are asked for at once.", int, minimum=1),
@@ -95,6 +100,8 @@ def serve(
     speculative_tokens: int = 0,
     tinker: str = "",
     microbatch_tokens: int = 8192,
+    full_runs: int = 1,
+    full_samplers: int = 2,
     weight_updates: bool = False,
     max_requests: int = 256,
     max_waiting: int = 1024,
@@ -123,6 +130,11 @@ def serve(
         raise ConfigError(f"--tinker is {tinker}; it takes a folder on this machine")
     if tinker and weight_updates:
         raise ConfigError("--tinker and --weight_updates are given: what runs adapt must stay as it is; give one")
+    if full_samplers < full_runs:
+        raise ConfigError(
+            f"--full_samplers is {full_samplers}, below --full_runs, {full_runs}: each run of all weights samples from "
+            "a copy of its own; give as many"
+        )
     model = read()
     check_tokenizer(model)
     positions = max_positions(model.hf_config or {})
@@ -155,8 +167,11 @@ def serve(
     limits = Limits(length, max_body_bytes, max_requests, max_waiting, timeout)
     dtypes, config, mesh = [x.dtype for x in jax.tree.leaves(model.params)], model.net.config, model.mesh
 
+    published = LocalCheckpoint()
+
     def load(path: str) -> Params:
-        loaded = merged(load_served(path, config.dtype, mesh or make_mesh(devices=jax.devices()[:1])))
+        folder = published.take(path)
+        loaded = merged(load_served(folder, config.dtype, mesh or make_mesh(devices=jax.devices()[:1])))
         if dataclasses.replace(loaded.net.config, **{name: getattr(config, name) for name in OF_TRAINING}) != config:
             raise ConfigError(f"{path} is another network than the one that is served")
         leaves, structure = jax.tree.flatten(loaded.params)
@@ -170,7 +185,9 @@ def serve(
         path = model.path or names[0]  # by which clients find the tokenizer
         known = dict.fromkeys((str(Path(path).absolute()) if Path(path).is_dir() else path, path, names[0]))
         folder = Path(tinker).expanduser().absolute()
-        routes += TrainingService(model, queue, folder, tuple(known), microbatch_tokens).routes
+        routes += TrainingService(
+            model, queue, folder, tuple(known), microbatch_tokens, full_runs, full_samplers
+        ).routes
     server = Server(
         queue, model.tokenizer, names, eos_ids(model), config.vocab_size, limits, api_key, routes,
         load if weight_updates else None,
@@ -222,6 +239,7 @@ def serve(
         asyncio.run(Uvicorn(web).serve(sockets=[listener]))
     finally:
         queue.stop(0 if queue.failure is not None else 5)
+        published.clear()
     if queue.failure is not None:
         raise queue.failure
 

@@ -29,6 +29,7 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.training.checkpoint.manager import Checkpoints, free
 from jaxrl_llm.training.logging.console import show, stderr_console, waiting
 from jaxrl_llm.training.online import OnlineSource
+from jaxrl_llm.training.reference_scores import assume_scores
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.run import Run, build
 from jaxrl_llm.training.step import improve
@@ -117,6 +118,7 @@ def verify(config) -> Report:
 def _run(config) -> Iterator[Run]:
     mesh = build_mesh(config)
     with jax.set_mesh(mesh), contextlib.closing(build(config, mesh)) as run, contextlib.ExitStack() as stack:
+        assume_scores(run.source)
         if isinstance(run.source, OnlineSource):
             stack.enter_context(run.source.queue)
         yield run

@@ -1,10 +1,12 @@
 """Contradictions between settings that are valid alone, and the row counts that follow from several settings."""
 
 import inspect
+import itertools
 import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import PurePath
 from string import Formatter
 from typing import Any
@@ -38,25 +40,65 @@ WAYS_TO_SAMPLE = (
 )  # fmt: skip
 
 
-def preference_losses(config: ConfigDict) -> dict[str, str]:
-    """The losses of `algorithm.loss`, which are joined by +, with the rows that each declares to read."""
+# True in a look at a configuration, which runs no code of the user's.
+_looks = ContextVar("looks", default=False)
+
+
+def check_own_functions(config: ConfigDict) -> None:
+    """Raises ConfigError for a loss or advantage of the user's own that is not found, or contradicts other settings.
+
+    It is for when a run is built: `contradictions_at_a_look` runs no code of the user's.
+    """
+    written = [*config.algorithm.loss.split("+"), *_advantages(config).values()]
+    if any(is_own(split_options(name)[0]) for name in written):
+        for message in contradictions(config):
+            raise ConfigError(message)
+
+
+def contradictions_at_a_look(config: ConfigDict) -> list[str]:
+    """The first message of `contradictions` that no code of the user's decides, if there is one."""
+    token = _looks.set(True)
+    try:
+        return list(itertools.islice(contradictions(config), 1))
+    finally:
+        _looks.reset(token)
+
+
+def _own_function(setting: str, name: str) -> Any:
+    """The user's own function that a setting names; None for another name, and in a look at the configuration."""
+    if not is_own(name) or _looks.get():
+        return None
+    try:
+        return resolve(name, {})
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error}") from error
+
+
+def preference_losses(config: ConfigDict) -> dict[str, str | None]:
+    """The losses of `algorithm.loss`, which are joined by +, with the rows that each declares to read.
+
+    None are those of the user's own loss in a look at the configuration.
+    """
     from jaxrl_llm.algorithms.preference_losses import LOSSES  # which imports jax: only where a preference is learned
 
-    rows = {}
+    rows: dict[str, str | None] = {}
     for written in config.algorithm.loss.split("+"):
         name = split_options(written)[0]
-        loss = LOSSES.get(name) or (resolve(name, {}) if is_own(name) else None)  # an unknown name is refused later
-        rows[name] = getattr(loss, "rows", "pair")
+        loss = LOSSES.get(name) or _own_function("algorithm.loss", name)  # an unknown name is refused later
+        rows[name] = None if loss is None and is_own(name) else getattr(loss, "rows", "pair")
     return rows
 
 
 def rows_together(config: ConfigDict) -> int:
-    """Adjacent rows that stay together: completions of a prompt, the two rows of a pair, kto's row and its mismatch."""
+    """Adjacent rows that stay together: completions of a prompt, a pair (with its gold completion), kto's row and its
+    mismatch."""
     name = config.algorithm.name
     if name not in OFFLINE:
         return config.rollout.group_size
-    single = name == "sft" or (name == "preference" and set(preference_losses(config).values()) == {"label"})
-    return 1 if single else 2
+    if name != "preference":
+        return 1 if name == "sft" else 2
+    rows = set(preference_losses(config).values())
+    return 1 if rows == {"label"} or None in rows else 3 if "triple" in rows else 2
 
 
 def batch_rows(config: ConfigDict) -> int:
@@ -127,6 +169,7 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
     yield from _eval(config, online)
     yield from _optimizer(config)
     yield from _lora(config)
+    yield from _average(config)
     yield from _checkpoint(config)
     yield from _export(config.export, config.checkpoint)
     if algorithm.label_smoothing and algorithm.name != "sft":
@@ -144,6 +187,7 @@ def _online(config: ConfigDict) -> Iterator[str]:
     algorithm, rollout, critic = config.algorithm, config.rollout, config.critic
     of_environments = environment_options(config.environment.options)
     betas = {name: options["beta"] for name, options in of_environments.items() if "beta" in options}
+    yield from _of_loss(config, betas)
     of_all = {
         "kl_in_reward is true, which has": algorithm.kl_in_reward,
         "kl_controller is adaptive, which moves": algorithm.kl_controller == "adaptive" and not algorithm.reward_beta,
@@ -187,15 +231,13 @@ def _online(config: ConfigDict) -> Iterator[str]:
         )
     if algorithm.importance_normalize and algorithm.importance_correction == "none":
         yield "algorithm.importance_normalize is true, but importance_correction is none: there are no weights; set one"
-    if algorithm.importance_correction.startswith(("sequence", "geometric")) and algorithm.loss != "auto":
-        from jaxrl_llm.algorithms import policy_losses  # which imports jax: only for a correction of rows
-
-        name = split_options(algorithm.loss)[0]
-        loss = getattr(policy_losses, name, None) or (resolve(name, {}) if is_own(name) else None)
+    if algorithm.importance_correction.startswith(("sequence", "geometric")):
+        loss = _policy_loss(config)
         if callable(loss) and "importance_weights" in inspect.signature(loss).parameters:
             yield (
-                f"algorithm.importance_correction is {algorithm.importance_correction}, but {name} takes the weights "
-                "of tokens into its own ratio, as in TRL: set token_truncate or token_mask"
+                f"algorithm.importance_correction is {algorithm.importance_correction}, but "
+                f"{split_options(algorithm.loss)[0]} takes the weights of tokens into its own ratio, as in TRL: set "
+                "token_truncate or token_mask"
             )
     if (algorithm.rejection is None) != (algorithm.rejection_bounds is None):
         yield (
@@ -259,7 +301,7 @@ def _online(config: ConfigDict) -> Iterator[str]:
     if algorithm.observation_coef:
         others = {
             "algorithm.replay_groups": algorithm.replay_groups,
-            "teacher.form": config.teacher.path is not None and config.teacher.form == "divergence",
+            "teacher.form": config.teacher.path is not None and config.teacher.form != "advantage",
         }
         for key, value in _met(config, others):
             yield (
@@ -276,10 +318,8 @@ def _online(config: ConfigDict) -> Iterator[str]:
             f"algorithm.dynamic_sampling_metric is {algorithm.dynamic_sampling_metric!r}, which is read with "
             "algorithm.dynamic_sampling alone: set that to true, or leave the metric out"
         )
-    rules = {"algorithm.advantage": algorithm.advantage}
-    for name, options in of_environments.items():
-        if "advantage" in options:
-            rules[f"environment.options: advantage of {name}"] = options["advantage"]
+    rules = _advantages(config)
+    yield from _reference_scores(config, rules)
     for setting, written in rules.items():
         rule, _ = split_options(written)  # refuses options that cannot be read
         if rollout.group_size < 2 and _compares_completions(rule):
@@ -291,10 +331,10 @@ def _online(config: ConfigDict) -> Iterator[str]:
 
 def _offline(config: ConfigDict) -> Iterator[str]:
     algorithm, batch, data = config.algorithm, config.batch, config.data
-    if batch.microbatch_rows % rows_together(config):
+    if batch.microbatch_rows % (together := rows_together(config)):
         yield (
-            f"batch.microbatch_rows is {batch.microbatch_rows}, but the two rows of a pair stay together (as do kto's "
-            "row and its mismatch): make it even"
+            f"batch.microbatch_rows is {batch.microbatch_rows}, but the rows of a pair stay together, with its gold "
+            f"completion where there is one (as do kto's row and its mismatch): make it a multiple of {together}"
         )
     if algorithm.ref_sync_steps and (algorithm.name != "preference" or data.precompute_reference):
         still = "data.precompute_reference reads the reference once, as it starts"
@@ -313,8 +353,9 @@ def _offline(config: ConfigDict) -> Iterator[str]:
             f"algorithm.loss_weights has {len(algorithm.loss_weights)} numbers for the {len(losses)} losses of "
             f"algorithm.loss = {algorithm.loss!r}: give one each, or none"
         )
-    if len(losses) > 1 and (labelled := [name for name, rows in losses.items() if rows != "pair"]):
-        yield f"algorithm.loss is {algorithm.loss!r}, but {labelled[0]} stands alone: it reads other rows"
+    alone = [name for name, rows in losses.items() if rows not in ("pair", "triple", None)]
+    if len(losses) > 1 and alone:
+        yield f"algorithm.loss is {algorithm.loss!r}, but {alone[0]} stands alone: it reads other rows"
     if set(losses.values()) == {"label_and_mismatch"} and batch.prompts < 2 * batch.minibatches:
         yield f"batch.prompts is {batch.prompts}, but kto compares the rows of a minibatch: give each at least 2"
     if set(losses.values()) == {"label_and_mismatch"} and data.precompute_reference:
@@ -329,8 +370,8 @@ def _batch(config: ConfigDict, online: bool) -> Iterator[str]:
     formula, critic_rows = "batch.prompts", config.critic.microbatch_rows
     if online:
         formula += f" x rollout.group_size = {batch.prompts} x {config.rollout.group_size}"
-    elif rows_together(config) == 2:
-        formula += " x 2"
+    elif rows_together(config) > 1:
+        formula += f" x {rows_together(config)}"
     # The rows of a prompt go into one minibatch: a loss compares those of a pair, and packed rows share their prompt.
     for name, minibatches in (("batch", batch.minibatches), ("critic", config.critic.minibatches or 1)):
         if batch.prompts % minibatches:
@@ -339,6 +380,8 @@ def _batch(config: ConfigDict, online: bool) -> Iterator[str]:
                 f"{name}.minibatches is {minibatches}, but it must divide batch.prompts = {batch.prompts}{together}: "
                 f"set it to a divisor, or batch.prompts to a multiple of {minibatches}"
             )
+    if config.algorithm.name == "preference" and None in preference_losses(config).values():
+        return
     minibatch, critics = rows // batch.minibatches, config.critic.minibatches or batch.minibatches
     if critic_rows and batch.prompts % critics == 0 and rows // critics % critic_rows:
         yield f"critic.microbatch_rows is {critic_rows}, but it must divide the {rows // critics} rows of a minibatch"
@@ -452,7 +495,7 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
             )
         return
     name = config.algorithm.name
-    if not online and (name != "sft" or teacher.form != "divergence"):
+    if not online and (name != "sft" or teacher.form == "advantage"):
         yield (
             f"teacher.path is {teacher.path!r}, but algorithm.name = {name!r} samples nothing that a teacher could "
             "rate: use grpo or ppo; or sft with teacher.form = divergence, to learn its distributions of given rows"
@@ -467,13 +510,19 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
             f"algorithm.label_smoothing is {config.algorithm.label_smoothing}, but with a teacher sft learns its "
             "distributions in place of the rows' tokens: set it to 0"
         )
-    if teacher.form != "divergence":
+    yield from _uld(config, online)
+    if teacher.form == "advantage":
         of_divergence = ("beta", "top_k", "top_of", "tail", "temperature", "on_policy", "importance_max")
         for key, value in changed(config, (f"teacher.{name}" for name in of_divergence)):
             yield (
                 f"{key} is {value}, which is of teacher.form = divergence, and teacher.form is {teacher.form}: set the "
                 "one, or leave out the other"
             )
+    elif teacher.position_gamma:
+        yield (
+            f"teacher.position_gamma is {teacher.position_gamma:g}, which weighs the signal of sampled tokens, and "
+            f"teacher.form is {teacher.form}: set form to advantage, or position_gamma to 0"
+        )
     elif not teacher.top_k:
         for key, value in changed(config, ("teacher.top_of", "teacher.tail")):
             yield f"{key} is {value}, but teacher.top_k is 0, all tokens: set it, or leave it out"
@@ -499,6 +548,7 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
             "teacher.quantize": teacher.quantize != "none",
             "teacher.offload": teacher.offload,
             "teacher.revision": teacher.revision is not None,
+            "teacher.form": teacher.form == "uld",
             "teacher.top_k": teacher.form == "divergence" and not teacher.top_k,
             "teacher.top_of": teacher.top_of != "teacher",
         }
@@ -530,6 +580,68 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
                 f"teacher.on_policy is {teacher.on_policy:g}, but steps that take given rows have the teacher's "
                 f"divergence alone, and {key} is {value!r}: use grpo with advantage = zero, without beta and "
                 "entropy_coef, and aggregation = token; or set on_policy to 1"
+            )
+
+
+def _uld(config: ConfigDict, online: bool) -> Iterator[str]:
+    """Messages for a teacher with another tokenizer, and for its settings with another form."""
+    teacher, c = config.teacher, config.algorithm
+    weights = "teacher.uld_matched_weight", "teacher.uld_unmatched_weight"
+    if teacher.form != "uld":
+        of_uld = (
+            "uld_align", "uld_skip_eos", "uld_hybrid", "policy_temperature", "nll_coef", "max_completion_length",
+        )  # fmt: skip
+        for key, value in changed(config, (*(f"teacher.{name}" for name in of_uld), *weights)):
+            yield (
+                f"{key} is {value!r}, which is of teacher.form = uld, and teacher.form is {teacher.form}: set the one, "
+                "or leave out the other"
+            )
+        return
+    of_divergence = (f"teacher.{name}" for name in ("top_k", "top_of", "tail", "importance_max"))
+    for key, value in changed(config, of_divergence):
+        yield (
+            f"{key} is {value}, which is of teacher.form = divergence, and teacher.form is uld, which compares the "
+            "whole distributions of two vocabularies: leave it out, or set form to divergence"
+        )
+    if not teacher.uld_hybrid:
+        for key, value in changed(config, ("teacher.beta", *weights)):
+            yield (
+                f"{key} is {value}, but teacher.uld_hybrid is false, so that no token is compared with itself: set it "
+                "to true, or leave the former out"
+            )
+    elif (teacher.uld_matched_weight is None) != (teacher.uld_unmatched_weight is None):
+        yield (
+            f"{weights[0]} is {teacher.uld_matched_weight} and {weights[1]} is {teacher.uld_unmatched_weight}: set "
+            "both, or neither for the share of the teacher's vocabulary that is in both"
+        )
+    elsewhere = {
+        "teacher.context": teacher.context != "none",
+        "algorithm.replay_groups": c.replay_groups,
+        "algorithm.aggregation": online and c.aggregation == "rollout_token",
+        "data.packing": not online and config.data.packing,
+        "data.loss_on": (not online or teacher.on_policy < 1) and config.data.loss_on == "all",
+        "rollout.staleness": online and config.rollout.staleness,
+        "rollout.processes": online and config.rollout.processes,
+    }
+    for key, value in (*_met(config, elsewhere), *(changed(config, ENVIRONMENTS) if online else ())):
+        yield (
+            f"teacher.form is uld, but {key} is {value!r}: a teacher with another tokenizer reads the text of one "
+            "sampled or given answer behind a prompt, in this step, and its spans are counted anew; leave out one of "
+            "the two"
+        )
+    if teacher.nll_coef:
+        others = {
+            "algorithm.name": c.name == "ppo",
+            "rewards.functions": online and bool(config.rewards.functions) and c.advantage != "zero",
+            "algorithm.loss": online and c.loss not in ("auto", "ppo_clip"),
+            "algorithm.beta": online and c.beta,
+            "algorithm.entropy_coef": online and c.entropy_coef,
+            "algorithm.entropy_controller": online and c.entropy_controller != "fixed",
+        }
+        for key, value in _met(config, others):
+            yield (
+                f"teacher.nll_coef is {teacher.nll_coef:g}, but {key} is {value!r}, so that the loss has a term of the "
+                "policy gradient: set advantage to zero and leave out beta and entropy_coef, or set nll_coef to 0"
             )
 
 
@@ -570,7 +682,7 @@ def _teacher_context(config: ConfigDict) -> Iterator[str]:
     if context == "none":
         of_context = (
             "success_threshold", "exclude_own", "remove_thinking", "privileged_column", "template",
-            "solution_template", "privileged_template", "max_prompt_length",
+            "solution_template", "privileged_template", *(() if teacher.form == "uld" else ("max_prompt_length",)),
         )  # fmt: skip
         for key, value in changed(config, (f"teacher.{name}" for name in of_context)):
             yield (
@@ -736,6 +848,88 @@ def _data(config: ConfigDict) -> Iterator[str]:
             )
 
 
+def _policy_loss(config: ConfigDict) -> Any:
+    """The policy loss that `algorithm.loss` names, built-in or the user's own; None for auto and an unknown name.
+
+    None is the user's own too in a look at the configuration.
+    """
+    if config.algorithm.loss == "auto":
+        return None
+    from jaxrl_llm.algorithms import policy_losses  # which imports jax: only for a loss that is named
+
+    name = split_options(config.algorithm.loss)[0]
+    return getattr(policy_losses, name, None) or _own_function("algorithm.loss", name)
+
+
+def compares_with_reference(config: ConfigDict) -> bool:
+    """True where the ratio of the policy loss is that of the policy and the reference."""
+    return config.algorithm.old_logps == "auto" and getattr(_policy_loss(config), "old_logps", None) == "reference"
+
+
+def _of_loss(config: ConfigDict, betas: Mapping[str, float]) -> Iterator[str]:
+    """Messages for settings that do not go with the policy loss; `betas` are those of environments."""
+    algorithm, teacher = config.algorithm, config.teacher
+    if compares_with_reference(config):
+        others = {
+            "algorithm.beta": algorithm.beta,
+            "algorithm.ref_sync_steps": algorithm.ref_sync_steps,
+            "environment.options": any(betas.values()),
+        }
+        for key, value in _met(config, others):
+            yield (
+                f"algorithm.loss is {algorithm.loss!r}, which compares the policy with the reference that it started "
+                f"from and has no KL term besides, but {key} is {value!r}: leave it out, or take another loss"
+            )
+    if split_options(algorithm.loss)[0] == "opd":
+        unfit = {
+            "teacher.path": teacher.path is None,
+            "teacher.form": teacher.form != "advantage",
+            "teacher.coef": teacher.coef != 1,
+            "teacher.position_gamma": teacher.position_gamma,
+        }
+        for key, value in _met(config, unfit):
+            yield (
+                f"algorithm.loss is {algorithm.loss!r}, whose signal is a teacher's log-prob minus that of the policy "
+                f"as it is in each update, but {key} is {value!r}: set teacher.path with form = advantage, coef = 1 "
+                "and position_gamma = 0, or another loss"
+            )
+
+
+def _advantages(config: ConfigDict) -> dict[str, str]:
+    """The advantage estimates by the settings that name them."""
+    rules = {"algorithm.advantage": config.algorithm.advantage}
+    for name, options in environment_options(config.environment.options).items():
+        if "advantage" in options:
+            rules[f"environment.options: advantage of {name}"] = options["advantage"]
+    return rules
+
+
+def _reference_scores(config: ConfigDict, rules: Mapping[str, str]) -> Iterator[str]:
+    """Messages for scores of the reference that are read and cannot be had, or are sampled and not read.
+
+    `rules` are the advantage estimates by the settings that name them.
+    """
+
+    def reads(setting: str, rule: str) -> bool:
+        own = _own_function(setting, rule)
+        return rule == "a2po" or (own is not None and "reference_scores" in inspect.signature(own).parameters)
+
+    readers = {setting: written for setting, written in rules.items() if reads(setting, split_options(written)[0])}
+    if not readers and not (_looks.get() and any(is_own(split_options(written)[0]) for written in rules.values())):
+        for key, value in changed(config, ("algorithm.reference_samples", "algorithm.drop_unsolved")):
+            yield (
+                f"{key} is {str(value).lower()}, but algorithm.advantage = {config.algorithm.advantage!r} reads no "
+                "scores of a reference: set it to a2po, or leave the other out"
+            )
+    every = ("data.streaming", "rollout.partial_prompts", "rollout.processes")
+    for setting, written in readers.items():
+        for key, value in (*_used(config, every), *changed(config, CURRICULUM)):
+            yield (
+                f"{setting} is {written!r}, for which the scores of every prompt are known before the first step, in "
+                f"the process that samples, but {key} is {str(value).lower()}: leave that out, or take another rule"
+            )
+
+
 def _compares_completions(rule: str) -> bool:
     """True for a built-in advantage rule that takes the completions of a prompt together."""
     from jaxrl_llm.algorithms import advantages, turn_advantages  # which import jax: only for groups of one
@@ -861,6 +1055,13 @@ def _lora(config: ConfigDict) -> Iterator[str]:
             f"lora.modules_to_save is {', '.join(lora.modules_to_save)}, but the adapter of lora.path names its own: "
             "leave it empty"
         )
+    experts = [name for name in lora.targets if "experts" in name.split(".")]
+    for setting, off in (("dora", "false"), ("dropout", "0")):
+        if lora.rank and experts and lora[setting]:
+            yield (
+                f"lora.{setting} is {str(lora[setting]).lower()}, but lora.targets names {experts[0]}, and adapters of "
+                f"experts have no {setting}, as in PEFT: set it to {off}, or leave experts out of the targets"
+            )
     if algorithm.ref_sync_steps and lora.reference == "base":
         yield (
             f"algorithm.ref_sync_steps is {algorithm.ref_sync_steps}, but lora.reference = 'base' never moves: set "
@@ -875,6 +1076,47 @@ def _lora(config: ConfigDict) -> Iterator[str]:
         yield (
             f"lora.reference is copy, but the matrices are quantised (model.quantize = {config.model.quantize!r}) and "
             "adapters are not merged into them: set base or start"
+        )
+
+
+def _average(config: ConfigDict) -> Iterator[str]:
+    """Messages for the moving average of the policy, and for a reference that follows it or starts to move late."""
+    c, algorithm = config.average, config.algorithm
+    for key, value in changed(config, ("algorithm.ref_sync_to", "algorithm.ref_sync_after")):
+        if not algorithm.ref_sync_steps:
+            yield f"{key} is {value!r}, but algorithm.ref_sync_steps is 0, so that the reference never moves: set both"
+    if algorithm.ref_sync_to == "average" and not c.every:
+        yield (
+            "algorithm.ref_sync_to is average, but average.every is 0, so that there is none: set it, 400 for example, "
+            "or ref_sync_to to policy"
+        )
+    if not c.every:
+        for key, value in changed(config, (f"average.{name}" for name in c)):
+            yield f"{key} is {value!r}, but average.every is 0, so that nothing is averaged: set it, or leave this out"
+        return
+    first = c.start + c.every
+    if config.num_epochs is None and first > config.total_steps:
+        yield (
+            f"average.start + average.every is {first}, the step of the first update, but total_steps is "
+            f"{config.total_steps}: make them smaller"
+        )
+    if c.lag + c.multiplier * first < 1:
+        yield (
+            f"average.lag is {c.lag:g} and multiplier {c.multiplier:g}, which make an age of "
+            f"{c.lag + c.multiplier * first:g} at the first update, but from 1 on the weights are at most 1: raise one"
+        )
+    if c.evaluate and config.eval.every < 0:
+        yield "average.evaluate is true, but eval.every is -1, and nothing is evaluated: set one of the two"
+    if config.model.quantize != "none":
+        yield (
+            f"average.every is {c.every}, but the matrices are quantised (model.quantize = {config.model.quantize!r}), "
+            "and a mean of adapters is no mean of what they compute: set one of the two off"
+        )
+    adapted = config.lora.rank or config.lora.path
+    if algorithm.ref_sync_to == "average" and adapted and config.lora.reference != "copy":
+        yield (
+            f"algorithm.ref_sync_to is average, of the whole model, but lora.reference is {config.lora.reference!r}: "
+            "set it to copy"
         )
 
 

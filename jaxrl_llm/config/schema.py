@@ -235,6 +235,7 @@ SECTIONS = {
     "teacher": "A model that the policy learns from besides rewards, or in their place. See docs/distillation.md.",
     "optimizer": "Optimizer and learning rate schedule.",
     "critic": "Value network of PPO and its optimizer; other settings of it are those of `optimizer`.",
+    "average": "A moving average of the policy over the steps. See docs/algorithms.md.",
     "batch": "Rows of a step, minibatches, micro-batches and packing.",
     "mesh": "Axes of the device mesh; their sizes multiply to the number of devices. See docs/mesh.md.",
     "processes": "Rendezvous of the processes of a run on several machines; see docs/scaling.md. Detected under Slurm, "
@@ -245,6 +246,26 @@ SECTIONS = {
     "logging": "Logging of metrics and samples. See docs/logging.md.",
     "watch": "Watchdog and warnings. See docs/reliability.md.",
 }
+
+# The options of sampling: their types and bounds, in a run, its evaluations, the commands and the judges that it loads.
+# Where requests over HTTP have bounds of their own, serving/bodies.py has the reason.
+SAMPLING_OPTIONS: Mapping[str, tuple[type, Mapping[str, Any]]] = {
+    "temperature": (float, {"minimum": 0}),
+    "top_p": (float, {"above": 0, "maximum": 1}),
+    "top_k": (int, {"minimum": 0}),
+    "min_p": (float, {"minimum": 0, "maximum": 1}),
+    "repetition_penalty": (float, {"above": 0}),
+    "frequency_penalty": (float, {"minimum": -2, "maximum": 2}),
+    "presence_penalty": (float, {"minimum": -2, "maximum": 2}),
+    "min_tokens": (int, {"minimum": 0}),
+}
+
+
+def sampling_option(name: str, default: float | None, doc: str = "", **bounds: Any) -> Setting:
+    """The setting of one of `SAMPLING_OPTIONS`, by the last part of its name, with its own bounds or the usual ones."""
+    kind, usual = SAMPLING_OPTIONS[name.rpartition(".")[2]]
+    return Setting(name, default, doc, kind, **(bounds or usual))
+
 
 # fmt: off
 KEYS = (
@@ -331,7 +352,8 @@ KEYS = (
         float, minimum=0, below=1),
     Setting("lora.targets", ("all-linear",),
         "Linear layers with an adapter: all-linear (without heads and experts), or some of q_proj, k_proj, v_proj, "
-        "o_proj, gate_proj, up_proj, down_proj."),
+        "o_proj, gate_proj, up_proj, down_proj; and the matrices of experts: experts (both), or experts.gate_up_proj, "
+        "experts.down_proj."),
     Setting("lora.modules_to_save", (),
         "Modules trained whole beside the adapters, by the ends of their names as in PEFT: embed_tokens, lm_head, norm "
         "(all norms), ... Where head and embedding are one, either name is both."),
@@ -420,23 +442,21 @@ KEYS = (
     Setting("rollout.max_prompt_length", 512, "Longest prompt, in tokens.", int, minimum=1),
     Setting("rollout.max_completion_length", 256,
         "Longest completion, in tokens, end of text included.", int, minimum=1),
-    Setting("rollout.temperature", 1.0,
+    sampling_option("rollout.temperature", 1.0,
         "Sampling temperature; the trainer's log-probs use the same. 0 is greedy, the likeliest token every time: the "
-        "completions of a prompt are then the same, and log-probs are at temperature 1.", float, minimum=0),
-    Setting("rollout.top_p", 1.0,
-        "Sample from the smallest set of tokens with this probability; 1 is off.", float, above=0, maximum=1),
-    Setting("rollout.top_k", 0, "Sample from this many most likely tokens; 0 is off.", int, minimum=0),
-    Setting("rollout.min_p", 0.0,
-        "Drop tokens less likely than this fraction of the most likely one; 0 is off.", float, minimum=0, maximum=1),
-    Setting("rollout.repetition_penalty", 1.0,
+        "completions of a prompt are then the same, and log-probs are at temperature 1."),
+    sampling_option("rollout.top_p", 1.0,
+        "Sample from the smallest set of tokens with this probability; 1 is off."),
+    sampling_option("rollout.top_k", 0, "Sample from this many most likely tokens; 0 is off."),
+    sampling_option("rollout.min_p", 0.0,
+        "Drop tokens less likely than this fraction of the most likely one; 0 is off."),
+    sampling_option("rollout.repetition_penalty", 1.0,
         "Divide the positive logits of tokens that prompt and completion have by this, and multiply the negative ones, "
-        "as transformers and vLLM do; 1 is off. It forbids nothing: a positive logit falls to 0 at most.",
-        float, above=0),
-    Setting("rollout.frequency_penalty", 0.0,
-        "Subtract this from a token's logit for each time that the completion has it; 0 is off.",
-        float, minimum=-2, maximum=2),
-    Setting("rollout.presence_penalty", 0.0,
-        "Subtract this from the logits of tokens that the completion has; 0 is off.", float, minimum=-2, maximum=2),
+        "as transformers and vLLM do; 1 is off. It forbids nothing: a positive logit falls to 0 at most."),
+    sampling_option("rollout.frequency_penalty", 0.0,
+        "Subtract this from a token's logit for each time that the completion has it; 0 is off."),
+    sampling_option("rollout.presence_penalty", 0.0,
+        "Subtract this from the logits of tokens that the completion has; 0 is off."),
     Setting("rollout.logit_bias", (), "Numbers added to the logits of tokens, each `ID=BIAS`, `50256=-5`."),
     Setting("rollout.bad_words", (), "Texts whose tokens are not sampled one after the other."),
     Setting("rollout.min_completion_length", 0,
@@ -600,6 +620,11 @@ KEYS = (
         "over the tokens of each micro-batch (microbatch_token); over an equal share of the rollout's tokens, as "
         "TRL's dapo (rollout_token).",
         choices=("sequence", "token", "constant", "sequence_sum", "microbatch_token", "rollout_token")),
+    Setting("algorithm.reference_samples", 0,
+        "Completions of the reference for each prompt before the first step, whose scores the advantage reads (a2po); "
+        "0: rows have them, in a column reference_scores.", int, minimum=0),
+    Setting("algorithm.drop_unsolved", True,
+        "Leave prompts out of which every score of the reference is 0 (a2po).", bool),
     Setting("algorithm.scale_rewards", "group",
         "Standard deviation that advantages are divided by: the group's, the batch's, or none.",
         choices=("group", "batch", "none")),
@@ -631,6 +656,12 @@ KEYS = (
         int, minimum=0),
     Setting("algorithm.ref_mixup_alpha", 0.6,
         "Share of the policy in the moved reference; 1 replaces it.", float, above=0, maximum=1),
+    Setting("algorithm.ref_sync_to", "policy",
+        "What the reference moves towards: the policy, or its moving average (average.every).",
+        choices=("policy", "average")),
+    Setting("algorithm.ref_sync_after", 0,
+        "Step of the first move of the reference, from which ref_sync_steps are counted; 0 is none before "
+        "ref_sync_steps.", int, minimum=0),
     Setting("algorithm.epsilon_low", 0.2, "The probability ratio is clipped below 1 - epsilon_low.", float, minimum=0),
     Setting("algorithm.epsilon_high", 0.2,
         "The probability ratio is clipped above 1 + epsilon_high; cispo: the cap of the ratio itself.",
@@ -640,8 +671,8 @@ KEYS = (
         "Log-probs that the probability ratio compares with: those of the policy before the step, computed by the "
         "trainer (trainer), those that were recorded as the tokens were sampled (sampler), or numbers between the "
         "sampler's and the policy's own, by the age of a token, in place of the trainer's pass (interpolated). auto is "
-        "sampler for a loss that is defined so (dppo), otherwise trainer, computed only where they differ from the "
-        "policy's own.",
+        "sampler or the reference for a loss that is defined so (dppo, a2po), otherwise trainer, computed only where "
+        "they differ from the policy's own.",
         choices=("auto", "trainer", "sampler", "interpolated")),
     Setting("algorithm.rollout_correction", None,
         "A correction for samples of another policy by verl's name of it, `decoupled_seq_is(threshold=4.0)`: it sets "
@@ -727,8 +758,12 @@ KEYS = (
     Setting("teacher.form", "advantage",
         "Signal of the teacher: the log-prob of each sampled token under it minus that under the policy, added to the "
         "advantage (advantage), or the divergence of whole distributions at every token, added to the loss "
-        "(divergence), which sft takes in place of its own.", choices=("advantage", "divergence")),
+        "(divergence), which sft takes in place of its own; or that of a teacher with another tokenizer, where both "
+        "tokenizers end a span of text (uld).", choices=("advantage", "divergence", "uld")),
     Setting("teacher.coef", 1.0, "Weight of the signal.", float, above=0),
+    Setting("teacher.position_gamma", 0.0,
+        "The advantage's signal is multiplied by 1 + position_gamma at a row's first token, and by less the more of "
+        "the row's disagreement with the teacher lies before a token, down to 1 (IW-OPD); 0 is off.", float, minimum=0),
     Setting("teacher.beta", 1.0,
         "Divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher), and between them the generalised "
         "Jensen-Shannon divergence.", float, minimum=0, maximum=1),
@@ -747,6 +782,26 @@ KEYS = (
     Setting("teacher.importance_max", None,
         "Divergence: weigh each token by its probability under the policy over that of the old policy, up to this, "
         "where the samples give several updates; none is 1.", float, above=0),
+    Setting("teacher.policy_temperature", None,
+        "uld: temperature of the policy's distributions, where it is another than the teacher's; none is the same.",
+        float, above=0),
+    Setting("teacher.uld_align", "spans",
+        "uld: compare distributions where tokens of both end at the same place of the text, each times the probability "
+        "of the tokens before it since the last such place (spans), or at the first, second, ... token of both "
+        "(positions), for tokenizers that do not tell the bytes of their tokens.", choices=("spans", "positions")),
+    Setting("teacher.uld_skip_eos", False,
+        "uld: leave out the tokens that end a completion, which are a span of their own otherwise.", bool),
+    Setting("teacher.uld_hybrid", False,
+        "uld: compare tokens that are in both vocabularies with each other, by the divergence of teacher.beta, and the "
+        "others alone by their sorted probabilities (GOLD).", bool),
+    Setting("teacher.uld_matched_weight", None,
+        "uld_hybrid: weight of the tokens in both vocabularies; none is their share of the teacher's vocabulary.",
+        float, minimum=0),
+    Setting("teacher.uld_unmatched_weight", None,
+        "uld_hybrid: weight of the other tokens; none is 1 minus that share. Set both or neither.", float, minimum=0),
+    Setting("teacher.nll_coef", 0.0,
+        "uld: weight of the cross-entropy of the tokens themselves, where nothing else is in the loss.",
+        float, minimum=0),
     Setting("teacher.context", "none",
         "Text that the teacher reads besides the prompt: the first completion of its group that is a success (success, "
         "SDPO), the text of teacher.privileged_column (privileged, SDFT), that text where there is no success "
@@ -765,8 +820,11 @@ KEYS = (
     Setting("teacher.privileged_template", None, "Text around the privileged text, {privileged}; none is TRL's."),
     Setting("teacher.max_prompt_length", None,
         "Longest prompt of the teacher in tokens: a row whose prompt is longer learns nothing from it. none is the "
-        "longest prompt of the policy, a completion and 64 tokens around it; privileged texts need a number.",
-        int, minimum=1),
+        "longest prompt of the policy, a completion and 64 tokens around it, or in uld twice the former; privileged "
+        "texts need a number.", int, minimum=1),
+    Setting("teacher.max_completion_length", None,
+        "uld: longest completion in tokens of the teacher, behind which nothing is learned from it; none is twice the "
+        "longest of the policy.", int, minimum=1),
     Setting("teacher.on_policy", 1.0,
         "Share of the steps that learn from the policy's samples (GKD's lambda), drawn from seed; the others take the "
         "completions of the data, rows of prompt and completion.", float, above=0, maximum=1),
@@ -869,6 +927,26 @@ KEYS = (
         "First training steps, in which only the critic is trained: no update of the policy is computed or logged.",
         int, minimum=0),
 
+    Setting("average.every", 0,
+        "Steps between updates of a bias-corrected moving average of the policy (BEMA), 400 for example; 0 keeps none. "
+        "The averaged model is written to output_dir/average.", int, minimum=0),
+    Setting("average.start", 0,
+        "Step whose policy the average begins with; its first update is average.every steps later.", int, minimum=0),
+    Setting("average.ema_power", 0.5,
+        "The policy enters the moving average with the weight (lag + multiplier x step) ^ -ema_power.",
+        float, minimum=0),
+    Setting("average.bias_power", 0.2,
+        "The distance from the start is added with the weight (lag + multiplier x step) ^ -bias_power; a large power "
+        "leaves the moving average uncorrected, 0 adds all of the distance.", float, minimum=0),
+    Setting("average.lag", 10.0, "Age of the average before the first step, which keeps early weights small.",
+        float, minimum=0),
+    Setting("average.multiplier", 1.0, "Growth of the age with each step.", float, minimum=0),
+    Setting("average.min_ema_multiplier", 0.0, "Smallest weight of the policy in the moving average.",
+        float, minimum=0, maximum=1),
+    Setting("average.evaluate", False, "Evaluate the averaged model in place of the trained one.", bool),
+    Setting("average.offload", False,
+        "Keep the average, which is three times the trained parameters, in the host's memory between updates.", bool),
+
     Setting("batch.prompts", 32, "Prompts per step; data rows (a pair is one) for offline algorithms.", int, minimum=1),
     Setting("batch.minibatches", 1, "Optimizer updates per pass over the batch.", int, minimum=1),
     Setting("batch.microbatch_rows", 0,
@@ -963,19 +1041,18 @@ KEYS = (
         float, minimum=0, below=1),
     Setting("eval.prompts", 128, "Prompts, or rows, of each set in an evaluation.", int, minimum=1),
     Setting("eval.samples", 4, "Completions per prompt.", int, minimum=1),
-    Setting("eval.temperature", None,
-        "Temperature of samples in evaluations, 0 is greedy; none is rollout.temperature.", float, minimum=0),
-    Setting("eval.top_p", None, "top_p of samples in evaluations; none is rollout.top_p.", float, above=0, maximum=1),
-    Setting("eval.top_k", None, "top_k of samples in evaluations, 0 is off; none is rollout.top_k.", int, minimum=0),
-    Setting("eval.min_p", None,
-        "min_p of samples in evaluations, 0 is off; none is rollout.min_p.", float, minimum=0, maximum=1),
-    Setting("eval.repetition_penalty", None,
-        "repetition_penalty in evaluations, 1 is off; none is rollout.repetition_penalty.", float, above=0),
-    Setting("eval.frequency_penalty", None,
-        "frequency_penalty in evaluations, 0 is off; none is rollout.frequency_penalty.",
-        float, minimum=-2, maximum=2),
-    Setting("eval.presence_penalty", None,
-        "presence_penalty in evaluations, 0 is off; none is rollout.presence_penalty.", float, minimum=-2, maximum=2),
+    sampling_option("eval.temperature", None,
+        "Temperature of samples in evaluations, 0 is greedy; none is rollout.temperature."),
+    sampling_option("eval.top_p", None, "top_p of samples in evaluations; none is rollout.top_p."),
+    sampling_option("eval.top_k", None, "top_k of samples in evaluations, 0 is off; none is rollout.top_k."),
+    sampling_option("eval.min_p", None,
+        "min_p of samples in evaluations, 0 is off; none is rollout.min_p."),
+    sampling_option("eval.repetition_penalty", None,
+        "repetition_penalty in evaluations, 1 is off; none is rollout.repetition_penalty."),
+    sampling_option("eval.frequency_penalty", None,
+        "frequency_penalty in evaluations, 0 is off; none is rollout.frequency_penalty."),
+    sampling_option("eval.presence_penalty", None,
+        "presence_penalty in evaluations, 0 is off; none is rollout.presence_penalty."),
     Setting("eval.greedy", True, "Also measure the greedy completion of each prompt.", bool),
     Setting("eval.correct_at", 1.0, "A completion is correct when its first reward is at least this.", float),
     Setting("eval.answer", None,
@@ -1023,6 +1100,9 @@ KEYS = (
         "console; the last step has one too. Trackers get those of each evaluation. 0 shows none anywhere; "
         "output_dir/completions has them all.", int, minimum=0),
     Setting("logging.completions_shown", 3, "Completions in each sample.", int, minimum=1),
+    Setting("logging.peak_tflops", None,
+        "Most TFLOP/s of a device, of which the metric mfu is a share; none is its data sheet's number for dense "
+        "bfloat16, where it is known.", float, above=0),
     Setting("logging.profile_steps", None,
         "Training steps to profile, `4` or `3-5`: a JAX trace and a table of seconds by phase in output_dir/profile."),
 
@@ -1057,6 +1137,7 @@ IDENTITY = (
     "rollout.max_prompt_length",
     "rewards.functions", "rewards.weights", "environment.name", "environment.tools", "environment.rollout_func",
     "environment.agent", "environment.agents", "environment.options", "algorithm.name", "algorithm.advantage",
+    "algorithm.reference_samples", "algorithm.drop_unsolved",
     "algorithm.loss", "algorithm.importance_sampling_level", "algorithm.aggregation", "algorithm.loss_weights",
     "algorithm.reference_free", "critic.path", "critic.shared", "critic.lora_rank", "critic.lora_alpha",
     "critic.lora_targets", "optimizer.name", "optimizer.moment_dtype", "teacher.path", "teacher.revision",

@@ -7,7 +7,7 @@ from typing import Any
 
 from ml_collections.config_dict import placeholder
 
-from jaxrl_llm.config.checks import contradictions
+from jaxrl_llm.config.checks import contradictions_at_a_look
 from jaxrl_llm.config.corrections import with_correction
 from jaxrl_llm.config.resolve import ConfigError, split_options
 from jaxrl_llm.config.schema import (
@@ -51,9 +51,12 @@ def default() -> ConfigDict:
 
 
 def validate(config: ConfigDict) -> None:
-    """Raises ConfigError for the first unknown or missing key, wrong value, or contradiction between keys."""
+    """Raises ConfigError for the first unknown or missing key, wrong value, or contradiction between keys.
+
+    It runs no code of the user's: what a loss or advantage of their own decides is checked when a run is built.
+    """
     check_keys(config)
-    for message in contradictions(with_correction(config)):
+    for message in contradictions_at_a_look(with_correction(config)):
         raise ConfigError(message)
 
 

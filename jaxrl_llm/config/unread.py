@@ -1,6 +1,6 @@
 """Settings that differ from their default and that a run does not read: it names them as it starts."""
 
-from jaxrl_llm.config.checks import changed
+from jaxrl_llm.config.checks import changed, compares_with_reference
 from jaxrl_llm.config.entries import environment_options
 from jaxrl_llm.config.resolve import is_own, split_options
 from jaxrl_llm.config.schema import KEYS, OFFLINE, ConfigDict
@@ -19,7 +19,7 @@ OF_CRITICS = ("critic.b1", "critic.b2", "critic.weight_decay")
 # What every algorithm reads, or checks.py refuses where it does not fit.
 OF_ALL = (
     "algorithm.name", "algorithm.loss", "algorithm.neftune_alpha", "algorithm.label_smoothing",
-    "algorithm.num_iterations", "algorithm.ref_sync_steps",
+    "algorithm.num_iterations", "algorithm.ref_sync_steps", "algorithm.ref_sync_to", "algorithm.ref_sync_after",
 )  # fmt: skip
 
 
@@ -32,7 +32,8 @@ def unread(config: ConfigDict) -> list[str]:
     named, optimizer = f"algorithm.name is {name}, ", config.optimizer.name
     of_optimizers = (*OF_OPTIMIZERS, *(OF_CRITICS if name == "ppo" else ()))
     betas = (options.get("beta") for options in environment_options(config.environment.options).values())
-    refers = name == "preference" or (online and bool(config.algorithm.beta or any(betas)))
+    compares = online and compares_with_reference(config)
+    refers = name == "preference" or compares or (online and bool(config.algorithm.beta or any(betas)))
     teacher, options = split_options(config.teacher.path or "")
     reasons = {
         "lora.rank is 0 and lora.path none, so there are no adapters and all of the model is trained": (

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import Row, sources
-from jaxrl_llm.data.tokenize import COLUMNS, RowTokenizer
+from jaxrl_llm.data.tokenize import COLUMNS, RowTokenizer, exchange, prompt_columns
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def file_of(setting: str, rows: Any, format_key: Any, code: bytes | None, tokeni
     if setting == "auto" and len(rows) < LARGE:
         return None
     t = tokenize
-    settings = [t.kind, t.limit, t.overlong, t.loss_on, t.prompt_key, t.template_kwargs]
+    settings = [t.kind, t.limit, t.overlong, t.loss_on, t.prompt_key, t.template_kwargs, t.keep_prompt]
     settings += [] if t.images is None else [t.images.key, str(getattr(t.tokenizer, "image_folder", None))]
     settings += [own] if t.images is not None and (own := getattr(t.tokenizer, "image_settings", None)) else []
     backend = getattr(t.tokenizer, "backend_tokenizer", None)
@@ -68,7 +68,7 @@ def file_of(setting: str, rows: Any, format_key: Any, code: bytes | None, tokeni
 def load(file: Path, tokenize: RowTokenizer, examples: Iterable[Mapping[str, Any]]) -> list[Row] | None:
     """The rows that `file` holds, or None when there is no such file; `tokenize` gets its counts.
 
-    `examples` are those the rows were made of: rows of prompts keep their columns.
+    `examples` are those the rows were made of: rows of prompts keep their columns, those of completions maybe a prompt.
     """
     if not file.is_file():
         return None
@@ -91,9 +91,15 @@ def load(file: Path, tokenize: RowTokenizer, examples: Iterable[Mapping[str, Any
         for row, value in zip(rows, arrays[name], strict=True):
             if not np.isnan(value):
                 row[name] = bool(value) if name == "label" else float(value)
-    if tokenize.kind != "prompts":
+    if tokenize.kind != "prompts" and not tokenize.keep_prompt:
         return rows
     by_index = dict(zip(arrays["kept"].tolist(), rows, strict=True))
+    if tokenize.keep_prompt:
+        return [
+            {**by_index[index], **prompt_columns({**example, **exchange(example)})}
+            for index, example in enumerate(examples)
+            if index in by_index
+        ]
     return [
         {**example, "prompt": example[tokenize.prompt_key], **by_index[index]}
         for index, example in enumerate(examples)

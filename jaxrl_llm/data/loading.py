@@ -27,7 +27,7 @@ from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.pipeline import Stream, StreamSource
 from jaxrl_llm.data.templates import is_conversational, without_absent_keys
-from jaxrl_llm.data.tokenize import PIXELS, RowTokenizer, has_prompt, split_pair
+from jaxrl_llm.data.tokenize import ANSWERS, PIXELS, RowTokenizer, has_prompt, split_pair
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ OPENERS = {
     "prompts": ("prompt",),
     "completions": ("messages", "prompt", "text"),
     "pairs": ("prompt", "chosen"),
+    "triples": ("prompt", "chosen"),
     "labels": ("prompt", "chosen"),
 }
 CHUNK = 256  # examples that a thread tokenises before the next are read
@@ -55,7 +56,7 @@ class DataSpec:
     Fields are the settings `data.*` of the same name, where nothing else is said.
     """
 
-    kind: str  # what the algorithm learns from: prompts, completions, pairs or labels
+    kind: str  # what the algorithm learns from: prompts, completions, pairs, triples or labels
     path: Any
     name: str | None
     sources: tuple[Any, ...]
@@ -71,6 +72,7 @@ class DataSpec:
     image_key: str
     image_limits: ImageLimits  # data.image_pixels, image_bytes, images_per_row, image_urls
     template_kwargs: Mapping[str, Any]  # data.chat_template_kwargs
+    keep_prompt: bool  # rows of completions have their prompt, which a teacher with another tokenizer reads
     overlong: str
     loss_on: str
     max_length: int | None  # tokens of a row
@@ -263,7 +265,8 @@ def _adapted(form: Format, names: Mapping[str, str], system_prompt: str | None, 
         openers = [name for name in OPENERS[kind] if made.get(name) is not None][:1]
         if "chosen" in OPENERS[kind] and all(made.get(name) is not None for name in ("chosen", "rejected")):
             # Without a prompt that is read, the answers of a pair are conversations of their own.
-            openers = ["prompt"] if has_prompt(made) else ["chosen", "rejected"]
+            answers = [name for name in ANSWERS.get(kind, ANSWERS["pairs"]) if made.get(name) is not None]
+            openers = ["prompt"] if has_prompt(made) else answers
         for name in openers:
             if not is_conversational(made[name]):
                 raise ConfigError(
@@ -326,6 +329,7 @@ def row_tokenizer(spec: DataSpec, kind: str, tokenizer: Any, folder: Path | None
         loss_on=spec.loss_on,
         template_kwargs=spec.template_kwargs,
         images=ImageReader(tokenizer, spec.image_key, spec.image_limits, folder),
+        keep_prompt=spec.keep_prompt and kind == "completions",
     )
 
 
@@ -481,7 +485,9 @@ def is_learnable(kind: str, opened: Sequence[DataSource]) -> bool:
     present = {name for name, value in columns(opened[0]).items() if value is not None}
     if kind == "completions":
         return bool({"messages", "text"} & present) or {"prompt", "completion"} <= present
-    return {"chosen", "rejected"} <= present or (kind == "labels" and {"prompt", "completion", "label"} <= present)
+    if kind == "labels" and {"prompt", "completion", "label"} <= present:
+        return True
+    return present.issuperset(ANSWERS.get(kind, ANSWERS["pairs"]))
 
 
 @contextmanager

@@ -301,8 +301,8 @@ def local_slice(batch_size: int, process_index: int, process_count: int) -> slic
     """The rows of a global batch that are this process's."""
     if batch_size < 1 or batch_size % process_count:
         raise ConfigError(
-            f"a batch of {batch_size} prompts cannot be shared by {process_count} processes; "
-            f"set batch.prompts to a multiple of {process_count}"
+            f"a batch of {batch_size} prompts cannot be shared by {process_count} processes (or groups of those that "
+            f"hold the same rows); set batch.prompts to a multiple of {process_count}"
         )
     if not 0 <= process_index < process_count:
         raise ConfigError(f"process {process_index} is not one of {process_count}; count them from 0")

@@ -62,8 +62,9 @@ def generate(name: str, split: str = "train", size: int | None = None, seed: int
 
     `sort` has the columns prompt and answer. `sort_demos` adds a completion that is wrong with probability 0.6: the
     mixed-quality demonstrations of a warm start. `sort_pairs` adds chosen (right) and rejected (wrong) for preference
-    methods; `sort_labels` adds completion and label (True where it is right) for KTO. `sort_shown` is `sort_demos` with
-    the answer before every other prompt, `1248,sort:4821=`, which is the completion then: a model that is to be its own
+    methods; `sort_triples` two completions, of which the chosen one has no fewer digits in place, and reference (right)
+    for TPO; `sort_labels` completion and label (True where it is right) for KTO. `sort_shown` is `sort_demos` with the
+    answer before every other prompt, `1248,sort:4821=`, which is the completion then: a model that is to be its own
     teacher must know how to read it. `smallest` asks for the smallest of four digits ten times (`4821=`): the first
     question is the prompt, and the column questions holds all, each of the row's split. `smallest_demos` are games
     begun, with questions and answers before the last question, and a completion that is wrong with probability 0.6:
@@ -207,6 +208,13 @@ def _pair(prompt: str, draw: random.Random) -> Row:
     return {"prompt": prompt, "chosen": answer, "rejected": draw.choice(sort_mistakes(prompt)), "answer": answer}
 
 
+def _triple(prompt: str, draw: random.Random) -> Row:
+    answer = sort_answer(prompt)
+    written = draw.sample([answer, *sort_mistakes(prompt)], 2)
+    rejected, chosen = sorted(written, key=lambda digits: sum(a == b for a, b in zip(digits, answer, strict=True)))
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "reference": answer, "answer": answer}
+
+
 def _shown(prompt: str, draw: random.Random) -> Row:
     row = _demo(prompt, draw)
     shown = {"prompt": f"{row['answer']},{prompt}", "completion": row["answer"]}
@@ -239,6 +247,7 @@ TASKS: dict[str, Callable[[str, random.Random], Row]] = {
     "sort": _plain,
     "sort_demos": _demo,
     "sort_pairs": _pair,
+    "sort_triples": _triple,
     "sort_labels": _label,
     "sort_shown": _shown,
     "smallest": _smallest,

@@ -16,6 +16,7 @@ from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.image_rows import ImageReader, ImageText, Tiles
 from jaxrl_llm.data.templates import (
+    TEMPLATE_COLUMNS,
     Message,
     continued_ids,
     is_conversational,
@@ -38,11 +39,14 @@ TEXTS = ("prompt", "completion", "messages", "text", "chosen", "rejected")  # co
 HOPELESS = 100_000  # letters from which on a text may be too long to be tokenised at all
 OVERLONG = ("error", "filter", *TRUNCATE)
 LOSS_ON = ("completion", "last_turn", "all")
+GOLD = "reference"  # the column of the gold completion, as in TRL's data: nothing of the reference policy
+ANSWERS = {"pairs": ("chosen", "rejected"), "triples": ("chosen", "rejected", GOLD)}  # to one prompt, by columns
 # The columns of token ids that the rows of each kind have, and those of their masks.
 COLUMNS = {
     "prompts": (("prompt_ids",), ()),
     "completions": (("ids",), ("mask",)),
     "pairs": (("chosen_ids", "rejected_ids"), ("chosen_mask", "rejected_mask")),
+    "triples": (("chosen_ids", "rejected_ids", "reference_ids"), ("chosen_mask", "rejected_mask", "reference_mask")),
     "labels": (("ids",), ("mask",)),
 }
 
@@ -56,10 +60,11 @@ class RowTokenizer:
     | prompts | `prompt_key` | the example with `prompt` and `prompt_ids` |
     | completions | prompt and completion, or messages, or text | `ids`, `mask` |
     | pairs | chosen, rejected, and maybe prompt, margin | `chosen_ids`, `chosen_mask`, `rejected_*`, maybe `margin` |
+    | triples | chosen, rejected, reference, and maybe prompt | as pairs, and `reference_ids`, `reference_mask` |
     | labels | prompt, completion, label | `ids`, `mask`, `label` |
 
     A row of more than `limit` tokens is an error ("error"), dropped ("filter"), or keeps its end ("truncate_left"), its
-    start ("truncate_right") or both halves ("truncate_middle"); a pair is dropped when either of its rows is. A row
+    start ("truncate_right") or both halves ("truncate_middle"); a pair is dropped when one of its rows is. A row
     without a learned token is dropped. With `loss_on="completion"` the tokens of completions, of all turns of the
     assistant or of plain text are learned; with "last_turn" the last of those turns; with "all" every token. A turn
     whose message has weight 0, as OpenAI's may, is never learned. The columns `tools` and `chat_template_kwargs` of an
@@ -77,6 +82,7 @@ class RowTokenizer:
     prompt_key: str = "prompt"
     template_kwargs: Mapping[str, Any] | None = None
     images: ImageReader | None = None
+    keep_prompt: bool = False  # rows of completions have their prompt too, and the columns for its chat template
     measure: bool = True  # keep the lengths
     read: int = 0
     long: int = 0  # longer than the limit
@@ -129,9 +135,10 @@ class RowTokenizer:
         """The example, and those of its columns that a row is made of, as far as they may have images."""
         if self.kind == "prompts":
             return example, (self.prompt_key,)
-        if self.kind == "pairs" and example.get("chosen") is not None and example.get("rejected") is not None:
-            prompt, chosen, rejected = split_pair(example)
-            return {**example, "prompt": prompt, "chosen": chosen, "rejected": rejected}, ("prompt",)
+        answers = ANSWERS.get(self.kind)
+        if answers is not None and all(example.get(name) is not None for name in answers):
+            prompt, completions = self._split(example)
+            return {**example, "prompt": prompt, **completions}, ("prompt",)
         if example.get("messages") is not None and self.kind == "completions":
             return example, ("messages",)
         return example, ("text",) if example.get("prompt") is None else ("prompt", "completion")
@@ -141,8 +148,12 @@ class RowTokenizer:
         if images is not None:
             options["expand"] = images.expand
         if self.kind == "completions":
+            kept: Row = {}
+            if self.keep_prompt:
+                example = {**example, **exchange(example), "messages": None}
+                kept = prompt_columns(example)
             ids, mask = completion_row(example, tokenizer, options, self.loss_on)
-            return {"ids": ids, "mask": mask}
+            return {"ids": ids, "mask": mask, **kept}
         if self.kind == "prompts":
             _check_columns(example, (self.prompt_key,), "data.prompt_key")
             prompt = example[self.prompt_key]
@@ -150,11 +161,11 @@ class RowTokenizer:
             if not ids:
                 raise ConfigError(f"the prompt {prompt!r} has no tokens; remove the row or fill its prompt")
             return {**example, "prompt": prompt, "prompt_ids": ids}
-        if self.kind == "pairs":
-            _check_columns(example, ("chosen", "rejected"), "data.format")
-            prompt, chosen, rejected = split_pair(example)
+        if self.kind in ANSWERS:
+            _check_columns(example, ANSWERS[self.kind], "data.format")
+            prompt, completions = self._split(example)
             row: Row = {}
-            for name, completion in (("chosen", chosen), ("rejected", rejected)):
+            for name, completion in completions.items():
                 ids, mask = prompt_and_completion(tokenizer, prompt, completion, options)
                 row |= {f"{name}_ids": ids, f"{name}_mask": mask}
             if (margin := example.get("margin")) is None:
@@ -174,6 +185,14 @@ class RowTokenizer:
             raise ConfigError(f"label is {label!r}; it is true or 1 (desirable), or false or 0, or these as text")
         ids, mask = prompt_and_completion(tokenizer, example["prompt"], example["completion"], options)
         return {"ids": ids, "mask": mask, "label": bool(label)}
+
+    def _split(self, example: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The prompt of a preference row, and its completions by their columns."""
+        prompt, chosen, rejected = split_pair(example)
+        completions = {"chosen": chosen, "rejected": rejected}
+        if GOLD in ANSWERS[self.kind]:
+            completions[GOLD] = gold_completion(example, prompt)
+        return prompt, completions
 
     def _is_hopeless(self, example: Mapping[str, Any]) -> bool:
         """True when the text of the example has more letters than `limit` tokens can hold, however it is read.
@@ -287,6 +306,27 @@ def completion_row(
         f"the row has the columns {', '.join(example)}; supervised fine-tuning reads prompt and completion, "
         "or messages, or text; rename them, or name their format with data.format"
     )
+
+
+def exchange(example: Mapping[str, Any]) -> dict[str, Any]:
+    """The prompt and the completion of a row: of messages, the last one is the completion.
+
+    Raises ConfigError for a row that is text, or that has one message.
+    """
+    messages = example.get("messages")
+    if messages is not None and len(messages) > 1:
+        return {"prompt": messages[:-1], "completion": messages[-1:]}
+    if messages is not None or example.get("prompt") is None or example.get("completion") is None:
+        raise ConfigError(
+            f"the row has the columns {', '.join(example)}; a teacher with another tokenizer (teacher.form = uld) "
+            "reads prompt and completion, or messages of which the last is the completion"
+        )
+    return {"prompt": example["prompt"], "completion": example["completion"]}
+
+
+def prompt_columns(example: Mapping[str, Any]) -> Row:
+    """The prompt of a row, and those of its columns that a chat template reads."""
+    return {"prompt": example["prompt"], **{name: example[name] for name in TEMPLATE_COLUMNS if name in example}}
 
 
 def prompt_and_completion(
@@ -461,6 +501,28 @@ def split_pair(example: Mapping[str, Any]) -> tuple[Any, Any, Any]:
             "chosen and rejected are the same, or one only begins the other; drop the row or add a prompt"
         )
     return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def gold_completion(example: Mapping[str, Any], prompt: Any) -> Any:
+    """The gold completion of a preference row: its column `reference`, without the prompt where `split_pair` found that
+    in the two answers.
+
+    Raises ConfigError for one that is neither text nor messages, or has another prompt.
+    """
+    gold = example[GOLD]
+    if not isinstance(gold, str) and not is_conversational(gold):
+        raise ConfigError(
+            f"column {GOLD!r} is {gold!r:.80}; it is the gold completion, text or a list of messages with role and "
+            "content"
+        )
+    if has_prompt(example):
+        return gold if isinstance(prompt, str) else as_messages(gold)
+    if gold[: len(prompt)] != prompt or not (isinstance(gold, str) or gold[len(prompt) :]):
+        raise ConfigError(
+            f"column {GOLD!r} does not go on from the prompt, {prompt!r:.80}, which chosen and rejected begin with: "
+            "add a prompt column, or let it begin so too"
+        )
+    return gold[len(prompt) :]
 
 
 def has_prompt(example: Mapping[str, Any]) -> bool:

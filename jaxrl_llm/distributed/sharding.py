@@ -14,6 +14,7 @@ of all positions for its own queries. Sampling has one position a step and no us
 it as more fsdp, which moves no parameter, or is another arrangement of the same devices.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from types import EllipsisType
@@ -36,6 +37,10 @@ PARAMETERS = (
     (r"experts/down/kernel$", ("expert", "tensor", ("fsdp", "context"))),
     (r"experts/(gate|up)/bias$", ("expert", "tensor")),
     (r"experts/down/bias$", ("expert", None)),
+    (r"experts/gate_up/lora_a$", ("expert", ("fsdp", "context"), None)),
+    (r"experts/(gate_up|gate|up)/lora_b$", ("expert", None, "tensor")),
+    (r"experts/down/lora_a$", ("expert", "tensor", None)),
+    (r"experts/down/lora_b$", ("expert", None, ("fsdp", "context"))),
     (r"attention/sinks$", ("tensor",)),
     (r"((delta|mamba)/conv|conv/filter)$", (FSDP, None, None)),
     (r"embed/weight$", ("tensor", FSDP)),
@@ -75,7 +80,7 @@ ACTIVATIONS = {
 def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, context: int = 1, expert: int = 1, devices=None) -> Mesh:
     """The mesh of `AXES` over the devices; one size may be -1 (what remains).
 
-    Raises ConfigError when the sizes do not multiply to the number of devices, or when processes would share rows.
+    Raises ConfigError when the sizes do not multiply to the number of devices, and as `row_groups` does.
     """
     devices = jax.devices() if devices is None else devices
     sizes = _sizes(
@@ -86,7 +91,7 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, context: int = 1, 
         # JAX orders devices of TPU slices by their links; here the rows of a process are adjacent, in process order.
         ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
         mesh = Mesh(np.array(ordered).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    check_processes(mesh)
+    row_groups(mesh)  # refuses some
     return mesh
 
 
@@ -103,8 +108,8 @@ def rollout_mesh(mesh: Mesh, text: str | None = None, kv_heads: int = 1, host: i
     Axes that are not named have size 1, `data` what remains. None is the mesh itself with `context` merged into `fsdp`:
     no parameter moves. `auto` is that too, on CPUs and where `fsdp` and `context` are 1; else, so that no token gathers
     parameters, `expert` stays and `tensor` is as large as `kv_heads` and the devices of a process allow: `host` of them
-    where CPUs stand in for accelerators. Raises ConfigError for sizes that do not fit, for a context axis, and when
-    processes would share rows.
+    where CPUs stand in for accelerators. Raises ConfigError for sizes that do not fit, for a context axis, and as
+    `row_groups` does.
     """
     if text == "auto":
         shape, text = mesh.shape, None
@@ -128,7 +133,7 @@ def rollout_mesh(mesh: Mesh, text: str | None = None, kv_heads: int = 1, host: i
     devices = mesh.devices.reshape(-1)
     sizes = _sizes("rollout.mesh", default | sizes, devices)
     sampling_mesh = Mesh(devices.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    check_processes(sampling_mesh, host)
+    row_groups(sampling_mesh, host)  # refuses some
     return sampling_mesh
 
 
@@ -156,22 +161,31 @@ def _sizes(name: str, sizes: dict[str, int], devices) -> tuple[int, ...]:
     return resolved
 
 
-def check_processes(mesh: Mesh, host: int | None = None) -> None:
-    """Raises ConfigError when devices of two processes would hold the same rows: each process reads its own rows.
+@functools.lru_cache
+def row_groups(mesh: Mesh, host: int | None = None) -> int:
+    """The number of row groups: the processes of one hold the same rows, those of another hold other rows.
 
-    `host` is the number of devices of a process where CPUs of one stand in for those of several.
+    It is the number of processes unless `context` or `tensor` spans several. The groups have as many processes each,
+    and their rows are in the order of their processes. `host` is the number of devices of a process where CPUs of one
+    stand in for those of several. Raises ConfigError where no such groups of adjacent processes come about.
     """
     owners = np.arange(mesh.size).reshape(mesh.devices.shape) // (host or mesh.size)
     if host is None:
         owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    by_rows = owners.transpose(*(AXES.index(axis) for axis in (*ROWS, "context", "tensor")))
-    for rows in by_rows.reshape(row_shards(mesh), -1):
-        if (rows != rows[0]).any():
+    shards = row_shards(mesh)
+    by_rows = owners.transpose(*(AXES.index(axis) for axis in (*ROWS, "context", "tensor"))).reshape(shards, -1)
+    held = [np.flatnonzero((by_rows == process).any(axis=1)).tolist() for process in np.unique(owners)]
+    groups = len({tuple(rows) for rows in held})
+    size, own = len(held) // groups, shards // groups
+    for number, rows in enumerate(held):
+        first = number // size * own
+        if rows != list(range(first, first + own)):
             raise ConfigError(
-                f"the mesh {dict(mesh.shape)} gives the same rows to processes {rows[0]} and "
-                f"{rows[rows != rows[0]][0]}, but each process has rows of its own: make context and tensor no larger "
-                "than the devices of one process"
+                f"the mesh {dict(mesh.shape)} gives processes some rows in common and others not, or those of one to "
+                f"processes that are not adjacent: make context x tensor divide the {mesh.size // len(held)} devices "
+                "of a process, or be a multiple of them; with context above 1, expert x tensor divides them too"
             )
+    return groups
 
 
 def path_name(path) -> str:
@@ -356,12 +370,13 @@ def row_shards(mesh: Mesh) -> int:
 def rows_to_global(rows, mesh: Mesh) -> Any:
     """Global arrays, sharded by rows, from each process's own rows (a tree of numpy arrays `[rows, ...]`; None stays).
 
-    Raises ConfigError when the rows do not divide: they are never replicated silently.
+    Processes of a row group give the same. Raises ConfigError when the rows do not divide: they are never replicated
+    silently.
     """
 
     def leaf(x):
         x = np.asarray(x)
-        total = x.shape[0] * jax.process_count()
+        total = x.shape[0] * row_groups(mesh)
         if total % row_shards(mesh):
             raise ConfigError(
                 f"{total} rows do not divide into mesh.data x mesh.fsdp x mesh.expert = {row_shards(mesh)} parts; "
@@ -384,13 +399,8 @@ def local_rows(tree):
     return jax.tree.map(leaf, tree)
 
 
-def local_start(rows: jax.Array) -> int:
-    """The index at which this process's own rows of a global array begin."""
-    if rows.is_fully_addressable:
+def local_start(rows: jax.Array | np.ndarray) -> int:
+    """The index at which this process's own rows of a global array begin; 0 for numpy arrays."""
+    if not isinstance(rows, jax.Array) or rows.is_fully_addressable:
         return 0
     return min(shard.index[0].start or 0 for shard in rows.addressable_shards)
-
-
-def first_local_row(rows: int) -> int:
-    """The number of this process's first own row, where so many rows of all processes are numbered in their order."""
-    return jax.process_index() * (rows // jax.process_count())

@@ -26,7 +26,14 @@ PROCESSED = "processed_logprobs"  # vLLM's mode of log-probs at the temperature 
 COMING_UP = (502, 503, 504)  # a proxy's answers for a server that is not there yet
 # Fields, by vLLM's names, that are sent where they ask for something: servers that know fewer serve runs without them.
 CONSTRAINTS = ("logit_bias", "bad_words", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "structured_outputs")
+SGLANG = {"regex": "regex", "json": "json_schema", "grammar": "ebnf"}  # its names of the kinds of structured outputs
+WRONG_BASE = 409  # the status of a server that holds other weights than a patch is of
+DTYPES = ("float32", "bfloat16", "float16")
 BYTES_PER_TOKEN = 4096  # of a reply, at most: a token's id and text, its log-prob, and those of others
+
+
+class RefusedError(Exception):
+    """An answer with the status that says: not these weights."""
 
 
 def server(
@@ -37,6 +44,9 @@ def server(
     wait_for_server: float = 240.0,
     api_key: str = "OPENAI_API_KEY",
     weights: str = "",
+    weights_dtype: str = "",
+    full_every: int = 1,
+    local_checkpoint: str = "",
     vllm: bool = False,
     processed_logprobs: bool = False,
 ) -> Callable[..., Any]:
@@ -46,25 +56,55 @@ def server(
     the server comes up, from the first request on; once it has answered, it is not waited for again. api_key:
     environment variable with the key, if there is one. weights: a folder that the server sees too, in which it gets the
     policy before each rollout, by /update_weights_from_disk (`jaxrl-llm serve --weight_updates`, SGLang); where its
-    answers name the version of their weights, those of another are refused. vllm: it is vLLM, started on that folder
-    with VLLM_SERVER_DEV_MODE=1, and reads it again (/collective_rpc, /reset_prefix_cache). processed_logprobs: its
-    log-probs are at the temperature of the request (vLLM's `--logprobs-mode processed_logprobs`), where it does not say
-    so itself.
+    answers name the version of their weights, those of another are refused. weights_dtype: their type there, the
+    run's own where it is left out. full_every: above 1 `weights` is a folder, or a URL, of versions, of which each
+    `full_every`-th and the first hold all weights, and the others what changed since the one before; where the server
+    refuses one of these, all weights follow. local_checkpoint: a folder of the server's own in which it brings them
+    together (/pull_weights, SGLang). vllm: it is vLLM, started on the folder `weights` with VLLM_SERVER_DEV_MODE=1, and
+    reads it again (/collective_rpc, /reset_prefix_cache). processed_logprobs: its log-probs are at the temperature of
+    the request (vLLM's `--logprobs-mode processed_logprobs`), where it does not say so itself.
 
     The server must return token ids (`return_token_ids`, vLLM 0.10.2 or later) and log-probs, at the temperature of the
     trainer's. Raises EpisodeError when it is not there or does not answer in time, answers with an error, leaves those
-    out, or says that they are at another temperature, or nothing of it, where the temperature is not 1.
+    out, or says that they are at another temperature, or nothing of it, where the temperature is not 1; and where it
+    cannot keep to what the run samples by.
     """
     if vllm and not weights:
         raise ConfigError("server(vllm=True) has no weights; it takes the folder that vLLM was started on")
+    if not weights and (weights_dtype or full_every != 1 or local_checkpoint):
+        raise ConfigError(
+            "server(...) has no weights to send, but weights_dtype, full_every or local_checkpoint: give weights, a "
+            "folder that the server sees too, or leave these out"
+        )
+    if weights_dtype not in ("", *DTYPES):
+        raise ConfigError(f"server(weights_dtype={weights_dtype!r}) is not one of {', '.join(DTYPES)}")
+    if full_every < 1:
+        raise ConfigError(f"server(full_every={full_every}) must be at least 1, which sends all weights each time")
+    if full_every > 1 and weights_dtype not in DTYPES[1:]:
+        raise ConfigError(
+            f"server(full_every={full_every}) sends the weights that change, and in float32 nearly all do in each "
+            "step: add weights_dtype='bfloat16', the type that servers compute in"
+        )
+    if vllm and (full_every > 1 or "://" in weights):
+        raise ConfigError(
+            f"server(vllm=True) reads the folder it was started on, not the versions in {weights} that a URL or "
+            f"full_every={full_every} asks for: give a folder and leave full_every out"
+        )
+    if local_checkpoint and (full_every == 1 or "://" in weights):
+        raise ConfigError(
+            f"server(local_checkpoint=...) is for versions of weights in a folder, but weights is {weights} and "
+            f"full_every is {full_every}: set it above 1, and give no URL"
+        )
     address = urlsplit(url)
     root = address.path.rstrip("/").removesuffix("/v1")
-    update, rpc, forget = (
+    update, pull, rpc, forget = (
         address._replace(path=f"{root}/{name}").geturl()
-        for name in ("update_weights_from_disk", "collective_rpc", "reset_prefix_cache")
+        for name in ("update_weights_from_disk", "pull_weights", "collective_rpc", "reset_prefix_cache")
     )
     info = address._replace(path=f"{root}/server_info", query="config_format=json").geturl()
-    endpoint = address._replace(path=f"{address.path.rstrip('/')}/completions").geturl()
+    endpoint, models = (
+        address._replace(path=f"{address.path.rstrip('/')}/{name}").geturl() for name in ("completions", "models")
+    )
     is_up, first = threading.Event(), threading.Lock()
 
     def asked(client: HttpClient, at: str, headers: dict[str, str], content: bytes | None, largest: int) -> Reply:
@@ -105,20 +145,21 @@ def server(
                 "of environment.rollout_func"
             ) from error
 
-    def taken(client: HttpClient, at: str, headers: dict[str, str], body: dict[str, Any], largest: int) -> bytes:
-        """The bytes of the reply to a body that the server accepts."""
+    def taken(
+        client: HttpClient, at: str, headers: dict[str, str], body: dict[str, Any], largest: int, refusal: int = 0
+    ) -> bytes:
+        """The bytes of the reply to a body that the server accepts; raises RefusedError for the status `refusal`."""
         reply = replied(client, at, headers, json.dumps(body).encode(), largest)
         if not reply.ok:
-            raise EpisodeError(
-                f"{at} answered {reply.status} {reply.reason}: {reply.data[:300].decode('utf-8', 'replace')}"
-            )
+            text = f"{at} answered {reply.status} {reply.reason}: {reply.data[:300].decode('utf-8', 'replace')}"
+            raise (RefusedError if reply.status == refusal else EpisodeError)(text)
         return reply.data
 
     def answered(
-        client: HttpClient, at: str, headers: dict[str, str], body: dict[str, Any], largest: int
+        client: HttpClient, at: str, headers: dict[str, str], body: dict[str, Any], largest: int, refusal: int = 0
     ) -> dict[str, Any]:
         """The JSON object of the reply to a body."""
-        data = taken(client, at, headers, body, largest)
+        data = taken(client, at, headers, body, largest, refusal)
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -146,25 +187,75 @@ def server(
     def pushed(client: HttpClient, headers: dict[str, str], trainer: Any) -> int | None:
         """Give the server the policy's weights; returns their version, None where the server names none."""
 
-        def told() -> int | None:
+        def told(path: str) -> dict[str, Any]:
+            """The answer of the server that has taken the weights at `path`, or why it refused a patch."""
             if vllm:
                 taken(client, rpc, headers, {"method": "reload_weights"}, 2**20)
                 taken(client, forget, headers, {}, 2**20)
-                return None
-            answer = answered(client, update, headers, {"model_path": os.path.abspath(weights)}, 2**20)  # noqa: PTH100
+                return {}
+            try:
+                if local_checkpoint:
+                    source, _, name = path.rpartition("/")
+                    number = int(name.removeprefix("weight_v"))
+                    body = {"local_checkpoint_dir": local_checkpoint, "source_dir": source, "target_version": number}
+                    taken(client, pull, headers, body, 2**20, refusal=400)
+                    path = local_checkpoint
+                answer = answered(client, update, headers, {"model_path": path}, 2**20, refusal=WRONG_BASE)
+            except RefusedError as error:
+                return {"refused": str(error)}
             if not isinstance(answer, dict) or answer.get("success") is not True:
-                raise EpisodeError(f"{update} did not take the weights in {weights}: {str(answer)[:300]}")
-            return answer.get("weight_version")
+                raise EpisodeError(f"{update} did not take the weights in {path}: {str(answer)[:300]}")
+            return answer
 
-        return trainer.save_model(weights, told)
+        folder = weights if "://" in weights else os.path.abspath(weights)  # noqa: PTH100
+        answer = trainer.publish_weights(folder, told, weights_dtype, full_every)
+        if "refused" in answer and full_every > 1:  # such as by a server that was started anew
+            log.warning("%s; all weights follow", answer["refused"])
+            answer = trainer.publish_weights(folder, told, weights_dtype, full_every, full=True)
+        if "refused" in answer:
+            raise EpisodeError(answer["refused"])
+        return answer.get("weight_version")
+
+    def constraints(client: HttpClient, headers: dict[str, str], args: Any) -> dict[str, Any]:
+        """The fields of what a request asks for by CONSTRAINTS, by the names that the server knows.
+
+        Raises EpisodeError for what SGLang does not know: it would pass over it.
+        """
+        fields = {name: value for name in CONSTRAINTS if (value := vars(args).get(name))}
+        if "logit_bias" in fields:
+            fields["logit_bias"] = dict(args.logit_bias)
+        if not fields.keys() & {"bad_words", "structured_outputs"}:
+            return fields
+        try:
+            owner = json.loads(replied(client, models, headers, None, 2**24).data)["data"][0]["owned_by"]
+        except (ValueError, RecursionError, LookupError, TypeError):
+            owner = None
+        if owner != "sglang":
+            return fields
+        if "bad_words" in fields:
+            raise EpisodeError(
+                f"{url} is SGLang's, which knows no bad_words: leave rollout.bad_words out, or forbid single tokens by "
+                "rollout.logit_bias"
+            )
+        ((kind, value),) = fields.pop("structured_outputs").items()
+        if kind == "grammar":
+            raise EpisodeError(
+                f"{url} is SGLang's, which does not read the syntax of rollout.structured_grammar: write it as "
+                "rollout.structured_regex, structured_json or structured_choice"
+            )
+        if kind == "choice":  # as vLLM writes them for the same libraries
+            kind, value = "grammar", "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+        return fields | {SGLANG[kind]: value}
 
     def choices(
-        client: HttpClient, headers: dict[str, str], version: int | None, prompt: list[int], trainer: Any
+        client: HttpClient,
+        headers: dict[str, str],
+        version: int | None,
+        fields: dict[str, Any],
+        prompt: list[int],
+        trainer: Any,
     ) -> list[dict[str, Any]]:
         args = trainer.args
-        constraints = {name: value for name in CONSTRAINTS if (value := vars(args).get(name))}
-        if "logit_bias" in constraints:
-            constraints["logit_bias"] = dict(args.logit_bias)
         body = {
             "model": model,
             "prompt": prompt,
@@ -178,7 +269,7 @@ def server(
             "repetition_penalty": args.repetition_penalty,
             "frequency_penalty": args.frequency_penalty,
             "presence_penalty": args.presence_penalty,
-            **constraints,
+            **fields,
             "logprobs": 1,
             "return_token_ids": True,
         }
@@ -215,8 +306,9 @@ def server(
             ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool,
         ):
             check_temperature(client, headers, trainer.args.temperature)
+            fields = constraints(client, headers, trainer.args)
             version = pushed(client, headers, trainer) if weights else None
-            groups = list(pool.map(lambda prompt: choices(client, headers, version, prompt, trainer), ids))
+            groups = list(pool.map(lambda prompt: choices(client, headers, version, fields, prompt, trainer), ids))
         rows = [choice for group in groups for choice in group]
         return {
             "prompt_ids": [prompt for prompt in ids for _ in range(trainer.num_generations)],

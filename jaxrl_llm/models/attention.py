@@ -95,6 +95,11 @@ class Attention(nnx.Module):
         inv_freq = frequencies(layer.rope, config.rotated_size)
         return AttentionArrays(inv_freq, layer.rope.attention_factor, window, rotated)
 
+    @staticmethod
+    def flops(config, tokens, pairs):
+        """Those of scores and of weighted values."""
+        return 4.0 * config.heads * config.head_dim * pairs
+
     def prefill(
         self, x, inputs: AttentionInputs, arrays: AttentionArrays
     ) -> tuple[jax.Array, KeyValues | ShiftedKeyValues | tuple[()]]:

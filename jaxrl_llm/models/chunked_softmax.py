@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.distillation import generalized_jsd, with_tail, without_tail
+from jaxrl_llm.algorithms.distillation import (
+    generalized_jsd,
+    hybrid_distances,
+    sorted_distance,
+    with_tail,
+    without_tail,
+)
 from jaxrl_llm.algorithms.kl import full_kl, kl_estimate
 from jaxrl_llm.distributed.sharding import constrain, context_shards, is_sharded, row_shards
 from jaxrl_llm.models import cpu_matmul
@@ -541,6 +547,99 @@ def _divergence_backward(options, residuals, gradient):
 
 
 _chunked_divergence.defvjp(_divergence_forward, _divergence_backward)
+
+
+class AlignedDistributions(NamedTuple):
+    """A teacher's distributions over a vocabulary of its own, at the last token of each span of text."""
+
+    hidden: jax.Array  # [N,X,D] what the head reads
+    kernel: jax.Array  # [D,W]
+    prefix_logps: jax.Array  # [N,X] of the teacher's tokens of the span before its last one, together
+    softcap: jax.Array | None = None  # [] of its logits
+    matches: jax.Array | None = None  # [V] the teacher's id of each token, -1: none; None: nothing is known of them
+
+
+class UldOptions(NamedTuple):
+    """The settings of a distance between distributions over two vocabularies."""
+
+    temperature: float
+    teacher_temperature: float
+    beta: float = 1.0  # of matched tokens
+    weights: tuple[float, float] | None = None  # of matched and other tokens; None: the share of the matched, the rest
+
+
+def chunked_uld(
+    hidden,
+    kernel,
+    prefix_logps,
+    teacher: AlignedDistributions,
+    options: UldOptions,
+    softcap: float | None = None,
+    count=None,
+) -> jax.Array:
+    """The distance `[N,X]` of a policy from a teacher with another vocabulary, where both end a span of text.
+
+    The distribution of a span is that of its last token times the probability of the tokens before it in the span,
+    `exp(prefix_logps)` `[N,X]`, to which gradients flow as well. The distance is `sorted_distance` or, with
+    `teacher.matches`, the weighted sum of `hybrid_distances`. Logits of both are formed for a chunk of columns at a
+    time, in fp32, and again in the backward pass; other arguments as in `chunked_logps`.
+    """
+    distance: Any = _chunked_uld((options, softcap), hidden, kernel, prefix_logps, teacher, count)
+    return distance
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked_uld(options, hidden, kernel, prefix, teacher, count):
+    return _uld_forward(options, hidden, kernel, prefix, teacher, count)[0]
+
+
+def _uld_forward(options, hidden, kernel, prefix, teacher, count):
+    table = _table(hidden, kernel)
+    distance_of = _uld_by_products(options, teacher)
+
+    def chunk(columns):
+        return (distance_of(columns)(_products(columns(hidden), table), columns(prefix)),)
+
+    (distance,), _ = _over_chunks(chunk, hidden, table, count)
+    return distance, (hidden, kernel, prefix, teacher, count)
+
+
+def _uld_by_products(options: tuple[UldOptions, float | None], teacher: AlignedDistributions):
+    """A function of columns that returns the distance `[N,s]` by the policy's matmul there and its prefixes."""
+    settings, softcap = options
+    table = _table(teacher.hidden, teacher.kernel)
+
+    def distance(columns, products, prefix):
+        own = jax.nn.log_softmax(soft_cap(products, softcap) / settings.temperature, axis=-1)
+        logits = _logits(columns(teacher.hidden), table, settings.teacher_temperature, teacher.softcap)
+        p = jnp.exp(own + prefix[..., None])
+        q = jnp.exp(jax.nn.log_softmax(logits, axis=-1) + columns(teacher.prefix_logps)[..., None])
+        if teacher.matches is None:
+            return sorted_distance(p, q)
+        matched, unmatched = hybrid_distances(p, q, teacher.matches, settings.beta)
+        share = (teacher.matches >= 0).sum() / len(table.matrix)  # of the teacher's tokens
+        weights = (share, 1.0 - share) if settings.weights is None else settings.weights
+        return weights[0] * matched + weights[1] * unmatched
+
+    return lambda columns: functools.partial(distance, columns)
+
+
+def _uld_backward(options, residuals, gradient):
+    hidden, kernel, prefix, teacher, count = residuals
+    table = _table(hidden, kernel)
+    distance_of = _uld_by_products(options, teacher)
+
+    def chunk(columns, d_table):
+        h = columns(hidden)
+        d, d_prefix = jax.vjp(distance_of(columns), _products(h, table), columns(prefix))[1](columns(gradient))
+        d_hidden, d_table = _by_hidden_and_table(d, h, table, d_table)
+        return (d_hidden, d_prefix), d_table
+
+    (d_hidden, d_prefix), d_table = _over_chunks(chunk, hidden, table, count, _totals(hidden, table))
+    return d_hidden.astype(hidden.dtype), _by_kernel(d_table, kernel), d_prefix, None, None
+
+
+_chunked_uld.defvjp(_uld_forward, _uld_backward)
 
 
 def chunked_top(hidden, kernel, temperature: float, k: int, softcap: float | None = None, count=None) -> TopTokens:

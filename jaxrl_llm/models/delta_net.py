@@ -55,6 +55,7 @@ class GatedDeltaNet(nnx.Module):
     path = "delta"
     shares_prefixes = False
     inputs = 2  # numbers that each value head has of a token: of beta and of g
+    products = 3  # of a token with a state: its key reads, its correction is written, its query reads
 
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = c = config
@@ -73,6 +74,11 @@ class GatedDeltaNet(nnx.Module):
     def layer_arrays(config, layer: LayerConfig) -> tuple:
         """Nothing: layers differ in their parameters alone."""
         return ()
+
+    @classmethod
+    def flops(cls, config, tokens, pairs):
+        """Those of the products of a token with the states of all heads."""
+        return 2.0 * cls.products * config.delta_value_heads * config.delta_key_dim * config.delta_value_dim * tokens
 
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, PromptState]:
         """Output `[N,T,D]`, and the states behind rows that are padded on the left."""

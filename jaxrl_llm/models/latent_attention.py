@@ -32,6 +32,11 @@ class LatentAttention(nnx.Module):
     shares_prefixes = True
     layer_arrays = staticmethod(Attention.layer_arrays)
 
+    @staticmethod
+    def flops(config, tokens, pairs):
+        """Those of scores and of weighted values, with the keys and values of every head."""
+        return 2.0 * config.heads * (config.head_dim + config.value_head_dim) * pairs
+
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = c = config
         plain = c.head_dim - c.rotated_size

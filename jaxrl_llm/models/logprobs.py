@@ -7,21 +7,25 @@ it does not read.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images, Inputs, PackedLayout
+from jaxrl_llm.algorithms.distillation import prefix_logps
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.chunked_softmax import (
+    AlignedDistributions,
     Distributions,
     Slopes,
     TopTokens,
+    UldOptions,
     chunked_divergence,
     chunked_kl,
     chunked_logps,
     chunked_top,
+    chunked_uld,
     log_sum_squares,
 )
 from jaxrl_llm.models.transformer import Net, Params, Transformer
@@ -52,7 +56,15 @@ class TeacherRows(NamedTuple):
     tail: bool = True
 
 
-PER_TOKEN = ("hidden", "ids", "logps")  # fields of a teacher's rows
+class AlignedTeacher(NamedTuple):
+    """The distributions of a teacher with another tokenizer where spans of text end, and the distance from them."""
+
+    rows: AlignedDistributions  # [N,T,...]
+    ends: jax.Array  # [N,T] the column of the last token of a token's span; -1: in none
+    options: UldOptions
+
+
+PER_TOKEN = ("hidden", "ids", "logps", "prefix_logps")  # fields of a teacher's rows
 
 
 class Likeliest(NamedTuple):
@@ -107,7 +119,7 @@ def token_statistics(
     squares: bool = False,
     value_head: Params | None = None,
     reference: Distributions | None = None,
-    teacher: TeacherRows | None = None,
+    teacher: TeacherRows | AlignedTeacher | None = None,
     measured: bool = False,
 ) -> TokenStatistics:
     """`TokenStatistics` of the tokens at `temperature`.
@@ -147,11 +159,29 @@ def token_statistics(
         statistics = statistics._replace(kl=positions.at_tokens(kl))
     if teacher is not None:
         rows = teacher.rows
-        theirs = rows._replace(**{name: positions.picks(x) for name, x in rows._asdict().items() if name in PER_TOKEN})
-        divergence = chunked_divergence(
-            hidden, model.head_kernel(), theirs, teacher.temperature, teacher.beta, softcap, positions.count,
-            teacher.top_k, teacher.tail,
-        )  # fmt: skip
+        theirs: Any = rows._replace(
+            **{name: positions.picks(x) for name, x in rows._asdict().items() if name in PER_TOKEN}
+        )
+        if isinstance(teacher, AlignedTeacher):
+            own = statistics.logps
+            # Where those are without a gradient, or at another temperature, they are formed once more.
+            if measured or slopes is not None or teacher.options.temperature != temperature:
+                own = positions.at_tokens(
+                    chunked_logps(
+                        hidden, model.head_kernel(), positions.targets, teacher.options.temperature, softcap=softcap,
+                        count=positions.count,
+                    )[0]
+                )  # fmt: skip
+            columns = jnp.arange(own.shape[1])
+            prefix = prefix_logps(own, jnp.where(teacher.ends == columns, -1, teacher.ends), own.shape[1])
+            divergence = chunked_uld(
+                hidden, model.head_kernel(), positions.picks(prefix), theirs, teacher.options, softcap, positions.count
+            )
+        else:
+            divergence = chunked_divergence(
+                hidden, model.head_kernel(), theirs, teacher.temperature, teacher.beta, softcap, positions.count,
+                teacher.top_k, teacher.tail,
+            )  # fmt: skip
         statistics = statistics._replace(divergence=positions.at_tokens(divergence))
     return statistics
 

@@ -4,6 +4,10 @@ A linear map with an adapter holds `lora_a [in, r]` and `lora_b [r, out]` beside
 `x W + scale (dropout(x) A) B`. With B = 0, as it starts, that is the map without adapter, bit for bit. With DoRA
 (arXiv 2402.09353) it also holds `lora_m [out]`, the lengths of the columns, and these are rescaled to them.
 
+The matrices of experts have an A and a B each, stacked as they are: `lora_a [E, in, r]`, `lora_b [E, r, out]`. Those of
+gate and up are an adapter of both together, `gate_up`, with one A and the columns of B side by side, gate's first: that
+of the one tensor in which transformers has them, which PEFT adapts (`target_parameters`).
+
 Modules that are trained whole beside the adapters (PEFT's modules_to_save) stay as they are in the tree; their trained
 copies are under `saved`, at the same paths, and the net computes with those.
 
@@ -13,6 +17,7 @@ has put keys.
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,7 +30,7 @@ from jaxrl_llm.models.quantize import as_matrix
 
 Params = dict[str, Any]
 
-# The linear maps of a layer, and what Hugging Face calls them. Heads, embeddings and experts have no adapters.
+# The linear maps of a layer, and what Hugging Face calls them. Heads and embeddings have no adapters.
 HF_NAMES = {
     "q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "gate": "gate_proj", "up": "up_proj",
     "down": "down_proj", "q_a": "q_a_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "kv_b": "kv_b_proj",
@@ -33,6 +38,8 @@ HF_NAMES = {
     "a": "in_proj_a", "into": "in_proj", "out": "out_proj", "fc1": "fc1", "fc2": "fc2",
 }  # fmt: skip
 TARGETS = tuple(HF_NAMES)
+# The matrices of experts, by the ends of PEFT's target_parameters. They are no linear maps, and not in `all-linear`.
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 # Which of them a module is, by the last word of its name in files; some families have words of their own.
 MODULES = {word: name for name, word in HF_NAMES.items()} | {
     "linear_fc1": "fc1", "linear_fc2": "fc2", "w1": "gate", "w3": "up", "w2": "down"
@@ -43,7 +50,10 @@ SAVED = "saved"
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """The shape of the adapters. Hashable: it is part of a ModelConfig."""
+    """The shape of the adapters. Hashable: it is part of a ModelConfig.
+
+    Raises ConfigError for dropout and DoRA of the matrices of experts, which PEFT has neither of.
+    """
 
     rank: int
     alpha: float = 16.0
@@ -53,6 +63,19 @@ class LoraConfig:
     dora: bool = False
     saved: tuple[str, ...] = ()  # paths of the parameters that are trained whole, see `peft.with_modules`
 
+    def __post_init__(self):
+        if self.experts and (self.dora or self.dropout):
+            setting, off = ("dora is true", "false") if self.dora else (f"dropout is {self.dropout}", "0")
+            raise ConfigError(
+                f"lora.{setting}, but adapters of experts ({', '.join(self.experts)}) have none, as in "
+                f"PEFT: set it to {off}, or leave experts out of lora.targets"
+            )
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """Those of the targets that are matrices of experts."""
+        return tuple(name for name in self.targets if name in EXPERTS)
+
     @property
     def scale(self) -> float:
         """alpha / rank or, rank-stabilised, alpha / sqrt(rank) (arXiv 2312.03732)."""
@@ -60,11 +83,17 @@ class LoraConfig:
 
 
 def parse_targets(names: Iterable[str]) -> tuple[str, ...]:
-    """The linear maps that names mean: `q` or `q_proj`, ..., or `all-linear`; raises ConfigError for another name."""
+    """The targets that names mean: `q` or `q_proj`, ..., `all-linear`, and the matrices of experts.
+
+    Those are `experts.gate_up_proj` and `experts.down_proj`, or with the name of their block as PEFT's
+    target_parameters have them (`mlp.experts.down_proj`), and both are `experts`. Raises ConfigError for another name.
+    """
     known = {"all-linear": TARGETS, **{name: (name,) for name in TARGETS}}
     known |= {word: (name,) for word, name in MODULES.items()}
+    known |= {"experts": EXPERTS, **{name: (name,) for name in EXPERTS}}
     found: set[str] = set()
     for name in names:
+        name = re.sub(r"^[a-z_]+\.(?=experts\.)", "", name)
         if name not in known:
             raise ConfigError(
                 f"lora.targets names {name!r}, but there are {', '.join(known)}; the closest is {closest(name, known)}"
@@ -72,12 +101,12 @@ def parse_targets(names: Iterable[str]) -> tuple[str, ...]:
         found |= set(known[name])
     if not found:
         raise ConfigError("lora.targets is empty: name linear maps, or all-linear")
-    return tuple(name for name in TARGETS if name in found)
+    return tuple(name for name in (*TARGETS, *EXPERTS) if name in found)
 
 
-def init_a(key, d_in: int, rank: int) -> jax.Array:
-    """A `[in, r]`, uniform between +-1/sqrt(in), in fp32: what PEFT's Kaiming initialisation draws from."""
-    return jax.random.uniform(key, (d_in, rank), jnp.float32, -1.0, 1.0) / math.sqrt(d_in)
+def init_a(key, *shape: int) -> jax.Array:
+    """A `[..., in, r]`, uniform between +-1/sqrt(in), in fp32: what PEFT's Kaiming initialisation draws from."""
+    return jax.random.uniform(key, shape, jnp.float32, -1.0, 1.0) / math.sqrt(shape[-2])
 
 
 def dropped(x, config: LoraConfig, key_data=None) -> jax.Array:
@@ -113,6 +142,12 @@ def has_adapters(params: Params) -> bool:
 def has_dropout(params: Params) -> bool:
     """True when the parameters hold keys of dropout."""
     return _holds(params, "lora_key")
+
+
+def has_expert_adapters(params: Params) -> bool:
+    """True when the parameters hold adapters of experts; those beside quantised matrices may hold the others alone."""
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "lora_a")
+    return any(step.key == "experts" for path in paths for step in path)
 
 
 def _holds(params: Params, name: str) -> bool:
@@ -215,12 +250,26 @@ def with_dropout(params: Params, key) -> Params:
     return visit(params)
 
 
+def with_shared(params: Params) -> Params:
+    """The parameters of experts whose gate and up each have their own columns of the adapter of both; others as they
+    are."""
+    if "gate_up" not in params:
+        return params
+    a, b = params["gate_up"]["lora_a"], params["gate_up"]["lora_b"]
+    columns = zip(("gate", "up"), jnp.split(b, 2, axis=-1), strict=True)
+    own = {name: {**params[name], "lora_a": a, "lora_b": half} for name, half in columns}
+    return {**{name: x for name, x in params.items() if name != "gate_up"}, **own}
+
+
 def merged_kernel(linear: Params, lora: LoraConfig | None, quantized: str = "none") -> jax.Array:
     """The kernel `[..., in, out]` of a linear map with its adapter in it: W + scale A B, computed in fp32.
 
     With DoRA its columns have the lengths that were learned. It has the dtype of W; fp32 where W is quantised.
     """
     kernel = linear["kernel"]
+    if not isinstance(kernel, dict) and kernel.ndim > 3 and "lora_a" in linear:
+        # Of experts those of one layer at a time: in fp32 those of all are most of a model, twice.
+        return jax.lax.map(lambda layer: merged_kernel(layer, lora), linear)
     matrix = as_matrix(kernel, quantized, jnp.float32)
     if "lora_a" in linear and lora is not None:
         a, b = (linear[name].astype(jnp.float32) for name in ("lora_a", "lora_b"))
@@ -235,7 +284,7 @@ def merge(params: Params, lora: LoraConfig | None) -> Params:
 
     Modules that were trained whole take the place of those they started from.
     """
-    params = overlaid(params)
+    params = with_shared(overlaid(params))
     found = {name: merge(value, lora) if isinstance(value, dict) else value for name, value in params.items()}
     if "lora_a" in params and not isinstance(params["kernel"], dict):
         found["kernel"] = merged_kernel(params, lora)

@@ -19,6 +19,7 @@ class Mamba2(GatedDeltaNet):
 
     path = "mamba"
     inputs = 1  # of dt
+    products = 2  # nothing is corrected
 
     def __init__(self, config, rngs: nnx.Rngs):
         super().__init__(config, rngs)

@@ -69,6 +69,14 @@ class Mixer(Protocol):
         """A pytree of the numbers in which layers with this mixer differ besides their parameters; they are stacked."""
         ...
 
+    @staticmethod
+    def flops(config: Any, tokens, pairs) -> Any:
+        """The operations of the forward pass besides the linear maps; numbers, or arrays of rows.
+
+        They are of so many tokens, which see `pairs` tokens in all, themselves included.
+        """
+        ...
+
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, Any]:
         """Outputs `[N,T,D]` of x `[N,T,D]`, and the caches of rows that are prompts, padded on the left."""
         ...

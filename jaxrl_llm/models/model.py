@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Images
@@ -17,7 +18,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import on_device, shardings
-from jaxrl_llm.models import hf, lora, peft
+from jaxrl_llm.models import hf, lora, peft, safetensors
 from jaxrl_llm.models.families import family_for, family_of
 from jaxrl_llm.models.families.rotary import max_positions
 from jaxrl_llm.models.fused_attention import is_before_ampere
@@ -164,8 +165,11 @@ def check_ids(tokenizer: Any, size: int, generation: Mapping[str, Any] | None, p
         tokenizer.without_embedding = frozenset(beyond)
 
 
-def check_same_vocabulary(model: Model, other: Model, role: str) -> None:
-    """Raises ConfigError unless every token id of `model` means the same in `other`, which is fed with them."""
+def check_same_vocabulary(model: Model, other: Model, role: str, otherwise: str = "") -> None:
+    """Raises ConfigError unless every token id of `model` means the same in `other`, which is fed with them.
+
+    `otherwise` says what may be done in place of using a model with the same tokenizer.
+    """
     ids, others = model.tokenizer.get_vocab(), other.tokenizer.get_vocab()
     taken, size, own_size = set(others.values()), other.net.config.vocab_size, model.net.config.vocab_size
     # The embedding of the policy may have fewer rows than its tokenizer has tokens: those are in no text.
@@ -173,7 +177,7 @@ def check_same_vocabulary(model: Model, other: Model, role: str) -> None:
         raise ConfigError(
             f"{role} {other.path} has a vocabulary of {size} (vocab_size of its config.json), but reads the token ids "
             f"of {model.path}, whose vocabulary is {own_size} and whose tokenizer has ids up to {most}; use a model "
-            "with the same tokenizer"
+            f"with the same tokenizer{otherwise}"
         )
     for token, index in ids.items():
         if others.get(token) == index or (token not in others and index not in taken and index < size):
@@ -181,7 +185,7 @@ def check_same_vocabulary(model: Model, other: Model, role: str) -> None:
         theirs = next((name for name, at in others.items() if at == index), None)
         raise ConfigError(
             f"{role} {other.path} reads the token ids of {model.path}, but has another vocabulary: id {index} is "
-            f"{token!r} there and {theirs!r} here; use a model with the same tokenizer"
+            f"{token!r} there and {theirs!r} here; use a model with the same tokenizer{otherwise}"
         )
 
 
@@ -272,13 +276,16 @@ def add_adapters(model: Model, config: lora.LoraConfig, key: jax.Array, modules_
 
     The arrays of the model are shared, not copied; a score head becomes fp32, as it is trained with them, and so are
     the copies of the modules that are to be trained whole (see `peft.with_modules`). Raises ConfigError when the model
-    has no linear map that `config` names, for those of experts have no adapters, and for unknown modules.
+    has no linear map that `config` names, or no experts that it names, and for unknown modules.
     """
     net = peft.with_modules(model.net.with_lora(config), _family(model), modules_to_save, "lora.modules_to_save")
     shapes = lora.adapters_of(net.shapes())
+    if config.experts and not model.net.config.experts:
+        raise ConfigError("lora.targets names experts, but this model is no mixture of experts: leave them out")
     if not shapes:
         raise ConfigError(
-            f"lora.targets are {', '.join(config.targets)}, but outside its experts this model has none of them"
+            f"lora.targets are {', '.join(config.targets)}, but outside its experts this model has none of them: "
+            "those of experts are named experts"
         )
     targets = None if model.mesh is None else shardings(shapes, model.mesh)
 
@@ -384,6 +391,11 @@ def save_hf(
     if model.net.config.head == "score" and hf_config is not None and pad is not None:
         hf_config = {**hf_config, "pad_token_id": pad}
     hf.save(model.net, model.params, path, model.tokenizer, hf_config, generation, dtype, max_shard_bytes)
+
+
+def file_tensors(model: Model, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors that `save_hf` writes in this type, by name, one after another; all processes must take all."""
+    return safetensors.file_tensors(model.net, _family(model), model.params, dtype)
 
 
 def has_peft_adapter(model: Model) -> bool:

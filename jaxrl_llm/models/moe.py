@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.distributed.sharding import activation_spec, is_sharded, parameter_spec
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm, gated
 
 
@@ -33,11 +34,15 @@ def balance_loss(routing: Routing):
 
 
 class Experts(nnx.Module):
-    """The stacked feed-forward networks: gate and up `[E,D,f]`, down `[E,f,D]`, and biases where they have some."""
+    """The stacked feed-forward networks: gate and up `[E,D,f]`, down `[E,f,D]`, and biases where they have some.
+
+    Gate and up may have an adapter that is one for both, and down one: the factors of each expert, stacked too.
+    """
 
     def __init__(self, config, rngs: nnx.Rngs):
-        self.gate, self.up = (_Kernels(config.experts, config.width, config.expert_ffn, config, rngs) for _ in "gu")
-        self.down = _Kernels(config.experts, config.expert_ffn, config.width, config, rngs)
+        self.gate, self.up = (_Kernels(config.width, config.expert_ffn, config, rngs) for _ in "gu")
+        self.down = _Kernels(config.expert_ffn, config.width, config, rngs, "experts.down_proj")
+        self.gate_up = _Adapter(config.width, 2 * config.expert_ffn, config, rngs, "experts.gate_up_proj")
         self.config = config
 
     def __call__(self, x, weights, chosen):
@@ -52,6 +57,11 @@ class Experts(nnx.Module):
         """The same, by the method `dense` or `grouped`, on each device for the experts and tokens it has."""
         kernels = Kernels(*(kernels.value(x.dtype) for kernels in (self.gate, self.up, self.down)))
         kernels = kernels._replace(gate_bias=self.gate.added(x.dtype), up_bias=self.up.added(x.dtype))
+        if (factors := self.gate_up.factors(x.dtype)) is not None:
+            gate_b, up_b = jnp.split(factors[1], 2, axis=-1)
+            kernels = kernels._replace(gate_up_a=factors[0], gate_b=gate_b, up_b=up_b)
+        if (factors := self.down.factors(x.dtype)) is not None:
+            kernels = kernels._replace(down_a=factors[0], down_b=factors[1])
         method = functools.partial(
             method, activation=functools.partial(gated, self.config), on_inputs=self.config.router_on_inputs
         )
@@ -62,13 +72,18 @@ class Experts(nnx.Module):
 
 
 class Kernels(NamedTuple):
-    """The matrices of experts, and the biases of their inner channels."""
+    """The matrices of experts, the biases of their inner channels, and the factors of adapters, scaled in B."""
 
     gate: jax.Array  # [E,D,f]
     up: jax.Array  # [E,D,f]
     down: jax.Array  # [E,f,D]
     gate_bias: jax.Array | None = None  # [E,f]
     up_bias: jax.Array | None = None
+    gate_up_a: jax.Array | None = None  # [E,D,r]
+    gate_b: jax.Array | None = None  # [E,r,f]
+    up_b: jax.Array | None = None
+    down_a: jax.Array | None = None  # [E,f,r]
+    down_b: jax.Array | None = None  # [E,r,D]
 
 
 def _shares(weights, chosen, experts: int):
@@ -83,11 +98,17 @@ def dense(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = Fa
     """
     share = _shares(weights, chosen, kernels.gate.shape[0])
     gate, up = (jnp.einsum("md,edf->emf", x, kernel) for kernel in kernels[:2])
+    if kernels.gate_up_a is not None and kernels.gate_b is not None and kernels.up_b is not None:
+        low = jnp.einsum("md,edr->emr", x, kernels.gate_up_a)
+        gate, up = gate + low @ kernels.gate_b, up + low @ kernels.up_b
     if kernels.gate_bias is not None and kernels.up_bias is not None:
         gate, up = gate + kernels.gate_bias[:, None], up + kernels.up_bias[:, None]
     share = share.T[..., None].astype(x.dtype)
     hidden = activation(gate * share, up * share) if on_inputs else activation(gate, up) * share
-    return jnp.einsum("emf,efd->md", hidden, kernels.down)
+    out = jnp.einsum("emf,efd->md", hidden, kernels.down)
+    if kernels.down_a is not None and kernels.down_b is not None:
+        out += jnp.einsum("emr,erd->md", hidden @ kernels.down_a, kernels.down_b)
+    return out
 
 
 def grouped(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = False):
@@ -101,12 +122,18 @@ def grouped(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = 
     copies, weights = x[order // k], weights.reshape(-1)[order][:, None].astype(x.dtype)
     copies = copies * weights if on_inputs else copies
     gate, up = matmul(copies, kernels.gate), matmul(copies, kernels.up)
+    if kernels.gate_up_a is not None and kernels.gate_b is not None and kernels.up_b is not None:
+        low = matmul(copies, kernels.gate_up_a)
+        gate, up = gate + matmul(low, kernels.gate_b), up + matmul(low, kernels.up_b)
     if kernels.gate_bias is not None and kernels.up_bias is not None:
         expert = jnp.minimum(numbers[order], experts - 1)
         gate, up = gate + kernels.gate_bias[expert], up + kernels.up_bias[expert]
-    hidden = activation(gate, up)
     # Rows behind the last group hold whatever the kernel left there.
-    out = jnp.where(here, matmul(jnp.where(here, hidden, 0), kernels.down), 0)
+    hidden = jnp.where(here, activation(gate, up), 0)
+    out = matmul(hidden, kernels.down)
+    if kernels.down_a is not None and kernels.down_b is not None:
+        out += matmul(matmul(hidden, kernels.down_a), kernels.down_b)
+    out = jnp.where(here, out, 0)
     out = out if on_inputs else out * weights
     return jnp.zeros_like(x).at[order // k].add(out)
 
@@ -125,9 +152,13 @@ def across_devices(compute, kernels: Kernels, x, weights, chosen):
     if not is_sharded():
         return compute(kernels, *flat(x, weights, chosen)).reshape(x.shape)
     mesh: Any = jax.sharding.get_abstract_mesh()
-    paths = [f"experts/{n}/kernel" for n in ("gate", "up", "down")] + ["experts/gate/bias", "experts/up/bias"]
+    leaves = (
+        "gate/kernel", "up/kernel", "down/kernel", "gate/bias", "up/bias", "gate_up/lora_a", "gate/lora_b",
+        "up/lora_b", "down/lora_a", "down/lora_b",
+    )  # fmt: skip
     specs = Kernels._make(
-        None if w is None else parameter_spec(path, w.shape, mesh) for path, w in zip(paths, kernels, strict=True)
+        None if w is None else parameter_spec(f"experts/{leaf}", w.shape, mesh)
+        for leaf, w in zip(leaves, kernels, strict=True)
     )
     tokens = activation_spec(x.shape, *("rows", "positions")[: x.ndim - 1], *(None,) * max(x.ndim - 2, 1))
     exchanged = "expert" in jax.tree.leaves(tuple(tokens))  # else each device has all tokens
@@ -167,11 +198,27 @@ def _gathered(kernel, spec):
     return kernel
 
 
-class _Kernels(nnx.Module):
-    def __init__(self, experts: int, d_in: int, d_out: int, config, rngs: nnx.Rngs):
-        shape = (experts, d_in, d_out)
+class _Adapter(nnx.Module):
+    """The factors of the adapter of stacked matrices `[E,in,out]`, where `name` is among the targets."""
+
+    def __init__(self, d_in: int, d_out: int, config, rngs: nnx.Rngs, name: str = ""):
+        self.lora = adapter = config.lora if config.lora is not None and name in config.lora.targets else None
+        self.lora_a = nnx.Param(lora.init_a(rngs.lora(), config.experts, d_in, adapter.rank)) if adapter else None
+        self.lora_b = nnx.Param(jnp.zeros((config.experts, adapter.rank, d_out), jnp.float32)) if adapter else None
+
+    def factors(self, dtype) -> tuple[jax.Array, jax.Array] | None:
+        """A `[E,in,r]` and B `[E,r,out]`, which has the scale in it; None without an adapter."""
+        if self.lora is None or self.lora_a is None or self.lora_b is None:
+            return None
+        return self.lora_a[...].astype(dtype), (self.lora_b[...] * self.lora.scale).astype(dtype)
+
+
+class _Kernels(_Adapter):
+    def __init__(self, d_in: int, d_out: int, config, rngs: nnx.Rngs, name: str = ""):
+        super().__init__(d_in, d_out, config, rngs, name)
+        shape = (config.experts, d_in, d_out)
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, config.param_dtype) * config.init_scale)
-        self.bias = nnx.Param(jnp.zeros((experts, d_out), config.param_dtype)) if config.expert_bias else None
+        self.bias = nnx.Param(jnp.zeros((config.experts, d_out), config.param_dtype)) if config.expert_bias else None
 
     def value(self, dtype):
         return self.kernel[...].astype(dtype)

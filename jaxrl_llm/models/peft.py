@@ -17,8 +17,18 @@ from safetensors.numpy import save_file
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.distributed.sharding import path_name, shardings
-from jaxrl_llm.models import remote, safetensors
-from jaxrl_llm.models.lora import MODULES, SAVED, TARGETS, LoraConfig, Params, adapters_of, parse_targets, split
+from jaxrl_llm.models import peft_experts, remote, safetensors
+from jaxrl_llm.models.lora import (
+    EXPERTS,
+    MODULES,
+    SAVED,
+    TARGETS,
+    LoraConfig,
+    Params,
+    adapters_of,
+    parse_targets,
+    split,
+)
 from jaxrl_llm.models.transformer import Net
 
 CONFIG = "adapter_config.json"
@@ -44,7 +54,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "alpha_pattern": (None, {}),
     "layers_to_transform": (None, []),
     "layer_replication": (None, []),
-    "target_parameters": (None, []),
 }
 
 
@@ -71,6 +80,15 @@ class Tensors(NamedTuple):
     names: list[str]  # one per layer where it is stacked
     transpose: bool
     stacked: bool
+    experts: peft_experts.Layout | None = None  # of a factor of stacked experts
+
+    def in_file(self, x: np.ndarray) -> np.ndarray:
+        """A layer's numbers as the file has them."""
+        return self.experts.in_file(x) if self.experts is not None else x.T if self.transpose else x
+
+    def in_parameters(self, x: np.ndarray) -> np.ndarray:
+        """A tensor of the file as the parameters have it: the inverse of `in_file`."""
+        return self.experts.in_parameters(x) if self.experts is not None else x.T if self.transpose else x
 
 
 def is_adapter(folder: str | os.PathLike[str]) -> bool:
@@ -87,7 +105,7 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
     """The configuration of the adapter in a PEFT folder, here or behind a URL.
 
     Which linear maps have one is read from the names of its tensors. Raises ConfigError for a folder without adapter,
-    and for one that is more than a LoRA of equal rank on linear maps of the layers.
+    and for one that is more than a LoRA of equal rank on linear maps of the layers and on experts.
     """
     folder = _located(folder)
     entries = safetensors.read_json(folder / CONFIG)
@@ -103,18 +121,19 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
         raise ConfigError(f"{folder / CONFIG}: r = {entries.get('r')!r} is not the rank of an adapter")
     with contextlib.ExitStack() as stack:
         names = [name for name in _open(folder, stack).keys() if name.endswith(".lora_A.weight")]  # noqa: SIM118
-    modules = {name.split(".")[-3] for name in names}
+    experts = peft_experts.targets_of(entries, folder / CONFIG)
+    modules = {name.split(".")[-3] for name in names if not (experts and peft_experts.FACTOR.search(name))}
     unknown = sorted(modules - set(MODULES))
-    if unknown or not modules:
+    if unknown or not names:
         raise ConfigError(
             f"{folder / TENSORS} has adapters of {', '.join(unknown) or 'nothing'}; there can be adapters of "
-            f"{', '.join(MODULES)}"
+            f"{', '.join((*MODULES, *EXPERTS))}"
         )
     lora = LoraConfig(
         rank=entries["r"],
         alpha=float(entries.get("lora_alpha", 8)),
         dropout=float(entries.get("lora_dropout", 0.0)),
-        targets=parse_targets(modules),
+        targets=parse_targets([*modules, *experts]),
         rslora=bool(entries.get("use_rslora")),
         dora=bool(entries.get("use_dora")),
     )
@@ -223,18 +242,17 @@ def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) ->
         )
 
     def leaf(path, x):
-        names, transpose, stacked = wanted[path_name(path)]
-        layers = [found[name].T if transpose else found[name] for name in names]
-        value = (np.stack(layers) if stacked else layers[0]).astype(x.dtype)
-        for name, layer in zip(names, layers, strict=True):
-            safetensors.check_finite(layer, folder, name)
-        if value.shape != x.shape:
-            shape = x.shape[1 if stacked else 0 :]
-            raise ConfigError(
-                f"{folder / TENSORS}: {names[0]} has shape {found[names[0]].shape}, but this model and "
-                f"r = {net.config.lora and net.config.lora.rank} need {shape[::-1] if transpose else shape}"
-            )
-        return value
+        tensors = wanted[path_name(path)]
+        shape = tensors.in_file(np.broadcast_to(np.bool_(False), x.shape[1 if tensors.stacked else 0 :])).shape
+        for name in tensors.names:
+            safetensors.check_finite(found[name], folder, name)
+            if found[name].shape != shape:
+                raise ConfigError(
+                    f"{folder / TENSORS}: {name} has shape {found[name].shape}, but this model and "
+                    f"r = {net.config.lora and net.config.lora.rank} need {shape}"
+                )
+        layers = [tensors.in_parameters(found[name]) for name in tensors.names]
+        return (np.stack(layers) if tensors.stacked else layers[0]).astype(x.dtype)
 
     values = jax.tree_util.tree_map_with_path(leaf, shapes)
     return jax.device_put(values, None if mesh is None else shardings(values, mesh))
@@ -247,7 +265,12 @@ def fused(net: Net, family) -> str | None:
     """
     stored = {tensor.leaf: tensor for tensor in _named_as_modules(net, family)}
     for path, _ in jax.tree_util.tree_leaves_with_path(adapters_of(net.shapes())):
-        tensor = stored[f"{path_name(path).rpartition('/')[0]}/kernel"]
+        module = path_name(path).rpartition("/")[0]
+        if "/experts/" in module:  # PEFT adapts them where transformers has them stacked
+            if peft_experts.stacked_key(family) is None:
+                return module
+            continue
+        tensor = stored[f"{module}/kernel"]
         name = tensor.name.removesuffix(".weight")
         if tensor.full_shape != tensor.shape or name.split(".")[-1] not in MODULES:
             return name
@@ -263,10 +286,10 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
     assert lora is not None
     leaves = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(split(params)[1])}
     arrays: dict[str, np.ndarray] = {}
-    for path, (names, transpose, stacked) in _tensors(net, family).items():
+    for path, tensors in _tensors(net, family).items():
         value = safetensors.on_host(leaves[path]).astype(np.float32)
-        layers = value if stacked else value[None]
-        arrays |= {name: np.ascontiguousarray(x.T if transpose else x) for name, x in zip(names, layers, strict=True)}
+        layers = zip(tensors.names, value if tensors.stacked else value[None], strict=True)
+        arrays |= {name: np.ascontiguousarray(tensors.in_file(x)) for name, x in layers}
     modules = _modules(net, family)
     whole = {name for name, tensors in modules.items() if {x.leaf for x in tensors} & {*lora.saved, "score/kernel"}}
     # Each by its last word where no other module ends with that.
@@ -286,6 +309,7 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": _target_modules(net, arrays),
+        "target_parameters": list(lora.experts) or None,
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
         "bias": "none",
@@ -303,7 +327,10 @@ def _target_modules(net: Net, arrays: Iterable[str]) -> list[str] | str:
     """The modules with an adapter as PEFT finds them: by the ends of their names, or by a pattern where the vision part
     of the model has modules of these names too, without adapters."""
     ending = ".lora_A.weight"
-    modules = [name.removeprefix(PREFIX).removesuffix(ending) for name in arrays if name.endswith(ending)]
+    names = [name for name in arrays if name.endswith(ending) and not peft_experts.FACTOR.search(name)]
+    modules = [name.removeprefix(PREFIX).removesuffix(ending) for name in names]
+    if not modules:
+        return []
     if net.config.vision is None or net.config.vision_training == "lora":
         words = {module.split(".")[-1] for module in modules}
         return sorted(words, key=lambda word: TARGETS.index(MODULES[word]))
@@ -328,6 +355,10 @@ def _tensors(net: Net, family) -> dict[str, Tensors]:
     for path, _ in jax.tree_util.tree_leaves_with_path(split(net.shapes())[1]):
         name = path_name(path)
         module, _, leaf = name.removeprefix(f"{SAVED}/").rpartition("/")
+        if leaf in kept and "/experts/" in module:
+            names, layout = peft_experts.tensors_of(name, net, family)
+            found[name] = Tensors([f"{PREFIX}{x}" for x in names], False, True, layout)
+            continue
         parts = stored[f"{module}/kernel" if leaf in kept else f"{module}/{leaf}"]
         names = [part.name.removesuffix(".weight") + kept[leaf] if leaf in kept else part.name for part in parts]
         found[name] = Tensors([f"{PREFIX}{x}" for x in names], parts[0].transpose, parts[0].layer is not None)

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import parameter_spec, path_name, shardings
 from jaxrl_llm.models import block_fp8, mxfp4
-from jaxrl_llm.models.lora import merged_kernel, overlaid
+from jaxrl_llm.models.lora import merged_kernel, overlaid, with_shared
 from jaxrl_llm.models.pickles import PickleFile
 from jaxrl_llm.models.quantize import quantize
 from jaxrl_llm.models.transformer import Net, Params
@@ -339,18 +339,26 @@ def write(folder: Path, net: Net, family, params: Params, dtype: str, max_shard_
     written = Net(dataclasses.replace(net.config, param_dtype=dtype))
     shards = list(_shards(stored_tensors(written, family), max_shard_bytes))
     for number, shard in enumerate(shards, start=1):
-        arrays = {
-            parts[0].name: _joined(parts, [_gather(leaves[part.leaf], part, net) for part in parts]) for parts in shard
-        }
+        arrays = {parts[0].name: _joined(parts, leaves, net) for parts in shard}
         if jax.process_index() == 0:
             save_file(arrays, folder / _shard_name(number, len(shards)), metadata={"format": "pt"})
     if len(shards) > 1 and jax.process_index() == 0:
         write_json(folder / INDEX, _index(shards))
 
 
-def _joined(parts: list[Stored], arrays: list[np.ndarray]) -> np.ndarray:
+def file_tensors(net: Net, family, params: Params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors that `write` writes, by name, one after another on the host; every process must take all of them."""
+    leaves = _leaves(overlaid(params))
+    written = Net(dataclasses.replace(net.config, param_dtype=dtype))
+    for shard in _shards(stored_tensors(written, family), 0):
+        for parts in shard:
+            yield parts[0].name, _joined(parts, leaves, net)
+
+
+def _joined(parts: list[Stored], leaves: Mapping[str, Any], net: Net) -> np.ndarray:
     """A tensor of the files from its parts: ranges of rows or columns, or numbers in turn, of each expert where it has
     all."""
+    arrays = [_gather(leaves[part.leaf], part, net) for part in parts]
     stacked = parts[0].one_expert
     if stacked:  # the experts of a parameter are next to each other
         experts = parts[0].full_shape[0]
@@ -363,6 +371,7 @@ def _joined(parts: list[Stored], arrays: list[np.ndarray]) -> np.ndarray:
 def _leaves(params: Params, path: str = "") -> dict[str, Any]:
     """The parameters by path; where a kernel is quantised or has an adapter, its linear map's dict by the kernel's."""
     found: dict[str, Any] = {}
+    params = with_shared(params)
     whole = "lora_a" in params or isinstance(params.get("kernel"), dict)
     for name, value in params.items():
         if whole and name == "kernel":

@@ -108,6 +108,11 @@ class ShortConv(nnx.Module):
         """Nothing: layers differ in their parameters alone."""
         return ()
 
+    @staticmethod
+    def flops(config, tokens, pairs):
+        """Those of the convolution."""
+        return 2.0 * config.conv_size * config.width * tokens
+
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, Tail]:
         """Output `[N,T,D]`, and the last tokens of rows that are padded on the left."""
         gated, gates = self._gated(x)

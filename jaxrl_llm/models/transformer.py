@@ -20,7 +20,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain, context_shards
 from jaxrl_llm.models.fused_attention import BY_SEGMENTS, implementation, is_in_chunks
 from jaxrl_llm.models.layers import Embed, FeedForward, Linear, RMSNorm, soft_cap, stacked
-from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout, overlaid, with_saved
+from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout, has_expert_adapters, overlaid, with_saved
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer
 from jaxrl_llm.models.model_config import LayerRun, ModelConfig
 from jaxrl_llm.models.moe import ExpertsBeside, MixtureOfExperts, Routing
@@ -449,9 +449,12 @@ class Net:
     def bind(self, params: Params) -> Transformer:
         """The module with these parameters (no copy; works under jit).
 
-        Where they hold no adapters it is the base model; where they hold no keys of dropout nothing is dropped.
+        Where they hold no adapters it is the base model, and experts without any are the base model's; where they hold
+        no keys of dropout nothing is dropped.
         """
         net = self if has_dropout(params) else self.without_dropout if has_adapters(params) else self.base
+        if net.config.lora is not None and net.config.lora.experts and not has_expert_adapters(params):
+            net = net.with_merged_experts
         params = overlaid(params)
         return nnx.merge(net.graph, params if self.config.scan_layers else unstack(params, self.config))
 
@@ -495,6 +498,14 @@ class Net:
         if lora is None or not lora.dropout:
             return self
         return Net(dataclasses.replace(self.config, lora=dataclasses.replace(lora, dropout=0.0)))
+
+    @functools.cached_property
+    def with_merged_experts(self) -> "Net":
+        """The net without adapters of experts, which are merged where those of quantised matrices stay beside them."""
+        lora = self.config.lora
+        assert lora is not None
+        targets = tuple(name for name in lora.targets if name not in lora.experts)
+        return self.with_lora(dataclasses.replace(lora, targets=targets))
 
     @functools.cached_property
     def plain(self) -> "Net":

@@ -110,18 +110,24 @@ def build_automata(
     return automata
 
 
-def token_bytes(tokenizer: Any, vocab: int) -> list[bytes | None]:
+def token_bytes(
+    tokenizer: Any,
+    vocab: int,
+    reader: str = "stop strings and guided decoding need",
+    instead: str = "use rollout.stop_token_ids",
+) -> list[bytes | None]:
     """The bytes that each of `vocab` tokens adds to a text; None for special tokens, and for ids without a token.
 
-    Raises ConfigError for tokenizers other than byte-level BPE, and those with ▁ for a space (with byte fallback).
+    Raises ConfigError, in which `reader` needs them and one may do something `instead`, for tokenizers other than
+    byte-level BPE, and those with ▁ for a space (with byte fallback).
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = {} if backend is None else json.loads(backend.to_str())["decoder"] or {}
     kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
     if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
         raise ConfigError(
-            f"stop strings and guided decoding need the bytes of each token, which the tokenizer does not tell (it "
-            f"decodes by {', '.join(sorted(kinds)) or 'its own code'}): use rollout.stop_token_ids"
+            f"{reader} the bytes of each token, which the tokenizer does not tell (it decodes by "
+            f"{', '.join(sorted(kinds)) or 'its own code'}): {instead}"
         )
     of_letter = {letter: byte for byte, letter in bytes_to_unicode().items()}
     special = set(tokenizer.all_special_ids)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxrl_llm.distributed.sharding import first_local_row, local_rows, local_start
+from jaxrl_llm.distributed.sharding import local_rows, local_start
 from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
 
 MIN_TOKENS = 8  # observation tokens that are read at once; for fewer the program is not worth compiling
@@ -28,6 +28,17 @@ class TurnServer(Protocol):
         ...
 
 
+class SilentTurnServer:
+    """The turn server of a process whose rows another one answers, which holds them too: it has no answers."""
+
+    def submit(self, row: int, tokens: list[int]) -> None:
+        """Take the completion so far of a row, and do nothing."""
+
+    def poll(self, wait: bool) -> dict[int, list[int] | None]:
+        """No answers, without waiting: those of the other process are added up with these."""
+        return {}
+
+
 class Observations(NamedTuple):
     """The observation tokens to put into the rows of a grid `[G,R]`."""
 
@@ -39,12 +50,11 @@ class Observations(NamedTuple):
 class TurnTracker:
     """The state of each row between its turns: submitted and waiting, decoding, or over. The same on every process.
 
-    rows: of all processes. max_length: tokens of a completion.
+    rows: of all processes. first_row: this process's first among them. max_length: tokens of a completion.
     """
 
-    def __init__(self, server: TurnServer, rows: int, max_length: int):
-        self.server, self.rows, self.max_length = server, rows, max_length
-        self.first_row = first_local_row(rows)
+    def __init__(self, server: TurnServer, rows: int, first_row: int, max_length: int):
+        self.server, self.rows, self.first_row, self.max_length = server, rows, first_row, max_length
         self.waiting = np.zeros(rows, bool)
         self.over = np.zeros(rows, bool)
 

@@ -5,18 +5,20 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.distributed.sharding import first_local_row, local_rows, local_start
+from jaxrl_llm.distributed.sharding import local_rows, local_start
 from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
 
 OnFinished = Callable[[int, list[int]], None]  # gets a row of this process, from 0, and its tokens
 
 
 class FinishedRows:
-    """Calls `on_finished` once with every row of this process that ends; without a callback it does nothing."""
+    """Calls `on_finished` once with every row of this process that ends; without a callback it does nothing.
 
-    def __init__(self, on_finished: OnFinished | None, rows: int):
-        self.on_finished, self.rows = on_finished, rows
-        self.first_row = first_local_row(rows)
+    rows: of all processes. first_row: this process's first among them.
+    """
+
+    def __init__(self, on_finished: OnFinished | None, rows: int, first_row: int):
+        self.on_finished, self.rows, self.first_row = on_finished, rows, first_row
         self.collected = np.zeros(rows, bool)
 
     def collect(self, grid: SlotGrid, tokens: Any, lengths, ended) -> list[tuple[int, list[int]]]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
-from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.config.schema import Setting, sampling_option
 from jaxrl_llm.data.image_rows import ImageReader, ImageText, Tiles
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.templates import is_conversational, render_prompt
@@ -36,14 +36,14 @@ SETTINGS = {
     setting.name: setting
     for setting in (
         Setting("n", 1, "", int, minimum=1, maximum=128),
-        Setting("temperature", 1.0, "", float, minimum=0),
-        Setting("top_p", 1.0, "", float, above=0, maximum=1),
-        Setting("top_k", 0, "", int, minimum=-1, maximum=MOST_COUNT),
-        Setting("min_p", 0.0, "", float, minimum=0, maximum=1),
-        Setting("repetition_penalty", 1.0, "", float, minimum=0.01, maximum=100),
-        Setting("frequency_penalty", 0.0, "", float, minimum=-2, maximum=2),
-        Setting("presence_penalty", 0.0, "", float, minimum=-2, maximum=2),
-        Setting("min_tokens", 0, "", int, minimum=0, maximum=MOST_COUNT),
+        sampling_option("temperature", 1.0),
+        sampling_option("top_p", 1.0),
+        sampling_option("top_k", 0, minimum=-1, maximum=MOST_COUNT),  # -1 is off too, as in vLLM
+        sampling_option("min_p", 0.0),
+        sampling_option("repetition_penalty", 1.0, minimum=0.01, maximum=100),  # no request makes logits infinite
+        sampling_option("frequency_penalty", 0.0),
+        sampling_option("presence_penalty", 0.0),
+        sampling_option("min_tokens", 0, minimum=0, maximum=MOST_COUNT),
         Setting("seed", None, "", int, minimum=-(2**63), maximum=2**63 - 1),
         Setting("max_tokens", None, "", int, minimum=1, maximum=MOST_COUNT),
         Setting("max_completion_tokens", None, "", int, minimum=1, maximum=MOST_COUNT),

@@ -115,7 +115,7 @@ class RequestQueue:
         params: Any,
         size: int,
         mesh: Any = None,
-        adapters: Mapping[str, tuple[LoraConfig, Any]] | None = None,
+        adapters: Mapping[str, tuple[LoraConfig | None, Any]] | None = None,
         prefix_bytes: int = 0,
         adapts: bool = False,
     ):
@@ -220,16 +220,24 @@ class RequestQueue:
     def forget_adapter(self, name: str) -> bool:
         """Lets an adapter go unless it is in use; True where it did. For functions that `call` has called."""
         with self._condition:
-            used = any(handle.request.adapter == name for handle in (*self._rows, *self._waiting) if handle is not None)
-            if used or name == self._adapter:
+            if any(handle.request.adapter == name for handle in (*self._rows, *self._waiting) if handle is not None):
                 return False
             self.adapters.pop(name, None)
-            return True
+        self._prefixes.forget(name)  # there may be another by its name later
+        if name == self._adapter:  # what decodes goes too, until somebody comes
+            self._adapter, self._params = "", None
+        return True
 
-    def set_adapter(self, name: str, adapter: tuple[LoraConfig, Any]) -> None:
+    def set_adapter(self, name: str, adapter: tuple[LoraConfig | None, Any]) -> None:
         """Takes an adapter, or another one by the same name, which rows under way do not see. For functions that `call`
         has called.
+
+        Without a LoraConfig it is all weights of the net, of which a copy is kept in the form that decodes.
         """
+        config, params = adapter
+        if config is None:
+            with self._on_mesh():
+                adapter = None, self.engine.decoding_params(self.engine.policy_copy(params))
         if name in self.adapters:
             self._prefixes.forget(name)
             self._stale |= name == self._adapter
@@ -253,6 +261,8 @@ class RequestQueue:
             if not self._adapter:
                 return self.engine.decoding_params(params)
             config, adapter = self.adapters[self._adapter]
+            if config is None:
+                return adapter
             return decoding_params(combine(params, adapter), self.engine.decoder.with_lora(config))
 
     def release(self, done: Callable[[BaseException | None], None]) -> None:
@@ -363,7 +373,8 @@ class RequestQueue:
                 self._waiting.remove(handle)
             self.counts.waiting = len(self._waiting)
         try:
-            if adapter != self._adapter or (self._stale and not any(self._rows)):
+            gone = self._params is None and joining
+            if adapter != self._adapter or gone or (self._stale and not any(self._rows)):
                 # There is room for one copy of the matrices.
                 self._adapter, self._params, self._stale = adapter, None, False
                 self._params = self._merged(self._base)

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.weight_versions import PatchError
 from jaxrl_llm.serving.app import Answer, Server
 from jaxrl_llm.serving.choice import Choice
 from jaxrl_llm.serving.errors import BadRequestError
@@ -131,7 +132,8 @@ async def by_nccl(server: Server, request: Request) -> Response:
 async def update_weights(server: Server, request: Request) -> Response:
     """Replaces the weights by those of a folder, from the next chunk of steps on; answers when they are in place.
 
-    Rows under way go on, with the caches of the earlier weights.
+    Rows under way go on, with the caches of the earlier weights. A patch of other weights than those that are held is
+    answered with status 409, and then all weights have to come.
     """
     body = await server.body(request)
     path = body.get("model_path")
@@ -144,6 +146,8 @@ async def update_weights(server: Server, request: Request) -> Response:
     async with server.loading:  # one at a time, in the order in which they were asked for
         try:
             params = await asyncio.to_thread(server.load, path)
+        except PatchError as error:
+            raise BadRequestError(str(error), 409, "wrong_base", "model_path") from None
         except ConfigError as error:
             raise BadRequestError(str(error), param="model_path") from None
         except Exception as error:  # files that are half written or broken; the weights stay as they are

@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl_llm.algorithms import advantages as advantage_rules
 from jaxrl_llm.algorithms import turn_advantages as turn_rules
 from jaxrl_llm.algorithms.aggregation import masked_mean, masked_sum, masked_var
-from jaxrl_llm.algorithms.distillation import distilled_advantages
+from jaxrl_llm.algorithms.distillation import distilled_advantages, position_weights
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import resolve_with_options
@@ -28,6 +28,7 @@ INPUTS = (
     "token_rewards",  # [N,T] the shaped reward on the last token, the KL penalty on each
     "values",  # [N,T] of the critic
     "greedy_scores",  # [B] of one greedy completion of each prompt
+    "reference_scores",  # [N,n] of the reference's own completions of each row's prompt, before the first step
     "logit_norms",  # [N,T] squared norm of the gradient of a token's log-prob by the logits; takes a pass of the policy
     "mask",  # [N,T] tokens the loss reads, without the rows that no reward applies to
     "lengths",  # [N] sampled tokens
@@ -58,6 +59,7 @@ class AdvantageSpec:
     missing_eos_penalty: float
     has_critic: bool
     teacher_coef: float = 1.0
+    position_gamma: float = 0.0  # of the weights of the teacher's term by position; 0: none
     of_environments: tuple[tuple[str, str], ...] = ()  # an environment and its rule, in place of `advantage`
 
 
@@ -151,6 +153,7 @@ class AdvantageStep:
         kl_coef=0.0,
         values=None,
         logit_norms=None,
+        reference_scores=None,
         greedy_rewards=None,
         greedy_rollout: Rollout | None = None,
         turns: turn_rules.Turns | None = None,
@@ -165,14 +168,15 @@ class AdvantageStep:
         `logps`, `ref_logps` and `teacher_logps` `[N,T]` are of the policy, the reference and the teacher; without
         `logps` the policy is compared with the teacher by the sampler's. On rows that are not `taught` `[N]` it is not.
         For a rule that asks for them, `values [N,T]` are of the critic, `greedy_rewards [B,F]` and `greedy_rollout` of
-        one greedy completion of each prompt, `logit_norms [N,T]` of the policy (`passes.scored_norms`), and `turns` of
-        rows that are episodes. `parts` are rows' parts with a reward of their own: unless the rule reads them, with
-        their `roles [N,M]` and `baselines [R]`, the advantage of their tokens is what it is above the mean of the
-        group's parts of that name. `rule_numbers [N]` are needed where there are several rules.
+        one greedy completion of each prompt, `logit_norms [N,T]` of the policy (`passes.scored_norms`),
+        `reference_scores [N,n]` of the reference, and `turns` of rows that are episodes. `parts` are rows' parts with a
+        reward of their own: unless the rule reads them, with their `roles [N,M]` and `baselines [R]`, the advantage of
+        their tokens is what it is above the mean of the group's parts of that name. `rule_numbers [N]` are needed where
+        there are several rules.
         """
         spec = self.spec
         raw = advantage_rules.combine_rewards(rewards, weights)
-        scores = self._shape(raw, rollout)
+        scores = self.shaped(raw, rollout)
         scorable = ~jnp.isnan(raw)
         metrics = _length_metrics(rollout)
         if self.reward_names:
@@ -209,9 +213,12 @@ class AdvantageStep:
         inputs |= {"values": values, "parts": parts, "roles": roles, "baselines": baselines}
         if logit_norms is not None:
             inputs["logit_norms"] = logit_norms
+        if reference_scores is not None:
+            inputs["reference_scores"] = reference_scores
+            metrics["reward_reference"] = _mean(reference_scores, ~jnp.isnan(reference_scores))
         if greedy_rewards is not None:
             greedy = advantage_rules.combine_rewards(greedy_rewards, weights)
-            inputs["greedy_scores"] = greedy if greedy_rollout is None else self._shape(greedy, greedy_rollout)
+            inputs["greedy_scores"] = greedy if greedy_rollout is None else self.shaped(greedy, greedy_rollout)
         if len(self.rules) == 1:
             advantages, returns, baselines = self._credit(self.rules[0], inputs, mask)
         else:
@@ -228,9 +235,12 @@ class AdvantageStep:
         if teacher_logps is not None:
             own = rollout.sample_logps if logps is None else logps
             rated = mask if taught is None else mask * taught[:, None]
-            advantages = distilled_advantages(
-                advantages, own, jnp.where(rated > 0, teacher_logps, own), mask, spec.teacher_coef
-            )
+            theirs = jnp.where(rated > 0, teacher_logps, own)
+            settings = spec.teacher_coef, spec.position_gamma
+            advantages = distilled_advantages(advantages, own, theirs, mask, *settings)
+            if spec.position_gamma:
+                by_position = position_weights(own - theirs, mask, spec.position_gamma)
+                metrics["teacher/position_weight"] = _mean(by_position, rated)
             metrics["teacher/kl"] = _mean(own - teacher_logps, rated)
             metrics["teacher/logp"] = _mean(teacher_logps, rated)
         metrics |= _spread("advantages", advantages, mask)
@@ -267,7 +277,7 @@ class AdvantageStep:
             advantages = jnp.where(apart > 0, turn_rules.by_turn(own, parts, rewarded), advantages)
         return advantages, returns, baselines
 
-    def _shape(self, scores, rollout: Rollout):
+    def shaped(self, scores, rollout: Rollout) -> jax.Array:
         """Combined rewards `[N]` clipped, and lowered for completions that are long or did not end."""
         spec = self.spec
         if spec.reward_clip:

@@ -46,7 +46,7 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
     sample = typical_rollouts(count, engine.group_size, learner.prompt_width, engine.max_completion_length)
     tokens, segments, mask = rows_to_global((sample.tokens, sample.segments, sample.mask), mesh)
     inputs = learner.inputs(tokens, segments, mask)
-    in_loss = reference is not None and not spec.kl_in_reward
+    in_loss = learner.kl_in_loss
 
     def logps(params, net: Net = learner.net, program: Any = scored_logps) -> Callable[[], object]:
         arguments = (inputs, spec.temperature, run.batch.forward_rows, row_shards(mesh))
@@ -68,7 +68,7 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
         Inputs(tokens, segments, prompt_width=learner.prompt_width),
         mask=mask,
         sample_logps=mask,
-        old_logps=mask if spec.old_logps in ("trainer", "sampler") else None,
+        old_logps=mask if spec.old_logps in ("trainer", "sampler", "reference") else None,
         proximal_share=mask if spec.old_logps == "interpolated" else None,
         ref_logps=mask if in_loss else None,
         advantages=mask,

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.algorithms.turn_advantages import Turns
+from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import constrain, rows_to_global
 from jaxrl_llm.training.logging.reward_metrics import join
 from jaxrl_llm.training.rollouts import Partial, Rollouts
@@ -38,14 +39,15 @@ def fill(
             return None
         return Turns(*(np.concatenate(both)[index] for both in zip(old, new, strict=True)))
 
-    def named(old: list | None, new: list | None) -> list | None:
+    def per_row(old: list | None, new: list | None) -> list | None:
         return None if old is None or new is None else pick(old, new, index)
 
-    rows, process, processes = groups * size, jax.process_index(), jax.process_count()
+    rows, own_rows = groups * size, RowGroup.of(mesh)
 
     def in_global(local: np.ndarray, own: int) -> np.ndarray:
         """The same in global rows, where all of held comes before all of fresh."""
-        return (local + np.where(local < own, process, process + processes - 1) * own).astype(np.int32)
+        before = np.where(local < own, own_rows.index, own_rows.index + own_rows.count - 1)  # shares of other groups
+        return (local + before * own).astype(np.int32)
 
     images, partial = held.images, held.partial
     if partial is not None and fresh.partial is not None:
@@ -67,8 +69,9 @@ def fill(
         logged=join(held.logged, fresh.logged, index, rows),
         turns=picked(held.turns, fresh.turns),
         parts=picked(held.parts, fresh.parts),
-        roles=named(held.roles, fresh.roles),
-        environments=named(held.environments, fresh.environments),
+        roles=per_row(held.roles, fresh.roles),
+        environments=per_row(held.environments, fresh.environments),
+        reference_scores=per_row(held.reference_scores, fresh.reference_scores),
     )
     still_flat = flat.copy()
     still_flat[slots] = False

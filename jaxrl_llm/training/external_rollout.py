@@ -71,7 +71,7 @@ class RolloutTrainer:
         tokenizer: Any,
         settings: Mapping[str, Any],
         state: Any,
-        save: Callable[[str, Callable[[], Any] | None], Any] | None = None,
+        save: Callable[..., Any] | None = None,
     ):
         self._generate, self._save = generate, save
         self.processing_class = tokenizer
@@ -125,7 +125,20 @@ class RolloutTrainer:
         """
         if self._save is None:
             raise ConfigError("save_model has no policy to write")
-        return self._save(os.fspath(output_dir), then)
+        return self._save((os.fspath(output_dir),), then and (lambda path: then()))
+
+    def publish_weights(
+        self, folder: str, then: Callable[[str], Any], dtype: str = "", full_every: int = 1, full: bool = False
+    ) -> Any:
+        """Writes the policy for a server, in `dtype` or, without one, that of its parameters; returns what `then` does.
+
+        `then` is called as in `save_model`, with the path that was written: `folder` itself, or a version in it where
+        that is a URL or `full_every` is above 1. Then each `full_every`-th version, and a `full` one, holds all weights
+        and the others what changed; see models/weight_versions.py. Raises ConfigError as `save_model` does.
+        """
+        if self._save is None:
+            raise ConfigError("publish_weights has no policy to write")
+        return self._save((folder, dtype, full_every, full), then)
 
     def tokenize(self, prompts: Sequence[Any]) -> list[list[int]]:
         """The token ids of prompts (text, messages, or ids already), as the engine has them."""
@@ -174,10 +187,10 @@ class Rounds:
 
     sample: `(prompts, size, width, count, number)` gives the completions of this process's prompts, `count` of each, in
     a program with `size` prompts of `width` tokens in each process; number: of the program, from 0. save: writes the
-    policy to a folder.
+    policy as its arguments say, the first of which is a folder, and returns where it is.
     """
 
-    def __init__(self, sample: Callable[..., list[Sampled]], save: Callable[[str], None] | None):
+    def __init__(self, sample: Callable[..., list[Sampled]], save: Callable[..., str] | None):
         self._sample, self._save = sample, save
         self._number, self._lock = 0, threading.Lock()  # functions may ask in threads
         self._inside: int | None = None  # the thread that is in the round
@@ -192,9 +205,9 @@ class Rounds:
         tokens, logps = zip(*groups, strict=True)
         return [row for group in tokens for row in group[:count]], [row for group in logps for row in group[:count]]
 
-    def save(self, path: str, then: Callable[[], Any] | None = None) -> Any:
-        """Writes the policy to a folder; returns what `then` does, in the first process that asks for that folder."""
-        return self._round(path, then=then)[1]
+    def save(self, arguments: tuple[Any, ...], then: Callable[[str], Any] | None = None) -> Any:
+        """Writes the policy; returns what `then` does with its path, in the first process that asks for the same."""
+        return self._round(arguments, then=then)[1]
 
     @contextlib.contextmanager
     def until_all_return(self) -> Iterator[None]:
@@ -211,9 +224,9 @@ class Rounds:
 
     def _round(
         self,
-        own: str | tuple[int, ...] | None,
+        own: tuple[Any, ...] | None,
         ids: Sequence[Sequence[int]] = (),
-        then: Callable[[], Any] | None = None,
+        then: Callable[[str], Any] | None = None,
         failure: Exception | None = None,
     ) -> tuple[bool, Any]:
         """Whether any process asked for something, and what this one did: the completions of each prompt, or `then`."""
@@ -230,16 +243,16 @@ class Rounds:
                 with all_or_none():
                     if failure is not None:
                         raise failure
-                asked, result = gather(own), None
-                for path in dict.fromkeys(one for one in asked if isinstance(one, str)):
+                asked, result = [one and tuple(one) for one in gather(own)], None
+                for arguments in dict.fromkeys(one for one in asked if one and isinstance(one[0], str)):
                     assert self._save is not None
-                    self._save(path)
-                    first = asked.index(path)
+                    path = self._save(*arguments)
+                    first = asked.index(arguments)
                     with all_or_none():
-                        answer = then() if then is not None and jax.process_index() == first else None
+                        answer = then(path) if then is not None and jax.process_index() == first else None
                     answers = gather(answer)
-                    result = answers[first] if path == own else result
-                if sizes := [one for one in asked if one is not None and not isinstance(one, str)]:
+                    result = answers[first] if arguments == own else result
+                if sizes := [one for one in asked if one and not isinstance(one[0], str)]:
                     groups = self._sample(ids, *map(max, zip(*sizes, strict=True)), self._number)
                     result = groups if ids else result
                     self._number += 1
@@ -257,8 +270,9 @@ class ExternalRollout:
     """Calls a rollout function with the policy, in place of `Engine.generate`.
 
     policy_logps: `(params, inputs) -> [N,T]`, the log-probs of the policy for rows whose function returns none. save:
-    writes parameters as a model's folder, for functions that hand the policy to a server. constraints: what completions
-    keep to besides `engine.sampling`, under the names of vLLM, for functions that do not sample with the engine.
+    writes parameters for functions that hand the policy to a server, and returns where they are; its further arguments
+    are those of `RolloutTrainer.publish_weights`. constraints: what completions keep to besides `engine.sampling`,
+    under the names of vLLM, for functions that do not sample with the engine.
     """
 
     function: Callable[..., Any]
@@ -267,7 +281,8 @@ class ExternalRollout:
     mesh: Mesh
     prompt_width: int
     policy_logps: Callable[[Params, Inputs], Any]
-    save: Callable[[Params, str], None] | None = None
+    save: Callable[..., str] | None = None
+    metrics: Callable[[], Mapping[str, float]] = dict  # of the newest weights that were published
     constraints: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
-from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.config.schema import Setting, sampling_option
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.detokenize import Detokenizer
 from jaxrl_llm.data.named_templates import with_chat_template
@@ -45,14 +45,14 @@ Loaded = dict[Any, tuple[Model, Mesh]]  # by path and settings
 DEFAULT_LENGTH = 4096  # as of `jaxrl_llm serve`
 # The judge's `parameters`, by the names that servers have for them.
 SAMPLING = (
-    Setting("temperature", 0.0, "", float, minimum=0),
-    Setting("top_p", 1.0, "", float, above=0, maximum=1),
-    Setting("top_k", 0, "", int, minimum=0),
-    Setting("min_p", 0.0, "", float, minimum=0, maximum=1),
-    Setting("repetition_penalty", 1.0, "", float, above=0),
-    Setting("frequency_penalty", 0.0, "", float, minimum=-2, maximum=2),
-    Setting("presence_penalty", 0.0, "", float, minimum=-2, maximum=2),
-    Setting("min_tokens", 0, "", int, minimum=0),
+    sampling_option("temperature", 0.0),
+    sampling_option("top_p", 1.0),
+    sampling_option("top_k", 0),
+    sampling_option("min_p", 0.0),
+    sampling_option("repetition_penalty", 1.0),
+    sampling_option("frequency_penalty", 0.0),
+    sampling_option("presence_penalty", 0.0),
+    sampling_option("min_tokens", 0),
 )
 PARAMETERS = {
     setting.name: setting
@@ -116,20 +116,7 @@ class LocalEndpoint:
     """
 
     def __init__(self, spec: JudgeSpec, loaded: Loaded):
-        what = f"the judge {spec.name!r}"
-        values = {name: setting.default for name, setting in PARAMETERS.items()} | dict(spec.parameters or {})
-        options = values.pop("chat_template_kwargs", {})
-        if not isinstance(options, Mapping):
-            raise ConfigError(f"{what} has chat_template_kwargs = {options!r}; it takes a dictionary")
-        if unknown := [name for name in values if name not in PARAMETERS]:
-            raise ConfigError(
-                f"{what} has the parameter {unknown[0]!r}; with a path there are {', '.join(PARAMETERS)} and "
-                f"chat_template_kwargs; the closest is {closest(unknown[0], PARAMETERS)}"
-            )
-        for setting in (*PARAMETERS.values(), *LIMITS):
-            value = values[setting.name] if setting.name in values else getattr(spec, setting.name)
-            if not setting.accepts(value):
-                raise ConfigError(f"{what} has {setting.name} = {value!r}; it takes {setting.allowed}")
+        what, (values, options) = f"the judge {spec.name!r}", reply_options(spec)
         find = functools.partial(hf.find_tokenizer, trust_remote_code=spec.trust_remote_code)
         key = (spec.path, spec.dtype, spec.offload, spec.tokenizer, spec.trust_remote_code)
         if key not in loaded:
@@ -141,8 +128,7 @@ class LocalEndpoint:
             model = replace(model, tokenizer=with_chat_template(model.tokenizer, spec.chat_template, find, setting))
         self.model, self.mesh = model, mesh
         self.options, self.seed, self.most = options, values["seed"], values["max_tokens"]
-        positions = max_positions(model.hf_config or {})
-        self.length = spec.max_length or min(positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
+        self.length = row_length(spec, model.hf_config or {})
         check_positions(model, self.length, f"max_length of {what}")
         if self.most is not None and self.most >= self.length:
             raise ConfigError(
@@ -153,9 +139,8 @@ class LocalEndpoint:
         # Rows are padded on the left to at most `length`, and completed by as many tokens as are asked for.
         check_length(model.net.config.rope, self.length + (self.most or self.length))
         self.engine = Engine(
-            model.net, SamplingParams(**{setting.name: values[setting.name] for setting in SAMPLING}), 1,
-            self.most or self.length, eos_ids(model), compile_work=COMPILE_WORK,
-        )  # fmt: skip
+            model.net, sampling_of(values), 1, self.most or self.length, eos_ids(model), compile_work=COMPILE_WORK
+        )
         self.counts: Counter[str] = Counter()
         self._ids([{"role": "system", "content": spec.system}] * bool(spec.system) + [{"role": "user", "content": "?"}])
 
@@ -234,6 +219,38 @@ class LocalEndpoint:
             self.counts.update(requests=1, prompt_tokens=len(request.ids), completion_tokens=count)
 
 
+def reply_options(spec: JudgeSpec) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """The values of `PARAMETERS` for a judge with a path, and what it gives its chat template.
+
+    Raises ConfigError for a parameter that there is not, and a value or a limit that it does not take.
+    """
+    what = f"the judge {spec.name!r}"
+    values = {name: setting.default for name, setting in PARAMETERS.items()} | dict(spec.parameters or {})
+    options = values.pop("chat_template_kwargs", {})
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{what} has chat_template_kwargs = {options!r}; it takes a dictionary")
+    if unknown := [name for name in values if name not in PARAMETERS]:
+        raise ConfigError(
+            f"{what} has the parameter {unknown[0]!r}; with a path there are {', '.join(PARAMETERS)} and "
+            f"chat_template_kwargs; the closest is {closest(unknown[0], PARAMETERS)}"
+        )
+    for setting in (*PARAMETERS.values(), *LIMITS):
+        value = values[setting.name] if setting.name in values else getattr(spec, setting.name)
+        if not setting.accepts(value):
+            raise ConfigError(f"{what} has {setting.name} = {value!r}; it takes {setting.allowed}")
+    return values, options
+
+
+def sampling_of(values: Mapping[str, Any]) -> SamplingParams:
+    """How the replies of a judge with these `reply_options` are drawn."""
+    return SamplingParams(**{setting.name: values[setting.name] for setting in SAMPLING})
+
+
+def row_length(spec: JudgeSpec, hf_config: dict[str, Any]) -> int:
+    """The most tokens of a prompt of the judge and its reply together, of a model with this config.json."""
+    return spec.max_length or min(max_positions(hf_config) or DEFAULT_LENGTH, DEFAULT_LENGTH)
+
+
 class Request:
     """A prompt's token ids and the most tokens of its reply; whoever awaits it gets the answer, once it is there."""
 
@@ -252,7 +269,7 @@ def _load(spec: JudgeSpec, find: Any) -> tuple[Model, Mesh]:
     path, tokenizer = str(spec.path), spec.tokenizer
     if isinstance(tokenizer, str | os.PathLike):
         tokenizer = find(os.fspath(tokenizer), setting=f"the tokenizer of the judge {spec.name!r}")
-    # Layers apart, as they decode: a step, and each batch, moves no parameter.
+    # Layers apart, as they decode: no batch takes them out of their stack first.
     options = {
         "dtype": spec.dtype, "head": "lm", "tokenizer": copy.deepcopy(tokenizer), "scan_layers": False,
         "trust_remote_code": spec.trust_remote_code,

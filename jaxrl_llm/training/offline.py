@@ -1,7 +1,7 @@
 """Batches of given rows, for supervised fine-tuning, preferences and reward models; and the loss on held-out rows.
 
-A data row is an example: a list of one token row (sft, labelled completions) or of two (a pair, chosen first). The rows
-of a batch are those of its examples, in order.
+A data row is an example: a list of one token row (sft, labelled completions), of two (a pair, chosen first) or of three
+(a pair and its gold completion). The rows of a batch are those of its examples, in order.
 """
 
 import dataclasses
@@ -17,17 +17,19 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.algorithms.controllers import RunningMean
-from jaxrl_llm.algorithms.sequence_logps import sequence_logps
+from jaxrl_llm.algorithms.sequence_logps import sequence_logps, split_pairs
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.collate import pad_rows
 from jaxrl_llm.data.pipeline import Pipeline, Stream
-from jaxrl_llm.data.tokenize import PIXELS
+from jaxrl_llm.data.tokenize import ANSWERS, PIXELS
 from jaxrl_llm.distributed.processes import all_or_none
+from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.models.vision.row_images import row_images
 from jaxrl_llm.rewards.runner import NO_STEP, TrainerState
 from jaxrl_llm.training.algorithm import BatchSpec
+from jaxrl_llm.training.cross_tokenizer import CrossTokenizer
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.packing.documents import pad_groups
 from jaxrl_llm.training.packing.planner import Packer, TypicalRows
@@ -71,6 +73,7 @@ class OfflineSource:
     reference: Reference | None = None
     mean_reward: RunningMean = dataclasses.field(default_factory=RunningMean)  # so far, for running_mean
     teacher: Teacher | ServedTeacher | None = None
+    cross_tokenizer: CrossTokenizer | None = None  # which makes the teacher's rows; None: it reads these
 
     def next(self, state: State, key) -> Experience:
         """The batch of one step; the key gives its seeds, where the objective draws random numbers."""
@@ -95,17 +98,34 @@ class OfflineSource:
             if self.reference is not None:
                 self.reference.sync(state)
                 batch = reference_logps(self.net, self.reference.params, batch, rows, mesh, self.pack)
+            measured: dict[str, jax.Array] = {}
             if self.teacher is not None:
-                batch = self.teacher.with_distributions(batch, _inputs(batch, self.pack), rows)
+                batch, measured = self.with_teacher(batch, examples, rows, self.pack)
             if spec.running_mean:
                 logps = _logps(self.net, state.params, batch, rows, mesh, self.pack)
-                self.mean_reward = self.mean_reward.update(_rewards(spec, logps, batch))
+                self.mean_reward = self.mean_reward.update(_rewards(spec, self.batch.group_size, logps, batch))
                 batch = self.with_baseline(batch)
         segments = batch.inputs.segments
         # Mismatches hold the prompts and completions of the rows before them a second time.
         seen = segments[::2] if spec.mismatched else segments
-        epochs = self.pipeline.epochs
-        return Experience(batch, {"num_tokens": (seen != 0).sum()} | ({} if epochs is None else {"epoch": epochs}), [])
+        metrics = {"num_tokens": (seen != 0).sum(), **measured}
+        return Experience(batch, metrics | ({} if (epochs := self.pipeline.epochs) is None else {"epoch": epochs}), [])
+
+    def with_teacher(
+        self, batch: Batch, examples: list[Example], rows: int, pack: Packer | None = None
+    ) -> tuple[Batch, dict[str, jax.Array]]:
+        """The batch of examples with the teacher's distributions of the tokens, and the metrics of its own rows.
+
+        The teacher computes `rows` rows at a time, or those of the batch as they are packed.
+        """
+        assert self.teacher is not None
+        if self.cross_tokenizer is None:
+            return self.teacher.with_distributions(batch, _inputs(batch, pack), rows), {}
+        group = RowGroup.of(self.mesh)
+        size = batch.rows // group.count
+        own = [row for example in examples for row in example][group.index * size : (group.index + 1) * size]
+        shown = self.cross_tokenizer.rows(own, batch.inputs.tokens, batch.mask)
+        return shown.aligned(self.teacher.with_distributions(batch, shown.inputs, rows)), shown.metrics
 
     def as_of_now(self, batch: Batch, rows: int) -> Batch:
         """The held-out batch with what has moved since it was made; log-probs are computed `rows` rows at a time."""
@@ -177,8 +197,9 @@ def as_example(row: Row, margins: bool) -> Example:
     if "chosen_ids" not in row:
         return [row]
     more: Row = {"margin": row.get("margin", 0.0)} if margins else {}
-    more |= {PIXELS: row[PIXELS]} if PIXELS in row else {}  # those of the prompt that both have
-    return [{"ids": row[f"{name}_ids"], "mask": row[f"{name}_mask"], **more} for name in ("chosen", "rejected")]
+    more |= {PIXELS: row[PIXELS]} if PIXELS in row else {}  # those of the prompt that all have
+    answers = [name for name in ANSWERS["triples"] if f"{name}_ids" in row]
+    return [{"ids": row[f"{name}_ids"], "mask": row[f"{name}_mask"], **more} for name in answers]
 
 
 def check_balance(examples: list[Example], desirable_weight: float, undesirable_weight: float) -> None:
@@ -204,6 +225,12 @@ def longest(examples: list[Example], mismatched: bool) -> int:
         starts = [_completion_start(row) for row in rows]
         return max(starts) + max(len(row["ids"]) - start for row, start in zip(rows, starts, strict=True))
     return max(len(row["ids"]) for row in rows)
+
+
+def longest_parts(examples: list[Example]) -> tuple[int, int]:
+    """Tokens of the longest prompt, and of the longest completion, of examples of one row each."""
+    starts = [_completion_start(row) for (row,) in examples]
+    return max(starts), max(len(row["ids"]) - start for (row,), start in zip(examples, starts, strict=True))
 
 
 def with_mismatches(spec: OfflineSpec, examples: list[Example]) -> list[Example]:
@@ -308,16 +335,20 @@ def _inputs(batch: Batch, pack: Packer | None) -> Inputs:
     return inputs
 
 
-def _rewards(spec: OfflineSpec, logps, batch: Batch) -> jax.Array:
-    """Rewards `[N]`: beta times each row's log-ratio."""
-    rewards, _ = sequence_logps(logps, batch.mask, spec.ld_alpha)
+def _rewards(spec: OfflineSpec, together: int, logps, batch: Batch) -> jax.Array:
+    """Rewards `[2 pairs]`: beta times the log-ratio of each chosen and rejected row, of `together` rows of a pair."""
+    rewards, _ = sequence_logps(logps, batch.mask, spec.ld_alpha, together)
     if batch.ref_logps is not None:
-        rewards -= sequence_logps(batch.ref_logps, batch.mask, spec.ld_alpha)[0]
-    return spec.beta * rewards
+        rewards -= sequence_logps(batch.ref_logps, batch.mask, spec.ld_alpha, together)[0]
+    return spec.beta * jnp.concatenate(split_pairs(rewards, together))
 
 
 def _to_devices(batch: Batch, mesh: Mesh) -> Batch:
-    """The batch sharded over the mesh; every process has all of it and gives its own rows."""
-    processes, process = jax.process_count(), jax.process_index()
-    own = jax.tree.map(lambda x: np.split(x, processes)[process] if processes > 1 else x, batch)
+    """The batch sharded over the mesh; every process has all of it and gives its own rows.
+
+    Raises ConfigError where processes of a row group have made other tokens of the same data.
+    """
+    group = RowGroup.of(mesh)
+    own = jax.tree.map(lambda x: np.split(x, group.count)[group.index] if group.count > 1 else x, batch)
+    group.check_same(own.inputs.tokens, own.mask)
     return rows_to_global(own, mesh)

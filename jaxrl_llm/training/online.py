@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.advantages import combine_rewards
@@ -33,16 +32,18 @@ from jaxrl_llm.algorithms.controllers import Controllers
 from jaxrl_llm.algorithms.off_policy import proximal_share
 from jaxrl_llm.algorithms.random_streams import REPLAY, ROW_SEEDS
 from jaxrl_llm.algorithms.sample_statistics import success_rates
-from jaxrl_llm.algorithms.turn_advantages import turn_table
+from jaxrl_llm.algorithms.turn_advantages import Turns, turn_table
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.collate import columns_of, pad_prompts
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.image_rows import Tiles
 from jaxrl_llm.data.pipeline import Pipeline, Stream
+from jaxrl_llm.data.scored_prompts import ScoredPrompts
 from jaxrl_llm.data.templates import decode_completion, is_conversational
 from jaxrl_llm.data.tokenize import PIXELS
-from jaxrl_llm.distributed.processes import all_or_none, gather
+from jaxrl_llm.distributed.processes import all_or_none
+from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import local_rows, on_device, row_shards, rows_to_global
 from jaxrl_llm.distributed.turns import turn, yielded
 from jaxrl_llm.environments.batch import EpisodeBatch
@@ -50,16 +51,19 @@ from jaxrl_llm.environments.factory import COLUMN
 from jaxrl_llm.models.lora import copied
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.models.vision.row_images import count_tiles
-from jaxrl_llm.rewards.runner import NO_STEP, Graded, Logged, Rewards, TrainerState
+from jaxrl_llm.rewards.runner import NO_STEP, NOTHING_LOGGED, Graded, Logged, Rewards, TrainerState
 from jaxrl_llm.rewards.streaming import StreamingRewards
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.multi_turn import SilentTurnServer
 from jaxrl_llm.rollout.slots import Rollout
 from jaxrl_llm.training import replay as replay_buffer
 from jaxrl_llm.training.advantages import AdvantageStep
 from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.arrivals import Arrivals
+from jaxrl_llm.training.cross_tokenizer import CrossTokenizer
 from jaxrl_llm.training.dynamic_sampling import fill
+from jaxrl_llm.training.external_rollout import ExternalRollout
 from jaxrl_llm.training.images import IMAGES, check_kept, prompt_images, shown_images
 from jaxrl_llm.training.logging.reward_metrics import add_totals, over_processes
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
@@ -79,7 +83,7 @@ from jaxrl_llm.training.rollout_queue import RolloutQueue
 from jaxrl_llm.training.rollouts import Experience, Partial, Rollouts
 from jaxrl_llm.training.served_teacher import ServedTeacher
 from jaxrl_llm.training.teacher import SelfTeacher, Teacher
-from jaxrl_llm.training.teacher_context import TeacherContext
+from jaxrl_llm.training.teacher_context import ContextRows, TeacherContext
 from jaxrl_llm.training.update import State
 
 BASELINE = "baselines/"  # before the names of roles
@@ -102,7 +106,7 @@ class RolloutWorker:
     prompt_width: int
     stopwatch: Stopwatch
     open_episodes: Callable[[list[Row], int], EpisodeBatch] | None = None
-    external: Callable[..., tuple[Rollout, dict[str, list[Any]]]] | None = None
+    external: ExternalRollout | None = None
     agents: AgentRollout | None = None
     as_texts: bool = False
     arrivals: Arrivals | None = None
@@ -123,10 +127,15 @@ class RolloutWorker:
         Row i draws its random numbers from `fold_in(key, first_row + i)`. Rows that are `sampled` are graded alone. Of
         the examples those behind the first `counted` fill up the batch: they are sampled, and get no reward (NaN).
         """
-        group_size, width = self.engine.group_size, self.prompt_width
+        group_size, width, group = self.engine.group_size, self.prompt_width, RowGroup.of(self.mesh)
         with self.stopwatch("rollout"), turn():
-            episodes = None if self.open_episodes is None else self.open_episodes(examples, group_size)
+            plays, episodes = self.open_episodes is not None, None
+            if self.open_episodes is not None and group.leads:
+                episodes = self.open_episodes(examples, group_size)
             opened = examples if episodes is None else episodes.examples
+            if plays and group.size > 1:
+                found = group.shared([{name: row[name] for name in ("prompt", "prompt_ids")} for row in opened])
+                opened = [{**row, **prompt} for row, prompt in zip(opened, found, strict=True)]
             rows = [example for example in opened for _ in range(group_size)]
             columns = columns_of(rows, ("prompt", "prompt_ids", PIXELS))
             prompts = [row["prompt"] for row in rows]
@@ -146,11 +155,12 @@ class RolloutWorker:
 
             streaming = None
             # Rows are graded while others are still sampled, unless their rewards need the whole conversation.
-            others = (episodes, self.external, self.agents, sampled)
-            if not any(x is not None for x in others) and self.rewards.takes_rows:
+            others = (self.external, self.agents, sampled)
+            if not plays and not any(x is not None for x in others) and self.rewards.takes_rows:
                 with all_or_none():
-                    streaming = opened_rewards(columns)
+                    streaming = opened_rewards(columns) if group.leads else None
             results: dict[str, list[Any]] = {}  # columns for rewards that come with the rollout
+            published: Mapping[str, float] = {}  # metrics of weights that were sent for it
             sessions = images = None
             seen = [row for row in opened if any(count_tiles([row.get(PIXELS)]))]
             if self.external is not None and seen:
@@ -170,6 +180,7 @@ class RolloutWorker:
                 images = rows_to_global(images, self.mesh)
             elif self.external is not None:
                 rollout, results = self.external(params, opened, jax.random.fold_in(key, first_row), state)
+                published = self.external.metrics()
             else:
                 with all_or_none():
                     images = prompt_images(opened, self.engine.net.config.vision)
@@ -177,11 +188,13 @@ class RolloutWorker:
                 rollout = sampled
                 if rollout is None:
                     padded = pad_prompts([example["prompt_ids"] for example in opened], width)
+                    group.check_same(*padded)
                     tokens, segments = rows_to_global(padded, self.mesh)
                     arrivals = self.arrivals
                     rollout = self.engine.generate(
                         params if arrivals is None else arrivals.start(params), tokens, segments, key, first_row,
-                        episodes, on_finished=streaming, images=images,
+                        SilentTurnServer() if plays and episodes is None else episodes,
+                        on_finished=streaming, images=images,
                         on_border=None if arrivals is None else arrivals.border,
                     )  # fmt: skip
             tokens, lengths = local_rows((rollout.tokens, rollout.lengths))
@@ -195,10 +208,14 @@ class RolloutWorker:
                 texts, results = episodes.finish(ids, self.rewards.workers is None)
             elif sessions is not None:
                 texts, results = sessions.finish(prompts, ids)
-            if streaming is None:
-                streaming = opened_rewards(columns | results)
-            texts = streaming.finish(ids, texts)
-            graded = streaming.pending.result()
+            if group.leads:
+                if streaming is None:
+                    streaming = opened_rewards(columns | results)
+                texts = streaming.finish(ids, texts)
+                graded = streaming.pending.result()
+            else:
+                texts = []
+                graded = Graded(np.zeros((graded_rows, len(self.rewards.names)), np.float32), NOTHING_LOGGED)
             if spare := len(rows) - graded_rows:
                 rewards = np.pad(graded.rewards, ((0, spare), (0, 0)), constant_values=np.nan)
                 filled = {name: [*values, *[None] * spare] for name, values in graded.logged.columns.items()}
@@ -215,13 +232,23 @@ class RolloutWorker:
                 logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
                 graded = graded._replace(logged=logged)
             logged = graded.logged
+            logged = logged._replace(metrics=logged.metrics | {name: [x] for name, x in published.items()})
             if shown is not None:
                 logged = logged._replace(columns={IMAGES: shown[1]} | logged.columns)
             names = [str(row.get(COLUMN)) for row in rows] if self.several_environments else None
-            return Rollouts(
+            rollouts = Rollouts(
                 rollout, examples, prompts, texts, graded.rewards, logged, turns=turns, images=images, parts=parts,
                 partial=partial, roles=roles, environments=names,
             )  # fmt: skip
+        if group.size == 1:
+            return rollouts
+        # What the leader found is its group's; what it logged stays with it, and counts once.
+        lists = group.shared(None if rollouts.turns is None else [x.tolist() for x in rollouts.turns])
+        return rollouts._replace(
+            rewards=group.shared_array(rollouts.rewards),
+            completions=group.shared(rollouts.completions),
+            turns=None if lists is None else Turns(*map(np.array, lists, (np.float32, np.int32, np.int32))),
+        )
 
     def copy_policy(self, params: Params) -> Params:
         """The policy's parameters in arrays that no update donates, from which the same is sampled."""
@@ -252,7 +279,7 @@ class Producer:
     spec: ProducerSpec
     worker: RolloutWorker
     greedy: RolloutWorker | None
-    pipeline: Pipeline | Stream | Curriculum
+    pipeline: Pipeline | Stream | Curriculum | ScoredPrompts
     flat_groups: Callable[[np.ndarray, Any, list[str] | None], np.ndarray]
     partial: PartialRollouts | None = None
 
@@ -262,13 +289,13 @@ class Producer:
         With `dynamic_sampling`, flat groups are sampled again for other prompts, until none is left. Raises ConfigError
         when some are left after the last round, and no replay buffer fills up.
         """
-        spec, state = self.spec, TrainerState(step - 1, self.spec.total_steps)
+        spec, state, group = self.spec, TrainerState(step - 1, self.spec.total_steps), RowGroup.of(self.worker.mesh)
         rollouts = self._sample(params, version, key, 0, state)
         if spec.dynamic_sampling:
             flat, resampled = self._flat(rollouts), 0
-            rows = len(rollouts.rewards) * jax.process_count()
+            rows = len(rollouts.rewards) * group.count
             for sampling_round in range(1, spec.max_sampling_rounds):
-                missing = _sum_over_processes(flat)
+                missing = sum(group.gather(int(flat.sum())))
                 if not missing:
                     break
                 resampled += missing
@@ -277,7 +304,7 @@ class Producer:
                 fresh_flat = self._flat(fresh)
                 with turn():
                     rollouts, flat = fill(rollouts, flat, fresh, fresh_flat, self.worker.mesh)
-            missing = _sum_over_processes(flat)
+            missing = sum(group.gather(int(flat.sum())))
             if missing and not spec.replay_groups:
                 raise ConfigError(
                     f"algorithm.dynamic_sampling: after {spec.max_sampling_rounds} rounds of sampling, the completions "
@@ -298,23 +325,28 @@ class Producer:
         """
         rewards, weights, metric = rollouts.rewards, self.worker.rewards.weights, self.spec.dynamic_sampling_metric
         if metric is not None:
+            group, numbers = RowGroup.of(self.worker.mesh), [0.0] * len(rewards)
             with all_or_none():
                 columns, named = rollouts.logged.columns, "algorithm.dynamic_sampling_metric is"
                 found = [name for name in columns if metric in (name, name.rpartition("/")[2])]
-                if len(found) != 1:
+                if group.leads and len(found) != 1:
                     raise ConfigError(
                         f"{named} {metric!r}, but reward functions log {', '.join(found or columns) or 'nothing'}: "
                         "name the column of one of them, which log_extra or a value beside the score makes"
                     )
                 try:
-                    numbers = [np.nan if value is None else float(value) for value in columns[found[0]]]
+                    if group.leads:
+                        numbers = [np.nan if value is None else float(value) for value in columns[found[0]]]
                 except (TypeError, ValueError) as error:
                     raise ConfigError(f"{named} {metric!r}, a column of other things than numbers: {error}") from None
-                rewards, weights = np.array(numbers, np.float32)[:, None], np.ones(1, np.float32)
+            rewards, weights = group.shared_array(np.array(numbers, np.float32)[:, None]), np.ones(1, np.float32)
         return self.flat_groups(rewards, weights, rollouts.environments)
 
     def _sample(self, params: Params, version: int, key, first_row: int, state: TrainerState) -> Rollouts:
-        """The rollouts of the next prompts, of which a curriculum learns how often they are solved."""
+        """The rollouts of the next prompts, with their scores by the reference where these are known.
+
+        A curriculum learns how often the prompts are solved.
+        """
         if self.partial is not None:
             examples, rollout, partial = self.partial.take(params, version)
             return self.worker(params, examples, key, first_row, state, rollout)._replace(partial=partial)
@@ -323,7 +355,11 @@ class Producer:
         rollouts = self.worker(params, examples, key, first_row, state)
         if isinstance(self.pipeline, Curriculum):
             own = success_rates(rollouts.rewards, len(examples), self.spec.correct_at)
-            self.pipeline.observe([rate for process in gather(own) for rate in process])
+            rates = RowGroup.of(self.worker.mesh).gather(own)
+            self.pipeline.observe([rate for share in rates for rate in share])
+        if isinstance(self.pipeline, ScoredPrompts):
+            scores = np.repeat(self.pipeline.newest, self.worker.engine.group_size, axis=0)
+            rollouts = rollouts._replace(reference_scores=scores.tolist())
         return rollouts
 
 
@@ -331,7 +367,8 @@ class Producer:
 class LearnerSpec:
     """The settings of a learner."""
 
-    old_logps: str  # whom the ratio compares with: trainer (computed), sampler, interpolated, or policy (itself)
+    # Whom the ratio compares with: trainer (computed), sampler, reference, interpolated, or policy (itself).
+    old_logps: str
     temperature: float
     kl_in_reward: bool
     reward_beta: float  # above 0: there is a KL in the reward besides that in the loss
@@ -370,10 +407,15 @@ class Learner:
     replay: Replay | None = None
     critic: Critic | None = None
     teacher: Teacher | ServedTeacher | SelfTeacher | None = None
-    context: TeacherContext | None = None  # what the teacher reads besides the prompts; None: nothing
+    context: TeacherContext | CrossTokenizer | None = None  # which makes the teacher's rows; None: it reads these
     baselines: dict[str, float] = dataclasses.field(default_factory=dict)  # of roles, by name, for a rule that asks
     # By the value of the column that names them.
     other_teachers: Mapping[str, Teacher | ServedTeacher] = dataclasses.field(default_factory=dict)
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """True where the loss has a KL term; a policy loss that compares with the reference itself has none."""
+        return self.reference is not None and not self.spec.kl_in_reward and self.spec.old_logps != "reference"
 
     def prepare(self, rollouts: Rollouts, state: State, key) -> Experience:
         """The batch with everything that its objective reads, and the metrics and table of the rollouts."""
@@ -381,7 +423,7 @@ class Learner:
         if self.reference is not None:
             self.reference.sync(state)
         teacher = self.teacher.at(state) if isinstance(self.teacher, SelfTeacher) else self.teacher
-        in_loss = self.reference is not None and not spec.kl_in_reward  # the KL term
+        in_loss = self.kl_in_loss
         mask = rollout.mask * rollout.finished[:, None] if spec.mask_truncated else rollout.mask
         images = self._images(rollouts, state)
         shown = None
@@ -389,8 +431,9 @@ class Learner:
             with self.stopwatch("logps"):
                 scores = np.asarray(combine_rewards(rollouts.rewards, self.reward_weights))
                 shown = self.context.read(rollouts, scores)
-            columns = rollouts.logged.columns | {"teacher_prompt": shown.asked}
-            rollouts = rollouts._replace(logged=rollouts.logged._replace(columns=columns))
+            if shown.asked is not None:
+                columns = rollouts.logged.columns | {"teacher_prompt": shown.asked}
+                rollouts = rollouts._replace(logged=rollouts.logged._replace(columns=columns))
 
         # 4 log-probs. The reference's are needed before the advantages for a KL in the reward, or one that is measured
         # to move its coefficient; else after the replay, which exchanges rows.
@@ -400,7 +443,8 @@ class Learner:
         rates = teacher is not None and not teacher.spec.divergence  # sampled tokens, in the advantages
         reads_norms = self.advantages.asks_for("logit_norms")
         with self.stopwatch("logps"):
-            if spec.old_logps == "trainer" or measures_kl or self.critic is not None or rates or reads_norms:
+            computed = spec.old_logps in ("trainer", "reference")
+            if computed or measures_kl or self.critic is not None or rates or reads_norms:
                 inputs = self.inputs(rollout.tokens, rollout.segments, rollout.mask, images)
                 if reads_norms:
                     own = on_device(state.params), inputs.replace(experts=rollout.experts), spec.temperature
@@ -408,12 +452,14 @@ class Learner:
                     old_logps = logps if spec.old_logps == "trainer" else old_logps
                 elif spec.old_logps == "trainer":
                     old_logps = self._logps(state.params, inputs.replace(experts=rollout.experts))
+                if spec.old_logps == "reference":
+                    old_logps = self._reference_logps(inputs)
                 if measures_kl:
                     ref_logps = self._reference_logps(inputs)
                 if self.critic is not None:
                     params, shards = on_device(self.critic.params(state)), row_shards(self.mesh)
                     values = values_before(self.critic.net, params, inputs, self.batch.forward_rows, shards)
-                if teacher is not None and rates and shown is not None:
+                if teacher is not None and rates and isinstance(shown, ContextRows):
                     teacher_logps = shown.at_tokens(teacher.logps(shown.inputs, self.batch.forward_rows))
                 elif teacher is not None and rates:
                     teacher_logps = self._teacher_logps(teacher, rollouts, inputs)
@@ -426,6 +472,9 @@ class Learner:
 
         # 5 advantages, of rewards that may hold the KL penalty, and of what the teacher says of each token.
         greedy, roles, names = rollouts.greedy, None, rollouts.roles
+        reference_scores = rollouts.reference_scores
+        if reference_scores is not None:
+            reference_scores = np.array(reference_scores, np.float32)
         if self.advantages.asks_for("baselines") and rollouts.parts is not None and names is not None:
             self.baselines = dict.fromkeys(itertools.chain(*names), 0.0) | self.baselines
             numbers = {name: number for number, name in enumerate(self.baselines)}
@@ -437,13 +486,14 @@ class Learner:
             mask,
             rows_to_global(rollouts.rewards, self.mesh),
             self.reward_weights,
-            logps=old_logps,
+            logps=None if spec.old_logps == "reference" else old_logps,
             ref_logps=ref_logps,
             teacher_logps=teacher_logps,
             taught=None if shown is None else shown.taught,
             kl_coef=controllers.kl.coef,
             values=values,
             logit_norms=logit_norms,
+            reference_scores=rows_to_global(reference_scores, self.mesh),
             greedy_rewards=None if greedy is None else rows_to_global(greedy.rewards, self.mesh),
             greedy_rollout=None if greedy is None else greedy.rollout,
             turns=rows_to_global(rollouts.turns, self.mesh) if self.advantages.asks_for("turns") else None,
@@ -512,7 +562,8 @@ class Learner:
         metrics |= controllers.metrics()
         self.controllers = controllers.after_rollouts(result.kl, batch.rows)
         row_advantages = local_rows(masked_mean(result.advantages, mask, axis=-1))
-        return Experience(batch, metrics, rollouts.table(self.advantages.reward_names, {}, row_advantages))
+        table = rollouts.table(RowGroup.of(self.mesh), self.advantages.reward_names, {}, row_advantages)
+        return Experience(batch, metrics, table)
 
     def learn(self, metrics: dict[str, float]) -> None:
         """Move what follows the metrics of a step's updates."""
@@ -617,13 +668,15 @@ class Learner:
 class OnlineSource:
     """Batches of sampled and rewarded completions: a producer and a learner, joined by a queue.
 
-    `wait` is called between the two: for programs of the learner that are still compiled elsewhere.
+    `wait` is called between the two: for programs of the learner that are still compiled elsewhere. `first_stage` is
+    called before the first step, with the policy and with what shows a line.
     """
 
     producer: Producer
     learner: Learner
     queue: RolloutQueue | FileQueue
     wait: Callable[[], None] = lambda: None
+    first_stage: Callable[[Params, Callable[[str], None]], None] | None = None
 
     def next(self, state: State, key) -> Experience:
         """The batch of one step; with a queue of length 0, sampled from `state.params`."""
@@ -665,10 +718,6 @@ class OnlineSource:
             self.producer.partial.restore(arrays)
 
 
-def _sum_over_processes(flags: np.ndarray) -> int:
-    return int(multihost_utils.process_allgather(np.int32(flags.sum())).sum())
-
-
 def names_of_environments(environments: Sequence[str] | None) -> Sequence[str]:
     """The names of rows' environments; raises ConfigError for rollouts that an earlier version saved without them."""
     if environments is None:
@@ -681,7 +730,6 @@ def names_of_environments(environments: Sequence[str] | None) -> Sequence[str]:
 
 def _row_seeds(rows: int, key, mesh: Mesh) -> jax.Array:
     """A seed `[N]` for each row of all processes, the same however many processes there are."""
-    first, local = int(jax.random.bits(jax.random.fold_in(key, ROW_SEEDS))), rows // jax.process_count()
+    first, group = int(jax.random.bits(jax.random.fold_in(key, ROW_SEEDS))), RowGroup.of(mesh)
     seeds = np.random.default_rng([first, 0]).integers(2**32, size=rows, dtype=np.uint32)
-    start = jax.process_index() * local
-    return rows_to_global(seeds[start : start + local], mesh)
+    return rows_to_global(np.split(seeds, group.count)[group.index], mesh)

@@ -16,6 +16,7 @@ from jaxrl_llm.algorithms.rounding import round_like
 from jaxrl_llm.distributed.sharding import on_device, on_host
 from jaxrl_llm.models.lora import LoraConfig, combine, copied, has_adapters, merge, split, without_adapters
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.training.average import Average
 from jaxrl_llm.training.update import State
 
 
@@ -28,6 +29,7 @@ class ReferenceSpec:
     ref_sync_steps: int = 0  # steps between moves towards the policy; 0 is never
     ref_mixup_alpha: float = 1.0  # share of the policy in the moved reference
     seed: int = 0
+    ref_sync_after: int = 0  # steps before which it does not move, and from which moves are counted
 
 
 @dataclasses.dataclass
@@ -40,22 +42,27 @@ class Reference:
     params: Params
     spec: ReferenceSpec
     lora: LoraConfig | None = None
+    average: Average | None = None  # of the policy, in whose place the reference follows it
 
     def sync(self, state: State) -> None:
         """After every `ref_sync_steps` steps: reference = alpha * policy + (1 - alpha) * reference (TR-DPO,
-        arXiv 2404.09656). A reference with adapters takes those of the policy.
+        arXiv 2404.09656), or of the policy's average in its place. A reference with adapters takes those of the policy.
 
         Storage types narrower than float32 are rounded to stochastically, by draws from the seed and the step alone.
         """
         if not self.spec.ref_sync_steps:
             return
         step = int(state.step)
-        if not step or step % self.spec.ref_sync_steps:
+        ahead = step - self.spec.ref_sync_after
+        if not step or ahead < 0 or ahead % self.spec.ref_sync_steps:
             return
         if has_adapters(self.params):
             self.params = copied(on_device(state.params))
         else:
-            policy = merge(on_device(state.params), self.lora)
+            if self.average is None:
+                policy = merge(on_device(state.params), self.lora)
+            else:
+                policy = on_device(self.average.of_model(state.params))
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.spec.seed), REFERENCE_ROUNDING), step)
             self._put(_mix(on_device(self.params), policy, self.spec.ref_mixup_alpha, key))
 

@@ -66,7 +66,7 @@ class RewardModel:
         chat_template: str | None = None,
         trust_remote_code: bool = False,
     ):
-        self.name = name or ("reward_model" if isinstance(path, Model) else _short_name(path))
+        self.name = name or ("reward_model" if isinstance(path, Model) else short_name(path))
         self.max_length, self.add_eos = max_length, add_eos
         self.mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())
         shards = self.mesh.shape["fsdp"]
@@ -135,7 +135,7 @@ class RewardModel:
         full = ids + ids[-1:] * (self.rows - len(ids))  # the last row again, so that every call has the same shape
         tokens, segments, _ = pad_rows([(row, [0.0] * len(row)) for row in full], width)
         rows = jax.device_put((tokens, segments), row_sharding(self.mesh))
-        return np.asarray(_score(self.model.net, params, *rows))[: len(ids)]
+        return np.asarray(score_rows(self.model.net, params, *rows))[: len(ids)]
 
 
 def with_reward_models(specs: Any) -> Any:
@@ -148,9 +148,9 @@ def with_reward_models(specs: Any) -> Any:
     if isinstance(specs, Model):
         return RewardModel(specs)
     if isinstance(specs, str):
-        path, options = split_options(specs.removeprefix(PREFIX))
-        if not specs.startswith(PREFIX) and not _is_bare_path(path):
+        if (named := path_and_options(specs)) is None:
             return specs
+        path, options = named
         try:
             return RewardModel(path, **options)
         except ConfigError as error:
@@ -165,6 +165,12 @@ def with_reward_models(specs: Any) -> Any:
     if isinstance(specs, list | tuple):
         return [with_reward_models(spec) for spec in specs]
     return specs
+
+
+def path_and_options(spec: str) -> tuple[str, dict[str, Any]] | None:
+    """The path and the options of the reward model that a reward names; None for another reward."""
+    path, options = split_options(spec.removeprefix(PREFIX))
+    return (path, options) if spec.startswith(PREFIX) or _is_bare_path(path) else None
 
 
 def offloaded(model: Model) -> Model:
@@ -195,12 +201,13 @@ def _load(path: str, dtype: str, mesh, tokenizer: Any, trust_remote_code: bool) 
     return model
 
 
-def _short_name(path: str) -> str:
+def short_name(path: str) -> str:
     """The last informative name of a path: reward_model for `runs/reward_model/hf`."""
     names = [name for name in path.replace(":", "/").split("/") if name not in ("", ".", "hf")]
     return names[-1] if names else path
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _score(net: Net, params: Params, tokens, segments):
+def score_rows(net: Net, params: Params, tokens, segments) -> jax.Array:
+    """The scores `[N]` of rows `[N,T]`."""
     return last_scores(net, params, Inputs(tokens, segments))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.batch import Batch, Images
 from jaxrl_llm.algorithms.turn_advantages import Turns
 from jaxrl_llm.data import Row
-from jaxrl_llm.distributed.processes import gather
+from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import local_rows, row_sharding, rows_to_global
 from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged
 from jaxrl_llm.rollout.slots import Rollout
@@ -64,14 +64,19 @@ class Rollouts(NamedTuple):
     partial: Partial | None = None  # of rows that several policies may have sampled
     roles: list[list[str]] | None = None  # the names of the parts of each row
     environments: list[str] | None = None  # the name of the environment of each row, where there are several
+    reference_scores: list[list[float]] | None = None  # of the prompt of each row, for a rule that reads them
 
     def table(
-        self, reward_names: Sequence[str], fixed: Mapping[str, Any], advantages: np.ndarray | None = None
+        self,
+        group: RowGroup,
+        reward_names: Sequence[str],
+        fixed: Mapping[str, Any],
+        advantages: np.ndarray | None = None,
     ) -> list[Row]:
         """A row for each completion, of all processes in the order of rows; each of them must call it.
 
-        It has the prompt, the completion, what is `fixed`, its rewards, its advantage of `advantages [rows of this
-        process]`, and what reward functions logged of it.
+        Of each `group` the leader gives its rows, and what reward functions logged of them. A row has the prompt, the
+        completion, what is `fixed`, its rewards and its advantage of `advantages [rows of this process]` besides.
         """
         cells = {name: list(map(float, column)) for name, column in zip(reward_names, self.rewards.T, strict=True)}
         if advantages is not None:
@@ -82,10 +87,12 @@ class Rollouts(NamedTuple):
             | {name: column[row] for name, column in cells.items()}
             for row, (prompt, completion) in enumerate(zip(self.prompts, self.completions, strict=True))
         ]
-        return [row for process in gather(table) for row in process]
+        return [row for own in group.gather(table) for row in own]
 
 
-KEPT = ("prompts", "completions", "version", "resampled_groups", "epochs", "roles", "environments")  # in JSON
+KEPT = (  # in JSON
+    "prompts", "completions", "version", "resampled_groups", "epochs", "roles", "environments", "reference_scores",
+)  # fmt: skip
 
 
 class Experience(NamedTuple):
@@ -179,11 +186,11 @@ def placed(batch: Rollouts, mesh: Mesh) -> Rollouts:
 
     What was logged as numbers, which are added up over processes, is the first one's.
     """
-    process, processes = jax.process_index(), jax.process_count()
+    group = RowGroup.of(mesh)
 
     def own(x: Any) -> Any:
-        size = len(x) // processes
-        return x[process * size : (process + 1) * size]
+        size = len(x) // group.count
+        return x[group.index * size : (group.index + 1) * size]
 
     def sharded(tree: Any) -> Any:
         return rows_to_global(jax.tree.map(own, tree), mesh)
@@ -196,11 +203,12 @@ def placed(batch: Rollouts, mesh: Mesh) -> Rollouts:
         prompts=own(batch.prompts),
         completions=own(batch.completions),
         rewards=own(batch.rewards),
-        logged=logged._replace(columns=columns) if process == 0 else Logged({}, {}, columns),
+        logged=logged._replace(columns=columns) if jax.process_index() == 0 else Logged({}, {}, columns),
         turns=jax.tree.map(own, batch.turns),
         parts=jax.tree.map(own, batch.parts),
         roles=None if batch.roles is None else own(batch.roles),
         environments=None if batch.environments is None else own(batch.environments),
+        reference_scores=None if batch.reference_scores is None else own(batch.reference_scores),
         partial=None if partial is None else partial._replace(versions=own(partial.versions)),
         greedy=None if batch.greedy is None else placed(batch.greedy, mesh),
     )

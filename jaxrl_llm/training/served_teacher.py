@@ -19,6 +19,7 @@ from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.http_client import HttpClient, RequestError, json_headers
 from jaxrl_llm.distributed.processes import all_or_none
+from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import local_rows, rows_to_global
 from jaxrl_llm.training.teacher import TeacherSpec
 
@@ -47,7 +48,7 @@ class Server:
 
 @dataclasses.dataclass(frozen=True)
 class ServedTeacher:
-    """A `Teacher` that a server computes, at temperature 1; each process asks for its own rows.
+    """A `Teacher` that a server computes, at temperature 1; each process asks for its own rows, of a row group one.
 
     `key` is the setting that names the server, for messages.
     """
@@ -63,7 +64,7 @@ class ServedTeacher:
         found = np.zeros(local_rows(inputs.tokens).shape, np.float32)
         for row, column, token, entries in self._entries(inputs, 0):
             found[row, column] = self._logprob(entries, token)
-        return rows_to_global(found, self.mesh)
+        return rows_to_global(RowGroup.of(self.mesh).shared_array(found), self.mesh)
 
     def with_distributions(self, batch: Batch, inputs: Inputs, rows: int) -> Batch:
         """The batch with the likeliest tokens of the teacher where each token is. Raises TeacherError."""
@@ -78,14 +79,19 @@ class ServedTeacher:
                     f"{self.key}: {self.server.url} gave {len(best)} likeliest tokens of teacher.top_k = {k}"
                 )
             logps[row, column], ids[row, column] = zip(*best, strict=True)
-        top_ids, top_logps = rows_to_global((ids, logps), self.mesh)
+        shared = RowGroup.of(self.mesh).shared_array
+        top_ids, top_logps = rows_to_global((shared(ids), shared(logps)), self.mesh)
         return batch.replace(teacher_ids=top_ids, teacher_top_logps=top_logps)
 
     def _entries(self, inputs: Inputs, k: int) -> Iterable[tuple[int, int, str, dict[str, Any]]]:
-        """(row, column, token id, log-probs by token id) of every token of this process that has tokens before it."""
+        """(row, column, token id, log-probs by token id) of every token of this process that has tokens before it.
+
+        Of a row group its leader alone has them.
+        """
         tokens, segments = local_rows((inputs.tokens, inputs.segments))
         # Each document of a row by itself; a row without tokens is another teacher's.
-        places = [(row, np.flatnonzero(own == s)) for row, own in enumerate(segments) for s in np.unique(own[own > 0])]
+        asked = enumerate(segments if RowGroup.of(self.mesh).leads else ())
+        places = [(row, np.flatnonzero(own == s)) for row, own in asked for s in np.unique(own[own > 0])]
         headers = json_headers(os.environ.get(self.server.api_key))
         with (
             all_or_none(),

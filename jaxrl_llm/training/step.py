@@ -8,6 +8,8 @@ import jax
 from jaxrl_llm.algorithms.batch import Batch, minibatch_indices
 from jaxrl_llm.algorithms.losses import Metrics
 from jaxrl_llm.distributed.sharding import row_sharding
+from jaxrl_llm.models.flops import row_flops
+from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.setup.run import Run
 from jaxrl_llm.training.update import State
 
@@ -31,6 +33,24 @@ def improve(run: Run, state: State, batch: Batch) -> tuple[State, list[Metrics]]
     # The metrics of a critic are those of the passes that both make, where they make some together.
     logged = of_critic + of_both if critic is not None and critic.apart else of_both
     return replace(state, step=state.step + 1), logged
+
+
+def update_flops(run: Run, step: int, batch: Batch) -> jax.Array:
+    """The model FLOPs `[]` of what `improve` makes of a batch after `step` steps, of policy and critic together."""
+    alone, together = run.critic_alone, run.batch.num_iterations
+    of_policy = together if alone is None or step >= run.warmup_steps else 0
+    total = of_policy * _pass_flops(run.model.net, batch.inputs.segments, run.pack.positions.alternate)
+    if run.critic is not None and not run.config.critic.shared:
+        passes = together if alone is None else alone.passes + (0 if alone.apart else together)
+        total += passes * _pass_flops(run.critic.net, batch.inputs.segments, False)
+    return total
+
+
+@functools.partial(jax.jit, static_argnames=("net", "alternate"))
+def _pass_flops(net: Net, segments, alternate: bool) -> jax.Array:
+    """The FLOPs of a pass over rows, forward and backward; where they `alternate`, every other one is only read."""
+    forward, backward = row_flops(net, segments)
+    return forward.sum() + (backward[::2] if alternate else backward).sum()
 
 
 def minibatches_of(run: Run, batch: Batch, seed: tuple[int, ...] | None, count: int, passes: int) -> list[Batch]:

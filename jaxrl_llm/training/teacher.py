@@ -29,18 +29,20 @@ class TeacherSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """A teacher with the tokens of the policy. Its parameters may be in the host's memory."""
+    """A teacher, by the tokens that it is given. Its parameters may be in the host's memory."""
 
     spec: TeacherSpec
     net: Net
     params: Params
     mesh: Mesh
     vocab: int  # tokens that the policy's head has
+    tokenizer: Any = None
 
     @classmethod
     def of(cls, spec: TeacherSpec, model: Model, mesh: Mesh, vocab: int) -> "Teacher":
         """The teacher that a model is; with `offload` its parameters visit the device for each pass."""
-        return cls(spec, model.net, on_host(model.params) if spec.offload else model.params, mesh, vocab)
+        params = on_host(model.params) if spec.offload else model.params
+        return cls(spec, model.net, params, mesh, vocab, model.tokenizer)
 
     def logps(self, inputs: Inputs, rows: int) -> jax.Array:
         """Log-probs `[N,T]` of the tokens, by one forward pass, `rows` rows at a time or as the layout says."""

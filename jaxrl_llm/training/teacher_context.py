@@ -21,6 +21,7 @@ from jaxrl_llm.data import Row
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.templates import Prompt, render_prompt, template_options
 from jaxrl_llm.distributed.processes import all_or_none
+from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import constrain, rows_to_global
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.rollouts import Rollouts
@@ -91,13 +92,17 @@ class TeacherContext:
         tokens with it, of which nothing is cut. Raises ConfigError for a prompt that does not end with the user's turn,
         and where nothing has the privileged column.
         """
-        rollout, spec, count = rollouts.rollout, self.spec, len(rollouts.prompts)
+        rollout, spec, count, group = rollouts.rollout, self.spec, len(rollouts.prompts), RowGroup.of(self.mesh)
         examples = [example for example in rollouts.examples for _ in range(spec.group_size)]
         with all_or_none():
             solutions = successful_rows(scores, spec.group_size, spec.success_threshold, spec.exclude_own)
             privileged = (
-                privileged_texts(spec.column, rollouts, examples) if "privileged" in spec.kind else [""] * count
+                privileged_texts(spec.column, rollouts, examples)
+                if "privileged" in spec.kind and group.leads
+                else [""] * count
             )
+        privileged = group.shared(privileged)  # a reward function's are known to the leader of the rows alone
+        with all_or_none():
             taught, long = np.zeros(count, np.float32), np.zeros(count, np.float32)
             asked: list[Any] = [None] * count
             prompts: list[Sequence[int]] = []

@@ -26,6 +26,8 @@ reinforce_plus_plus_baseline_advantages = jax.jit(
     advantages.reinforce_plus_plus_baseline_advantages, static_argnames="group_size"
 )
 remax_advantages = jax.jit(advantages.remax_advantages)
+optimal_values = jax.jit(advantages.optimal_values, static_argnums=1)
+a2po_advantages = jax.jit(advantages.a2po_advantages, static_argnames="beta1")
 rloo_advantages = jax.jit(advantages.rloo_advantages, static_argnames=("group_size", "normalize"))
 soft_overlong_punishment = jax.jit(advantages.soft_overlong_punishment, static_argnames=("max_length", "cache"))
 token_rewards = jax.jit(advantages.token_rewards)
@@ -298,6 +300,33 @@ def test_remax_subtracts_the_greedy_score_of_the_prompt():
     np.testing.assert_allclose(remax_advantages([1.0, 2.0, 3.0, NAN], [1.0, 5.0]), [0, 1, -2, 0])
     with pytest.raises(ValueError, match="3 scores do not divide among 2 greedy"):
         remax_advantages([1.0, 2.0, 3.0], [1.0, 5.0])
+
+
+def test_optimal_values_by_hand(x64):
+    """A mean of exponentials, in which scores that are not there do not count."""
+    scores = [[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0], [2.0, NAN, -1.0, NAN], [NAN, NAN, NAN, NAN]]
+    expected = [0.5 * np.log((1 + np.exp(2)) / 2), 0.0, 0.5 * np.log((np.exp(4) + np.exp(-2)) / 2), NAN]
+    np.testing.assert_allclose(optimal_values(scores, 0.5), expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(optimal_values([[3.5], [-2.0]], 0.1), [3.5, -2.0], rtol=1e-12)  # one score is the value
+    with pytest.raises(ValueError, match="above 0; got 0"):
+        optimal_values(scores, 0.0)
+
+
+def test_optimal_values_lie_between_the_mean_and_the_largest_score(x64):
+    scores = np.random.default_rng(0).normal(size=(5, 6))
+    values = np.array([optimal_values(scores, beta) for beta in (1e-3, 0.1, 1.0, 1e6)])
+    np.testing.assert_allclose(values[0], scores.max(1), atol=2e-3)
+    np.testing.assert_allclose(values[-1], scores.mean(1), atol=1e-5)
+    assert (np.diff(values, axis=0) < 0).all()
+    assert np.isfinite(optimal_values(1e4 * scores, 0.01)).all(), "the exponentials overflow"
+    np.testing.assert_allclose(optimal_values(scores[:, ::-1], 0.1), values[1], rtol=1e-12)
+
+
+def test_a2po_subtracts_the_optimal_value_of_the_prompt():
+    scores, of_reference = [1.0, 0.0, NAN, 1.0], [[0.0, 1.0], [0.0, 1.0], [1.0, 1.0], [NAN, NAN]]
+    value = 0.5 * np.log((1 + np.exp(2)) / 2)
+    np.testing.assert_allclose(a2po_advantages(scores, of_reference), [1 - value, -value, 0.0, 0.0], atol=1e-6)
+    np.testing.assert_allclose(a2po_advantages(scores, of_reference, beta1=1e6)[:2], [0.5, -0.5], atol=0.1)
 
 
 def test_flat_groups_and_their_fraction():

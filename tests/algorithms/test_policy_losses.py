@@ -17,6 +17,7 @@ def value_of(name):
 
 
 dppo_kl, dppo_tv, dro, m2po, topr = map(value_of, ("dppo_kl", "dppo_tv", "dro", "m2po", "topr"))
+a2po, opd = map(value_of, ("a2po", "opd"))
 cispo, clip_cov, dppo, gmpo, gspo, gspo_token, kl_cov, luspo, ppo_clip, reinforce, rloo, sapo, vespo = map(
     value_of,
     ("cispo", "clip_cov", "dppo", "gmpo", "gspo", "gspo_token", "kl_cov", "luspo", "ppo_clip", "reinforce", "rloo",
@@ -28,8 +29,8 @@ LOGPS, OLD = np.array([[-1.0, -2.0, -0.5]]), np.array([[-1.2, -1.5, -0.5]])
 RATIO = np.exp(LOGPS - OLD)
 ONES = np.ones((1, 3))
 LOSSES = ("ppo_clip", "gspo", "gspo_token", "luspo", "rloo", "gmpo", "cispo", "sapo", "reinforce", "vespo", "dppo")
-LOSSES += ("clip_cov", "kl_cov", "dppo_kl", "dppo_tv", "dro", "m2po", "topr")
-SEQUENCE_LEVEL = ("gspo", "luspo", "rloo", "gmpo")
+LOSSES += ("clip_cov", "kl_cov", "dppo_kl", "dppo_tv", "dro", "m2po", "topr", "a2po", "opd")
+SEQUENCE_LEVEL = ("gspo", "luspo", "rloo", "gmpo", "a2po")
 
 
 @partial(jax.jit, static_argnums=0)
@@ -55,6 +56,37 @@ def random_batch(rows=6, tokens=9, seed=0):
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
+
+
+def test_a2po_by_hand(x64):
+    """The square of a row's implicit reward minus its advantage, on each of its tokens; what is masked has no part."""
+    loss, metrics = policy_losses.a2po(LOGPS, OLD, np.array([0.75]), mask=ONES, beta2=0.1)
+    expected = (0.1 * (0.2 - 0.5 + 0.0) - 0.75) ** 2
+    np.testing.assert_allclose(loss, np.full((1, 3), expected), rtol=1e-12)
+    np.testing.assert_allclose(metrics["a2po/implicit_reward"].value, np.full((1, 3), -0.03), rtol=1e-9)
+    two = np.array([[1.0, 0.0, 1.0]])
+    far = np.array([[-1.0, -np.inf, -0.5]])
+    np.testing.assert_allclose(a2po(far, OLD, np.array([0.75]), mask=two, beta2=0.1), (0.1 * 0.2 - 0.75) ** 2)
+    slope = jax.grad(lambda x: (a2po(x, OLD, np.array([0.75]), mask=ONES, beta2=0.1) / 3).sum())(jnp.asarray(LOGPS))
+    np.testing.assert_allclose(slope, np.full((1, 3), 2 * 0.1 * (-0.03 - 0.75)), rtol=1e-9)
+
+
+def test_opd_by_hand(x64):
+    """The signal is of the policy as it is, and a token that fell too far is left out, whatever its sign."""
+    advantages = np.array([[0.5, 0.5, -0.3]])
+    fell = np.exp(LOGPS) - np.exp(OLD)
+    assert fell[0, 0] > 0 > fell[0, 1] > -0.2
+    squares = 1e-3 * np.square(LOGPS - OLD)
+    signal = advantages - (LOGPS - OLD)
+    np.testing.assert_allclose(opd(LOGPS, OLD, advantages, mask=ONES), -signal * RATIO + squares, rtol=1e-12)
+    kept = np.array([[1.0, 0.0, 1.0]])
+    for second in (0.5, -0.5):
+        advantages[0, 1] = second
+        signal = advantages - (LOGPS - OLD)
+        found = opd(LOGPS, OLD, advantages, 0.08, mask=ONES)
+        np.testing.assert_allclose(found, -kept * signal * RATIO + squares, rtol=1e-12)
+    slope = jax.grad(lambda x: opd(x, OLD, advantages, mask=ONES).sum())(jnp.asarray(LOGPS))
+    np.testing.assert_allclose(slope, -signal * RATIO + 2e-3 * (LOGPS - OLD), rtol=1e-9)
 
 
 def test_ppo_clip_by_hand(x64):
@@ -371,7 +403,7 @@ def test_gspo_token_scales_each_token_by_its_own_advantage(x64):
     np.testing.assert_allclose(result, [[-1.0, -3.0]])
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("rloo", "luspo", "clip_cov")])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("rloo", "luspo", "clip_cov", "a2po")])
 def test_on_policy_every_loss_has_the_policy_gradient(x64, name):
     logps, _, advantages, mask = random_batch()
     weights = np.asarray(loss_weights(mask, "sequence"), np.float64)

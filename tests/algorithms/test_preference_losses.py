@@ -19,6 +19,7 @@ from jaxrl_llm.algorithms.preference_losses import (
     divergence_scores,
     dpo,
     exo_pair,
+    gold_sft,
     hinge,
     ipo,
     kto,
@@ -29,6 +30,8 @@ from jaxrl_llm.algorithms.preference_losses import (
     robust,
     sigmoid_norm,
     simpo,
+    tpo,
+    tpo_l,
 )
 
 # one pair: chosen -10 against -11 over 4 tokens, rejected -12 against -11.5 over 5
@@ -36,7 +39,7 @@ PAIR = tuple(np.array([x]) for x in (-10.0, -12.0, -11.0, -11.5))
 LENGTHS = (np.array([4.0]), np.array([5.0]))
 BETA = 0.1
 PAIRED = ("dpo", "hinge", "ipo", "sigmoid_norm", "exo_pair", "robust", "discopop", "nca_pair", "bco_pair", "sppo_hard")
-PAIRED += ("aot", "aot_unpaired", "apo_zero", "apo_down", "cpo", "simpo", "alphapo", "orpo")
+PAIRED += ("aot", "aot_unpaired", "apo_zero", "apo_down", "cpo", "simpo", "alphapo", "orpo", "tpo", "tpo_l")
 
 
 def logistic(x):
@@ -127,6 +130,12 @@ def test_reference_free_family(x64):
     reward = [(1 - np.exp(p) ** -0.3) / 0.3 for p in (a, b)]
     value = alphapo(chosen, rejected, beta=1.5, gamma=0.4, alpha=0.3, lengths=LENGTHS)
     np.testing.assert_allclose(value, -log_logistic(1.5 * (reward[0] - reward[1]) - 0.4), rtol=1e-12)
+    np.testing.assert_allclose(tpo(chosen, rejected, beta=0.1), -log_logistic(0.1 * 2.0), rtol=1e-12)
+    smoothed = tpo(chosen, rejected, beta=0.1, label_smoothing=0.2)
+    np.testing.assert_allclose(smoothed, -0.8 * log_logistic(0.2) - 0.2 * log_logistic(-0.2), rtol=1e-12)
+    value = tpo_l(chosen, rejected, beta=2.0, gamma=1.0, lengths=LENGTHS)
+    np.testing.assert_allclose(value, -log_logistic(2 * (a - b) - 1.0), rtol=1e-12)
+    np.testing.assert_array_equal(gold_sft(chosen, rejected), [0.0])
 
 
 def test_alphapo_tends_to_simpo(x64):
@@ -162,7 +171,7 @@ def test_no_reference_is_a_reference_of_zero(x64, name):
     np.testing.assert_allclose(free, call(name, logps[0], logps[1], zeros, zeros, lengths=lengths), rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["simpo", "cpo", "alphapo", "orpo"])
+@pytest.mark.parametrize("name", ["simpo", "cpo", "alphapo", "orpo", "tpo", "tpo_l"])
 def test_reference_free_losses_do_not_read_the_reference(name):
     logps, lengths = random_pairs()
     with_reference = call(name, *logps, lengths=lengths)
@@ -188,7 +197,7 @@ def test_half_precision_inputs_are_computed_in_float32(name):
     np.testing.assert_allclose(result, wide, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ipo", "sigmoid_norm", "simpo", "alphapo", "orpo"])
+@pytest.mark.parametrize("name", ["ipo", "sigmoid_norm", "simpo", "alphapo", "orpo", "tpo_l"])
 def test_losses_that_average_ask_for_lengths(name):
     with pytest.raises(ValueError, match="averages over tokens; pass lengths="):
         call(name, *PAIR, lengths=None)

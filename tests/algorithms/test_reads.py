@@ -102,7 +102,7 @@ def test_policy_losses_by_name_are_losses():
     helpers = {name for name in vars(policy_losses) if name[0] != "_"} - POLICY.keys()
     assert {"ClipFractions", "clip_fractions", "value_clip", "kl_cov_tokens"} < helpers
     for name in helpers:
-        with pytest.raises(ConfigError, match=f"^unknown name '{name}'; known are cispo, clip_cov, dppo"):
+        with pytest.raises(ConfigError, match=f"^unknown name '{name}'; known are a2po, cispo, clip_cov"):
             resolve(name, policy_losses)
 
 
@@ -114,7 +114,7 @@ def test_the_table_has_every_name(root):
     assert rows_of(rows, "advantage").keys() == rules.keys()
     assert rows_of(rows, "preference loss").keys() == preference_losses.LOSSES.keys() - {"sigmoid"}
     assert rows_of(rows, "sft loss").keys() == public(sft_losses).keys()
-    assert rows_of(rows, "distillation").keys() == {"advantage", "divergence"}
+    assert rows_of(rows, "distillation").keys() == {"advantage", "divergence", "uld"}
     assert rows_of(rows, "critic").keys() == {"value_clip"}
     assert rows_of(rows, "setting").keys() == SETTINGS.keys()
     assert rows_of(rows, "reward model").keys() == {"bradley_terry"}
@@ -141,7 +141,7 @@ def test_policy_losses_read_what_the_table_says(root, name):
     assert found >= {"logps", "advantages"}
     declared = getattr(loss, "old_logps", None)
     assert ("old_logps" in found) == (declared != "unread"), "what the loss declares is what it does"
-    by_default = {"old_logps": "sampler" if declared == "sampler" else "old"}
+    by_default = {"old_logps": declared if declared in ("sampler", "reference") else "old"}
     assert {by_default.get(x, x) for x in found} - {"logps"} == said
 
 
@@ -154,6 +154,7 @@ def advantage_inputs() -> dict:
         "weights": np.array([1.0, 0.5]),
         "values": RNG.normal(size=(N, T)),
         "greedy_scores": RNG.normal(size=N // K),
+        "reference_scores": RNG.normal(size=(N, 3)),
         "lengths": MASK.sum(1).astype(np.float32),
         "logit_norms": RNG.uniform(0.1, 1.5, (N, T)),
         "turns": turn_table(records, 2, K, 0)._replace(rewards=RNG.normal(size=(N, 2)).astype(np.float32)),
@@ -194,7 +195,7 @@ def test_preference_losses_read_what_the_table_says(root, name):
     loss, pairs = preference_losses.LOSSES[name], 6
     logps = -RNG.uniform(5, 20, (4, pairs))
     lengths = RNG.integers(3, 9, (2, pairs)).astype(float)
-    if loss.rows == "pair":
+    if loss.rows in ("pair", "triple"):
         keys = ("policy_chosen", "policy_rejected", "ref_chosen", "ref_rejected")
         inputs = dict(zip(keys, logps, strict=True)) | {"lengths": tuple(lengths)}
         fixed = {"beta": 0.3}
@@ -275,3 +276,6 @@ def test_the_others_read_what_the_table_says(root):
     for beta in (0.0, 0.5, 1.0):
         found = read_by(distillation.generalized_jsd, both, fixed={"beta": beta})
         assert {names[x] for x in found} == said["distillation", "divergence"]
+    shares = {"probs": RNG.dirichlet(np.ones(5), N), "teacher_probs": RNG.dirichlet(np.ones(7), N)}
+    names = {"probs": "policy", "teacher_probs": "teacher"}
+    assert {names[x] for x in read_by(distillation.sorted_distance, shares, fixed={})} == said["distillation", "uld"]

@@ -38,3 +38,19 @@ def test_wpo_weights_by_hand():
     np.testing.assert_allclose(wpo_weights(LOGPS, squares - 0.5, MASK), [expected * np.e], rtol=1e-6)
     gradient = jax.grad(lambda x: wpo_weights(x, squares, MASK).sum())(LOGPS)
     np.testing.assert_array_equal(gradient, 0.0)
+
+
+def test_pairs_with_a_gold_completion_behind_them():
+    draw = np.random.default_rng(0)
+    logps, mask = -draw.exponential(1.0, (6, 5)), np.arange(5) < np.array([5, 2, 4, 3, 4, 1])[:, None]
+    pairs = [0, 1, 3, 4]
+    np.testing.assert_array_equal(split_pairs(np.arange(6), 3), [[0, 3], [1, 4]])
+    for ld_alpha in (None, 0.3):
+        sums, lengths = sequence_logps(logps, mask, ld_alpha, 3)
+        expected = sequence_logps(logps[pairs], mask[pairs], ld_alpha)
+        np.testing.assert_allclose((sums[np.array(pairs)], lengths[np.array(pairs)]), expected, rtol=1e-6)
+    squares = -draw.exponential(1.0, (6, 5))
+    expected = wpo_weights(logps[pairs], squares[pairs], mask[pairs])
+    np.testing.assert_allclose(wpo_weights(logps, squares, mask, 3), expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="4 rows do not form pairs; a pair is 3 adjacent rows"):
+        split_pairs(np.arange(4), 3)

@@ -12,6 +12,7 @@ import jaxrl_llm
 from jaxrl_llm.algorithms.sample_statistics import pass_at_k
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.training.evaluation.run import full_batches
 
 
@@ -49,7 +50,7 @@ def test_pass_at_k_of_many_samples_is_exact():
 
 @pytest.mark.parametrize(("count", "at_once", "multiple"), [(7, 3, 1), (7, 3, 2), (2, 100, 1), (1, 1, 8), (8, 0, 1)])
 def test_batches_cover_all_examples_once_and_have_one_size(count, at_once, multiple):
-    batches = list(full_batches(range(count), at_once, multiple))
+    batches = list(full_batches(range(count), at_once, multiple, RowGroup(0, 1, 1)))
     assert [x for _, own, examples in batches for x in examples[:own]] == list(range(count))
     (size,) = {len(examples) for _, _, examples in batches}
     assert size % multiple == 0

@@ -28,6 +28,7 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.lora import LoraConfig, adapters_of, combine
 from jaxrl_llm.models.model import add_adapters, load_model
+from jaxrl_llm.models.weight_versions import Publisher
 
 pytest.importorskip("uvicorn")
 
@@ -59,10 +60,11 @@ def process(root):
         server.stderr.close()
 
 
-def test_it_answers_and_drains(process, tiny_run):
+def test_it_answers_and_drains(process, tiny_run, tmp_path):
     """SIGTERM while an answer is under way: this one is given, new ones are not, and the process ends with 0.
 
-    Before that, its weights are replaced by those of a run that trained the same model, and not by those of another.
+    Before that, its weights are replaced by those of a run that trained the same model, and not by those of another;
+    then by others, which a patch makes those of the run.
     """
     flags = ("--slots=2", "--max_length=128", "--weight_updates")
     server, url = process("embedded:sort", *flags, JAXRL_LLM_API_KEY="sesame")
@@ -78,6 +80,17 @@ def test_it_answers_and_drains(process, tiny_run):
         assert web.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
         answer = web.post("/update_weights_from_disk", json={"model_path": str(tiny_run.output_dir / "other")})
         assert answer.status_code == 400 and "other" in answer.json()["error"]["message"]
+        policy, publish = tiny_run.model, Publisher(str(tmp_path))
+        halved = dataclasses.replace(policy, params=jax.tree.map(lambda x: x / 2, policy.params))
+        for version, model in enumerate((halved, policy), start=2):
+            path = publish.publish(model, "float32", full_every=2)
+            answer = web.post("/update_weights_from_disk", json={"model_path": path})
+            assert answer.json()["weight_version"] == version
+            found = web.post("/v1/completions", json=body).json()["choices"][0]["text"]
+            assert (found == text) == (model is policy)
+        assert "weights/changed_share" in publish.metrics
+        answer = web.post("/update_weights_from_disk", json={"model_path": str(tmp_path / "weight_v000002")})
+        assert answer.status_code == 409 and "of version 1, but version 2 of" in answer.json()["error"]["message"]
         with ThreadPoolExecutor() as pool:
             endless = {"prompt": "x", "max_tokens": 30, "ignore_eos": True, "n": 128}  # in two slots
             answer = pool.submit(web.post, "/v1/completions", json=endless)
@@ -89,6 +102,41 @@ def test_it_answers_and_drains(process, tiny_run):
     assert server.wait(60) == 0
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{url}/health")
+
+
+@pytest.mark.slow
+def test_a_client_of_tinker_goes_on_after_a_restart(process, tmp_path, monkeypatch):
+    """With all weights and their moments, bit for bit, and a sampler of them at a time."""
+    tinker = pytest.importorskip("tinker")
+    from tests.serving.test_tinker import datum
+
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    flags = ("--slots=4", "--max_length=128", f"--tinker={tmp_path}", "--full_samplers=1")
+
+    def step(run):
+        gradients = run.forward_backward([datum("sort:97=", "111")], "cross_entropy").result().metrics
+        return gradients, run.optim_step(tinker.types.AdamParams(learning_rate=1e-3)).result().metrics
+
+    server, url = process("embedded:sort", *flags)
+    client = tinker.ServiceClient(base_url=url, api_key="tml-any")
+    run = client.create_lora_training_client(base_model="embedded:sort", rank=0).result()
+    step(run)
+    path = run.save_state("state").result().path
+    expected = [step(run), step(run)]
+    client.close("success").result()
+    server.kill()
+    _, url = process("embedded:sort", *flags)
+    client = tinker.ServiceClient(base_url=url, api_key="tml-any")
+    run = client.create_training_client_from_state_with_optimizer(path).result()
+    assert [step(run), step(run)] == expected
+    for _ in range(16):
+        step(run)
+        sampler = run.save_weights_and_get_sampling_client().result()
+    prompt = tinker.types.ModelInput.from_ints(list(b"sort:97="))
+    greedy = tinker.types.SamplingParams(max_tokens=3, temperature=0.0)
+    (row,) = sampler.sample(prompt, num_samples=1, sampling_params=greedy).result().sequences
+    assert bytes(row.tokens) == b"111"
+    client.close("success").result()
 
 
 def test_weights_are_held_once(monkeypatch):
@@ -132,12 +180,18 @@ def test_weights_are_held_once(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_samples_from_another_process(process, root, tmp_path):
-    """It pushes its policy before each rollout: rows are on policy, though another process sampled them."""
+@pytest.mark.parametrize("full_every", [1, 2])
+def test_a_run_samples_from_another_process(process, root, tmp_path, full_every):
+    """It pushes its policy before each rollout: rows are on policy, though another process sampled them.
+
+    All of it each time, or what changed in the second.
+    """
     _, url = process("embedded:sort", "--name=policy", "--slots=4", "--max_length=128", "--weight_updates")
     config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
     weights = str(tmp_path / "policy")
-    config.environment.rollout_func = f"server(url={url + '/v1'!r}, model='policy', weights={weights!r}, timeout=240)"
+    options = f"weights={weights!r}, weights_dtype='bfloat16', full_every={full_every}, timeout=240"
+    config.environment.rollout_func = f"server(url={url + '/v1'!r}, model='policy', {options})"
+    config.model.param_dtype = "bfloat16"  # the trainer has the very weights that are served
     config.algorithm.importance_correction = "token_truncate"
     config.output_dir, config.logging.backends, config.total_steps = str(tmp_path / "run"), ("jsonl",), 3
     config.eval.every = -1  # evaluations push what they measure too
@@ -147,6 +201,7 @@ def test_a_run_samples_from_another_process(process, root, tmp_path):
     name = "sampling/sampling_logp_difference/max"
     found = [row[name] for row in rows if name in row]
     assert len(found) == 3 and 0 < max(found) < 1e-3
+    assert ["weights/changed_share" in row for row in rows if name in row] == [False, full_every == 2, False]
 
 
 def test_a_run_is_served_by_its_checkpoint(tiny_run, tmp_path):
@@ -189,6 +244,7 @@ def test_adapters_are_merged():
         (["embedded:sort", "--port=8000", "other"], "--model is given twice"),
         (["embedded:sort", "--tensor=64"], "--tensor is 64, but there are"),
         (["embedded:sort", "--tinker=runs", "--weight_updates"], "what runs adapt must stay as it is"),
+        (["embedded:sort", "--tinker=runs", "--full_runs=3"], "--full_samplers is 2, below --full_runs, 3: each run"),
         (["embedded:sort", "--host=203.0.113.1"], "cannot listen on 203.0.113.1:8000"),
         (["embedded:sort", "--slot=4"], "the closest is --slots"),
         (["embedded:sort", "--slots=0"], "slots is 0"),

@@ -303,7 +303,7 @@ def test_override(arguments, name, value):
         (["--config.seed=1", "--config.seed=2"], ["--config.seed is given twice", "'1'", "'2'"]),
         (["train"], ["unexpected argument 'train'"]),
         (["--config.rollout.group_size=1"], ["rollout.group_size is 1"]),
-        (["--config=configs/grp"], ["configs/grp", "a Python file", "shipped one: agent, alphapo", "closest is grpo"]),
+        (["--config=configs/grp"], ["configs/grp", "a Python file", "shipped one: a2po, agent", "closest is grpo"]),
         (["--config.rollout.draft_tokens=2"], ["rollout.draft_tokens is now rollout.speculative_tokens"]),
         (["--config.processes.meet_seconds", "2"], ["meet_seconds is now processes.rendezvous_seconds"]),
         (["--rollout.draft_tokens=2"], ["unknown flag --rollout.draft_tokens; the closest is --config."]),

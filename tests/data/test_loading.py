@@ -180,6 +180,16 @@ def test_a_system_prompt_comes_before_what_is_read(tokenizer, name, row, changed
         assert tokenizer.decode(tokens[column]).startswith("<|system|>Be brief.<|end|><|user|>q<|end|><|assistant|>")
 
 
+def test_a_system_prompt_comes_before_a_gold_completion_too(tokenizer):
+    config = config_of("preference", system_prompt="Be brief.")
+    config.algorithm.loss = "tpo"
+    row = {name: [user("q"), assistant(name)] for name in ("chosen", "rejected", "reference")}
+    (tokens,) = tokens_of(config, tokenizer, dataset=[row]).rows
+    for name in row:
+        text = f"<|system|>Be brief.<|end|><|user|>q<|end|><|assistant|>{name}"
+        assert tokenizer.decode(tokens[f"{name}_ids"]).startswith(text)
+
+
 @pytest.mark.parametrize(
     ("name", "row", "column"),
     [
@@ -559,6 +569,36 @@ def test_rows_of_a_format_of_the_users_own_are_not_kept_unasked(folder, tokenize
     (folder / "own.py").write_text("def form(row):\n    return {**row, 'prompt': row['question']}\n")
     tokens_of(config_of(format=form), tokenizer)
     assert (folder / "auto").is_dir() == kept
+
+
+def test_rows_for_a_teacher_with_another_tokenizer_keep_their_prompt(folder, tokenizer, chatml_tokenizer, monkeypatch):
+    """In the cache they have none, and get it from the data again; of messages the last one is the completion."""
+    (folder / "own.py").write_text(
+        "def form(row):\n    return {'prompt': row['question'], 'completion': 'c', 'tools': None}\n"
+        "def chat(row):\n"
+        "    texts = [('user', row['question']), ('assistant', 'a'), ('user', 'b'), ('assistant', 'c')]\n"
+        "    return {'messages': [{'role': role, 'content': text} for role, text in texts]}\n"
+        "def plain(row):\n    return {'text': row['question']}\n"
+    )
+    config = config_of("sft", format="own.py:form", cache=str(folder / "tokens"))
+    without = tokens_of(config, tokenizer).rows
+    config.teacher.form = "uld"
+    first = tokens_of(config, tokenizer)
+    assert [row["ids"] for row in first.rows] == [row["ids"] for row in without]
+    assert all(set(row) == {"ids", "mask", "prompt", "tools"} for row in first.rows)
+    assert tokenizer.decode(first.rows[0]["ids"]).startswith(first.rows[0]["prompt"])
+    monkeypatch.setattr(loading.RowTokenizer, "token_row", refuse)
+    assert tokens_of(config, tokenizer).rows == first.rows
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    config.data.format = "own.py:chat"
+    row = tokens_of(config, chatml_tokenizer).rows[0]
+    assert [message["content"] for message in row["prompt"]][1:] == ["a", "b"]
+    learned = [token for token, on in zip(row["ids"], row["mask"], strict=True) if on]
+    assert chatml_tokenizer.decode(learned).startswith("c")
+    config.data.format = "own.py:plain"
+    with pytest.raises(ConfigError, match=r"a teacher with another tokenizer \(teacher.form = uld\) reads prompt and"):
+        tokens_of(config, tokenizer)
 
 
 def test_cache_files_differ_by_their_inputs(folder, tokenizer, chatml_tokenizer):

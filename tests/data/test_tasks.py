@@ -82,6 +82,17 @@ def test_pairs_and_labels():
     assert 0.45 < sum(row["label"] for row in rows) / 2000 < 0.55
 
 
+def test_triples():
+    rows = tasks.generate("sort_triples", "train", 500)
+    for row in rows:
+        answer = tasks.sort_answer(row["prompt"])
+        assert row["reference"] == answer and row["chosen"] != row["rejected"]
+        assert {row["chosen"], row["rejected"]} <= {answer, *tasks.sort_mistakes(row["prompt"])}
+        in_place = [sum(map(str.__eq__, row[name], answer)) for name in ("chosen", "rejected")]
+        assert in_place[0] >= in_place[1]
+    assert 0.3 < sum(row["chosen"] == row["reference"] for row in rows) / 500 < 0.8
+
+
 def test_shown_answers():
     """Every other prompt has its answer before it, and is answered right; the others are those of sort_demos."""
     rows = tasks.generate("sort_shown", "train", 2000)
@@ -121,7 +132,7 @@ def test_games_begun():
         (
             ("sorts", "train"),
             "no built-in task 'sorts'; known are shapes, shapes_blank, smallest, smallest_demos, sort, sort_demos, "
-            "sort_labels, sort_pairs, sort_shown; the closest is sort",
+            "sort_labels, sort_pairs, sort_shown, sort_triples; the closest is sort",
         ),
         (("sort", "dev"), "no split 'dev'; its splits are train, validation, test"),
         (("sort", "train", 0), "cannot have 0 rows"),

@@ -634,6 +634,42 @@ def test_pair_errors(tokenizer):
         tokenized("pairs", [{"chosen": same, "rejected": same}], tokenizer)
 
 
+def test_triples(tokenizer):
+    """The gold completion goes on from the pair's prompt, given or not, as text and as messages."""
+    for data in (
+        {"prompt": "ab", "chosen": "c", "rejected": "d", "reference": "ef"},
+        {"chosen": "ab c", "rejected": "ab d", "reference": "ab ef"},
+    ):
+        (row,) = tokenized("triples", [data], tokenizer)
+        prompt = row["chosen_mask"].index(1)
+        assert row["reference_ids"][:prompt] == row["chosen_ids"][:prompt] == row["rejected_ids"][:prompt]
+        assert tokenizer.decode(row["reference_ids"][prompt:-1]).strip() == "ef" and row["reference_ids"][-1] == END
+        assert row["reference_mask"] == [0] * prompt + [1] * (len(row["reference_ids"]) - prompt)
+    assert "reference_ids" not in tokenized("pairs", [data], tokenizer)[0]
+
+
+def test_triples_of_messages(chatml_tokenizer):
+    asked = [user("a")]
+    triple = {"chosen": assistant("b"), "rejected": assistant("c"), "reference": assistant("d")}
+    (explicit,) = tokenized("triples", [{"prompt": asked, **{k: [x] for k, x in triple.items()}}], chatml_tokenizer)
+    (implicit,) = tokenized("triples", [{k: [*asked, x] for k, x in triple.items()}], chatml_tokenizer)
+    as_text = {"prompt": asked, **{k: x["content"] for k, x in triple.items()}}
+    assert explicit == implicit == tokenized("triples", [as_text], chatml_tokenizer)[0]
+    assert learned(chatml_tokenizer, explicit["reference_ids"], explicit["reference_mask"]) == "d<|im_end|>\n"
+
+
+def test_triple_errors(tokenizer):
+    pair = {"chosen": "ab c", "rejected": "ab d"}
+    with pytest.raises(ConfigError, match="row 0: the data has no column 'reference'; it has chosen, rejected"):
+        tokenized("triples", [pair], tokenizer)
+    with pytest.raises(ConfigError, match="column 'reference' is None; it is the gold completion"):
+        tokenized("triples", [pair | {"reference": None}], tokenizer)
+    with pytest.raises(ConfigError, match="column 'reference' does not go on from the prompt, 'ab', which chosen"):
+        tokenized("triples", [pair | {"reference": "ef"}], tokenizer)
+    long = pair | {"reference": "ab" + "e" * 9}
+    assert tokenized("triples", [long, pair | {"reference": "ab e"}], tokenizer, 8, "filter")[0]["reference_ids"]
+
+
 def test_labels(tokenizer):
     data = datasets.Dataset.from_list(
         [{"prompt": "a", "completion": "b", "label": True}, {"prompt": "c", "completion": "d", "label": False}]

@@ -16,16 +16,16 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import (
     AXES,
-    check_processes,
     local_rows,
     make_mesh,
     path_name,
     rollout_mesh,
+    row_groups,
     row_shards,
     rows_to_global,
     shardings,
 )
-from jaxrl_llm.models import hf, moe
+from jaxrl_llm.models import hf, lora, moe
 from jaxrl_llm.models.attention import Attention, KeyValues
 from jaxrl_llm.models.chunked_softmax import chunked_logps
 from jaxrl_llm.models.fused_attention import splash_attention
@@ -343,6 +343,28 @@ def test_mesh_sizes():
             make_mesh(*sizes)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "host", "groups"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 2, 4),  # each process its own rows
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 1, 4),
+        ({"data": 1, "fsdp": 2, "tensor": 2, "context": 2}, 4, 2),
+        ({"data": 1, "fsdp": 2, "tensor": 2, "context": 2}, 2, 2),
+        ({"data": 1, "fsdp": 2, "tensor": 4}, 1, 2),
+        ({"data": 1, "tensor": 8}, 4, 1),
+        ({"data": 1, "context": 2, "expert": 4}, 4, 1),
+        ({"data": 1, "context": 2, "expert": 4}, 2, None),  # processes 0 and 2 the same
+        ({"data": 2, "fsdp": 1, "tensor": 4}, 3, None),
+    ],
+)
+def test_processes_that_hold_the_same_rows(sizes, host, groups):
+    if groups is not None:
+        assert row_groups(make_mesh(**sizes), host) == groups
+        return
+    with pytest.raises(ConfigError, match="gives processes some rows in common and others not"):
+        row_groups(make_mesh(**sizes), host)
+
+
 def test_the_mesh_that_samples(monkeypatch):
     home = make_mesh(1, 2, 2, context=2)
     assert dict(rollout_mesh(home).shape) == {"data": 1, "fsdp": 4, "context": 1, "expert": 1, "tensor": 2}
@@ -353,11 +375,7 @@ def test_the_mesh_that_samples(monkeypatch):
     assert rollout_mesh(home, "auto", kv_heads=4) == rollout_mesh(home)  # on CPUs
     on_hosts = rollout_mesh(make_mesh(1, 8), "auto", kv_heads=8, host=4)  # on CPUs that stand in for accelerators
     assert (on_hosts.shape["data"], on_hosts.shape["tensor"]) == (2, 4)
-    with pytest.raises(ConfigError, match="gives the same rows to processes 0 and 1"):
-        rollout_mesh(make_mesh(1, 8), "tensor=8", host=4)
-    check_processes(make_mesh(1, 2, 2, context=2), host=4)
-    with pytest.raises(ConfigError, match="gives the same rows to processes 0 and 1"):
-        check_processes(make_mesh(1, 2, 2, context=2), host=2)
+    assert rollout_mesh(make_mesh(1, 8), "tensor=8", host=4).shape["tensor"] == 8  # where it is asked for
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     for sizes, kv_heads, expected in [
         ({"fsdp": 8}, 8, {"tensor": 8}),
@@ -530,6 +548,42 @@ def test_the_update_with_grouped_products(sizes, on_one_device, batch, monkeypat
     with jax.set_mesh(mesh):
         found = jax.jit(update_of, static_argnums=0)(own, placed, *rows_to_global(batch, mesh))
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("way", ["dense", pytest.param("grouped", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [
+    {"fsdp": 2, "expert": 2, "tensor": 2}, pytest.param({"context": 2, "expert": 4}, marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
+def test_adapters_of_experts_are_those_of_one_device(sizes, way, batch, monkeypatch):
+    """Sharded as the matrices they belong to; log-probs, gradients, and what is merged for the sampler."""
+    monkeypatch.setattr(moe, "dense", getattr(moe, way))
+    config = lora.LoraConfig(4, targets=lora.parse_targets(["q", "experts"]))
+    net = Net(dataclasses.replace(EXPERTS, lora=config))
+    params = jax.tree.map(lambda x: x + 0.02, jax.jit(net.init)(jax.random.key(0)))
+
+    def update(params, batch):
+        (tokens, segments, weights), (frozen, adapters) = batch, lora.split(params)
+
+        def loss(adapters):
+            logps, _ = token_logps(net, lora.combine(frozen, adapters), Inputs(tokens, segments))
+            return (weights * logps).sum() / 50, logps
+
+        return jax.value_and_grad(loss, has_aux=True)(adapters)
+
+    expected = jax.jit(update)(params, batch)
+    mesh = make_mesh(1, **sizes)
+    placed = jax.device_put(params, shardings(params, mesh))
+    parts = shard_shapes(placed["layers"]["mlp"]["experts"])
+    fsdp, tensor, own = (sizes.get(axis, 1) for axis in ("fsdp", "tensor", "expert"))
+    inner = 32 // fsdp // sizes.get("context", 1)
+    assert parts["gate_up/lora_a"] == (2, 8 // own, inner, 4)
+    assert parts["gate_up/lora_b"] == (2, 8 // own, 4, 48 // tensor)
+    assert parts["down/lora_a"] == (2, 8 // own, 24 // tensor, 4)
+    assert parts["down/lora_b"] == (2, 8 // own, 4, inner)
+    with jax.set_mesh(mesh):
+        assert_close(jax.jit(update)(placed, rows_to_global(batch, mesh)), expected)
+        merged = jax.jit(lambda params: lora.merge(params, config))(placed)
+    assert_close(merged, lora.merge(params, config))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import pytest
 from jaxrl_llm.commands.welcome import welcome
 from jaxrl_llm.config.flags import load_flags, load_options
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.tools.plan.devices import named
+from jaxrl_llm.distributed.devices import named
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

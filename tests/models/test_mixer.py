@@ -44,6 +44,10 @@ class MovingAverage(nnx.Module):
     def layer_arrays(config, layer):
         return np.float32(0.5 if layer.window is None else 0.8)
 
+    @staticmethod
+    def flops(config, tokens, pairs):
+        return 4.0 * config.width * tokens
+
     def prefill(self, x, inputs, arrays):
         values = self.v(x)
 

@@ -21,7 +21,7 @@ from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.algorithms.losses import with_metrics
 from jaxrl_llm.algorithms.off_policy import off_policy_sequence_mask
 from jaxrl_llm.algorithms.policy_losses import top_entropy_mask
-from jaxrl_llm.algorithms.sequence_logps import length_desensitized_logps, sequence_logps, wpo_weights
+from jaxrl_llm.algorithms.sequence_logps import length_desensitized_logps, sequence_logps, split_pairs, wpo_weights
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("trl", minversion="1.16")
@@ -485,6 +485,49 @@ def test_reference_free_losses(loss_type, alpha, name, options):
         return function(sums[0], sums[1], None, None, 0.7, lengths=lengths, **options).mean()
 
     assert_same(ours, theirs, sums)
+
+
+TPO = [
+    ("sigmoid", "tpo", {"label_smoothing": 0.1}),
+    ("hinge", "hinge", {}),
+    ("ipo", "ipo", {}),
+    ("tpo-l", "tpo_l", {"gamma": 0.4, "label_smoothing": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("loss_type", "name", "options"), TPO)
+def test_triple_preferences(loss_type, name, options):
+    """From logits on. TRL has chosen rows first, then the rejected, then the gold ones; here the three are adjacent."""
+    from trl.experimental.tpo import TPOTrainer
+
+    rng, pairs, width, vocab = np.random.default_rng(0), 4, 7, 11
+    logits, tokens = rng.normal(size=(3 * pairs, width, vocab)), rng.integers(0, vocab, (3 * pairs, width))
+    column, lengths = np.arange(width), rng.integers(1, 5, (3 * pairs, 1))
+    mask = (column >= 2) & (column < 2 + lengths)
+    adjacent = np.arange(3 * pairs).reshape(3, pairs).T.reshape(-1)  # TRL's row in each row of ours
+
+    def theirs(leaf):
+        trainer = SimpleNamespace(
+            accelerator=Accelerator(), model=SimpleNamespace(training=False), _metrics={"eval": defaultdict(list)},
+            _total_train_tokens=0, beta=0.7, label_smoothing=0.1, loss_type=loss_type, tpo_alpha=0.3, tpo_l_gamma=0.4,
+        )  # fmt: skip
+        inputs = {
+            "input_ids": torch.tensor(tokens),
+            "attention_mask": torch.ones(tokens.shape),
+            "completion_mask": torch.tensor(mask).long(),
+        }
+        return TPOTrainer._compute_loss(trainer, lambda **_: SimpleNamespace(logits=leaf), inputs, False)
+
+    def ours(logits):
+        # Index t of a row speaks of its own token: the logits before it predict it.
+        scores = jnp.roll(jax.nn.log_softmax(logits), 1, axis=1)
+        logps = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0][adjacent]
+        sums, lengths = sequence_logps(logps, mask[adjacent], together=3)
+        loss = getattr(preference_losses, name)
+        per_pair = loss(*split_pairs(sums, 3), None, None, 0.7, lengths=split_pairs(lengths, 3), **options)
+        return per_pair.mean() - 0.3 * sums[2::3].sum() / lengths[2::3].sum()
+
+    assert_same(ours, theirs, logits)
 
 
 def test_orpo():

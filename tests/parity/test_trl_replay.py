@@ -204,3 +204,28 @@ def test_orpo(folder, tmp_path):
     theirs = run_trl(orpo.ORPOTrainer, orpo.ORPOConfig, folder, rows, tmp_path, beta=0.2)
     ours = run_ours(folder, rows, tmp_path, name="preference", loss="orpo", beta=0.2)
     compare(theirs, ours, without=("logits/chosen", "logits/rejected"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo", "tpo-l", "without gold"])
+def test_tpo(folder, tmp_path, loss):
+    tpo = pytest.importorskip("trl.experimental.tpo")
+    columns = ("prompt", "chosen", "rejected", "reference")
+    rows = [{name: row[name] for name in columns} for row in tasks.generate("sort_triples", size=20)]
+    gold, kind = loss != "without gold", "sigmoid" if loss == "without gold" else loss
+    theirs = run_trl(
+        tpo.TPOTrainer, tpo.TPOConfig, folder, rows, tmp_path, loss_type=kind, beta=0.5, tpo_l_gamma=0.4,
+        tpo_alpha=0.7 if gold else 0.0,
+    )  # fmt: skip
+    own = {
+        "sigmoid": "tpo(nll_weight=0.7)",
+        "hinge": "hinge+gold_sft(nll_weight=0.7)",
+        "ipo": "ipo+gold_sft(nll_weight=0.7)",
+        "tpo-l": "tpo_l(gamma=0.4, nll_weight=0.7)",
+        "without gold": "cpo(nll_weight=0.0)",
+    }[loss]
+    free = {"reference_free": True} if loss in ("hinge", "ipo") else {}
+    ours = run_ours(folder, rows, tmp_path, name="preference", loss=own, beta=0.5, **free)
+    # Of ipo TRL's rewards and log-probs are means over tokens, here sums as for the others.
+    sums = [name for name in METRICS if name.startswith(("rewards/", "logps/"))]
+    compare(theirs, ours, without=sums if loss == "ipo" else ())

@@ -36,7 +36,7 @@ def sorter():
 
 @pytest.fixture(scope="session")
 def listening(sorter):
-    """Starts a server: `listening(limits=..., api_key=..., training=folder of its runs)`."""
+    """Starts a server: `listening(limits=..., api_key=..., training=folder of its runs, full=(runs, samplers))`."""
     uvicorn = pytest.importorskip("uvicorn")
     from jaxrl_llm.serving.app import Limits, Server
     from jaxrl_llm.serving.connections import Connection
@@ -55,6 +55,7 @@ def listening(sorter):
         model=None,
         connection=None,
         training=None,
+        full=(1, 2),
     ) -> Running:
         model = model or sorter
         engine = Engine(model.net, SamplingParams(), 1, LONGEST, (), CHUNK, compile_work=COMPILE_WORK)
@@ -63,7 +64,7 @@ def listening(sorter):
         )
         routes = list(ROUTES)
         if training is not None:
-            routes += TrainingService(model, queue, training, ("embedded:sort", "sorter"), 256).routes
+            routes += TrainingService(model, queue, training, ("embedded:sort", "sorter"), 256, *full).routes
         limits = limits or Limits(LONGEST, body=100_000)
         server = Server(
             queue, model.tokenizer, ["sorter", *(adapters or {})], eos_ids(model), 320, limits, api_key, routes, load

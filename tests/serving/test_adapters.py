@@ -12,8 +12,10 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.__main__ import main
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.lora import LoraConfig, combine, split
+from jaxrl_llm.models import hf
+from jaxrl_llm.models.lora import LoraConfig, combine, parse_targets, split
 from jaxrl_llm.models.model import add_adapters, load_adapter, save_adapter
+from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.grid import RowRequest
 from jaxrl_llm.serving.queue import Handle
@@ -65,6 +67,26 @@ def test_each_model_answers_as_alone(serving, folders, sorter):
         assert web.get("/v1/models/poet").json()["id"] == "poet"
         answer = web.post("/v1/completions", json={"model": "pirate", "prompt": "x"})
         assert answer.status_code == 404 and "sorter, poet, clerk" in answer.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_answer_as_alone(listening, sorter, tmp_path):
+    """Of a mixture of random matrices, whose base answers beside them."""
+    config = dataclasses.replace(sorter.net.config, qk_norm=True, experts=4, experts_per_token=2, expert_ffn=32)
+    hf.save(Net(config), Net(config).init(jax.random.key(0)), tmp_path / "base", sorter.tokenizer)
+    base = jaxrl_llm.load_model(tmp_path / "base")
+    adapted = add_adapters(base, LoraConfig(2, 8.0, targets=parse_targets(["experts"])), jax.random.key(1))
+    moved = jax.tree.map(lambda x: x + 0.1, split(adapted.params)[1])
+    adapted = dataclasses.replace(adapted, params=combine(base.params, moved))
+    save_adapter(adapted, tmp_path / "adapter")
+    running = listening(model=base, adapters={"adapted": load_adapter(base, tmp_path / "adapter")})
+    texts = []
+    with httpx.Client(base_url=running.url, timeout=240) as web:
+        for name, model in (("adapted", adapted), ("sorter", base)):
+            body = {"model": name, "prompt": ["sort:4821="], "max_tokens": 10, "seed": 3}
+            texts.append([choice["text"] for choice in web.post("/v1/completions", json=body).json()["choices"]])
+            assert texts[-1] == jaxrl_llm.generate(model, ["sort:4821="], 10, seed=3)
+    assert texts[0] != texts[1]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.templates import render_prompt
+from jaxrl_llm.models.weight_versions import PatchError
 
 pytest.importorskip("starlette")
 PROMPTS = ["sort:4821=", "sort:90817="]
@@ -137,6 +138,17 @@ def test_weights_are_replaced_while_rows_go_on(listening, sorter):
         assert web.get("/server_info").json()["weight_version"] == 1
         after = web.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
     assert len(before) == len(after) == 8 and before != after
+
+
+def test_a_patch_of_other_weights_is_a_conflict(listening):
+    """By the status and the code a trainer sees that all weights have to come."""
+
+    def load(path):
+        raise PatchError(f"{path} is a patch of others")
+
+    reply = httpx.post(f"{listening(load=load).url}/update_weights_from_disk", json={"model_path": "x"})
+    assert reply.status_code == 409 and reply.json()["error"]["code"] == "wrong_base"
+    assert reply.json()["error"]["message"] == "x is a patch of others"
 
 
 def test_an_answer_names_the_weights_it_was_sampled_with(listening, sorter):

@@ -22,6 +22,7 @@ METRICS = {
     "cpo": PAIR_METRICS | {"nll_loss"},
     "simpo": PAIR_METRICS | {"nll_loss"},
     "alphapo": PAIR_METRICS | {"nll_loss"},
+    "tpo": PAIR_METRICS | {"nll_loss"},
     "reward_model": {"accuracy", "margin", "min_reward", "mean_reward", "max_reward"},
 }
 

@@ -107,10 +107,11 @@ def test_trl_defaults_are_those_of_the_trl_that_is_installed():
     classes = {name: getattr(trl, f"{name.upper()}Config") for name in ("grpo", "rloo", "sft", "dpo", "kto")}
     classes["reward"] = trl.RewardConfig
     classes["distillation"] = trl.DistillationConfig
-    for name in ("orpo", "cpo", "gkd", "sdpo", "sdft", "gmpo"):
+    for name in ("orpo", "cpo", "tpo", "gkd", "gold", "sdpo", "sdft", "gmpo", "a2po"):
         module = importlib.import_module(f"trl.experimental.{name}")
         classes[name] = getattr(module, f"{name.upper()}Config")
     classes["asyncgrpo"] = importlib.import_module("trl.experimental.async_grpo").AsyncGRPOConfig
+    classes["iwopd"] = importlib.import_module("trl.experimental.iw_opd").IWOPDConfig
     # The report goes nowhere by default, the names of optimizers are variants of one, and folders are ours to choose.
     elsewhere = {
         "output_dir",
@@ -124,12 +125,13 @@ def test_trl_defaults_are_those_of_the_trl_that_is_installed():
     }
     # Unset, these are off or have the same value here; hub_strategy is the end, and project the name of this library.
     alike = """
-        assistant_only_loss cast_lm_head_to_fp32 desirable_weight discopop_tau do_eval entropy_coef entropy_coef_delta
-        entropy_coef_max entropy_coef_min entropy_target eval_delay eval_on_start f_alpha_divergence_coef
-        feedback_template fp16 hub_strategy label_smoothing label_smoothing_factor load_best_model_at_end loss_type
-        packing precompute_ref_log_probs project push_to_hub repetition_penalty reprompt_template save_only_model
-        shuffle_dataset solution_template top_entropy_quantile train_sampling_strategy trust_remote_code
-        undesirable_weight use_adaptive_entropy use_weighting vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos
+        assistant_only_loss callbacks cast_lm_head_to_fp32 desirable_weight discopop_tau do_eval entropy_coef
+        entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target eval_delay eval_on_start
+        f_alpha_divergence_coef feedback_template fp16 hub_strategy label_smoothing label_smoothing_factor
+        load_best_model_at_end loss_type packing precompute_ref_log_probs project push_to_hub repetition_penalty
+        reprompt_template save_only_model shuffle_dataset solution_template top_entropy_quantile
+        train_sampling_strategy trust_remote_code undesirable_weight use_adaptive_entropy use_weighting vespo_k_neg
+        vespo_k_pos vespo_lambda_neg vespo_lambda_pos
     """
     compared, left_out = 0, set()
     for name, cls in classes.items():
@@ -695,6 +697,73 @@ def test_the_alpha_of_cpo(tmp_path, kind, loss):
     assert ("alpha = 0.5 is left out" in " ".join(text.split())) == (kind == "sigmoid")
 
 
+@pytest.mark.parametrize(
+    ("said", "loss", "rows"),
+    [
+        ({}, "tpo", 6),
+        ({"tpo_alpha": 0.5, "label_smoothing": 0.1}, "tpo(label_smoothing=0.1, nll_weight=0.5)", 6),
+        ({"loss_type": "tpo-l", "tpo_l_gamma": 1.5}, "tpo_l(gamma=1.5)", 6),
+        ({"loss_type": "hinge", "tpo_alpha": 0.5}, "hinge+gold_sft(nll_weight=0.5)", 6),
+        ({"loss_type": "ipo"}, "ipo+gold_sft", 6),
+        ({"tpo_alpha": 0.0}, "cpo(nll_weight=0.0)", 4),
+        ({"loss_type": "tpo-l", "tpo_alpha": 0.0}, "simpo(nll_weight=0.0)", 4),
+        ({"loss_type": "ipo", "tpo_alpha": 0.0}, "ipo", 4),
+    ],
+)
+def test_tpo_of_trl(tmp_path, said, loss, rows):
+    """A pass of two triples is six rows; without its likelihood term no gold completion is read."""
+    more = {"max_steps": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "output_dir": "o"}
+    config, _ = migrate(written(tmp_path, "a.json", {**said, **more}), trainer="tpo", devices=1)
+    expect(
+        config,
+        algorithm={
+            "name": "preference",
+            "loss": loss,
+            "beta": 0.01,
+            "reference_free": said.get("loss_type") in ("hinge", "ipo"),
+        },
+        optimizer={"learning_rate": 5e-7},
+        batch={"prompts": 4, "microbatch_rows": rows},
+        data={"max_length": 1024, "overlong": "truncate_right"},
+    )
+
+
+def test_a_loss_that_tpo_of_trl_does_not_have(tmp_path):
+    said = {"max_steps": 5, "loss_type": "dpo", "output_dir": "o"}
+    config, text = migrate(written(tmp_path, "a.json", said), trainer="tpo", devices=1)
+    assert config.algorithm.loss == "tpo"
+    assert "loss_type is 'dpo', which has no equivalent; there are sigmoid, tpo-l" in " ".join(text.split())
+
+
+BEMA = """
+from trl import DPOConfig
+from trl.experimental.bema_for_ref_model import BEMACallback, DPOTrainer
+
+bema = BEMACallback({}, lag=5)
+trainer = DPOTrainer(
+    "m", args=DPOConfig("o", max_steps={}), train_dataset=load_dataset("d", split="train"), callbacks=[bema]
+)
+trainer.train()
+"""
+
+
+def test_the_moving_average_of_trl(tmp_path):
+    follows = "update_freq=10, update_ref_model=True, ref_model_update_freq=20, ref_model_update_after=5"
+    config, text = migrate(written(tmp_path, "a.py", BEMA.format(follows, 100)), devices=1)
+    expect(
+        config,
+        _={"callbacks": ()},
+        average={"every": 10, "start": 0, "lag": 5.0, "multiplier": 1.0, "ema_power": 0.5},
+        algorithm={"ref_sync_to": "average", "ref_sync_steps": 20, "ref_sync_after": 5, "ref_mixup_alpha": 1.0},
+    )
+    assert "made_1" not in text
+    config, text = migrate(written(tmp_path, "b.py", BEMA.format("10, 0.7, update_after=20", 100)), devices=1)
+    expect(config, average={"every": 10, "ema_power": 0.7, "start": 20}, algorithm={"ref_sync_steps": 0})
+    config, text = migrate(written(tmp_path, "c.py", BEMA.format("", 100).replace("(, ", "(")), devices=1)
+    expect(config, average={"every": 0, "lag": 10.0})
+    assert "BEMACallback is left out: its first update would be after step 400 of 100" in " ".join(text.split())
+
+
 # verl.
 
 
@@ -1022,6 +1091,38 @@ def test_generalised_knowledge_distillation_of_trl(tmp_path):
     expect(samples, data={"loss_on": "completion"})
 
 
+def test_distillation_across_tokenizers_of_trl(tmp_path):
+    script = """
+from trl.experimental.gold import GOLDConfig, GOLDTrainer
+
+args = GOLDConfig("out", max_steps=4, per_device_train_batch_size=4, num_generations=2, lmbda=1.0{})
+trainer = GOLDTrainer("m", "t", args, train_dataset=load_dataset("d", split="train"))
+trainer.train()
+"""
+    uld = ", use_uld_loss=True, uld_use_hybrid_loss=True, uld_crossentropy_weight=0.1, uld_student_temperature=0.8"
+    config, text = migrate(written(tmp_path, "gold.py", script.format(uld)), devices=1)
+    expect(
+        config,
+        teacher={
+            "path": "t", "form": "uld", "coef": 1.0, "beta": 0.5, "nll_coef": 0.1, "policy_temperature": 0.8,
+            "temperature": 1.0, "uld_align": "spans", "uld_skip_eos": True, "uld_hybrid": True,
+            "uld_matched_weight": None, "on_policy": 1.0,
+        },
+        rollout={"max_completion_length": 128, "max_prompt_length": 896, "temperature": 0.9, "top_p": 0.95},
+        batch={"prompts": 2},
+        algorithm={"name": "grpo", "advantage": "zero", "aggregation": "sequence"},
+        optimizer={"learning_rate": 1e-7},
+    )  # fmt: skip
+    assert "uld_token_merge_strategy is observed, which reads each distribution a token late" in " ".join(text.split())
+    weights = ", uld_hybrid_matched_weight=0.3, uld_hybrid_unmatched_weight=0.7, use_extended_uld=False"
+    config, _ = migrate(written(tmp_path, "b.py", script.format(uld + weights)), devices=1)
+    expect(config, teacher={"uld_matched_weight": 0.3, "uld_unmatched_weight": 0.7, "uld_align": "positions"})
+    config, _ = migrate(written(tmp_path, "c.py", script.format("")), devices=1)
+    expect(config, teacher={"form": "divergence", "beta": 0.5}, algorithm={"aggregation": "token"})
+    config, _ = migrate(written(tmp_path, "d.py", script.format(uld).replace("lmbda=1.0", "lmbda=0.0")), devices=1)
+    expect(config, algorithm={"name": "sft"}, teacher={"form": "uld"}, data={"loss_on": "last_turn"})
+
+
 def test_self_distillation_of_trl(tmp_path):
     """SDPOTrainer: a weight between 0 and 1 keeps the policy loss, 0 is that alone, and texts have other fields."""
     script = """
@@ -1086,6 +1187,85 @@ def test_self_distillation_fine_tuning_of_trl(tmp_path):
         eval={"every": -1},
     )  # fmt: skip
     assert "num_loss_tokens_to_skip = 3 has no equivalent: every sampled token" in " ".join(text.split())
+
+
+def test_optimal_advantage_regression_of_trl(tmp_path):
+    script = """
+from trl.experimental.a2po import A2POConfig, A2POTrainer
+
+def reward(prompts, completions, **kwargs):
+    return [float(len(completion) > 3) for completion in completions]
+
+args = A2POConfig(output_dir="out", max_steps=6, per_device_train_batch_size=4, beta2=0.01, num_value_samples=16,
+                  max_completion_length=64)
+trainer = A2POTrainer("Qwen/Qwen3-0.6B", reward, args=args, train_dataset=dataset)
+trainer.train()
+"""
+    config, text = migrate(written(tmp_path, "a2po.py", script), devices=2)
+    expect(
+        config,
+        algorithm={
+            "advantage": "a2po(beta1=0.5)", "loss": "a2po(beta2=0.01)", "aggregation": "sequence", "beta": 0.0,
+            "reference_samples": 16, "drop_unsolved": True,
+        },
+        rollout={"group_size": 1, "max_prompt_length": 512, "max_completion_length": 64, "temperature": 1.0},
+        data={"overlong": "truncate_left"},
+        batch={"prompts": 8, "minibatches": 1},
+        optimizer={"learning_rate": 5e-5},
+    )  # fmt: skip
+    assert config.rewards.functions[0].endswith("a2po_functions.py:reward") and "num_train_epochs counts" not in text
+    said = "--model_name_or_path m --dataset_name d --reward_funcs r:f --filter_all_incorrect false"
+    config, _ = migrate(written(tmp_path, "regress.sh", f"accelerate launch run_a2po.py {said}"), devices=1)
+    expect(config, algorithm={"drop_unsolved": False, "reference_samples": 8}, _={"num_epochs": 3.0})
+    said = "--model_name_or_path m --dataset_name d --reward_funcs r:f"
+    _, text = migrate(written(tmp_path, "regress.sh", f"accelerate launch run_a2po.py {said}"), devices=1)
+    assert "num_train_epochs counts the prompts that the reference has solved" in " ".join(text.split())
+
+
+def test_importance_weighted_distillation_of_trl(tmp_path):
+    """Its own objective, and the divergences that it has besides: those of other trainers where tokens agree."""
+    script = """
+from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
+
+args = IWOPDConfig(output_dir="out", max_steps=6, per_device_train_batch_size=4, num_generations=2{more})
+trainer = IWOPDTrainer("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", args, train_dataset=dataset)
+trainer.train()
+"""
+
+    def from_trl(more=""):
+        return migrate(written(tmp_path, "train.py", script.replace("{more}", more)), devices=2)
+
+    config, _ = from_trl()
+    expect(
+        config,
+        teacher={"path": "Qwen/Qwen3-4B", "form": "advantage", "position_gamma": 0.5, "on_policy": 1.0},
+        algorithm={"name": "grpo", "advantage": "zero", "loss": "reinforce", "aggregation": "token"},
+        rollout={
+            "group_size": 2, "max_prompt_length": 512, "max_completion_length": 512, "top_p": 0.95, "temperature": 1.0,
+        },
+        batch={"prompts": 4, "minibatches": 1},
+        data={"overlong": "truncate_right"},
+        rewards={"functions": ()},
+        eval={"every": -1},
+        optimizer={"learning_rate": 1e-6},
+    )  # fmt: skip
+    expect(from_trl(", iw_opd_gamma=0.0")[0], teacher={"position_gamma": 0.0})
+    jsd = ", distillation_objective='jsd'"
+    config, text = from_trl(jsd)
+    expect(config, teacher={"form": "divergence", "beta": 1.0, "top_k": 0, "position_gamma": 0.0})
+    assert "compares the sampled token with all others there" in " ".join(text.split())
+    config, _ = from_trl(f"{jsd}, beta=0.0, loss_top_k=8, loss_add_tail=False, lmbda=0.5, temperature=0.8")
+    expect(config, teacher={"beta": 0.0, "top_k": 8, "top_of": "teacher", "tail": False, "on_policy": 0.5})
+    config, _ = from_trl(f"{jsd}, loss_top_k=8")
+    expect(config, teacher={"beta": 1.0, "top_k": 8, "top_of": "policy", "tail": True})
+    config, text = from_trl(f"{jsd}, beta=0.5, loss_top_k=8")
+    expect(config, teacher={"beta": 0.5, "top_k": 0})
+    assert "is over the likeliest tokens of both models there" in " ".join(text.split())
+    config, _ = from_trl(f"{jsd}, lmbda=0.0, loss_top_k=0, temperature=0.8")
+    expect(config, algorithm={"name": "sft"}, teacher={"temperature": 0.8, "beta": 1.0}, data={"loss_on": "last_turn"})
+    config, text = from_trl(", use_teacher_server=True, teacher_model_server_url='http://t:8000'")
+    expect(config, teacher={"path": "TEACHER"})
+    assert "the teacher is behind http://t:8000" in " ".join(text.split())
 
 
 def test_teachers_of_verl(tmp_path):
@@ -1685,6 +1865,32 @@ def test_what_public_examples_often_have(tmp_path):
     said |= {"lora_target_modules": ["q_proj,", "v_proj"], "chat_template": "{{ messages }}"}
     config, _ = migrate(written(tmp_path, "t.yaml", yaml.safe_dump(said)), devices=1)
     expect(config, lora={"targets": ("q_proj", "v_proj")}, data={"chat_template": "{{ messages }}"})
+
+
+def test_parameters_that_are_matrices_of_experts(tmp_path):
+    """PEFT's target_parameters, of TRL's arguments, a LoraConfig in a script, and axolotl; a router has no adapter."""
+    parameters = ["mlp.experts.gate_up_proj", "feed_forward.experts.down_proj"]
+    said = {"model_name_or_path": "m", "dataset_name": "d", "trainer": "sft", "max_steps": 1, "use_peft": True}
+    said |= {"lora_target_modules": ["q_proj"], "lora_dropout": 0.0, "lora_target_parameters": parameters}
+    config, text = migrate(written(tmp_path, "t.yaml", yaml.safe_dump(said)), devices=1)
+    expect(config, lora={"targets": ("q_proj", "experts.gate_up_proj", "experts.down_proj")})
+    assert "no modules with adapters" not in text
+    del said["lora_target_modules"]
+    config, text = migrate(written(tmp_path, "t.yaml", yaml.safe_dump(said)), devices=1)
+    expect(config, lora={"targets": ("experts.gate_up_proj", "experts.down_proj")})
+    assert "by architecture; none, as for most mixtures of experts, is written" in text
+    script = (
+        "from peft import LoraConfig\nfrom trl import SFTConfig, SFTTrainer\n"
+        "lora = LoraConfig(r=8, target_modules='all-linear', target_parameters=['mlp.experts.down_proj'])\n"
+        "SFTTrainer(model='m', args=SFTConfig(max_steps=1), train_dataset='d', peft_config=lora)\n"
+    )
+    config, _ = migrate(written(tmp_path, "s.py", script), devices=1)
+    expect(config, lora={"targets": ("all-linear", "experts.down_proj"), "rank": 8})
+    tree = {"base_model": "m", "learning_rate": 1, "adapter": "lora", "lora_r": 4, "lora_target_linear": True}
+    tree |= {"lora_target_parameters": [*parameters, "mlp.gate.weight"], "datasets": [{"path": "d"}], "max_steps": 1}
+    config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)), devices=1)
+    expect(config, lora={"targets": ("all-linear", "experts.gate_up_proj", "experts.down_proj")})
+    assert "lora.targets: mlp.gate.weight are no modules with adapters here" in text
 
 
 def test_a_rollout_function_of_axolotl(tmp_path):

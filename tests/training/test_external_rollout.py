@@ -11,11 +11,14 @@ import jax
 import numpy as np
 import pytest
 
+import jaxrl_llm
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import load_model, save_hf
+from jaxrl_llm.models.weight_versions import LocalCheckpoint, Publisher
 from jaxrl_llm.rewards.runner import TrainerState
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -49,8 +52,14 @@ def rollout(model):
     def logps(params, inputs):
         return token_logps(model.net, params, inputs)[0]
 
-    def save(params, path):
-        save_hf(dataclasses.replace(model, params=params), path, overwrite=True)
+    published = {}
+
+    def save(params, path, dtype="", full_every=1, full=False):
+        policy = dataclasses.replace(model, params=params)
+        if full_every > 1:
+            return published.setdefault(path, Publisher(path)).publish(policy, dtype, full_every, full)
+        save_hf(policy, path, dtype or None, overwrite=True)
+        return path
 
     def run(function):
         with jax.set_mesh(mesh):
@@ -188,14 +197,16 @@ class Server:
     def __init__(self, change=lambda answer: answer, status=200):
         bodies, self.asked = [], []  # of POST: paths and bodies; of GET: paths and keys
         self.bodies = bodies
-        self.status, self.info, outer = status, None, self
+        self.status, self.info, self.models, outer = status, None, None, self
+        self.refusals = []  # statuses of the next answers that are no samples
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self):
                 outer.asked.append((self.path, self.headers["Authorization"]))
-                self.send_response(404 if outer.info is None else 200)
+                found = outer.models if self.path.endswith("/models") else outer.info
+                self.send_response(404 if found is None else 200)
                 self.end_headers()
-                self.wfile.write(json.dumps(outer.info).encode())
+                self.wfile.write(json.dumps(found).encode())
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -205,7 +216,7 @@ class Server:
                     for i in range(body.get("n", 0))
                 ]
                 data = json.dumps(change({"choices": choices})).encode()
-                self.send_response(outer.status)
+                self.send_response(outer.refusals.pop(0) if outer.refusals and "n" not in body else outer.status)
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -395,6 +406,162 @@ def test_vllm_reads_the_policy_again_first(rollout, model, monkeypatch, tmp_path
             rollout(function)
         with pytest.raises(ConfigError, match="has no weights"):
             served(server, vllm=True)
+
+
+def test_a_server_gets_what_changed(rollout, model, monkeypatch, tmp_path):
+    """After all weights patches of them; where one is refused, as by a server that was started anew, all weights."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    weights, local, taken = str(tmp_path / "policy"), LocalCheckpoint(), []
+
+    def change(answer):
+        if answer["choices"]:
+            return answer
+        path = server.bodies[-1][1]["model_path"]
+        if not server.refusals:
+            taken.append((path.rpartition("/")[2], load_model(local.take(path), "float32")))
+        return {"success": True, "weight_version": len(taken)}
+
+    with Server(change) as server:
+        function = served(server, weights=weights, weights_dtype="bfloat16", full_every=3)
+        for step in range(5):
+            server.refusals = [409] if step == 2 else []
+            made, _ = rollout(function)
+            assert made.finished.all()
+        numbers = [int(name.removeprefix("weight_v")) for name, _ in taken]
+        # Version 3 is refused, so 4 has all weights; 5 and 6 are patches of it.
+        assert numbers == [1, 2, 4, 5, 6]
+        server.refusals = [409, 409]
+        with pytest.raises(ConfigError, match="update_weights_from_disk answered 409"):
+            rollout(function)
+    assert sorted(path.name for path in (tmp_path / "policy").iterdir()) == ["weight_v000008"]
+    rounded = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), model.params)
+    for _, loaded in taken:
+        assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), loaded.params, rounded))
+
+
+PUBLISHING = """
+from pathlib import Path
+
+from jaxrl_llm.models.weight_versions import LocalCheckpoint
+
+here, local = Path(__file__).parent, LocalCheckpoint()
+
+def publishing(prompts, trainer):
+    taken = trainer.publish_weights(f"{here}/policy", local.take, "bfloat16", full_every=9)
+    expected = trainer.publish_weights(f"{here}/expected", str, "bfloat16")
+    files = [Path(folder, "model.safetensors").read_bytes() for folder in (taken, expected)]
+    assert files[0] == files[1]
+    return trainer.generate(prompts)
+"""
+
+
+def test_a_run_sends_a_fraction_of_its_weights(tmp_path, root):
+    """Five steps of AdamW: patches give the policy of each bit for bit, and few of its weights change in 16 bits."""
+    (tmp_path / "mine.py").write_text(PUBLISHING)
+    config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
+    config.environment.rollout_func = f"{tmp_path / 'mine.py'}:publishing"
+    config.algorithm.importance_correction = "token_truncate"
+    config.output_dir, config.logging.backends, config.total_steps = str(tmp_path / "run"), ("jsonl",), 5
+    config.optimizer.learning_rate, config.eval.every, config.checkpoint.every = 1e-6, -1, 0
+    config.optimizer.warmup_steps = 0
+    jaxrl_llm.train(config)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    written, changed = ([row.get(f"weights/{name}_share") for row in rows] for name in ("written", "changed"))
+    assert written[0] == 1 and changed[0] is None
+    assert all(0 < share < 0.05 for share in changed[1:]) and all(0 < share < 0.1 for share in written[1:])
+
+
+def test_sglang_brings_the_versions_together_itself(rollout, monkeypatch, tmp_path):
+    """A stub of its endpoints: each version is pulled, then its own folder is read."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with Server(lambda answer: answer if answer["choices"] else {"success": True}) as server:
+        weights = str(tmp_path / "policy")
+        options = {"weights_dtype": "bfloat16", "full_every": 9, "local_checkpoint": "/nvme/policy"}
+        function = served(server, weights=weights, **options)
+        for refusals in ([], [], [400]):
+            server.refusals = refusals
+            rollout(function)
+    asked = [(path, body) for path, body in server.bodies if not path.endswith("completions")]
+    pulls = [
+        {"local_checkpoint_dir": "/nvme/policy", "source_dir": weights, "target_version": number}
+        for number in (1, 2, 3, 4)
+    ]
+    reads = ("/update_weights_from_disk", {"model_path": "/nvme/policy"})
+    assert [body for path, body in asked if path == "/pull_weights"] == pulls
+    assert [path for path, _ in asked].count("/update_weights_from_disk") == 3 and asked[1] == asked[-1] == reads
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"full_every": 4}, "has no weights to send, but weights_dtype, full_every or local_checkpoint"),
+        ({"weights": "p", "weights_dtype": "int8"}, "weights_dtype='int8'. is not one of float32, bfloat16, float16"),
+        ({"weights": "p", "full_every": 0}, "full_every=0. must be at least 1"),
+        ({"weights": "p", "full_every": 4}, "in float32 nearly all do in each step: add weights_dtype='bfloat16'"),
+        ({"weights": "p", "full_every": 4, "weights_dtype": "float32"}, "add weights_dtype='bfloat16'"),
+        (
+            {"weights": "p", "full_every": 4, "weights_dtype": "bfloat16", "vllm": True},
+            r"vllm=True. reads the folder it was started on, not the versions in p .*leave full_every out",
+        ),
+        ({"weights": "gs://b/p", "vllm": True}, "not the versions in gs://b/p"),
+        ({"weights": "p", "local_checkpoint": "q"}, "weights is p and full_every is 1: set it above 1"),
+    ],
+)
+def test_options_that_do_not_fit(options, message):
+    with pytest.raises(ConfigError, match=message):
+        served(types.SimpleNamespace(url="http://127.0.0.1:9/v1"), **options)
+
+
+SETTINGS = {**UNSET, "num_generations": K, "max_completion_length": C}
+
+
+@pytest.mark.parametrize(
+    ("owner", "constraints", "asked"),
+    [
+        ("sglang", {"structured_outputs": {"regex": "[0-9]+"}}, {"regex": "[0-9]+"}),
+        ("sglang", {"structured_outputs": {"json": '{"type": "object"}'}}, {"json_schema": '{"type": "object"}'}),
+        (
+            "sglang",
+            {"structured_outputs": {"choice": ('a"b', "c\\d\n", "é")}},
+            {"ebnf": r'root ::= "a\"b" | "c\\d\n" | "é"'},
+        ),
+        (
+            "sglang",
+            {"stop": ("x",), "min_tokens": 2},
+            {"stop": ["x"], "min_tokens": 2},
+        ),  # which it knows by these names
+        ("vllm", {"bad_words": ("x",)}, {"bad_words": ["x"]}),
+        (None, {"structured_outputs": {"grammar": "start: A"}}, {"structured_outputs": {"grammar": "start: A"}}),
+    ],
+)
+def test_a_server_is_asked_in_the_names_that_it_knows(owner, constraints, asked, model, monkeypatch):
+    """SGLang passes over fields that it does not know, vLLM's of structured outputs among them."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    trainer = RolloutTrainer(lambda ids, count: ([], []), model.tokenizer, {**SETTINGS, **constraints}, None)
+    with Server() as server:
+        server.models = None if owner is None else {"data": [{"id": "m", "owned_by": owner}]}
+        served(server)(["a"], trainer)
+    ((_, body),) = server.bodies
+    always = {"model", "prompt", "n", "max_tokens", "logprobs", "return_token_ids", *UNSET}
+    assert {name: value for name, value in body.items() if name not in always} == asked
+    assert len(server.asked) == (not asked.keys() <= {"stop", "min_tokens"})
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        ({"bad_words": ("x",)}, "/v1 is SGLang's, which knows no bad_words: leave rollout.bad_words out"),
+        ({"structured_outputs": {"grammar": "start: A"}}, "does not read the syntax of rollout.structured_grammar"),
+    ],
+)
+def test_what_sglang_does_not_know_is_refused(constraints, message, model, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    trainer = RolloutTrainer(lambda ids, count: ([], []), model.tokenizer, {**SETTINGS, **constraints}, None)
+    with Server() as server:
+        server.models = {"data": [{"id": "m", "owned_by": "sglang"}]}
+        with pytest.raises(ConfigError, match=message):
+            served(server)(["a"], trainer)
+    assert not server.bodies
 
 
 def test_a_server_that_fails_is_named(rollout, monkeypatch):

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from jaxrl_llm.models import hf
+from tests.training.test_cross_tokenizer import saved_teacher
 
 CHECK = """
 import jax, math, numpy as np, unittest.mock
@@ -205,6 +206,15 @@ def test_teachers_on_a_mesh(run_python, root, name):
     shapes = [{"data": 8}, {"data": 2, "context": 2, "tensor": 2}, {"data": 1, "fsdp": 4, "tensor": 2}]
     packed = {"batch.packing": "true"} if "success" in name else {}
     check(run_python, root, shapes, {**TEACHERS[name], **packed})
+
+
+@pytest.mark.slow
+def test_a_teacher_with_another_tokenizer_on_a_mesh(run_python, root, tmp_path):
+    """Its vocabulary is sorted, whole, whichever devices have parts of it; digits alone, that spans have several."""
+    shapes = [{"data": 8}, {"data": 2, "context": 2, "tensor": 2}, {"data": 1, "fsdp": 4, "tensor": 2}]
+    settings = {"teacher.path": saved_teacher(tmp_path / "hf", 1.0), "teacher.form": "uld", "teacher.uld_hybrid": True}
+    settings |= {"teacher.beta": 0.5, "rollout.structured_regex": "[0-9]{4,8}", "batch.packing": "true"}
+    check(run_python, root, shapes, settings)
 
 
 def test_a_batch_that_does_not_divide_is_refused(run_python, root):

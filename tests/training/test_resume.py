@@ -156,7 +156,7 @@ def test_a_killed_run_follows_its_record_and_equals_a_run_that_does(
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
-CLOCKS = {"tokens_per_second", "step_time", "rollout/queue"}
+CLOCKS = {"tokens_per_second", "mfu", "step_time", "rollout/queue"}
 
 
 def metrics(path):

@@ -151,7 +151,7 @@ def test_packed_rollouts_keep_every_bit():
     batches = [
         rollouts_of(7, 4, rollouts_of(1))
         ._replace(turns=turns, parts=turns._replace(states=turns.states + 1))
-        ._replace(roles=[["first", "game/é"], ["agent"]]),
+        ._replace(roles=[["first", "game/é"], ["agent"]], reference_scores=[[0.1, 1.0], [0.0, -2.5]]),
         rollouts_of(3)._replace(epochs=None, resampled_groups=None),
     ]
     packed = pack(batches)
@@ -160,7 +160,7 @@ def test_packed_rollouts_keep_every_bit():
         jax.tree.map(np.testing.assert_array_equal, got.rollout, batch.rollout)
         np.testing.assert_array_equal(got.rewards, batch.rewards)
         assert got.rollout.finished.dtype == bool and got.rollout.tokens.sharding.mesh == MESH
-        names = ("prompts", "completions", "version", "resampled_groups", "epochs", "roles")
+        names = ("prompts", "completions", "version", "resampled_groups", "epochs", "roles", "reference_scores")
         assert [getattr(got, name) for name in names] == [getattr(batch, name) for name in names]
         assert got.logged == Logged(
             {"tries": [float(np.float32(0.1)), 2.0]},

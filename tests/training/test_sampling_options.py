@@ -5,7 +5,11 @@ import re
 import pytest
 
 import jaxrl_llm
+from jaxrl_llm.commands import generate
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.schema import KEYS, SAMPLING_OPTIONS
+from jaxrl_llm.serving import bodies
+from jaxrl_llm.training import local_judge
 
 PENALTIES = {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3}
 OPTIONS = {
@@ -109,3 +113,18 @@ def test_greedy_completions_cannot_be_told_apart(tmp_path):
     config.algorithm.dynamic_sampling = True
     with pytest.raises(ConfigError, match="0, with which the completions of a prompt are the same"):
         jaxrl_llm.train(config, ROWS)
+
+
+def test_bounds_are_the_same_wherever_an_option_is_set():
+    """Of a run, its evaluations, the commands and a judge; those of requests differ where their file says why."""
+    places = [generate.SAMPLING, local_judge.SAMPLING, bodies.SETTINGS.values()]
+    places += [[key for key in KEYS if key.name.startswith(prefix)] for prefix in ("rollout.", "eval.")]
+    own = set()
+    for place in places:
+        for setting in place:
+            kind, bounds = SAMPLING_OPTIONS.get(setting.name.rpartition(".")[2], (None, {}))
+            found = {name: getattr(setting, name) for name in ("minimum", "maximum", "above", "below")}
+            if kind is not None and {name: x for name, x in found.items() if x is not None} != bounds:
+                own.add(setting.name)
+            assert kind in (None, setting.kind)
+    assert own == {"top_k", "repetition_penalty", "min_tokens"}

@@ -101,6 +101,36 @@ def test_teacher_alone(teacher, rewards):
     assert "unscorable_rows" not in metrics or metrics["unscorable_rows"] == 0
 
 
+@pytest.mark.slow
+def test_weights_by_position(teacher):
+    """IW-OPD: the term weighs less the more of a row's disagreement lies before a token."""
+    config = config_of(teacher, teacher__position_gamma=0.8, algorithm__loss="reinforce", rewards__functions=())
+    batch, metrics, updates = first_batch(config, None, update=True)
+    mask = np.asarray(batch.mask) > 0
+    gap = np.where(mask, logps_by("embedded:sort", batch) - logps_by(teacher, batch), 0.0)
+    before = np.cumsum(np.abs(gap), axis=1) - np.abs(gap)
+    weights = 1.8 - 0.8 * before / np.abs(gap).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(np.asarray(batch.advantages)[mask], (-weights * gap)[mask], atol=5e-4)
+    np.testing.assert_allclose(metrics["teacher/position_weight"], weights[mask].mean(), rtol=1e-4)
+    assert 1.1 < weights[mask].mean() < 1.7 and updates[0]["grad_norm"].value > 0
+    with pytest.raises(ConfigError, match=r"position_gamma is 0\.8, which weighs the signal of sampled tokens"):
+        config_of(teacher, teacher__position_gamma=0.8, teacher__form="divergence")
+
+
+@pytest.mark.slow
+def test_the_signal_of_the_policy_as_it_is(teacher):
+    """`opd`: the old log-probs are the sampler's, and it takes the advantages of a teacher as they are."""
+    config = config_of(teacher, algorithm__loss="opd", algorithm__num_iterations=2, rewards__functions=())
+    batch, _, updates = first_batch(config, None, update=True)
+    np.testing.assert_array_equal(batch.old_logps, batch.sample_logps)
+    assert len(updates) == 2 and all(update["grad_norm"].value > 0 for update in updates)
+    for key, value in {"coef": 0.5, "position_gamma": 0.5, "form": "divergence"}.items():
+        with pytest.raises(ConfigError, match=f"signal is a teacher's log-prob .* but teacher.{key} is"):
+            config_of(teacher, algorithm__loss="opd", **{f"teacher__{key}": value})
+    with pytest.raises(ConfigError, match=r"but teacher\.path is None"):
+        config_of(None, algorithm__loss="opd")
+
+
 def test_policy_of_the_trainer_where_the_sampler_is_another(teacher):
     """With an importance correction the teacher is compared with the trainer's log-probs, not with the sampler's."""
     assert old_logps_of(config_of(teacher)) == "policy"

@@ -50,7 +50,7 @@ def find(
     purpose: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Format:
-    """The function `row -> Example` of a format, for data of one kind: prompts, completions, pairs or labels.
+    """The function `row -> Example` of a format, for data of one kind: prompts, completions, pairs, triples or labels.
 
     `spec` is a known name, with the method before it or not (`chatml.intel`, `kto.chatml.argilla`), or your own
     `my_module:function`, `my_module.function` or `path/to/file.py:function`; either with options in brackets,
@@ -107,7 +107,7 @@ def known(kind: str) -> Mapping[str, Callable[..., Any]]:
 def fitting(row: Mapping[str, Any], kind: str, tokenizer: Any = None) -> list[str]:
     """The names of the known formats for one kind that can read a row, without those that read anything."""
     candidates = [name for name in COMMON if name not in ("auto", "passthrough")]
-    candidates += LABELS if kind == "labels" else PAIRS if kind == "pairs" else ()
+    candidates += LABELS if kind == "labels" else PAIRS if kind in ("pairs", "triples") else ()
     names = []
     for name in candidates:
         try:

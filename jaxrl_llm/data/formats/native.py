@@ -20,7 +20,7 @@ def auto(row: Mapping[str, Any], kind: str = "pairs", data_kind: str | None = No
 
     Prompts are taken from `messages` (without the assistant's last turns, which become `completion`) or from the common
     beginning of `chosen` and `rejected` where there is no `prompt`, or `data_kind`, which the algorithm learns from, is
-    pairs or labels and it would not read that prompt.
+    pairs, triples or labels and it would not read that prompt.
     """
     present = {name for name, value in row.items() if value is not None}
     if isinstance(row.get("reward_model"), Mapping) and "data_source" in present:
@@ -31,7 +31,7 @@ def auto(row: Mapping[str, Any], kind: str = "pairs", data_kind: str | None = No
         row = sharegpt(row)
     elif {"completions", "labels"} <= present and "completion" not in present:
         row = stepwise(row)
-    return _prompt_only(row, data_kind in ("pairs", "labels")) if kind == "prompts" else row
+    return _prompt_only(row, data_kind in ("pairs", "triples", "labels")) if kind == "prompts" else row
 
 
 def passthrough(row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -40,6 +40,16 @@ KEYS = (
     TensorName("layers/mlp/experts/up/kernel", f"{EXPERTS}input_linear.weight", transpose=True),
     TensorName("layers/mlp/experts/down/kernel", f"{EXPERTS}output_linear.weight", transpose=True),
 )
+# What transformers' class calls parts of the block.
+MODULES = {
+    "input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj",
+    "router.layer.weight": "router.weight",
+}  # fmt: skip
+MODULE_KEYS = tuple(
+    key._replace(tensor=f"{EXPERTS}{MODULES[key.tensor.removeprefix(EXPERTS)]}")
+    if key.tensor.startswith(EXPERTS) else key
+    for key in KEYS
+)  # fmt: skip
 MIXERS = {"mamba": Mamba2, "linear_attention": Mamba2, "attention": Attention, "full_attention": Attention}
 # The fields of Mamba-2 that are an entry each, integers from 1.
 SIZES = {

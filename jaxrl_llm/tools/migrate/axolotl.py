@@ -86,6 +86,7 @@ def _translated(yaml: dict[str, Any], trainer: str, kind: str | None) -> dict[st
     if yaml.get("adapter"):
         theirs["use_peft"] = ("adapter", True)
         theirs["lora_target_modules"] = ("lora_target_modules", yaml.get("lora_target_modules"))
+        theirs["lora_target_parameters"] = ("lora_target_parameters", yaml.get("lora_target_parameters"))
         if yaml.get("lora_target_linear"):
             theirs["lora_target_modules"] = ("lora_target_linear", "all-linear")
         if yaml["adapter"] == "qlora":

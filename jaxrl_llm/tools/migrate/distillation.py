@@ -8,31 +8,115 @@ D, L = "distillation", "distillation.distillation_loss"
 
 
 def of_trl(draft: Draft, trainer: str) -> None:
-    """Set the teacher of a TRL trainer, `distillation` or `gkd`, and the samples that it rates."""
+    """Set the teacher of a TRL trainer, `distillation`, `gkd`, `gold` or `iwopd`, and the samples that it rates."""
     path = draft.get("teacher_model_name_or_path")
-    if not isinstance(path, str):
+    if trainer == "iwopd" and draft.get("use_teacher_server"):
+        path = None
+        draft.check(
+            f"the teacher is behind {draft.get('teacher_model_server_url')}: set teacher.path to server(url=..., "
+            "model=...), a server of OpenAI's API with prompt_logprobs, as vllm serve is one (docs/distillation.md)"
+        )
+    elif not isinstance(path, str):
         draft.check("the file names no teacher: set teacher.path")
     draft.set("teacher.path", path if isinstance(path, str) else "TEACHER", "teacher_model_name_or_path")
     if dtype := shared.init_kwargs(draft, "teacher_model_init_kwargs", "teacher.revision"):
         draft.set("teacher.dtype", shared.type_name(dtype), "teacher_model_init_kwargs")
-    draft.set("teacher.form", "divergence")
-    draft.set("teacher.beta", float(draft.get("beta")), "beta")
+    objective = ""
+    if trainer == "iwopd":
+        objective = draft.get("distillation_objective")
+        shared.check_known("distillation_objective", objective, ("iw_opd", "jsd"))
+    if objective == "iw_opd":
+        draft.set("teacher.form", "advantage", "distillation_objective")
+        draft.set("teacher.position_gamma", float(draft.get("iw_opd_gamma")), "iw_opd_gamma")
+        draft.set("algorithm.loss", "reinforce")
+    elif trainer == "gold" and draft.get("use_uld_loss"):
+        _uld_of_trl(draft)
+    else:
+        draft.set("teacher.form", "divergence", *(("distillation_objective",) if objective else ()))
+        draft.set("teacher.beta", float(draft.get("beta")), "beta")
+    if trainer == "iwopd":
+        room = int(draft.get("max_length") or 1024) - draft.values["rollout.max_completion_length"]
+        longest = int(draft.get("max_prompt_length") or room)
+        draft.set("rollout.max_prompt_length", longest, "max_prompt_length", "max_length")
+        draft.set("data.overlong", "truncate_right", "max_prompt_length")
+    if objective == "jsd":
+        _likeliest(draft)
     if trainer == "gkd":
         draft.set("teacher.temperature", 1.0)  # that of its samples is another
-        draft.check("GKDTrainer is experimental in TRL, which draws a step's kind by Python's random numbers")
+    if trainer in ("gkd", "gold") or objective == "jsd":
+        theirs = f"{trainer.upper()}Trainer"
+        draft.check(f"{theirs} is experimental in TRL, which draws a step's kind by Python's random numbers")
         if (share := float(draft.get("lmbda"))) < 1:  # of given rows it learns the last message
             draft.set("data.loss_on", "last_turn")
         if not share:
             draft.set("algorithm.name", "sft", "lmbda")
-            draft.drop("rollout.max_completion_length", "rollout.temperature")
+            if trainer == "iwopd" or (trainer == "gold" and not draft.get("use_uld_loss")):
+                draft.set("teacher.temperature", float(draft.get("temperature")), "temperature")
+            draft.drop(*(key for key in draft.values if key.startswith("rollout.")))
             return
         draft.set("teacher.on_policy", share, "lmbda")
+    if trainer in ("gkd", "gold"):
         room = int(draft.get("max_length") or 1024) - draft.values["rollout.max_completion_length"]
-        draft.set("rollout.max_prompt_length", max(room, 1), "max_length", "max_new_tokens")
-    draft.set("rollout.group_size", 1)
+        longest = "max_new_tokens" if trainer == "gkd" else "max_completion_length"
+        draft.set("rollout.max_prompt_length", max(room, 1), "max_length", longest)
     draft.set("rewards.functions", ())
     draft.set("algorithm.advantage", "zero")
-    draft.set("algorithm.aggregation", "token")
+    draft.set("algorithm.aggregation", "sequence" if draft.values["teacher.form"] == "uld" else "token")
+
+
+def _uld_of_trl(draft: Draft) -> None:
+    """Set the distance from a teacher with another tokenizer, of GOLDTrainer."""
+    draft.set("teacher.form", "uld", "use_uld_loss")
+    numbers = {
+        "uld_distillation_weight": "teacher.coef",
+        "uld_crossentropy_weight": "teacher.nll_coef",
+        "uld_student_temperature": "teacher.policy_temperature",
+        "uld_teacher_temperature": "teacher.temperature",
+    }
+    for key, ours in numbers.items():
+        draft.set(ours, float(draft.get(key)), key)
+    draft.set("teacher.uld_align", "spans" if draft.get("use_extended_uld") else "positions", "use_extended_uld")
+    ends = "uld_skip_student_eos", "uld_skip_teacher_eos"
+    skipped = [bool(draft.get(key)) for key in ends]
+    draft.set("teacher.uld_skip_eos", any(skipped), *ends)
+    if skipped[0] != skipped[1]:
+        draft.check(f"{' and '.join(ends)} differ: here the ends of both are a span, or that of neither")
+    draft.use("beta", "uld_token_merge_strategy", "uld_use_hybrid_loss")
+    strategy = draft.get("uld_token_merge_strategy")
+    shared.check_known("uld_token_merge_strategy", strategy, ("observed", "bayesian"))
+    if strategy == "observed":
+        draft.check(
+            "uld_token_merge_strategy is observed, which reads each distribution a token late there: here it is that "
+            "of the span's own last token, as in bayesian"
+        )
+    if draft.get("uld_use_hybrid_loss"):
+        draft.set("teacher.uld_hybrid", True, "uld_use_hybrid_loss")
+        draft.set("teacher.beta", float(draft.get("beta")), "beta")
+        for name in ("matched_weight", "unmatched_weight"):
+            if (weight := draft.get(f"uld_hybrid_{name}")) is not None:
+                draft.set(f"teacher.uld_{name}", float(weight), f"uld_hybrid_{name}")
+    draft.check(
+        "the teacher reads prompts in its own chat template here, and in TRL the text that the student's makes of them"
+    )
+
+
+def _likeliest(draft: Draft) -> None:
+    """Set which tokens a divergence of IWOPDTrainer is over; all of them where its own choice has no equivalent."""
+    k, beta, mode = int(draft.get("loss_top_k")), float(draft.get("beta")), draft.get("reverse_kl_top_1_mode")
+    if k == 1 and beta > 0 and mode == "sampled":
+        draft.check(
+            "loss_top_k = 1 with reverse_kl_top_1_mode = sampled compares the sampled token with all others there, "
+            "which is not here: the divergence of the whole distributions is written (teacher.top_k = 0)"
+        )
+    elif k and 0 < beta < 1:
+        draft.check(
+            f"loss_top_k = {k} with beta = {beta:g} is over the likeliest tokens of both models there, which is "
+            "not here: the divergence of the whole distributions is written (teacher.top_k = 0)"
+        )
+    elif k:
+        draft.set("teacher.top_k", k, "loss_top_k")
+        draft.set("teacher.top_of", "policy" if beta else "teacher", "beta", "reverse_kl_top_1_mode")
+        draft.set("teacher.tail", bool(draft.get("loss_add_tail")), "loss_add_tail")
 
 
 def self_of_trl(draft: Draft, updates: int, weight: float) -> None:

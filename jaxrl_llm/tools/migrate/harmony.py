@@ -43,8 +43,8 @@ def convert(source: Source, options: Options) -> Draft:
         if int(draft.get("tp")) < 0:
             draft.set("mesh.data", 1, "tp")
             draft.check(
-                "tp is ctx.world_size, all devices, which mesh.tensor = -1 takes on one machine; on several set "
-                "mesh.tensor to the devices of one, and mesh.data or mesh.fsdp to -1"
+                "tp is ctx.world_size, all devices, which mesh.tensor = -1 takes, at the speed of the network between "
+                "machines: on several set mesh.tensor to the devices of one, and mesh.data or mesh.fsdp to -1"
             )
     samples, mini = draft.get("samples_per_batch"), draft.get("samples_per_mini_batch")
     if isinstance(samples, int) and isinstance(mini, int):

@@ -136,7 +136,8 @@ def _read_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> So
 
 def _named(path: str) -> list[str]:
     """Return the trainers of TRL that the words of a path name: dpo of recipes/zephyr/dpo/config.yaml."""
-    words = re.split(r"[\W_]+", re.sub(r"async[\W_]+grpo", "asyncgrpo", path.lower()))
+    path = re.sub(r"async[\W_]+grpo", "asyncgrpo", path.lower())
+    words = re.split(r"[\W_]+", re.sub(r"iw[\W_]+opd", "iwopd", path))
     return [word for word in words if word in RULES]
 
 

@@ -17,6 +17,7 @@ FUNCTIONS = ("reward_funcs", "tools", "environment_factory", "rollout_func", "gr
 SKIPPED = ("args", "processing_class", "tokenizer", "data_collator")
 OBJECTS = ("dataset", "model", "policy_model", "value_model")  # of a recipe, which makes them
 ROWS = ("select", "shuffle", "filter", "map", "remove_columns", "rename_column", "select_columns", "train_test_split")
+AVERAGE = "BEMACallback"  # of TRL, which is no hook here but settings
 FOREIGN = {"trl", "unsloth", "verl", "adaptive_harmony", "harmony_client", "axolotl"}
 
 
@@ -48,6 +49,9 @@ def read_script(text: str, path: str, system: str, trainer: str, companion: str,
     for name in present:
         settings |= script.arguments(calls[name], known[name].split(), harmony)
         settings |= script.later(calls[name])
+    if not harmony and AVERAGE in calls:
+        given = script.arguments(calls[AVERAGE], rules("scripts")[AVERAGE].split())
+        settings |= {AVERAGE: True, **{f"{AVERAGE}.{key}": value for key, value in given.items()}}
     adapters = next((calls[name] for name in ("LoraConfig", "get_peft_model") if name in calls), None)
     if not harmony and adapters and settings.get("peft_config", True) is not None:
         settings |= script.arguments(adapters, ["model"]) | {"peft_config": call_name(adapters)}
@@ -168,6 +172,9 @@ class Script(Values):
 
     def _functions(self, key: str, node: ast.expr) -> Any:
         """Return functions and models by name, as the configuration names them; those of the script are copied."""
+        made = self.lookup(node) if isinstance(node, ast.Name) else node
+        if isinstance(made, ast.Call) and call_name(made) == AVERAGE:
+            return ...
         if isinstance(node, ast.List | ast.Tuple):
             return [name for item in node.elts if (name := self._functions(key, item)) is not ...] or ...
         if isinstance(node, ast.Name) and node.id not in self.functions.definitions:

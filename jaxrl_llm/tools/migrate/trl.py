@@ -91,6 +91,8 @@ def apply(draft: Draft, trainer: str, options: Options) -> Draft:
         draft.check("one device is assumed: TRL counts batches per device, so add --devices=N if there were more")
     updates = RULES[trainer](draft, trainer, devices or 1)
     trl_run.length(draft, trainer, updates, options)
+    if draft.sets("BEMACallback"):
+        _average(draft, updates)
     distillation.without_evaluation(draft)
     trl_run.learning_rate(draft, updates)
     return draft
@@ -153,14 +155,17 @@ def _model(draft: Draft) -> None:
         if dora and quantized:
             draft.check("use_dora is left out: adapters on quantised matrices are plain LoRA here (lora.dora)")
         targets = draft.first("target_modules", "lora_target_modules")
+        parameters = draft.first("target_parameters", "lora_target_parameters") or ()
         if targets is None:
-            targets = ("q_proj", "v_proj")
-            draft.check(
-                "PEFT chooses the target modules by architecture; q_proj and v_proj, which most have, are written"
-            )
-        targets = (targets,) if isinstance(targets, str) else targets
-        targets = tuple(name for target in targets for name in re.split(r"[,\s]+", target) if name)
-        draft.set("lora.targets", targets, "target_modules", "lora_target_modules")
+            targets, written = ("q_proj", "v_proj"), "q_proj and v_proj, which most have, are"
+            if parameters:
+                targets, written = (), "none, as for most mixtures of experts, is"
+            draft.check(f"PEFT chooses the target modules by architecture; {written} written")
+        targets, parameters = ((x,) if isinstance(x, str) else tuple(x) for x in (targets, parameters))
+        targets = tuple(name for target in (*targets, *parameters) for name in re.split(r"[,\s]+", target) if name)
+        targets = tuple(re.sub(r"^[a-z_]+\.(?=experts\.)", "", name) for name in targets)
+        keys = [f"{prefix}target_{kind}" for prefix in ("", "lora_") for kind in ("modules", "parameters")]
+        draft.set("lora.targets", targets, *keys)
         if modules := draft.first("modules_to_save", "lora_modules_to_save"):
             modules = (modules,) if isinstance(modules, str) else tuple(modules)
             draft.set("lora.modules_to_save", modules, "modules_to_save", "lora_modules_to_save")
@@ -248,16 +253,16 @@ def _data(draft: Draft, trainer: str) -> None:
         _mixture(draft)
     else:
         _dataset(draft)
-    sampling = ("grpo", "gmpo", "asyncgrpo", "rloo", "distillation", "sdpo", "sdft")
+    sampling = ("grpo", "gmpo", "asyncgrpo", "rloo", "distillation", "iwopd", "sdpo", "sdft")
     key = "shuffle_dataset" if trainer in sampling else "train_sampling_strategy"
     draft.set("data.shuffle", draft.get(key) not in (False, "sequential"), key)
-    if trainer not in (*sampling, "ppo"):
+    if trainer not in (*sampling, "ppo", "a2po"):
         if trainer == "reward":
             draft.set("data.overlong", "filter", "max_length")
         else:
-            # GKD's rows and packed ones are cut whatever the mode: at their start, and at their end.
+            # GKD's rows, GOLD's and packed ones are cut whatever the mode: at their start, and at their end.
             left = draft.get("truncation_mode") == "keep_end" and not draft.values.get("data.packing")
-            side = "truncate_left" if left or trainer == "gkd" else "truncate_right"
+            side = "truncate_left" if left or trainer in ("gkd", "gold") else "truncate_right"
             draft.set("data.overlong", side, "truncation_mode")
         if draft.get("max_length") is None:
             draft.check("max_length is None, which is no limit; data.max_length is 1024 here")
@@ -266,7 +271,7 @@ def _data(draft: Draft, trainer: str) -> None:
     elif draft.get("max_prompt_length"):
         draft.set("rollout.max_prompt_length", int(draft.get("max_prompt_length")), "max_prompt_length")
         draft.set("data.overlong", "truncate_left", "max_prompt_length")
-    else:
+    elif trainer != "iwopd":
         draft.check(
             "TRL has no limit for prompts; here rollout.max_prompt_length is 512 tokens, and a longer prompt stops the "
             "run (data.overlong)"
@@ -297,6 +302,39 @@ def _reference_sync(draft: Draft, updates: int) -> None:
         draft.set("algorithm.ref_mixup_alpha", draft.get("ref_model_mixup_alpha"), "ref_model_mixup_alpha")
         if draft.values.get("lora.rank"):
             draft.set("lora.reference", "copy")
+
+
+def _average(draft: Draft, updates: int) -> None:
+    """Set the moving average of the policy, and a reference that follows it; both count optimizer updates there."""
+
+    def of(name: str, default: float) -> float:
+        return draft.first(f"BEMACallback.{name}", default=default)
+
+    every, start = shared.divided(of("update_freq", 400), updates), math.ceil(of("update_after", 0) / updates)
+    reason, total = "", draft.values["total_steps"]
+    if draft.values.get("model.quantize"):
+        reason = "adapters on quantised matrices are not averaged here"
+    elif "num_epochs" not in draft.values and start + every > total:
+        reason = f"its first update would be after step {start + every} of {total}"
+    if reason:
+        draft.check(f"BEMACallback is left out: {reason} (average.every)")
+        draft.drop(*(key for key in draft.values if key.startswith("average.")))
+        return
+    draft.set("average.every", every, "BEMACallback", "BEMACallback.update_freq")
+    draft.set("average.start", start, "BEMACallback.update_after")
+    draft.set("average.multiplier", of("multiplier", 1.0) * updates, "BEMACallback.multiplier")
+    if draft.values.get("lora.rank"):
+        draft.check("BEMACallback averages adapters there; here the model with the adapters merged (average.every)")
+    if not of("update_ref_model", False):
+        return
+    steps, after = (of(f"ref_model_update_{name}", default) for name, default in (("freq", 400), ("after", 0)))
+    keys = ("BEMACallback.update_ref_model", "BEMACallback.ref_model_update_freq")
+    draft.set("algorithm.ref_sync_to", "average", keys[0])
+    draft.set("algorithm.ref_sync_steps", shared.divided(steps, updates), *keys)
+    draft.set("algorithm.ref_sync_after", math.ceil(after / updates), "BEMACallback.ref_model_update_after")
+    draft.set("algorithm.ref_mixup_alpha", 1.0, keys[0])
+    if draft.values.get("lora.rank"):
+        draft.set("lora.reference", "copy")
 
 
 def _groups(draft: Draft, devices: int) -> int:
@@ -453,6 +491,25 @@ def _rloo(draft: Draft, trainer: str, devices: int) -> int:
     return updates
 
 
+def _a2po(draft: Draft, trainer: str, devices: int) -> int:
+    """Set a completion of each prompt, the reference's scores before the first step, and the regression on them."""
+    per_device, accumulation = (int(draft.get(key)) for key in ROWS)
+    draft.set("batch.prompts", per_device * devices * accumulation, *ROWS)
+    shared.microbatch_rows(draft, per_device * devices, per_device * devices * accumulation, *ROWS)
+    draft.set("rollout.group_size", 1)
+    _rewards(draft)
+    draft.set("algorithm.advantage", with_options("a2po", {"beta1": draft.get("beta1")}), "beta1")
+    draft.set("algorithm.loss", with_options("a2po", {"beta2": draft.get("beta2")}), "beta2")
+    draft.set("algorithm.aggregation", "sequence")
+    draft.set("algorithm.reference_samples", int(draft.get("num_value_samples")), "num_value_samples")
+    draft.set("algorithm.drop_unsolved", bool(draft.get("filter_all_incorrect")), "filter_all_incorrect")
+    if draft.get("filter_all_incorrect") and int(draft.get("max_steps") or -1) <= 0:
+        draft.check(
+            "num_train_epochs counts the prompts that the reference has solved there, and all here: set total_steps"
+        )
+    return 1
+
+
 def _ppo(draft: Draft, trainer: str, devices: int) -> int:
     """Set the batch, the rewards and the critic; return 1, as TRL counts its batches here, not their updates."""
     per_device, accumulation = (int(draft.get(key)) for key in ROWS)
@@ -497,8 +554,10 @@ def _offline(draft: Draft, trainer: str, devices: int) -> int:
     """Set the batch and the loss of SFT, preferences and reward models."""
     per_device, accumulation = (int(draft.get(key)) for key in ROWS)
     draft.set("batch.prompts", per_device * devices * accumulation, *ROWS)
-    # A pair, or a labelled row with its mismatch, is two rows.
+    # A pair, or a labelled row with its mismatch, is two rows; a pair with its gold completion is three.
     rows = 1 if trainer == "sft" or draft.get("loss_type") == "apo_zero_unpaired" else 2
+    if trainer == "tpo" and draft.get("tpo_alpha"):
+        rows = 3
     shared.microbatch_rows(draft, per_device * devices * rows, per_device * devices * accumulation * rows, *ROWS)
     draft.set("algorithm.name", {"sft": "sft", "reward": "reward_model"}.get(trainer, "preference"))
     if trainer == "sft":
@@ -551,6 +610,8 @@ def _preference(draft: Draft, trainer: str) -> None:
         kinds = [trainer if name == "sigmoid" else name for name in kinds]
     elif trainer == "orpo":
         kinds = ["orpo"]
+    elif trainer == "tpo":
+        kinds = _tpo(draft, str(kinds[0]))
     likely = "alphapo" not in kinds  # TRL leaves its likelihood term out, whatever cpo_alpha is
     if trainer == "cpo" and draft.get("alpha"):
         kinds = ["alphapo" if name == "simpo" else name for name in kinds]
@@ -579,16 +640,33 @@ def _preference(draft: Draft, trainer: str) -> None:
             keys["alpha"] = "alpha"
         if trainer == "cpo" and likely:
             keys["nll_weight"] = "cpo_alpha"
+        if trainer == "tpo":
+            keys |= {"nll_weight": "tpo_alpha", "gamma": "tpo_l_gamma"}
         losses.append((name, keys))
     set_loss(draft, losses, *(() if trainer == "orpo" else ("loss_type",)), *rpo)
     if weights:
         draft.set("algorithm.loss_weights", tuple(float(weight) for weight in weights), "loss_weights", *rpo)
 
 
+def _tpo(draft: Draft, kind: str) -> list[str]:
+    """Return the losses of a loss_type of TPOTrainer; without its likelihood term it reads no gold completions."""
+    named = {"sigmoid": ("cpo", "tpo"), "tpo-l": ("simpo", "tpo_l")}
+    shared.check_known("loss_type", kind, (*named, "hinge", "ipo"))
+    gold = bool(draft.get("tpo_alpha"))
+    if kind in named:
+        return [named[kind][gold]]
+    draft.set("algorithm.reference_free", True, "loss_type")
+    return [kind, "gold_sft"] if gold else [kind]
+
+
 def _distillation(draft: Draft, trainer: str, devices: int) -> int:
-    """Set the batch, one completion a prompt, the tools and the teacher."""
+    """Set the batch, the completions of a prompt, the tools and the teacher."""
     per_device, accumulation = (int(draft.get(key)) for key in ROWS)
-    draft.set("batch.prompts", per_device * devices * accumulation, *ROWS)
+    grouped = trainer in ("iwopd", "gold")
+    group = int(draft.get("num_generations")) if grouped else 1
+    keys = (*ROWS, "num_generations", "generation_batch_size") if grouped else ROWS
+    draft.set("batch.prompts", per_device * devices * accumulation // group, *keys)
+    draft.set("rollout.group_size", group, *keys[2:3])
     shared.microbatch_rows(draft, per_device * devices, per_device * devices * accumulation, *ROWS)
     _environment(draft)
     distillation.of_trl(draft, trainer)
@@ -620,9 +698,10 @@ RULES: dict[str, Callable[[Draft, str, int], int]] = {
     "gmpo": _gmpo,
     "asyncgrpo": _asyncgrpo,
     "rloo": _rloo,
+    "a2po": _a2po,
     "ppo": _ppo,
-    **dict.fromkeys(("sft", "dpo", "kto", "orpo", "cpo", "reward"), _offline),
-    **dict.fromkeys(("distillation", "gkd"), _distillation),
+    **dict.fromkeys(("sft", "dpo", "kto", "orpo", "cpo", "tpo", "reward"), _offline),
+    **dict.fromkeys(("distillation", "gkd", "gold", "iwopd"), _distillation),
     "sdpo": _sdpo,
     "sdft": _sdft,
 }

@@ -13,7 +13,7 @@ TRANSFORMERS = {
     "wsd": {"decay_type": "cosine"},
 }
 UNWARMED = ("constant", "reduce_lr_on_plateau", "greedy")  # of transformers: without a warm-up, whatever is set
-DROPPING = ("grpo", "gmpo", "rloo", "sdpo", "sdft")  # of an epoch a last batch that is not full
+DROPPING = ("grpo", "gmpo", "rloo", "iwopd", "sdpo", "sdft")  # of an epoch a last batch that is not full
 COUNTING = ("ppo", "asyncgrpo")  # prompts, in batches that may reach into the next epoch
 PROJECTS = ("project", "WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME", "SWANLAB_PROJECT", "TRACKIO_PROJECT")
 
@@ -81,8 +81,9 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
             "= -1): set eval.fraction, and eval.every"
         )
     if draft.get("log_completions"):
-        every = shared.divided(draft.get("logging_steps"), updates)
-        draft.set("logging.completions_every", every, "log_completions", "logging_steps")
+        steps = "log_completions_steps" if trainer in ("iwopd", "gold") else "logging_steps"
+        every = shared.divided(draft.get(steps), updates)
+        draft.set("logging.completions_every", every, "log_completions", steps)
         draft.set("logging.completions_shown", draft.get("num_completions_to_print"), "num_completions_to_print")
     else:
         draft.set("logging.completions_every", 0, "log_completions")

@@ -56,6 +56,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, object], AbstractMesh 
         simple.append({"model.quantize": "nf4"})
     if plan.held.get("reference"):
         simple.append({"algorithm.offload_reference": True})
+    if plan.held.get("average"):
+        simple.append({"average.offload": True})
     for values in simple:
         yield _flags(values), values, None
     sizes = dict(mesh.shape)

@@ -30,6 +30,8 @@ class ProgramStats(NamedTuple):
     seconds: float  # to compile
     trips: Trips  # of its loops of unknown length
     text: str  # the optimized program
+    parameters_read: int = 0  # bytes that one run reads, where it decodes
+    caches_read: int = 0
 
     @property
     def peak(self) -> int:
@@ -72,15 +74,17 @@ class Compiler:
         of_run: Any = (),
         trips: Trips = (),
         copied: Any = (),
+        reads: tuple[Any, Any] = ((), ()),
     ) -> Any:
         """Compile one more program and return the shapes of its results.
 
         `held` are trees on the device meanwhile that are not among the arguments, `of_run` those of the arguments that
-        are always there. `copied` are arrays that the device's compiler may copy and this one does not.
+        are always there. `copied` are arrays that the device's compiler may copy and this one does not. `reads` are
+        the parameters and caches that decoding reads.
         """
         began = time.perf_counter()
         traced = function.trace(*arguments)
-        options = self.options | (IN_LAYERS if self.simulated and name.startswith("rollout") else {})
+        options = self.options | (IN_LAYERS if self.simulated and ": " in name else {})
         compiled = traced.lower().compile(compiler_options=options or None)
         memory = compiled.memory_analysis()
         text = compiled.as_text()
@@ -101,6 +105,8 @@ class Compiler:
             seconds=time.perf_counter() - began,
             trips=trips,
             text=text,
+            parameters_read=bytes_on_device(reads[0]),
+            caches_read=bytes_on_device(reads[1]),
         )
         self.programs.append(stats)
         return placed(function.eval_shape(*arguments), compiled.output_shardings)

@@ -11,6 +11,7 @@ from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.sharding import bytes_on_device, make_mesh
 from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.tools.plan.compiler import ProgramStats
+from jaxrl_llm.tools.plan.graders import compile_graders
 from jaxrl_llm.tools.plan.programs import Microbatch, compile_step, held_bytes
 from jaxrl_llm.tools.plan.shapes import Shapes, describe
 from jaxrl_llm.tools.plan.topology import Target, target_of, traced_as_on
@@ -18,6 +19,7 @@ from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.setup.mesh import check_rows, sampling_devices
 
 PARAMETERS = "the sampler's parameters"
+GRADERS = "reward models and judges"
 HEADROOM = 0.1  # of a device's memory that a plan leaves free: fragments, and what the runtime keeps for itself
 
 
@@ -130,23 +132,30 @@ def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packe
             target_.device.memory,
             target_.host,
         )
+        if shapes.graders and only in ("", "sampling"):
+            simulated, options = target_.accelerator and not target_.exact, dict(target_.options)
+            programs += compile_graders(config, shapes, target_.mesh, simulated, only, options, target_.host)
     state, frozen, reference = shapes.state, shapes.frozen, shapes.own_reference
     held = {
         "parameters, trained": bytes_on_device(state.params),
         "parameters, frozen": bytes_on_device(frozen.params),
         "optimizer": bytes_on_device((state.opt_state, state.step)),
         "reference": bytes_on_device(reference),
+        "average": bytes_on_device(shapes.average),
         "critic, with optimizer": bytes_on_device((state.critic, frozen.critic)),
         "teachers": bytes_on_device([teacher.own for teacher in shapes.teachers.values()]),
+        GRADERS: bytes_on_device([grader.own for grader in shapes.graders]),
     }
     assert sum(held.values()) == held_bytes(shapes)
     host = {
         "optimizer": bytes_on_device(state, host=True),
         "reference": bytes_on_device(reference, host=True),
+        "average": bytes_on_device(shapes.average, host=True),
         "teachers": bytes_on_device([teacher.own for teacher in shapes.teachers.values()], host=True),
+        GRADERS: bytes_on_device([grader.own for grader in shapes.graders], host=True),
     }
     if only == "sampling":
-        held, host = {}, {}
+        held, host = {GRADERS: held[GRADERS]}, {GRADERS: host[GRADERS]}
     sampling = {}
     if rollout is not None:
         sampling = {
@@ -177,7 +186,7 @@ def tree_size(tree) -> int:
 def describe_for(config, target_: Target, mesh: Any = None) -> Shapes:
     """Return the shapes of a run as the target computes it, on its own mesh or another; ConfigError as in training."""
     dtype = target_.dtype if config.model.dtype == "auto" else config.model.dtype
-    shapes = describe(config, mesh or target_.mesh, dtype, not target_.accelerator)
+    shapes = describe(config, mesh or target_.mesh, dtype, not target_.accelerator, target_.host)
     check_attention(shapes.net.config, target_.mesh.devices.flat[0].platform)
     return shapes
 
@@ -194,9 +203,7 @@ def floors(plan: Plan, factor: float = 1.0) -> Floors | None:
         return None
     compute = reading = sending = step = 0.0
     for program in plan.programs:
-        read = 0.0
-        if program.name == "rollout: decode":
-            read = sum(size * (1.0 if name == PARAMETERS else factor) for name, size in plan.sampling.items())
+        read = program.parameters_read + program.caches_read * factor
         sent = program.sent / device.rate(plan.target.mesh.size)
         parts = (program.flops * factor / device.flops, read / device.bandwidth, sent)
         compute, reading, sending = (

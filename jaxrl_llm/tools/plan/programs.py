@@ -3,6 +3,7 @@
 All that the plan takes from the engine, the batch and the objectives is here.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.tools.plan.compiler import Compiler, ProgramStats, Trips
 from jaxrl_llm.tools.plan.shapes import Shapes, TeacherShapes, visiting
 from jaxrl_llm.training.advantages import advantage_step
+from jaxrl_llm.training.cross_tokenizer import at_ends
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.value import critic_params, value_regression
 from jaxrl_llm.training.optimizers import build_optimizer
@@ -33,7 +35,7 @@ from jaxrl_llm.training.packing.planner import Packer, TypicalRows, make_packer
 from jaxrl_llm.training.passes import scored_distributions, scored_logps, scored_norms, scored_top, values_before
 from jaxrl_llm.training.setup.memory import gradient_bytes, with_fitting_slots
 from jaxrl_llm.training.setup.mesh import shard_rows
-from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of, policy_loss
+from jaxrl_llm.training.setup.objectives import critic_spec, kl_in_loss, needs_reference, objective_of, policy_loss
 from jaxrl_llm.training.setup.run import critic_alone, make_optimizer, sized_critic_updates, sized_updates
 from jaxrl_llm.training.setup.specs import (
     advantage_spec,
@@ -41,6 +43,7 @@ from jaxrl_llm.training.setup.specs import (
     batch_spec,
     context_width,
     critic_optimizer_spec,
+    cross_tokenizer_widths,
     learner_spec,
     offline_spec,
     old_logps_of,
@@ -79,10 +82,13 @@ class Microbatch(NamedTuple):
     tokens: int  # 0: rows are not packed
 
 
-def held_bytes(shapes: Shapes) -> int:
-    """Return the bytes on a device from the first step to the last."""
+def held_bytes(shapes: Shapes, only: str = "") -> int:
+    """Return the bytes on a device from the first step to the last; `only` as `compile_step` takes it."""
     teachers = [teacher.own for teacher in shapes.teachers.values()]
-    return bytes_on_device((shapes.state, shapes.frozen, shapes.own_reference, teachers))
+    graders = [grader.own for grader in shapes.graders]
+    if only == "sampling":
+        return bytes_on_device(graders)
+    return bytes_on_device((shapes.state, shapes.frozen, shapes.own_reference, teachers, shapes.average, graders))
 
 
 def compile_step(
@@ -101,25 +107,30 @@ def compile_step(
     micro-batches of an update.
 
     `only` names one phase, "rollout", "logps" or "update", or one half of a split run, "training", or "sampling", whose
-    devices hold nothing else. Evaluation is not among them. `packer` is that of a run, `options` are the compiler's,
-    `memory` are the bytes of a device that a run may use, where they are known, and `host` the devices of one host
-    where CPUs stand in for accelerators.
+    devices hold nothing but what scores completions. Neither evaluation nor scoring is among them. `packer` is that of
+    a run, `options` are the compiler's, `memory` are the bytes of a device that a run may use, where they are known,
+    and `host` the devices of one host where CPUs stand in for accelerators.
     """
     simulated = accelerator and mesh.devices.flat[0].platform == "cpu"
-    held = 0 if only == "sampling" else held_bytes(shapes)
-    compiler, rollout = Compiler(held, mesh.size, simulated, options or {}), None
+    compiler, rollout = Compiler(held_bytes(shapes, only), mesh.size, simulated, options or {}), None
     online = config.algorithm.name not in OFFLINE
     params = merge_frozen(shapes.state, shapes.frozen).params
     if online and only in ("", "rollout", "sampling"):
         engine = make_engine(config, shapes.net, simulated)
         sampling_mesh = rollout_mesh(mesh, config.rollout.mesh, shapes.net.config.kv_heads, host)
+        prompts = config.batch.prompts + config.rollout.partial_prompts
         if config.rollout.memory_fraction is not None and memory:
-            share, prompts = config.rollout.memory_fraction, config.batch.prompts + config.rollout.partial_prompts
+            share = config.rollout.memory_fraction
             total = memory * (1 if mesh.devices.flat[0].platform == "cpu" and not accelerator else mesh.size)
             engine = with_fitting_slots(engine, visiting(params), share, total, prompts, widths[0], sampling_mesh)
-        rollout = compile_rollout(config, engine, params, mesh, sampling_mesh, widths[0], compiler)
+        places: Any = {"params": params, "mesh": mesh, "sampling_mesh": sampling_mesh, "of_run": params}
+        rollout = compile_rollout(compiler, "rollout", engine, prompts, widths[0], **places)
+        if compares_with_greedy(config):
+            greedy = dataclasses.replace(engine, sampling=engine.sampling.greedy, group_size=1)
+            compile_rollout(compiler, "greedy rollout", greedy, config.batch.prompts, widths[0], **places)
         if only == "sampling":
-            return compiler.programs[1:], rollout, Microbatch(0, 0)  # parameters come in the type that decodes
+            programs = [x for x in compiler.programs if not x.name.endswith(": cast")]
+            return programs, rollout, Microbatch(0, 0)  # parameters come in the type that decodes
     objective, room = objective_of(config, shapes.net), None
     if accelerator and memory:
         room = max(memory - held_bytes(shapes) - gradient_bytes(shapes.state.params), 0.0)
@@ -177,6 +188,11 @@ def compile_step(
     return compiler.programs, rollout, Microbatch(rows, tokens)
 
 
+def compares_with_greedy(config) -> bool:
+    """True where each prompt has a greedy completion besides, whose score its others are compared with."""
+    return advantage_step(advantage_spec(config), ()).asks_for("greedy_scores")
+
+
 class ScannedEngine(Engine):
     """An engine whose decoder scans its layers: simulated devices compile it sooner, for the same memory."""
 
@@ -193,37 +209,52 @@ def make_engine(config, net: Net, scanned: bool) -> Engine:
 
 
 def compile_rollout(
-    config, engine: Engine, params, mesh: Mesh, sampling_mesh: Mesh, prompt_width: int, compiler: Compiler
+    compiler: Compiler,
+    name: str,
+    engine: Engine,
+    prompts: int,
+    prompt_width: int,
+    params,
+    mesh: Mesh,
+    sampling_mesh: Mesh,
+    calls: float = 1.0,
+    of_run: Any = (),
 ) -> Rollout:
-    """Compile the programs of the engine (cast, prefill, assign, decode); return what sampling holds."""
-    k, longest = config.rollout.group_size, config.rollout.max_completion_length
+    """Compile the programs of an engine (cast, prefill, assign, decode); return what sampling holds.
+
+    A step makes so many `calls` with so many prompts. `params` are on `mesh`; `of_run` of them are always there.
+    """
+    k, longest = engine.group_size, engine.max_completion_length
     on_devices = visiting(params)
     cast, arguments = engines.decoding_params, (on_devices, engine.decoder)
     if sampling_mesh != mesh:
         cast, arguments = functools.partial(engines.decoding_params, decoder=engine.decoder), (on_devices,)
         cast = jax.jit(cast, out_shardings=shardings(jax.eval_shape(cast, on_devices), sampling_mesh))
-    sampled = compiler.add("rollout: cast", cast, arguments, of_run=params)
+    sampled = compiler.add(f"{name}: cast", cast, arguments, times=calls, of_run=of_run)
     with jax.set_mesh(sampling_mesh):
         shards = row_shards(sampling_mesh)
-        prompts = -(-(config.batch.prompts + config.rollout.partial_prompts) // shards) * shards
+        prompts = -(-prompts // shards) * shards
         ints = rows_shape(sampling_mesh, (prompts, prompt_width), jnp.int32)
         keys = jax.eval_shape(lambda: engines.row_keys(jax.random.key(0), jnp.uint32(0), prompts * k))
         keys = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=NamedSharding(sampling_mesh, PartitionSpec()))
-        all_prompts, rows = compiler.add("rollout: prefill", engines.prefill, (engine, sampled, ints, ints, keys))
+        arguments = (engine, sampled, ints, ints, keys)
+        all_prompts, rows = compiler.add(f"{name}: prefill", engines.prefill, arguments, times=calls)
         local = prompts // shards
         grid = Scheduler(local, k, shards, engine.shard_slots(shards, local * k)).grid
         assign = (engine, all_prompts, rows, keys, grid, longest)
-        grid_prompts, slots = compiler.add("rollout: assign", engines.assign, assign, held=(sampled,))
+        grid_prompts, slots = compiler.add(f"{name}: assign", engines.assign, assign, times=calls, held=(sampled,))
         waiting = None if grid.slots == prompts * k else all_prompts.cache
         decode = (engine, sampled, grid_prompts, slots, jax.ShapeDtypeStruct((), jnp.int32))
         # While accelerators decode, they may hold the keys and values of completions in a second layout.
         compiler.add(
-            "rollout: decode",
+            f"{name}: decode",
             engines.decode_chunk,
             decode,
-            times=longest * prompts * k / grid.slots,  # the grids of slots, one after another, that all rows take
+            # The grids of slots, one after another, that all rows take.
+            times=calls * longest * prompts * k / grid.slots,
             held=(waiting,),
             copied=slots.cache,
+            reads=(sampled, (grid_prompts.cache, waiting, slots.cache)),
         )
     return Rollout(sampled, grid_prompts.cache, slots.cache, waiting)
 
@@ -259,6 +290,11 @@ def compile_logps(
         first = context_width(config, widths[0])
         ints = rows_shape(mesh, (rows, first + widths[1] - widths[0]), jnp.int32)
         inputs, trips = Inputs(ints, ints, prompt_width=first), ()
+    elif config.teacher.form == "uld":
+        parts = (first, widths[1] - first) if online else (widths[1], widths[1])
+        first, longest = cross_tokenizer_widths(config, *parts)
+        ints = rows_shape(mesh, (rows, first + longest), jnp.int32)
+        inputs, trips = Inputs(ints, ints, prompt_width=first), ()
     for value, (net, params, _) in shapes.teachers.items():
         program, settings = scored_logps, (spec.temperature,)
         if spec.divergence and spec.top_k:
@@ -269,6 +305,13 @@ def compile_logps(
         arguments = (net, visiting(params), inputs, *settings, microbatch, shards)
         on_devices = () if spec.offload else params
         compiler.add(f"teacher {value}".strip(), program, arguments, of_run=on_devices, trips=trips)
+        if config.teacher.form == "uld":
+            own, whole = net.config, NamedSharding(mesh, PartitionSpec())
+            hidden = rows_shape(mesh, (*ints.shape, own.width), own.dtype)
+            head = jax.ShapeDtypeStruct((own.width, own.vocab_size), own.dtype, sharding=whole)
+            last = rows_shape(mesh, (rows, widths[1]), jnp.int32)
+            arguments = (hidden, head, ints, ints, last, first, spec.temperature, own.logit_softcap)
+            compiler.add("the teacher's spans", at_ends, arguments, of_run=on_devices, trips=())
 
 
 def rows_shape(mesh: Mesh, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
@@ -293,7 +336,8 @@ def update_batch(
         fields |= {"observed": tokens} if algorithm.observation_coef else {}
         kind = old_logps_of(config)
         fields |= {"proximal_share" if kind == "interpolated" else "old_logps": tokens} if kind != "policy" else {}
-        if needs_reference(config) and not algorithm.kl_in_reward:
+        in_loss = kl_in_loss(config)
+        if in_loss:
             if algorithm.kl == "full":
                 size, dtype = net.config.width, net.config.dtype
                 fields |= {"ref_hidden": rows_shape(mesh, (rows, width, size), dtype)}
@@ -302,7 +346,6 @@ def update_batch(
             else:
                 fields |= {"ref_logps": tokens}
         own = learner_spec(config)
-        in_loss = needs_reference(config) and not algorithm.kl_in_reward
         fields |= {"kl_weight": single} if own.kl_weights and in_loss else {}
         fields |= {"loss_weight": single} if own.loss_weights else {}
         fields |= dict.fromkeys(("values", "returns") if algorithm.name == "ppo" else (), tokens)
@@ -318,7 +361,7 @@ def update_batch(
         fields |= {"seeds": seeds} if algorithm.neftune_alpha else {}
         fields |= {"labels": single} if algorithm_of(config).data == "labels" else {}
         scalars |= {"reward_shift": number} if offline_spec(config, width).running_mean else {}
-    if config.teacher.path is not None and config.teacher.form == "divergence":
+    if config.teacher.path is not None and config.teacher.form != "advantage":
         if k := teacher_spec(config).top_k:
             fields |= {"teacher_ids": rows_shape(mesh, (rows, width, k), jnp.int32)}
             fields |= {"teacher_top_logps": rows_shape(mesh, (rows, width, k), jnp.float32)}
@@ -329,6 +372,10 @@ def update_batch(
             scalars |= {"teacher_head": jax.ShapeDtypeStruct(shape, own.dtype, sharding=number.sharding)}
             scalars |= {} if own.logit_softcap is None else {"teacher_softcap": number}
         fields |= {"taught": single} if config.teacher.context != "none" else {}
+        if config.teacher.form == "uld":
+            fields |= {"teacher_ends": ints["tokens"], "teacher_prefix_logps": tokens}
+            matches = jax.ShapeDtypeStruct((net.config.vocab_size,), jnp.int32, sharding=number.sharding)
+            scalars |= {"teacher_matches": matches} if config.teacher.uld_hybrid else {}
     return Batch(Inputs(**ints, prompt_width=prompt_width), mask=tokens, scalars=Scalars(**scalars), **fields)
 
 

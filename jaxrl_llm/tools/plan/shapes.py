@@ -1,25 +1,30 @@
 """The arrays of a run as shapes with their places on a mesh: nothing is read but config.json, nothing is allocated."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.resolve import split_options
+from jaxrl_llm.config.resolve import resolve, split_options
 from jaxrl_llm.config.schema import OFFLINE
-from jaxrl_llm.distributed.sharding import over, placed
+from jaxrl_llm.distributed.sharding import make_mesh, over, placed
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.families import family_of
-from jaxrl_llm.models.lora import has_adapters, split
+from jaxrl_llm.models.lora import has_adapters, merge, split
 from jaxrl_llm.models.model import base_and_adapter
 from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.rewards.built_in import BUILT_IN
+from jaxrl_llm.rewards.judge import JudgeSpec
+from jaxrl_llm.training.local_judge import reply_options, row_length
 from jaxrl_llm.training.objectives.value import HEAD
 from jaxrl_llm.training.optimizers import build_optimizer
 from jaxrl_llm.training.reference import ReferenceSpec, start_reference
+from jaxrl_llm.training.reward_models import path_and_options, short_name
 from jaxrl_llm.training.setup.data import model_entries, register
 from jaxrl_llm.training.setup.models import build_lora, critic_config, net_options
 from jaxrl_llm.training.setup.objectives import needs_reference
@@ -42,6 +47,20 @@ class TeacherShapes(NamedTuple):
     own: Params | None  # the part of them that nothing else holds
 
 
+class GraderShapes(NamedTuple):
+    """A model that scores completions for a reward: a reward model or, with a `judge`, that of a judge."""
+
+    name: str
+    net: Net
+    params: Params  # whole, over the devices of one process
+    own: Params | None  # the same, unless another judge has them
+    offload: bool  # they wait in the host's memory between batches
+    rows: int  # that are scored at a time
+    width: int  # the most tokens of a row or, of a judge, of a prompt
+    judge: JudgeSpec | None = None
+    reply: int = 0  # the most tokens of one
+
+
 class Shapes(NamedTuple):
     """The arrays on the devices from the first step to the last."""
 
@@ -52,6 +71,8 @@ class Shapes(NamedTuple):
     reference: Params | None  # whole; it may share `frozen`
     own_reference: Params | None  # the part of it that nothing else holds
     teachers: dict[str, TeacherShapes]  # by the value of the column that names them, "" for that of teacher.path
+    graders: tuple[GraderShapes, ...]
+    average: tuple[Params, ...]  # the moving average, what it began with, and the averaged parameters; empty: none
 
 
 def describe_net(config, dtype: str, on_cpu: bool, head: str | None = None) -> Net:
@@ -72,8 +93,8 @@ def describe_net(config, dtype: str, on_cpu: bool, head: str | None = None) -> N
     return net if config.lora.path is None else peft.with_adapter_modules(net, family, config.lora.path)
 
 
-def describe(config, mesh: Mesh, dtype: str, on_cpu: bool) -> Shapes:
-    """The shapes of a run on `mesh`, computing in `dtype`."""
+def describe(config, mesh: Mesh, dtype: str, on_cpu: bool, host: int | None = None) -> Shapes:
+    """The shapes of a run on `mesh`, computing in `dtype`; `host` as `process_mesh` takes it."""
     net = describe_net(config, dtype, on_cpu)
     params = _trained_score_in_fp32(over(net.shapes(), mesh))
     if config.model.quantize != "none" and not has_adapters(params):
@@ -102,7 +123,10 @@ def describe(config, mesh: Mesh, dtype: str, on_cpu: bool) -> Shapes:
         head = _offloaded(state.critic) if state.critic and config.critic.shared else state.critic
         state, frozen = dataclasses.replace(_offloaded(state), critic=head), jax.tree.map(_on_host, frozen)
     teachers = _teachers(config, net, params, mesh, dtype)
-    return Shapes(net, critic, state, Frozen(frozen, frozen_critic), reference, own_reference, teachers)
+    graders = _graders(config, process_mesh(mesh, host), "float32" if on_cpu else "bfloat16")
+    average = _average(config, net, params)
+    frozen = Frozen(frozen, frozen_critic)
+    return Shapes(net, critic, state, frozen, reference, own_reference, teachers, graders, average)
 
 
 def _teachers(config, policy: Net, own: Params, mesh: Mesh, dtype: str) -> dict[str, TeacherShapes]:
@@ -118,17 +142,77 @@ def _teachers(config, policy: Net, own: Params, mesh: Mesh, dtype: str) -> dict[
     for value, path in paths.items():
         if split_options(path)[0] == "server":
             continue
-        path, adapter = base_and_adapter(path, None)
-        lora = None if adapter is None else peft.read_config(adapter).lora
-        folder = hf.locate(path, config_only=True, revision=None if value else c.revision)
         types = {"dtype": dtype, "param_dtype": dtype, "quantize": c.quantize}
-        net = hf.load_net(folder, head="lm", lora=lora, **types)
-        if adapter is not None:
-            net = peft.with_adapter_modules(net, family_of(hf.read_config(folder)), adapter)
+        net, _ = net_at(path, None if value else c.revision, head="lm", **types)
         params = over(net.shapes(), mesh)
         params = jax.tree.map(_on_host, params) if c.offload else params
         found[value] = TeacherShapes(net, params, params)
     return found
+
+
+def net_at(path: str, revision: str | None = None, **overrides) -> tuple[Net, dict[str, Any]]:
+    """The net of a model, or of an adapter with its model, and its config.json, which is all that is read of it."""
+    path, adapter = base_and_adapter(path, None)
+    lora = None if adapter is None else peft.read_config(adapter).lora
+    folder = hf.locate(path, config_only=True, revision=revision)
+    net, read = hf.load_net(folder, lora=lora, **overrides), hf.read_config(folder)
+    return net if adapter is None else peft.with_adapter_modules(net, family_of(read), adapter), read
+
+
+def process_mesh(mesh: Any, host: int | None) -> Any:
+    """The mesh of one process's devices, over which it spreads what it scores completions with.
+
+    `host` is their number where CPUs stand in for accelerators, None where the devices of the mesh say it.
+    """
+    if isinstance(mesh, AbstractMesh):
+        sizes = dict.fromkeys(mesh.shape, 1) | {"fsdp": min(mesh.size, host or mesh.size)}
+        return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    devices = list(mesh.devices.flat)
+    near = [device for device in devices if device.process_index == devices[0].process_index]
+    return make_mesh(data=1, fsdp=-1, devices=near[:host])
+
+
+def _graders(config, mesh: Any, dtype: str) -> tuple[GraderShapes, ...]:
+    """The reward models, and the judges with a path, among the rewards that the configuration names."""
+    found: list[GraderShapes] = []
+    judges: set[Any] = set()
+    c = config.rollout
+    for spec in config.rewards.functions if config.algorithm.name not in OFFLINE else ():
+        if (named := path_and_options(spec)) is not None:
+            path, options = named
+            types = dict.fromkeys(("dtype", "param_dtype"), _known(options.get("dtype", "auto"), dtype))
+            net, _ = net_at(path, head="score", **types)
+            width = min(c.max_prompt_length + c.max_completion_length, options.get("max_length") or math.inf)
+            name = f"reward model {options.get('name') or short_name(path)}"
+            offload, rows = options.get("offload", False), options.get("rows", 32)
+            params = over(net.shapes(), mesh)
+            own = jax.tree.map(_on_host, params) if offload else params
+            found.append(GraderShapes(name, net, params, own, offload, rows, int(width)))
+        elif (judge := _judge_of(spec)) is not None:
+            values, _ = reply_options(judge)
+            types = dict.fromkeys(("dtype", "param_dtype"), _known(judge.dtype, dtype))
+            net, read = net_at(str(judge.path), head="lm", scan_layers=False, **types)
+            params, width = over(net.shapes(), mesh), row_length(judge, read)
+            key = judge.path, judge.dtype, judge.offload, judge.tokenizer, judge.trust_remote_code
+            own = None if key in judges else jax.tree.map(_on_host, params) if judge.offload else params
+            judges.add(key)
+            reply = values["max_tokens"] or width
+            name = f"judge {judge.name}"
+            found.append(GraderShapes(name, net, params, own, judge.offload, judge.rows, width, judge, reply))
+    return tuple(found)
+
+
+def _known(dtype: str, auto: str) -> str:
+    return auto if dtype == "auto" else dtype
+
+
+def _judge_of(spec: str) -> JudgeSpec | None:
+    """The judge with a path that a reward names; None for another reward."""
+    name, options = split_options(spec)
+    found = None if name.endswith(".py") else resolve(name, BUILT_IN)
+    if isinstance(found, type) and issubclass(found, JudgeSpec):
+        found = found(**options)
+    return found if isinstance(found, JudgeSpec) and found.path is not None else None
 
 
 def _trained_score_in_fp32(params: Params) -> Params:
@@ -162,6 +246,19 @@ def _copied(spec: ReferenceSpec, net: Net, params: Params) -> tuple[Params, Para
     if not has_adapters(params) or spec.adapters == "copy":
         return reference, reference
     return reference, trainable if spec.adapters == "start" else None
+
+
+def _average(config, net: Net, params: Params) -> tuple[Params, ...]:
+    """What the average of the policy holds; see `training.average`."""
+    if not config.average.every:
+        return ()
+    averaged = split(params, net.config.frozen)[1]
+    if has_adapters(params):
+        mesh = jax.tree.leaves(params)[0].sharding.mesh
+        averaged = over(jax.eval_shape(lambda params: merge(params, net.config.lora), params), mesh)
+    ema = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), averaged)
+    trees = (ema, averaged, averaged)
+    return jax.tree.map(lambda x: _on_host(x) if x.ndim else x, trees) if config.average.offload else trees
 
 
 def _offloaded(state: State) -> State:

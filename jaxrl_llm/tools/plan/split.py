@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh
 
 from jaxrl_llm.config import ConfigError, batch_rows
-from jaxrl_llm.distributed.sharding import check_processes, make_mesh, rollout_mesh
+from jaxrl_llm.distributed.devices import named
+from jaxrl_llm.distributed.sharding import make_mesh, rollout_mesh, row_groups
 from jaxrl_llm.tools.plan.advice import changed
-from jaxrl_llm.tools.plan.devices import named
 from jaxrl_llm.tools.plan.planned import PARAMETERS, Plan, floors, make_plan
 from jaxrl_llm.tools.plan.text import bytes_text, lines, seconds_text, table
 from jaxrl_llm.tools.plan.topology import stand_ins, target_of
@@ -37,7 +37,7 @@ def make_split(config, name: str, count: int, simulate: bool = False) -> Split:
     """The plans of both halves of a run on `count` devices called `name`, those that only sample among them.
 
     Raises ConfigError as `make_plan`, for processes among which the devices cannot be divided, and for what training
-    refuses on as many hosts: devices that only sample, or a process or rows on several of them.
+    refuses on as many hosts: devices that only sample, or a process, on several of them, and as `row_groups` does.
     """
     samplers, in_files, host = 1, not sampling_devices(config), named(name).host(count)
     if in_files:
@@ -66,7 +66,7 @@ def make_split(config, name: str, count: int, simulate: bool = False) -> Split:
     devices, c = stand_ins(config, name, count), config.mesh
     alone = changed(config, {"rollout.devices": 0, "rollout.processes": 0})
     training_mesh = make_mesh(c.data, c.fsdp, c.tensor, c.context, c.expert, devices[: count - samplers * each])
-    check_processes(training_mesh, each if in_files else host)
+    row_groups(training_mesh, each if in_files else host)
     sampling_mesh = rollout_mesh(make_mesh(devices=devices[-each:]), config.rollout.mesh)
     training = make_plan(alone, target_of(training_mesh, name, simulate), only="training")
     sampling = make_plan(alone, target_of(sampling_mesh, name, simulate), only="sampling")
@@ -77,7 +77,7 @@ def make_split(config, name: str, count: int, simulate: bool = False) -> Split:
         policies = 1 if config.rollout.update_in_flight else config.rollout.staleness
         waiting = int(policies * share * sampling.sampling[PARAMETERS])
         sampling = sampling._replace(
-            held={"policies of batches that wait": waiting},
+            held=sampling.held | {"policies of batches that wait": waiting},
             programs=[x._replace(resident=x.resident + waiting) for x in sampling.programs],
         )
     return Split(training, sampling, samplers, in_files)

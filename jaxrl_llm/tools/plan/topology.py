@@ -14,11 +14,11 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.distributed.devices import Device, Gpu, at_hand, named
 from jaxrl_llm.distributed.overlap import overlap_collectives
-from jaxrl_llm.distributed.sharding import check_processes, make_mesh
+from jaxrl_llm.distributed.sharding import make_mesh, row_groups
 from jaxrl_llm.models import chunked_softmax
 from jaxrl_llm.models.model import compute_dtype
-from jaxrl_llm.tools.plan.devices import Device, Gpu, at_hand, named
 from jaxrl_llm.training import update
 from jaxrl_llm.training.setup.mesh import build_mesh
 
@@ -58,11 +58,11 @@ def target(config, name: str, count: int, simulate: bool = False) -> Target:
 
     A TPU is compiled for by its own compiler where libtpu is installed, a GPU by its own where jax's CUDA plugin is,
     unless `simulate`; everything else by XLA's CPU compiler, for `count` CPU devices. Raises ConfigError for an unknown
-    device, and for a mesh of another size or whose hosts would share rows.
+    device, and for a mesh of another size, and as `row_groups` does.
     """
     stand_ins(config, name, count)
     mesh = build_mesh(config)
-    check_processes(mesh, named(name).host(count))
+    row_groups(mesh, named(name).host(count))
     return target_of(mesh, name, simulate)
 
 

@@ -55,8 +55,9 @@ GROUPS = (
     Group("Environments and tools", "Turns of episodes, calls of tools, and failures.", r"(environment|tools)/.+"),
     Group(
         "Speed",
-        "Seconds of a step and its phases; tokens/s leaves out what the step waited for compilation (time/compile).",
-        r"step_time|step_tokens|tokens_per_second|num_tokens|epoch|(time|producer)/.+",
+        "Seconds of a step and its phases. tokens/s leaves out what it waited for compilation (time/compile); mfu is "
+        "the share of the devices' peak that updates make use of.",
+        r"step_time|step_tokens|tokens_per_second|mfu|num_tokens|epoch|(time|producer)/.+",
     ),
     Group(
         "Machine", "Memory (GiB) of the fullest device and of process 0, and the CPU cores it kept busy.", r"machine/.+"
@@ -73,7 +74,7 @@ UNITS = (
     (r"machine/cpu_cores", "cores"),
     (r"epoch", "epochs"),
     (r"(eval/(.+/)?)?(kl|entropy)|ratio/kl|teacher/kl|rollout_corr/kl|sampling/sampling_logp_difference/\w+", "nats"),
-    (r".*(accuracy|accuracies|clipped_ratio|clip_ratio/\w+|(pass|maj)@\d+)|frac_reward_zero_std", "share"),
+    (r".*(accuracy|accuracies|clipped_ratio|clip_ratio/\w+|(pass|maj)@\d+)|frac_reward_zero_std|mfu", "share"),
     (r"environment/(.+/)?turns", "turns"),
     (r"unscorable_rows|environment/(.+/)?(failures|episodes)", "rows"),
 )

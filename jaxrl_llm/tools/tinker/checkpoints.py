@@ -1,12 +1,15 @@
-"""The folder that training runs are saved in: `RUN/weights/NAME` to go on from, `RUN/sampler_weights/NAME` to sample.
+"""The folder that training runs are saved in: `RUN/weights/NAME` to go on from, `RUN/sampler_weights/NAME` to sample,
+`RUN/external_weights/NAME` for other libraries.
 
-Each is an adapter folder of PEFT, which every library loads, with `checkpoint.json` in it and, of `weights`, the
-optimizer's moments. Clients name them `tinker://RUN/weights/NAME`.
+Each is an adapter folder of PEFT or, of a run of all weights, a model folder of Hugging Face, which every library
+loads, with `checkpoint.json` in it and, of `weights`, the optimizer's moments. Clients name them
+`tinker://RUN/weights/NAME`.
 """
 
 import datetime
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,20 +17,22 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import path_name
-from jaxrl_llm.models.hf import replacing
+from jaxrl_llm.models import hf, lora
 from jaxrl_llm.models.lora import LoraConfig
-from jaxrl_llm.models.model import Model, load_adapter, save_adapter
+from jaxrl_llm.models.model import Model, load_adapter, save_adapter, save_hf
+from jaxrl_llm.models.peft import is_adapter
 from jaxrl_llm.models.safetensors import read_json, write_json
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.serving.errors import BadRequestError
-from jaxrl_llm.tools.tinker.training_run import Moments, TrainingRun, fresh_moments
+from jaxrl_llm.tools.tinker.training_run import Moments, TrainingRun
 
 SCHEME = "tinker://"
-KINDS = {"weights": "training", "sampler_weights": "sampler"}
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:\-]{0,255}")
-INFO, MOMENTS = "checkpoint.json", "moments.safetensors"
+INFO, MOMENTS = "checkpoint.json", "moments"  # a folder: vLLM reads every file of tensors beside config.json
 
 
 class Place(NamedTuple):
@@ -48,7 +53,7 @@ def place_of(path: Any) -> Place:
     parts = path.removeprefix(SCHEME).split("/") if isinstance(path, str) and path.startswith(SCHEME) else []
     if len(parts) != 3 or not RUN.fullmatch(parts[0]) or parts[1] not in KINDS or not NAME.fullmatch(parts[2]):
         raise BadRequestError(
-            f"path is {path!r:.200}; it takes {SCHEME}RUN/weights/NAME or {SCHEME}RUN/sampler_weights/NAME"
+            f"path is {path!r:.200}; it takes {SCHEME}RUN/weights/NAME or another of {', '.join(KINDS)}"
         )
     return Place(*parts)
 
@@ -72,7 +77,7 @@ class Store:
         return None
 
     def save(self, place: Place, run: TrainingRun, info: dict[str, Any], overwrite: bool = False) -> str:
-        """Writes a run's adapters and, of `weights`, its moments; complete or not at all. Returns the time of it.
+        """Writes what a run trains and, of `weights`, its moments; complete or not at all. Returns the time of it.
 
         Raises BadRequestError for a name that is taken.
         """
@@ -82,33 +87,47 @@ class Store:
         if self._read(place) is not None and not overwrite:
             raise BadRequestError(f"{place.path} exists already; give another name, or overwrite=True")
         time = _now().isoformat()
-        with replacing(folder) as partial:
-            save_adapter(run.whole(), partial)
+        with hf.replacing(folder) as partial:
+            if run.config is not None:
+                save_adapter(run.whole(), partial)
+            else:  # in fp32, as they are trained and sampled from; elsewhere in the type that the model came in
+                external, entries = place.kind == "external_weights", run.model.hf_config or {}
+                save_hf(run.whole(), partial, entries.get("dtype", entries.get("torch_dtype")) if external else None)
             if place.kind == "weights":
-                save_file({name: np.asarray(x) for name, x in _named(run.adam)}, partial / MOMENTS)
+                (partial / MOMENTS).mkdir()
+                for file, name, x in _moments(partial, run.adam):  # one at a time, as they are twice the weights
+                    save_file({name: np.asarray(x)}, file)
             write_json(partial / INFO, {"time": time, **info})
         return time
 
-    def load(self, path: Any, base: Model, moments: bool = False) -> tuple[LoraConfig, Params, Moments | None]:
-        """The adapters that `path` names and, where they are asked for, the optimizer's moments.
+    def load(self, path: Any, base: Model, moments: bool = False) -> tuple[LoraConfig | None, Params, Moments | None]:
+        """The adapters that `path` names, or with None all weights that are trained, in fp32; and, where they are asked
+        for, the optimizer's moments.
 
         Raises BadRequestError where there are none, and ConfigError for those of another model.
         """
         self.info(path)
         folder = self._folder(place_of(path))
-        config, adapters = load_adapter(base, folder)
-        if not moments:
-            return config, adapters, None
-        if not (folder / MOMENTS).is_file():
+        if moments and not (folder / MOMENTS).is_dir():
             raise BadRequestError(
                 f"{path} was saved to sample from, and has no optimizer state; load its weights alone"
             )
-        stored, empty = load_file(folder / MOMENTS), fresh_moments(adapters)
-        leaves = [
-            jax.device_put(stored[name], x.sharding) if isinstance(x, jax.Array) else stored[name]
-            for name, x in _named(empty)
-        ]
-        return config, adapters, jax.tree.unflatten(jax.tree.structure(empty), leaves)
+        if is_adapter(folder):
+            config, weights = load_adapter(base, folder)
+        else:
+            config, own = None, base.net.config
+            if hf.load_net(folder, dtype=own.dtype, param_dtype=own.param_dtype).shapes() != base.net.shapes():
+                raise ConfigError(f"{path} is another network than {base.path}")
+            _, params = hf.load(folder, base.mesh, own.dtype, "float32")
+            _, weights = lora.split(params, own.frozen)
+        if not moments:
+            return config, weights, None
+        like = Moments(np.zeros((), np.int32), weights, weights)
+        leaves = []
+        for file, name, x in _moments(folder, like):
+            stored = load_file(file)[name]
+            leaves.append(jax.device_put(stored, x.sharding) if isinstance(x, jax.Array) else stored)
+        return config, weights, jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def info(self, path: Any) -> dict[str, Any]:
         """What was written beside a checkpoint. Raises BadRequestError where there is none."""
@@ -116,6 +135,19 @@ class Store:
         if found is None:
             raise BadRequestError(f"there are no weights {path}", 404)
         return found
+
+    def files(self, path: Any) -> dict[str, Path]:
+        """The files of a checkpoint by their names in its folder. Raises BadRequestError where there is none."""
+        self.info(path)
+        folder = self._folder(place_of(path))
+        found = (file for file in sorted(folder.rglob("*")) if file.is_file() and file != folder / INFO)
+        return {file.relative_to(folder).as_posix(): file for file in found}
+
+    def set_expiry(self, path: Any, ends: str | None) -> None:
+        """Has a checkpoint end at another time, or never. Raises BadRequestError where there is none."""
+        info, file = self.info(path), self._folder(place_of(path)) / INFO
+        write_json(file.with_suffix(".partial"), {**info, "expires_at": ends})
+        file.with_suffix(".partial").replace(file)
 
     def delete(self, path: Any) -> None:
         """Deletes a checkpoint. Raises BadRequestError where there is none."""
@@ -134,7 +166,7 @@ class Store:
 
     def shown(self, place: Place, info: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint as clients read it."""
-        size = sum(file.stat().st_size for file in self._folder(place).iterdir())
+        size = sum(file.stat().st_size for file in self._folder(place).rglob("*") if file.is_file())
         return {
             "checkpoint_id": f"{place.kind}/{place.name}", "checkpoint_type": KINDS[place.kind], "time": info["time"],
             "tinker_path": place.path, "size_bytes": size, "public": False,
@@ -155,5 +187,7 @@ def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
-def _named(adam: Moments) -> list[tuple[str, jax.Array]]:
-    return [(path_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(adam)]
+def _moments(folder: Path, adam: Moments) -> Iterator[tuple[Path, str, jax.Array]]:
+    """The file of each array of the moments, its name there, and the array."""
+    for number, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(adam)):
+        yield folder / MOMENTS / f"{number:04d}.safetensors", path_name(path), x

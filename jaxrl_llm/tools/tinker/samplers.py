@@ -1,16 +1,21 @@
-"""Samples of the model and of saved weights, which are adapters of the server's queue as long as they are used."""
+"""Samples of the model and of saved weights, which are adapters of the server's queue as long as they are used.
+
+All weights of a model are such an adapter too, of which there is room for few: who needs another waits until one of
+them is in no more use.
+"""
 
 import asyncio
-import functools
 import math
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from jaxrl_llm.models.lora import LoraConfig, combine
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.serving.app import Answer, Server
 from jaxrl_llm.serving.bodies import parse
@@ -27,22 +32,35 @@ MOST_SAMPLES = 2**14  # of a prompt, in one request
 MOST_COMPLETIONS = 128  # of it that are asked of the queue at a time
 MOST_SAMPLERS = 32  # adapters that are kept to sample from; others are read again from their folder
 
+Adapter = tuple[LoraConfig | None, Any]  # as the queue takes them: without a LoraConfig all weights of the model
+
+
+class Loaded(NamedTuple):
+    """Weights that the queue has: when they were written, and whether they are all of the model."""
+
+    written: str
+    full: bool
+
 
 class Samplers:
     """What clients sample from, by the names that they got for it."""
 
     def __init__(
         self, model: Model, queue: RequestQueue, store: Store, names: tuple[str, ...], results: Results,
-        sessions: Sessions, tokenizer: str,
+        sessions: Sessions, tokenizer: str, most_full: int, trained: Collection[str],
     ):  # fmt: skip
-        """`names` are those of the model, the first one in answers; clients load its tokenizer by `tokenizer`."""
+        """`names` are those of the model, the first one in answers; clients load its tokenizer by `tokenizer`.
+
+        Up to `most_full` samplers of all weights are kept. `trained` are the runs that are at the moment.
+        """
         self.model, self.queue, self.store, self.names = model, queue, store, names
         self.results, self.sessions, self.tokenizer = results, sessions, tokenizer
+        self.most_full, self.trained = most_full, trained
         self.paths: dict[str, str] = {}  # of each sampling session; empty: the model itself
-        # Paths whose adapters the queue has, the newest use last, and when these were written.
-        self.loaded: OrderedDict[str, str] = OrderedDict()
+        self.loaded: OrderedDict[str, Loaded] = OrderedDict()  # by their paths, the newest use last
         self.using: Counter[str] = Counter()  # samples of each path that are not done
-        self.loading, self.admission = asyncio.Lock(), asyncio.Lock()
+        self.changing = {full: asyncio.Lock() for full in (False, True)}  # what is loaded of the kind
+        self.admission = asyncio.Lock()
 
     def check_base(self, name: Any) -> None:
         """Raises BadRequestError for another model than the one that is served."""
@@ -69,42 +87,82 @@ class Samplers:
         named = path if path.startswith(SCHEME) else None
         return JSONResponse({"sampler_id": sampler, "base_model": self.tokenizer, "model_path": named})
 
+    async def end(self, session: str) -> None:
+        """Lets the samplers of a session go, and the snapshots that they were of; what has a name stays."""
+        ended = [name for name in self.paths if name.startswith(f"{session}:")]
+        snapshots = {path for path in map(self.paths.pop, ended) if path in self.loaded and not path.startswith(SCHEME)}
+        await self._forget(sorted(snapshots))
+
+    async def _forget(self, paths: Sequence[str]) -> None:
+        """Lets weights go but those in use. Meanwhile no sample finds them."""
+        loaded = {path: self.loaded.pop(path) for path in paths}
+        gone = await self.queue.called(lambda: [path for path in paths if self.queue.forget_adapter(path)])
+        for path in reversed([path for path in paths if path not in gone]):
+            self.loaded[path] = loaded[path]
+            self.loaded.move_to_end(path, last=False)
+
     def _path(self, name: Any) -> str:
         if name not in self.paths:
             raise BadRequestError(f"there is no sampling session {name!r:.200}; create one anew", 404)
         return self.paths[name]
 
     async def _ensure(self, server: Server, path: str) -> None:
-        """Has the adapters of a path to sample from, read from their folder where they are not, or are others now."""
+        """Has the weights of a path to sample from, read from their folder where they are not, or are others now."""
         if not path.startswith(SCHEME):
             if path not in self.loaded:
                 raise BadRequestError(
-                    f"the snapshot was let go, as {MOST_SAMPLERS} others were used since: save weights by a name", 404
+                    f"the snapshot was let go, as {MOST_SAMPLERS} others were used since, or {self.most_full} of all "
+                    "weights: save weights by a name",
+                    404,
                 )
             self.loaded.move_to_end(path)
             return
-        async with self.loading:
-            written = (await asyncio.to_thread(self.store.info, path))["time"]
-            if self.loaded.get(path) == written:
-                self.loaded.move_to_end(path)
-                return
-            config, adapters, _ = await asyncio.to_thread(self.store.load, path, self.model)
-            await self.serve(server, path, (config, adapters), written)
+        info = await asyncio.to_thread(self.store.info, path)
+        full = not info["lora_rank"]
+        if self.loaded.get(path) != Loaded(info["time"], full):
+            async with self.changing[full]:
+                written = (await asyncio.to_thread(self.store.info, path))["time"]
+                if self.loaded.get(path) != Loaded(written, full):
 
-    async def serve(self, server: Server, path: str, adapters: Any, written: str = "") -> None:
-        """Makes adapters a model of the server, and lets those go that were not used for longest."""
-        unused = [name for name in self.loaded if name != path and not self.using[name]]
-        oldest = unused[: max(len(self.loaded) + 1 - MOST_SAMPLERS, 0)]
+                    async def read() -> Adapter:
+                        config, weights, _ = await asyncio.to_thread(self.store.load, path, self.model)
+                        return config, combine(self.model.params, weights) if full else weights  # with what is frozen
 
-        def add() -> list[str]:
-            self.queue.set_adapter(path, adapters)
-            return [name for name in oldest if self.queue.forget_adapter(name)]
-
-        gone = await self.queue.called(add)
-        self.loaded[path] = written
+                    await self._serve(server, path, full, read, written)
         self.loaded.move_to_end(path)
-        for name in gone:
-            self.loaded.pop(name, None)
+
+    async def serve(
+        self, server: Server, path: str, full: bool, make: Callable[[], Awaitable[Adapter]], written: str = ""
+    ) -> None:
+        """Makes weights a model of the server, `full` where they are all of one. `make` gives them when there is room.
+
+        Those of their kind go that were not used for longest. Where all are used adapters become more than may be, and
+        all weights wait.
+        """
+        async with self.changing[full]:
+            await self._serve(server, path, full, make, written)
+
+    async def _serve(
+        self, server: Server, path: str, full: bool, make: Callable[[], Awaitable[Adapter]], written: str
+    ) -> None:
+        most = self.most_full if full else MOST_SAMPLERS
+        while True:
+            alike = [name for name, kept in self.loaded.items() if kept.full == full and name != path]
+            # The newest of another run that is trained goes last: its client is about to sample.
+            newest = {run_of(name): name for name in alike if run_of(name) in self.trained} | {run_of(path): path}
+            unused = sorted((name for name in alike if not self.using[name]), key=lambda name: name in newest.values())
+            await self._forget(unused[: max(len(alike) + 1 - most, 0)])
+            self._show(server)
+            if not full or sum(name in self.loaded for name in alike) < most:
+                break
+            await asyncio.sleep(0.05)
+        await self.queue.called(partial(self.queue.set_adapter, path, await make()))
+        self.loaded[path] = Loaded(written, full)
+        self.loaded.move_to_end(path)
+        self._show(server)
+
+    def _show(self, server: Server) -> None:
+        """Has the saved weights that are loaded as models of the server."""
         saved = (name for name in self.loaded if name.startswith(SCHEME))
         server.names = (*(name for name in server.names if not name.startswith(SCHEME)), *saved)
 
@@ -116,7 +174,7 @@ class Samplers:
         if sampler is None and not path:
             self.check_base(body.get("base_model"))
         request_id = f"{sampler or uuid.uuid4().hex}:{uuid.uuid4().hex if number is None else number}"
-        self.results.start(request_id, functools.partial(self._sampled, server, path, body))
+        self.results.start(request_id, partial(self._sampled, server, path, body))
         count = whole(body, "num_samples", 1)
         return JSONResponse(
             {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{index}" for index in range(count)]}
@@ -124,10 +182,10 @@ class Samplers:
 
     async def _sampled(self, server: Server, path: str, body: Mapping[str, Any]) -> SampleAnswer:
         wanted, count = checked(body, server.limits.tokens), whole(body, "num_samples", 1)
+        if path:
+            await self._ensure(server, path)
         self.using[path] += 1  # so long it is not let go
         try:
-            if path:
-                await self._ensure(server, path)
             names = (server.names[0], path) if path else server.names[:1]
             most = min(MOST_COMPLETIONS, server.limits.rows)
             answers = [
@@ -178,6 +236,11 @@ class Samplers:
             return answer.choices, None if answer.choices[0].handle is None else answer.choices[0].handle.scores
         finally:
             answer.close()
+
+
+def run_of(path: str) -> str:
+    """The run that saved weights, or a snapshot, are of."""
+    return path.removeprefix(SCHEME).partition("/")[0]
 
 
 def checked(body: Mapping[str, Any], longest: int) -> dict[str, Any]:

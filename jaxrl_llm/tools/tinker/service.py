@@ -23,7 +23,7 @@ from jaxrl_llm.models.model import Model, has_peft_adapter
 from jaxrl_llm.serving.app import Server
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.queue import RequestQueue
-from jaxrl_llm.tools.tinker.checkpoints import SCHEME, Place, Store, expiry
+from jaxrl_llm.tools.tinker.checkpoints import Place, Store, expiry
 from jaxrl_llm.tools.tinker.messages import (
     PROTOBUF,
     GradientAnswer,
@@ -32,16 +32,17 @@ from jaxrl_llm.tools.tinker.messages import (
     gradient_request_of_json,
     whole,
 )
+from jaxrl_llm.tools.tinker.rest import DESCRIBED, Rest, rank_about
 from jaxrl_llm.tools.tinker.results import Results, settled
-from jaxrl_llm.tools.tinker.samplers import Samplers
+from jaxrl_llm.tools.tinker.samplers import Adapter, Samplers
 from jaxrl_llm.tools.tinker.sessions import Sessions
 from jaxrl_llm.tools.tinker.training_run import ADAM, TrainingRun, lora_config
 
 MOST_RANK = 2**14
-MOST_RUNS = 32  # that are trained at once; the adapters and moments of each are on the devices
+MOST_RUNS = 32  # of adapters that are trained at once, which are on the devices with their moments
 MOST_BYTES = 2**27  # of a request for gradients; the SDK sends up to 5 MB at a time
 FORGOTTEN = 3600.0  # seconds of silence after which nobody goes on with a run
-DESCRIBED = ("base_model", "lora_rank", "train_unembed", "train_mlp", "train_attn")  # of a run, beside its weights
+FORGOTTEN_FULL = 120.0  # the same of a run of all weights, whose place others wait for; a client is heard every 10
 
 Route = tuple[str, str, Callable[..., Awaitable[Response]]]  # a path, a method, and what answers
 
@@ -63,19 +64,31 @@ class Seat:
 
 
 class TrainingService:
-    """Training runs on one model, whose adapters the server samples from."""
+    """Training runs on one model, whose adapters and other weights the server samples from."""
 
-    def __init__(self, model: Model, queue: RequestQueue, folder: Path, names: tuple[str, ...], microbatch_tokens: int):
+    def __init__(
+        self,
+        model: Model,
+        queue: RequestQueue,
+        folder: Path,
+        names: tuple[str, ...],
+        microbatch_tokens: int,
+        full_runs: int = 1,
+        full_samplers: int = 2,
+    ):
         """`model` is what runs adapt; clients may call it by each of `names`, and answers by the first.
 
+        Up to `full_runs` train all weights, each a copy of its own, and up to `full_samplers` sample from such.
         Raises ConfigError for a quantised model.
         """
         if model.net.config.quantize != "none":
             raise ConfigError(f"{model.path} stores its matrices as {model.net.config.quantize}: its adapters cannot "
                               "be sampled from, as they are not merged into such")  # fmt: skip
         self.model, self.queue, self.names, self.microbatch_tokens = model, queue, names, microbatch_tokens
+        self.full_runs = full_runs
         self.store = Store(folder)
         self.seats: dict[str, Seat] = {}
+        self.rest = Rest(self.store, self.seats)
         self.sessions, self.results, self.seating = Sessions(), Results(), asyncio.Lock()
         self.tokenizer = names[0]  # an id of the hub, or a folder that clients on this machine can read
         if Path(names[0]).is_dir() or ":" in names[0]:
@@ -83,7 +96,9 @@ class TrainingService:
             self.tokenizer = str(folder / "tokenizer")
             if self.tokenizer.count("/") == 2:  # the SDK takes it for a variant of a model of the hub
                 self.tokenizer = f"/{self.tokenizer}"
-        self.samplers = Samplers(model, queue, self.store, names, self.results, self.sessions, self.tokenizer)
+        self.samplers = Samplers(
+            model, queue, self.store, names, self.results, self.sessions, self.tokenizer, full_samplers, self.seats
+        )
 
     @property
     def routes(self) -> list[Route]:
@@ -94,21 +109,24 @@ class TrainingService:
             "sessions/{session}/finish": self.finish_session, "telemetry": self.telemetry,
             "create_model": self.create_model, "get_info": self.get_info, "unload_model": self.unload_model,
             "forward_backward": self.forward_backward, "forward": self.forward, "optim_step": self.optim_step,
-            "save_weights": self.save_weights, "load_weights": self.load_weights, "weights_info": self.weights_info,
+            "save_weights": self.save_weights, "load_weights": self.load_weights,
             "save_weights_for_sampler": self.save_weights_for_sampler,
-            "save_weights_external": self.save_weights_external,
+            "save_weights_external": self.save_weights_external, "weights_info": self.rest.weights_info,
             "create_sampling_session": self.samplers.create, "asample": self.samplers.sample,
             "retrieve_future": self.results.retrieve, "cancel_future": self.results.cancel,
         }  # fmt: skip
+        checkpoint = "training_runs/{run}/checkpoints/{kind}/{name}"
         gets = {
             "healthz": self.healthz, "get_server_capabilities": self.capabilities, "sessions": self.sessions.list,
             "sessions/{session}": self.get_session, "samplers/{sampler:path}": self.samplers.get,
-            "training_runs": self.list_runs, "training_runs/{run}": self.get_run,
-            "training_runs/{run}/checkpoints": self.list_checkpoints, "checkpoints": self.list_checkpoints,
+            "training_runs": self.rest.list_runs, "training_runs/{run}": self.rest.get_run,
+            "training_runs/{run}/checkpoints": self.rest.list_checkpoints, "checkpoints": self.rest.list_checkpoints,
+            f"{checkpoint}/external_weights_urls": self.rest.list_urls,
+            f"{checkpoint}/{{file:path}}": self.rest.get_file,
         }  # fmt: skip
-        deletes = {"training_runs/{run}/checkpoints/{kind}/{name}": self.delete_checkpoint}
-        methods = {"POST": posts, "GET": gets, "DELETE": deletes}
-        others: list[Route] = [("/api/v1/{path:path}", method, unsupported) for method in (*methods, "PUT", "PATCH")]
+        puts = {f"{checkpoint}/ttl": self.rest.set_ttl}
+        methods = {"POST": posts, "GET": gets, "PUT": puts, "DELETE": {checkpoint: self.rest.delete_checkpoint}}
+        others: list[Route] = [("/api/v1/{path:path}", method, unsupported) for method in (*methods, "PATCH")]
         own: list[Route] = [
             (f"/api/v1/{path}", method, handler) for method, paths in methods.items() for path, handler in paths.items()
         ]
@@ -142,8 +160,7 @@ class TrainingService:
         session = request.path_params["session"]
         for seat in [seat for seat in self.seats.values() if seat.session == session]:
             self._unload(seat)
-        for sampler in [name for name in self.samplers.paths if name.startswith(f"{session}:")]:
-            del self.samplers.paths[sampler]
+        await self.samplers.end(session)
         self.sessions.found.pop(session, None)
         return JSONResponse({"status": "ok"})
 
@@ -157,43 +174,60 @@ class TrainingService:
                              "user_metadata": found["user_metadata"]})  # fmt: skip
 
     async def create_model(self, server: Server, request: Request) -> Response:
-        """A new run."""
+        """A new run: of adapters, or with rank 0 or no `lora_config` of all weights."""
         body = await server.body(request)
         self.sessions.of(body)
         self.samplers.check_base(body.get("base_model"))
         check_adam(body.get("optimizer_config"))
-        asked = body.get("lora_config")
+        asked = body.get("lora_config") or {}
         if not isinstance(asked, Mapping):
-            raise BadRequestError("lora_config is missing: runs of this server train adapters")
+            raise BadRequestError(f"lora_config is {asked!r:.100}; it takes an object")
         rank, seed = whole(asked, "rank", 0), whole(asked, "seed", uuid.uuid4().int % 2**31)
-        if not 1 <= rank <= MOST_RANK:
-            raise BadRequestError(f"lora_config.rank is {rank}; it takes a number from 1 to {MOST_RANK}")
+        if not 0 <= rank <= MOST_RANK:
+            raise BadRequestError(f"lora_config.rank is {rank}; it takes 1 to {MOST_RANK}, or 0 for all weights")
         trained = {name: bool(asked.get(name, True)) for name in ("train_unembed", "train_mlp", "train_attn")}
-        config = lora_config(rank, trained["train_attn"], trained["train_mlp"])
+        config = lora_config(rank, trained["train_attn"], trained["train_mlp"]) if rank else None
+        if config is None and (left := [name for name, value in trained.items() if not value]):
+            raise BadRequestError(f"lora_config.rank is 0, for all weights, and {left[0]} is false: give a rank")
         model_id = f"{body['session_id']}:train:{whole(body, 'model_seq_id', 0)}"
         info = {"base_model": self.names[0], "lora_rank": rank, **trained, "user_metadata": body.get("user_metadata")}
 
         async def created() -> dict[str, Any]:
-            await self._seat(
-                model_id, str(body["session_id"]), lambda: TrainingRun(self.model, config, seed % 2**31), info
-            )
+            async def run() -> TrainingRun:
+                return await self.queue.called(lambda: TrainingRun(self.model, config, seed % 2**31))
+
+            await self._seat(model_id, str(body["session_id"]), config is None, run, info)
             return {"type": "create_model", "model_id": model_id}
 
         self.results.start(f"{model_id}:create", created)
         return JSONResponse({"request_id": f"{model_id}:create", "model_id": model_id})
 
-    async def _seat(self, model_id: str, session: str, make: Callable[[], TrainingRun], info: dict[str, Any]) -> None:
-        """Adds a run; where there are as many as may be, one goes whose client is silent. Raises BadRequestError."""
+    async def _seat(
+        self, model_id: str, session: str, full: bool, make: Callable[[], Awaitable[TrainingRun]], info: dict[str, Any]
+    ) -> None:
+        """Adds a run, `full` where it is of all weights; where there are as many as may be, one goes whose client is
+        silent. Raises BadRequestError.
+        """
         async with self.seating:
-            if len(self.seats) >= MOST_RUNS:
-                silent = [seat for seat in self.seats.values() if self.sessions.silent(seat.session, FORGOTTEN)]
+            most, seconds = (self.full_runs, FORGOTTEN_FULL) if full else (MOST_RUNS, FORGOTTEN)
+            alike = [seat for seat in self.seats.values() if (seat.run.config is None) == full]
+            if not most:
+                raise BadRequestError(
+                    "this server trains adapters alone: give a rank from 1 on, or start it with --full_runs=1"
+                )
+            if len(alike) >= most:
+                silent = [seat for seat in alike if self.sessions.silent(seat.session, seconds)]
                 if not silent:
+                    kind = "all weights" if full else "adapters"
+                    more = ", or start the server with more --full_runs" if full else ""
                     raise BadRequestError(
-                        f"{len(self.seats)} runs are trained already; unload one, or finish its session"
+                        f"as many runs of {kind} are trained as may be, {most}: unload one, or finish its session{more}"
                     )
                 self._unload(min(silent, key=lambda seat: seat.used))
-            run = await self.queue.called(make)
-            if not has_peft_adapter(run.whole()):
+                del silent
+            del alike  # the arrays of one that goes are gone before others come
+            run = await make()
+            if not full and not has_peft_adapter(run.whole()):
                 raise BadRequestError(f"PEFT's folders have no place for adapters of {self.names[0]}")
             self.seats[model_id] = Seat(model_id, session, run, info)
 
@@ -220,8 +254,8 @@ class TrainingService:
         seat = self._seat_of(await server.body(request))
         arch = (self.model.hf_config or {}).get("model_type")
         about = {"arch": arch, "model_name": self.tokenizer, "tokenizer_id": self.tokenizer}
-        return JSONResponse({"type": "get_info", "model_data": about, "model_id": seat.model_id, "is_lora": True,
-                             "lora_rank": seat.run.config.rank, "model_name": self.tokenizer})  # fmt: skip
+        return JSONResponse({"type": "get_info", "model_data": about, "model_id": seat.model_id,
+                             "model_name": self.tokenizer, **rank_about(seat.info)})  # fmt: skip
 
     def _seat_of(self, body: Mapping[str, Any]) -> Seat:
         seat = self.seats.get(str(body.get("model_id")))
@@ -305,7 +339,7 @@ class TrainingService:
         return self._submit(seat, body, stepped)
 
     async def save_weights(self, server: Server, request: Request) -> Response:
-        """Saves the adapters and the moments of a run."""
+        """Saves what a run trains, and its moments."""
         body = await server.body(request)
         seat = self._seat_of(body)
 
@@ -318,16 +352,21 @@ class TrainingService:
         return self._submit(seat, body, saved)
 
     async def save_weights_external(self, server: Server, request: Request) -> Response:
-        """Always a request that fails, in its turn."""
+        """Saves what a run trains for other libraries, to be downloaded."""
         body = await server.body(request)
+        seat = self._seat_of(body)
 
-        async def refused() -> None:
-            raise BadRequestError("this server writes weights to its own folder alone: use save_weights")
+        async def saved() -> dict[str, Any]:
+            if body.get("age_encryption_recipients"):
+                raise BadRequestError("age_encryption_recipients is given; this server writes weights as they are")
+            place = Place(seat.model_id, "external_weights", str(body.get("path")))
+            await asyncio.to_thread(self.store.save, place, seat.run, self._about(seat, body))
+            return {"type": "save_weights_external", "path": place.path}
 
-        return self._submit(self._seat_of(body), body, refused)
+        return self._submit(seat, body, saved)
 
     async def save_weights_for_sampler(self, server: Server, request: Request) -> Response:
-        """Makes the adapters of a run a model to sample from: saved by a name, or kept while it is used."""
+        """Makes what a run trains a model to sample from: saved by a name, or kept while it is used."""
         body = await server.body(request)
         seat = self._seat_of(body)
 
@@ -342,9 +381,12 @@ class TrainingService:
                 place = Place(seat.model_id, "sampler_weights", str(name))
                 written = await asyncio.to_thread(self.store.save, place, seat.run, self._about(seat, body))
                 path = place.path
-            snapshot = await self.queue.called(seat.run.snapshot)
-            served = path or f"{seat.model_id}/{number}"
-            await self.samplers.serve(server, served, (seat.run.config, snapshot), written)
+            served, config = path or f"{seat.model_id}/{number}", seat.run.config
+
+            async def snapshot() -> Adapter:
+                return config, await self.queue.called(seat.run.snapshot)
+
+            await self.samplers.serve(server, served, config is None, snapshot, written)
             sampler = None if number is None else f"{seat.session}:sample:{number}"
             if sampler is not None:
                 self.samplers.paths[sampler] = served
@@ -372,6 +414,9 @@ class TrainingService:
             seat = self._seat_of(body)
 
             async def restored() -> dict[str, Any]:
+                if bool(self.store.info(path)["lora_rank"]) != (seat.run.config is not None):
+                    raise BadRequestError(f"of {path} and this run one is of adapters, and the other of all weights: "
+                                          "create a run from the weights")  # fmt: skip
                 found = await loaded()
                 await self.queue.called(lambda: seat.run.restore(*found))
                 return {"type": "load_weights", "path": path, "model_id": seat.model_id}
@@ -383,60 +428,18 @@ class TrainingService:
         model_id = f"{body['session_id']}:train:{whole(body, 'model_seq_id', 0)}"
 
         async def created() -> dict[str, Any]:
-            config, adapters, adam = await loaded()
             info = self.store.info(path)
 
-            def run() -> TrainingRun:
-                made = TrainingRun(self.model, config, 0)
-                made.restore(config, adapters, adam)
-                return made
+            async def run() -> TrainingRun:
+                config, *saved = await loaded()
+                return await self.queue.called(lambda: TrainingRun(self.model, config, saved=tuple(saved)))
 
             kept = {name: info[name] for name in DESCRIBED} | {"user_metadata": body.get("user_metadata")}
-            await self._seat(model_id, str(body["session_id"]), run, kept)
+            await self._seat(model_id, str(body["session_id"]), not info["lora_rank"], run, kept)
             return {"type": "load_weights", "path": path, "model_id": model_id}
 
         self.results.start(f"{model_id}:0", created)
         return JSONResponse({"request_id": f"{model_id}:0", "model_id": model_id})
-
-    async def weights_info(self, server: Server, request: Request) -> Response:
-        """What saved weights are of."""
-        body = await server.body(request)
-        info = self.store.info(body.get("tinker_path"))
-        return JSONResponse({"is_lora": True, **{name: info[name] for name in DESCRIBED}})
-
-    async def list_runs(self, server: Server, request: Request) -> Response:
-        """The runs that are trained, and those that saved something; the one used last first."""
-        runs = sorted(self._runs().values(), key=lambda run: run["last_request_time"], reverse=True)
-        return JSONResponse(page(request, "training_runs", runs))
-
-    async def get_run(self, server: Server, request: Request) -> Response:
-        """One of them."""
-        found = self._runs().get(request.path_params["run"])
-        if found is None:
-            raise BadRequestError(f"there is no run {request.path_params['run']!r:.200}", 404)
-        return JSONResponse(found)
-
-    def _runs(self) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
-        for seat in self.seats.values():
-            found[seat.model_id] = run_about(seat.model_id, seat.info, seat.info.get("user_metadata"), stamp(seat.used))
-        for place, info in self.store.all():
-            about = run_about(place.run, info, info.get("run_metadata"), info["time"])
-            about = found.setdefault(place.run, about)
-            last = "last_checkpoint" if place.kind == "weights" else "last_sampler_checkpoint"
-            about[last] = self.store.shown(place, info)
-        return found
-
-    async def list_checkpoints(self, server: Server, request: Request) -> Response:
-        """The checkpoints of a run, or of all, the newest first."""
-        found = self.store.all(request.path_params.get("run", ""))[::-1]
-        return JSONResponse(page(request, "checkpoints", [self.store.shown(*each) for each in found]))
-
-    async def delete_checkpoint(self, server: Server, request: Request) -> Response:
-        """Deletes a checkpoint; one that is sampled from goes on as long as it is used."""
-        run, kind, name = (request.path_params[key] for key in ("run", "kind", "name"))
-        await asyncio.to_thread(self.store.delete, f"{SCHEME}{run}/{kind}/{name}")
-        return Response(status_code=204)
 
 
 async def unsupported(server: Server, request: Request) -> Response:
@@ -463,26 +466,3 @@ def adam_settings(given: Mapping[str, Any]) -> dict[str, float]:
     if any(chosen.get(name, 0.0) >= 1 for name in ("beta1", "beta2")):
         raise BadRequestError("beta1 and beta2 are below 1")
     return chosen
-
-
-def run_about(run: str, info: Mapping[str, Any], metadata: Any, used: str) -> dict[str, Any]:
-    """A run as clients read it."""
-    return {"training_run_id": run, "base_model": info["base_model"], "model_owner": "local", "is_lora": True,
-            "lora_rank": info["lora_rank"], "last_request_time": used, "user_metadata": metadata}  # fmt: skip
-
-
-def stamp(seconds: float) -> str:
-    """A time as clients read it."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
-
-
-def page(request: Request, name: str, rows: list[Any]) -> dict[str, Any]:
-    """A part of a list, from `offset` on."""
-    try:
-        offset, limit = (
-            int(request.query_params.get(key, default)) for key, default in (("offset", 0), ("limit", 100))
-        )
-    except ValueError:
-        raise BadRequestError("offset and limit take numbers") from None
-    shown = rows[max(offset, 0) :][: max(limit, 0)]
-    return {name: shown, "cursor": {"offset": offset, "limit": limit, "total_count": len(rows)}}

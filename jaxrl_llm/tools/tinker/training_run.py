@@ -1,4 +1,4 @@
-"""A training run: adapters, the gradients that clients add up, and the optimizer's steps.
+"""A training run: adapters or all weights, the gradients that clients add up, and the optimizer's steps.
 
 Everything that computes here is called by the thread that owns the devices, a micro-batch at a time, so that rows which
 decode wait no longer than that.
@@ -23,6 +23,7 @@ from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.tools.tinker.losses import LOSSES, THRESHOLDS
 from jaxrl_llm.tools.tinker.messages import Datum, GradientAnswer, GradientRequest
+from jaxrl_llm.training.update import ADDS_IN_PLACE, add_gradients
 
 ALPHA = 32.0  # of adapters of every rank, as in "LoRA without regret" (thinkingmachines.ai/blog/lora)
 SHORTEST = 16  # tokens of a row, padding included; longer ones have a power of two
@@ -52,14 +53,36 @@ def lora_config(rank: int, train_attn: bool = True, train_mlp: bool = True) -> l
 
 
 class TrainingRun:
-    """Adapters of `base` that are trained; `base` is shared by all runs, and stays as it is."""
+    """Weights that are trained: adapters of `base`, or with `config` None all of its weights, copied in fp32.
 
-    def __init__(self, base: Model, config: lora.LoraConfig, seed: int):
-        model = add_adapters(base, config, jax.random.key(seed))
-        net = Net(dataclasses.replace(model.net.config, remat="block"))
-        self.model = dataclasses.replace(model, net=net, params=base.params)
-        self.config, self.adapters = config, lora.adapters_of(model.params)
-        self.adam = fresh_moments(self.adapters)
+    `base` is shared by all runs, and stays as it is.
+    """
+
+    def __init__(
+        self,
+        base: Model,
+        config: lora.LoraConfig | None,
+        seed: int = 0,
+        saved: tuple[Params, Moments | None] | None = None,
+    ):
+        """The weights, and the moments where there are some, are those of `saved`; without it adapters are drawn from
+        `seed`, and all weights are those of the base.
+        """
+        if config is None:  # in fp32, whatever the type that is served: 16 bits do not move by small steps
+            net = dataclasses.replace(base.net.config, remat="block", param_dtype="float32")
+            frozen, trained = lora.split(base.params, net.frozen)
+        else:
+            net = dataclasses.replace(base.net.config, remat="block", lora=config)
+            frozen, trained = base.params, {}
+        if saved is not None:
+            weights, adam = saved
+        elif config is None:
+            weights, adam = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), trained), None
+        else:
+            weights, adam = lora.adapters_of(add_adapters(base, config, jax.random.key(seed)).params), None
+        changed = base.changed or config is None
+        self.model = dataclasses.replace(base, net=Net(net), params=frozen, changed=changed)
+        self.config, self.weights, self.adam = config, weights, adam or fresh_moments(weights)
         self.gradients: Params | None = None  # None: there are none since the last step
 
     def forward_backward(self, request: GradientRequest, tokens_at_once: int) -> "Gradients":
@@ -69,7 +92,7 @@ class TrainingRun:
     def step(self, settings: Mapping[str, float]) -> dict[str, float]:
         """A step of AdamW (arXiv 1711.05101) along the gradients, which are used up. Returns its metrics.
 
-        Raises BadRequestError where there are none, and ArithmeticError where they are not finite: adapters and moments
+        Raises BadRequestError where there are none, and ArithmeticError where they are not finite: weights and moments
         stay as they were then.
         """
         if self.gradients is None:
@@ -79,32 +102,39 @@ class TrainingRun:
         norm = float(_norm(gradients))
         if not np.isfinite(norm):
             raise ArithmeticError(f"the gradients have the norm {norm}: no step was made, and they are dropped")
-        self.adapters, self.adam = _adamw(self.adapters, self.adam, gradients, np.float32(norm), chosen)
+        self.weights, self.adam = _adamw(self.weights, self.adam, gradients, np.float32(norm), chosen)
         return {"grad_norm:mean": norm, "learning_rate:mean": float(chosen["learning_rate"])}
 
     @property
     def lost(self) -> bool:
         """True where a step failed after it had taken the arrays of the run."""
-        return any(x.is_deleted() for x in jax.tree.leaves(self.adapters))
+        return any(x.is_deleted() for x in jax.tree.leaves(self.weights))
 
     def snapshot(self) -> Params:
-        """The adapters, copied: steps write over those of the run."""
-        return jax.tree.map(jnp.copy, self.adapters)
+        """The adapters, copied, as steps write over those of the run; or all weights of the model, of which the queue
+        takes a copy of its own.
+        """
+        return self.whole().params if self.config is None else jax.tree.map(jnp.copy, self.weights)
 
     def whole(self) -> Model:
-        """The model with its adapters, for what saves it."""
-        return dataclasses.replace(self.model, params=lora.combine(self.model.params, self.adapters))
+        """The model with what is trained in it, for what saves it."""
+        return dataclasses.replace(self.model, params=lora.combine(self.model.params, self.weights))
 
-    def restore(self, config: lora.LoraConfig, adapters: Params, adam: Moments | None) -> None:
-        """Takes adapters, and moments or none, in place of the run's own. Raises BadRequestError for other shapes."""
-        theirs, own = (jax.tree.map(jnp.shape, tree) for tree in (adapters, self.adapters))
-        if theirs != own or config.scale != self.config.scale:
+    def restore(self, config: lora.LoraConfig | None, weights: Params, adam: Moments | None) -> None:
+        """Takes weights, and moments or none, in place of the run's own. Raises BadRequestError for other shapes."""
+        theirs, own = (jax.tree.map(jnp.shape, tree) for tree in (weights, self.weights))
+        if theirs != own or getattr(config, "scale", None) != getattr(self.config, "scale", None):
             raise BadRequestError(
-                f"these weights are adapters of rank {config.rank} of {', '.join(config.targets)}, and those of this "
-                f"run are others, of rank {self.config.rank}: create a run from the weights"
+                f"these weights are {described(config)}, and those of this run are others, {described(self.config)}: "
+                "create a run from the weights"
             )
-        self.adapters, self.adam = adapters, adam or fresh_moments(adapters)
+        self.weights, self.adam = weights, adam or fresh_moments(weights)
         self.gradients = None
+
+
+def described(config: lora.LoraConfig | None) -> str:
+    """What a run trains, for messages."""
+    return "all of a model" if config is None else f"adapters of rank {config.rank} of {', '.join(config.targets)}"
 
 
 class Gradients:
@@ -123,12 +153,12 @@ class Gradients:
         """Computes a micro-batch."""
         run, work = self.run, (self.run.model.net, self.request.loss_fn)
         if self.request.forward_only:
-            loss, logps = _losses(*work, run.model.params, run.adapters, micro.arrays, self.options)
+            loss, logps = _losses(*work, run.model.params, run.weights, micro.arrays, self.options)
         else:
             if self.sums is None:
-                self.sums = _zeros(run.adapters)
+                self.sums = _zeros(run.weights)
             self.sums, loss, logps = _added(
-                *work, run.model.params, run.adapters, self.sums, micro.arrays, self.options
+                *work, run.model.params, run.weights, self.sums, micro.arrays, self.options
             )  # fmt: skip
         losses, logps = np.asarray(loss), np.asarray(logps)
         for place, (row, length) in enumerate(zip(micro.rows, micro.lengths, strict=True)):
@@ -254,42 +284,49 @@ def target_logps(net: Net, params: Params, tokens, segments, targets) -> jax.Arr
     return jnp.moveaxis(jax.lax.map(of, jnp.moveaxis(targets, -1, 0)), 0, -1)
 
 
-def _loss(net: Net, name: str, params: Params, adapters: Params, arrays, options) -> tuple[jax.Array, Any]:
+def _loss(net: Net, name: str, params: Params, weights: Params, arrays, options) -> tuple[jax.Array, Any]:
     inputs = {key: x for key, x in arrays.items() if key not in ("tokens", "segments")}
     logps = target_logps(
-        net, lora.combine(params, adapters), arrays["tokens"], arrays["segments"], inputs["target_tokens"]
+        net, lora.combine(params, weights), arrays["tokens"], arrays["segments"], inputs["target_tokens"]
     )
     losses = LOSSES[name].of(logps, inputs, options)
     return losses.sum(), (losses, logps)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _losses(net: Net, name: str, params: Params, adapters: Params, arrays, options):
-    return _loss(net, name, params, adapters, arrays, options)[1]
+def _losses(net: Net, name: str, params: Params, weights: Params, arrays, options):
+    return _loss(net, name, params, weights, arrays, options)[1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
-def _added(net: Net, name: str, params: Params, adapters: Params, sums: Params, arrays, options):
+def _added(net: Net, name: str, params: Params, weights: Params, sums: Params, arrays, options):
     loss_of = functools.partial(_loss, net, name, params, arrays=arrays, options=options)
-    gradients, (losses, logps) = jax.grad(loss_of, has_aux=True)(adapters)
-    return jax.tree.map(lambda total, x: total + x.astype(jnp.float32), sums, gradients), losses, logps
+    if ADDS_IN_PLACE.get(jax.default_backend(), ADDS_IN_PLACE["tpu"])():
+        refs = jax.tree.map(jax.new_ref, sums)
+        losses, logps = add_gradients(loss_of, weights, refs)
+        return jax.tree.map(jax.freeze, refs), losses, logps
+    gradients, (losses, logps) = jax.grad(loss_of, has_aux=True)(weights)
+    return jax.tree.map(jnp.add, sums, gradients), losses, logps
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
-def _adamw(adapters: Params, adam: Moments, gradients: Params, norm, chosen: Mapping[str, Any]) -> tuple[Params, Any]:
+def _adamw(weights: Params, adam: Moments, gradients: Params, norm, chosen: Mapping[str, Any]) -> tuple[Params, Any]:
     limit = jnp.where(chosen["grad_clip_norm"] > 0, chosen["grad_clip_norm"], jnp.inf)
     gradients = jax.tree.map(lambda x: x * jnp.minimum(1.0, limit / norm), gradients)
     scaled, after = optax.scale_by_adam(chosen["beta1"], chosen["beta2"], chosen["eps"]).update(gradients, adam)
     rate, decay = chosen["learning_rate"], chosen["weight_decay"]
-    return jax.tree.map(lambda x, change: x - rate * (change + decay * x), adapters, scaled), after
+    return jax.tree.map(lambda x, change: x - rate * (change + decay * x), weights, scaled), after
 
 
-def fresh_moments(adapters: Params) -> Moments:
-    """The moments before the first step, where the adapters are."""
-    mu, nu = (jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, device=x.sharding), adapters) for _ in range(2))
-    return Moments(np.zeros((), np.int32), mu, nu)
+def fresh_moments(weights: Params) -> Moments:
+    """The moments before the first step, where the weights are."""
+    return Moments(np.zeros((), np.int32), _zeros(weights), _zeros(weights))
+
+
+def _zeros(weights: Params) -> Params:
+    """Zeros in fp32 where the weights are: the compiler would have all of them on every device of a mesh."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, device=x.sharding), weights)
 
 
 _norm = jax.jit(optax.tree.norm)
-_zeros = jax.jit(lambda adapters: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), adapters))
 _sum = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)

@@ -1,8 +1,8 @@
 """Saving and restoring a run: asynchronous, sharded, atomic Orbax checkpoints that are restored on any mesh.
 
 A checkpoint holds the `State` (parameters, optimizer, step), a small JSON part (the data position and the counters of
-the host) and, where a run has them, a reference that follows the policy, a replay buffer and rollouts that were made
-ahead. Random numbers need no storage: every key is folded from the seed, the step and the row.
+the host) and, where a run has them, a reference that follows the policy, the policy's average, a replay buffer and
+rollouts that were made ahead. Random numbers need no storage: every key is folded from the seed, the step and the row.
 
 Before a checkpoint becomes final the hashes of its files are written beside them (`checksums`), and compared before it
 is used: one that is torn or has changed is named, and the one before it is used.
@@ -35,7 +35,7 @@ from jaxrl_llm.training.runtime.preemption import Preempted
 from jaxrl_llm.training.update import State
 
 # Optional trees of a checkpoint, each in a folder of its own.
-ARRAYS = ("reference", "teacher", "replay", "queue", "partial")
+ARRAYS = ("reference", "average", "teacher", "replay", "queue", "partial")
 FAILURES = (OSError, ValueError)  # raised by Orbax and its array storage when a disk is full, or gone
 RETRY_SECONDS = 30.0
 FINAL_TRIES = 3

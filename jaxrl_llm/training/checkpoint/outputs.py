@@ -23,6 +23,7 @@ from jaxrl_llm.models.lora import has_adapters
 from jaxrl_llm.models.model import Model, has_peft_adapter, save_adapter, save_hf
 
 GIVEN = "given.json"
+AVERAGE = "average"  # the folder of the averaged model
 
 
 def numbered(output_dir: str) -> str:
@@ -64,7 +65,8 @@ def check_outputs(folder: Path, resume: str, goes_on: bool) -> None:
     A run may replace the models in `folder` when it `goes_on` from its own checkpoints, and when `resume`
     (checkpoint.resume) is never.
     """
-    for name, sign in (("hf", "config.json"), ("adapter", peft.CONFIG), (hf.CRITIC, "config.json")):
+    models = dict.fromkeys(("hf", hf.CRITIC, AVERAGE), "config.json")
+    for name, sign in (models | {"adapter": peft.CONFIG}).items():
         hf.refuse_foreign(folder / name, sign)
     held = "a trained model (hf/)" if (folder / "hf" / "config.json").is_file() else None
     held = held or (f"models of steps ({hf.STEPS}/)" if hf.step_folders(folder) else None)
@@ -160,9 +162,15 @@ def export_step(folder: Path, step: int, model: Model, critic: Model | None, kee
 
 
 def export_run(
-    folder: Path, saved: Callable[[], str], model: Model, critic: Model | None, note: Callable[[str], None]
+    folder: Path,
+    saved: Callable[[], str],
+    model: Model,
+    critic: Model | None,
+    note: Callable[[str], None],
+    averaged: Model | None = None,
 ) -> None:
-    """Writes the trained model to `folder/hf`, its adapters to `folder/adapter` and the critic to `folder/critic`.
+    """Writes the trained model to `folder/hf`, its adapters to `folder/adapter`, the critic to `folder/critic` and
+    `averaged`, the model with averaged parameters, to `folder/average`.
 
     `saved` says which checkpoint an error can point to, `note` shows a line. Raises ConfigError when a folder cannot be
     written.
@@ -177,6 +185,8 @@ def export_run(
             note("hf/ has the adapters merged; this family's fused tensors leave no PEFT folder")
         if critic is not None:
             save_hf(critic, folder / hf.CRITIC, overwrite=True)
+        if averaged is not None:
+            save_hf(averaged, folder / AVERAGE, overwrite=True)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"the trained model could not be written to {folder}: {error}; {saved()}. Start the same command again "

@@ -16,8 +16,9 @@ from jaxrl_llm.data import Row
 from jaxrl_llm.data.collate import columns_of
 from jaxrl_llm.data.sources import is_splits
 from jaxrl_llm.data.tokenize import PIXELS
-from jaxrl_llm.distributed.processes import all_or_none, gather
-from jaxrl_llm.distributed.sharding import row_shards
+from jaxrl_llm.distributed.processes import all_or_none
+from jaxrl_llm.distributed.row_groups import RowGroup
+from jaxrl_llm.distributed.sharding import row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards.runner import NO_STEP, NOTHING_LOGGED, Logged, TrainerState
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -172,25 +173,28 @@ class Evaluation:
         fixed = {"evaluation": decoding} | ({"set": self.name} if self.name else {})
         group_size, logged = sampler.engine.group_size, NOTHING_LOGGED
         batches, answers, numbers = [], [], []
-        for start, count, examples in full_batches(self.examples, self.prompts_at_once, row_shards(sampler.mesh)):
+        group, at_once = RowGroup.of(sampler.mesh), self.prompts_at_once
+        for start, count, examples in full_batches(self.examples, at_once, row_shards(sampler.mesh), group):
             # The examples of this process that do not fill up the batch: what fills it up is neither graded nor paid.
-            own = min(max(count - jax.process_index() * len(examples), 0), len(examples))
+            own = min(max(count - group.index * len(examples), 0), len(examples))
             # Keyed by the position in this set alone: other sets, and the training step, change no sample.
             out = sampler(params, examples, jax.random.fold_in(key, start), state=state, counted=own)
-            arrays = (out.rewards, out.rollout.lengths, out.rollout.finished)
+            arrays = (rows_to_global(out.rewards, sampler.mesh), out.rollout.lengths, out.rollout.finished)
             rows = count * group_size
             batches.append(tuple(x[:rows] for x in multihost_utils.process_allgather(arrays, tiled=True)))
             own_numbers, rest = by_row(sampler.rewards.names, out.rewards[: own * group_size], out.logged)
             logged = add_logs(logged, rest)
             if table is not None:
-                table += out.table(sampler.rewards.names, fixed)[:rows]
+                table += out.table(group, sampler.rewards.names, fixed)[:rows]
+            own_answers = None
             with all_or_none():
-                own_completions = out.completions[: own * group_size]
-                own_answers = self.metrics.answers_of(own_completions, sampler.rewards.names[0], out.logged)
-            by_process = gather([own_answers, own_numbers])
-            known = all(process is not None for process, _ in by_process)
-            answers.append([answer for process, _ in by_process for answer in process] if known else None)
-            numbers += [row for _, process in by_process for row in process]
+                if group.leads:
+                    own_completions = out.completions[: own * group_size]
+                    own_answers = self.metrics.answers_of(own_completions, sampler.rewards.names[0], out.logged)
+            by_group = group.gather([own_answers, own_numbers])
+            known = all(share is not None for share, _ in by_group)
+            answers.append([answer for share, _ in by_group for answer in share] if known else None)
+            numbers += [row for _, share in by_group for row in share]
         rewards, lengths, ended = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
         all_answers = None if None in answers else [answer for batch in answers for answer in batch]
         counts = [group_size] * len(self.examples)
@@ -220,11 +224,10 @@ def completions_of(evaluation: Evaluation, params: Params, key) -> list[list[Any
     """
     key, sampler = jax.random.fold_in(key, EVALUATION), evaluation.sampled
     group_size, completions = sampler.engine.group_size, []
-    for start, count, examples in full_batches(
-        evaluation.examples, evaluation.prompts_at_once, row_shards(sampler.mesh)
-    ):
+    group, at_once = RowGroup.of(sampler.mesh), evaluation.prompts_at_once
+    for start, count, examples in full_batches(evaluation.examples, at_once, row_shards(sampler.mesh), group):
         out = sampler(params, examples, jax.random.fold_in(key, start))
-        gathered = [completion for process in gather(out.completions) for completion in process]
+        gathered = [completion for own in group.gather(out.completions) for completion in own]
         completions += gathered[: count * group_size]
     return [completions[row : row + group_size] for row in range(0, len(completions), group_size)]
 
@@ -238,18 +241,19 @@ def check_best(best: str | None, metrics: Mapping[str, float]) -> None:
         )
 
 
-def full_batches(examples: Sequence[Any], at_once: int, multiple: int) -> Iterator[tuple[int, int, list[Any]]]:
+def full_batches(
+    examples: Sequence[Any], at_once: int, multiple: int, group: RowGroup
+) -> Iterator[tuple[int, int, list[Any]]]:
     """For each batch of about `at_once` examples the position of its first among all, their number without those that
-    fill it up, and those of this process.
+    fill it up, and those of this process, which are those of its row group.
 
-    All batches have the same size, which the row shards of the mesh (`multiple`) and the processes divide; the last one
+    All batches have the same size, which the row shards of the mesh (`multiple`) and the groups divide; the last one
     is filled up by repeating its last example.
     """
-    processes, process = jax.process_count(), jax.process_index()
-    multiple = math.lcm(multiple, processes)
+    multiple = math.lcm(multiple, group.count)
     size = -(-max(min(at_once, len(examples)), 1) // multiple) * multiple
-    share = size // processes
+    share = size // group.count
     for start in range(0, len(examples), size):
         batch = list(examples[start : start + size])
         filled = batch + [batch[-1]] * (size - len(batch))
-        yield start, len(batch), filled[process * share : (process + 1) * share]
+        yield start, len(batch), filled[group.index * share : (group.index + 1) * share]

@@ -41,6 +41,7 @@ VERL: Mapping[str, str] = {
     "tools/call_frequency": "tool_call_counts/mean",
     "step_time": "perf/time_per_step",
     "tokens_per_second": "perf/throughput",
+    "mfu": "perf/mfu/actor",
     "machine/device_memory_peak_gib": "perf/max_memory_allocated_gb",
     **{f"time/{phase}": f"timing_s/{verl}" for phase, verl in PHASES.items()},
 }

@@ -31,6 +31,8 @@ class Step(NamedTuple):
     updates: list[Any]  # the metrics of each minibatch
     table: list[dict[str, Any]]  # a row per completion
     compiled: float = 0.0  # seconds of compilation in the stopwatch before its batch was made
+    flops: Any = None  # the model FLOPs of its updates `[]`; None: not known
+    overlaps: bool = False  # the next step may be dispatched before this one is computed
 
 
 class StepLog:
@@ -38,7 +40,8 @@ class StepLog:
 
     `add` takes a step that has been dispatched, `settle` waits for it and logs it. `learn` is called with the metrics
     of each step whose update was made (`source.learn`). `counts` holds `num_tokens` so far and `skipped`, the steps in
-    a row that changed nothing; a checkpoint keeps both.
+    a row that changed nothing; a checkpoint keeps both. `peak` are the most operations a second of all devices
+    together, 0 where they are not known.
     """
 
     def __init__(
@@ -48,8 +51,10 @@ class StepLog:
         watch: Stopwatch,
         logger: Logger,
         counts: dict[str, int],
+        peak: float = 0.0,
     ):
         self.counts = counts
+        self.peak = peak
         self.history: list[Metrics] = []
         self._health = health
         self._learn = learn
@@ -111,6 +116,11 @@ class StepLog:
         seconds, self._finished = now - max(step.began, self._finished), now
         compiled = self._watch.totals["compile"]
         working, self._compiled = seconds - (compiled - max(step.compiled, self._compiled)), compiled
+        taken = self._watch.take()
+        if step.flops is not None:
+            # Where steps overlap, the devices compute the update while the host makes the next batch.
+            updating = working if step.overlaps else taken["time/update"]
+            metrics["mfu"] = float(step.flops) / (self.peak * updating)
         warnings = health_warnings(self._health, metrics)
         self.warn(self._warnings.due(step.number, warnings))
         metrics |= {
@@ -120,7 +130,7 @@ class StepLog:
             "step_time": seconds,
             "tokens_per_second": trained / working,
             **self._machine.metrics(),
-        } | self._watch.take()
+        } | taken
         if step.table:
             self._logger.completions(step.number, step.table)
         return metrics

@@ -1,16 +1,18 @@
-"""Distillation by whole distributions: the divergence of the policy from its teacher at every token of the mask."""
+"""Distillation by whole distributions: the divergence of the policy from its teacher at every token of the mask, or at
+the end of every span of text that both tokenizers share."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.algorithms.aggregation import loss_weights
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.losses import Metric, Metrics
-from jaxrl_llm.models.chunked_softmax import Distributions, TopTokens
-from jaxrl_llm.models.logprobs import TeacherRows, TokenStatistics, token_statistics
+from jaxrl_llm.models.chunked_softmax import AlignedDistributions, Distributions, TopTokens, UldOptions
+from jaxrl_llm.models.logprobs import AlignedTeacher, TeacherRows, TokenStatistics, token_statistics
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.training.objectives.objective import Objective, token_metrics, weigh
+from jaxrl_llm.training.objectives.objective import Objective, share_of, token_metrics, weigh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +27,29 @@ class DivergenceSpec:
     tail: bool = True  # where likeliest tokens are read, one entry is for all others
 
 
-def teacher_of(spec: DivergenceSpec | None, batch: Batch) -> TeacherRows | None:
+@dataclasses.dataclass(frozen=True)
+class UldSpec:
+    """Settings of `teacher`, for a distance from a teacher with another tokenizer in the loss."""
+
+    coef: float
+    options: UldOptions
+    nll_coef: float = 0.0  # of the cross-entropy of the tokens themselves, where the loss has nothing else
+
+
+def teacher_of(spec: DivergenceSpec | UldSpec | None, batch: Batch) -> TeacherRows | AlignedTeacher | None:
     """The teacher's distributions that a batch holds, where the loss reads them."""
     if spec is None:
         return None
     scalars = batch.scalars
+    if isinstance(spec, UldSpec):
+        rows = AlignedDistributions(
+            batch.teacher_hidden,
+            scalars.teacher_head,
+            batch.teacher_prefix_logps,
+            scalars.teacher_softcap,
+            scalars.teacher_matches,
+        )
+        return AlignedTeacher(rows, batch.teacher_ends, spec.options)
     if batch.teacher_ids is not None:
         top = TopTokens(batch.teacher_ids, batch.teacher_top_logps)
         return TeacherRows(top, spec.temperature, spec.beta, tail=spec.tail)
@@ -53,8 +73,22 @@ def teacher_term(spec: DivergenceSpec, tokens: TokenStatistics, batch: Batch) ->
     return term, metric
 
 
+def weigh_spans(batch: Batch, mode: str, **options) -> Batch:
+    """The batch with the weights of an aggregation mode, of the spans of text in the mask in place of its tokens."""
+    assert batch.teacher_ends is not None
+    last = (batch.teacher_ends == jnp.arange(batch.mask.shape[1])) & (batch.mask > 0)
+    return batch.prepare(span_weights=loss_weights(last, mode, **options), span_share=share_of(last))
+
+
+def span_term(spec: UldSpec, tokens: TokenStatistics, batch: Batch) -> tuple[jax.Array, Metric]:
+    """`coef * distance` of all spans, each with its weight, and the metric of their mean."""
+    assert tokens.divergence is not None
+    total = spec.coef * (batch.prepared.span_weights * tokens.divergence).sum()
+    return total, Metric(batch.prepared.span_share * tokens.divergence, "sum")
+
+
 def distillation(
-    spec: DivergenceSpec,
+    spec: DivergenceSpec | UldSpec,
     aggregation: str,
     max_completion_length: int,
     microbatch_rows: int,
@@ -63,28 +97,30 @@ def distillation(
 ) -> Objective:
     """`coef * divergence` of the tokens in the mask, and nothing else (GKD, arXiv 2306.13649).
 
-    `temperature` is that of the rollouts, and so of the ratio of `importance_max` and of the entropy; the divergence
-    has its own.
+    From a teacher with another tokenizer, `coef * distance` of the spans of text in the mask, and `nll_coef` times the
+    cross-entropy of the tokens (ULD, arXiv 2402.12030). `temperature` is that of the rollouts, and so of the ratio of
+    `importance_max` and of the entropy; the divergence has its own.
     """
 
     def prepare(batch: Batch) -> Batch:
-        return weigh(
-            batch,
-            aggregation,
-            max_completion_length=max_completion_length,
-            microbatch_rows=microbatch_rows or batch.rows,
-            token_count=batch.scalars.token_count,
-        )
+        rows = microbatch_rows or batch.rows
+        options = {"max_completion_length": max_completion_length, "microbatch_rows": rows}
+        if isinstance(spec, UldSpec):
+            batch = weigh_spans(batch, aggregation, **options)
+        return weigh(batch, aggregation, **options, token_count=batch.scalars.token_count)
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
-        teacher = teacher_of(spec, batch)
-        tokens = token_statistics(net, params, batch.inputs, temperature, measured=True, teacher=teacher)
-        term, divergence = teacher_term(spec, tokens, batch)
-        metrics = {
-            "entropy": Metric(tokens.entropy),
-            "mean_token_accuracy": Metric(tokens.is_top),
-            "teacher/divergence": divergence,
-        }
-        return (batch.prepared.weights * term).sum(), token_metrics(metrics, batch)
+        teacher, measured = teacher_of(spec, batch), isinstance(spec, DivergenceSpec)
+        tokens = token_statistics(net, params, batch.inputs, temperature, measured=measured, teacher=teacher)
+        metrics = {"entropy": Metric(tokens.entropy), "mean_token_accuracy": Metric(tokens.is_top)}
+        if isinstance(spec, UldSpec):
+            value, metrics["teacher/divergence"] = span_term(spec, tokens, batch)
+            if spec.nll_coef:
+                nll = -(batch.prepared.weights * tokens.logps).sum()
+                value, metrics["nll_loss"] = value + spec.nll_coef * nll, Metric(-tokens.logps)
+        else:
+            term, metrics["teacher/divergence"] = teacher_term(spec, tokens, batch)
+            value = (batch.prepared.weights * term).sum()
+        return value, token_metrics(metrics, batch)
 
     return Objective(prepare, loss)

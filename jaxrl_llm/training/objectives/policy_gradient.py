@@ -26,7 +26,14 @@ from jaxrl_llm.algorithms.policy_losses import top_entropy_mask
 from jaxrl_llm.models.chunked_softmax import Distributions, Slopes
 from jaxrl_llm.models.logprobs import TokenStatistics, token_logps, token_statistics
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.training.objectives.distillation import DivergenceSpec, teacher_of, teacher_term
+from jaxrl_llm.training.objectives.distillation import (
+    DivergenceSpec,
+    UldSpec,
+    span_term,
+    teacher_of,
+    teacher_term,
+    weigh_spans,
+)
 from jaxrl_llm.training.objectives.objective import Objective, counted, share_of, token_metrics, weigh
 
 
@@ -62,12 +69,12 @@ class PolicySpec:
     importance_min: float | None
     importance_normalize: bool
     rejection: tuple[Criterion, ...]
-    old_logps_of_sampler: bool
+    old_logps_of_another: bool  # the sampler's or the reference's: samples are weighed by the policy as it is
     off_policy_mask_threshold: float | None
     temperature: float
     max_completion_length: int
     microbatch_rows: int
-    divergence: DivergenceSpec | None = None  # from the teacher, where it is in the loss
+    divergence: DivergenceSpec | UldSpec | None = None  # from the teacher, where it is in the loss
     kl_weights: bool = False  # rows have weights of the KL term of their own, `batch.kl_weight`
 
 
@@ -109,18 +116,16 @@ def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
             )
             batch = batch.prepare(selected=selected.astype(jnp.float32))
         if spec.importance_normalize:
-            trainer = observed[0] if observed is not None and spec.old_logps_of_sampler else batch.old_logps
+            trainer = observed[0] if observed is not None and spec.old_logps_of_another else batch.old_logps
             weights, _ = _importance_weights(spec, trainer, batch)
             mean = mean_weight(weights, batch.mask, spec.importance_correction)
             batch = batch.prepare(mean_weight=jnp.full(batch.rows, mean))
         batch = batch.prepare(row_weights=jnp.full(batch.rows, 1.0 / batch.rows))
-        batch = weigh(
-            batch,
-            spec.aggregation,
-            max_completion_length=spec.max_completion_length,
-            microbatch_rows=spec.microbatch_rows or batch.rows,
-            token_count=batch.scalars.token_count,
-        )
+        rows = spec.microbatch_rows or batch.rows
+        options = {"max_completion_length": spec.max_completion_length, "microbatch_rows": rows}
+        batch = weigh(batch, spec.aggregation, **options, token_count=batch.scalars.token_count)
+        if isinstance(spec.divergence, UldSpec):
+            batch = weigh_spans(batch, spec.aggregation, **options)
         return batch.prepare(weights=_weighed(batch.prepared.weights, batch))
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
@@ -131,7 +136,7 @@ def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
         )  # fmt: skip
         return policy_objective(spec, tokens, batch)
 
-    weighs_itself = spec.importance_normalize and spec.old_logps_of_sampler  # by log-probs that no batch brings along
+    weighs_itself = spec.importance_normalize and spec.old_logps_of_another  # by log-probs that no batch brings along
     observes = spec.top_entropy_quantile < 1 or select is not None or weighs_itself
     return Objective(prepare, loss, observe if observes else None)
 
@@ -154,8 +159,8 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
         # Nothing else has log-probs of observation tokens, so no other term may see the policy's.
         observed, logps = logps, jnp.where(mask > 0, logps, 0.0)
     old_logps = old_logps_of(batch, logps)
-    # Samples are weighed and rejected by the policy as it is where the old log-probs are the sampler's own.
-    trainer = jax.lax.stop_gradient(logps) if spec.old_logps_of_sampler else old_logps
+    # Samples are weighed and rejected by the policy as it is where the old log-probs are none of the trainer's.
+    trainer = jax.lax.stop_gradient(logps) if spec.old_logps_of_another else old_logps
     arguments = dict(chosen.options)
     if chosen.select is not None:
         arguments["selected"] = prepared.selected
@@ -200,10 +205,13 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
     if kl is not None:
         metrics["kl"] = Metric(kl)
         per_token += _kl_coef(spec, batch) * kl
-    if tokens.divergence is not None and spec.divergence is not None:
+    if tokens.divergence is not None and isinstance(spec.divergence, DivergenceSpec):
         term, metrics["teacher/divergence"] = teacher_term(spec.divergence, tokens, batch)
         per_token += term
     value = (prepared.weights * per_token).sum()
+    if tokens.divergence is not None and isinstance(spec.divergence, UldSpec):
+        term, metrics["teacher/divergence"] = span_term(spec.divergence, tokens, batch)
+        value += term
 
     if spec.entropy_coef or scalars.entropy_coef is not None:
         coef = spec.entropy_coef if scalars.entropy_coef is None else scalars.entropy_coef

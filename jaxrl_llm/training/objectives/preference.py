@@ -52,8 +52,13 @@ class PreferenceSpec:
 
     @property
     def rows(self) -> str:
-        """The rows that all losses read; see `PreferenceLoss`."""
-        return self.losses[0].rows
+        """The rows of a batch, which hold what each loss reads; see `losses.declare`."""
+        return "triple" if any(loss.rows == "triple" for loss in self.losses) else self.losses[0].rows
+
+    @property
+    def together(self) -> int:
+        """Adjacent rows of a pair: with the gold completion behind it, where a loss reads one, three."""
+        return 3 if self.rows == "triple" else 2
 
     @property
     def needs_reference(self) -> bool:
@@ -64,10 +69,11 @@ class PreferenceSpec:
 def preference(spec: PreferenceSpec, net: Net) -> Objective:
     """The mean over pairs of the weighted losses, plus the token mean of their likelihood terms.
 
-    Rows are pairs, chosen first; or labelled rows, in kto each followed by its mismatch: the same prompt with the
-    completion of another row. Raises ConfigError for settings that the losses cannot follow.
+    Rows are pairs, chosen first, each with its gold completion behind it where a loss reads one; or labelled rows, in
+    kto each followed by its mismatch: the same prompt with the completion of another row. Raises ConfigError for
+    settings that the losses cannot follow.
     """
-    if spec.rows == "pair":
+    if spec.rows in ("pair", "triple"):
         return _of_pairs(spec, net)
     if spec.ld_alpha is not None or spec.use_weighting:
         raise ConfigError(
@@ -78,6 +84,7 @@ def preference(spec: PreferenceSpec, net: Net) -> Objective:
 
 
 def _of_pairs(spec: PreferenceSpec, net: Net) -> Objective:
+    together = spec.together
     sorting = [loss for loss in spec.losses if loss.compares_pairs]
     separate = [loss for loss in spec.losses if not loss.compares_pairs]
     nll_weight = sum(loss.weight * (loss.nll_weight or 0.0) for loss in spec.losses)
@@ -88,38 +95,40 @@ def _of_pairs(spec: PreferenceSpec, net: Net) -> Objective:
 
     def observe(params: Params, batch: Batch) -> jax.Array:
         logps, _ = token_logps(net, params, batch.inputs)
-        return sequence_logps(logps, batch.mask, spec.ld_alpha)[0]
+        return sequence_logps(logps, batch.mask, spec.ld_alpha, together)[0]
 
     def prepare(batch: Batch, observed=None) -> Batch:
-        valid = (batch.mask > 0).any(axis=1).reshape(-1, 2).all(axis=1)
+        valid = (batch.mask > 0).any(axis=1).reshape(-1, together).all(axis=1)
+        chosen, rejected = (_is_on_side(spec, batch, side) for side in (0, 1))
         return batch.prepare(
             weights=_nll_weights(spec, batch),
-            row_weights=jnp.repeat(valid / jnp.maximum(valid.sum(), 1), 2),
+            row_weights=jnp.repeat(valid / jnp.maximum(valid.sum(), 1), together),
             token_share=batch.mask / jnp.maximum(batch.mask.sum(), 1.0),
-            side_tokens=_side_tokens(batch.mask, _is_chosen(batch)),
-            tangent=None if observed is None else _tangent(spec, sorting, split_pairs(observed), batch, valid),
+            side_tokens=_side_tokens(batch.mask, chosen, rejected),
+            tangent=None if observed is None else _tangent(spec, sorting, observed, batch, valid),
         )
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         tokens = token_statistics(net, params, batch.inputs, mean_logit=True, squares=spec.use_weighting)
-        sums, lengths = sequence_logps(tokens.logps, batch.mask, spec.ld_alpha)
-        share = split_pairs(batch.prepared.row_weights)[0]
-        per_pair, metrics = _pair_losses(
-            spec, separate, split_pairs(sums), _reference(spec, batch), split_pairs(lengths), batch.scalars.reward_shift
-        )
+        sums, lengths = sequence_logps(tokens.logps, batch.mask, spec.ld_alpha, together)
+        pairs, lengths = split_pairs(sums, together), split_pairs(lengths, together)
+        share = split_pairs(batch.prepared.row_weights, together)[0]
+        reference = _reference(spec, batch)
+        per_pair, metrics = _pair_losses(spec, separate, pairs, reference, lengths, batch.scalars.reward_shift)
         per_token = -batch.prepared.weights * tokens.logps
-        metrics |= _reward_metrics(spec, batch, sums, lengths)
+        metrics |= _reward_metrics(spec, pairs, reference, lengths)
         metrics = {name: Metric(_weighted(share, metric.value), "sum") for name, metric in metrics.items()}
-        metrics |= _token_metrics(batch, _is_chosen(batch), tokens)
-        of_chosen = _side_share(batch, _is_chosen(batch))
+        chosen, rejected = (_is_on_side(spec, batch, side) for side in (0, 1))
+        metrics |= _token_metrics(batch, chosen, rejected, tokens)
+        of_chosen = _side_share(batch, chosen)
         metrics["mean_token_accuracy"] = Metric((of_chosen * tokens.is_top).sum(), "sum")
         if nll_weight:
             metrics["nll_loss"] = Metric(per_token.sum() / nll_weight, "sum")
         elif spec.losses[0].nll_weight is not None:
             metrics["nll_loss"] = Metric(-(of_chosen * tokens.logps).sum(), "sum")
         if spec.use_weighting:
-            pair_weights = wpo_weights(tokens.logps, tokens.log_sum_squares, batch.mask)
-            per_pair, per_token = per_pair * pair_weights, per_token * jnp.repeat(pair_weights, 2)[:, None]
+            pair_weights = wpo_weights(tokens.logps, tokens.log_sum_squares, batch.mask, together)
+            per_pair, per_token = per_pair * pair_weights, per_token * jnp.repeat(pair_weights, together)[:, None]
         value = _weighted(share, per_pair) + per_token.sum()
         if batch.prepared.tangent is not None:
             slope, height = batch.prepared.tangent.T
@@ -130,8 +139,9 @@ def _of_pairs(spec: PreferenceSpec, net: Net) -> Objective:
     return Objective(prepare, loss, observe if sorting else None, Positions(unmasked=on_prompt))
 
 
-def _is_chosen(batch: Batch) -> jax.Array:
-    return jnp.arange(batch.rows) % 2 == 0
+def _is_on_side(spec: PreferenceSpec, batch: Batch, side: int) -> jax.Array:
+    """True `[N]` on the rows of a side: 0 chosen, 1 rejected, 2 gold."""
+    return jnp.arange(batch.rows) % spec.together == side
 
 
 def _weighted(weights, values) -> jax.Array:
@@ -143,7 +153,8 @@ def _reference(spec: PreferenceSpec, batch: Batch) -> tuple[jax.Array, jax.Array
     """Reference log-prob sums of chosen and rejected rows; None where the batch has none."""
     if batch.ref_logps is None:
         return None
-    return split_pairs(sequence_logps(batch.ref_logps, batch.mask, spec.ld_alpha)[0])
+    sums, _ = sequence_logps(batch.ref_logps, batch.mask, spec.ld_alpha, spec.together)
+    return split_pairs(sums, spec.together)
 
 
 def _pair_losses(
@@ -164,14 +175,16 @@ def _pair_losses(
 
 
 def _nll_weights(spec: PreferenceSpec, batch: Batch) -> jax.Array:
-    """Weights `[N,T]` of the chosen rows' token log-probs: each loss's weight over the number of its tokens."""
+    """Weights `[N,T]` of the token log-probs of chosen and of gold rows: each loss's weight over the number of its
+    tokens."""
     weights = jnp.zeros(batch.mask.shape)
     for loss in spec.losses:
         mask = batch.mask > 0
         if loss.nll_on_prompt:
             first = jnp.arange(mask.shape[1]) == 0  # which nothing predicts
             mask = mask.any(axis=1, keepdims=True) & (batch.inputs.segments != 0) & ~first
-        tokens = _is_chosen(batch)[:, None] & mask
+        side = _is_on_side(spec, batch, 2 if loss.rows == "triple" else 0)
+        tokens = side[:, None] & mask
         weights += loss.weight * (loss.nll_weight or 0.0) * tokens / jnp.maximum(tokens.sum(), 1)
     return weights
 
@@ -179,12 +192,13 @@ def _nll_weights(spec: PreferenceSpec, batch: Batch) -> jax.Array:
 FILL = 2.0**20  # far above every log-prob, and float32 still keeps differences of it exact
 
 
-def _tangent(spec: PreferenceSpec, sorting: list[PreferenceLoss], pairs, batch: Batch, valid) -> jax.Array:
-    """Slope and height `[N,2]` of losses that compare pairs with each other, at log-prob sums (chosen, rejected).
+def _tangent(spec: PreferenceSpec, sorting: list[PreferenceLoss], sums, batch: Batch, valid) -> jax.Array:
+    """Slope and height `[N,2]` of losses that compare pairs with each other, at log-prob sums `[N]`.
 
     Their sum over the whole batch is `sum(height + slope * change)` to first order in the rows' sums, so each
     micro-batch has its exact share of the gradient. Pairs that are not `valid` sort behind all others.
     """
+    pairs = split_pairs(sums, spec.together)
     chosen, rejected = (jnp.where(valid, x, fill) for x, fill in zip(pairs, (2 * FILL, FILL), strict=True))
     reference = _reference(spec, batch)
     if reference is not None:
@@ -196,18 +210,19 @@ def _tangent(spec: PreferenceSpec, sorting: list[PreferenceLoss], pairs, batch: 
         return jnp.where(counted, values, 0.0).sum() / jnp.maximum(valid.sum(), 1)
 
     height, slopes = jax.value_and_grad(total, argnums=(0, 1))(chosen, rejected)
-    slope = jnp.stack(slopes, axis=1).reshape(-1)
+    of_gold = [jnp.zeros(chosen.shape)] * (spec.together - 2)
+    slope = jnp.stack([*slopes, *of_gold], axis=1).reshape(-1)
     return jnp.stack([slope, jnp.full(slope.shape, height / slope.size)], axis=1)
 
 
-def _reward_metrics(spec: PreferenceSpec, batch: Batch, sums, lengths) -> Metrics:
+def _reward_metrics(spec: PreferenceSpec, policy, reference, lengths) -> Metrics:
     """TRL's `rewards/*` and `logps/*` `[pairs]`: a reward is beta times the log-ratio (of means over tokens, where the
     first loss takes those), or times the implicit reward that the loss declares."""
-    main, policy, reference = spec.losses[0], split_pairs(sums), _reference(spec, batch)
+    main = spec.losses[0]
     if reference is None or main.reference is False:
         reference = (0.0, 0.0)
     if main.mean_logps:
-        tokens = split_pairs(jnp.maximum(lengths, 1.0))
+        tokens = tuple(jnp.maximum(side, 1.0) for side in lengths)
         policy, reference = jax.tree.map(jnp.divide, (policy, reference), (tokens, tokens))
     (chosen, rejected), (ref_chosen, ref_rejected) = policy, reference
     reward, other = chosen - ref_chosen, rejected - ref_rejected
@@ -224,10 +239,10 @@ def _reward_metrics(spec: PreferenceSpec, batch: Batch, sums, lengths) -> Metric
     return {name: Metric(value) for name, value in values.items()}
 
 
-def _side_tokens(mask, chosen) -> jax.Array:
-    """The tokens `[N]` of all rows that are on the same side, chosen or not, as each row."""
+def _side_tokens(mask, chosen, rejected) -> jax.Array:
+    """The tokens `[N]` of all rows that are on the same side, chosen or rejected, as each row; 0 for gold rows."""
     lengths = mask.sum(axis=1)
-    return jnp.where(chosen, (lengths * chosen).sum(), (lengths * ~chosen).sum())
+    return chosen * (lengths * chosen).sum() + rejected * (lengths * rejected).sum()
 
 
 def _side_share(batch: Batch, side) -> jax.Array:
@@ -235,13 +250,13 @@ def _side_share(batch: Batch, side) -> jax.Array:
     return batch.mask * (side / jnp.maximum(batch.prepared.side_tokens, 1.0))[:, None]
 
 
-def _token_metrics(batch: Batch, chosen, tokens: TokenStatistics) -> Metrics:
+def _token_metrics(batch: Batch, chosen, rejected, tokens: TokenStatistics) -> Metrics:
     """The mean entropy of all tokens, and the mean logit over vocabulary and tokens of either side."""
     assert tokens.mean_logit is not None
     values = {
         "entropy": batch.prepared.token_share * tokens.entropy,
         "logits/chosen": _side_share(batch, chosen) * tokens.mean_logit,
-        "logits/rejected": _side_share(batch, ~chosen) * tokens.mean_logit,
+        "logits/rejected": _side_share(batch, rejected) * tokens.mean_logit,
     }
     return {name: Metric(value.sum(), "sum") for name, value in values.items()}
 
@@ -259,7 +274,7 @@ def _of_labels(spec: PreferenceSpec, net: Net) -> Objective:
         valid, desirable = (rows.mask > 0).any(axis=1), rows.labels > 0
         alike = jnp.where(desirable, (valid & desirable).sum(), (valid & ~desirable).sum())
         arrays = {"row_weights": valid / jnp.maximum(valid.sum(), 1), "row_share": valid / jnp.maximum(alike, 1)}
-        arrays["side_tokens"] = _side_tokens(rows.mask, desirable)
+        arrays["side_tokens"] = _side_tokens(rows.mask, desirable, ~desirable)
         if observed is not None:
             reference = _sums(_every_other(batch, 1), jnp.zeros(observed.shape))
             arrays["baseline"] = jnp.full(observed.shape, preference_losses.kto_kl(observed, reference, valid))
@@ -278,7 +293,7 @@ def _of_labels(spec: PreferenceSpec, net: Net) -> Objective:
         )
         ratio = sums if reference is None else sums - reference
         desirable, prepared = batch.labels > 0, batch.prepared
-        metrics = _label_metrics(batch, spec.beta, sums, ratio) | _token_metrics(batch, desirable, tokens)
+        metrics = _label_metrics(batch, spec.beta, sums, ratio) | _token_metrics(batch, desirable, ~desirable, tokens)
         # Where rows of one label are all of the batch, there is no mean of the other: curves have a gap there.
         alone = (prepared.row_weights > 0) & (prepared.row_share == prepared.row_weights)
         for side, rows in (("chosen", desirable), ("rejected", ~desirable)):

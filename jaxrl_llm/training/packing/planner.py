@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.batch import Batch, PackedLayout
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.processes import gather
-from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
+from jaxrl_llm.distributed.sharding import local_rows, row_groups, row_shards, rows_to_global
 from jaxrl_llm.models.fused_attention import BY_SEGMENTS, MASKED_LENGTH, implementation
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.training.objectives.objective import Positions
@@ -117,7 +117,7 @@ class Packer:
         )
 
     def _plan(self, tokens, segments, mask, sizes: Sizes) -> PackedLayout:
-        shards = row_shards(self.mesh) // jax.process_count()
+        shards = row_shards(self.mesh) // row_groups(self.mesh)
         layout = plan(tokens, segments, mask, sizes, shards)
         if jax.process_count() > 1:  # all of them make the same number of steps
             used = max(gather(int(layout.num_microbatches[0])))
@@ -253,7 +253,7 @@ def _sizes_for_length(
     tokens = budget or max(fewest, min(part, math.inf if fit is None else fit))
     count = max(1, round(packed / max(tokens // sizes.length, 1)))
     count = min(count, count + 1, key=lambda number: number * -(-packed // number))  # the last one may be half empty
-    packed_rows = max(-(-packed // count), 2 if sizes.whole_groups else 1)
+    packed_rows = max(-(-packed // count), sizes.group_size if sizes.whole_groups else 1)
     # Other batches may have shorter rows: room for four times the average, and for as many as the sample needs.
     room = max(4 * packed_rows * sizes.length // width, packed_rows * most)
     room = max(room, 2 * sizes.group_size if sizes.whole_groups else 1)

@@ -62,7 +62,8 @@ class TrainerCallbackHooks:
 
     `control.should_training_stop` ends the run, `should_save` and `should_evaluate` have the step saved and evaluated.
     `state.epoch` counts the passes over the data. The names of evaluations' metrics are there as `eval/reward` and as
-    `eval_reward`. Raises ConfigError for one with hooks that nothing here corresponds to.
+    `eval_reward`. Raises ConfigError for one with hooks that nothing here corresponds to, and for TRL's
+    BEMACallback.
     """
 
     def __init__(self, callback: Any):
@@ -78,6 +79,11 @@ class TrainerCallbackHooks:
             best_model_checkpoint=None, is_world_process_zero=True, is_local_process_zero=True, num_train_epochs=0,
             is_hyper_param_search=False, trial_name=None, trial_params=None,
         )  # fmt: skip
+        if any(base.__name__ == "BEMACallback" for base in type(callback).__mro__):
+            raise ConfigError(
+                "the callback BEMACallback averages parameters of torch, and there are none: set average.every=400 in "
+                "its place (python -m jaxrl_llm migrate writes its options)"
+            )
         own = [name for name in NOT_CALLED if self._overrides(name)]
         if own:
             raise ConfigError(

@@ -123,7 +123,8 @@ def build_evaluate(
             if reference is not None:
                 batch = offline.reference_logps(model.net, reference, batch, size, mesh)
             if source.teacher is not None:
-                batch = source.teacher.with_distributions(batch, batch.inputs, size)
+                filled = rows + rows[-1:] * (batch.rows - len(rows))
+                batch, _ = source.with_teacher(batch, filled, size)
             evaluations.append(HeldOut(make_measure(objective, size, mesh), batch, size, source, name))
     if by_samples:
         evaluations += _sampled_evaluations(config, model, grader, by_samples, mesh, environments, watch, compute)

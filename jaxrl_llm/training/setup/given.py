@@ -48,6 +48,7 @@ LORA_FIELDS = {
     "lora_alpha": 8,
     "lora_dropout": 0.0,
     "target_modules": None,
+    "target_parameters": None,
     "use_rslora": False,
     "use_dora": False,
     "modules_to_save": None,
@@ -142,14 +143,20 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
                 "targets, rslora, dora and modules_to_save, set by lora.rank and the other keys of lora"
             )
     found = LORA_FIELDS | {name: fields[name] for name in LORA_FIELDS if name in fields}
-    targets = found["target_modules"]
+    targets, parameters = found["target_modules"], found["target_parameters"] or ()
+    if targets is None and parameters:
+        raise ConfigError(
+            f"peft_config has target_parameters = {parameters!r} and no target_modules, which PEFT then chooses by the "
+            "architecture: give them too, [] for none"
+        )
     if targets is None:
         targets = ("q_proj", "v_proj")  # what PEFT chooses for the families that are here
     if isinstance(targets, str):
         targets = (targets,)
     return {
         "rank": int(found["r"]), "alpha": float(found["lora_alpha"]), "dropout": float(found["lora_dropout"]),
-        "rslora": bool(found["use_rslora"]), "dora": bool(found["use_dora"]), "targets": tuple(sorted(targets)),
+        "rslora": bool(found["use_rslora"]), "dora": bool(found["use_dora"]),
+        "targets": tuple(sorted((*targets, *parameters))),
         "modules_to_save": tuple(sorted(found["modules_to_save"] or ())),
     }  # fmt: skip
 

@@ -53,8 +53,8 @@ def check_memory(config, model: Model, engine: Engine, width: int, mesh: Mesh) -
 def microbatch_room(config, model: Model, critic: Model | None) -> float | None:
     """Bytes that a run leaves free on each device, for micro-batches; None where devices do not tell, as CPUs.
 
-    What is left beside parameters, gradients and moments, and a reference that is a copy. Teachers and reward models
-    are not counted: a micro-batch takes no more than a share of what is left.
+    What is left beside parameters, gradients and moments, a reference that is a copy, and an average. Teachers and
+    reward models are not counted: a micro-batch takes no more than a share of what is left.
     """
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
     memory = 0 if jax.default_backend() == "cpu" else min(gather(min(limits)))
@@ -66,6 +66,9 @@ def microbatch_room(config, model: Model, critic: Model | None) -> float | None:
     if needs_reference(config) and not config.algorithm.offload_reference:
         shared = has_adapters(model.params) and config.lora.reference == "base"
         held += 0 if shared else bytes_on_device(model.params)
+    if config.average.every and not config.average.offload:
+        averaged = model.params if has_adapters(model.params) else split(model.params, model.net.config.frozen)[1]
+        held += gradient_bytes(averaged) + 2 * bytes_on_device(averaged)
     own_critic = None if config.critic.shared else critic
     for part, offload in zip((model, own_critic), offloads, strict=True):
         if part is None:

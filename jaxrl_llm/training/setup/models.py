@@ -130,7 +130,8 @@ def build_teacher(
     """The teacher of the configuration, or of an entry `other` of teacher.others, for rows of up to `length` tokens.
 
     None without one. Raises ConfigError for a model that has no head for tokens, too few positions for rows of that
-    length, which `cause` explains, or another vocabulary, and for more likeliest tokens than it has.
+    length, which `cause` explains, or another vocabulary that is not asked for, and for more likeliest tokens than it
+    has.
     """
     c, own = config.teacher, config.model
     key, path, revision = "teacher.path", c.path, c.revision
@@ -154,7 +155,8 @@ def build_teacher(
     )  # fmt: skip
     if model.tokenizer is None:
         raise ConfigError(f"{key} = {path!r} has no tokenizer, by which its vocabulary could be compared")
-    check_same_vocabulary(policy, model, f"{key} = {path!r}:")
+    if c.form != "uld":
+        check_same_vocabulary(policy, model, f"{key} = {path!r}:", ", or set teacher.form to uld")
     check_positions(model, length, cause)
     check_top(c.top_k, model, path)
     return Teacher.of(specs.teacher_spec(config), model, mesh, policy.net.config.vocab_size)

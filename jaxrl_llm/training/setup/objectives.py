@@ -15,8 +15,9 @@ from jaxrl_llm.config.entries import environment_options
 from jaxrl_llm.config.resolve import resolve_with_options, split_options
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.config.tree import spec_of
+from jaxrl_llm.models.chunked_softmax import UldOptions
 from jaxrl_llm.models.transformer import Net
-from jaxrl_llm.training.objectives.distillation import DivergenceSpec, distillation
+from jaxrl_llm.training.objectives.distillation import DivergenceSpec, UldSpec, distillation
 from jaxrl_llm.training.objectives.neftune import with_neftune
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.policy_gradient import PolicyLoss, PolicySpec, policy_gradient
@@ -76,7 +77,7 @@ def policy_spec(config) -> PolicySpec:
         loss=policy_loss(config),
         kl=kl_estimator(config),
         rejection=rejection(config),
-        old_logps_of_sampler=old_logps_are_the_samplers(config),
+        old_logps_of_another=old_logps_setting(config) in ("sampler", "reference"),
         temperature=config.rollout.temperature or 1.0,  # greedy samples have log-probs too
         max_completion_length=config.rollout.max_completion_length,
         microbatch_rows=config.batch.microbatch_rows,
@@ -96,17 +97,29 @@ def rejection(config) -> tuple[Criterion, ...]:
         raise ConfigError(f"algorithm.rejection is {c.rejection!r}: {error}") from error
 
 
-def old_logps_are_the_samplers(config) -> bool:
-    """True where the probability ratio compares with the log-probs that were recorded in sampling."""
-    declared = getattr(policy_loss(config).function, "old_logps", None)
-    return config.algorithm.old_logps == "sampler" or (config.algorithm.old_logps == "auto" and declared == "sampler")
+def old_logps_setting(config) -> str:
+    """`algorithm.old_logps`, of which auto is what the policy loss declares: sampler, reference, or auto again."""
+    declared = getattr(policy_loss(config).function, "old_logps", "auto")
+    auto = config.algorithm.old_logps == "auto"
+    return declared if auto and declared in ("sampler", "reference") else config.algorithm.old_logps
 
 
-def divergence_spec(config) -> DivergenceSpec | None:
+def kl_in_loss(config) -> bool:
+    """True where the loss of an online algorithm has a KL term."""
+    compares = old_logps_setting(config) == "reference"  # by its own formula
+    return needs_reference(config) and not (config.algorithm.kl_in_reward or compares)
+
+
+def divergence_spec(config) -> DivergenceSpec | UldSpec | None:
     """The divergence from the teacher, where it is in the loss."""
     c = config.teacher
-    if c.path is None or c.form != "divergence":
+    if c.path is None or c.form == "advantage":
         return None
+    if c.form == "uld":
+        weights = None if c.uld_matched_weight is None else (c.uld_matched_weight, c.uld_unmatched_weight)
+        temperature = divergence_temperature(config)
+        options = UldOptions(c.policy_temperature or temperature, temperature, c.beta, weights)
+        return UldSpec(c.coef, options, c.nll_coef)
     top_k = c.top_k if c.top_of == "policy" else 0
     return DivergenceSpec(c.coef, c.beta, divergence_temperature(config), c.importance_max, top_k, c.tail)
 
@@ -189,23 +202,32 @@ def preference_spec(config) -> PreferenceSpec:
     weights = algorithm.loss_weights or (1.0,) * len(written)
     losses = tuple(_preference_loss(config, text, weight) for text, weight in zip(written, weights, strict=True))
     if len(losses) > 1:
-        alone = [loss.name for loss in losses if loss.rows != "pair"]
+        alone = [loss.name for loss in losses if loss.rows not in ("pair", "triple")]
         if alone:
             raise ConfigError(f"algorithm.loss is {algorithm.loss!r}, but {alone[0]} stands alone: it reads other rows")
+    for loss in losses:
+        if loss.rows == "triple" and not loss.weight * (loss.nll_weight or 0.0):
+            raise ConfigError(
+                f"algorithm.loss is {algorithm.loss!r}, but {loss.name} reads gold completions (the column reference) "
+                "for their likelihood, and that has the weight 0: write cpo(nll_weight=0) for tpo, "
+                "simpo(nll_weight=0) for tpo_l, and leave gold_sft out"
+            )
     return PreferenceSpec(losses, algorithm.beta, algorithm.reference_free, algorithm.ld_alpha, algorithm.use_weighting)
 
 
 def needs_reference(config, environments: Collection[str] = ()) -> bool:
-    """True when the reference's log-probs are read: by a KL term, or by the objective of given pairs or labels.
+    """True when the reference's log-probs are read: by a KL term, a policy loss that compares with it, or the objective
+    of given pairs or labels.
 
-    Where the names of all `environments` are known, not for those of which each has a weight of 0 of its own.
+    Where the names of all `environments` are known, not by the KL term of those of which each has a weight of 0.
     """
     c = config.algorithm
     if c.name not in OFFLINE:
         own = environment_options(config.environment.options)
         betas = {name: options["beta"] for name, options in own.items() if "beta" in options}
         others = not environments or c.reward_beta > 0 or any(name not in betas for name in environments)
-        return any(betas.values()) or (c.beta > 0 and others)
+        compares = old_logps_setting(config) == "reference"
+        return compares or any(betas.values()) or (c.beta > 0 and others)
     return config.algorithm.name == "preference" and preference_spec(config).needs_reference
 
 

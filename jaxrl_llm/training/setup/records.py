@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from jax.sharding import Mesh
+
 from jaxrl_llm.config import default, eval_set, flat
 from jaxrl_llm.config.schema import KEYS, OFFLINE
 from jaxrl_llm.config.secrets import masked
+from jaxrl_llm.distributed.devices import peak_flops
 from jaxrl_llm.training.checkpoint.manager import CheckpointSpec, Keep
 from jaxrl_llm.training.checkpoint.object_store import path_of
 from jaxrl_llm.training.logging.health import HealthSpec
@@ -94,6 +97,12 @@ def health_spec(config) -> HealthSpec:
     c, policy = config.watch, config.algorithm.name not in OFFLINE
     older = tuple(f"rollout.{key}" for key in ("staleness", "partial_prompts") if config.rollout[key])
     return HealthSpec(policy, c.kl, c.entropy, c.mismatch, config.optimizer.max_skipped_steps, older)
+
+
+def peak_of(config, mesh: Mesh) -> float:
+    """The operations a second of all devices of a mesh at their peak; 0 where it is not known."""
+    told = config.logging.peak_tflops
+    return mesh.size * (peak_flops(mesh.devices.flat[0]) if told is None else told * 1e12)
 
 
 def checkpoint_spec(config, run: str | Path | None = None) -> CheckpointSpec:

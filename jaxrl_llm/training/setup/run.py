@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows, with_correction
+from jaxrl_llm.config.checks import check_own_functions
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.config.unread import unread
 from jaxrl_llm.data.templates import called_turn
@@ -31,6 +32,7 @@ from jaxrl_llm.models.vision.row_images import count_tiles
 from jaxrl_llm.rewards.functions import environment as environment_reward
 from jaxrl_llm.rewards.runner import Rewards
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
+from jaxrl_llm.training.average import Average
 from jaxrl_llm.training.evaluation.run import Evaluations
 from jaxrl_llm.training.images import check_kept
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
@@ -98,6 +100,7 @@ class Run(NamedTuple):
     warmup_steps: int  # training steps in which only the critic is trained
     evaluation: Evaluations | None
     state: State
+    average: Average | None  # of the policy
     begin: Callable[[Params, Params | None, int], State]  # the state at a step, of parameters that were trained before
     stopwatch: Stopwatch
     rewards: Rewards
@@ -134,6 +137,7 @@ def build(
     Data is read before weights. Raises ConfigError for anything the user can fix.
     """
     config = with_correction(config)
+    check_own_functions(config)
     check_rows(config, batch_rows(config), mesh)
     given_model, stopwatch = model, Stopwatch()
     spec = environment_spec(config, environment, tools)  # refused before anything is read
@@ -153,7 +157,11 @@ def build(
     critic = build_critic(config, model, mesh, given_model) if algorithm.has_critic else None
     model_type = (model.hf_config or {}).get("model_type", "model without config.json")
     config, told = with_learning_rate(config, model_type, model.net.config.width, has_adapters(model.params))
-    for name, offload in (("model", config.model.offload), ("critic", critic and config.critic.offload)):
+    for name, offload in (
+        ("model", config.model.offload),
+        ("critic", critic and config.critic.offload),
+        ("average", config.average.offload),
+    ):
         if offload and not has_host_memory():
             raise ConfigError(
                 f"{name}.offload is true, but the memory of a {jax.default_backend()} here has no part in the host's "
@@ -163,6 +171,11 @@ def build(
         model = replace(model, params=on_host(model.params))
     if critic is not None and specs.critic_update_spec(config).offload_params:
         critic = replace(critic, params=on_host(critic.params))
+    average = None
+    if (settings := specs.average_spec(config)) is not None:
+        average = Average(settings, model.net.config.lora, model.net.config.frozen)
+        average.begin(model.params)
+    followed = average if config.algorithm.ref_sync_to == "average" else None
     objective = objective_of(config, model.net)
 
     net, room = model.net.config, microbatch_room(config, model, critic)
@@ -171,10 +184,12 @@ def build(
         return make_packer(specs.packing_spec(config), net, mesh, objective.positions, sample, room=room)
 
     if algorithm.online:
-        source = online_source(config, model, critic, data, rows.tokens, graders, mesh, stopwatch, environments, packer)
+        source = online_source(
+            config, model, critic, data, rows.tokens, graders, mesh, stopwatch, environments, packer, followed
+        )
         pack, width = source.learner.pack, source.learner.prompt_width + config.rollout.max_completion_length
     else:
-        source = offline_source(config, algorithm, model, data, rows.tokens, mesh, stopwatch, packer)
+        source = offline_source(config, algorithm, model, data, rows.tokens, mesh, stopwatch, packer, followed)
         pack, width = source.pack, source.spec.width
     updates = sized_updates(config, net, room, width, mesh)
     evaluation = None
@@ -216,6 +231,7 @@ def build(
         warmup_steps=config.critic.warmup_steps,
         evaluation=evaluation,
         state=begin(trainable, of_critic, 0),
+        average=average,
         begin=begin,
         stopwatch=stopwatch,
         rewards=graders,
@@ -294,8 +310,11 @@ def experts_left_out(config, model: Model) -> list[str]:
     if net.quantize != "none":
         smaller = ", model.param_dtype=bfloat16 halves them" if experts[0].dtype == jnp.float32 else ""
         found.append(f"model.quantize = {net.quantize!r} leaves the experts as they are: {held}{smaller}")
-    if net.lora is not None and {"gate", "up", "down"} & set(net.lora.targets):
-        found.append(f"lora.targets: experts have no adapters and are not trained: {held}")
+    if net.lora is not None and not net.lora.experts and {"gate", "up", "down"} & set(net.lora.targets):
+        found.append(
+            f"lora.targets: experts have no adapters and are not trained: {held}. With experts beside "
+            f"{', '.join(config.lora.targets)} they are"
+        )
     if config.algorithm.name not in OFFLINE and config.rollout.weights_dtype in BYTES:
         sampled = sum(x.size for x in experts) * jnp.dtype(net.dtype).itemsize
         found.append(

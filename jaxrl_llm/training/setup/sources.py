@@ -14,7 +14,9 @@ from jaxrl_llm.data import loading
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.loading import DataSource, Tokenized
 from jaxrl_llm.data.pipeline import Pipeline
+from jaxrl_llm.data.scored_prompts import SCORES, ScoredPrompts
 from jaxrl_llm.distributed import processes
+from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import make_mesh, rollout_mesh, row_shards
 from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments, load_environments
@@ -25,6 +27,8 @@ from jaxrl_llm.training import offline
 from jaxrl_llm.training.advantages import AdvantageStep, advantage_step
 from jaxrl_llm.training.algorithm import Algorithm
 from jaxrl_llm.training.arrivals import RECORD, Arrivals
+from jaxrl_llm.training.average import Average
+from jaxrl_llm.training.cross_tokenizer import CrossTokenizer
 from jaxrl_llm.training.local_judge import with_local_model
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.mixed import MixedSource
@@ -33,9 +37,10 @@ from jaxrl_llm.training.objectives.value import critic_params
 from jaxrl_llm.training.offline import OfflineSource
 from jaxrl_llm.training.online import Critic, Learner, OnlineSource, Producer, RolloutWorker
 from jaxrl_llm.training.packing.documents import first_fit
-from jaxrl_llm.training.packing.planner import Packer, TypicalRows, make_packer, typical_rollouts
+from jaxrl_llm.training.packing.planner import Packer, PackingSpec, TypicalRows, make_packer, typical_rollouts
 from jaxrl_llm.training.partial_rollouts import PartialRollouts
 from jaxrl_llm.training.reference import Reference, start_reference
+from jaxrl_llm.training.reference_scores import FirstStage
 from jaxrl_llm.training.replay import empty_replay
 from jaxrl_llm.training.reward_models import with_reward_models
 from jaxrl_llm.training.rollout_files import FOLDER, FileQueue, Rendezvous
@@ -46,7 +51,13 @@ from jaxrl_llm.training.setup.data import read_data
 from jaxrl_llm.training.setup.mesh import sampling_devices, sampling_mesh, shard_rows
 from jaxrl_llm.training.setup.models import build_model, build_teacher, check_top
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, preference_spec
-from jaxrl_llm.training.setup.worker import build_worker, check_correction, environment_spec, played_environments
+from jaxrl_llm.training.setup.worker import (
+    build_worker,
+    check_correction,
+    environment_spec,
+    eos_ids,
+    played_environments,
+)
 from jaxrl_llm.training.teacher import SelfTeacher, Teacher
 from jaxrl_llm.training.teacher_context import TeacherContext
 
@@ -75,8 +86,9 @@ def online_source(
     stopwatch: Stopwatch,
     environments: Environments | Agents | None,
     packer: Callable[[TypicalRows | None], Packer],
+    average: Average | None = None,
 ) -> OnlineSource:
-    """The producer and the learner of an online algorithm."""
+    """The producer and the learner of an online algorithm, whose reference may follow the policy's `average`."""
     advantages = advantage_step(specs.advantage_spec(config), rewards.names)
     _check_online(config, advantages, environments, mesh)
     spec, rows, rollout = specs.learner_spec(config), specs.batch_spec(config), config.rollout
@@ -88,7 +100,7 @@ def online_source(
     played = played_environments(environments)
     if needs_reference(config, [str(name) for name in played.factories] if played is not None else ()):
         settings, lora = specs.reference_spec(config), model.net.config.lora
-        reference = Reference(start_reference(settings, model.params, lora), settings, lora)
+        reference = Reference(start_reference(settings, model.params, lora), settings, lora, average)
     width, longest = worker.prompt_width, rollout.max_completion_length
     if config.algorithm.replay_groups:
         by_environment = {"kl_weight": spec.kl_weights and reference is not None, "loss_weight": spec.loss_weights}
@@ -96,6 +108,8 @@ def online_source(
         replay = empty_replay(config.algorithm.replay_groups, rollout.group_size, width + longest, width, mesh, per_row)
     sample_of = partial(typical_rollouts, shard_rows(config, mesh), rollout.group_size)
     teacher, context, others = _online_teacher(config, model, mesh, width, sample_of)
+    of_learner = mesh, Stopwatch(within=stopwatch), environments, advantages, reference
+    stage = _first_stage(config, model, producer.pipeline, rewards, *of_learner)
     if rollout.processes:
         queue: RolloutQueue | FileQueue = FileQueue(
             rendezvous_of(config),
@@ -141,7 +155,42 @@ def online_source(
             other_teachers=others,
         ),
         queue,
+        first_stage=stage,
     )
+
+
+def _first_stage(
+    config,
+    model: Model,
+    prompts: Any,
+    rewards: Rewards,
+    mesh: Mesh,
+    watch: Stopwatch,
+    environments: Environments | Agents | None,
+    advantages: AdvantageStep,
+    reference: Reference | None,
+) -> FirstStage | None:
+    """What samples the reference's scores of the prompts before the first step; None where nothing asks for them, or
+    the rows have them."""
+    samples, folder = config.algorithm.reference_samples, Path(config.output_dir)
+    if not isinstance(prompts, ScoredPrompts):
+        return None
+    if prompts.known and samples:
+        raise ConfigError(
+            f"rows have a column {SCORES}, but algorithm.reference_samples is {samples}, which would sample them: set "
+            "it to 0 to use the column, or leave the column out"
+        )
+    if prompts.known:
+        return None
+    if not samples:
+        raise ConfigError(
+            f"algorithm.reference_samples is 0, but rows have no column {SCORES}, of the reference's completions of "
+            "each prompt: set it to the completions that the run samples before its first step, 8, or give the column"
+        )
+    sampling = specs.training_sampling(config)
+    worker = build_worker(config, model, rewards, mesh, sampling, samples, list(prompts.examples), watch, environments)
+    at_once = max(batch_rows(config) // samples, 1)
+    return FirstStage(worker, prompts, advantages, reference, at_once, config.seed, folder)
 
 
 def _check_online(config, advantages: AdvantageStep, environments: Environments | Agents | None, mesh: Mesh) -> None:
@@ -186,25 +235,31 @@ def _check_online(config, advantages: AdvantageStep, environments: Environments 
 
 def _online_teacher(
     config, model: Model, mesh: Mesh, width: int, sample_of: Callable[[int, int], TypicalRows]
-) -> tuple[Teacher | ServedTeacher | SelfTeacher | None, TeacherContext | None, dict[str, Teacher | ServedTeacher]]:
-    """The teacher, what it reads besides prompts of up to `width` tokens, and the other teachers by their value.
+) -> tuple[
+    Teacher | ServedTeacher | SelfTeacher | None,
+    TeacherContext | CrossTokenizer | None,
+    dict[str, Teacher | ServedTeacher],
+]:
+    """The teacher, what makes its rows of the policy's with prompts of up to `width` tokens, and the other teachers by
+    their value.
 
-    `sample_of` makes rows of a width of prompts and a length of completions. None without a teacher or a context.
+    `sample_of` makes rows of a width of prompts and a length of completions. None without a teacher, or where it reads
+    the policy's rows.
     """
     longest, shown, context = config.rollout.max_completion_length, specs.context_spec(config), None
     length, cause = width + longest, "the longest prompt and rollout.max_completion_length"
+    # Nothing is asked of the packed rows of a pass over the teacher's own but to be cheap.
+    packed = replace(
+        specs.packing_spec(config),
+        packing="false" if config.batch.packing == "false" else "auto",
+        pack_length=0,
+        microbatch_tokens=0,
+        group_size=config.rollout.group_size,
+    )
     if shown is not None:
         own_width = specs.context_width(config, width)
         length = own_width + longest
         cause = "the longest prompt of the teacher (teacher.max_prompt_length) and rollout.max_completion_length"
-        # Nothing is asked of the packed rows of this pass but to be cheap.
-        packed = replace(
-            specs.packing_spec(config),
-            packing="false" if config.batch.packing == "false" else "auto",
-            pack_length=0,
-            microbatch_tokens=0,
-            group_size=config.rollout.group_size,
-        )
         context = TeacherContext(
             shown, model.tokenizer, specs.data_spec(config).template_kwargs, mesh, own_width, width,
             make_packer(packed, model.net.config, mesh, Positions(), sample_of(own_width, longest)),
@@ -219,9 +274,35 @@ def _online_teacher(
         settings, lora = specs.self_reference(config), model.net.config.lora
         copy = None if settings is None else Reference(start_reference(settings, model.params, lora), settings, lora)
         teacher = SelfTeacher(specs.teacher_spec(config), model.net, mesh, copy)
+    elif config.teacher.form == "uld":
+        teacher, context = _cross_tokenizer(config, model, mesh, width, longest, packed, sample_of)
     else:
         teacher = teacher_of()
     return teacher, context, {entry.partition("=")[0]: teacher_of(entry) for entry in config.teacher.others}
+
+
+def _cross_tokenizer(
+    config,
+    model: Model,
+    mesh: Mesh,
+    prompt_width: int,
+    completion_length: int,
+    packed: PackingSpec,
+    sample_of: Callable[[int, int], TypicalRows | None],
+) -> tuple[Teacher | None, CrossTokenizer | None]:
+    """A teacher with another tokenizer, for prompts and completions of up to so many tokens; (None, None) without one.
+
+    Its rows are `packed` with sizes for a sample of them, of which `sample_of` is given the width and the length.
+    """
+    if config.teacher.path is None:
+        return None, None
+    width, longest = specs.cross_tokenizer_widths(config, prompt_width, completion_length)
+    cause = "teacher.max_prompt_length and max_completion_length, twice as many as the policy has unless they are set"
+    teacher = build_teacher(config, model, mesh, width + longest, cause)
+    assert isinstance(teacher, Teacher)  # a server is refused by config/checks.py
+    packer = make_packer(packed, teacher.net.config, mesh, Positions(), sample_of(width, longest))
+    settings = specs.cross_tokenizer_spec(config)
+    return teacher, CrossTokenizer.of(settings, model, teacher, eos_ids(model), width, longest, packer)
 
 
 def _producer(
@@ -237,14 +318,16 @@ def _producer(
     """The producer, which samples and grades on `own_mesh`."""
     advantages = advantage_step(specs.advantage_spec(config), rewards.names)
     rows, rollout = specs.batch_spec(config), config.rollout
-    process = jax.process_index(), jax.process_count()  # which share the prompts
+    share = RowGroup.of(own_mesh)[:2]  # of the prompts
     if tokens is None:
         examples = None
-        pipeline = loading.stream(specs.data_spec(config), data, "prompts", model.tokenizer, lambda row: row, *process)
+        pipeline = loading.stream(specs.data_spec(config), data, "prompts", model.tokenizer, lambda row: row, *share)
     else:
         examples, curriculum = tokens.rows, specs.curriculum_spec(config)
-        order = (config.seed, config.data.shuffle, *process, tokens.shares)
-        if curriculum is None:
+        order = (config.seed, config.data.shuffle, *share, tokens.shares)
+        if advantages.asks_for("reference_scores"):
+            pipeline = ScoredPrompts(examples, rows.prompts, config.algorithm.drop_unsolved, *order)
+        elif curriculum is None:
             pipeline = Pipeline(examples, rows.prompts, *order)
         else:
             pipeline = Curriculum(examples, rows.prompts, curriculum, *order)
@@ -324,7 +407,8 @@ def mixed_source(config, online: OnlineSource, model: Model, train_dataset: Any)
         given, specs.algorithm_of(given), model, data, tokens, learner.mesh, learner.stopwatch, lambda _: learner.pack
     )
     assert not isinstance(learner.teacher, SelfTeacher)  # which has a context, and that is of samples alone
-    rows = replace(rows, spec=replace(rows.spec, width=width), teacher=learner.teacher)
+    cross = learner.context if isinstance(learner.context, CrossTokenizer) else None
+    rows = replace(rows, spec=replace(rows.spec, width=width), teacher=learner.teacher, cross_tokenizer=cross)
     return MixedSource(online, rows, config.teacher.on_policy, config.seed)
 
 
@@ -337,14 +421,15 @@ def offline_source(
     mesh: Mesh,
     stopwatch: Stopwatch,
     packer: Callable[[TypicalRows | None], Packer],
+    average: Average | None = None,
 ) -> OfflineSource:
-    """The batches of an offline algorithm."""
+    """The batches of an offline algorithm, whose reference may follow the policy's `average`."""
     rows, c = specs.batch_spec(config), config.data
     settings, lora = specs.reference_spec(config), model.net.config.lora
     sample = reference = None
     if algorithm.needs_reference:
         kept = not c.precompute_reference
-        reference = Reference(start_reference(settings, model.params, lora, kept), settings, lora)
+        reference = Reference(start_reference(settings, model.params, lora, kept), settings, lora, average)
     elif settings.ref_sync_steps and config.algorithm.name == "preference":
         raise ConfigError(
             f"algorithm.ref_sync_steps is {settings.ref_sync_steps}, but algorithm.loss = {config.algorithm.loss!r} "
@@ -379,5 +464,14 @@ def offline_source(
         # Every process reads whole batches: kto pairs the rows of one with each other.
         lengths = [max(len(row["ids"]) for row in example) for example in examples] if c.group_by_length else None
         pipeline = Pipeline(examples, rows.prompts, config.seed, c.shuffle, shares=tokens.shares, lengths=lengths)
-    teacher = build_teacher(config, model, mesh, spec.width, "the longest of the data, up to data.max_length")
-    return OfflineSource(spec, rows, model.net, pipeline, mesh, packer(sample), stopwatch, reference, teacher=teacher)
+    cross = None
+    if config.teacher.form == "uld":
+        lengths_of = (spec.width, spec.width) if tokens is None else offline.longest_parts(examples)
+        unpacked = replace(specs.packing_spec(config), packing="false")
+        teacher, cross = _cross_tokenizer(config, model, mesh, *lengths_of, unpacked, lambda *_: None)
+    else:
+        teacher = build_teacher(config, model, mesh, spec.width, "the longest of the data, up to data.max_length")
+    return OfflineSource(
+        spec, rows, model.net, pipeline, mesh, packer(sample), stopwatch, reference,
+        teacher=teacher, cross_tokenizer=cross,
+    )  # fmt: skip

@@ -18,6 +18,8 @@ from jaxrl_llm.rollout.engine import RolloutSpec
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.advantages import AdvantageSpec
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
+from jaxrl_llm.training.average import AverageSpec
+from jaxrl_llm.training.cross_tokenizer import CrossTokenizerSpec
 from jaxrl_llm.training.offline import OfflineSpec
 from jaxrl_llm.training.online import LearnerSpec, ProducerSpec
 from jaxrl_llm.training.optimizers import OptimizerSpec, learning_rate_schedule
@@ -28,7 +30,7 @@ from jaxrl_llm.training.setup.objectives import (
     divergence_temperature,
     kl_estimator,
     needs_reference,
-    old_logps_are_the_samplers,
+    old_logps_setting,
     policy_loss,
     preference_spec,
 )
@@ -54,9 +56,9 @@ def algorithm_of(config) -> Algorithm:
 
 
 def data_kind(config) -> str:
-    """The kind of rows that the algorithm learns from: prompts, completions, pairs or labels."""
+    """The kind of rows that the algorithm learns from: prompts, completions, pairs, triples or labels."""
     if config.algorithm.name == "preference":
-        return "pairs" if preference_spec(config).rows == "pair" else "labels"
+        return {"pair": "pairs", "triple": "triples"}.get(preference_spec(config).rows, "labels")
     return {"sft": "completions", "reward_model": "pairs"}.get(config.algorithm.name, "prompts")
 
 
@@ -71,6 +73,7 @@ def data_spec(config) -> DataSpec:
         eval_fraction=config.eval.fraction,
         image_limits=image_limits(config),
         template_kwargs=split_options(f"_({c.chat_template_kwargs})")[1],
+        keep_prompt=config.teacher.form == "uld",
         max_prompt_length=config.rollout.max_prompt_length,
         seed=config.seed,
         batch_size=config.batch.prompts,
@@ -127,8 +130,9 @@ def batch_spec(config) -> BatchSpec:
 def packing_spec(config) -> PackingSpec:
     """The packed rows of a run."""
     c, group_size = config.batch, rows_together(config)
-    if config.teacher.context != "none" and config.teacher.form == "divergence":
-        group_size = 1  # rows that start alike share their tokens, of which each is shown another context
+    c_teacher = config.teacher
+    if c_teacher.form == "uld" or (c_teacher.context != "none" and c_teacher.form == "divergence"):
+        group_size = 1  # rows that start alike share their tokens, of which each has another distribution to learn
     return spec_of(
         PackingSpec,
         c,
@@ -201,13 +205,17 @@ def critic_update_spec(config) -> UpdateSpec:
 
 def reference_spec(config) -> ReferenceSpec:
     """The reference policy of a run."""
-    c = config.algorithm
-    return ReferenceSpec(config.lora.reference, c.offload_reference, c.ref_sync_steps, c.ref_mixup_alpha, config.seed)
+    return spec_of(ReferenceSpec, config.algorithm, adapters=config.lora.reference, seed=config.seed)
+
+
+def average_spec(config) -> AverageSpec | None:
+    """The average of the policy, None where none is kept."""
+    return spec_of(AverageSpec, config.average) if config.average.every else None
 
 
 def teacher_spec(config) -> TeacherSpec:
     """The teacher of a run."""
-    c, divergence = config.teacher, config.teacher.form == "divergence"
+    c, divergence = config.teacher, config.teacher.form != "advantage"
     temperature = divergence_temperature(config) if divergence else training_sampling(config).logps_temperature
     top_k = c.top_k if c.top_of == "teacher" else 0
     return TeacherSpec(divergence, temperature, top_k, c.offload, c.column)
@@ -242,6 +250,20 @@ def context_width(config, prompt_width: int) -> int:
             "raise it"
         )
     return own or prompt_width + config.rollout.max_completion_length + TEMPLATE_TOKENS
+
+
+def cross_tokenizer_spec(config) -> CrossTokenizerSpec:
+    """A teacher with another tokenizer."""
+    c = config.teacher
+    return CrossTokenizerSpec(
+        c.uld_align, not c.uld_skip_eos, c.uld_hybrid, divergence_temperature(config), data_spec(config).template_kwargs
+    )
+
+
+def cross_tokenizer_widths(config, prompt_width: int, completion_length: int) -> tuple[int, int]:
+    """Tokens of the longest prompt and of the longest completion of a teacher with another tokenizer."""
+    c = config.teacher
+    return c.max_prompt_length or 2 * prompt_width, c.max_completion_length or 2 * completion_length
 
 
 def is_own_teacher(config) -> bool:
@@ -293,6 +315,7 @@ def advantage_spec(config) -> AdvantageSpec:
         reward_clip=tuple(c.reward_clip),
         has_critic=c.name == "ppo",
         teacher_coef=config.teacher.coef,
+        position_gamma=config.teacher.position_gamma,
         of_environments=tuple(
             (name, options["advantage"])
             for name, options in environment_options(config.environment.options).items()
@@ -356,14 +379,15 @@ def _by_environment(config, option: str, otherwise: float) -> dict[str | None, f
 
 
 def old_logps_of(config) -> str:
-    """The policy that the ratio compares with: "sampler", "trainer" (computed before the step), "interpolated" or
-    "policy".
+    """The policy that the ratio compares with: "sampler", "reference", "trainer" (computed before the step),
+    "interpolated" or "policy".
 
     "policy" is the updated policy itself: where the sampled rows give one update it has sampled them, its ratio is 1,
     and there is nothing to compute. Raises ConfigError for an importance correction of a ratio with the sampler.
     """
     c = config.algorithm
-    if old_logps_are_the_samplers(config):
+    setting = old_logps_setting(config)
+    if setting == "sampler":
         if c.importance_correction != "none" and policy_loss(config).reads_old_logps:
             raise ConfigError(
                 f"algorithm.importance_correction is {c.importance_correction}, but the ratio of algorithm.loss = "
@@ -372,6 +396,8 @@ def old_logps_of(config) -> str:
                 "ratio, reinforce"
             )
         return "sampler"
+    if setting == "reference":
+        return "reference"
     one_update = c.num_iterations == 1 and config.batch.minibatches == 1
     measures_kl = c.kl_in_reward or c.reward_beta or c.kl_controller == "adaptive"
     # A teacher rates the policy by the sampler's log-probs, where these are the policy's own.

@@ -16,14 +16,17 @@ from jaxrl_llm.config.schema import EPISODES, OFFLINE
 from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.observations import TurnTokenizer
-from jaxrl_llm.distributed.sharding import on_device, rollout_mesh, row_shards
+from jaxrl_llm.distributed.row_groups import RowGroup
+from jaxrl_llm.distributed.sharding import on_device, rollout_mesh, row_groups, row_shards
 from jaxrl_llm.environments.agents import Agents, AgentSpec
 from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
 from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.models.cast import draws_from_another
 from jaxrl_llm.models.model import Model, check_positions, save_hf
+from jaxrl_llm.models.remote import is_url
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.weight_versions import Publisher, publisher
 from jaxrl_llm.rewards.runner import Rewards
 from jaxrl_llm.rollout.constraints import Guide, bad_word_ids, build_automata, check_tokens, setting_text
 from jaxrl_llm.rollout.engine import Engine
@@ -53,6 +56,11 @@ def build_worker(
 ) -> RolloutWorker:
     """A rollout worker wide enough for the prompts of `examples` or, where they are not known before, for any."""
     c, eos, limit = config.rollout, eos_ids(model), config.rollout.max_prompt_length
+    if config.environment.rollout_func and (size := RowGroup.of(mesh).size) > 1:
+        raise ConfigError(
+            f"environment.rollout_func is set, but mesh.context x mesh.tensor has {size} processes hold the same rows, "
+            "which each would ask it for: make them no larger than the devices of one process"
+        )
     open_episodes = external = agents = None
     options = specs.data_spec(config).template_kwargs
     turns = TurnTokenizer(model.tokenizer, eos, limit, options, stops=bool(c.stop or c.stop_token_ids))
@@ -77,6 +85,12 @@ def build_worker(
     engine_mesh = rollout_mesh(mesh, None if apart else c.mesh, model.net.config.kv_heads)
     if engine_mesh != mesh:
         engine = ReshardedEngine(**vars(engine), mesh=engine_mesh, train_mesh=mesh, watch=stopwatch)
+    if environments is not None and row_groups(engine_mesh) != row_groups(mesh):
+        raise ConfigError(
+            f"environments play the rows of their own processes, but these hold the same rows in {row_groups(mesh)} "
+            f"groups while they train, and in {row_groups(engine_mesh)} while they sample: set rollout.mesh to "
+            f"tensor={mesh.size // row_groups(mesh)}, or mesh.context and mesh.tensor to the devices of one process"
+        )
     longest = limit if examples is None else max(len(row["prompt_ids"]) for row in examples)
     cause = "prompts, up to rollout.max_prompt_length" if examples is None else "the longest prompt"
     check_positions(
@@ -97,8 +111,17 @@ def build_worker(
             params, temperature = on_device(params), specs.training_sampling(config).logps_temperature
             return scored_logps(engine.net, params, inputs, temperature, len(inputs.tokens), row_shards(mesh))
 
-        def save(params: Params, path: str) -> None:
-            save_hf(replace(model, params=params), path, overwrite=True)
+        def save(params: Params, path: str, dtype: str = "", full_every: int = 1, full: bool = False) -> str:
+            policy = replace(model, params=params)
+            if full_every > 1 or is_url(path):
+                return published.setdefault(path, publisher(path)).publish(policy, dtype, full_every, full)
+            save_hf(policy, path, dtype or None, overwrite=True)
+            return path
+
+        published: dict[str, Publisher] = {}  # which live as long as what publishes there
+
+        def metrics() -> dict[str, float]:
+            return {name: x for each in published.values() for name, x in each.metrics.items()}
 
         grammar_text = setting_text(c.structured_grammar, ":" in c.structured_grammar, "rollout.structured_grammar")
         guides = {**guide._asdict(), "grammar": grammar_text}
@@ -109,7 +132,9 @@ def build_worker(
             "ignore_eos": c.ignore_eos,
             "structured_outputs": {kind: value for kind, value in guides.items() if value},
         }
-        external = ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps, save, constraints)
+        external = ExternalRollout(
+            function, engine, model.tokenizer, mesh, width, policy_logps, save, metrics, constraints
+        )
     if isinstance(environments, Agents):
         if engine_mesh != mesh:
             raise EpisodeError("environment.agent is sampled on the mesh of training: set rollout.mesh to none, and "
@@ -137,7 +162,9 @@ def check_correction(config, engine: Engine) -> None:
         lossy.append(f"rollout.weights_dtype is {engine.weights_dtype}")
     if engine.cache_dtype == "fp8":
         lossy.append("rollout.cache_dtype is fp8")
-    if lossy and config.algorithm.importance_correction == "none" and specs.old_logps_of(config) != "sampler":
+    # A loss that compares with the reference has its minimum at one policy, whichever has sampled.
+    corrected = specs.old_logps_of(config) in ("sampler", "reference")
+    if lossy and config.algorithm.importance_correction == "none" and not corrected:
         raise ConfigError(
             f"{lossy[0]}, so completions are not drawn from the policy that is trained, but algorithm."
             "importance_correction is none: set token_truncate, which weighs each token by the ratio of the two, or "

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from jaxrl_llm.training.checkpoint.manager import ARRAYS
 
-CLOCKS = {"tokens_per_second", "step_time", "rollout/queue"}
+CLOCKS = {"tokens_per_second", "mfu", "step_time", "rollout/queue"}
 OF_PROCESSES = ("time", "machine/", "producer/", "weights/")
 
 

@@ -30,12 +30,20 @@ def free_port() -> int:
 
 
 def start(
-    count: int, folder: Path, arguments: Sequence[str], environment: Sequence[Mapping[str, str]] | None = None
+    count: int,
+    folder: Path,
+    arguments: Sequence[str],
+    environment: Sequence[Mapping[str, str]] | None = None,
+    devices: int = 1,
 ) -> list[subprocess.Popen[str]]:
-    """`count` processes of the same Python command line; each with JAXRL_ variables, or those of `environment`."""
+    """`count` processes of the same Python command line, with so many devices each; each with JAXRL_ variables, or
+    those of `environment`."""
     port = free_port()
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    shared = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": OPTIMIZATION}
+    flags = f"{OPTIMIZATION} --xla_force_host_platform_device_count={devices}"
+    shared = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    if devices > 1:  # as in tests/conftest.py
+        shared["NPROC"] = str(2 * devices)
     processes = []
     for index in range(count):
         own = {
@@ -75,7 +83,7 @@ def finish(processes: Sequence[subprocess.Popen[str]], timeout: float) -> list[E
 def together(tmp_path) -> Callable[..., list[Ended]]:
     """Runs a Python command line in several processes: `together(2, "-m", "jaxrl_llm.train", ...)`."""
 
-    def run(count: int, *arguments: str, environment=None, timeout: float = 300) -> list[Ended]:
-        return finish(start(count, tmp_path, arguments, environment), timeout)
+    def run(count: int, *arguments: str, environment=None, timeout: float = 300, devices: int = 1) -> list[Ended]:
+        return finish(start(count, tmp_path, arguments, environment, devices), timeout)
 
     return run

@@ -1,9 +1,11 @@
 """Rollout functions of several processes: each is called for its own prompts, and samples by programs of all."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from jaxrl_llm.models.weight_versions import LocalCheckpoint
 from tests.system.processes.test_runs import all_ended_well, command, same_runs
 from tests.training.test_external_rollout import Server
 
@@ -92,18 +94,21 @@ def test_where_a_function_fails_all_processes_end(root, tmp_path, together, flag
 
 
 @pytest.mark.slow
-def test_the_first_process_pushes_the_weights(root, tmp_path, together, flags, monkeypatch):
-    """Once a rollout, before any process samples."""
+@pytest.mark.parametrize("options", ["", ", weights_dtype='bfloat16', full_every=9"], ids=["all", "changes"])
+def test_the_first_process_pushes_the_weights(root, tmp_path, together, flags, monkeypatch, options):
+    """Once a rollout, before any process samples: all of them, or what changed."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    pushes = []
+    pushes, local = [], LocalCheckpoint()
 
     def change(answer):
         if not answer["choices"]:
-            pushes.append((tmp_path / "policy" / "model.safetensors").stat().st_mtime_ns)
+            path = server.bodies[-1][1]["model_path"]
+            pushes.append((path, (Path(local.take(path)) / "model.safetensors").stat().st_mtime_ns))
             return {"success": True, "weight_version": len(pushes)}
         return {**answer, "weight_version": len(pushes), "newest_weight_version": len(pushes)}
 
     with Server(change) as server:
-        function = f"server(url={server.url!r}, model='m', weights={str(tmp_path / 'policy')!r})"
+        function = f"server(url={server.url!r}, model='m', weights={str(tmp_path / 'policy')!r}{options})"
         all_ended_well(together(2, *command(root, "grpo", tmp_path / "run", *flags(function))))
     assert len(pushes) == len(set(pushes)) == len(lines(tmp_path / "run"))
+    assert ["weights/changed_share" in line for line in lines(tmp_path / "run")] == [False, bool(options)]

@@ -16,7 +16,7 @@ from jaxrl_llm.data import tasks
 from jaxrl_llm.models.model import load_model, save_hf
 
 # What depends on the devices: times, and how well their slots are filled.
-TIMES = ("tokens_per_second", "step_time", "rollout/useful_token_fraction")
+TIMES = ("tokens_per_second", "mfu", "step_time", "rollout/useful_token_fraction")
 
 
 def command(root: Path, name: str, folder: Path, *flags: str) -> list[str]:
@@ -106,9 +106,10 @@ def test_each_process_judges_its_own_rows(root, tmp_path, together):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["distill", "sdpo"])
+@pytest.mark.parametrize("name", ["distill", "sdpo", "gold"])
 def test_teachers_over_processes(root, tmp_path, together, name):
-    """Two teachers by row; or the policy as its own, with a context that each process makes for its rows."""
+    """Two teachers by row; or the policy as its own, with a context that each process makes for its rows; or one that
+    reads the text of the rows, by tokens of its own."""
     flags = ["--config.eval.every=-1"]
     if name == "distill":
         model, other, rows = load_model("embedded:sort"), tmp_path / "other", tmp_path / "rows.jsonl"
@@ -121,7 +122,10 @@ def test_teachers_over_processes(root, tmp_path, together, name):
     all_ended_well(together(2, *command(root, name, tmp_path / "two", *flags)))
     same_runs(tmp_path / "one", tmp_path / "two", evaluations=False)
     first = json.loads((tmp_path / "one" / "metrics.jsonl").open().readline())
-    assert first["teacher/kl"] != 0 if name == "distill" else 0 < first["teacher/taught"] < 1
+    if name == "gold":
+        assert first["teacher/aligned"] > 0.9
+    else:
+        assert first["teacher/kl"] != 0 if name == "distill" else 0 < first["teacher/taught"] < 1
 
 
 @pytest.mark.slow

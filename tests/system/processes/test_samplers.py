@@ -28,10 +28,10 @@ def wait_for_lines(path, count, processes):
 def alone(root, tmp_path, run_python, monkeypatch):
     """The folder of the same run in one process, of so many devices of which one samples."""
 
-    def run(devices, steps=6):
+    def run(devices, *flags, steps=6):
         # Sums of XLA's CPU depend on the number of its threads, which run_python sets: the others get as many.
         monkeypatch.setenv("NPROC", str(2 * devices))
-        done = run_python(*command(root, tmp_path / "whole", "rollout.devices=1", steps=steps), devices=devices)
+        done = run_python(*command(root, tmp_path / "whole", "rollout.devices=1", *flags, steps=steps), devices=devices)
         assert done.returncode == 0, done.stderr
         return tmp_path / "whole"
 
@@ -44,6 +44,15 @@ def test_two_train_and_two_sample(root, tmp_path, alone):
     whole = alone(devices=3)
     ended = finish(start(4, tmp_path, command(root, "run", "rollout.processes=2", *LIMITS)), 300)
     assert [process.code for process in ended] == [0] * 4, [process.err[-2000:] for process in ended]
+    assert_same_run(whole, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_two_that_train_hold_the_same_rows(root, tmp_path, alone):
+    mesh = "mesh.data=1", "mesh.tensor=2"
+    whole = alone(3, *mesh)
+    ended = finish(start(3, tmp_path, command(root, "run", "rollout.processes=1", *mesh, *LIMITS)), 300)
+    assert [process.code for process in ended] == [0] * 3, [process.err[-2000:] for process in ended]
     assert_same_run(whole, tmp_path / "run")
 
 

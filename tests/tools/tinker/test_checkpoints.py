@@ -75,7 +75,7 @@ def test_a_taken_name_is_another_s_unless_it_is_overwritten(store, trained, sort
     store.save(at("a"), changed, {**INFOS, "number": 2}, overwrite=True)
     assert store.info(at("a").path)["number"] == 2
     _, adapters, _ = store.load(at("a").path, sorter)
-    for own, other in zip(jax.tree.leaves(changed.adapters), jax.tree.leaves(adapters), strict=True):
+    for own, other in zip(jax.tree.leaves(changed.weights), jax.tree.leaves(adapters), strict=True):
         np.testing.assert_array_equal(own, other)
     assert len(store.all()) == 3
 
@@ -165,7 +165,7 @@ def test_a_write_that_fails_leaves_what_was_there(store, trained, sorter):
         jax.tree.leaves(spent.adam.nu)[-1].delete()
         with pytest.raises(RuntimeError, match="deleted"):  # the moments, behind the adapters
             store.save(at(name), spent, INFOS, overwrite=True)
-        jax.tree.leaves(spent.adapters)[-1].delete()
+        jax.tree.leaves(spent.weights)[-1].delete()
         with pytest.raises(RuntimeError, match="deleted"):
             store.save(at(name), spent, INFOS, overwrite=True)
         assert files(store.root) == before

@@ -25,7 +25,7 @@ AT_ONCE = 64  # tokens of a micro-batch: four rows of 16
 def moved(sorter, rank: int = 4, seed: int = 0) -> TrainingRun:
     """A run whose adapters are others than at the start, where B is 0 and A has no gradient."""
     run, draw = TrainingRun(sorter, lora_config(rank), seed), np.random.default_rng(seed)
-    run.adapters = jax.tree.map(lambda x: x + 0.05 * draw.normal(size=x.shape).astype(np.float32), run.adapters)
+    run.weights = jax.tree.map(lambda x: x + 0.05 * draw.normal(size=x.shape).astype(np.float32), run.weights)
     return run
 
 
@@ -186,13 +186,13 @@ def test_forward_alone_leaves_no_gradient(run):
 
 def test_a_request_that_fails_midway_leaves_earlier_gradients(run):
     computed(run, ROWS[:1])
-    gradients, adapters = copied(run.gradients), run.adapters
+    gradients, adapters = copied(run.gradients), run.weights
     work = run.forward_backward(request(ROWS), 16)
     work.compute(work.microbatches[0])
-    run.adapters = jax.tree.map(lambda x: x * np.inf, adapters)
+    run.weights = jax.tree.map(lambda x: x * np.inf, adapters)
     with pytest.raises(ArithmeticError, match="log-probs or losses of datum 0 are not finite"):
         work.compute(next(micro for micro in work.microbatches if micro.rows == [0]))
-    run.adapters = adapters
+    run.weights = adapters
     assert same(run.gradients, gradients)
     computed(run, ROWS[1:])
     computed_apart = taken(run)
@@ -225,12 +225,12 @@ def test_micro_batches_hold_every_row_once():
 
 def any_gradients(run, seed: int, scale: float = 1.0):
     draw = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jax.numpy.asarray(scale * draw.normal(size=x.shape), np.float32), run.adapters)
+    return jax.tree.map(lambda x: jax.numpy.asarray(scale * draw.normal(size=x.shape), np.float32), run.weights)
 
 
 def test_steps_are_those_of_torch(run):
     torch = pytest.importorskip("torch")
-    parameters = [torch.tensor(np.asarray(x)).requires_grad_() for x in jax.tree.leaves(run.adapters)]
+    parameters = [torch.tensor(np.asarray(x)).requires_grad_() for x in jax.tree.leaves(run.weights)]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), eps=1e-12)
     kinds = [(1e-3, 0.0, 0.0), (1e-2, 0.1, 1.0), (3e-3, 0.0, 1e4), (0.0, 0.3, 0.5), (2e-2, 0.5, 2.0)]
     for number, (learning_rate, decay, limit) in enumerate(kinds):
@@ -244,14 +244,14 @@ def test_steps_are_those_of_torch(run):
         metrics = run.step({"learning_rate": learning_rate, "weight_decay": decay, "grad_clip_norm": limit})
         assert metrics["grad_norm:mean"] == pytest.approx(norm, rel=1e-5)
         assert metrics["learning_rate:mean"] == pytest.approx(learning_rate)
-        for parameter, x in zip(parameters, jax.tree.leaves(run.adapters), strict=True):
+        for parameter, x in zip(parameters, jax.tree.leaves(run.weights), strict=True):
             np.testing.assert_allclose(x, parameter.detach(), rtol=1e-5, atol=1e-6, err_msg=f"step {number}")
     assert int(run.adam.count) == len(kinds)
 
 
 def test_betas_and_eps_are_those_of_a_step(run):
     torch = pytest.importorskip("torch")
-    parameters = [torch.tensor(np.asarray(x)).requires_grad_() for x in jax.tree.leaves(run.adapters)]
+    parameters = [torch.tensor(np.asarray(x)).requires_grad_() for x in jax.tree.leaves(run.weights)]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
     for number, (beta1, beta2, eps) in enumerate([(0.5, 0.8, 1e-2), (0.95, 0.99, 1.0)]):
         run.gradients = any_gradients(run, number)
@@ -260,26 +260,26 @@ def test_betas_and_eps_are_those_of_a_step(run):
         optimizer.param_groups[0].update(betas=(beta1, beta2), eps=eps)
         optimizer.step()
         run.step({"learning_rate": 1e-2, "beta1": beta1, "beta2": beta2, "eps": eps})
-    for parameter, x in zip(parameters, jax.tree.leaves(run.adapters), strict=True):
+    for parameter, x in zip(parameters, jax.tree.leaves(run.weights), strict=True):
         np.testing.assert_allclose(x, parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_snapshot_stays_as_it_was(run):
-    snapshot, before = run.snapshot(), copied(run.adapters)
+    snapshot, before = run.snapshot(), copied(run.weights)
     for number in range(2):
         run.gradients = any_gradients(run, number)
         run.step({"learning_rate": 1e-2})
     assert same(snapshot, before)
-    assert not same(run.adapters, before)
+    assert not same(run.weights, before)
 
 
 def test_the_base_stays_as_it_is_and_runs_apart(sorter):
     base, one, other = copied(sorter.params), moved(sorter), moved(sorter)
-    kept = copied(other.adapters)
+    kept = copied(other.weights)
     computed(one, ROWS)
     one.step({"learning_rate": 1e-2})
     assert same(sorter.params, base)
-    assert same(other.adapters, kept)
+    assert same(other.weights, kept)
     assert other.gradients is None
 
 
@@ -287,12 +287,12 @@ def test_gradients_that_are_not_finite_make_no_step(run):
     for _ in range(2):
         computed(run, ROWS)
         run.step({})
-    kept = copied((run.adapters, run.adam))
+    kept = copied((run.weights, run.adam))
     huge = [drawn(9, target_tokens=row.inputs["target_tokens"], weights=np.full(9, 1e36)) for row in ROWS[:1]]
     computed(run, huge)
     with pytest.raises(ArithmeticError, match="no step was made"):
         run.step({"grad_clip_norm": 1.0})
-    assert same((run.adapters, run.adam), kept)
+    assert same((run.weights, run.adam), kept)
     assert run.gradients is None
     computed(run, ROWS)
     assert np.isfinite(run.step({})["grad_norm:mean"])
@@ -308,7 +308,7 @@ def test_a_saved_run_goes_on_as_if_it_had_not_been(run, sorter, tmp_path):
     store, place = Store(tmp_path), Place("run", "weights", "two")
     store.save(place, run, {})
     config, adapters, adam = store.load(place.path, sorter, moments=True)
-    assert same(adapters, run.adapters)
+    assert same(adapters, run.weights)
     assert same(adam, run.adam)
     again, other = moved(sorter, seed=1), TrainingRun(sorter, config, 2)
     other.restore(config, adapters, adam)
@@ -318,21 +318,21 @@ def test_a_saved_run_goes_on_as_if_it_had_not_been(run, sorter, tmp_path):
     for each in (run, again, other):
         computed(each, ROWS[2:])
         each.step({"learning_rate": 1e-2})
-    assert same((again.adapters, again.adam), (run.adapters, run.adam))
-    assert same((other.adapters, other.adam), (run.adapters, run.adam))
+    assert same((again.weights, again.adam), (run.weights, run.adam))
+    assert same((other.weights, other.adam), (run.weights, run.adam))
     again.restore(*store.load(place.path, sorter))
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(again.adam))
 
 
 def test_adapters_of_another_shape_are_no_run_s(run, sorter):
     other = moved(sorter, rank=2)
-    adapters = copied(run.adapters)
+    adapters = copied(run.weights)
     with pytest.raises(BadRequestError, match=r"of rank 2 .* of rank 4"):
-        run.restore(other.config, other.adapters, other.adam)
+        run.restore(other.config, other.weights, other.adam)
     attention = TrainingRun(sorter, lora_config(4, train_mlp=False), 0)
     with pytest.raises(BadRequestError, match="create a run from the weights"):
-        run.restore(attention.config, attention.adapters, attention.adam)
-    assert same(run.adapters, adapters)
+        run.restore(attention.config, attention.weights, attention.adam)
+    assert same(run.weights, adapters)
 
 
 def test_peft_reads_what_was_saved(run, tmp_path):
@@ -352,7 +352,7 @@ def test_peft_reads_what_was_saved(run, tmp_path):
 
 
 def test_a_seed_draws_the_adapters(sorter):
-    one, again, other = (TrainingRun(sorter, lora_config(2), seed).adapters for seed in (3, 3, 4))
+    one, again, other = (TrainingRun(sorter, lora_config(2), seed).weights for seed in (3, 3, 4))
     assert same(one, again)
     assert not same(one, other)
     q = one["layers"]["attention"]["q"]

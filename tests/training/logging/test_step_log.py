@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pyarrow.parquet as pq
 import pytest
 
@@ -39,6 +40,30 @@ def test_speed_leaves_out_compilation(tmp_path, monkeypatch):
     assert first["step_time"] == 100.0 and first["tokens_per_second"] == 4000 / 40
     assert first["time/compile"] == 67.0 and first["time/update"] == 40.0
     assert second["tokens_per_second"] == 400.0 and "time/compile" in second
+
+
+def test_the_share_of_the_peak(tmp_path, monkeypatch):
+    """2000 operations of 1000 a second, in the 10 s of an update that do not compile, or in 25 where steps overlap."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    watch = Stopwatch(lambda: now[0])
+    (update,) = updates_of({"loss": 1.0, "grad_norm": 1.0, "nonfinite_gradient": 0.0})
+    with Logger(quiet_spec(), tmp_path) as logger:
+        counts = {"num_tokens": 0, "skipped": 0}
+        log = StepLog(HealthSpec(), lambda metrics: None, watch, logger, counts, peak=1000.0)
+        for number, overlaps in ((1, False), (2, True), (3, False)):
+            began, before = now[0], watch.totals["compile"]
+            with watch("data"):
+                now[0] += 15.0
+            with watch("update"):
+                now[0] += 50.0
+                watch.charge("compile", 40.0)
+            flops = None if number == 3 else jnp.float32(2000)
+            log.add(Step(number, began, {"num_tokens": 1}, [update], [], before, flops, overlaps))
+            log.settle()
+    first, second, third = log.history
+    assert first["mfu"] == pytest.approx(0.2) and first["time/update"] == 10.0
+    assert second["mfu"] == pytest.approx(0.08) and "mfu" not in third
 
 
 def updates_of(*rows):

@@ -431,6 +431,92 @@ def test_rows_that_fill_up_a_batch_do_not_count(loss):
         np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+# --- triples ---
+
+
+@functools.cache
+def make_triples(triples: int = 4) -> Batch:
+    """Pairs as those of `make_batch`, each with a gold completion of the same prompt behind it."""
+    pairs, rows = make_batch(2 * triples), 3 * triples
+    draw, width, prompt = np.random.default_rng(rows), 8, 3
+
+    def between(x, gold):
+        return np.concatenate([np.reshape(x, (triples, 2, width)), gold[:, None]], axis=1).reshape(rows, width)
+
+    tokens = draw.integers(0, 29, (triples, width)).astype(np.int32)
+    tokens[:, :prompt] = pairs.inputs.tokens[0::2, :prompt]
+    ends = prompt + draw.integers(1, 6, (triples, 1))
+    mask = ((np.arange(width) >= prompt) & (np.arange(width) < ends)).astype(np.float32)
+    tokens, mask = between(pairs.inputs.tokens, tokens), between(pairs.mask, mask)
+    segments = np.where(np.arange(width) < prompt, 1, mask).astype(np.int32)
+    ref = naive_logps(REFERENCE, tokens, segments).astype(np.float32)
+    return Batch(Inputs(tokens, segments), mask=mask, ref_logps=ref)
+
+
+def gold_nll(batch: Batch):
+    logps = naive_logps(PARAMS, batch.inputs.tokens, batch.inputs.segments)
+    return -(logps * batch.mask)[2::3].sum() / batch.mask[2::3].sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "of_pairs", "settings"),
+    [
+        ("tpo", "cpo(nll_weight=0.0)", {}),
+        ("tpo_l(gamma=0.7)", "simpo(gamma=0.7, nll_weight=0.0)", {}),
+        ("gold_sft", None, {}),
+        ("hinge+gold_sft", "hinge", {"reference_free": True}),
+        ("dpo+gold_sft", "dpo", {"ld_alpha": 0.3}),
+        ("aot+gold_sft", "aot", {}),
+        ("orpo+gold_sft(nll_weight=1.0)", "orpo", {}),
+    ],
+)
+def test_a_loss_of_triples_is_that_of_the_pairs_and_the_gold_likelihood(loss, of_pairs, settings):
+    """The value and every metric of the pairs; `entropy` is of the gold completions too."""
+    batch = make_triples()
+    value, metrics = evaluate(config_of(loss, **settings), batch)
+    expected, of_pair = gold_nll(batch), {}
+    if of_pairs is not None:
+        of_pair_value, of_pair = evaluate(config_of(of_pairs, **settings), make_batch())
+        expected += of_pair_value
+    np.testing.assert_allclose(value, expected, rtol=2e-5)
+    for name in of_pair.keys() - {"entropy", "nll_loss"}:
+        np.testing.assert_allclose(metrics[name], of_pair[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    if of_pairs != "orpo":  # whose own likelihood term is in that metric
+        np.testing.assert_allclose(metrics["nll_loss"], gold_nll(batch), rtol=2e-5)
+    entropies = naive_logits(PARAMS, batch.inputs.tokens, batch.inputs.segments)
+    entropies = -(np.exp(entropies) * entropies).sum(-1)
+    np.testing.assert_allclose(metrics["entropy"], entropies[batch.mask > 0].mean(), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "loss", ["tpo(nll_weight=0.5)", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tpo_l", "aot+gold_sft"))]
+)
+def test_micro_batches_of_triples_change_nothing(loss):
+    found = []
+    for rows in (0, 3):
+        config = config_of(loss)
+        config.batch.microbatch_rows = rows
+        found.append(one_update(config, make_triples()))
+    (whole, metrics), (parts, part_metrics) = found
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), parts, whole)
+    for name in metrics:
+        np.testing.assert_allclose(part_metrics[name], metrics[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_padding_on_the_left_and_order_change_no_triple():
+    batch, order = make_triples(), np.array([2, 0, 3, 1])
+    expected, metrics = evaluate(config_of("tpo"), batch)
+    rows = (order[:, None] * 3 + np.arange(3)).reshape(-1)
+    moved = batch.take(rows)
+    ends = np.asarray(moved.inputs.segments).sum(1)
+    shift = (np.arange(8)[None] - (8 - ends)[:, None]) % 8
+    moved = moved.map_rows(lambda x: np.take_along_axis(np.asarray(x), shift, axis=1))
+    value, other = evaluate(config_of("tpo"), moved)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for name in metrics:
+        np.testing.assert_allclose(other[name], metrics[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
 # --- refusals ---
 
 
@@ -445,6 +531,8 @@ def test_rows_that_fill_up_a_batch_do_not_count(loss):
         ("dpo(beta=1)", {}, ["no option 'beta'"]),
         ("kto", {"ld_alpha": 0.5}, ["ld_alpha", "kto learns from labels"]),
         ("aot", {"use_weighting": True}, ["use_weighting", "aot"]),
+        ("tpo(nll_weight=0.0)", {}, ["tpo reads gold completions (the column reference)", "write cpo(nll_weight=0)"]),
+        ("dpo+gold_sft", {"loss_weights": (1.0, 0.0)}, ["gold_sft reads gold completions", "leave gold_sft out"]),
     ],
 )
 def test_settings_that_a_loss_does_not_have_are_refused(loss, settings, words):
@@ -457,10 +545,12 @@ def test_settings_that_a_loss_does_not_have_are_refused(loss, settings, words):
     ("changes", "words"),
     [
         ({"algorithm.beta": 0.0}, ["algorithm.beta is 0"]),
-        ({"batch.microbatch_rows": 1}, ["batch.microbatch_rows is 1", "even"]),
+        ({"batch.microbatch_rows": 1}, ["batch.microbatch_rows is 1", "a multiple of 2"]),
         ({"batch.minibatches": 64}, ["batch.minibatches is 64", "batch.prompts = 32"]),
         ({"data.packing": True}, ["data.packing", "preference"]),
         ({"algorithm.loss": "kto+dpo"}, ["kto stands alone"]),
+        ({"algorithm.loss": "kto+gold_sft"}, ["kto stands alone"]),
+        ({"algorithm.loss": "tpo", "batch.microbatch_rows": 4}, ["batch.microbatch_rows is 4", "a multiple of 3"]),
         ({"algorithm.loss_weights": (1.0, 2.0)}, ["2 numbers for the 1 losses"]),
         ({"algorithm.loss": "kto", "batch.minibatches": 32}, ["at least 2"]),
         ({"algorithm.loss": "kto", "data.precompute_reference": True}, ["precompute_reference", "kto"]),

@@ -113,6 +113,7 @@ def test_experts_that_quantisation_and_adapters_leave_out_are_named_at_the_start
             return " ".join(experts_left_out(config, build_model(config, mesh)))
 
     assert warnings() == warnings(lora__rank=2, lora__targets=("q", "v")) == ""
+    assert warnings(lora__rank=2, lora__targets=("all-linear", "experts")) == ""
     assert "lora.targets: experts have no adapters and are not trained: 1.84e-05 of" in warnings(lora__rank=2)
     said = warnings(lora__rank=2, lora__targets=("q",), model__quantize="int8")
     assert "model.quantize = 'int8' leaves the experts as they are: 1.84e-05 of" in said

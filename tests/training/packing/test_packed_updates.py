@@ -178,6 +178,18 @@ def test_pairs(loss):
 
 
 @slow
+@pytest.mark.parametrize("loss", ["tpo", "aot+gold_sft"])
+def test_triples(loss):
+    """Gold completions are the chosen ones with another last token, so that packed rows share nearly all of them."""
+    rows = pairs().take(jnp.asarray([0, 1, 0, 4, 5, 4]))
+    last = (rows.inputs.segments.sum(axis=1) - 1)[2::3]
+    gold = jnp.arange(2, 6, 3)
+    tokens = rows.inputs.tokens.at[gold, last].set((rows.inputs.tokens[gold, last] + 1) % 31)
+    config = config_of("preference", algorithm__loss=loss, batch__prompts=2)
+    check_same(config, rows.replace(inputs=rows.inputs.replace(tokens=tokens)))
+
+
+@slow
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
 def test_labelled_rows(loss):
     rows = pairs(labels=jnp.asarray([1, 1, 0, 0, 1, 1], jnp.float32))

@@ -15,7 +15,7 @@ from jaxrl_llm.config import ConfigError, default, to_json, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.training.runtime.callbacks import Callbacks, EarlyStopping, early_stopping, load_callbacks
 
-CLOCKS = ("time", "tokens_per_second", "step_time")
+CLOCKS = ("time", "tokens_per_second", "mfu", "step_time")
 
 
 class Diary:

@@ -129,6 +129,11 @@ def test_what_is_not_called_is_refused(tmp_path):
         TrainerCallbackHooks(Epochs()).on_begin(SimpleNamespace(step=0, metrics={}, config=streams, folder=tmp_path))
 
 
+def test_the_moving_average_of_trl_is_a_setting():
+    with pytest.raises(ConfigError, match=r"BEMACallback averages parameters of torch, .*: set average\.every=400 in"):
+        TrainerCallbackHooks(type("BEMACallback", (TrainerCallback,), {})())
+
+
 def test_wishes_and_unknown_arguments_are_refused_by_name(tmp_path):
     class Wishes(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -13,7 +13,7 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.lora import has_adapters
+from jaxrl_llm.models.lora import has_adapters, parse_targets
 from jaxrl_llm.training.setup.given import lora_settings, take
 
 ROWS = [{"prompt": f"sort:{n}=", "answer": "".join(sorted(str(n)))} for n in range(100, 108)]
@@ -92,6 +92,10 @@ def test_pefts_own_lora_config():
         "modules_to_save": (),
     }
     assert lora_settings(peft.LoraConfig(modules_to_save=["lm_head"]))["modules_to_save"] == ("lm_head",)
+    experts = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+    assert parse_targets(lora_settings(experts)["targets"]) == ("q", "experts.down_proj")
+    with pytest.raises(ConfigError, match=r"target_parameters = .* and no target_modules, .*: give them too, \[\] for"):
+        lora_settings(peft.LoraConfig(target_parameters=["experts.gate_up_proj"]))
     with pytest.raises(ConfigError, match="layers_to_transform"):
         lora_settings(peft.LoraConfig(layers_to_transform=[1]))
 

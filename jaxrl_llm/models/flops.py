@@ -1,0 +1,75 @@
+"""Model FLOPs: the operations that a forward and a backward pass over rows need, whatever a program makes of them.
+
+The count of arXiv 2204.02311 (appendix B): matmuls alone, and each once, so that what is recomputed does not count.
+With N_f and N_t the parameters that a token is multiplied with, frozen and trained, a token takes
+
+    forward   2 (N_f + N_t) + mixing
+    backward  2 N_f + 4 N_t + 2 mixing
+
+which are the 6 N of full fine-tuning, and 4 N of what is frozen beside adapters. N counts the k experts that a token
+goes to and the head, and no embedding, which is looked up. `mixing` is what mixers do besides: of attention,
+2 H (d_k + d_v) for each token that a token sees, itself included, and so half of the T^2 pairs of a row.
+"""
+
+import collections
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.distributed.sharding import path_name
+from jaxrl_llm.models.lora import SAVED, split
+from jaxrl_llm.models.transformer import Net, Params, segment_positions
+
+MATRICES = ("kernel", "lora_a", "lora_b")
+
+
+class RowFlops(NamedTuple):
+    """Model FLOPs of each row."""
+
+    forward: jax.Array  # [N]
+    backward: jax.Array  # [N]
+
+
+def row_flops(net: Net, segments: jax.Array) -> RowFlops:
+    """Model FLOPs `[N]`, in fp32, of one pass over rows of `segments` `[N,T]`, each row by itself.
+
+    Every token counts, also in a prompt that rows share, and so does its place in the head, read or not. What encodes
+    images is left out.
+    """
+    real, places = segments != 0, segment_positions(segments)
+
+    def total(numbers) -> jax.Array:
+        return jnp.where(real, numbers, 0).sum(axis=1, dtype=jnp.float32)
+
+    def pairs(window: int | None) -> jax.Array:
+        if window is None:
+            return total(places + 1)
+        return total(places % window + 1 if net.config.sliding_chunks else jnp.minimum(places + 1, window))
+
+    tokens, (frozen, trained) = total(1), matmul_parameters(net)
+    mixing = jnp.zeros(len(segments), jnp.float32)
+    for kind, count in collections.Counter(net.config.layer_configs).items():
+        mixing += count * kind.mixer.flops(net.config.of(kind), tokens, pairs(kind.window))
+    forward = 2.0 * (frozen + trained) * tokens + mixing
+    return RowFlops(forward, (2.0 * frozen + 4.0 * trained) * tokens + 2.0 * mixing)
+
+
+def matmul_parameters(net: Net) -> tuple[float, float]:
+    """The parameters that each token is multiplied with: those that are frozen, and those that are trained."""
+    config = net.config
+    head = "embed/weight" if config.tie_embeddings and config.head == "lm" else None
+
+    def numbers(params: Params) -> dict[str, float]:
+        found = {}
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            name = path_name(path).removeprefix(f"{SAVED}/")
+            if (name.rpartition("/")[2] in MATRICES or name == head) and not name.startswith("vision/"):
+                used = config.experts_per_token / config.experts if "/experts/" in name else 1.0
+                found[name] = used * x.size
+        return found
+
+    shapes = Net(dataclasses.replace(config, quantize="none")).shapes()
+    frozen, trained = map(numbers, split(shapes, config.frozen))
+    return sum(size for name, size in frozen.items() if name not in trained), sum(trained.values())

@@ -1,0 +1,110 @@
+"""Losses and advantages of the user's own: their files are run when a run is built, not by a look at its settings."""
+
+import jax
+import pytest
+
+from jaxrl_llm.config import ConfigError, default, rows_together, validate
+from jaxrl_llm.config.checks import check_own_functions
+from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.run import build
+
+LABELLED = """
+from pathlib import Path
+Path("ran").touch()
+def own(chosen, rejected=None):
+    return chosen
+own.rows = "label"
+def taking(ratio, importance_weights):
+    return ratio
+def scored(rewards, reference_scores):
+    return rewards
+"""
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "own.py"
+    path.write_text(LABELLED)
+    return path
+
+
+def config_of(name: str, loss: str, **settings):
+    config = default()
+    config.algorithm.name, config.algorithm.loss = name, loss
+    if name == "preference":
+        config.data.path, config.algorithm.beta = "task:sort_preferences", 0.1
+    for key, value in settings.items():
+        section, _, leaf = key.partition("__")
+        config[section][leaf] = value
+    return config
+
+
+@pytest.mark.parametrize("name", ["grpo", "sft", "preference"])
+@pytest.mark.parametrize("loss", ["own.py:own", "gone.py:own", "own.py:gone"])
+def test_a_look_runs_no_code_of_the_users(tmp_path, name, loss):
+    """Nor does it refuse what only the loss can say: whether 3 rows are whole ones of what stays together."""
+    settings = {"batch__prompts": 6, "batch__microbatch_rows": 3} if name == "preference" else {}
+    validate(config_of(name, loss, **settings))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("gone.py:own", r"algorithm\.loss: there is no file gone\.py .*the closest is own\.py"),
+        ("own.py:owner", r"algorithm\.loss: cannot find 'own\.py:owner': .* it defines own, scored, taking; "),
+        ("no_such_module:own", r"algorithm\.loss: cannot find 'no_such_module:own': no module"),
+    ],
+)
+@pytest.mark.parametrize("name", ["grpo", "preference"])
+def test_a_loss_that_is_not_found_is_refused_before_anything_is_read(name, loss, message):
+    config = config_of(name, loss, model__path="nowhere/at_all")
+    validate(config)
+    mesh = build_mesh(config)
+    with jax.set_mesh(mesh), pytest.raises(ConfigError, match=message):
+        build(config, mesh)
+
+
+def test_what_the_loss_decides_is_checked_when_a_run_is_built(file):
+    config = config_of("preference", "own.py:own", batch__prompts=6, batch__microbatch_rows=3)
+    assert rows_together(config) == 1
+    check_own_functions(config)
+    file.write_text(LABELLED.replace('own.rows = "label"', ""))
+    assert rows_together(config) == 2
+    validate(config)
+    with pytest.raises(ConfigError, match=r"batch\.microbatch_rows is 3, .*make it a multiple of 2"):
+        check_own_functions(config)
+    file.write_text(LABELLED)
+    config = config_of("preference", "dpo+own.py:own")
+    validate(config)
+    with pytest.raises(ConfigError, match=r"but own\.py:own stands alone: it reads other rows"):
+        check_own_functions(config)
+    config = config_of("grpo", "own.py:taking", algorithm__importance_correction="sequence_truncate")
+    validate(config)
+    with pytest.raises(ConfigError, match=r"own\.py:taking takes the weights of tokens into its own ratio"):
+        check_own_functions(config)
+
+
+def test_what_an_advantage_decides_is_checked_when_a_run_is_built(tmp_path):
+    config = config_of("grpo", "auto", algorithm__advantage="own.py:scored", algorithm__reference_samples=3)
+    validate(config)
+    assert not (tmp_path / "ran").exists()
+    check_own_functions(config)
+    config.data.curriculum_easy = 0.9
+    validate(config)
+    with pytest.raises(ConfigError, match=r"algorithm.advantage is 'own.py:scored', .*data\.curriculum_easy is 0.9"):
+        check_own_functions(config)
+    config.data.curriculum_easy, config.algorithm.advantage = None, "own.py:own"
+    with pytest.raises(ConfigError, match=r"reference_samples is 3, but .* reads no scores of a reference"):
+        check_own_functions(config)
+    config.algorithm.advantage = "gone.py:own"
+    with pytest.raises(ConfigError, match=r"algorithm.advantage: there is no file gone.py"):
+        check_own_functions(config)
+
+
+def test_named_losses_are_checked_at_a_look():
+    config = config_of("preference", "dpo", batch__prompts=6, batch__microbatch_rows=3)
+    with pytest.raises(ConfigError, match=r"make it a multiple of 2"):
+        validate(config)
+    check_own_functions(config)
