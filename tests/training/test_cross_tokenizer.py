@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import jaxrl_llm
 from jaxrl_llm.algorithms.distillation import LEAST_PROBABILITY, hybrid_distances, sorted_distance
-from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.templates import continued_ids
 from jaxrl_llm.distributed.sharding import make_mesh
@@ -26,6 +26,7 @@ from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import merge_frozen
 from tests.data.bpe_tokenizer import bpe_tokenizer
 from tests.data.spacing_tokenizer import SPACINGS, spacing_tokenizer
+from tests.training import test_teacher
 
 MESH = make_mesh(devices=jax.devices()[:1])
 DIGITS = [row["prompt"] + row["prompt"][5:-1] for row in tasks.generate("sort", size=64)]
@@ -49,27 +50,15 @@ def saved_teacher(folder, opinions=3.0):
 
 
 def config_of(teacher, **settings):
-    config = default()
-    config.batch.prompts, config.batch.packing, config.eval.every = 4, "false", -1
-    config.rollout.group_size, config.rollout.max_prompt_length, config.rollout.max_completion_length = 2, 16, 8
-    config.algorithm.aggregation, config.algorithm.advantage = "token", "zero"
-    config.teacher.path, config.teacher.form = teacher, "uld"
-    for name, value in settings.items():
-        section, _, key = name.partition("__")
-        config[section][key] = value
-    validate(config)
-    return config
-
-
-def length(completions, **kwargs):
-    return [float(len(completion)) for completion in completions]
+    own = {"rollout__group_size": 2, "algorithm__advantage": "zero", "teacher__form": "uld"}
+    return test_teacher.config_of(teacher, **own | settings)
 
 
 def first_batch(config, rows=None, eval_rows=None):
     """The batch of the first step, its metrics, those of its update, and of an evaluation."""
     with jax.set_mesh(MESH):
         rows = tasks.generate("sort", size=16) if rows is None else rows
-        rewards = None if config.algorithm.name == "sft" else length
+        rewards = None if config.algorithm.name == "sft" else test_teacher.length
         run = build(config, MESH, train_dataset=rows, eval_dataset=eval_rows, rewards=rewards)
         experience = run.source.next(run.state, jax.random.key(1))
         held_out = None if eval_rows is None else run.evaluation(run.state.params, jax.random.key(0))

@@ -1,8 +1,5 @@
 """Training adapters of experts: a whole run, what it leaves, a resumed one, and beside quantised matrices."""
 
-import json
-import shutil
-
 import jax
 import numpy as np
 import pytest
@@ -11,9 +8,10 @@ import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh, path_name
-from jaxrl_llm.models import hf, lora
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.tools.plan.shapes import describe
+from tests.training.test_router_replay import write_mixture
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 TOKENS = np.arange(97, 109)[None]
@@ -22,11 +20,7 @@ TOKENS = np.arange(97, 109)[None]
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
     """A folder of a random mixture of experts with the tokenizer of the embedded model."""
-    folder, own = tmp_path_factory.mktemp("mixture"), hf.locate("embedded:sort")
-    for path in own.glob("tokenizer*"):
-        shutil.copy(path, folder)
-    kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu"}
-    (folder / "config.json").write_text(json.dumps(hf.read_config(own) | kind | EXPERTS))
+    folder = write_mixture(tmp_path_factory.mktemp("mixture"), **EXPERTS)
     save_hf(load_model(folder, init_key=jax.random.key(0)), folder.with_name("experts"))
     return folder.with_name("experts")
 

@@ -15,12 +15,16 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    """A folder with the shape of a mixture of experts, and the tokenizer of the embedded model."""
-    folder, own = tmp_path_factory.mktemp("mixture"), hf.locate("embedded:sort")
+    return write_mixture(tmp_path_factory.mktemp("mixture"), **EXPERTS, initializer_range=0.3)
+
+
+def write_mixture(folder, **entries):
+    """The folder with the shape of a mixture of experts, and the tokenizer of the embedded model."""
+    own = hf.locate("embedded:sort")
     for path in own.glob("tokenizer*"):
         shutil.copy(path, folder)
     kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu"}
-    (folder / "config.json").write_text(json.dumps(hf.read_config(own) | kind | EXPERTS | {"initializer_range": 0.3}))
+    (folder / "config.json").write_text(json.dumps(hf.read_config(own) | kind | entries))
     return folder
 
 

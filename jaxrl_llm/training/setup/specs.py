@@ -129,9 +129,8 @@ def batch_spec(config) -> BatchSpec:
 
 def packing_spec(config) -> PackingSpec:
     """The packed rows of a run."""
-    c, group_size = config.batch, rows_together(config)
-    c_teacher = config.teacher
-    if c_teacher.form == "uld" or (c_teacher.context != "none" and c_teacher.form == "divergence"):
+    c, teacher, group_size = config.batch, config.teacher, rows_together(config)
+    if teacher.form == "uld" or (teacher.context != "none" and teacher.form == "divergence"):
         group_size = 1  # rows that start alike share their tokens, of which each has another distribution to learn
     return spec_of(
         PackingSpec,
