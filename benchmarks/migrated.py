@@ -31,7 +31,7 @@ REPOSITORIES = {
 }
 FILES = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").split()
 ABSENT = re.compile(
-    r"text only|no process reward|no diffusion training|no quantisation-aware training|rows are as their source has|"
+    r"text only|no diffusion training|no quantisation-aware training|rows are as their source has|"
     r"has no equivalent; (there are|\w+ is written)"
 )
 OPEN = re.compile(

@@ -137,6 +137,10 @@ VISION_FILES = {
     "qwen3_vl_moe": ("families/qwen3_vl_moe.py", "families/qwen3_vl.py families/qwen3_moe.py, and theirs"),
     "qwen3_5": ("families/qwen3_5.py", "families/qwen3_5_text.py families/qwen3_vl.py, and its"),
     "qwen3_5_moe": ("families/qwen3_5_moe.py", "families/qwen3_5_moe_text.py families/qwen3_5.py, and its"),
+    "internvl": ("families/internvl.py", "families/llava.py families/siglip.py vision/siglip.py vision/projector.py"),
+    "glm4v": ("families/glm4v.py", "families/glm4.py families/qwen_vl.py vision/patch_rows.py vision/mergers.py"),
+    "glm4v_moe": ("families/glm4v_moe.py", "families/glm4_moe.py families/glm4v.py, and its"),
+    "mistral3": ("families/mistral3.py", "families/llava.py vision/patch_rows.py vision/mergers.py"),
 }
 
 
@@ -221,40 +225,47 @@ difference.
 - gradients: of the mean cross-entropy, against torch autograd, over every parameter.
 - export: logits of the exported folder in transformers, against ours.
 - LoRA: the same with random adapters on every linear map, merged by the export. Experts and routers have none.
-- score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`);
-  transformers has none of Granite, OLMoE, Gemma 4, Llama 4, ERNIE 4.5, LFM2, MiniMax-M2 and the mixtures of experts of
-  Qwen3.5, GLM and Granite 4.
+- score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`); transformers has none
+  of Granite, OLMoE, Gemma 4, Llama 4, ERNIE 4.5, LFM2, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo Hybrid,
+  Falcon-H1, dots.llm1, Command A and the mixtures of experts of Qwen3.5, GLM and Granite 4.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
 
-- Rotary positions: {kinds}; the entries of transformers 4
-  (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3 and 4, OLMo
-  3), a part of each head (Phi-3), neighbouring dimensions together (GLM, ERNIE 4.5), and layers without (SmolLM3,
-  Llama 4, EXAONE 4.0). With `dynamic`, rows longer than `max_position_embeddings` are scored and trained on, but not
-  sampled. Of both blocks in a config.json `rope_scaling` is read, as in transformers; `model.overrides` changes the one
-  that the model has, and the export says so. A number that nothing is computed of is a warning of the run: yarn's
-  `attn_factor` (DeepSeek-R1-0528-Qwen3-8B), which transformers does not read either, and vLLM multiplies cosines and
-  sines by.
+- Rotary positions: {kinds}; the entries of transformers 4 (`rope_theta`,
+  `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3 and 4, OLMo 3), a part of each
+  head (Phi-3), neighbouring dimensions together (GLM, ERNIE 4.5), a base that is stretched by an `alpha` (Hunyuan), and
+  layers without (SmolLM3, Llama 4, EXAONE 4.0, Trinity, Command A, Nemotron, Kimi Linear). With `dynamic`, rows longer
+  than `max_position_embeddings` are scored and trained on, but not sampled. Of both blocks in a config.json
+  `rope_scaling` is read, as in transformers; `model.overrides` changes the one that the model has, and the export says
+  so. A number that nothing is computed of is a warning of the run: yarn's `attn_factor` (DeepSeek-R1-0528-Qwen3-8B),
+  which transformers does not read either, and vLLM multiplies cosines and sines by.
 - Windows (`sliding_window`) in all layers, in some (`layer_types`, `max_window_layers`, `sliding_window_pattern`), in
   training, prefill and decoding. The cache keeps all tokens.
 - Chunks (`attention_chunk_size`, Llama 4): a token sees those of its own chunk, counted from the start of its document,
   whatever the padding and packing, in training, prefill and decoding. Kernels of whole rows take a mask where rows are
   longer than a chunk; `flash` has none and is refused. Layers without rotary positions scale queries by their position
   in the document (`attn_temperature_tuning`); transformers counts padding on the left too, so it is compared without.
-- Latent attention (DeepSeek-V3, Moonlight): the cache of a token is its latent, `kv_lora_rank + qk_rope_head_dim`
-  numbers per layer, and decoding reads nothing else. The router's groups, scores and correction
-  (`e_score_correction_bias`) are all computed; training keeps the correction as it is, in fp32 whatever
+- Latent attention (DeepSeek-V3, Moonlight, Kimi-K2 and Kimi Linear): the cache of a token is its latent,
+  `kv_lora_rank + qk_rope_head_dim` numbers per layer, and decoding reads nothing else. The router's groups, scores and
+  correction (`e_score_correction_bias`) are all computed; training keeps the correction as it is, in fp32 whatever
   `model.param_dtype`, and in exports of 16 bits too. Layers for multi-token prediction are left out. `glm4_moe` is
-  GLM-4.5 to 4.7, which has these experts, and `glm4_moe_lite` GLM-4.7-Flash, which has the attention too.
+  GLM-4.5 to 4.7, which has these experts, as `dots1` has, and `glm4_moe_lite` GLM-4.7-Flash, which has the attention
+  too. Folders of the type `kimi_k2` are DeepSeek-V3's in form: they are read and exported as a `deepseek_v3`.
 - Weights in fp8 with a scale for each block of numbers (`weight_block_size`), as DeepSeek-V3 and Qwen3's FP8 folders
   have them, or for each matrix (Ministral 3), and gpt-oss' experts in MXFP4, are read as numbers and exported so.
-- Gated delta nets with short convolutions, beside gated attention (Qwen3-Next, Qwen3.5). Rows are computed in chunks of
-  64 tokens, with memory linear in their length: four rows of 32k tokens train on one h100
+- Gated delta nets with short convolutions, beside gated attention (Qwen3-Next, Qwen3.5) or plain (OLMo Hybrid), and
+  Kimi delta attention, whose states decay by each number of a key (Kimi Linear). Rows are computed in chunks of 64
+  tokens, with memory linear in their length: four rows of 32k tokens train on one h100
   ([compiled](performance.md#what-a-step-moves-by-the-compilers)). A state starts anew with each document of a packed
   row. A row's cache is its state and the inputs of its latest tokens, whatever its length. An update's rows are not
   packed (`batch.packing`). Layers for multi-token prediction are left out.
-- Mamba-2 beside attention (Granite 4), in the same way: a state a head, in chunks of 64 tokens.
+- Mamba-2, in the same way: a state a head, in chunks of 64 tokens; in layers of its own (Granite 4, Nemotron) or beside
+  attention in each layer (Falcon-H1, with its multipliers). Its steps have the limits of `time_step_limit`.
+  Transformers cuts those of Nemotron off below `time_step_min` in whole rows, but not in decoding; here neither is.
+- Layers that are a mixer, a feed-forward or experts alone, feed-forwards and experts without gates (Nemotron, and
+  Arcee's AFM), and experts that are narrower than the model (Nemotron 3 Super). Experts without gates have no adapters.
+- Attention and feed-forward side by side behind one layer norm (Command R7B and A).
 - Gated short convolutions beside attention (LFM2, LFM2-MoE). They see no token of another document, nor padding. A
   row's cache are its latest tokens, whatever its length; an update's rows are not packed (`batch.packing`).
 - Attention sinks (gpt-oss). They are computed by `model.attention=xla`, on every backend.
@@ -264,11 +275,10 @@ difference.
   read the keys and values of an earlier one and have no cache of their own, embeddings for each layer, and experts
   beside a dense feed-forward (Gemma 4). Training keeps the number that a layer's output is multiplied by
   (`layer_scalar`). The maps of per-layer embeddings have no adapters and are not quantised.
-- Of `gemma4`, `llama4` and `mistral3` (Mistral Small 3.1 and later, Ministral 3), which read images or sound too, the
-  text part alone: a folder of theirs is read as a `gemma4_text`, `llama4_text`, `mistral` or `ministral3`, rows with
-  images are refused, and the export is a model of that type, without the other parts. Adapters are named as in that
-  type's class. That tokens of an image see each other in the larger Gemma 4 (`use_bidirectional_attention` is vision)
-  changes nothing in texts.
+- Of `gemma4` and `llama4`, which read images or sound too, the text part alone: a folder of theirs is read as a
+  `gemma4_text` or `llama4_text`, rows with images are refused, and the export is a model of that type, without the
+  other parts. Adapters are named as in that type's class. That tokens of an image see each other in the larger Gemma 4
+  (`use_bidirectional_attention` is vision) changes nothing in texts.
 - Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE), and weights of their outputs
   or, in Llama 4, their inputs: no token is dropped. On accelerators tokens are sorted by expert and multiplied in
   groups; on CPU every expert computes every token. Checkpoints are read with each expert's matrices apart or stacked,
@@ -331,7 +341,7 @@ Another one is a class with this protocol in a file of its own, and a family tha
 `ModelConfig.mixers` and its tensors in `KEYS`, as `layers/<path>/...`. Layers of one mixer are stacked, and consecutive
 ones run in one scan. `tests/models/test_mixer.py` has a recurrent one, and samples with it.
 
-Not supported: the vision parts of Gemma 4, Llama 4 and Mistral Small 3, Phi-3's `longrope`, checkpoints quantized
+Not supported: the vision parts of Gemma 4 and Llama 4, Phi-3's `longrope`, checkpoints quantized
 otherwise, texts that are read in both directions.
 """
 

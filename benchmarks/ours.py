@@ -16,6 +16,7 @@ from benchmarks.cases import BETA, is_geometric, lengths, pairs, prompts, reward
 from benchmarks.meter import Meter, report
 from benchmarks.task import Task, dtype
 from jaxrl_llm.config import ConfigDict, default
+from jaxrl_llm.distributed.host_memory import return_memory
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.setup.mesh import build_mesh
@@ -106,6 +107,7 @@ class Stepper:
         parts, self.number = self.parts, self.number + 1
         key = jax.random.fold_in(self.key, self.number)
         experience = parts.source.next(merge_frozen(self.state, parts.frozen), key)
+        return_memory()
         with parts.stopwatch("update"):
             self.state, metrics = parts.update(self.state, parts.pack(experience.batch), parts.frozen)
             metrics = {name: float(x) for name, x in jax.device_get(experience.metrics | metrics).items()}

@@ -12,6 +12,7 @@ EPISODES = 8  # of a step of configs/gigpo.py
 MEASURES = {
     "sft": ("eval/loss", "eval/mean_token_accuracy"),
     "reward_model": ("eval/loss", "eval/accuracy", "eval/margin"),
+    "prm": ("eval/loss", "eval/accuracy", "eval/accuracy_wrong"),
     "preference": ("eval/loss", "eval/rewards/accuracies", "eval/rewards/margins", *ACCURACY),
 }
 

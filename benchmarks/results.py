@@ -35,7 +35,7 @@ ONLINE = (
     "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "gdpo", "rloo", "remax", "opo",
     "a2po", "passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo",
 )  # fmt: skip
-OFFLINE = ("sft", "reward_model", "dpo", "ipo", "kto", "orpo", "cpo", "simpo", "alphapo", "tpo")
+OFFLINE = ("sft", "reward_model", "prm", "dpo", "ipo", "kto", "orpo", "cpo", "simpo", "alphapo", "tpo")
 IMAGES = ("vision_grpo", "vision_grpo_blank")
 FURTHER = tuple(import_file(ROOT / "configs" / "further.py").FORMS)
 STALENESS = (0, 1, 2, 4, 8)

@@ -26,6 +26,7 @@ from jaxrl_llm.config.user_code import contained, without_locals
 from jaxrl_llm.data import Row
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
+from jaxrl_llm.distributed.host_memory import return_memory
 from jaxrl_llm.distributed.overlap import overlap_collectives, overlaps
 from jaxrl_llm.distributed.turns import yielded
 from jaxrl_llm.models.fused_attention import described
@@ -39,6 +40,7 @@ from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, free
 from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
 from jaxrl_llm.training.checkpoint.outputs import (
     check_outputs,
+    check_shared,
     check_writable,
     discard_exports,
     export_run,
@@ -168,7 +170,8 @@ def train(
         stack.push(let_go)
 
         if isinstance(run.source, OnlineSource) and run.source.first_stage is not None and step < config.total_steps:
-            run.source.first_stage(current().params, logger.note)
+            with notices.ending("in the first stage, of which nothing is saved before step 1"):
+                run.source.first_stage(current().params, logger.note)
 
         def evaluate() -> Metrics:
             table: list[Row] = []
@@ -186,7 +189,8 @@ def train(
         with Profiler(config.logging.profile_steps, folder, stopwatch, logger.note) as profiler:
             hooks("on_begin", step, log.newest, current)
             if step == 0 and run.evaluation is not None and config.eval.at_start and not config.eval.start:
-                log.log(0, {}, evaluate)
+                with notices.ending("in the evaluation before the first step"):
+                    log.log(0, {}, evaluate)
                 hooks("on_evaluate", 0, log.newest, current)
             while step < min(config.total_steps, hooks.end):
                 hooks("on_step_begin", step, log.newest, current)
@@ -198,6 +202,7 @@ def train(
                 if flops is not None and not deferred:
                     with stopwatch("logps"), yielded():  # so that the time of the update is all its own
                         jax.block_until_ready(experience.batch)
+                return_memory()  # of the rollout, before the update needs the most
                 with stopwatch("update"):
                     state, updates = improve(run, state, experience.batch)
                     if run.average is not None:
@@ -272,6 +277,8 @@ def _start(
     folder, mesh, kept = Path(config.output_dir), build_mesh(config), checkpoint_spec(config)
     check_writable(folder)
     locks = _lock(folder, kept.folder, stack)
+    if not is_remote(kept.folder):
+        check_shared(kept.folder)
     if config.rollout.processes and processes.is_split() and jax.process_index() == 0:
         stack.enter_context(start_learners(rendezvous_of(config)))
     stack.enter_context(jax.set_mesh(mesh))

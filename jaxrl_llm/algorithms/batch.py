@@ -127,6 +127,7 @@ class Prepared:
     mean_weight: Array = None  # [N] the mean importance weight of the batch, that weights are divided by
     selected: Array = None  # [N,T] 1 on the few tokens that the loss treats differently
     row_share: Array = None  # [N] 1 / rows with the same label, for means over those rows
+    label_share: Array = None  # [N,T,2] share of a step in means over wrong and over right ones, NaN without any
     side_tokens: Array = None  # [N] tokens of all rows on this row's side, chosen or rejected
     real_share: Array = None  # [N] share of a row in the tokens that are no padding
     baseline: Array = None  # [N] the mean reward of mismatched rows, that KTO compares with
@@ -161,6 +162,7 @@ class Batch:
     values: Array = None  # [N,T] of the critic that starts this step
     returns: Array = None  # [N,T]
     labels: Array = None  # [N] 1 desirable, 0 undesirable
+    step_labels: Array = None  # [N,T] from 0, wrong, to 1, right, of the step that ends at a token of the mask
     margins: Array = None  # [N] by how much a pair's rewards should differ, for a reward model
     kl_weight: Array = None  # [N] weight of the KL term on each row; None: the same on all
     loss_weight: Array = None  # [N] factor on each row's loss; None: 1

@@ -125,6 +125,17 @@ def turn_advantages(turns: Turns, mask, group_size: int, scale: str = "group", g
     return by_turn(_of_each_number(returns, group_size, scale, eps), turns, mask)
 
 
+def process_advantages(turns: Turns, mask, group_size: int, scale: str = "group", eps: float = 1e-4) -> Array:
+    """Returns advantages `[N, T]`: the sum of the normalised rewards of a token's own step and of those behind it.
+
+    Shapes: `turns` as `with_outcome` returns them, of which each is a step, `mask [N, T]`. Formula: `z = (r - mean) /
+    (std + eps)` with the mean and the unbiased std of all steps of the rows of a prompt, and `A = sum of z` from the
+    token's step on. Source: GRPO with process supervision, arXiv 2402.03300, section 4.1.3.
+    """
+    normalized = compared_in_state(turns.rewards, jnp.zeros_like(turns.states), group_size, scale, eps)
+    return by_turn(turn_returns(normalized), turns, mask)
+
+
 def mt_grpo_advantages(turns: Turns, mask, group_size: int, scale: str = "group", coef=1.0, eps: float = 1e-4) -> Array:
     """Returns advantages `[N, T]`: the outcome's on every turn, and `coef` times the turn's on all but a row's last.
 

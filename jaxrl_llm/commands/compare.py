@@ -80,7 +80,7 @@ def compare(
     for path in (a, b):
         copy = config.copy_and_resolve_references()
         copy.model.path, copy.model.random_init, copy.eval.greedy = path, False, False
-        copy.lora.path, copy.lora.rank = None, 0
+        copy.lora.path, copy.lora.rank, copy.model.trainable, copy.model.frozen = None, 0, (), ()
         configs.append(copy)
     kept_a, kept_b = (kept_prompts(copy, tokenizer_of(copy), eval_dataset) for copy in configs)
     if kept_a != kept_b:

@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm.config import ConfigError, validate
+from jaxrl_llm.config import ConfigError, flat, validate
 from jaxrl_llm.config.flags import file_to_write, load_flags
 from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.data.loading import evaluated_on
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.environments.factory import load_environments
@@ -125,8 +126,8 @@ def main(argv: list[str]) -> None:
         if isinstance(prompts, dict):
             report["sets"] = prompts
         else:
-            data = config.data
-            report |= {"data": data.eval_path or data.path, "split": data.eval_split or "test", "prompts": prompts}
+            paths, split = evaluated_on(flat(config))
+            report |= {"data": ", ".join(paths), "split": split, "prompts": prompts}
         temperature = config.eval.temperature
         report["samples"] = config.eval.samples
         report["temperature"] = config.rollout.temperature if temperature is None else temperature

@@ -32,7 +32,7 @@ from jaxrl_llm.training.checkpoint.outputs import given_to
 from jaxrl_llm.training.logging.console import stderr_console, waiting
 from jaxrl_llm.training.objectives.value import with_value_head
 from jaxrl_llm.training.setup.data import model_entries, tokenizer_of
-from jaxrl_llm.training.setup.models import build_critic, build_model, net_options
+from jaxrl_llm.training.setup.models import build_critic, build_model, net_options, trained_parts
 from jaxrl_llm.training.setup.records import GIVEN_KEYS, checkpoint_spec
 from jaxrl_llm.training.setup.specs import algorithm_of
 
@@ -186,7 +186,7 @@ def _untrained(config: ConfigDict, mesh: Mesh, dtype: str) -> Model:
     if not (config.lora.rank or config.lora.path):
         described = describe(
             c.path, dtype, c.param_dtype, None, c.allow_pickle, c.trust_remote_code, c.revision, tokenizer,
-            model_entries(config), **net_options(config),
+            model_entries(config), trained=trained_parts(config), **net_options(config),
         )  # fmt: skip
         if not described.net.config.frozen:
             return described

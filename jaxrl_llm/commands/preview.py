@@ -17,7 +17,7 @@ from jaxrl_llm.config.flags import load_flags
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data import loading
 from jaxrl_llm.data.loading import DataSource, DataSpec
-from jaxrl_llm.data.tokenize import COLUMNS, RowTokenizer
+from jaxrl_llm.data.tokenize import COLUMNS, STEP_LABELS, RowTokenizer
 from jaxrl_llm.training.evaluation.run import named_sets
 from jaxrl_llm.training.setup.data import tokenizer_of
 from jaxrl_llm.training.setup.evaluation import eval_measure, eval_sources, eval_spec
@@ -146,6 +146,9 @@ def statistics(tokenize: RowTokenizer, rows: Sequence[Mapping[str, Any]]) -> dic
         values["dropped, as nothing is learned"] = str(tokenize.unlearnable)
     if tokenize.kind == "labels" and rows:
         values["desirable"] = f"{sum(row['label'] for row in rows) / len(rows):.1%}"
+    if tokenize.kind == "steps" and rows:
+        right, steps = (sum(sum(row[name]) for row in rows) for name in (STEP_LABELS, "mask"))
+        values["right steps"] = f"{right / steps:.1%}"
     return values
 
 

@@ -38,7 +38,7 @@ from jaxrl_llm.models.families.rotary import max_positions
 from jaxrl_llm.models.lora import has_adapters, merge
 from jaxrl_llm.models.model import Model, check_tokenizer, compute_dtype, load_adapter, load_model
 from jaxrl_llm.models.rope import check_length
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.transformer import Net, Params, restacked
 from jaxrl_llm.models.weight_versions import LocalCheckpoint
 from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -130,11 +130,23 @@ def serve(
         raise ConfigError(f"--tinker is {tinker}; it takes a folder on this machine")
     if tinker and weight_updates:
         raise ConfigError("--tinker and --weight_updates are given: what runs adapt must stay as it is; give one")
+    of_runs = {"microbatch_tokens": microbatch_tokens, "full_runs": full_runs, "full_samplers": full_samplers}
+    usual = {setting.name: setting.default for setting in FLAGS}
+    if not tinker and (given := [name for name, value in of_runs.items() if value != usual[name]]):
+        raise ConfigError(f"--{given[0]} is for the runs of --tinker=FOLDER, which is not given: give both, or neither")
     if full_samplers < full_runs:
         raise ConfigError(
             f"--full_samplers is {full_samplers}, below --full_runs, {full_runs}: each run of all weights samples from "
             "a copy of its own; give as many"
         )
+    runs = Path(tinker).expanduser().absolute()
+    if tinker:
+        try:  # now, and not when hours of training are to be saved
+            runs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--tinker is {tinker}, but no folder can be made there: {error.strerror}") from None
+        if not os.access(runs, os.W_OK):
+            raise ConfigError(f"--tinker is {tinker}, a folder that this process may not write to")
     model = read()
     check_tokenizer(model)
     positions = max_positions(model.hf_config or {})
@@ -184,10 +196,7 @@ def serve(
     if tinker:
         path = model.path or names[0]  # by which clients find the tokenizer
         known = dict.fromkeys((str(Path(path).absolute()) if Path(path).is_dir() else path, path, names[0]))
-        folder = Path(tinker).expanduser().absolute()
-        routes += TrainingService(
-            model, queue, folder, tuple(known), microbatch_tokens, full_runs, full_samplers
-        ).routes
+        routes += TrainingService(model, queue, runs, tuple(known), microbatch_tokens, full_runs, full_samplers).routes
     server = Server(
         queue, model.tokenizer, names, eos_ids(model), config.vocab_size, limits, api_key, routes,
         load if weight_updates else None,
@@ -253,11 +262,14 @@ def served_name(path: str) -> str:
 
 
 def merged(model: Model) -> Model:
-    """The model with its adapters in the matrices they belong to; on quantised matrices they stay beside them."""
+    """The model with its adapters in the matrices they belong to, and stacked as one that is trained whole; adapters on
+    quantised matrices stay beside them."""
     config = model.net.config
-    if not has_adapters(model.params) or config.quantize != "none":
+    plain = dataclasses.replace(config, lora=None, layer_groups=(), frozen_leaves=(), qat="none")
+    if plain == config or (has_adapters(model.params) and config.quantize != "none"):
         return model
-    return dataclasses.replace(model, net=model.net.base, params=merge(model.params, config.lora))
+    params = restacked(merge(model.params, config.lora), config, plain)
+    return dataclasses.replace(model, net=Net(plain), params=params)
 
 
 def load_served(path: str, dtype: str, mesh: Mesh, trust_remote_code: bool = False) -> Model:
@@ -274,7 +286,7 @@ def load_served(path: str, dtype: str, mesh: Mesh, trust_remote_code: bool = Fal
     if step is None and (run / "hf").is_dir() and not any(x.name.isdigit() for x in (run / "checkpoints").iterdir()):
         return load_model(run / "hf", dtype, mesh=mesh, trust_remote_code=trust_remote_code)
     config = config_of(run)
-    if config.algorithm.name == "reward_model":
+    if config.algorithm.name in ("reward_model", "process_reward_model"):
         raise ConfigError(f"{run} trained a reward model, which writes no text")
     model, step = checkpoint_model(run, config, step, mesh, compute_dtype(dtype))
     return dataclasses.replace(model, path=str(run))

@@ -49,7 +49,7 @@ def check_own_functions(config: ConfigDict) -> None:
 
     It is for when a run is built: `contradictions_at_a_look` runs no code of the user's.
     """
-    written = [*config.algorithm.loss.split("+"), *_advantages(config).values()]
+    written = [*config.algorithm.loss.split("+"), *advantages_of(config).values()]
     if any(is_own(split_options(name)[0]) for name in written):
         for message in contradictions(config):
             raise ConfigError(message)
@@ -96,7 +96,7 @@ def rows_together(config: ConfigDict) -> int:
     if name not in OFFLINE:
         return config.rollout.group_size
     if name != "preference":
-        return 1 if name == "sft" else 2
+        return 2 if name == "reward_model" else 1
     rows = set(preference_losses(config).values())
     return 1 if rows == {"label"} or None in rows else 3 if "triple" in rows else 2
 
@@ -318,11 +318,11 @@ def _online(config: ConfigDict) -> Iterator[str]:
             f"algorithm.dynamic_sampling_metric is {algorithm.dynamic_sampling_metric!r}, which is read with "
             "algorithm.dynamic_sampling alone: set that to true, or leave the metric out"
         )
-    rules = _advantages(config)
+    rules = advantages_of(config)
     yield from _reference_scores(config, rules)
     for setting, written in rules.items():
         rule, _ = split_options(written)  # refuses options that cannot be read
-        if rollout.group_size < 2 and _compares_completions(rule):
+        if rollout.group_size < 2 and takes(rule, "group_size"):
             yield (
                 f"rollout.group_size is {rollout.group_size}, but {setting} = {written!r} compares the completions of "
                 "a prompt with each other: set rollout.group_size to 2 or more"
@@ -421,7 +421,8 @@ def _without_rewards(config: ConfigDict) -> Iterator[str]:
             f"rewards.functions is empty, but algorithm.name = {algorithm.name!r} needs one or more, or a teacher "
             "(teacher.path)"
         )
-    readers = (f"algorithm.{name}" for name in ("dynamic_sampling", "replay_groups", "kl_in_reward", "reward_beta"))
+    names = "dynamic_sampling", "replay_groups", "kl_in_reward", "reward_beta", "reference_samples"
+    readers = (f"algorithm.{name}" for name in names)
     for key, value in (*_met(config, {"algorithm.name": algorithm.name == "ppo"}), *_used(config, readers)):
         yield (
             f"rewards.functions is empty, so that the policy learns from teacher.path alone, but {key} is {value!r}, "
@@ -802,6 +803,12 @@ def _data(config: ConfigDict) -> Iterator[str]:
     if data.packing and name != "sft":
         other = "set it to false" if name in OFFLINE else "set it to false (batch.packing packs what is sampled)"
         yield f"data.packing is for sft only, and algorithm.name is {name!r}: {other}"
+    steps = name == "process_reward_model"
+    allowed = ("completion", "last_step") if steps else ("completion", "last_turn", "all")
+    if data.loss_on not in allowed:
+        yield f"data.loss_on is {data.loss_on}, and algorithm.name {name!r}: set it to one of {', '.join(allowed)}"
+    if data.step_separator == "":
+        yield "data.step_separator is empty, but it takes the text that ends a step, or none for a line break"
     easy, hard = data.curriculum_easy, data.curriculum_hard
     for key in (key for key in ("easy", "hard") if data[f"curriculum_{key}"] is not None):
         if data.streaming or name in OFFLINE:
@@ -835,7 +842,7 @@ def _data(config: ConfigDict) -> Iterator[str]:
         }
         for reason in (reason for reason, holds in others.items() if holds):
             yield f"data.group_by_length is true, to pad rows less, but {reason}: set it to false"
-    for key in ("packing", "precompute_reference", "group_by_length"):
+    for key in ("packing", "precompute_reference", "group_by_length", "deduplicate"):
         if data.streaming and data[key]:
             yield f"data.{key} needs all rows before training, and data.streaming is true: set one to false"
     for source in data.sources:
@@ -874,11 +881,12 @@ def _of_loss(config: ConfigDict, betas: Mapping[str, float]) -> Iterator[str]:
             "algorithm.beta": algorithm.beta,
             "algorithm.ref_sync_steps": algorithm.ref_sync_steps,
             "environment.options": any(betas.values()),
+            "teacher.form": teacher.path is not None and teacher.form == "advantage",
         }
         for key, value in _met(config, others):
             yield (
                 f"algorithm.loss is {algorithm.loss!r}, which compares the policy with the reference that it started "
-                f"from and has no KL term besides, but {key} is {value!r}: leave it out, or take another loss"
+                f"from and with nothing else, but {key} is {value!r}: leave it out, or take another loss"
             )
     if split_options(algorithm.loss)[0] == "opd":
         unfit = {
@@ -895,7 +903,7 @@ def _of_loss(config: ConfigDict, betas: Mapping[str, float]) -> Iterator[str]:
             )
 
 
-def _advantages(config: ConfigDict) -> dict[str, str]:
+def advantages_of(config: ConfigDict) -> dict[str, str]:
     """The advantage estimates by the settings that name them."""
     rules = {"algorithm.advantage": config.algorithm.advantage}
     for name, options in environment_options(config.environment.options).items():
@@ -930,13 +938,13 @@ def _reference_scores(config: ConfigDict, rules: Mapping[str, str]) -> Iterator[
             )
 
 
-def _compares_completions(rule: str) -> bool:
-    """True for a built-in advantage rule that takes the completions of a prompt together."""
-    from jaxrl_llm.algorithms import advantages, turn_advantages  # which import jax: only for groups of one
+def takes(rule: str, argument: str, otherwise: bool = False) -> bool:
+    """True for a built-in advantage rule with this argument: one that takes the completions of a prompt together has
+    `group_size`. Any other rule gives `otherwise`."""
+    from jaxrl_llm.algorithms import advantages, turn_advantages  # which import jax: only where it is asked
 
-    rules = {**vars(advantages), **vars(turn_advantages)}
-    function = rules.get(f"{rule}_advantages")
-    return function is not None and "group_size" in inspect.signature(function).parameters
+    function = {**vars(advantages), **vars(turn_advantages)}.get(f"{rule}_advantages")
+    return otherwise if function is None else argument in inspect.signature(function).parameters
 
 
 def _unwritable(source: str, options: Mapping[str, Any]) -> Iterator[str]:
@@ -954,7 +962,7 @@ def _eval(config: ConfigDict, online: bool) -> Iterator[str]:
     measure = config.eval.measure
     if online and measure in ("loss", "both"):
         yield f"eval.measure is {measure}, but {config.algorithm.name} learns from samples: set auto"
-    if config.algorithm.name == "reward_model" and measure in ("samples", "both"):
+    if config.algorithm.name in ("reward_model", "process_reward_model") and measure in ("samples", "both"):
         yield f"eval.measure is {measure}, but a reward model writes nothing: set auto or loss"
     if config.num_epochs is None and config.eval.start > config.total_steps:
         yield (
@@ -979,7 +987,7 @@ def _optimizer(config: ConfigDict) -> Iterator[str]:
     if c.warmup_init and not (c.warmup_steps or c.warmup_ratio):
         yield f"optimizer.warmup_init is {c.warmup_init:g}, but there is no warm-up: set warmup_steps, or it to 0"
     if c.learning_rate == "auto":
-        if config.algorithm.name in ("preference", "reward_model"):
+        if config.algorithm.name in ("preference", "reward_model", "process_reward_model"):
             yield (
                 "optimizer.learning_rate is auto, a rule for sft and for algorithms that sample, but algorithm.name is "
                 f"{config.algorithm.name}: set a number, 1e-6 for example, or 1e-5 for adapters"
@@ -1039,6 +1047,26 @@ def _lora(config: ConfigDict) -> Iterator[str]:
             "model.vision is trained, but beside adapters nothing is trained whole: set it to lora, for adapters on "
             "the vision part too, or frozen; or name its modules in lora.modules_to_save"
         )
+    for key, value in changed(config, ("model.trainable", "model.frozen")):
+        if lora.rank or lora.path:
+            yield (
+                f"{key} is {', '.join(value)}, but adapters are trained, and nothing beside them but what "
+                f"lora.modules_to_save names: leave {key} empty, or lora out"
+            )
+    qat, others = config.model.qat, {"lora.rank": lora.rank, "lora.path": lora.path}
+    others["model.quantize"] = None if config.model.quantize == "none" else config.model.quantize
+    for key, value in ((key, value) for key, value in others.items() if value and qat != "none"):
+        yield (
+            f"model.qat is {qat}, for which the matrices are trained as numbers, but {key} is {value}, with which they "
+            f"are frozen: set model.qat to none, or leave {key} out"
+        )
+    of_modules = ("lora.layers_to_transform", "lora.exclude_modules", "lora.rank_pattern", "lora.alpha_pattern")
+    for key, value in changed(config, of_modules):
+        shown = ", ".join(map(str, value))
+        if lora.path is not None:
+            yield f"{key} is {shown}, but the adapter of lora.path says this itself: leave it empty"
+        elif not lora.rank:
+            yield f"{key} is {shown}, but there are no adapters: set lora.rank, 16 for example, or leave it empty"
     if not (lora.rank or lora.path):
         if config.model.vision == "lora":
             yield "model.vision is lora, but there are no adapters: set lora.rank, 16 for example, or it to trained"

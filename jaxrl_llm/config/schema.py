@@ -216,8 +216,8 @@ def _split_list(text: str) -> list[str]:
 
 
 LARGEST = 1e15  # of numbers that enter float32 computations, where larger ones overflow
-ALGORITHMS = ("grpo", "ppo", "sft", "preference", "reward_model")
-OFFLINE = ("sft", "preference", "reward_model")
+ALGORITHMS = ("grpo", "ppo", "sft", "preference", "reward_model", "process_reward_model")
+OFFLINE = ("sft", "preference", "reward_model", "process_reward_model")
 EPISODES = "episodes"  # the agent that plays environments
 DTYPES = ("float32", "bfloat16", "float16")
 OPTIMIZERS = ("adamw", "adafactor", "lion", "sgd", "muon")
@@ -335,6 +335,11 @@ KEYS = (
         "Keep the parameters, and the critic's, in the host's memory between uses: each pass has them on the device, "
         "and sampling its copy in model.dtype alone.", bool),
     Setting("model.freeze_router", False, "Do not train the routers of a mixture of experts.", bool),
+    Setting("model.trainable", (),
+        "Parameters that are trained, and no others: regular expressions for the beginnings of their names in "
+        "transformers' class, `model.layers.2[0-9]+.`, in which a dot is a dot. None named is all."),
+    Setting("model.frozen", (),
+        "Parameters that are not trained, named in the same way, whatever model.trainable says."),
     Setting("model.vision", "frozen",
         "The vision part of a model that reads images, encoder and projector: frozen; trained, with the rest of the "
         "model; or lora, by adapters on the encoder's linear layers beside the decoder's.",
@@ -342,6 +347,9 @@ KEYS = (
     Setting("model.quantize", "none",
         "Store the matrices of the layers in 8 or 4 bits and train adapters only (QLoRA).",
         choices=("none", "int8", "fp8", "int4", "nf4")),
+    Setting("model.qat", "none",
+        "Train for matrices in 8 or 4 bits (quantisation-aware training): compute with the matrices of the layers as "
+        "model.quantize would store them, and train them as numbers.", choices=("none", "int8", "fp8", "int4", "nf4")),
 
     Setting("lora.rank", 0, "Rank of the adapters; 0 trains the whole model.", int, minimum=0),
     Setting("lora.alpha", 16.0, "Adapters are scaled by alpha / rank.", float, above=0),
@@ -354,6 +362,14 @@ KEYS = (
         "Linear layers with an adapter: all-linear (without heads and experts), or some of q_proj, k_proj, v_proj, "
         "o_proj, gate_proj, up_proj, down_proj; and the matrices of experts: experts (both), or experts.gate_up_proj, "
         "experts.down_proj."),
+    Setting("lora.layers_to_transform", (), "Layers with adapters, numbered from 0, as in PEFT; none named is all.",
+        int, minimum=0),
+    Setting("lora.exclude_modules", (),
+        "Modules without an adapter, by the ends of their names as in PEFT: down_proj, `layers.0.self_attn.q_proj`."),
+    Setting("lora.rank_pattern", (),
+        "Ranks of some modules, each PATTERN=RANK as in PEFT: a regular expression for the end of their names, "
+        "`down_proj=32`, `layers.[01].self_attn.q_proj=8`. Of several that fit the first counts."),
+    Setting("lora.alpha_pattern", (), "alpha of some modules, each PATTERN=ALPHA, likewise."),
     Setting("lora.modules_to_save", (),
         "Modules trained whole beside the adapters, by the ends of their names as in PEFT: embed_tokens, lm_head, norm "
         "(all norms), ... Where head and embedding are one, either name is both."),
@@ -397,8 +413,8 @@ KEYS = (
     Setting("data.image_urls", False, "Fetch images that rows name by http(s) URLs.", bool),
     Setting("data.image_processor", "",
         "Options of the image processor, `max_pixels=401408`, over those of the model's preprocessor_config.json; the "
-        "trained model keeps them. Qwen-VL: min_pixels, max_pixels; Idefics3 and SmolVLM: longest_edge, "
-        "do_image_splitting."),
+        "trained model keeps them. Qwen-VL and GLM-V: min_pixels, max_pixels; Idefics3 and SmolVLM: longest_edge, "
+        "do_image_splitting; Mistral 3: longest_edge; InternVL: min_patches, max_patches."),
     Setting("data.system_prompt", None, "System message put before conversations that are read and have none."),
     Setting("data.chat_template", None,
         "Chat template in place of the tokenizer's: chatml, gemma, llama2, llama3, mistral, phi3 or zephyr, a file, "
@@ -410,6 +426,8 @@ KEYS = (
         "Handling of prompts over rollout.max_prompt_length, and of rows of offline algorithms over data.max_length: "
         "stop with an error, drop them, or truncate their start, end or middle.",
         choices=("error", "filter", "truncate_left", "truncate_right", "truncate_middle")),
+    Setting("data.deduplicate", False,
+        "Leave out rows that an earlier one equals in all columns, and rows to evaluate on that are trained on.", bool),
     Setting("data.shuffle", True, "Reshuffle the rows every epoch.", bool),
     Setting("data.group_by_length", False,
         "Batches of rows of like length, as wide as their own longest row: for given rows that are not packed, with "
@@ -430,8 +448,12 @@ KEYS = (
         "Tokens in a row of an offline algorithm, prompt and completion together.", int, minimum=1),
     Setting("data.loss_on", "completion",
         "Tokens in the loss of supervised fine-tuning: the completion (in conversations every turn of the assistant), "
-        "the last turn of the assistant only, or all, the prompt included. A turn of weight 0 is never learned.",
-        choices=("completion", "last_turn", "all")),
+        "the last turn of the assistant only, or all, the prompt included. A turn of weight 0 is never learned. Of a "
+        "process reward model every step of the completion, or in training the last_step alone.",
+        choices=("completion", "last_turn", "all", "last_step")),
+    Setting("data.step_separator", None,
+        "Text that process_reward_model puts behind each step, at whose last token the model says whether the step is "
+        "right; none is a line break."),
     Setting("data.packing", False,
         "Pack several short rows of supervised fine-tuning into one; they do not attend to each other.", bool),
     Setting("data.precompute_reference", False,
@@ -545,7 +567,8 @@ KEYS = (
     Setting("rewards.functions", ("exact_match",),
         "Reward functions: built-in name, `module:function` or `path/to/file.py:function`, each with options in "
         "brackets: `judge(url='http://localhost:8000/v1', model='m')`, or `judge(path='Qwen/Qwen3-4B')` of a model "
-        "that the run loads; `model:<path>` is a reward model. See docs/rewards.md."),
+        "that the run loads; `model:<path>` is a reward model, `prm:<path>` a process reward model. See "
+        "docs/rewards.md."),
     Setting("rewards.weights", (), "Weight of each reward function; empty is 1 for all.", float),
     Setting("rewards.timeout", None,
         "Seconds each reward function may take for one batch; none is no limit. With a limit a function that is named "
@@ -601,7 +624,8 @@ KEYS = (
 
     Setting("algorithm.name", "grpo",
         "Kind of training: grpo and ppo (with a critic) sample and score completions, sft learns those of the data, "
-        "preference learns from pairs or labelled completions, reward_model learns a score from pairs.",
+        "preference learns from pairs or labelled completions, reward_model learns a score from pairs, "
+        "process_reward_model from labelled steps whether each step of a solution is right.",
         choices=ALGORITHMS),
     Setting("algorithm.advantage", "group",
         "Advantage estimate: built-in name, `module:function` or `path/to/file.py:function`; options in brackets, "
@@ -609,7 +633,7 @@ KEYS = (
     Setting("algorithm.loss", "auto",
         "Policy, sft, preference or reward-model loss: built-in name, `module:function` or `path/to/file.py:function`, "
         "with options in brackets, `sapo(temperature_negative=1.1)`; preference losses may be a mixture, "
-        "`dpo+bco_pair`. auto is ppo_clip, nll, dpo or bradley_terry."),
+        "`dpo+bco_pair`. auto is ppo_clip, nll, dpo, bradley_terry or step_cross_entropy."),
     Setting("algorithm.importance_sampling_level", None,
         "Ratio that the loss weighs tokens by, under TRL's name of it: token, their own; sequence, that of their row, "
         "the geometric mean. For ppo_clip (of sequences it is gspo), cispo and sapo; none is as the loss says.",
@@ -1125,16 +1149,18 @@ BY_NAME = {key.name: key for key in KEYS}
 # What a run is: the model, the data and their order, the objective. A resumed run keeps these settings unless
 # checkpoint.accept_changes names them; what else has changed is told, and kept in config_history/.
 IDENTITY = (
-    "seed", "model.path", "model.random_init", "model.freeze_router", "model.vision", "model.quantize", "lora.rank",
-    "lora.alpha", "lora.rslora", "lora.dora", "lora.targets", "lora.modules_to_save", "lora.path",
+    "seed", "model.path", "model.random_init", "model.freeze_router", "model.trainable", "model.frozen",
+    "model.vision", "model.quantize", "model.qat", "lora.rank", "lora.alpha", "lora.rslora", "lora.dora",
+    "lora.targets", "lora.layers_to_transform", "lora.exclude_modules", "lora.rank_pattern", "lora.alpha_pattern",
+    "lora.modules_to_save", "lora.path",
     "lora.reference", "data.path", "data.name", "data.sources",
     "data.format", "data.streaming", "data.shuffle", "data.shuffle_buffer", "data.split", "data.prompt_key",
     "data.completion_key", "data.label_key", "data.image_key", "data.image_processor", "data.system_prompt",
     "data.chat_template",
     "eval.fraction", "model.tokenizer", "model.eos_token", "model.revision", "model.overrides",
     "data.chat_template_kwargs",
-    "data.overlong", "data.max_length", "data.loss_on", "data.packing", "rollout.group_size",
-    "rollout.max_prompt_length",
+    "data.deduplicate", "data.overlong", "data.max_length", "data.loss_on", "data.step_separator", "data.packing",
+    "rollout.group_size", "rollout.max_prompt_length",
     "rewards.functions", "rewards.weights", "environment.name", "environment.tools", "environment.rollout_func",
     "environment.agent", "environment.agents", "environment.options", "algorithm.name", "algorithm.advantage",
     "algorithm.reference_samples", "algorithm.drop_unsolved",
@@ -1191,11 +1217,13 @@ SYNONYMS = {
     "load_in_4bit": "model.quantize", "load_in_8bit": "model.quantize", "attn_implementation": "model.attention",
     "param_offload": "model.offload", "cpu_offload": "model.offload", "offload_params": "model.offload",
     "use_peft": "lora.rank", "lora_r": "lora.rank", "lora_target_modules": "lora.targets",
-    "lora_modules_to_save": "lora.modules_to_save", "report_to":
+    "lora_modules_to_save": "lora.modules_to_save", "unfrozen_parameters": "model.trainable",
+    "freeze_layers": "model.frozen", "dataset_exact_deduplication": "data.deduplicate", "report_to":
     "logging.backends", "save_steps": "checkpoint.every", "eval_steps": "eval.every", "save_total_limit":
     "checkpoint.keep", "resume_from_checkpoint": "checkpoint.resume", "processing_class": "model.tokenizer",
     "val_set_size": "eval.fraction", "test_size": "eval.fraction", "hub_model_id": "export.push_to_hub",
     "push_to_hub": "export.push_to_hub", "chat_template_path": "data.chat_template",
+    "train_on_last_step_only": "data.loss_on",
 }  # fmt: skip
 
 

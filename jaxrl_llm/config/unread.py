@@ -1,6 +1,6 @@
 """Settings that differ from their default and that a run does not read: it names them as it starts."""
 
-from jaxrl_llm.config.checks import changed, compares_with_reference
+from jaxrl_llm.config.checks import advantages_of, changed, compares_with_reference, takes
 from jaxrl_llm.config.entries import environment_options
 from jaxrl_llm.config.resolve import is_own, split_options
 from jaxrl_llm.config.schema import KEYS, OFFLINE, ConfigDict
@@ -34,6 +34,9 @@ def unread(config: ConfigDict) -> list[str]:
     betas = (options.get("beta") for options in environment_options(config.environment.options).values())
     compares = online and compares_with_reference(config)
     refers = name == "preference" or compares or (online and bool(config.algorithm.beta or any(betas)))
+    rules = {split_options(rule)[0] for rule in advantages_of(config).values()}
+    # With zero all that is set for rewards has no effect, and is meant to have none. An agent's parts are scaled.
+    scaled = any(rule == "zero" or takes(rule, "scale", otherwise=True) for rule in rules) or config.environment.agent
     teacher, options = split_options(config.teacher.path or "")
     reasons = {
         "lora.rank is 0 and lora.path none, so there are no adapters and all of the model is trained": (
@@ -42,11 +45,15 @@ def unread(config: ConfigDict) -> list[str]:
         f"{named}which has no critic": () if name == "ppo" else _keys("critic."),
         f"{named}which samples its rows": OF_GIVEN_ROWS if online and config.teacher.on_policy == 1 else (),
         f"{named}which compares no pairs": () if name == "preference" else OF_PREFERENCES,
+        f"{named}which reads no steps": () if name == "process_reward_model" else ("data.step_separator",),
         f"{named}which samples no completions to learn from": (
             () if online else of_preferences if name == "preference" else (*of_policies, *OF_REFERENCES)
         ),
         f"optimizer.name is {optimizer}, which takes its options in brackets": (
             of_optimizers if is_own(split_options(optimizer)[0]) else ()
+        ),
+        f"algorithm.advantage is {config.algorithm.advantage}, whose formula leaves no choice of a deviation": (
+            ("algorithm.scale_rewards",) if online and not scaled else ()
         ),
         "algorithm.beta is 0, so that there is no reference": OF_REFERENCES if online and not refers else (),
         "algorithm.ref_sync_steps is 0, so that the reference never moves": (

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import Row, sources
-from jaxrl_llm.data.tokenize import COLUMNS, RowTokenizer, exchange, prompt_columns
+from jaxrl_llm.data.tokenize import COLUMNS, STEP_LABELS, RowTokenizer, exchange, prompt_columns
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ def file_of(setting: str, rows: Any, format_key: Any, code: bytes | None, tokeni
         return None
     t = tokenize
     settings = [t.kind, t.limit, t.overlong, t.loss_on, t.prompt_key, t.template_kwargs, t.keep_prompt]
+    settings += [t.step_separator] if t.kind == "steps" else []
     settings += [] if t.images is None else [t.images.key, str(getattr(t.tokenizer, "image_folder", None))]
     settings += [own] if t.images is not None and (own := getattr(t.tokenizer, "image_settings", None)) else []
     backend = getattr(t.tokenizer, "backend_tokenizer", None)
@@ -72,7 +73,7 @@ def load(file: Path, tokenize: RowTokenizer, examples: Iterable[Mapping[str, Any
     """
     if not file.is_file():
         return None
-    columns = [name for names in COLUMNS[tokenize.kind] for name in names]
+    columns = list(_column_types(tokenize.kind))
     names = ["kept", "counts", "lengths", *columns, *(f"{name}_ends" for name in columns), *NUMBERS]
     try:
         with np.load(file, allow_pickle=False) as stored:
@@ -109,15 +110,13 @@ def load(file: Path, tokenize: RowTokenizer, examples: Iterable[Mapping[str, Any
 
 def save(file: Path, tokenize: RowTokenizer, kept: Sequence[tuple[int, Row]]) -> None:
     """Write the rows, each with the number of its example; raises ConfigError for a folder that cannot be written."""
-    ids, masks = COLUMNS[tokenize.kind]
     arrays: dict[str, Any] = {
         "kept": np.array([index for index, _ in kept], np.int64),
         "counts": np.array([tokenize.read, tokenize.long, tokenize.unlearnable], np.int64),
         "lengths": np.array(tokenize.lengths, np.int64),
     }
     # The rows of a column end to end, with the end of each: no padding, and no objects to unpickle.
-    for name in (*ids, *masks):
-        dtype = np.int32 if name in ids else np.uint8
+    for name, dtype in _column_types(tokenize.kind).items():
         arrays[name] = np.concatenate([np.array(row[name], dtype) for _, row in kept] or [np.zeros(0, dtype)])
         arrays[f"{name}_ends"] = np.cumsum([len(row[name]) for _, row in kept], dtype=np.int64)
     for name in NUMBERS:
@@ -139,3 +138,10 @@ def save(file: Path, tokenize: RowTokenizer, kept: Sequence[tuple[int, Row]]) ->
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def _column_types(kind: str) -> dict[str, Any]:
+    """The columns of rows of a kind with an entry for each token, and the types that these are kept in."""
+    ids, masks = COLUMNS[kind]
+    of_steps = {STEP_LABELS: np.float64} if kind == "steps" else {}
+    return dict.fromkeys(ids, np.int32) | dict.fromkeys(masks, np.uint8) | of_steps

@@ -2,7 +2,8 @@
 
 `load` reads the files of a model's folder. Resizing, tiling and normalising are those of transformers' processors on
 Pillow and numpy, which need no torch; the tokens are those that its classes `Idefics3Processor`, `SmolVLMProcessor`,
-`Gemma3Processor`, `Qwen2VLProcessor`, `Qwen2_5_VLProcessor` and `Qwen3VLProcessor` write.
+`Gemma3Processor`, `InternVLProcessor`, `Qwen2VLProcessor`, `Qwen2_5_VLProcessor`, `Qwen3VLProcessor`, `Glm4vProcessor`
+and `PixtralProcessor` write.
 """
 
 import json
@@ -148,12 +149,82 @@ def _gemma3(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapp
     )
 
 
-def _qwen_vl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
-    """Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's, Qwen3-VL's and Qwen3.5's: an image keeps its shape, scaled to
-    multiples of a token's side and, where `size` of preprocessor_config.json asks for it, to fewer or more pixels."""
+def _internvl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
+    """InternVL's (arXiv 2404.16821): an image is scaled to the grid of square tiles whose shape is nearest to its own,
+    of `min_patches` to `max_patches`, cut into these, and followed by a tile of the whole."""
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    processor: Any = GotOcr2ImageProcessorPil.from_pretrained(folder, **settings)
+    cut = {"crop_to_patches": True}  # as transformers' class for the whole has it, whatever the file says
+    encoder, ratio = config["vision_config"], config.get("downsample_ratio", 0.5)
+    # Files have the sides of an image and of a patch as a number, or as height and width.
+    sides = (np.ravel(encoder.get(entry, size))[0] for entry, size in (("image_size", 448), ("patch_size", 14)))
+    image_size, patch_size = map(int, sides)
+    embeddings = round(image_size // patch_size * ratio) ** 2
+    token, start, end = "<IMG_CONTEXT>", "<img>", "</img>"
+    ids = _token_ids(tokenizer, (token, start, end))
+
+    def tile_count(height: int, width: int) -> int:
+        return processor.get_number_of_image_patches(height, width, cut)
+
+    def expand(height: int, width: int) -> str:
+        return f"{start}{token * embeddings * tile_count(height, width)}{end}"
+
+    def tiles(image: "Image") -> np.ndarray:
+        pixels = processor(images=[image], return_tensors="np", **cut)["pixel_values"]
+        return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
+
+    size = (processor.size["height"], processor.size["width"])
+    return ImageProcessor(token, ids[0], frozenset(ids), expand, tile_count, tiles, size)
+
+
+def _mistral3(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
+    """Pixtral's (arXiv 2410.07073) as Mistral Small 3.1 has it: an image keeps its shape, scaled to a longest edge if
+    its own is longer, and to multiples of a token's side; a token ends each row of its tokens."""
+    from transformers.image_utils import ChannelDimension
+    from transformers.models.pixtral.image_processing_pil_pixtral import (
+        PixtralImageProcessorPil,
+        get_resize_output_image_size,
+    )
+
+    processor: Any = PixtralImageProcessorPil.from_pretrained(folder, **settings)
+    side = config["vision_config"].get("patch_size", 16) * config.get("spatial_merge_size", 2)
+    token, next_row, end = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
+    ids = _token_ids(tokenizer, (token, next_row, end))
+    edge = processor.size["longest_edge"]
+
+    def expand(height: int, width: int) -> str:
+        if processor.do_resize:
+            pixels = np.broadcast_to(np.uint8(0), (3, height, width))
+            size = get_resize_output_image_size(pixels, (edge, edge), (side, side), ChannelDimension.FIRST)
+            if 0 in size:
+                raise ConfigError(
+                    f"an image of {width} x {height} pixels, scaled to longest_edge = {edge}, has none left along its "
+                    "shorter side; crop it, or drop the row"
+                )
+            height, width = size
+        return next_row.join([token * (width // side)] * (height // side)) + end
+
+    def tiles(image: "Image") -> np.ndarray:
+        sides = {"height": side, "width": side}
+        pixels = processor(images=[image], patch_size=sides, do_pad=False, return_tensors="np")["pixel_values"]
+        return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
+
+    return ImageProcessor(token, ids[0], frozenset(ids), expand, lambda height, width: 1, tiles, None)
+
+
+def _qwen_vl(
+    folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any], glm: bool = False
+) -> ImageProcessor:
+    """Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's, Qwen3-VL's and Qwen3.5's, and GLM-V's (arXiv 2507.01006): an image
+    keeps its shape, scaled to multiples of a token's side and, where `size` of preprocessor_config.json asks for it, to
+    fewer or more pixels."""
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+    from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as resized_frames
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-    processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder, **settings)
+    kind = Glm4vImageProcessorPil if glm else Qwen2VLImageProcessorPil
+    processor: Any = kind.from_pretrained(folder, **settings)
     patch, merge, frames = processor.patch_size, processor.merge_size, processor.temporal_patch_size
     entries = {"patch_size": patch, "spatial_merge_size": merge, "temporal_patch_size": frames}
     for entry, value in entries.items():
@@ -163,11 +234,15 @@ def _qwen_vl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Map
                 f"{entry} = {wanted}: copy preprocessor_config.json of the original model"
             )
     token, start, end = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
-    ids = _token_ids(tokenizer, (token, start, end, "<|video_pad|>"))
+    if glm:
+        token, start, end = "<|image|>", "<|begin_of_image|>", "<|end_of_image|>"
+    ids = _token_ids(tokenizer, (token, start, end, "<|video|>" if glm else "<|video_pad|>"))
 
     def expand(height: int, width: int) -> str:
         try:
-            if processor.do_resize:
+            if processor.do_resize and glm:  # whose bounds are those of all frames
+                height, width = resized_frames(frames, height, width, frames, patch * merge, *bounds)
+            elif processor.do_resize:
                 height, width = smart_resize(height, width, patch * merge, *bounds)
         except ValueError as error:
             raise ConfigError(f"an image of {width} x {height} pixels: {error}; crop it, or drop the row") from error
@@ -196,6 +271,10 @@ FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any, Mapping[str, Any]], Ima
     "qwen3_vl_moe": _qwen_vl,
     "qwen3_5": _qwen_vl,
     "qwen3_5_moe": _qwen_vl,
+    "glm4v": partial(_qwen_vl, glm=True),
+    "glm4v_moe": partial(_qwen_vl, glm=True),
+    "internvl": _internvl,
+    "mistral3": _mistral3,
 }
 
 SPLITTING = {"longest_edge": int, "do_image_splitting": bool}
@@ -204,7 +283,9 @@ BOUNDS = {"min_pixels": int, "max_pixels": int}
 OPTIONS: dict[str, dict[str, type]] = {
     "idefics3": SPLITTING,
     "smolvlm": SPLITTING,
-    **{name: BOUNDS for name, make in FAMILIES.items() if make is _qwen_vl},
+    "internvl": {"min_patches": int, "max_patches": int},
+    "mistral3": {"longest_edge": int},
+    **{name: BOUNDS for name in FAMILIES if name.startswith(("qwen", "glm"))},
 }
 
 
@@ -224,17 +305,29 @@ def settings_of(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any
         if type(value) is not known[name] or (known[name] is int and value < 1):
             allowed = "an integer from 1" if known[name] is int else "True or False"
             raise ConfigError(f"data.image_processor has {name}={value!r}; give {allowed}")
+    if model_type == "internvl":
+        from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+        processor: Any = GotOcr2ImageProcessorPil.from_pretrained(folder, **options)
+        _check_bounds("patches", processor.min_patches, processor.max_patches)
     if known is not BOUNDS:
         size = {"size": {"longest_edge": options["longest_edge"]}} if "longest_edge" in options else {}
         return {name: value for name, value in options.items() if name != "longest_edge"} | size
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder, **options)
-    least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
+    glm = str(model_type).startswith("glm")
+    size = (Glm4vImageProcessorPil if glm else Qwen2VLImageProcessorPil).from_pretrained(folder).size
+    least, most = options.get("min_pixels", size["shortest_edge"]), options.get("max_pixels", size["longest_edge"])
+    _check_bounds("pixels", least, most)
+    found = {"size": {"shortest_edge": least, "longest_edge": most}}
+    # Files of Qwen's have the bounds in one of two places, and the older place takes precedence.
+    return found if glm else found | {"min_pixels": least, "max_pixels": most}
+
+
+def _check_bounds(what: str, least: int, most: int) -> None:
     if least > most:
-        raise ConfigError(f"data.image_processor: min_pixels = {least} is above max_pixels = {most}; set both")
-    # Files have the bounds in one of two places, and the older place takes precedence.
-    return {"size": {"shortest_edge": least, "longest_edge": most}, "min_pixels": least, "max_pixels": most}
+        raise ConfigError(f"data.image_processor: min_{what} = {least} is above max_{what} = {most}; set both")
 
 
 def _token_ids(tokenizer: Any, names: tuple[str, ...]) -> list[int]:

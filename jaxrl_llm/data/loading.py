@@ -5,6 +5,7 @@
 3. `tokenized` makes token rows of them, in memory (and keeps them on disk), or `stream` makes them as they come.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -39,6 +40,7 @@ OPENERS = {
     "pairs": ("prompt", "chosen"),
     "triples": ("prompt", "chosen"),
     "labels": ("prompt", "chosen"),
+    "steps": ("prompt",),
 }
 CHUNK = 256  # examples that a thread tokenises before the next are read
 MOST_WORKERS = 16  # threads, unless data.workers says otherwise
@@ -56,7 +58,7 @@ class DataSpec:
     Fields are the settings `data.*` of the same name, where nothing else is said.
     """
 
-    kind: str  # what the algorithm learns from: prompts, completions, pairs, triples or labels
+    kind: str  # what the algorithm learns from: prompts, completions, pairs, triples, labels or steps
     path: Any
     name: str | None
     sources: tuple[Any, ...]
@@ -72,6 +74,7 @@ class DataSpec:
     image_key: str
     image_limits: ImageLimits  # data.image_pixels, image_bytes, images_per_row, image_urls
     template_kwargs: Mapping[str, Any]  # data.chat_template_kwargs
+    step_separator: str
     keep_prompt: bool  # rows of completions have their prompt, which a teacher with another tokenizer reads
     overlong: str
     loss_on: str
@@ -84,6 +87,7 @@ class DataSpec:
     batch_size: int  # batch.prompts: examples of a batch
     workers: int
     cache: str
+    deduplicate: bool
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the run, by axolotl's and verl's names
 
 
@@ -114,12 +118,14 @@ def open_sources(
     held_out: bool = False,
     prompts: bool = False,
     named: Sequence[Mapping[str, Any]] | None = None,
+    seen: set[bytes] | None = None,
 ) -> list[DataSource]:
     """The sources that are trained on or, with `held_out`, evaluated on; `dataset` or `named` take their place.
 
     With `prompts` their examples serve as prompts whatever the algorithm learns from. To evaluate on the data that is
     trained on, without saying on which split, sources without a split `test` are left out, which may leave none; of
-    other data without a split `test` the only one is taken.
+    other data without a split `test` the only one is taken. With data.deduplicate no row is there twice, and none whose
+    digest was `seen` before, which those of these rows join.
 
     Raises ConfigError for a source, format or option that is wrong.
     """
@@ -134,12 +140,13 @@ def open_sources(
         path = spec.eval_path or spec.path if held_out else spec.path
         entries = [{"path": path, "name": spec.name if path == spec.path else None}]  # data.name is that of data.path
     opened, unasked = [], held_out and named is None and spec.eval_path is None and spec.eval_split is None
+    seen = set() if seen is None else seen
     # A file, say, has one split, whatever it is for; that of the data that is trained on is no evaluation.
     apart = held_out and dataset is None and (named is not None or spec.eval_path is not None)
     for entry in entries:
         any_split = apart and entry.get("path") != spec.path
         try:
-            opened.append(_open(entry, spec, held_out, any_split, purpose, tokenizer))
+            opened.append(_open(entry, spec, held_out, any_split, purpose, tokenizer, seen))
         except sources.SplitError:
             if not unasked or entry.get("eval_split"):
                 raise
@@ -168,8 +175,30 @@ def source_options(source: Any) -> dict[str, Any]:
     return options
 
 
+def evaluated_on(settings: Mapping[str, Any]) -> tuple[list[str], str]:
+    """The paths of the data that is evaluated on where no `eval.sets` are, and its splits; `settings` by full keys."""
+    entries = [{"path": settings.get("data.eval_path") or settings["data.path"]}]
+    if settings.get("data.sources") and not settings.get("data.eval_path"):
+        entries = [source_options(source) for source in settings["data.sources"]]
+    paths: list[str] = []
+    for entry in entries:
+        files = entry.get("data_files") or entry["path"]
+        paths += [files] if isinstance(files, str) else files
+    if settings.get("eval.fraction"):
+        splits = [entry.get("split") or settings["data.split"] for entry in entries]
+    else:
+        splits = [entry.get("eval_split") or settings["data.eval_split"] or "test" for entry in entries]
+    return paths, ", ".join(dict.fromkeys(splits))
+
+
 def _open(
-    entry: Mapping[str, Any], spec: DataSpec, held_out: bool, any_split: bool, purpose: str, tokenizer: Any
+    entry: Mapping[str, Any],
+    spec: DataSpec,
+    held_out: bool,
+    any_split: bool,
+    purpose: str,
+    tokenizer: Any,
+    seen: set[bytes],
 ) -> DataSource:
     """One source; with `any_split` its only split where none is asked for and it has no `test`."""
     path: Any = entry["dataset"] if "dataset" in entry else entry.get("data_files") or entry["path"]
@@ -223,6 +252,8 @@ def _open(
                 "holds, so that a resumed run would lose rows: leave this to data.shuffle_buffer. "
                 "shuffle(buffer_size=1) shuffles the files alone"
             )
+    if spec.deduplicate and not sources.is_stream(rows):
+        rows = _distinct(rows, seen, name or "the data")
     if shared:
         if sources.is_stream(rows):
             raise ConfigError(
@@ -243,6 +274,32 @@ def _open(
         options, spec.kind, names, spec.system_prompt, spec.settings if code else {},
     )  # fmt: skip
     return DataSource(name, rows, form, format_key, code, entry.get("weight"), sources.folder_of(path))
+
+
+def _distinct(rows: Any, seen: set[bytes], name: str) -> Any:
+    """The rows whose digests (SHA-256) are not `seen`, which they join: of equal rows the first.
+
+    Raises ConfigError where none is left.
+    """
+
+    def written(value: Any) -> str:  # arrays and images by their numbers
+        return value.tobytes().hex() if hasattr(value, "tobytes") else repr(value)
+
+    kept = []
+    for index, row in enumerate(rows):
+        digest = hashlib.sha256(json.dumps(row, sort_keys=True, default=written).encode()).digest()
+        if digest not in seen:
+            seen.add(digest)
+            kept.append(index)
+    if not kept and len(rows):
+        raise ConfigError(
+            f"data.deduplicate is true, and {name} has no row that is not in the data before it, which is trained on "
+            "where this is evaluated on: leave the source out, or set it to false"
+        )
+    if len(kept) == len(rows):
+        return rows
+    log.warning("%s: left out %d rows that an earlier one equals, of %d", name, len(rows) - len(kept), len(rows))
+    return [rows[index] for index in kept] if isinstance(rows, list) else rows.select(kept)
 
 
 def _adapted(form: Format, names: Mapping[str, str], system_prompt: str | None, kind: str) -> Format:
@@ -329,6 +386,7 @@ def row_tokenizer(spec: DataSpec, kind: str, tokenizer: Any, folder: Path | None
         loss_on=spec.loss_on,
         template_kwargs=spec.template_kwargs,
         images=ImageReader(tokenizer, spec.image_key, spec.image_limits, folder),
+        step_separator=spec.step_separator,
         keep_prompt=spec.keep_prompt and kind == "completions",
     )
 
@@ -487,6 +545,8 @@ def is_learnable(kind: str, opened: Sequence[DataSource]) -> bool:
         return bool({"messages", "text"} & present) or {"prompt", "completion"} <= present
     if kind == "labels" and {"prompt", "completion", "label"} <= present:
         return True
+    if kind == "steps":
+        return {"prompt", "completions", "labels"} <= present
     return present.issuperset(ANSWERS.get(kind, ANSWERS["pairs"]))
 
 

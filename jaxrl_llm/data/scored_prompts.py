@@ -69,9 +69,14 @@ class ScoredPrompts:
     def give(self, scores: np.ndarray) -> None:
         """Take up the scores `[len(examples),n]` of each prompt, NaN for none, and begin the stream.
 
-        Raises ConfigError where all prompts are left out.
+        Raises ConfigError where all prompts are left out, and where no prompt has a score.
         """
         self._scores = np.asarray(scores, np.float32)
+        if np.isnan(self._scores).all():
+            raise ConfigError(
+                f"none of {len(self._scores)} prompts has a score of the reference: check what rewards.functions give "
+                f"for its completions or, where rows have it, the column {SCORES}"
+            )
         kept = np.ones(len(scores), bool)
         if self._drop_unsolved:
             kept = (np.nan_to_num(self._scores) != 0).any(axis=1)
@@ -112,17 +117,18 @@ class ScoredPrompts:
 def column_scores(examples: Sequence[Row]) -> np.ndarray:
     """The column `reference_scores` of rows as `[len(examples),n]` float32, NaN behind the scores of those with fewer.
 
-    A number stands for one score. Raises ConfigError for a row without it, or with something else.
+    A number stands for one score, None in a list for a completion without one. Raises ConfigError for a row without the
+    column, or with something else.
     """
     rows = []
     for place, row in enumerate(examples):
         given = row.get(SCORES)
-        scores = list(given) if isinstance(given, list | tuple | np.ndarray) else [given]
+        scores = list(given) if isinstance(given, list | tuple | np.ndarray) else [] if given is None else [given]
         try:
             rows.append([np.nan if score is None else float(score) for score in scores])
         except (TypeError, ValueError):
             rows.append([])
-        if np.isnan(rows[-1]).all():
+        if not rows[-1]:
             raise ConfigError(
                 f"row {place} has {SCORES} = {given!r:.80}: it takes the scores of the reference's completions of its "
                 "prompt, a list of numbers, or one number, its optimal value"

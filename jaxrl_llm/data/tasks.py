@@ -33,6 +33,7 @@ SIZES = {"train": 16384, "validation": 1024, "test": 1024}
 LARGEST = 1_000_000
 DIGITS = (4, 8)
 WRONG_SHARE = 0.6
+MISTAKE_SHARE = 0.15  # of the steps that have a choice
 END_OF_TURN = "<|end|>"  # of the embedded models
 QUESTIONS = 10  # in a row of `smallest`
 # An entry's seed is reasoning-gym's data set's plus its index: splits start far from each other.
@@ -68,7 +69,9 @@ def generate(name: str, split: str = "train", size: int | None = None, seed: int
     teacher must know how to read it. `smallest` asks for the smallest of four digits ten times (`4821=`): the first
     question is the prompt, and the column questions holds all, each of the row's split. `smallest_demos` are games
     begun, with questions and answers before the last question, and a completion that is wrong with probability 0.6:
-    another of its digits. Sizes default to 16384 for train and 1024 for validation and test.
+    another of its digits. `sort_steps` takes the smallest of the digits that are left in each step, or by mistake
+    another, for process reward models: completions are the steps, and labels are false from the first mistake on. Sizes
+    default to 16384 for train and 1024 for validation and test.
 
     A `name` such as `reasoning_gym(leg_counting, size=1000)` is that of `reasoning_gym_rows`, and
     `verifiers(taskset='my-taskset')` that of `verifiers_rows`.
@@ -243,6 +246,17 @@ def _smallest_demo(prompt: str, draw: random.Random) -> Row:
     return {"prompt": begun + prompt, "completion": answer(prompt)}
 
 
+def _steps(prompt: str, draw: random.Random) -> Row:
+    left, steps, labels = list(_digits(prompt)), list[str](), list[bool]()
+    while left:
+        others = [digit for digit in left if digit != min(left)]
+        mistaken = bool(others) and draw.random() < MISTAKE_SHARE
+        steps.append(draw.choice(others) if mistaken else min(left))
+        labels.append(all(labels) and not mistaken)
+        left.remove(steps[-1])
+    return {"prompt": prompt, "completions": steps, "labels": labels, "answer": sort_answer(prompt)}
+
+
 TASKS: dict[str, Callable[[str, random.Random], Row]] = {
     "sort": _plain,
     "sort_demos": _demo,
@@ -250,6 +264,7 @@ TASKS: dict[str, Callable[[str, random.Random], Row]] = {
     "sort_triples": _triple,
     "sort_labels": _label,
     "sort_shown": _shown,
+    "sort_steps": _steps,
     "smallest": _smallest,
     "smallest_demos": _smallest_demo,
 }

@@ -83,6 +83,23 @@ def continued_ids(tokenizer: Any, before: Sequence[int] | None, text: str) -> li
     return _checked(tokenizer, encoding.ids[:end]) + chat_ids(tokenizer, text[encoding.offsets[end][0] :])
 
 
+def continued_ends(tokenizer: Any, before: Sequence[int] | None, text: str) -> tuple[list[int], list[int]]:
+    """The ids of `continued_ids`, and the place in the text behind each.
+
+    Raises ConfigError for a tokenizer that does not say these places, as those that are written in Python.
+    """
+    ids, unspaced = continued_ids(tokenizer, before, text), _unspaced(tokenizer)
+    backends = [getattr(tokenizer, "backend_tokenizer", None), None if unspaced is None else unspaced.backend]
+    for backend in backends:
+        encoding = None if backend is None else backend.encode(text, add_special_tokens=False)
+        if encoding is not None and encoding.ids == ids:
+            return ids, [end for _, end in encoding.offsets]
+    raise ConfigError(
+        f"a turn is learned in part, but the tokenizer ({type(tokenizer).__name__}) does not say which letters its "
+        "tokens are: use one that is made of tokenizer.json, or learn turns whole"
+    )
+
+
 class Unspaced(NamedTuple):
     """The backend of a tokenizer without the space that this puts before a text."""
 

@@ -5,12 +5,13 @@ tokenizer would merge across it, and no text is searched for. A loss mask speaks
 row has nothing before it to be predicted from, so its mask is always 0.
 """
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import Row
@@ -18,6 +19,7 @@ from jaxrl_llm.data.image_rows import ImageReader, ImageText, Tiles
 from jaxrl_llm.data.templates import (
     TEMPLATE_COLUMNS,
     Message,
+    continued_ends,
     continued_ids,
     is_conversational,
     plain_ids,
@@ -38,7 +40,7 @@ PIXELS = "pixels"  # the tiles [tiles,H,W,C] of an example, fp32, as the image p
 TEXTS = ("prompt", "completion", "messages", "text", "chosen", "rejected")  # columns that a row is made of
 HOPELESS = 100_000  # letters from which on a text may be too long to be tokenised at all
 OVERLONG = ("error", "filter", *TRUNCATE)
-LOSS_ON = ("completion", "last_turn", "all")
+LOSS_ON = ("completion", "last_turn", "all", "last_step")
 GOLD = "reference"  # the column of the gold completion, as in TRL's data: nothing of the reference policy
 ANSWERS = {"pairs": ("chosen", "rejected"), "triples": ("chosen", "rejected", GOLD)}  # to one prompt, by columns
 # The columns of token ids that the rows of each kind have, and those of their masks.
@@ -48,7 +50,9 @@ COLUMNS = {
     "pairs": (("chosen_ids", "rejected_ids"), ("chosen_mask", "rejected_mask")),
     "triples": (("chosen_ids", "rejected_ids", "reference_ids"), ("chosen_mask", "rejected_mask", "reference_mask")),
     "labels": (("ids",), ("mask",)),
+    "steps": (("ids",), ("mask",)),
 }
+STEP_LABELS = "step_labels"  # of rows of steps: a number for each token, beside its mask
 
 
 @dataclass
@@ -62,14 +66,16 @@ class RowTokenizer:
     | pairs | chosen, rejected, and maybe prompt, margin | `chosen_ids`, `chosen_mask`, `rejected_*`, maybe `margin` |
     | triples | chosen, rejected, reference, and maybe prompt | as pairs, and `reference_ids`, `reference_mask` |
     | labels | prompt, completion, label | `ids`, `mask`, `label` |
+    | steps | prompt, completions, labels | `ids`, `mask`, `step_labels` |
 
     A row of more than `limit` tokens is an error ("error"), dropped ("filter"), or keeps its end ("truncate_left"), its
     start ("truncate_right") or both halves ("truncate_middle"); a pair is dropped when one of its rows is. A row
     without a learned token is dropped. With `loss_on="completion"` the tokens of completions, of all turns of the
-    assistant or of plain text are learned; with "last_turn" the last of those turns; with "all" every token. A turn
-    whose message has weight 0, as OpenAI's may, is never learned. The columns `tools` and `chat_template_kwargs` of an
-    example go to the chat template. With `images` the text has the tokens of an example's images, which are in no mask,
-    and the row has their tiles; it is dropped where it would be truncated inside its images.
+    assistant or of plain text are learned; with "last_turn" the last of those turns; with "all" every token. What a
+    message says of itself counts more, see `conversation`. Of steps the last token of the `step_separator` behind each
+    is learned, or with "last_step" behind the last one. The columns `tools` and `chat_template_kwargs` of an example go
+    to the chat template. With `images` the text has the tokens of an example's images, which are in no mask, and the
+    row has their tiles; it is dropped where it would be truncated inside its images.
 
     Raises ConfigError: an unknown `overlong` or `loss_on`.
     """
@@ -82,6 +88,7 @@ class RowTokenizer:
     prompt_key: str = "prompt"
     template_kwargs: Mapping[str, Any] | None = None
     images: ImageReader | None = None
+    step_separator: str = "\n"
     keep_prompt: bool = False  # rows of completions have their prompt too, and the columns for its chat template
     measure: bool = True  # keep the lengths
     read: int = 0
@@ -135,6 +142,8 @@ class RowTokenizer:
         """The example, and those of its columns that a row is made of, as far as they may have images."""
         if self.kind == "prompts":
             return example, (self.prompt_key,)
+        if self.kind == "steps":
+            return example, ("prompt",)
         answers = ANSWERS.get(self.kind)
         if answers is not None and all(example.get(name) is not None for name in answers):
             prompt, completions = self._split(example)
@@ -177,6 +186,8 @@ class RowTokenizer:
                     f"margin is {margin!r:.80}; it is a number, by how much chosen is better: write one, or rename the "
                     "column"
                 ) from None
+        if self.kind == "steps":
+            return self._steps(example, options)
         _check_columns(example, ("prompt", "completion", "label"), "data.format")
         label = example["label"]
         if isinstance(label, str):
@@ -185,6 +196,25 @@ class RowTokenizer:
             raise ConfigError(f"label is {label!r}; it is true or 1 (desirable), or false or 0, or these as text")
         ids, mask = prompt_and_completion(tokenizer, example["prompt"], example["completion"], options)
         return {"ids": ids, "mask": mask, "label": bool(label)}
+
+    def _steps(self, example: Mapping[str, Any], options: Mapping[str, Any]) -> Row:
+        _check_columns(example, ("prompt", "completions", "labels"), "data.format")
+        steps, labels = example["completions"], example["labels"]
+        if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels):
+            raise ConfigError("steps are a list completions, with a list labels of as many")
+        for step, label in zip(steps, labels, strict=True):
+            if not isinstance(step, str) or not isinstance(label, bool | int | float) or not 0 <= label <= 1:
+                raise ConfigError(
+                    "a step is text with a label that is true or 1 (right), false or 0 (wrong), or a number between, "
+                    f"not {step!r:.80} with {label!r:.80}"
+                )
+        ids, ends = with_steps(
+            self.tokenizer, render_prompt(self.tokenizer, example["prompt"], **options), steps, self.step_separator
+        )
+        mask, of_tokens = [0] * len(ids), [0.0] * len(ids)
+        for end, label in list(zip(ends, labels, strict=True))[-1 if self.loss_on == "last_step" else 0 :]:
+            mask[end], of_tokens[end] = 1, float(label)
+        return {"ids": ids, "mask": mask, STEP_LABELS: of_tokens}
 
     def _split(self, example: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The prompt of a preference row, and its completions by their columns."""
@@ -200,7 +230,7 @@ class RowTokenizer:
         White space is not counted, as some tokenizers join it, and the longest token is taken four times as long, as
         some normalise letters.
         """
-        columns = (self.prompt_key,) if self.kind == "prompts" else TEXTS
+        columns = {"prompts": (self.prompt_key,), "steps": ("prompt", "completions")}.get(self.kind, TEXTS)
         if self.limit is None or (size := sum(_size(example.get(name)) for name in columns)) < HOPELESS:
             return False
         if self._longest is None:
@@ -239,7 +269,7 @@ class RowTokenizer:
             truncate = TRUNCATE[self.overlong]
             shorter = {
                 name: truncate(row[name], self.limit) if len(row[name]) > self.limit else row[name]
-                for name in (*ids, *masks)
+                for name in (*ids, *masks, *({STEP_LABELS} & row.keys()))
             }
             if isinstance(tiles := row.get(PIXELS), Tiles):
                 special = tiles.processor.special_ids
@@ -352,6 +382,19 @@ def prompt_and_completion(
     return prompt_ids + completion_ids, [int(loss_on == "all")] * len(prompt_ids) + [1] * len(completion_ids)
 
 
+def with_steps(tokenizer: Any, prompt_ids: Ids, steps: Sequence[str], separator: str) -> tuple[Ids, Ids]:
+    """(ids, ends) of the ids of a prompt and the steps behind it, `separator` behind each: where each of them ends.
+
+    Steps and separators are tokenised apart, so that no token reaches over the end of a step, as in TRL.
+    """
+    ids, ends = list(prompt_ids), []
+    for step in steps:
+        for text in (step, separator):
+            ids += continued_ids(tokenizer, ids, text)
+        ends.append(len(ids) - 1)
+    return ids, ends
+
+
 def joined(prompt: Sequence[Message], completion: Any) -> list[Message]:
     """The messages of a prompt and its completion; the first of this goes on with the last of the prompt where both are
     the assistant's: the template must see one message, not two.
@@ -374,40 +417,52 @@ def joined(prompt: Sequence[Message], completion: Any) -> list[Message]:
 def conversation(
     tokenizer: Any, messages: Any, first: int, prompt: Any, options: Mapping[str, Any], loss_on: str | None = None
 ) -> tuple[Ids, Ids]:
-    """(ids, mask) of a conversation, the mask 1 on the assistant's turns from message `first` on.
+    """(ids, mask) of a conversation, the mask 1 on the turns from message `first` on that are learned.
 
-    With `loss_on` "last_turn" it is 1 on the last of them only, with "all" on everything; never on the turn of a
-    message of weight 0. A turn is what the template adds after the text that the model is given to answer: for message
-    `first` that is `prompt` (which may end inside it), for later ones the messages before; after none, or the
-    assistant's own, it is what the template writes before any content. A turn that the template ends otherwise once
-    messages follow has as much of its end as both have.
+    These are the assistant's, with `loss_on` "last_turn" the last of them only, with "all" everything. A message may
+    say of its own turn, whoever's it is, whether it is learned (`train`; of the assistant also `weight`, 0 or 1, as in
+    OpenAI's files), whether what ends it is (`train_end`), and which letters of its content are, counted from 0 and the
+    last included (`train_detail`, axolotl's list of begin_offset, end_offset and train). A token is learned where all
+    of its letters are.
 
-    Raises ConfigError for a weight other than 0 and 1, and where the template renders a turn that has to be found, or
-    what comes before it, differently once others follow: with "all" none has to be.
+    A turn is what the template adds after the text that the model is given to answer: for message `first` that is
+    `prompt` (which may end inside it), for later ones the messages before; after none, or the assistant's own, or where
+    another's turn is learned, it is what the template writes before any content. A turn that the template ends
+    otherwise once messages follow has as much of its end as both have.
+
+    Raises ConfigError for what a message cannot say of its turn, and where the template renders a turn that has to be
+    found, or what comes before it, differently once others follow: with "all" none has to be.
     """
+    own = [_turn_flags(index, message) for index, message in enumerate(messages)]
     rendered = render_chat(tokenizer, messages, False, **options)
-    silent = []
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant" and (weight := message.get("weight")) is not None:
-            if weight not in (0, 1):
-                raise ConfigError(
-                    f"message {index} has the weight {weight!r:.80}; it is 0, where the turn is not learned, or 1"
-                )
-            silent += [] if weight else [index]
-    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant" and i not in silent]
-    # The turns to find in the text have this in the mask, all else the opposite.
-    sought, on = (silent, 0) if loss_on == "all" else (turns[-1:] if loss_on == "last_turn" else turns, 1)
+
+    def is_learned(index: int) -> bool:
+        usual = loss_on == "all" or messages[index]["role"] == "assistant"
+        return usual if (said := own[index].train) is None else said
+
+    counted = range(0 if loss_on == "all" else first, len(messages))
+    turns = [index for index in counted if is_learned(index)]
+    if loss_on == "last_turn":
+        counted = turns = turns[-1:]
+    in_part = {i for i in counted if own[i].end not in (None, i in turns) or (i in turns and own[i].detail)}
+    # The turns to find in the text: these, and those that have this in the mask, all else the opposite.
+    on = int(loss_on != "all")
+    sought = sorted(in_part | (set(turns) if on else set(counted) - set(turns)))
+
+    def with_other(index: int) -> list[str]:
+        """The text up to message `index`, with two other contents of it."""
+        message = messages[index]
+        plain = {"role": "assistant"} if message["role"] == "assistant" else message
+        stand_ins = ([*messages[:index], {**plain, "content": word}] for word in ("a", "b"))
+        return [render_chat(tokenizer, stand_in, False, **options) for stand_in in stand_ins]
 
     def place(index: int) -> tuple[int, int] | None:
         """(start, end) of the turn of message `index` in the text, None where the template writes it differently."""
         before = prompt if index == first else messages[:index]
         answered = render_chat(tokenizer, messages[: index + 1], False, **options)
-
-        def others() -> list[str]:
-            stand_ins = ([*messages[:index], {"role": "assistant", "content": word}] for word in ("a", "b"))
-            return [render_chat(tokenizer, stand_in, False, **options) for stand_in in stand_ins]
-
-        if before and (index == first or before[-1]["role"] != "assistant"):
+        others = functools.partial(with_other, index)
+        answers = messages[index]["role"] == "assistant"
+        if answers and before and (index == first or before[-1]["role"] != "assistant"):
             asked = render_chat(tokenizer, before, True, **options)
         else:
             # Templates cannot be asked for the opening of such a turn: it is what turns share.
@@ -426,6 +481,26 @@ def conversation(
         endings = (closing, rendered[end : end + len(closing)])
         return len(asked), end + len("".join(_shared(*map(parts.findall, endings))))
 
+    def letters(index: int, start: int, end: int) -> list[bool]:
+        """Of each letter of the turn of message `index` whether it is learned."""
+        flags, content = own[index], messages[index].get("content")
+        answered = render_chat(tokenizer, messages[: index + 1], False, **options)
+        closing = _shared(*(text[::-1] for text in (answered, *with_other(index))))
+        behind = len(answered) - len(closing) - start  # the content
+        found = [index in turns and not flags.detail] * behind
+        for span in flags.detail if index in turns else ():
+            shown = next((x for x in (content, content.strip()) if answered[: behind + start].endswith(x)), None)
+            if shown is None:
+                raise ConfigError(
+                    f"message {index} says which letters are learned (train_detail), but the chat template writes its "
+                    "content otherwise: learn the turn whole, or name a template that leaves it as it is"
+                )
+            first_letter = behind - len(shown) - (len(content) - len(content.lstrip()) if shown != content else 0)
+            for letter in range(span["begin_offset"], span["end_offset"] + 1):
+                if 0 <= (at := first_letter + letter) < behind:
+                    found[at] = bool(span["train"])
+        return [*found, *[index in turns if flags.end is None else flags.end] * (end - start - behind)]
+
     ids: Ids = []
     mask: Ids = []
     done = 0
@@ -435,7 +510,7 @@ def conversation(
         if found is None or found[0] < done:
             ways = []
             if loss_on in ("completion", "last_turn"):
-                last = loss_on == "completion" and index != turns[-1] and place(turns[-1]) is not None
+                last = loss_on == "completion" and index not in turns[-1:] and any(map(place, turns[-1:]))
                 ways = ["learn the last turn alone (data.loss_on=last_turn)"] * last
                 ways += ["learn every token (data.loss_on=all)"]
             ways += ["set the template's options (data.chat_template_kwargs)", "name a template that only appends"]
@@ -444,12 +519,57 @@ def conversation(
                 f"or that message once others do, so the answer cannot be told from its prompt; {', '.join(ways[:-1])} "
                 f"or {ways[-1]} (data.chat_template)"
             )
-        for text, learned in ((rendered[done : found[0]], 1 - on), (rendered[found[0] : found[1]], on)):
-            text_ids = continued_ids(tokenizer, ids, text)
-            ids += text_ids
-            mask += [learned] * len(text_ids)
-        done = found[1]
+        ids += (text_ids := continued_ids(tokenizer, ids, rendered[done : found[0]]))
+        mask += [1 - on] * len(text_ids)
+        text, done = rendered[found[0] : found[1]], found[1]
+        if index not in in_part:
+            ids += (text_ids := continued_ids(tokenizer, ids, text))
+            mask += [on] * len(text_ids)
+            continue
+        text_ids, ends = continued_ends(tokenizer, ids, text)
+        ids += text_ids
+        each = letters(index, *found)
+        # The space before a word, which tokenizers may leave out of its letters, is the word's; of a letter of several
+        # tokens the others are as the first.
+        for start, end in zip([0, *ends], ends, strict=False):
+            mask.append(int(all(each[start:end])) if end > start or not mask else mask[-1])
     return ids, mask
+
+
+class TurnFlags(NamedTuple):
+    """What a message says of its own turn: whether it is learned, and its end; None where it says nothing."""
+
+    train: bool | None
+    end: bool | None
+    detail: Sequence[Mapping[str, Any]]  # letters of the content, with whether they are; empty: as the turn is
+
+
+def _turn_flags(index: int, message: Message) -> TurnFlags:
+    """What message `index` says of its own turn; raises ConfigError for what it cannot say."""
+    weight = message.get("weight") if message["role"] == "assistant" else None
+    if weight not in (None, 0, 1):
+        raise ConfigError(
+            f"message {index} has the weight {weight!r:.80}; it is 0, where the turn is not learned, or 1"
+        )
+    for name in ("train", "train_end"):
+        if message.get(name) not in (None, False, True):
+            raise ConfigError(f"message {index} has {name} = {message[name]!r:.80}; it is true or false")
+    detail = message.get("train_detail") or ()
+    whole = isinstance(detail, list | tuple) and all(
+        isinstance(span, Mapping)
+        and all(isinstance(span.get(name), int) for name in ("begin_offset", "end_offset"))
+        and span.get("train") in (False, True)
+        for span in detail
+    )
+    if not whole or (detail and not isinstance(message.get("content"), str)):
+        raise ConfigError(
+            f"message {index} has train_detail = {detail!r:.80}; it is a list of objects with begin_offset, end_offset "
+            "(numbers of letters of the content, which is text) and train (true or false)"
+        )
+    train, end = (None if message.get(name) is None else bool(message[name]) for name in ("train", "train_end"))
+    if train is None:
+        train = None if weight is None and not detail else bool(weight is None or weight)
+    return TurnFlags(train, end, detail)
 
 
 def _shared(*sequences: Any) -> Any:

@@ -146,7 +146,7 @@ def join(config: ConfigDict | None = None, samplers: int = 0) -> None:
         return
     _check_devices()
     own = ProcessSpec(spec.coordinator if spec else cluster or "", jax.process_count(), jax.process_index())
-    group = Group(own, _checked_hosts(config))
+    group = Group(own, check_agreed(agreed_facts(config), "Start all processes with the same command and packages"))
     group.listener = threading.Thread(target=_listen, args=(group,), daemon=True, name="other processes")
     group.listener.start()
     _groups[:] = [group]
@@ -244,19 +244,19 @@ def _check_devices() -> None:
         )
 
 
-def _checked_hosts(config: ConfigDict) -> list[str]:
-    """The host of every process; raises AgreedError for the first difference in settings or versions from process 0."""
-    own = {"host": socket.gethostname(), "facts": agreed_facts(config)}
-    everyone = gather(own)
+def check_agreed(facts: dict[str, Any], fix: str) -> list[str]:
+    """Raises AgreedError, with a sentence on its `fix`, for the first process whose facts, by name, are not those of
+    process 0; returns the host of every process. All must call it."""
+    everyone = gather({"host": socket.gethostname(), "facts": facts})
     first = everyone[0]["facts"]
     for index, other in enumerate(everyone):
-        facts = other["facts"]
-        differ = [name for name in {**first, **facts} if first.get(name) != facts.get(name)]
+        theirs = other["facts"]
+        differ = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
         if differ:
-            shown = "; ".join(f"{name} is {facts.get(name)!r} there, {first.get(name)!r} here" for name in differ[:8])
+            shown = "; ".join(f"{name} is {theirs.get(name)!r} there, {first.get(name)!r} here" for name in differ[:8])
             raise AgreedError(
                 f"process {index} ({other['host']}) is set up differently from process 0 ({everyone[0]['host']}): "
-                f"{shown}. Start all processes with the same command and packages"
+                f"{shown}. {fix}"
             )
     return [other["host"] for other in everyone]
 

@@ -42,19 +42,20 @@ PARAMETERS = (
     (r"experts/down/lora_a$", ("expert", "tensor", None)),
     (r"experts/down/lora_b$", ("expert", None, ("fsdp", "context"))),
     (r"attention/sinks$", ("tensor",)),
-    (r"((delta|mamba)/conv|conv/filter)$", (FSDP, None, None)),
+    (r"delta/log_decay$", (None, None, "tensor", None)),  # of Kimi delta attention; others have one dimension
+    (r"((delta|mamba)/([qkv]_)?conv|conv/filter)$", (FSDP, None, None)),
     (r"embed/weight$", ("tensor", FSDP)),
-    (r"/(q_a|kv_a|ba|b|a|into)/(kernel|lora_a)$", (FSDP, None)),
-    (r"/(q|k|v|q_b|kv_b|qkvz|qkv|z|gate|up|fc1)/kernel$", (FSDP, "tensor")),
+    (r"/(q_a|kv_a|f_a|g_a|ba|b|a|into|narrow|widen)/(kernel|lora_a)$", (FSDP, None)),
+    (r"/(q|k|v|q_b|kv_b|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/kernel$", (FSDP, "tensor")),
     (r"/(o|out|down|fc2)/kernel$", ("tensor", FSDP)),
-    (r"/(q|k|v|q_b|kv_b|qkvz|qkv|z|gate|up|fc1)/lora_a$", (FSDP, None)),
-    (r"/(q|k|v|q_b|kv_b|qkvz|qkv|z|gate|up|fc1)/lora_b$", (None, "tensor")),
+    (r"/(q|k|v|q_b|kv_b|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/lora_a$", (FSDP, None)),
+    (r"/(q|k|v|q_b|kv_b|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/lora_b$", (None, "tensor")),
     (r"/(o|out|down|fc2)/lora_a$", ("tensor", None)),
     (r"/(o|out|down|fc2)/lora_b$", (None, FSDP)),
-    (r"/(q|k|v|q_b|kv_b|qkvz|qkv|z|gate|up|fc1)/(bias|lora_m)$", ("tensor",)),
+    (r"/(q|k|v|q_b|kv_b|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/(bias|lora_m)$", ("tensor",)),
     (r"head/kernel$", (FSDP, "tensor")),
-    (r"(score|router|shared_gate|proj)/kernel$", (FSDP, None)),
-    (r"patch/kernel$", (None, None, None, FSDP)),
+    (r"(score(/hidden|/logits)?|router|shared_gate|proj)/kernel$", (FSDP, None)),
+    (r"(patch|downsample)/kernel$", (None, None, None, FSDP)),
 )
 
 # Arrays in few bits are cut as the one whose codes and scales they are; scales alone where their number divides too.

@@ -5,6 +5,7 @@ Without `weights` the server samples with those it was started with: its policy 
 """
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -30,6 +31,8 @@ SGLANG = {"regex": "regex", "json": "json_schema", "grammar": "ebnf"}  # its nam
 WRONG_BASE = 409  # the status of a server that holds other weights than a patch is of
 DTYPES = ("float32", "bfloat16", "float16")
 BYTES_PER_TOKEN = 4096  # of a reply, at most: a token's id and text, its log-prob, and those of others
+
+Send = Callable[[str, bytes | None, int], Reply]  # an address, the content of a POST or None, bytes of the reply
 
 
 class RefusedError(Exception):
@@ -107,7 +110,7 @@ def server(
     )
     is_up, first = threading.Event(), threading.Lock()
 
-    def asked(client: HttpClient, at: str, headers: dict[str, str], content: bytes | None, largest: int) -> Reply:
+    def asked(client: HttpClient, headers: dict[str, str], at: str, content: bytes | None, largest: int) -> Reply:
         """The reply to a request, a GET without content. Until the server first answers, one request alone is repeated,
         for up to `wait_for_server`."""
         with contextlib.nullcontext() if is_up.is_set() else first:
@@ -130,10 +133,10 @@ def server(
                 log.warning("%s is not up (%s); %.0f s left", url, reason, max(deadline - time.monotonic(), 0))
                 time.sleep(min(2.0, max(deadline - time.monotonic(), 0)))
 
-    def replied(client: HttpClient, at: str, headers: dict[str, str], content: bytes | None, largest: int) -> Reply:
+    def replied(client: HttpClient, headers: dict[str, str], at: str, content: bytes | None, largest: int) -> Reply:
         """`asked`, with EpisodeError where there is no reply."""
         try:
-            return asked(client, at, headers, content, largest)
+            return asked(client, headers, at, content, largest)
         except UnreachableError as error:
             raise EpisodeError(
                 f"{at} was not there within {wait_for_server:g} seconds ({error}); start the server, or change url or "
@@ -145,31 +148,27 @@ def server(
                 "of environment.rollout_func"
             ) from error
 
-    def taken(
-        client: HttpClient, at: str, headers: dict[str, str], body: dict[str, Any], largest: int, refusal: int = 0
-    ) -> bytes:
+    def taken(send: Send, at: str, body: dict[str, Any], largest: int = 2**20, refusal: int = 0) -> bytes:
         """The bytes of the reply to a body that the server accepts; raises RefusedError for the status `refusal`."""
-        reply = replied(client, at, headers, json.dumps(body).encode(), largest)
+        reply = send(at, json.dumps(body).encode(), largest)
         if not reply.ok:
             text = f"{at} answered {reply.status} {reply.reason}: {reply.data[:300].decode('utf-8', 'replace')}"
             raise (RefusedError if reply.status == refusal else EpisodeError)(text)
         return reply.data
 
-    def answered(
-        client: HttpClient, at: str, headers: dict[str, str], body: dict[str, Any], largest: int, refusal: int = 0
-    ) -> dict[str, Any]:
+    def answered(send: Send, at: str, body: dict[str, Any], largest: int = 2**20, refusal: int = 0) -> dict[str, Any]:
         """The JSON object of the reply to a body."""
-        data = taken(client, at, headers, body, largest, refusal)
+        data = taken(send, at, body, largest, refusal)
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
             raise EpisodeError(f"{at} answered with something that is not JSON: {error}") from error
 
-    def check_temperature(client: HttpClient, headers: dict[str, str], temperature: float) -> None:
+    def check_temperature(send: Send, temperature: float) -> None:
         """Raises EpisodeError unless the log-probs of samples at a temperature are at that temperature, as ours are."""
         if temperature in (0, 1):  # those of every server are at 1
             return
-        reply = replied(client, info, headers, None, 2**24)
+        reply = send(info, None, 2**24)
         try:  # told by vLLM with VLLM_SERVER_DEV_MODE=1, and by `jaxrl-llm serve`
             mode = json.loads(reply.data)["vllm_config"]["model_config"]["logprobs_mode"]
         except (ValueError, RecursionError, LookupError, TypeError):
@@ -184,23 +183,23 @@ def server(
                 f"--logprobs-mode {PROCESSED}{say_so}, or set rollout.temperature to 1"
             )
 
-    def pushed(client: HttpClient, headers: dict[str, str], trainer: Any) -> int | None:
+    def pushed(send: Send, trainer: Any) -> int | None:
         """Give the server the policy's weights; returns their version, None where the server names none."""
 
         def told(path: str) -> dict[str, Any]:
             """The answer of the server that has taken the weights at `path`, or why it refused a patch."""
             if vllm:
-                taken(client, rpc, headers, {"method": "reload_weights"}, 2**20)
-                taken(client, forget, headers, {}, 2**20)
+                taken(send, rpc, {"method": "reload_weights"})
+                taken(send, forget, {})
                 return {}
             try:
                 if local_checkpoint:
                     source, _, name = path.rpartition("/")
                     number = int(name.removeprefix("weight_v"))
                     body = {"local_checkpoint_dir": local_checkpoint, "source_dir": source, "target_version": number}
-                    taken(client, pull, headers, body, 2**20, refusal=400)
+                    taken(send, pull, body, refusal=400)
                     path = local_checkpoint
-                answer = answered(client, update, headers, {"model_path": path}, 2**20, refusal=WRONG_BASE)
+                answer = answered(send, update, {"model_path": path}, refusal=WRONG_BASE)
             except RefusedError as error:
                 return {"refused": str(error)}
             if not isinstance(answer, dict) or answer.get("success") is not True:
@@ -216,7 +215,7 @@ def server(
             raise EpisodeError(answer["refused"])
         return answer.get("weight_version")
 
-    def constraints(client: HttpClient, headers: dict[str, str], args: Any) -> dict[str, Any]:
+    def constraints(send: Send, args: Any) -> dict[str, Any]:
         """The fields of what a request asks for by CONSTRAINTS, by the names that the server knows.
 
         Raises EpisodeError for what SGLang does not know: it would pass over it.
@@ -227,7 +226,7 @@ def server(
         if not fields.keys() & {"bad_words", "structured_outputs"}:
             return fields
         try:
-            owner = json.loads(replied(client, models, headers, None, 2**24).data)["data"][0]["owned_by"]
+            owner = json.loads(send(models, None, 2**24).data)["data"][0]["owned_by"]
         except (ValueError, RecursionError, LookupError, TypeError):
             owner = None
         if owner != "sglang":
@@ -248,12 +247,7 @@ def server(
         return fields | {SGLANG[kind]: value}
 
     def choices(
-        client: HttpClient,
-        headers: dict[str, str],
-        version: int | None,
-        fields: dict[str, Any],
-        prompt: list[int],
-        trainer: Any,
+        send: Send, version: int | None, fields: dict[str, Any], trainer: Any, prompt: list[int]
     ) -> list[dict[str, Any]]:
         args = trainer.args
         body = {
@@ -274,7 +268,7 @@ def server(
             "return_token_ids": True,
         }
         largest = 2**20 + BYTES_PER_TOKEN * trainer.num_generations * args.max_completion_length
-        answer = answered(client, endpoint, headers, body, largest)
+        answer = answered(send, endpoint, body, largest)
         try:
             answers = answer["choices"]
             if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
@@ -300,15 +294,16 @@ def server(
         return holder[name]
 
     def sample(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        ids, headers = trainer.tokenize(prompts), json_headers(os.environ.get(api_key))
+        ids = trainer.tokenize(prompts)
         with (
             contextlib.closing(HttpClient(CONCURRENT_REQUESTS)) as client,
             ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool,
         ):
-            check_temperature(client, headers, trainer.args.temperature)
-            fields = constraints(client, headers, trainer.args)
-            version = pushed(client, headers, trainer) if weights else None
-            groups = list(pool.map(lambda prompt: choices(client, headers, version, fields, prompt, trainer), ids))
+            send = functools.partial(replied, client, json_headers(os.environ.get(api_key)))
+            check_temperature(send, trainer.args.temperature)
+            fields = constraints(send, trainer.args)
+            version = pushed(send, trainer) if weights else None
+            groups = list(pool.map(functools.partial(choices, send, version, fields, trainer), ids))
         rows = [choice for group in groups for choice in group]
         return {
             "prompt_ids": [prompt for prompt in ids for _ in range(trainer.num_generations)],

@@ -77,6 +77,7 @@ class Attention(nnx.Module):
         self.k = Linear(c.width, keys, c, rngs, c.attention_bias, "k") if own else None
         self.v = Linear(c.width, keys, c, rngs, c.attention_bias, "v") if own and not c.keys_as_values else None
         self.o = Linear(c.heads * c.head_dim, c.width, c, rngs, c.attention_output_bias, self.output_name)
+        self.gate = Linear(c.width, c.heads * c.head_dim, c, rngs, name="gate") if c.attention_gate_map else None
         heads = (c.heads, c.kv_heads) if c.qk_norm_whole else (1, 1)
         self.sinks = nnx.Param(jnp.zeros((c.heads,), c.param_dtype)) if c.attention_sinks else None
         self.q_norm = RMSNorm(heads[0] * c.head_dim, c, rngs) if c.qk_norm else None
@@ -224,8 +225,9 @@ class Attention(nnx.Module):
         def turned(a, norm):
             a = norm(a) if norm is not None and c.qk_norm_whole else a
             a = a.reshape(*x.shape[:-1], -1, c.head_dim)
-            a = norm(a) if norm is not None and not c.qk_norm_whole else a
+            a = norm(a) if norm is not None and not c.qk_norm_whole and not c.qk_norm_rotated else a
             a = rotate(a, positions, arrays.inv_freq, arrays.scale, c.rope_interleaved)
+            a = norm(a) if norm is not None and c.qk_norm_rotated else a
             return jnp.where(arrays.rotated, over_rms(a, c.norm_eps), a).astype(a.dtype) if c.qk_rms else a
 
         normed = self._normed_together(x) if decodes else None
@@ -243,13 +245,14 @@ class Attention(nnx.Module):
                 q, gate = jnp.split(q.reshape(*x.shape[:-1], c.heads, -1), 2, axis=-1)
                 q, gate = (a.reshape(*x.shape[:-1], -1) for a in (q, gate))
             q, k = turned(q, self.q_norm), None if k is None else turned(k, self.k_norm)
+        gate = gate if self.gate is None else self.gate(x)
         if c.query_growth:  # arXiv 2501.19399
             count = positions if c.query_growth_rotated else positions + 1
             growth = 1 + c.query_growth * jnp.log1p(count // c.query_growth_every)
             growth = growth if c.query_growth_rotated else jnp.where(arrays.rotated, 1.0, growth)
             q = (q * growth[..., None, None]).astype(q.dtype)
         q = q.reshape(*x.shape[:-1], c.kv_heads, c.heads // c.kv_heads, c.head_dim)
-        q *= c.head_dim**-0.5 if c.query_scale is None else c.query_scale
+        q *= (c.head_dim**-0.5 if c.query_scale is None else c.query_scale) * c.key_scale
         if k is None or v is None:
             return q, None, None, gate
         v = v.reshape(*x.shape[:-1], -1, c.head_dim)
@@ -259,6 +262,8 @@ class Attention(nnx.Module):
         """Queries and keys behind their norms, as blocks `[..., H/J + 1, J, d]` of heads; None where they are apart."""
         c, q_norm, k_norm = self.config, self.q_norm, self.k_norm
         if q_norm is None or k_norm is None or self.k is None or c.qk_norm_whole or c.attention_gate:
+            return None
+        if c.qk_norm_rotated:
             return None
         blocks = as_blocks(x, c.kv_heads, c.head_dim, self.q, self.k)
         if blocks is None:

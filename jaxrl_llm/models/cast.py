@@ -10,10 +10,19 @@ from jaxrl_llm.models.transformer import Net
 def in_precision(net: Net, weights_dtype: str | None) -> Net:
     """The net that computes with matrices of `weights_dtype`: a type, int8 or fp8 (`quantize`); None is the net itself.
 
-    The matrices of the layers are in 8 bits, those of experts excepted; matmuls run in the net's own type. Raises
-    ConfigError for 8 bits where the net's matrices are in other ones.
+    The matrices of the layers are in 8 bits, those of experts excepted; matmuls run in the net's own type. Of a net
+    that is trained for matrices in fewer bits they are in these. Raises ConfigError for 8 bits where the net's matrices
+    are in other ones.
     """
     config = net.config
+    if config.qat != "none":
+        if weights_dtype in BYTES and weights_dtype != config.qat:
+            raise ConfigError(
+                f"rollout.weights_dtype is {weights_dtype}, but model.qat trains for matrices in {config.qat}, which "
+                "are sampled with: set rollout.weights_dtype to auto"
+            )
+        config = dataclasses.replace(config, quantize=config.qat, qat="none")
+        return in_precision(Net(config), weights_dtype)
     if weights_dtype is None:
         return net
     if weights_dtype not in BYTES:
@@ -32,4 +41,5 @@ def in_precision(net: Net, weights_dtype: str | None) -> Net:
 def draws_from_another(sampler: Net, trainer: Net) -> bool:
     """True when the sampler's numbers have fewer bits than the trainer's, so that it draws from another policy."""
     sampled, trained = sampler.config, trainer.config
-    return sampled.quantize != trained.quantize or (sampled.dtype != trained.dtype and sampled.dtype != "float32")
+    stored = trained.quantize if trained.qat == "none" else trained.qat
+    return sampled.quantize != stored or (sampled.dtype != trained.dtype and sampled.dtype != "float32")

@@ -54,7 +54,9 @@ class GatedDeltaNet(nnx.Module):
 
     path = "delta"
     shares_prefixes = False
-    inputs = 2  # numbers that each value head has of a token: of beta and of g
+    output_name = "out"  # of `lora.TARGETS`
+    norm_eps: float | None = None  # of the norm behind; None: the model's
+    gate = staticmethod(jax.nn.silu)  # of z, which multiplies the normed
     products = 3  # of a token with a state: its key reads, its correction is written, its query reads
 
     def __init__(self, config, rngs: nnx.Rngs):
@@ -62,13 +64,12 @@ class GatedDeltaNet(nnx.Module):
         values = c.delta_value_heads * c.delta_value_dim
         self.mixed = 2 * c.delta_key_heads * c.delta_key_dim + values
         self._add_projections(values, rngs)
-        conv = (self.mixed, 1, c.delta_conv)
-        self.conv = nnx.Param(jax.random.normal(rngs.params(), conv, c.param_dtype) * c.init_scale)
+        self._add_filters(rngs)
         decays = jax.random.uniform(rngs.params(), (c.delta_value_heads,), jnp.float32, 0.01, 16.0)
         self.log_decay = nnx.Param(jnp.log(decays).astype(c.param_dtype))
         self.step_bias = nnx.Param(jnp.ones((c.delta_value_heads,), c.param_dtype))
         self.norm_scale = nnx.Param(jnp.ones((c.delta_value_dim,), c.param_dtype))
-        self.out = Linear(values, c.width, c, rngs, name="out")
+        self.out = Linear(values, c.width, c, rngs, name=self.output_name)
 
     @staticmethod
     def layer_arrays(config, layer: LayerConfig) -> tuple:
@@ -84,7 +85,7 @@ class GatedDeltaNet(nnx.Module):
         """Output `[N,T,D]`, and the states behind rows that are padded on the left."""
         mixed, z, ba = self._project(x)
         mixed, ba, segments = (constrain(a, "rows", *(None,) * (a.ndim - 1)) for a in (mixed, ba, inputs.segments))
-        latest, tail = latest_in_rows(mixed, segments, self.conv.shape[-1])
+        latest, tail = latest_in_rows(mixed, segments, self.config.delta_conv)
         heads = self._heads(latest, ba)
         out, state = chunked(self.within, *heads, segments)
         out = self._with_skip(out, heads[2])
@@ -109,13 +110,15 @@ class GatedDeltaNet(nnx.Module):
             numbers = jnp.take_along_axis(recent, (places % recent.shape[2])[..., None], axis=2)
             own = quantize.widened(numbers[..., self.mixed :], x.dtype)
             q, k, v, g, beta = self._heads(latest_at(places, recent, prompt.tail, x.dtype), own)
-            known = (counts[..., None] | (jnp.arange(count) > 0))[..., None, None]
-            g, beta = jnp.where(known, g, 0), jnp.where(known, beta, 0)  # a token without both leaves no trace
+            known = counts[..., None] | (jnp.arange(count) > 0)
+            # A token without both leaves no trace.
+            g, beta = (jnp.where(known.reshape(*known.shape, *(1,) * (a.ndim - 3)), a, 0) for a in (g, beta))
             same = jnp.zeros((*first.shape, count), jnp.int32)
             chunk = self.within(q, k, v, g, beta, same, same[..., 0])
             out, added = chunk.parts(_exact(chunk.reads, state))
             out = jnp.moveaxis(out + _exact(chunk.among, added), -2, 2)  # [G,R,t,h,r,v]
-            state = state * jnp.exp(g[..., 0, :, :])[..., None, None]
+            decay = jnp.exp(g[:, :, 0])
+            state = state * decay.reshape(*decay.shape[:4], -1, 1)
             return self._with_skip(out, v), state + k[..., 0, :, None, :, None] * added[..., 0, None, :]
 
         def follow(number, state):
@@ -134,7 +137,7 @@ class GatedDeltaNet(nnx.Module):
     def empty_cache(cls, prompt: PromptState, rows: int, size: int) -> RowState:
         """The states of rows, which are as large for any `size`."""
         *lead, taps, mixed = prompt.tail.shape
-        numbers = mixed + cls.inputs * prompt.state.shape[-4] * prompt.state.shape[-3]
+        numbers = mixed + cls.inputs(*prompt.state.shape[-4:-1])
         stacked = (None,) * (len(lead) - 1)
         # Tokens accepted since the state's place, the convolution before them, and the step's own.
         recent = jnp.zeros((*lead, rows, 2 * AT_ONCE + taps, numbers), prompt.tail.dtype)
@@ -150,6 +153,11 @@ class GatedDeltaNet(nnx.Module):
         """The row caches, which need no more room."""
         return cache
 
+    @staticmethod
+    def inputs(heads: int, values: int, size: int) -> int:
+        """The numbers of a token that beta and g are made of, of so many key heads h, value heads r of each, and d."""
+        return 2 * heads * values
+
     def within(self, q, k, v, g, beta, segments, before) -> "Chunk":
         """The terms of a run of tokens, see `within_chunks`."""
         return within_chunks(q, k, v, g, beta, segments, before)
@@ -157,6 +165,18 @@ class GatedDeltaNet(nnx.Module):
     def _with_skip(self, out, v):
         """The heads' outputs `[...,t,h,r,v]` with what their values add to them directly: nothing."""
         return out
+
+    def _add_filters(self, rngs: nnx.Rngs) -> None:
+        """The weights of the convolution, which `_filters` reads."""
+        self.conv = self._new_filters(self.mixed, rngs)
+
+    def _filters(self):
+        """The weights `[m,1,K]` of the convolution."""
+        return self.conv[...]
+
+    def _new_filters(self, numbers: int, rngs: nnx.Rngs) -> nnx.Param:
+        c = self.config
+        return nnx.Param(jax.random.normal(rngs.params(), (numbers, 1, c.delta_conv), c.param_dtype) * c.init_scale)
 
     def _add_projections(self, values: int, rngs: nnx.Rngs) -> None:
         """The maps that `_project` reads, of nets with so many numbers of values."""
@@ -179,23 +199,29 @@ class GatedDeltaNet(nnx.Module):
 
         `latest` are the K arrays `[...,m]` of what is convolved, the tokens' own the last.
         """
+        h, r = self.config.delta_key_heads, self.config.delta_value_heads // self.config.delta_key_heads
+        b, a = jnp.split(ba.astype(jnp.float32).reshape(*ba.shape[:-1], h, 2 * r), 2, axis=-1)
+        step_bias, log_decay = (p[...].astype(jnp.float32).reshape(h, r) for p in (self.step_bias, self.log_decay))
+        g = -jnp.exp(log_decay) * jax.nn.softplus(a + step_bias)
+        beta = jax.nn.sigmoid(b)
+        return *self._queries_keys_values(latest), g, 2 * beta if self.config.delta_negative else beta
+
+    def _queries_keys_values(self, latest):
+        """Queries and keys `[...,h,d]`, values `[...,h,r,v]`, in fp32."""
         c = self.config
         h, r = c.delta_key_heads, c.delta_value_heads // c.delta_key_heads
-        mixed = convolved(latest, self.conv[...]).astype(latest[0].dtype)
+        mixed = convolved(latest, self._filters()).astype(latest[0].dtype)
         mixed = jax.nn.silu(mixed).astype(jnp.float32)
         q, k, v = jnp.split(mixed, [h * c.delta_key_dim, 2 * h * c.delta_key_dim], axis=-1)
         q, k = (a.reshape(*a.shape[:-1], h, -1) for a in (q, k))
         q, k = (a * jax.lax.rsqrt((a * a).sum(-1, keepdims=True) + 1e-6) for a in (q, k))
-        b, a = jnp.split(ba.astype(jnp.float32).reshape(*ba.shape[:-1], h, 2 * r), 2, axis=-1)
-        step_bias, log_decay = (p[...].astype(jnp.float32).reshape(h, r) for p in (self.step_bias, self.log_decay))
-        g = -jnp.exp(log_decay) * jax.nn.softplus(a + step_bias)
-        v = v.reshape(*v.shape[:-1], h, r, c.delta_value_dim)
-        return q * c.delta_key_dim**-0.5, k, v, g, jax.nn.sigmoid(b)
+        return q * c.delta_key_dim**-0.5, k, v.reshape(*v.shape[:-1], h, r, c.delta_value_dim)
 
     def _output(self, out, z):
-        """The layer's output of the heads' `[...,h,r,v]`: normed, times silu(z), and mapped to `[...,D]`."""
-        normed = out * jax.lax.rsqrt((out * out).mean(-1, keepdims=True) + self.config.norm_eps)
-        normed = normed * self.norm_scale[...].astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
+        """The layer's output of the heads' `[...,h,r,v]`: normed, times the gate of z, and mapped to `[...,D]`."""
+        eps = self.config.norm_eps if self.norm_eps is None else self.norm_eps
+        normed = out * jax.lax.rsqrt((out * out).mean(-1, keepdims=True) + eps)
+        normed = normed * self.norm_scale[...].astype(jnp.float32) * self.gate(z.astype(jnp.float32))
         return self.out(normed.astype(z.dtype).reshape(*z.shape[:-3], -1))
 
 
@@ -213,7 +239,41 @@ class SplitDeltaNet(GatedDeltaNet):
         b, a = (each(_apart(x)).reshape(*x.shape[:-1], self.config.delta_key_heads, -1) for each in (self.b, self.a))
         ba = jnp.concatenate([b, a], axis=-1).reshape(*x.shape[:-1], -1)
         z = self.z(x).reshape(*x.shape[:-1], self.config.delta_key_heads, -1, self.config.delta_value_dim)
-        return self.qkv(x), z, ba
+        return self._mixed(x), z, ba
+
+    def _mixed(self, x):
+        return self.qkv(x)
+
+
+class ApartDeltaNet(SplitDeltaNet):
+    """A gated delta net that has queries, keys and values of maps and convolutions of their own (OLMo Hybrid)."""
+
+    output_name = "o"
+    norm_eps = 1e-5
+
+    def _add_projections(self, values: int, rngs: nnx.Rngs) -> None:
+        c = self.config
+        self._add_queries_keys_values(values, rngs)
+        self.z = Linear(c.width, values, c, rngs, name="z")
+        self.b = Linear(c.width, c.delta_value_heads, c, rngs, name="b")
+        self.a = Linear(c.width, c.delta_value_heads, c, rngs, name="a")
+
+    def _add_queries_keys_values(self, values: int, rngs: nnx.Rngs) -> None:
+        c, keys = self.config, self.config.delta_key_heads * self.config.delta_key_dim
+        self.q = Linear(c.width, keys, c, rngs, name="q")
+        self.k = Linear(c.width, keys, c, rngs, name="k")
+        self.v = Linear(c.width, values, c, rngs, name="v")
+
+    def _add_filters(self, rngs: nnx.Rngs) -> None:
+        c = self.config
+        keys, values = c.delta_key_heads * c.delta_key_dim, c.delta_value_heads * c.delta_value_dim
+        self.q_conv, self.k_conv, self.v_conv = (self._new_filters(size, rngs) for size in (keys, keys, values))
+
+    def _filters(self):
+        return jnp.concatenate([each[...] for each in (self.q_conv, self.k_conv, self.v_conv)])
+
+    def _mixed(self, x):
+        return jnp.concatenate([self.q(x), self.k(x), self.v(x)], axis=-1)
 
 
 def _apart(x):
@@ -226,7 +286,7 @@ def _sharded(state, lead: int):
 
 
 @jax.custom_vjp
-def _solved(lower, wanted):
+def solved(lower, wanted):
     """`(I + lower)^-1 wanted` of strictly lower triangular matrices `[...,C,C]`.
 
     By the inverse, which the gradients need too, and products. Not by `lax.linalg.triangular_solve`: on CPUs each call
@@ -263,17 +323,17 @@ def _exact(a, b):
 
 def _solved_forward(lower, wanted):
     inverse = _inverse(lower)
-    solved = inverse @ wanted
-    return solved, (inverse, solved)
+    found = inverse @ wanted
+    return found, (inverse, found)
 
 
 def _solved_backward(residuals, gradient):
-    inverse, solved = residuals
+    inverse, found = residuals
     by_wanted = inverse.swapaxes(-1, -2) @ gradient
-    return -by_wanted @ solved.swapaxes(-1, -2), by_wanted
+    return -by_wanted @ found.swapaxes(-1, -2), by_wanted
 
 
-_solved.defvjp(_solved_forward, _solved_backward)
+solved.defvjp(_solved_forward, _solved_backward)
 
 
 class Chunk(NamedTuple):
@@ -286,7 +346,7 @@ class Chunk(NamedTuple):
     own: jax.Array  # [...,h,r,t,v]
     reads: jax.Array  # [...,h,r,2t,d], of both halves: one product reads S once; or [...,h,r,t,d]
     among: jax.Array  # [...,h,r,t,t]
-    kept: jax.Array  # [...,h,r]: the share of S that is left behind the last token
+    kept: jax.Array  # [...,h,r,1], or [...,h,r,d]: the share of S that is left behind the last token
     keys: jax.Array  # [...,h,r,t,d]: with what is left of each then
 
     def parts(self, found) -> tuple[jax.Array, jax.Array]:
@@ -309,9 +369,9 @@ def within_chunks(q, k, v, g, beta, segments, before) -> Chunk:
     later = jnp.tril(jnp.ones((g.shape[-1],) * 2, bool), -1)
     keys, among = (jnp.einsum("...td,...sd->...ts", a, k)[..., None, :, :] * decay for a in (k, q))
     wanted = jnp.concatenate([v, from_state[..., None] * k[..., None, :, :]], axis=-1) * beta[..., None]
-    own, taken = jnp.split(_solved(jnp.where(later, keys * beta[..., None], 0), wanted), [v.shape[-1]], axis=-1)
+    own, taken = jnp.split(solved(jnp.where(later, keys * beta[..., None], 0), wanted), [v.shape[-1]], axis=-1)
     read, left = (a[..., None] * b[..., None, :, :] for a, b in ((from_state, q), (decay[..., -1, :], k)))
-    return Chunk(own, jnp.concatenate([taken, read], axis=-2), among, from_state[..., -1], left)
+    return Chunk(own, jnp.concatenate([taken, read], axis=-2), among, from_state[..., -1:], left)
 
 
 def decays(g, segments, before) -> tuple[jax.Array, jax.Array]:
@@ -332,7 +392,8 @@ def chunked(within, q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[jax
     """The outputs `[N,T,h,r,v]` of all tokens, and the states `[N,h,r,d,v]` of the last segments.
 
     `within` are the terms of a chunk, as `within_chunks` gives them. q, k `[N,T,h,d]`, v `[N,T,h,r,v]`, g and beta
-    `[N,T,h,r]`, segments `[N,T]`. Chunks are worked out side by side, and their states one after another.
+    `[N,T,h,r]`, g also `[N,T,h,r,d]`, segments `[N,T]`. Chunks are worked out side by side, and their states one after
+    another.
     """
     (rows, length), segments = segments.shape, jnp.asarray(segments, jnp.int32)
     extra = -length % chunk  # before the row, so that the last state is that of its last token
@@ -343,7 +404,7 @@ def chunked(within, q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[jax
 
     def step(state, chunk: Chunk):
         out, added = chunk.parts(chunk.reads @ state)
-        left = state * chunk.kept[..., None, None] + chunk.keys.swapaxes(-1, -2) @ added
+        left = state * chunk.kept[..., None] + chunk.keys.swapaxes(-1, -2) @ added
         return left, (out, added)
 
     ids = chunks(segments, NO_SEGMENT)

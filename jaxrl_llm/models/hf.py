@@ -220,7 +220,7 @@ def load(
 
     `dtype` is that of the computation, `param_dtype` that of the parameters; `overrides` are other ModelConfig fields
     (`remat="block"`, or `quantize="nf4"`, which stores the layers' matrices so), `entries` those of config.json.
-    With `head="score"` a language model's checkpoint gets a new score head, drawn from `seed`. Parameters of
+    With `head="score"` or "step" a language model's checkpoint gets a new such head, drawn from `seed`. Parameters of
     adapters are not here; see peft.py. With `allow_pickle` a folder without safetensors is read from
     pytorch_model.bin; see pickles.py.
 
@@ -236,14 +236,16 @@ def load(
         if "text_part_of" in hf:
             files.where = text_part.tensors_of(files.where)
         tensors = files.stored_tensors(net, family)
-        new_head = net.config.head == "score" and "score.weight" not in files.where
-        if new_head:
-            tensors = [tensor for tensor in tensors if tensor.leaf != "score/kernel"]
+        own_head = net.config.head != "lm"
+        if own_head and not any(name.startswith("score.") for name in files.where):
+            tensors = [tensor for tensor in tensors if not tensor.leaf.startswith("score/")]
         unused = getattr(family, "unused_tensors", lambda _: set())(net.config)
-        heads = safetensors.HEADS if net.config.tie_embeddings or new_head else ()
+        heads = safetensors.HEADS if net.config.tie_embeddings or own_head else ()
         # DeepSeek's and GLM's files hold the layers of multi-token prediction behind those of the model.
-        beyond = range(net.config.layers, net.config.layers + (hf.get("num_nextn_predict_layers") or 0))
-        predicting = tuple(LAYER.format(layer=layer) for layer in beyond)
+        count = (hf.get("text_config") or hf).get("num_nextn_predict_layers") or 0
+        beyond = range(net.config.layers, net.config.layers + count)
+        starts = (LAYER, LAYER.replace("model.", "model.language_model."))
+        predicting = tuple(start.format(layer=layer) for start in starts for layer in beyond)
         files.check(tensors, {*unused, *heads, *(name for name in files.where if name.startswith(predicting))})
         if net.config.tie_embeddings and net.config.head == "lm":
             files.check_tied(next(tensor.name for tensor in tensors if tensor.leaf == "embed/weight"))

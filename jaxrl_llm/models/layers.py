@@ -20,6 +20,7 @@ ACTIVATIONS = {
     "gelu_tanh": jax.nn.gelu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 LARGE = 2**20  # numbers whose bytes take longer than the start of a kernel
 
@@ -33,11 +34,11 @@ class Linear(nnx.Module):
     def __init__(self, d_in: int, d_out: int, config, rngs: nnx.Rngs, bias: bool = False, name: str = ""):
         kernel = jax.random.normal(rngs.params(), (d_in, d_out), config.param_dtype) * config.init_scale
         self.d_in = d_in
-        self.quantize = config.quantize if name else "none"
+        self.quantize, self.qat = (config.quantize, config.qat) if name else ("none", "none")
         stored = kernel if self.quantize == "none" else quantize.quantize(kernel, self.quantize)
         self.kernel = nnx.Dict(jax.tree.map(nnx.Param, stored)) if isinstance(stored, dict) else nnx.Param(stored)
         self.bias = nnx.Param(jnp.zeros((d_out,), config.param_dtype)) if bias else None
-        self.lora = adapter = config.lora if config.lora is not None and name in config.lora.targets else None
+        self.lora = adapter = None if config.lora is None else config.lora.of(name)
         self.lora_a = nnx.Param(lora.init_a(rngs.lora(), d_in, adapter.rank)) if adapter else None
         self.lora_b = nnx.Param(jnp.zeros((adapter.rank, d_out), jnp.float32)) if adapter else None
         self.lora_m = nnx.Param(lora.column_norms(kernel)) if adapter and adapter.dora else None
@@ -50,7 +51,8 @@ class Linear(nnx.Module):
         is_array = isinstance(self.kernel, nnx.Param)
         kernel = self.kernel[...] if is_array else {name: array[...] for name, array in self.kernel.items()}
         matmul = quantize.frozen_matmul if self.lora is not None or not is_array else quantize.matmul
-        y: jax.Array = matmul(rows, kernel, self.quantize)
+        matmul = matmul if self.qat == "none" else quantize.simulated_matmul
+        y: jax.Array = matmul(rows, kernel, self.quantize if self.qat == "none" else self.qat)
         if self.lora is not None and self.lora_a is not None and self.lora_b is not None:
             a, b = self.lora_a[...], self.lora_b[...]
             key_data = None if self.lora_key is None else self.lora_key[...]
@@ -66,7 +68,7 @@ class Linear(nnx.Module):
 
     def matrix(self, dtype):
         """The matrix `[in, out]` that inputs are multiplied with, of a map without bias, its adapter in it."""
-        if isinstance(self.kernel, nnx.Param) and self.lora_a is None:
+        if isinstance(self.kernel, nnx.Param) and self.lora_a is None and self.qat == "none":
             return self.kernel[...].astype(dtype)
         return self(jnp.eye(self.d_in, dtype=dtype))
 
@@ -78,6 +80,7 @@ def side_by_side(x, *maps: Linear) -> jax.Array | None:
     array, which costs nothing where they are converted anyway.
     """
     plain = all(isinstance(each.kernel, nnx.Param) and each.lora is None and each.bias is None for each in maps)
+    plain = plain and maps[0].qat == "none"
     if jax.default_backend() != "gpu" or not plain or x.size < LARGE or not columns_are_whole():
         return None
     kernels = [each.kernel[...] for each in maps]
@@ -161,15 +164,18 @@ def over_rms(x, eps: float) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """`x / rms(x) * (scale + norm_offset)` over the last dimension, in fp32; `x / rms(x)` unless it is `scaled`."""
+    """`x / rms(x) * (scale + norm_offset)` over the last dimension, in fp32; `x / rms(x)` unless it is `scaled`.
+
+    With `norm_centred` x is `x - mean(x)`, and it is a layer norm.
+    """
 
     def __init__(self, size: int, config, rngs: nnx.Rngs, scaled: bool = True):
         ones = jnp.full((size,), 1.0 - config.norm_offset, config.param_dtype)
         self.scale = nnx.Param(ones) if scaled else None
-        self.eps, self.offset = config.norm_eps, config.norm_offset
+        self.eps, self.offset, self.centred = config.norm_eps, config.norm_offset, config.norm_centred
 
     def __call__(self, x):
-        found = over_rms(x, self.eps)
+        found = over_rms(x - x.astype(jnp.float32).mean(-1, keepdims=True) if self.centred else x, self.eps)
         return (found if self.scale is None else found * self.factors()).astype(x.dtype)
 
     def factors(self) -> jax.Array:
@@ -180,10 +186,13 @@ class RMSNorm(nnx.Module):
 
 
 def gated(config, gate, up):
-    """The input of a gated feed-forward's last map: `activation(gate) * up` (arXiv 2002.05202).
+    """The input of a feed-forward's last map: `activation(gate) * up` (arXiv 2002.05202), or without a gate
+    `activation(up)`.
 
     With a `swiglu_limit` both are clipped, and it is `gate * sigmoid(swiglu_alpha * gate) * (up + 1)` (gpt-oss).
     """
+    if gate is None:
+        return ACTIVATIONS[config.activation](up)
     if config.swiglu_limit is None:
         return ACTIVATIONS[config.activation](gate) * up
     gate = jnp.minimum(gate, config.swiglu_limit)
@@ -197,16 +206,24 @@ def soft_cap(x, cap: float | None):
 
 
 class FeedForward(nnx.Module):
-    """`down(activation(gate(x)) * up(x))` (arXiv 2002.05202)."""
+    """`down(activation(gate(x)) * up(x))` (arXiv 2002.05202); `down(activation(up(x)))` without `ffn_gate`."""
 
     def __init__(self, config, rngs: nnx.Rngs, channels: int | None = None):
         channels = config.ffn if channels is None else channels
-        self.gate = Linear(config.width, channels, config, rngs, config.mlp_bias, "gate")
+        self.gate = Linear(config.width, channels, config, rngs, config.mlp_bias, "gate") if config.ffn_gate else None
         self.up = Linear(config.width, channels, config, rngs, config.mlp_bias, "up")
         self.down = Linear(channels, config.width, config, rngs, config.mlp_bias, "down")
         self.activation = ACTIVATIONS[config.activation]
+        self.gate_scale, self.out_scale = config.ffn_scales
 
     def __call__(self, x):
-        both = side_by_side(x, self.gate, self.up)
-        hidden = self.activation(self.gate(x)) * self.up(x) if both is None else gated_halves(self.activation, both)
-        return self.down(constrain(hidden, "rows", "positions", "ffn"))
+        if self.gate is None:
+            hidden = self.activation(self.up(x))
+        elif self.gate_scale != 1.0:
+            hidden = self.activation(self.gate(x) * self.gate_scale) * self.up(x)
+        elif (both := side_by_side(x, self.gate, self.up)) is None:
+            hidden = self.activation(self.gate(x)) * self.up(x)
+        else:
+            hidden = gated_halves(self.activation, both)
+        out = self.down(constrain(hidden, "rows", "positions", "ffn"))
+        return out if self.out_scale == 1.0 else out * self.out_scale

@@ -209,6 +209,18 @@ def token_values(net: Net, params: Params, inputs: Inputs) -> jax.Array:
     return positions.at_tokens(model.scores(positions.hidden))
 
 
+def step_logits(net: Net, params: Params, inputs: Inputs) -> jax.Array:
+    """Logits `[N,T,2]`, by the step head, of wrong and right for a step that ends with a token, of the state after it.
+
+    With a layout that reads states after tokens they are 0 at those that it does not read.
+    """
+    model = net.bind(params)
+    if inputs.layout is not None:
+        positions = _predicting(model, inputs)
+        return positions.at_tokens(model.scores(positions.hidden))
+    return model.scores(model.hidden(inputs))
+
+
 def last_scores(net: Net, params: Params, inputs: Inputs) -> jax.Array:
     """Scores `[N]` in fp32, by the score head, of each row's last token that is no padding."""
     model = net.bind(params)

@@ -18,8 +18,8 @@ has put keys.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,17 +35,28 @@ HF_NAMES = {
     "q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "gate": "gate_proj", "up": "up_proj",
     "down": "down_proj", "q_a": "q_a_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "kv_b": "kv_b_proj",
     "qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "qkv": "in_proj_qkv", "z": "in_proj_z", "b": "in_proj_b",
-    "a": "in_proj_a", "into": "in_proj", "out": "out_proj", "fc1": "fc1", "fc2": "fc2",
+    "a": "in_proj_a", "into": "in_proj", "out": "out_proj", "narrow": "fc1_latent_proj", "widen": "fc2_latent_proj",
+    "f_a": "f_a_proj", "f_b": "f_b_proj", "g_a": "g_a_proj", "g_b": "g_b_proj", "fc1": "fc1", "fc2": "fc2",
 }  # fmt: skip
 TARGETS = tuple(HF_NAMES)
 # The matrices of experts, by the ends of PEFT's target_parameters. They are no linear maps, and not in `all-linear`.
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 # Which of them a module is, by the last word of its name in files; some families have words of their own.
 MODULES = {word: name for name, word in HF_NAMES.items()} | {
-    "linear_fc1": "fc1", "linear_fc2": "fc2", "w1": "gate", "w3": "up", "w2": "down"
+    "linear_fc1": "fc1", "linear_fc2": "fc2", "projection_layer": "out", "w1": "gate", "w3": "up", "w2": "down",
+    "a_proj": "a", "b_proj": "b", "g_proj": "z",
 }  # fmt: skip
 ADAPTER = ("lora_a", "lora_b", "lora_m")
 SAVED = "saved"
+
+
+class Adapted(NamedTuple):
+    """The adapter of a linear map of a layer."""
+
+    target: str  # of TARGETS
+    path: str  # of the map in the layer's parameters, attention/q
+    rank: int
+    alpha: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +73,9 @@ class LoraConfig:
     rslora: bool = False
     dora: bool = False
     saved: tuple[str, ...] = ()  # paths of the parameters that are trained whole, see `peft.with_modules`
+    # The adapters of each group of layers (`ModelConfig.layer_groups`), see peft_patterns.py; (): of all targets, with
+    # this rank and this alpha.
+    groups: tuple[tuple[Adapted, ...], ...] = ()
 
     def __post_init__(self):
         if self.experts and (self.dora or self.dropout):
@@ -80,6 +94,28 @@ class LoraConfig:
     def scale(self) -> float:
         """alpha / rank or, rank-stabilised, alpha / sqrt(rank) (arXiv 2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def of_group(self, group: int) -> "LoraConfig":
+        """The shape of the adapters of a layer of that group."""
+        own = self.groups[group]
+        return dataclasses.replace(self, targets=tuple(adapted.target for adapted in own), groups=(own,))
+
+    def of(self, target: str) -> "LoraConfig | None":
+        """The shape of the adapter of a linear map, None without one; of a map of a layer, that of `of_group`."""
+        if target not in self.targets:
+            return None
+        return self._like(next(x for x in self.groups[0] if x.target == target)) if self.groups else self
+
+    def at(self, path: Sequence[str]) -> "LoraConfig":
+        """The shape of the adapter of the linear map at a path in the parameters."""
+        if not self.groups:
+            return self
+        group = re.match(r"group(\d+)_", path[0])
+        own, within = self.groups[int(group[1]) if group else 0], "/".join(path[1:])
+        return self._like(next(x for x in own if x.path == within))
+
+    def _like(self, adapted: Adapted) -> "LoraConfig":
+        return dataclasses.replace(self, rank=adapted.rank, alpha=adapted.alpha, groups=())
 
 
 def parse_targets(names: Iterable[str]) -> tuple[str, ...]:
@@ -154,12 +190,19 @@ def _holds(params: Params, name: str) -> bool:
     return any(path[-1].key == name for path, _ in jax.tree_util.tree_leaves_with_path(params))
 
 
-def split(params: Params, parts: tuple[str, ...] = ()) -> tuple[Params, Params]:
+def split(params: Params, frozen: tuple[str, ...] = ()) -> tuple[Params, Params]:
     """The frozen and the trainable parameters: of a model with adapters those, whole modules and a score head are
-    trainable; of another one all but the frozen `parts` (`ModelConfig.frozen`)."""
-    if not has_adapters(params):
-        return {x: params[x] for x in parts}, {name: x for name, x in params.items() if name not in parts}
-    return _select(params, lambda path: not _is_trainable(path)), _select(params, _is_trainable)
+    trainable; of another one all but what is `frozen` (`ModelConfig.frozen`)."""
+    if has_adapters(params):
+        return _select(params, lambda path: not _is_trainable(path)), _select(params, _is_trainable)
+    if not frozen:
+        return {}, params
+    parts = set(frozen)
+
+    def is_frozen(path: tuple[Any, ...]) -> bool:
+        return path[0] in parts or "/".join(path) in parts
+
+    return _select(params, is_frozen), _select(params, lambda path: not is_frozen(path))
 
 
 def _is_trainable(path: tuple[Any, ...]) -> bool:
@@ -279,15 +322,16 @@ def merged_kernel(linear: Params, lora: LoraConfig | None, quantized: str = "non
     return matrix if isinstance(kernel, dict) else matrix.astype(kernel.dtype)
 
 
-def merge(params: Params, lora: LoraConfig | None) -> Params:
+def merge(params: Params, lora: LoraConfig | None, path: tuple[str, ...] = ()) -> Params:
     """The parameters without adapters, in which kernels W became W + scale A B; those on quantised kernels stay.
 
-    Modules that were trained whole take the place of those they started from.
+    Modules that were trained whole take the place of those they started from. `path` is that of `params` in those of
+    the model.
     """
     params = with_shared(overlaid(params))
-    found = {name: merge(value, lora) if isinstance(value, dict) else value for name, value in params.items()}
+    found = {name: merge(x, lora, (*path, name)) if isinstance(x, dict) else x for name, x in params.items()}
     if "lora_a" in params and not isinstance(params["kernel"], dict):
-        found["kernel"] = merged_kernel(params, lora)
+        found["kernel"] = merged_kernel(params, None if lora is None else lora.at(path))
         for name in ADAPTER:
             found.pop(name, None)
     return found

@@ -1,14 +1,16 @@
 """The protocol of a layer's mixer, which moves information between the tokens of a row, and of its cache.
 
-A decoder layer is a mixer and a feed-forward. A mixer owns its cache: the transformer and the sampling engine pass
-caches on as pytrees and never look into them. A new kind of layer is a class with this protocol in a file of its own,
-named by a family in `ModelConfig.mixers`.
+A decoder layer is a mixer and a feed-forward, or one of the two. A mixer owns its cache: the transformer and the
+sampling engine pass caches on as pytrees and never look into them. A new kind of layer is a class with this protocol in
+a file of its own, named by a family in `ModelConfig.mixers`.
 """
 
 import dataclasses
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
 from jaxrl_llm.models.rope import Rope
 
@@ -21,6 +23,7 @@ class LayerConfig:
     rope: Rope | None = None  # None: no rotary positions
     window: int | None = None  # a token sees this many, itself included; None: all before it
     experts: bool = False  # a mixture of experts; False: a dense feed-forward
+    bare: bool = False  # no feed-forward behind the mixer
     shares: int | None = None  # the layer whose keys and values it reads; None: its own
     fields: tuple[tuple[str, Any], ...] = ()  # of the ModelConfig, which differ in this layer
 
@@ -105,3 +108,46 @@ class Mixer(Protocol):
         `row` None: of the prompts alone. Caches of layers may be stacked. It is asked of mixers that share prefixes.
         """
         ...
+
+
+class NoMixer(nnx.Module):
+    """The mixer of a layer that is a feed-forward alone: it adds nothing, and its caches are empty."""
+
+    path = "feed_forward"  # of the stack of such layers; it has no parameters
+    shares_prefixes = True
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        pass
+
+    @staticmethod
+    def layer_arrays(config, layer: LayerConfig) -> tuple:
+        """Nothing."""
+        return ()
+
+    @staticmethod
+    def flops(config, tokens, pairs):
+        """None."""
+        return 0.0 * tokens
+
+    def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, tuple]:
+        """Zeros, and an empty cache."""
+        return jnp.zeros_like(x), ()
+
+    def decode(self, x, inputs: DecodeInputs, prompt, cache, arrays) -> tuple[jax.Array, tuple]:
+        """Zeros, and an empty cache."""
+        return jnp.zeros_like(x), ()
+
+    @staticmethod
+    def empty_cache(prompt, rows: int, size: int) -> tuple:
+        """Nothing."""
+        return ()
+
+    @staticmethod
+    def grow_cache(cache, size: int) -> tuple:
+        """Nothing."""
+        return ()
+
+    @staticmethod
+    def prompt_cache(prompt, row, end, size: int) -> tuple:
+        """Nothing."""
+        return ()

@@ -23,9 +23,11 @@ from jaxrl_llm.models.families import family_for, family_of
 from jaxrl_llm.models.families.rotary import max_positions
 from jaxrl_llm.models.fused_attention import is_before_ampere
 from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.peft_patterns import ALIKE, AdapterPatterns, with_patterns
 from jaxrl_llm.models.quantize import KINDS
 from jaxrl_llm.models.safetensors import read_json
-from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.trained import EVERYTHING
+from jaxrl_llm.models.transformer import Net, Params, restacked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Model:
     changed: bool = False  # its parameters, adapters aside, may be others than those at `path`
 
     def __call__(self, tokens, segments=None, positions=None, images: Images | None = None) -> jax.Array:
-        """Logits `[N,T,V]` in fp32 of tokens `[N,T]` (scores `[N,T]` with the score head).
+        """Logits `[N,T,V]` in fp32 of tokens `[N,T]` (scores `[N,T]` with the score head, `[N,T,2]` with a step head).
 
         segments `[N,T]`: 0 is padding, other numbers tell packed documents apart (default: all 1);
         positions `[N,T]`: default counts from 0 in each segment; images: what the rows' image tokens stand for.
@@ -79,10 +81,11 @@ def load_model(
 
     dtype, of the computation: "auto" is float32 on CPU and GPUs before Ampere, where bfloat16 is slower, else bfloat16.
     param_dtype None is that of the computation; training keeps float32 parameters. With `init_key` the parameters are
-    drawn at random, and the folder needs no weights. `overrides` are other ModelConfig fields, `entries` take the place
-    of those of config.json, and `tokenizer` that of the folder's, which is None when it has none. `revision` is of a
-    hub id. `allow_pickle` reads pytorch_model.bin where there are no safetensors, and
-    `trust_remote_code` runs a tokenizer's own code. Raises ConfigError; see `hf.locate`, `hf.load` and `peft.read`.
+    drawn at random, and the folder needs no weights. `overrides` are other ModelConfig fields, and `trained`, what a
+    run trains of the model (see `Trained`); `entries` take the place of those of config.json, and `tokenizer` that of
+    the folder's, which is None when it has none. `revision` is of a hub id. `allow_pickle` reads pytorch_model.bin
+    where there are no safetensors, and `trust_remote_code` runs a tokenizer's own code. Raises ConfigError; see
+    `hf.locate`, `hf.load`, `peft.read` and `Trained.grouped`.
     """
     dtype = compute_dtype(dtype)
     model = describe(
@@ -90,7 +93,10 @@ def load_model(
     )
     path, adapter = base_and_adapter(path, adapter)
     if init_key is None:
-        overrides |= {"dtype": dtype, "param_dtype": param_dtype or dtype, "head": model.net.config.head}
+        config = model.net.config
+        overrides |= {"dtype": dtype, "param_dtype": param_dtype or dtype, "head": config.head}
+        overrides |= {"layer_groups": config.layer_groups, "frozen_leaves": config.frozen_leaves}
+        overrides.pop("trained", None)
         folder = hf.locate(path, allow_pickle, revision=revision)
         _, params = hf.load(folder, mesh, allow_pickle=allow_pickle, entries=entries, **overrides)
     else:
@@ -125,8 +131,9 @@ def describe(
     if adapter is not None:
         described = peft.read_config(adapter)
         overrides = {"head": described.head, **overrides, **described.fields}
-    folder = hf.locate(path, allow_pickle, revision=revision)
+    folder, trained = hf.locate(path, allow_pickle, revision=revision), overrides.pop("trained", EVERYTHING)
     net = hf.load_net(folder, entries, dtype=dtype, param_dtype=param_dtype or dtype, **overrides)
+    net = trained.grouped(net, family_of(hf.read_config(folder, entries)))
     if adapter is not None:
         net = peft.with_adapter_modules(net, family_of(hf.read_config(folder, entries)), adapter)
     check_attention(net.config, jax.default_backend())
@@ -214,14 +221,18 @@ def copied_model(
 ) -> Model:
     """A copy of a model in memory, as `load_model` would give it: arrays of its own, sharded over `mesh`.
 
-    `overrides` are ModelConfig fields. With `merge` its adapters are merged into the matrices they belong to. A
-    language model that is to have a score head gets a new one.
+    `overrides` are ModelConfig fields and `trained`, as in `load_model`. With `merge` its adapters are merged into the
+    matrices they belong to. A language model that is to have a score or step head gets a new one.
 
     Raises ConfigError for a model whose matrices are stored in other bits than asked for, and for adapters that cannot
     be merged or a head that cannot be made.
     """
     config, params, name = model.net.config, model.params, model.path or "the model"
-    asked = overrides.pop("quantize", "none")
+    if {config.head, head := overrides.get("head", config.head)} == {"score", "step"}:
+        raise ConfigError(
+            f"{name} in memory has the head {config.head}, which is no {head} head: give the language model"
+        )
+    asked, trained = overrides.pop("quantize", "none"), overrides.pop("trained", EVERYTHING)
     if asked not in ("none", config.quantize):
         raise ConfigError(
             f"model.quantize is {asked}, but {name} in memory stores its matrices as {config.quantize}: save it with "
@@ -235,6 +246,14 @@ def copied_model(
             )
         params, config = lora.merge(params, config.lora), dataclasses.replace(config, lora=None)
     net = Net(dataclasses.replace(config, dtype=compute_dtype(dtype), param_dtype=param_dtype, **overrides))
+    if config.lora is not None and (trained.trainable or trained.frozen):
+        raise ConfigError(
+            f"{name} in memory has adapters, which are what is trained of it: set model.trainable and model.frozen to "
+            "nothing, or merge it first (jaxrl_llm.save_hf)"
+        )
+    if config.lora is None:  # the groups of an earlier run say nothing of this one
+        net = trained.grouped(Net(dataclasses.replace(net.config, layer_groups=(), frozen_leaves=())), _family(model))
+        params = restacked(params, config, net.config)
     check_attention(net.config, jax.default_backend())
     shapes = net.shapes()
     if missing := [part for part in shapes if part not in params and part != "score"]:
@@ -268,20 +287,38 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> tuple[lora.Lor
     net = Net(dataclasses.replace(config, **described.fields))
     net = peft.with_adapter_modules(net, _family(model), folder)
     assert net.config.lora is not None
+    if net.config.layer_groups != config.layer_groups:
+        raise ConfigError(
+            f"{os.fspath(folder)} has adapters that differ from layer to layer, which {model.path} cannot take beside "
+            "others: merge it (jaxrl_llm.save_hf), or load it as the model"
+        )
     return net.config.lora, peft.read(folder, net, _family(model), model.mesh)
 
 
-def add_adapters(model: Model, config: lora.LoraConfig, key: jax.Array, modules_to_save: Iterable[str] = ()) -> Model:
+def add_adapters(
+    model: Model,
+    config: lora.LoraConfig,
+    key: jax.Array,
+    modules_to_save: Iterable[str] = (),
+    patterns: AdapterPatterns = ALIKE,
+) -> Model:
     """The model with new adapters (A random, B zero): what it computes stays the same, bit for bit.
 
-    The arrays of the model are shared, not copied; a score head becomes fp32, as it is trained with them, and so are
-    the copies of the modules that are to be trained whole (see `peft.with_modules`). Raises ConfigError when the model
-    has no linear map that `config` names, or no experts that it names, and for unknown modules.
+    The arrays of the model are shared, not copied, unless `patterns` tell layers apart that it has stacked; a score
+    head becomes fp32, as it is trained with them, and so are the copies of the modules that are to be trained whole
+    (see `peft.with_modules`). Raises ConfigError when the model has no linear map that `config` names, or no experts
+    that it names, for unknown modules, and as `peft_patterns.with_patterns`.
     """
-    net = peft.with_modules(model.net.with_lora(config), _family(model), modules_to_save, "lora.modules_to_save")
+    family = _family(model)
+    net = with_patterns(model.net.with_lora(config), family, patterns)
+    params = restacked(model.params, model.net.config, net.config)
+    model = dataclasses.replace(model, net=net.base, params=params)
+    net = peft.with_modules(net, family, modules_to_save, "lora.modules_to_save")
     shapes = lora.adapters_of(net.shapes())
     if config.experts and not model.net.config.experts:
         raise ConfigError("lora.targets names experts, but this model is no mixture of experts: leave them out")
+    if config.experts and not model.net.config.ffn_gate:
+        raise ConfigError("lora.targets names experts, but this model's have no gate, as adapters need: leave them out")
     if not shapes:
         raise ConfigError(
             f"lora.targets are {', '.join(config.targets)}, but outside its experts this model has none of them: "
@@ -290,7 +327,7 @@ def add_adapters(model: Model, config: lora.LoraConfig, key: jax.Array, modules_
     targets = None if model.mesh is None else shardings(shapes, model.mesh)
 
     def drawn(key, params: Params) -> Params:
-        adapters = lora.adapters_of(model.net.with_lora(config).init(key))
+        adapters = lora.adapters_of(net.init(key))
         return lora.adapters_of(lora.with_magnitudes(lora.combine(params, adapters))) if config.dora else adapters
 
     adapters = jax.jit(drawn, out_shardings=targets)(key, model.params if config.dora else {})

@@ -8,7 +8,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
 
 from jaxrl_llm.models.attention import Attention, SharedAttention
 from jaxrl_llm.models.lora import LoraConfig
@@ -43,8 +44,12 @@ class ModelConfig:
     ffn: int
     norm_eps: float = 1e-6
     activation: str = "silu"  # one of layers.ACTIVATIONS
+    ffn_gate: bool = True  # feed-forwards multiply up by the activation of a gate; False: it is the activation of up
+    ffn_scales: tuple[float, ...] = (1.0, 1.0)  # of dense feed-forwards' gates before the activation, and outputs
     norms: str = "pre"  # on the inputs of mixer and feed-forward ("pre"), on their outputs ("post"), or "both"
     norm_offset: float = 0.0  # added to the scale of every norm
+    norm_centred: bool = False  # norms subtract the mean first, as layer norms without a bias
+    parallel_ffn: bool = False  # feed-forwards read what the mixers of their layers read
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # times what mixer and feed-forward add
     rope: Rope = DEFAULT_ROPE
@@ -58,6 +63,7 @@ class ModelConfig:
     sliding_layers: tuple[int, ...] = ()
     sliding_chunks: bool = False  # a sliding layer sees what is in the token's own chunk of `sliding_window` positions
     query_scale: float | None = None  # of attention scores; None: head_dim ** -0.5
+    key_scale: float = 1.0  # of keys, and so of the scores too
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     logit_divisor: float = 1.0
@@ -68,10 +74,12 @@ class ModelConfig:
     latent_size: int = 0
     value_head_dim: int = 0
     attention_gate: bool = False  # queries come with numbers whose sigmoids multiply the heads' outputs
+    attention_gate_map: bool = False  # such numbers come from a map of their own
     attention_sinks: bool = False  # each head has a number that joins the softmax of its scores, and no value
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False  # over all heads at once, not each
+    qk_norm_rotated: bool = False  # of rotated queries and keys
     qk_rms: bool = False  # rotated queries and keys are divided by their rms
     query_growth: float = 0.0  # of unrotated queries with the log of their position
     query_growth_every: int = 0  # positions in one unit of that log
@@ -90,10 +98,15 @@ class ModelConfig:
     delta_key_dim: int = 0
     delta_value_dim: int = 0
     delta_conv: int = 0  # tokens that are convolved, the current one included
+    delta_negative: bool = False  # betas reach 2, and eigenvalues of the update -1 (arXiv 2411.12537)
+    delta_norms: str = ""  # `norms` of the layers with other mixers than attention; "": those of all
     conv_size: int = 0  # tokens that a short convolution sees, the current one included; see short_conv.ShortConv
     conv_bias: bool = False  # of short convolutions, and of those in Mamba-2
     state_bias: bool = False  # of the maps before and behind Mamba-2
     time_step_limit: tuple[float, float] = (0.0, math.inf)  # of Mamba-2
+    mamba_norm: bool = True  # of its gated outputs
+    mamba_scales: tuple[float, ...] = ()  # of its gates, values, keys, queries and steps; (): 1
+    parallel_scales: tuple[float, ...] = ()  # of what attention reads and gives, and Mamba-2; see AttentionAndMamba
     experts: int = 0  # 0: every layer is dense
     experts_per_token: int = 0
     expert_ffn: int = 0
@@ -111,10 +124,13 @@ class ModelConfig:
     experts_beside: bool = False  # layers have a dense feed-forward and experts; see moe.ExpertsBeside
     shared_expert_ffn: int = 0  # channels of an expert that every token uses; 0: none
     shared_expert_gate: bool = False  # its output is multiplied by one number per token
+    expert_width: int = 0  # numbers that the chosen experts read and write, mapped from and to the width; 0: the width
     dense_layers: tuple[int, ...] = ()  # the layers without experts, where others have them
+    bare_layers: tuple[int, ...] = ()  # the layers without a feed-forward
     router_aux_loss_coef: float = 0.0
     freeze_router: bool = False
-    head: str = "lm"  # or "score": one number per token, for reward models and critics
+    head: str = "lm"  # or "score": one number per token, for reward models and critics; "step": two, for those of steps
+    step_hidden: bool = False  # a step head has a hidden layer
     vision: VisionConfig | None = None  # what encodes images; None: the model reads text alone
     vision_training: str = "frozen"  # or "trained", or "lora": by the adapters of its own linear maps
     mixers: tuple[type[Mixer], ...] = ()  # of each layer; (): attention in all of them
@@ -125,7 +141,10 @@ class ModelConfig:
     attention: str = "auto"  # of whole rows: xla, cudnn, flash, splash; see fused_attention.implementation
     remat: str = "none"  # or one of transformer.REMAT: what is saved for the backward pass; the rest is recomputed
     lora: LoraConfig | None = None
+    layer_groups: tuple[int, ...] = ()  # of each layer: those of a group are trained alike; (): all are
+    frozen_leaves: tuple[str, ...] = ()  # paths of parameters that are not trained, see trained.py
     quantize: str = "none"  # of the layers' linear maps, which are then frozen: one of quantize.KINDS
+    qat: str = "none"  # the linear maps compute with their matrices as they would be, quantised so, and are trained
     scan_layers: bool = True  # False: each layer is compiled, as decoding wants it
 
     @property
@@ -141,17 +160,22 @@ class ModelConfig:
 
         def kind(layer: int) -> LayerConfig:
             slides, shares = layer in self.sliding_layers, None
-            fields = {} if slides else {name: value for name, value in full.items() if value}
+            fields: dict[str, Any] = {} if slides else {name: value for name, value in full.items() if value}
             fields |= {"keys_as_values": False} if slides and self.keys_as_values else {}
             if layer >= first:
                 shares = max(other for other in range(first) if (other in self.sliding_layers) == slides)
                 fields |= {"ffn": self.shared_ffn} if self.shared_ffn else {}
+            if self.lora is not None and self.lora.groups:
+                fields["lora"] = self.lora.of_group(self.layer_groups[layer] if self.layer_groups else 0)
             rope = self.local_rope if slides and self.local_rope is not None else self.rope
+            mixer = self.mixers[layer] if self.mixers else Attention if shares is None else SharedAttention
+            fields |= {"norms": self.delta_norms} if self.delta_norms and not issubclass(mixer, Attention) else {}
             return LayerConfig(
-                mixer=self.mixers[layer] if self.mixers else Attention if shares is None else SharedAttention,
+                mixer=mixer,
                 rope=None if layer in self.unrotated_layers else rope,
                 window=self.sliding_window if slides else None,
-                experts=bool(self.experts) and layer not in self.dense_layers,
+                experts=bool(self.experts) and layer not in (*self.dense_layers, *self.bare_layers),
+                bare=layer in self.bare_layers,
                 shares=shares,
                 fields=tuple(fields.items()),
             )
@@ -167,9 +191,10 @@ class ModelConfig:
         """The layers that are stacked in the parameters of each name, the stack `layers` first.
 
         Layers of a stack have the same mixer and the same kind of feed-forward. Most are in `layers`. In `dense_layers`
-        are those without experts, where others have some; in `<path>_layers` those with another mixer than attention;
-        in `full_layers` those without a window, where they have other heads; in `shared_layers` and
-        `shared_full_layers` those that read the keys and values of others.
+        are those without experts, where others have some, and in `bare_layers` those without a feed-forward; in
+        `<path>_layers` those with another mixer than attention; in `full_layers` those without a window, where they
+        have other heads; in `shared_layers` and `shared_full_layers` those that read the keys and values of others.
+        `group1_` and so on is before the names of those that other groups of layers have (`layer_groups`).
         """
         found: dict[str, tuple[int, ...]] = {}
         full_differs = self.full_head_dim or self.full_kv_heads or self.keys_as_values
@@ -177,7 +202,12 @@ class ModelConfig:
             name = "layers" if issubclass(kind.mixer, Attention) else f"{kind.mixer.path}_layers"
             name = f"full_{name}" if full_differs and kind.window is None else name
             name = name if kind.shares is None else f"shared_{name}"
-            name = f"dense_{name}" if self.experts and not kind.experts else name
+            if kind.bare:
+                name = f"bare_{name}"
+            elif self.experts and not kind.experts:
+                name = f"dense_{name}"
+            group = self.layer_groups[layer] if self.layer_groups else 0
+            name = f"group{group}_{name}" if group else name
             found[name] = (*found.get(name, ()), layer)
         return dict(sorted(found.items(), key=lambda stack: stack[0] != "layers"))
 
@@ -200,10 +230,18 @@ class ModelConfig:
             for layers in groups
         )
 
+    def grouped(self, kinds: Iterable[Hashable]) -> "ModelConfig":
+        """The configuration whose layers are in one group where their `kinds` are equal, one of each layer."""
+        numbers: dict[Hashable, int] = {}
+        groups = tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds)
+        return dataclasses.replace(self, layer_groups=groups if any(groups) else ())
+
     @property
     def frozen(self) -> tuple[str, ...]:
-        """The parts of the parameters that training leaves as they are, whatever it trains of the others."""
-        return ("vision",) if self.vision is not None and self.vision_training == "frozen" else ()
+        """The parts of the parameters, and the paths of single ones, that training leaves as they are, whatever it
+        trains of the others."""
+        vision = ("vision",) if self.vision is not None and self.vision_training == "frozen" else ()
+        return (*vision, *self.frozen_leaves)
 
     @property
     def shares_prefixes(self) -> bool:

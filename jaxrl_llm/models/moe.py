@@ -36,13 +36,16 @@ def balance_loss(routing: Routing):
 class Experts(nnx.Module):
     """The stacked feed-forward networks: gate and up `[E,D,f]`, down `[E,f,D]`, and biases where they have some.
 
-    Gate and up may have an adapter that is one for both, and down one: the factors of each expert, stacked too.
+    Without `ffn_gate` there is no gate. With an `expert_width` that is their D, other than the model's width. Gate and
+    up may have an adapter that is one for both, and down one: the factors of each expert, stacked too.
     """
 
     def __init__(self, config, rngs: nnx.Rngs):
-        self.gate, self.up = (_Kernels(config.width, config.expert_ffn, config, rngs) for _ in "gu")
-        self.down = _Kernels(config.expert_ffn, config.width, config, rngs, "experts.down_proj")
-        self.gate_up = _Adapter(config.width, 2 * config.expert_ffn, config, rngs, "experts.gate_up_proj")
+        width = config.expert_width or config.width
+        self.gate = _Kernels(width, config.expert_ffn, config, rngs) if config.ffn_gate else None
+        self.up = _Kernels(width, config.expert_ffn, config, rngs)
+        self.down = _Kernels(config.expert_ffn, width, config, rngs, "experts.down_proj")
+        self.gate_up = _Adapter(width, 2 * config.expert_ffn, config, rngs, "experts.gate_up_proj")
         self.config = config
 
     def __call__(self, x, weights, chosen):
@@ -55,8 +58,9 @@ class Experts(nnx.Module):
 
     def compute(self, method, x, weights, chosen):
         """The same, by the method `dense` or `grouped`, on each device for the experts and tokens it has."""
-        kernels = Kernels(*(kernels.value(x.dtype) for kernels in (self.gate, self.up, self.down)))
-        kernels = kernels._replace(gate_bias=self.gate.added(x.dtype), up_bias=self.up.added(x.dtype))
+        kernels = Kernels(None, self.up.value(x.dtype), self.down.value(x.dtype), up_bias=self.up.added(x.dtype))
+        if self.gate is not None:
+            kernels = kernels._replace(gate=self.gate.value(x.dtype), gate_bias=self.gate.added(x.dtype))
         if (factors := self.gate_up.factors(x.dtype)) is not None:
             gate_b, up_b = jnp.split(factors[1], 2, axis=-1)
             kernels = kernels._replace(gate_up_a=factors[0], gate_b=gate_b, up_b=up_b)
@@ -74,7 +78,7 @@ class Experts(nnx.Module):
 class Kernels(NamedTuple):
     """The matrices of experts, the biases of their inner channels, and the factors of adapters, scaled in B."""
 
-    gate: jax.Array  # [E,D,f]
+    gate: jax.Array | None  # [E,D,f]
     up: jax.Array  # [E,D,f]
     down: jax.Array  # [E,f,D]
     gate_bias: jax.Array | None = None  # [E,f]
@@ -96,15 +100,19 @@ def dense(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = Fa
 
     Numbers in `chosen` that are no expert's add nothing.
     """
-    share = _shares(weights, chosen, kernels.gate.shape[0])
-    gate, up = (jnp.einsum("md,edf->emf", x, kernel) for kernel in kernels[:2])
-    if kernels.gate_up_a is not None and kernels.gate_b is not None and kernels.up_b is not None:
+    share = _shares(weights, chosen, kernels.up.shape[0])
+    gate = None if kernels.gate is None else jnp.einsum("md,edf->emf", x, kernels.gate)
+    up = jnp.einsum("md,edf->emf", x, kernels.up)
+    if gate is not None and kernels.gate_up_a is not None and kernels.gate_b is not None and kernels.up_b is not None:
         low = jnp.einsum("md,edr->emr", x, kernels.gate_up_a)
         gate, up = gate + low @ kernels.gate_b, up + low @ kernels.up_b
-    if kernels.gate_bias is not None and kernels.up_bias is not None:
-        gate, up = gate + kernels.gate_bias[:, None], up + kernels.up_bias[:, None]
+    gate = gate if gate is None or kernels.gate_bias is None else gate + kernels.gate_bias[:, None]
+    up = up if kernels.up_bias is None else up + kernels.up_bias[:, None]
     share = share.T[..., None].astype(x.dtype)
-    hidden = activation(gate * share, up * share) if on_inputs else activation(gate, up) * share
+    if on_inputs:
+        hidden = activation(None if gate is None else gate * share, up * share)
+    else:
+        hidden = activation(gate, up) * share
     out = jnp.einsum("emf,efd->md", hidden, kernels.down)
     if kernels.down_a is not None and kernels.down_b is not None:
         out += jnp.einsum("emr,erd->md", hidden @ kernels.down_a, kernels.down_b)
@@ -113,7 +121,7 @@ def dense(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = Fa
 
 def grouped(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = False):
     """The same from each token's own experts: token copies are sorted by expert and multiplied group by group."""
-    k, experts = chosen.shape[-1], kernels.gate.shape[0]
+    k, experts = chosen.shape[-1], kernels.up.shape[0]
     numbers = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
     order = jnp.argsort(numbers, stable=True)
     sizes = jnp.bincount(numbers, length=experts + 1)[:experts].astype(jnp.int32)
@@ -121,13 +129,15 @@ def grouped(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = 
     matmul = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
     copies, weights = x[order // k], weights.reshape(-1)[order][:, None].astype(x.dtype)
     copies = copies * weights if on_inputs else copies
-    gate, up = matmul(copies, kernels.gate), matmul(copies, kernels.up)
-    if kernels.gate_up_a is not None and kernels.gate_b is not None and kernels.up_b is not None:
+    gate = None if kernels.gate is None else matmul(copies, kernels.gate)
+    up = matmul(copies, kernels.up)
+    if gate is not None and kernels.gate_up_a is not None and kernels.gate_b is not None and kernels.up_b is not None:
         low = matmul(copies, kernels.gate_up_a)
         gate, up = gate + matmul(low, kernels.gate_b), up + matmul(low, kernels.up_b)
-    if kernels.gate_bias is not None and kernels.up_bias is not None:
+    if kernels.up_bias is not None:
         expert = jnp.minimum(numbers[order], experts - 1)
-        gate, up = gate + kernels.gate_bias[expert], up + kernels.up_bias[expert]
+        gate = gate if gate is None or kernels.gate_bias is None else gate + kernels.gate_bias[expert]
+        up = up + kernels.up_bias[expert]
     # Rows behind the last group hold whatever the kernel left there.
     hidden = jnp.where(here, activation(gate, up), 0)
     out = matmul(hidden, kernels.down)
@@ -169,14 +179,14 @@ def across_devices(compute, kernels: Kernels, x, weights, chosen):
         kernels = Kernels._make(w if w is None else _gathered(w, spec) for w, spec in zip(kernels, specs, strict=True))
         if exchanged:
             x, weights, chosen = (jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, weights, chosen))
-        if specs.gate[0] is not None:  # as numbers among the experts of this device
-            chosen -= jax.lax.axis_index("expert") * kernels.gate.shape[0]
+        if specs.up[0] is not None:  # as numbers among the experts of this device
+            chosen -= jax.lax.axis_index("expert") * kernels.up.shape[0]
         out = compute(kernels, x, weights, chosen)
-        if specs.gate[2] is not None:
+        if specs.up[2] is not None:
             out = jax.lax.psum(out, "tensor")
         if exchanged:
             out = jax.lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
-        elif specs.gate[0] is not None:
+        elif specs.up[0] is not None:
             out = jax.lax.psum(out, "expert")
         return out.reshape(shape)
 
@@ -232,7 +242,8 @@ class MixtureOfExperts(nnx.Module):
 
     Their outputs (with `router_on_inputs` their inputs) are weighted by the probabilities, which sum to 1 over the
     chosen ones with `normalize_top_k`. Every token may use one more, the shared expert (arXiv 2401.06066), times the
-    sigmoid of its gate where that has one.
+    sigmoid of its gate where that has one. With an `expert_width` a map makes the experts' inputs of that size, and
+    another one takes their weighted sum back to the width; the router and the shared expert read the tokens themselves.
     """
 
     def __init__(self, config, rngs: nnx.Rngs):
@@ -244,6 +255,9 @@ class MixtureOfExperts(nnx.Module):
         self.experts = Experts(config, rngs)
         self.shared = FeedForward(config, rngs, config.shared_expert_ffn) if config.shared_expert_ffn else None
         self.shared_gate = Linear(config.width, 1, config, rngs) if config.shared_expert_gate else None
+        inner = config.expert_width
+        self.narrow = Linear(config.width, inner, config, rngs, config.mlp_bias, "narrow") if inner else None
+        self.widen = Linear(inner, config.width, config, rngs, config.mlp_bias, "widen") if inner else None
 
     def __call__(self, x, counted=None, replayed=None):
         """Output `[...,D]` of x `[...,D]`, the experts `[...,k]` of each token and, where `counted` `[...]` says how
@@ -270,7 +284,10 @@ class MixtureOfExperts(nnx.Module):
             weights = weights / (weights.sum(-1, keepdims=True) + c.top_k_epsilon)
         weights = weights if c.routed_scale == 1.0 else weights * c.routed_scale
         x, weights = self._inputs(x, weights, chosen)
-        out = self.experts(x, weights, chosen)
+        if self.narrow is None or self.widen is None:
+            out = self.experts(x, weights, chosen)
+        else:
+            out = self.widen(self.experts(self.narrow(x), weights, chosen))
         if self.shared is not None:
             shared = self.shared(x)
             out += shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,15 +29,16 @@ from jaxrl_llm.models.lora import (
     parse_targets,
     split,
 )
+from jaxrl_llm.models.peft_patterns import fitting, with_adapters
 from jaxrl_llm.models.transformer import Net
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
-PREFIX = "base_model.model."
+PREFIX, FACTOR_A = "base_model.model.", ".lora_A.weight"
 VISION = re.compile(r"\.(vision_model|vision_tower|visual)\.")  # in the names of modules of a vision part
 EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
-HEADS = ("score", "classifier")  # PEFT names both for models with a score head
-TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS"}
+HEADS = ("score", "classifier")  # PEFT names both for models with a score or step head
+TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS", "step": "TOKEN_CLS"}
 # Entries of adapter_config.json, and the values with which the adapter is what `lora.delta` computes.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -50,9 +51,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (None, False, "gaussian", "orthogonal", "eva", True),
     "fan_in_fan_out": (None, False),
     "lora_bias": (None, False),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layers_to_transform": (None, []),
     "layer_replication": (None, []),
 }
 
@@ -67,6 +65,7 @@ class AdapterConfig(NamedTuple):
     modules_to_save: tuple[str, ...] = ()
     ties: bool = False  # a module that the model ties to another stays so
     vision: bool = False
+    modules: Mapping[str, tuple[int, float]] = {}  # of each with an adapter, experts aside, its rank and alpha
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -105,7 +104,7 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
     """The configuration of the adapter in a PEFT folder, here or behind a URL.
 
     Which linear maps have one is read from the names of its tensors. Raises ConfigError for a folder without adapter,
-    and for one that is more than a LoRA of equal rank on linear maps of the layers and on experts.
+    and for one that is more than a LoRA on linear maps of the layers and on experts.
     """
     folder = _located(folder)
     entries = safetensors.read_json(folder / CONFIG)
@@ -120,9 +119,10 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
     if not isinstance(entries.get("r"), int) or entries["r"] < 1:
         raise ConfigError(f"{folder / CONFIG}: r = {entries.get('r')!r} is not the rank of an adapter")
     with contextlib.ExitStack() as stack:
-        names = [name for name in _open(folder, stack).keys() if name.endswith(".lora_A.weight")]  # noqa: SIM118
+        names = [name for name in _open(folder, stack).keys() if name.endswith(FACTOR_A)]  # noqa: SIM118
     experts = peft_experts.targets_of(entries, folder / CONFIG)
-    modules = {name.split(".")[-3] for name in names if not (experts and peft_experts.FACTOR.search(name))}
+    linear = [_module(name) for name in names if not (experts and peft_experts.FACTOR.search(name))]
+    modules = {name.split(".")[-1] for name in linear}
     unknown = sorted(modules - set(MODULES))
     if unknown or not names:
         raise ConfigError(
@@ -137,11 +137,16 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
         rslora=bool(entries.get("use_rslora")),
         dora=bool(entries.get("use_dora")),
     )
-    head = "score" if entries.get("task_type") == TASKS["score"] else "lm"
+    ranks, alphas = entries.get("rank_pattern"), entries.get("alpha_pattern")
+    head = next((head for head, task in TASKS.items() if entries.get("task_type") == task), "lm")
     saved = tuple(name for name in entries.get("modules_to_save") or () if name not in HEADS)
     return AdapterConfig(
         lora, entries.get("base_model_name_or_path"), head, saved, bool(entries.get("ensure_weight_tying")),
         vision=any(VISION.search(name) for name in names),
+        modules={
+            name: (fitting(ranks or {}, name, lora.rank), float(fitting(alphas or {}, name, lora.alpha)))
+            for name in linear
+        },
     )  # fmt: skip
 
 
@@ -153,7 +158,7 @@ def with_modules(net: Net, family, names: Iterable[str], key: str) -> Net:
     Raises ConfigError, with `key` for what names them, for modules that have no parameters of their own, that are
     experts or quantised, or that have adapters.
     """
-    lora, scores = net.config.lora, net.config.head == "score"
+    lora, scores = net.config.lora, net.config.head != "lm"
     assert lora is not None
     modules = _modules(net, family)
     quantized, adapted = (
@@ -182,25 +187,22 @@ def with_modules(net: Net, family, names: Iterable[str], key: str) -> Net:
     return net.with_lora(dataclasses.replace(lora, saved=tuple(sorted(found))))
 
 
-def _named_as_modules(net: Net, family) -> list[safetensors.Stored]:
-    """The tensors of the net under the names that they have in the family's class, which PEFT knows them by."""
-    return safetensors.stored_tensors(net, family, getattr(family, "MODULE_KEYS", None))
-
-
 def _modules(net: Net, family) -> dict[str, list[safetensors.Stored]]:
     """The tensors of each module of the family that has parameters, by its name."""
     modules: dict[str, list[safetensors.Stored]] = {}
-    for tensor in _named_as_modules(net, family):
+    for tensor in safetensors.named_as_modules(net, family):
         modules.setdefault(tensor.name.rpartition(".")[0], []).append(tensor)
     return modules
 
 
 def with_adapter_modules(net: Net, family, folder: str | os.PathLike[str]) -> Net:
-    """The net with the modules trained whole that the PEFT folder of its adapter names.
+    """The net with adapters on the modules that the PEFT folder of its adapter names, and those that it trains whole.
 
-    Raises ConfigError as `with_modules`, and where embedding and head, which the model has as one, were trained apart.
+    Raises ConfigError as `with_modules` and `peft_patterns.with_adapters`, and where embedding and head, which the
+    model has as one, were trained apart.
     """
     described = read_config(folder)
+    net = with_adapters(net, family, described.modules.get) if described.modules else net
     net = with_modules(net, family, described.modules_to_save, f"{folder}/{CONFIG}: modules_to_save")
     if is_tied(net) and not described.ties:
         raise ConfigError(
@@ -228,9 +230,10 @@ def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) ->
         file = _open(folder, stack)
         found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     wanted = _tensors(net, family)
-    if "score" in shapes and f"{PREFIX}score.weight" not in found:  # a language model's adapter under a new head
+    # A language model's adapter may be under a new head.
+    if "score" in shapes and not any(name.startswith(f"{PREFIX}score.") for name in found):
         shapes = {name: tree for name, tree in shapes.items() if name != "score"}
-        wanted.pop("score/kernel")
+        wanted = {path: tensors for path, tensors in wanted.items() if not path.startswith("score/")}
     if is_tied(net):
         found.pop(f"{PREFIX}{LM_HEAD}.weight", None)
     names = [name for tensors in wanted.values() for name in tensors.names]
@@ -263,7 +266,7 @@ def fused(net: Net, family) -> str | None:
 
     PEFT has one adapter for such a tensor and not one for each map. A name that is not in MODULES is taken for one.
     """
-    stored = {tensor.leaf: tensor for tensor in _named_as_modules(net, family)}
+    stored = {tensor.leaf: tensor for tensor in safetensors.named_as_modules(net, family)}
     for path, _ in jax.tree_util.tree_leaves_with_path(adapters_of(net.shapes())):
         module = path_name(path).rpartition("/")[0]
         if "/experts/" in module:  # PEFT adapts them where transformers has them stacked
@@ -286,14 +289,25 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
     assert lora is not None
     leaves = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(split(params)[1])}
     arrays: dict[str, np.ndarray] = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
     for path, tensors in _tensors(net, family).items():
         value = safetensors.on_host(leaves[path]).astype(np.float32)
+        if lora.groups and path.endswith("/lora_a"):
+            own = lora.at(path.split("/")[:-1])
+            modules = [_module(name) for name in tensors.names]
+            ranks |= dict.fromkeys(modules, own.rank) if own.rank != lora.rank else {}
+            alphas |= dict.fromkeys(modules, own.alpha) if own.alpha != lora.alpha else {}
         layers = zip(tensors.names, value if tensors.stacked else value[None], strict=True)
         arrays |= {name: np.ascontiguousarray(tensors.in_file(x)) for name, x in layers}
     modules = _modules(net, family)
-    whole = {name for name, tensors in modules.items() if {x.leaf for x in tensors} & {*lora.saved, "score/kernel"}}
+    whole = {
+        name
+        for name, tensors in modules.items()
+        if any(x.leaf in lora.saved or x.leaf.startswith("score/") for x in tensors)
+    }
     # Each by its last word where no other module ends with that.
-    short = {name: name.split(".")[-1] for name in whole}
+    short = {name: HEADS[0] if name.startswith(f"{HEADS[0]}.") else name.split(".")[-1] for name in whole}
     ambiguous = {word for word in short.values() if any(name.endswith(word) for name in modules.keys() - whole)}
     saved = sorted({name if word in ambiguous else word for name, word in short.items()})
     tied = {}
@@ -301,15 +315,25 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
         embedding = next(name for name in whole if name.endswith(EMBEDDING))
         arrays[f"{PREFIX}{LM_HEAD}.weight"] = arrays[f"{PREFIX}{embedding}.weight"].copy()
         tied = {"ensure_weight_tying": True}
+    factors = {name for name in arrays if name.endswith(FACTOR_A) and not peft_experts.FACTOR.search(name)}
+    parameters = list(lora.experts)
+    if family.MODEL_TYPE in peft_experts.MISREAD and not (lora.dropout or lora.dora or ranks or alphas):
+        # By their weights PEFT finds them, with an adapter of the same shape; it has the others for modules alone.
+        misread = {name for name in factors if MODULES[_module(name).split(".")[-1]] in ("gate", "up", "down")}
+        named = _target_modules(net, misread)
+        parameters += [f"{x}.weight" for x in (sorted(map(_module, misread)) if isinstance(named, str) else named)]
+        factors -= misread
     entries = {
         "peft_type": "LORA",
         "task_type": TASKS[net.config.head],
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
         "lora_dropout": lora.dropout,
-        "target_modules": _target_modules(net, arrays),
-        "target_parameters": list(lora.experts) or None,
+        "target_modules": _target_modules(net, factors),
+        "target_parameters": parameters or None,
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
         "bias": "none",
@@ -323,14 +347,17 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
         safetensors.write_json(folder / CONFIG, entries)
 
 
-def _target_modules(net: Net, arrays: Iterable[str]) -> list[str] | str:
-    """The modules with an adapter as PEFT finds them: by the ends of their names, or by a pattern where the vision part
-    of the model has modules of these names too, without adapters."""
-    ending = ".lora_A.weight"
-    names = [name for name in arrays if name.endswith(ending) and not peft_experts.FACTOR.search(name)]
-    modules = [name.removeprefix(PREFIX).removesuffix(ending) for name in names]
-    if not modules:
-        return []
+def _module(name: str) -> str:
+    """The module whose factor A a tensor is."""
+    return name.removeprefix(PREFIX).removesuffix(FACTOR_A)
+
+
+def _target_modules(net: Net, factors: Iterable[str]) -> list[str] | str:
+    """The modules with these factors A as PEFT finds them: by the ends of their names; by the whole names where layers
+    differ; or by a pattern where the vision part of the model has modules of these names too, without adapters."""
+    modules = [_module(name) for name in factors]
+    if not modules or (net.config.lora is not None and net.config.lora.groups):
+        return sorted(modules)
     if net.config.vision is None or net.config.vision_training == "lora":
         words = {module.split(".")[-1] for module in modules}
         return sorted(words, key=lambda word: TARGETS.index(MODULES[word]))
@@ -348,7 +375,7 @@ def _tensors(net: Net, family) -> dict[str, Tensors]:
             "of this shape: train with lora.targets that leave it out, or use the merged model"
         )
     stored: dict[str, list[safetensors.Stored]] = {}
-    for tensor in _named_as_modules(net, family):
+    for tensor in safetensors.named_as_modules(net, family):
         stored.setdefault(tensor.leaf, []).append(tensor)
     kept = {"lora_a": ".lora_A.weight", "lora_b": ".lora_B.weight", "lora_m": ".lora_magnitude_vector"}
     found: dict[str, Tensors] = {}

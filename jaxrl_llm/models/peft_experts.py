@@ -12,12 +12,15 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.families.decoder import TensorName
-from jaxrl_llm.models.lora import EXPERTS
+from jaxrl_llm.models.lora import EXPERTS, MODULES
 from jaxrl_llm.models.transformer import Net
 
 FACTOR = re.compile(r"\.experts(\.base_layer)?\.lora_[AB]\.weight$")  # the end of such a tensor's name
 # Families whose class has matrices `[E, in, out]` without saying so: PEFT takes them for `[E, out, in]`, and A for B.
 SWAPPED = ("llama4_text",)
+# Families with linear maps gate_proj, up_proj and down_proj beside experts, which PEFT 0.21 takes for theirs where
+# target_modules names them, as it does in every model that transformers 5 reads as a qwen2_moe.
+MISREAD = ("afmoe", "deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "qwen3_moe", "qwen3_next")
 
 
 class Layout(NamedTuple):
@@ -66,13 +69,18 @@ def tensors_of(path: str, net: Net, family) -> tuple[list[str], Layout]:
 def targets_of(entries: dict[str, Any], file: object) -> list[str]:
     """The targets `experts.gate_up_proj`, `experts.down_proj` that `target_parameters` in the entries of `file` means.
 
-    Raises ConfigError for other parameters.
+    The weight of a linear map means none: its adapter is that of the map. Raises ConfigError for other parameters.
     """
-    parameters = entries.get("target_parameters") or []
     known = {target.rpartition(".")[2]: target for target in EXPERTS}
-    if other := [name for name in parameters if name.rpartition(".")[2] not in known]:
-        raise ConfigError(
-            f"{file}: target_parameters names {other[0]!r}, but parameters with adapters are those of experts here, "
-            f"{', '.join(known)}. Merge the adapter with PEFT's merge_and_unload and load the result as a model"
-        )
-    return [known[name.rpartition(".")[2]] for name in parameters]
+    found = []
+    for name in entries.get("target_parameters") or []:
+        module, _, parameter = name.rpartition(".")
+        if parameter in known:
+            found.append(known[parameter])
+        elif parameter != "weight" or module.rpartition(".")[2] not in MODULES:
+            raise ConfigError(
+                f"{file}: target_parameters names {name!r}, but parameters with adapters are those of experts here, "
+                f"{', '.join(known)}, and the weights of linear maps. Merge the adapter with PEFT's merge_and_unload "
+                "and load the result as a model"
+            )
+    return found

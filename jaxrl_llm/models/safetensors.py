@@ -135,6 +135,11 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
     return [placed(tensor, rows[key]) for key, tensor in ranges]
 
 
+def named_as_modules(net: Net, family) -> list[Stored]:
+    """The tensors of the net under the names that they have in the family's class of transformers."""
+    return stored_tensors(net, family, getattr(family, "MODULE_KEYS", None))
+
+
 VERL_SHARDS = ("model_world_size_*", "../model_world_size_*", "actor/model_world_size_*")
 
 
@@ -293,6 +298,7 @@ def read_params(net: Net, files: Files, tensors: list[Stored], mesh: Mesh | None
     def leaf(path, x, sharding):
         if (name := path_name(path)) not in parts:
             value = jax.random.normal(jax.random.key(seed), x.shape, x.dtype) * net.config.init_scale
+            value = jnp.zeros_like(value) if name.endswith("/bias") else value
             return value if sharding is None else jax.device_put(value, sharding)
         if sharding is None:
             return jnp.asarray(_read_leaf(files, parts[name], (slice(None),) * x.ndim, x.dtype))
@@ -385,7 +391,8 @@ def _gather(leaf: Any, tensor: Stored, net: Net) -> np.ndarray:
     """One tensor on the host, in the orientation and dtype of the files."""
     x = jax.tree.map(lambda x: x[tensor.at], leaf)
     if isinstance(x, dict):
-        x = merged_kernel(x, net.config.lora, net.config.quantize)
+        lora = net.config.lora
+        x = merged_kernel(x, lora and lora.at(tensor.leaf.split("/")[:-1]), net.config.quantize)
     x = on_host(x).astype(tensor.dtype)
     return np.ascontiguousarray(x.T if tensor.transpose else x)
 

@@ -12,7 +12,6 @@ from jaxrl_llm.models.families.entries import refuse
 WHOLES = {
     "gemma4": ("gemma4_text",),
     "llama4": ("llama4_text",),
-    "mistral3": ("mistral", "ministral3"),  # Mistral Small 3.1 and later, Ministral 3
 }
 SHARED = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 # How names begin in files of the whole, and in those of its text part alone.

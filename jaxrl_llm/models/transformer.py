@@ -21,7 +21,7 @@ from jaxrl_llm.distributed.sharding import constrain, context_shards
 from jaxrl_llm.models.fused_attention import BY_SEGMENTS, implementation, is_in_chunks
 from jaxrl_llm.models.layers import Embed, FeedForward, Linear, RMSNorm, soft_cap, stacked
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout, has_expert_adapters, overlaid, with_saved
-from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer
+from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer, NoMixer
 from jaxrl_llm.models.model_config import LayerRun, ModelConfig
 from jaxrl_llm.models.moe import ExpertsBeside, MixtureOfExperts, Routing
 from jaxrl_llm.models.per_layer import PerLayerEmbed, PerLayerInput
@@ -54,24 +54,29 @@ REMAT: dict[str, Any] = {
 
 
 class Block(nnx.Module):
-    """A decoder layer: a mixer, then a dense feed-forward or a mixture of experts, each with norms and a residual."""
+    """A decoder layer: a mixer, then a dense feed-forward or a mixture of experts, each with norms and a residual.
+
+    Of a layer that is a mixer or a feed-forward alone the other part adds nothing, and has no norms.
+    """
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, rngs: nnx.Rngs):
         config = config.of(layer)
 
-        def norm(*kinds: str):
-            return RMSNorm(config.width, config, rngs) if config.norms in kinds else None
+        def norm(*kinds: str, of: bool = True):
+            return RMSNorm(config.width, config, rngs) if of and config.norms in kinds else None
 
+        mixes = layer.mixer is not NoMixer
         self.residual_scale = config.residual_scale
-        self.input_norm = norm("pre", "both")
+        self.input_norm = norm("pre", "both", of=mixes)
         self.mixer_path = layer.mixer.path  # the mixer's own name, which parameters and checkpoints have
         setattr(self, layer.mixer.path, layer.mixer(config, rngs))
-        self.attention_out_norm = norm("post", "both")
+        self.attention_out_norm = norm("post", "both", of=mixes)
         beside = layer.experts and config.experts_beside  # which have the norms of their inputs themselves
-        self.post_attention_norm = None if beside else norm("pre", "both")
+        self.side_by_side = config.parallel_ffn
+        self.post_attention_norm = norm("pre", "both", of=not (beside or layer.bare or config.parallel_ffn))
         experts = ExpertsBeside if beside else MixtureOfExperts
-        self.mlp = experts(config, rngs) if layer.experts else FeedForward(config, rngs)
-        self.mlp_out_norm = norm("post", "both")
+        self.mlp = None if layer.bare else experts(config, rngs) if layer.experts else FeedForward(config, rngs)
+        self.mlp_out_norm = norm("post", "both", of=not layer.bare)
         self.per_layer = PerLayerInput(config, rngs) if config.per_layer_width else None
         self.out_scale = nnx.Param(jnp.ones((1,), config.param_dtype)) if config.layer_scale else None
 
@@ -107,8 +112,12 @@ class Block(nnx.Module):
     def _feed_forward(
         self, x, mixed, counted=None, replayed=None
     ) -> tuple[jax.Array, jax.Array | None, Routing | None]:
-        x = self._added(x, _normed(self.attention_out_norm, mixed))
-        out, experts, routing = _normed(self.post_attention_norm, x), None, None
+        before, x = x, self._added(x, _normed(self.attention_out_norm, mixed))
+        if self.mlp is None:
+            return x, None, None
+        # The norm that the mixer has computed, which XLA does not compute again.
+        read = _normed(self.input_norm, before) if self.side_by_side else _normed(self.post_attention_norm, x)
+        out, experts, routing = read, None, None
         if isinstance(self.mlp, MixtureOfExperts):
             out, experts, routing = self.mlp(out, counted, replayed)
         else:
@@ -130,8 +139,20 @@ def _normed(norm: RMSNorm | None, x):
     return x if norm is None else norm(x)
 
 
+class HiddenStepHead(nnx.Module):
+    """The step head of Qwen2.5-Math-PRM: a hidden layer with ReLU, as wide as the model, before the two logits."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.hidden = Linear(config.width, config.width, config, rngs, bias=True)
+        self.logits = Linear(config.width, 2, config, rngs, bias=True)
+
+    def __call__(self, x):
+        return self.logits(jax.nn.relu(self.hidden(x)))
+
+
 class Transformer(nnx.Module):
-    """A decoder-only language model or, with `head="score"`, a model that gives each token one number."""
+    """A decoder-only language model or, with `head="score"`, a model that gives each token one number, or with
+    `head="step"` two, the logits of a step that ends there to be wrong and right."""
 
     record: Callable[[Routing], None] | None = None  # called, while tracing, with the routing of `hidden`
 
@@ -148,12 +169,17 @@ class Transformer(nnx.Module):
         self.norm = RMSNorm(config.width, config, rngs)
         self.head = (
             None
-            if config.tie_embeddings or config.head == "score"
+            if config.tie_embeddings or config.head != "lm"
             else Linear(config.width, config.vocab_size, config, rngs)
         )
         # Beside adapters the score head is trained, and like them it is fp32 whatever the type of the frozen rest.
         trained = config if config.lora is None else dataclasses.replace(config, param_dtype="float32")
-        self.score = Linear(config.width, 1, trained, rngs) if config.head == "score" else None
+        if config.head == "step" and config.step_hidden:
+            self.score = HiddenStepHead(trained, rngs)
+        elif config.head == "step":
+            self.score = Linear(config.width, 2, trained, rngs, bias=True)
+        else:
+            self.score = Linear(config.width, 1, trained, rngs) if config.head == "score" else None
         self.vision = None if config.vision is None else Vision(config.vision, config, rngs)
 
     def hidden(self, inputs: Inputs):
@@ -226,13 +252,14 @@ class Transformer(nnx.Module):
         return hidden if self.config.logit_divisor == 1.0 else hidden / self.config.logit_divisor
 
     def scores(self, hidden):
-        """One number per token `[...]` in fp32, from the score head."""
+        """One number per token `[...]` in fp32, from the score head; from a step head two `[...,2]`."""
         if self.score is None:
             raise ConfigError('this model has no score head: load it with head="score".')
-        return self.score(hidden.astype(jnp.float32))[..., 0]
+        scores = self.score(hidden.astype(jnp.float32))
+        return scores[..., 0] if self.config.head == "score" else scores
 
     def __call__(self, tokens, segments=None, positions=None, images: Images | None = None):
-        """Logits `[N,T,V]` in fp32 (or scores `[N,T]` with the score head)."""
+        """Logits `[N,T,V]` in fp32 (or scores `[N,T]` with the score head, `[N,T,2]` with a step head)."""
         hidden = self.hidden(Inputs(tokens, segments, positions, images=images))
         return self.scores(hidden) if self.score is not None else self.logits(hidden)
 
@@ -574,3 +601,14 @@ def unstack(params: Params, config: ModelConfig) -> Params:
         layers |= zip(numbers, map(structure.unflatten, zip(*apart, strict=True)), strict=True)
     others = {name: x for name, x in params.items() if name not in config.stacks}
     return {**others, "layers": {layer: layers[layer] for layer in sorted(layers)}}
+
+
+def restacked(params: Params, config: ModelConfig, other: ModelConfig) -> Params:
+    """The parameters of a net of `config` with their layers stacked as those of `other` are, which groups them
+    differently."""
+    if config.stacks == other.stacks:
+        return params
+    layers = unstack(params, config)["layers"]
+    others = {name: x for name, x in params.items() if name not in config.stacks}
+    stacks = other.stacks.items()
+    return others | {name: jax.tree.map(lambda *x: jnp.stack(x), *(layers[i] for i in own)) for name, own in stacks}

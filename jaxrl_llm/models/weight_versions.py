@@ -3,24 +3,20 @@
     FOLDER/weight_v000001    all weights: a Hugging Face folder
     FOLDER/weight_v000002    a patch: what changed since version 1
 
-A step of reinforcement learning moves few weights by so much that another number of 16 bits is nearer to them, about
-one in a hundred (PULSE, arXiv:2602.03839). So a patch holds the bytes of each tensor XOR those that it had before,
-nearly all of them zero, compressed: applied to these it gives the new ones bit for bit. It is laid out as slime writes
-it and SGLang's `/pull_weights` reads it:
+A patch holds the changes of tensors as `weight_changes` has them, and is laid out as slime writes it and SGLang's
+`/pull_weights` reads it:
 
-- `model.safetensors.index.json` says in its metadata `version`, `base_version`, and what PATCH has;
+- `model.safetensors.index.json` says in its metadata `version`, `base_version`, and what ENCODING has;
 - the tensors of its file are of bytes, each by its own name; those without a change are left out;
 - the metadata of the file is the checksum of each tensor's new bytes.
 """
 
 import contextlib
 import io
-import itertools
 import json
 import os
 import re
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from weakref import WeakValueDictionary
@@ -28,8 +24,6 @@ from weakref import WeakValueDictionary
 import fsspec
 import jax
 import numpy as np
-import pyarrow
-import xxhash
 from safetensors.numpy import save_file
 
 from jaxrl_llm.config import ConfigError
@@ -39,11 +33,10 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.models.model import Model, file_tensors, save_hf
 from jaxrl_llm.models.remote import is_url
 from jaxrl_llm.models.safetensors import INDEX, write_json
+from jaxrl_llm.models.weight_changes import ENCODING, apply, changes
 
 VERSION = re.compile(r"weight_v(\d{6,})")
-PATCH = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "xxh3-128"}
 PATCH_FILE = "model-00001-of-00001.safetensors"
-THREADS = 8  # that compare, compress and sum up tensors, which all let other threads run
 
 
 class PatchError(ConfigError):
@@ -134,34 +127,24 @@ class Publisher:
         self, folder: Path, model: Model, dtype: str, held: dict[str, np.ndarray], version: int, base: int
     ) -> float:
         """Writes the patch from the bytes `held` to the model's, which take their place; the share that changed."""
-
-        def change(item: tuple[str, np.ndarray]) -> tuple[str, bytes, str, int]:
-            """The name, the compressed change, the checksum and the number of changed weights of a tensor."""
-            name, tensor = item
-            new = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-            difference = new ^ held[name]
-            held[name] = new
-            changed = int(np.count_nonzero(difference.view(f"u{tensor.dtype.itemsize}")))
-            if not changed:
-                return name, b"", "", 0
-            packed = pyarrow.compress(difference, "zstd", asbytes=True)
-            return name, packed, xxhash.xxh3_128_hexdigest(new.data), changed
-
-        found, weights, tensors = [], 0, file_tensors(model, dtype)
-        with ThreadPoolExecutor(THREADS) as pool:
-            while some := list(itertools.islice(tensors, THREADS)):  # all would be the model once more
-                if jax.process_index() == 0:
-                    weights += sum(tensor.size for _, tensor in some)
-                    found += [result for result in pool.map(change, some) if result[-1]]
+        tensors = file_tensors(model, dtype)
         if jax.process_index() != 0:
+            for _ in tensors:  # which all processes gather
+                pass
             return 0.0
-        if found:
-            arrays = {name: np.frombuffer(packed, np.uint8) for name, packed, _, _ in found}
-            save_file(arrays, folder / PATCH_FILE, {name: checksum for name, _, checksum, _ in found})
-        metadata = {"version": f"{version:06d}", "base_version": f"{base:06d}", **PATCH}
-        weight_map = {name: PATCH_FILE for name, *_ in found}
-        write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
-        return sum(changed for *_, changed in found) / weights
+        arrays, checksums, numbers, changed = dict[str, np.ndarray](), dict[str, str](), 0, 0
+        for change in changes(tensors, held):
+            held[change.name] = change.new
+            numbers, changed = numbers + change.numbers, changed + change.changed
+            if change.changed:
+                assert change.packed is not None
+                arrays[change.name] = np.frombuffer(change.packed, np.uint8)
+                checksums[change.name] = change.checksum
+        if arrays:
+            save_file(arrays, folder / PATCH_FILE, checksums)
+        metadata = {"version": f"{version:06d}", "base_version": f"{base:06d}", **ENCODING}
+        write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict.fromkeys(arrays, PATCH_FILE)})
+        return changed / numbers
 
     def _finish(self, written: Path, full: bool, version: int) -> None:
         """Uploads a version that belongs behind a URL, and deletes those before one of all weights."""
@@ -204,8 +187,8 @@ class LocalCheckpoint:
             index = {}
         metadata = index.get("metadata", {})
         if "delta_encoding" in metadata:
-            if unknown := {key: metadata.get(key) for key, known in PATCH.items() if metadata.get(key) != known}:
-                raise ConfigError(f"{masked(path)} is a patch with {unknown}; what can be read is {PATCH}")
+            if unknown := {key: metadata.get(key) for key, known in ENCODING.items() if metadata.get(key) != known}:
+                raise ConfigError(f"{masked(path)} is a patch with {unknown}; what can be read is {ENCODING}")
             base = (source, int(metadata["base_version"]))
             if self._folder is None or self._held != base:
                 holds = "no version" if self._held is None else f"version {self._held[1]} of {masked(self._held[0])}"
@@ -234,24 +217,17 @@ def _apply(folder: Path, path: str, weight_map: dict[str, str]) -> None:
     """Applies the patch at `path` to a model's folder; raises PatchError where it does not fit the weights there."""
     fs, root = fsspec.url_to_fs(path)
     places = _places(folder)
-
-    def patch(data: memoryview, name: str, start: int, size: int, checksum: str | None) -> None:
-        place = places[name]
-        tensor = np.memmap(place.file, np.uint8, "r+", place.start, (place.size,))
-        tensor ^= np.frombuffer(pyarrow.decompress(data[start : start + size], place.size, "zstd"), np.uint8)
-        if xxhash.xxh3_128_hexdigest(tensor.data) != checksum:
-            raise PatchError(f"{name} has another checksum")
-
     try:
-        with ThreadPoolExecutor(THREADS) as pool:
-            for file in sorted(set(weight_map.values())):
-                data = memoryview(fs.cat_file(f"{root}/{file}"))
-                checksums, tensors = _header(io.BytesIO(data))
-                if set(tensors) != {name for name, at in weight_map.items() if at == file}:
-                    raise PatchError(f"{file} has other tensors than its index names")
-                jobs = [(data, name, *tensors[name], checksums.get(name)) for name in tensors]
-                for _ in pool.map(lambda job: patch(*job), jobs):
-                    pass
+        for file in sorted(set(weight_map.values())):
+            data = memoryview(fs.cat_file(f"{root}/{file}"))
+            checksums, tensors = _header(io.BytesIO(data))
+            if set(tensors) != {name for name, at in weight_map.items() if at == file}:
+                raise ValueError(f"{file} has other tensors than its index names")
+            found = []
+            for name, (start, size) in tensors.items():
+                held = np.memmap(places[name].file, np.uint8, "r+", places[name].start, (places[name].size,))
+                found.append((name, data[start : start + size], checksums.get(name, ""), held))
+            apply(found)
     except Exception as error:  # half of it may be applied
         raise PatchError(f"the patch {masked(path)} does not fit the weights that it names ({error})") from error
 

@@ -14,7 +14,6 @@ and further ones while nobody waits for another.
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import threading
 import time
 from collections import Counter, deque
@@ -175,25 +174,39 @@ class RequestQueue:
             self.counts.waiting = len(self._waiting)
             self._condition.notify()
 
-    def set_params(self, params: Any, done: Callable[[BaseException | None], None]) -> None:
-        """Other parameters of the same net, from the next chunk on; `done` is called when they are in place.
-
-        Rows that go on keep the caches of the earlier ones: a version of weights is `counts.weight_version`. `done`
-        gets the error where they cannot be placed, and all is as it was; or StoppedError where the queue ends before.
-        """
-        self.call(functools.partial(self.replace, params), done)
-
     def replace(self, params: Any) -> None:
-        """Takes other parameters of the net, or none where it raises; for `call`, whose thread owns the devices."""
+        """Takes other parameters of the net, or none where it raises. For functions that `call` has called.
+
+        Rows that go on keep the caches of the earlier ones: a version of weights is `counts.weight_version`.
+        """
         self._set(params)
         self.counts.weight_version += 1
 
-    def clear_prefixes(self, done: Callable[[BaseException | None], None]) -> None:
-        """Forgets the texts that are kept; `done` is called when that is so."""
-        self.call(self._forget, done)
+    def clear_prefixes(self) -> None:
+        """Lets the kept texts go. For functions that `call` has called."""
+        self._prefixes.clear()
+        self.counts.prefix_bytes = 0
+
+    def release(self) -> None:
+        """Lets the parameters and all caches go until the next `replace`; rows that have not ended get no more.
+
+        For functions that `call` has called.
+        """
+        with self._condition:
+            self._released = True
+            self._params = self._base = self._grid = None
+            self.clear_prefixes()
+            for handle in (*self._rows, *self._waiting):
+                if handle is not None:
+                    handle.cancelled = True
+            self._rows = [None] * self.size
+            self._waiting.clear()
 
     def call(self, call: Callable[[], Any], done: Callable[[BaseException | None], None]) -> None:
-        """Has the queue's thread call a function between two chunks; `done` gets what it raised, or None."""
+        """Has the queue's thread, which owns the devices, call a function between two chunks.
+
+        `done` gets what it raised, or None; where the queue ends before, StoppedError or its failure.
+        """
         with self._condition:
             if not self._ended:
                 self._calls.append((call, done))
@@ -248,12 +261,7 @@ class RequestQueue:
         self._params = self._merged(params)
         self._base = params if self._adapts else None  # adapters are merged into it when their turn comes
         self._released = False
-        self._forget()
-
-    def _forget(self) -> None:
-        """Lets the kept texts go."""
-        self._prefixes.clear()
-        self.counts.prefix_bytes = 0
+        self.clear_prefixes()
 
     def _merged(self, params: Any) -> Any:
         """The parameters that the grid decodes with, made of those of the net."""
@@ -264,22 +272,6 @@ class RequestQueue:
             if config is None:
                 return adapter
             return decoding_params(combine(params, adapter), self.engine.decoder.with_lora(config))
-
-    def release(self, done: Callable[[BaseException | None], None]) -> None:
-        """Lets the parameters and all caches go until the next `set_params`; rows that have not ended get no more."""
-
-        def drop() -> None:
-            with self._condition:
-                self._released = True
-                self._params = self._base = self._grid = None
-                self._forget()
-                for handle in (*self._rows, *self._waiting):
-                    if handle is not None:
-                        handle.cancelled = True
-                self._rows = [None] * self.size
-                self._waiting.clear()
-
-        self.call(drop, done)
 
     def stop(self, wait: float | None = None) -> None:
         """Takes no more requests; returns when the rows that were asked for have ended, or after `wait` seconds."""

@@ -103,6 +103,7 @@ class AdvantageStep:
     rules: tuple[Rule, ...]
     spec: AdvantageSpec
     reward_names: tuple[str, ...]
+    of_turns: str = "environment"  # the reward that those of turns sum to
 
     def asks_for(self, name: str) -> bool:
         """True when a rule has an argument `name`."""
@@ -204,8 +205,8 @@ class AdvantageStep:
             "scale": spec.scale_rewards,
         }
         if turns is not None:
-            # The environment gave these rewards, so they count as what it gave in all, the reward `environment`, does.
-            given = self.reward_names.index("environment") if "environment" in self.reward_names else None
+            # An environment gave these rewards, so they count as what it gave in all, the reward `environment`, does.
+            given = self.reward_names.index(self.of_turns) if self.of_turns in self.reward_names else None
             weight = 0.0 if given is None else weights[given]
             inputs["turns"] = turns = turn_rules.with_outcome(turns, inputs["scores"], weight)
             metrics["turns/reward"] = _mean(turns.rewards, ~jnp.isnan(turns.rewards))

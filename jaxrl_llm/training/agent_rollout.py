@@ -1,5 +1,8 @@
 """Rollouts of agents: each row is a session of a program that talks to an endpoint of this process.
 
+Of several processes each runs the agents of its own rows, and samples with all parameters on its own devices: how many
+calls they make, and when, is no business of the others.
+
 For a step, sessions are opened (prompts x group_size), the request queue takes the policy's weights, agents run against
 their sessions' addresses, and what was sampled becomes the rows of the step. A session is one row whatever its agent
 does: its branches and those of its sub-agents lie in it one behind the other, as documents that do not see each other.
@@ -23,6 +26,8 @@ from jaxrl_llm.data.images import ImageLimits, data_url
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import is_conversational
 from jaxrl_llm.data.tokenize import PIXELS
+from jaxrl_llm.distributed.own_part import OwnPart
+from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.environments.agents import Agents, Connection, Outcome, Reward
 from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.models.transformer import Params
@@ -159,11 +164,9 @@ class AgentEpisodes:
 
     def turn_records(self, lengths: Sequence[int]) -> tuple[list[list[Turn]], int]:
         """The turns of each row, which are calls of its session, and how many a row may have."""
-        records, most = [[] if row is None else row.turns for row in self.rows], self.sessions[0].spec.calls
-        if any(len(turns) > most for turns in records):
-            # A call with several choices has a turn for each that is kept; all but one of them are further branches.
-            most += self.branches - 1
-        return records, most
+        # A call with several choices has a turn for each that is kept; all but one of them are further branches.
+        most = self.sessions[0].spec.calls + self.branches - 1
+        return [[] if row is None else row.turns for row in self.rows], most
 
     def parts(self) -> tuple[list[list[Turn]], int]:
         """Of each row its sub-agents and its session, with what is known of them; and how many a row may have."""
@@ -220,17 +223,19 @@ class AgentRollout:
     turns: TurnTokenizer
     mesh: Mesh
     prompt_width: int
-    slots: int
+    slots: int  # of this process
+    own: OwnPart  # of the mesh
     images: ImageLimits = dataclasses.field(default_factory=ImageLimits)  # of those that agents send
     held: dict[str, Any] = dataclasses.field(default_factory=dict)  # the endpoint, once it is open
 
     def __call__(self, params: Params, examples: Sequence[Row], key) -> tuple[Rollout, AgentEpisodes]:
-        """The rows of the step, those of an example adjacent, and their sessions; row i draws from `fold_in(key, i)`.
+        """The rows of the step, those of an example adjacent, and their sessions.
 
-        Raises EpisodeError when every agent has failed, or one where `environment.on_error` is stop.
+        Row i of all processes draws from `fold_in(key, i)`. Raises EpisodeError when every agent has failed, or one
+        where `environment.on_error` is stop, in all processes.
         """
         spec, engine = self.agents.spec, self.engine
-        gateway = self._gateway(params)
+        gateway = self._gateway(self.own.params(params))
         tasks = [example for example in examples for _ in range(engine.group_size)]
         longest = engine.max_completion_length
         # Image tokens that are sampled would be taken for those of the images that are sent behind them.
@@ -238,7 +243,8 @@ class AgentRollout:
         unsampled = () if vision is None else ((vision.image_token,),)
         sampling = dataclasses.replace(engine.sampling, bad_words=(*engine.sampling.bad_words, *unsampled))
         bounds = SessionSpec(sampling, self.prompt_width, longest, spec.calls, spec.tokens)
-        data = np.asarray(jax.random.key_data(row_keys(key, np.uint32(0), len(tasks))))
+        first = np.uint32(jax.process_index() * len(tasks))
+        data = np.asarray(jax.random.key_data(row_keys(key, first, len(tasks))))
         sessions = gateway.open([row.tobytes() for row in data], bounds)
         connections = [
             Connection(
@@ -254,19 +260,21 @@ class AgentRollout:
             gateway.end(sessions[number], outcome.failure or "its agent has ended")
             outcomes[number], seconds[number] = outcome, time.monotonic() - started
 
-        try:
-            self.agents.run(connections, list(map(_given, tasks)), ended)
-        finally:
-            for session in sessions:
-                gateway.end(session, "the step is over")
-            _wait(gateway.queue.release)
-        names = [task.get("agent") if spec.others else None for task in tasks]
-        episodes = AgentEpisodes(self.turns, sessions, outcomes, seconds, longest, spec.branches, names)
-        failed = int(episodes.failed.sum())
-        if failed == len(tasks) or (failed and spec.on_error == "stop"):
+        with all_or_none():
+            try:
+                self.agents.run(connections, list(map(_given, tasks)), ended)
+            finally:
+                for session in sessions:
+                    gateway.end(session, "the step is over")
+                _call(gateway.queue, gateway.queue.release)
+            names = [task.get("agent") if spec.others else None for task in tasks]
+            episodes = AgentEpisodes(self.turns, sessions, outcomes, seconds, longest, spec.branches, names)
+        reasons = [reason for own in gather(episodes.reasons) for reason in own]
+        failed = [reason for reason in reasons if reason is not None]
+        if len(failed) == len(reasons) or (failed and spec.on_error == "stop"):
             raise EpisodeError(
-                f"{'all' if failed == len(tasks) else failed} of the step's {len(tasks)} agents failed "
-                f"(environment.agent); the first: {episodes.reasons[int(episodes.failed.argmax())]}"
+                f"{'all' if len(failed) == len(reasons) else len(failed)} of the step's {len(reasons)} agents failed "
+                f"(environment.agent); the first: {failed[0]}"
             )
         found = episodes.rows
         # A session without a call has a row too, of which nothing is in the mask.
@@ -287,13 +295,13 @@ class AgentRollout:
 
         if "gateway" in self.held:
             gateway = self.held["gateway"]
-            _wait(lambda done: gateway.queue.set_params(params, done))
+            _call(gateway.queue, lambda: gateway.queue.replace(params))
             return gateway
         # Requests bring their sampling, and agents wait for the end of a chunk.
         engine = dataclasses.replace(
             self.engine, group_size=1, sampling=SamplingParams(), eos=(), chunk=min(self.engine.chunk, CHUNK)
         )
-        queue = RequestQueue(engine, params, self.slots, self.mesh)
+        queue = RequestQueue(engine, params, self.slots, self.own.mesh)
         queue.start()
         gateway = Gateway(queue, self.turns, engine.net.config.vocab_size, self.agents.spec.timeout, self.images)
         self.agents.closing += [gateway.close, lambda: queue.stop(10)]
@@ -331,10 +339,10 @@ def _joined(images: Sequence[Tiles]) -> Tiles | None:
     return Tiles(held, images[0].processor, sum(map(len, images)))
 
 
-def _wait(ask: Callable[[Callable[[BaseException | None], None]], None]) -> None:
-    """Returns when `ask(done)`, a call of the queue's thread, is done; raises what it raised, or ended the thread."""
+def _call(queue: RequestQueue, function: Callable[[], None]) -> None:
+    """Returns when the queue's thread has called the function; raises what that raised, or what ended the thread."""
     errors: SimpleQueue[BaseException | None] = SimpleQueue()
-    ask(errors.put)
+    queue.call(function, errors.put)
     if (error := errors.get()) is not None:
         raise error
 

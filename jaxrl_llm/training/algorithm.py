@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Algorithm:
     """The facts of `algorithm.name` and `algorithm.loss` that a run depends on."""
 
-    data: str  # kind of rows: prompts, completions, pairs, triples or labels
+    data: str  # kind of rows: prompts, completions, pairs, triples, labels or steps
     group_size: int  # adjacent rows that stay together: completions of a prompt, a pair, kto's row and its mismatch
     online: bool  # samples its completions
     needs_reference: bool  # the objective reads the reference's log-probs

@@ -7,6 +7,7 @@ there, times the probability of those before it (ULD, arXiv 2402.12030; GOLD of 
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,10 +21,17 @@ from jaxrl_llm.algorithms.distillation import prefix_logps
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.collate import pad_prompts
-from jaxrl_llm.data.templates import continued_ids, render_prompt, template_options
+from jaxrl_llm.data.templates import (
+    chat_ids,
+    continued_ids,
+    is_conversational,
+    render_chat,
+    render_prompt,
+    template_options,
+)
 from jaxrl_llm.data.token_spans import NOWHERE, span_ends, span_of_each, token_places
 from jaxrl_llm.data.tokenize import PIXELS
-from jaxrl_llm.distributed.processes import all_or_none
+from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import constrain, local_rows, rows_to_global
 from jaxrl_llm.models.chunked_softmax import chunked_logps
@@ -34,6 +42,7 @@ from jaxrl_llm.training.rollouts import Rollouts
 from jaxrl_llm.training.teacher import Teacher
 
 END = "the end of a completion"  # as which the tokens that end one are the same in both vocabularies
+Ends = tuple[int | None, int | None]  # the tokens of the policy and of the teacher that end a completion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,16 +97,34 @@ def at_ends(
     return constrain(moved, "rows", None, None), constrain(prefix, "rows", None)
 
 
-def _named_tokens(tokenizer: Any, size: int, texts: Sequence[bytes | None], learn_end: bool) -> dict[str | bytes, int]:
+def _closing_token(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> int | None:
+    """The token that ends an assistant's turn: the first special one that the chat template writes behind its content.
+
+    Without such, the end of text: Gemma's turns end with <end_of_turn>, and its texts with <eos>.
+    """
+    answer = "an answer"
+    messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
+    special = {token for token, entry in tokenizer.added_tokens_decoder.items() if entry.special}
+    special |= set(tokenizer.all_special_ids)
+    try:
+        _, found, closing = render_chat(tokenizer, messages, False, None, template_kwargs).rpartition(answer)
+        behind = chat_ids(tokenizer, closing) if found else []
+    except ConfigError:  # no template, or one for other messages
+        behind = []
+    return next((token for token in behind if token in special), tokenizer.eos_token_id)
+
+
+def _named_tokens(tokenizer: Any, size: int, texts: Sequence[bytes | None], end: int | None) -> dict[str | bytes, int]:
     """The tokens of a vocabulary by what they are in any: their bytes where these are known, else their piece, or END.
 
-    Of several the first is taken.
+    Of several the first is taken; but <0x41>, a byte of what has no token, only where no other token writes that byte.
     """
     named: dict[str | bytes, int] = {}
-    for piece, token in sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1]):
+    entries = ((bool(re.fullmatch(r"<0x\w\w>", piece)), token, piece) for piece, token in tokenizer.get_vocab().items())
+    for _, token, piece in sorted(entries):
         if token < size:
             text = texts[token] if texts else None
-            name = END if learn_end and token == tokenizer.eos_token_id else piece if text is None else text
+            name = END if token == end else piece if text is None else text
             named.setdefault(name, token)
     return named
 
@@ -110,7 +137,8 @@ class CrossTokenizer:
     tokenizers: tuple[Any, Any]  # of the policy and of the teacher, as all pairs here
     texts: tuple[list[bytes | None], list[bytes | None]]  # of each token; unused where positions are aligned
     eos: tuple[int, ...]  # of the policy
-    matches: np.ndarray | None  # [V] the teacher's id of each token, -1: none; None: they are not compared
+    ends: tuple[Ends, Ends]  # of texts, and of the turns of chats
+    matches: Mapping[Ends, np.ndarray]  # [V] by ends: the teacher's id of each token, -1: none; empty: not compared
     softcap: float | None  # of the teacher's logits
     mesh: Mesh
     width: int  # tokens of the teacher's longest prompt
@@ -138,15 +166,17 @@ class CrossTokenizer:
         if spec.align == "spans":
             reads = "teacher.uld_align = spans needs", "set it to positions"
             texts = tuple(token_bytes(model.tokenizer, model.net.config.vocab_size, *reads) for model in models)
-        matches = None
-        if spec.hybrid:
+        closing = (_closing_token(x, spec.template_kwargs) for x in tokenizers)
+        ends: Any = tuple(x.eos_token_id for x in tokenizers), tuple(closing)
+        matches: dict[Ends, np.ndarray] = {}
+        for pair in set(ends) if spec.hybrid else ():
             sizes = (model.net.config.vocab_size for model in models)
-            own, other = map(_named_tokens, tokenizers, sizes, texts, (spec.learn_end,) * 2)
-            matches = np.full(policy.net.config.vocab_size, NOWHERE, np.int32)
+            own, other = map(_named_tokens, tokenizers, sizes, texts, pair if spec.learn_end else (None, None))
+            matches[pair] = np.full(policy.net.config.vocab_size, NOWHERE, np.int32)
             for name, token in own.items():
-                matches[token] = other.get(name, NOWHERE)
+                matches[pair][token] = other.get(name, NOWHERE)
         softcap = teacher.net.config.logit_softcap
-        return cls(spec, tokenizers, texts, eos, matches, softcap, teacher.mesh, width, longest, pack)
+        return cls(spec, tokenizers, texts, eos, ends, matches, softcap, teacher.mesh, width, longest, pack)
 
     def read(self, rollouts: Rollouts, scores: np.ndarray) -> SpanRows:
         """The teacher's rows of the rollouts; the scores of these are not read."""
@@ -172,14 +202,18 @@ class CrossTokenizer:
             for row, example in enumerate(examples):
                 if not row or example is not examples[row - 1]:  # rows of a prompt are adjacent
                     options = template_options(example, self.spec.template_kwargs)
-                    prompt = render_prompt(self.tokenizers[1], example["prompt"], **options)
+                    try:
+                        prompt = render_prompt(self.tokenizers[1], example["prompt"], **options)
+                    except ConfigError as error:  # which speaks of a tokenizer: not of the policy's
+                        raise ConfigError(f"the teacher (teacher.path) cannot read a prompt: {error}") from error
                 if PIXELS in example:
                     raise ConfigError(
                         "rows have images, but a teacher with another tokenizer (teacher.form = uld) reads text alone: "
                         "give rows without images, or a teacher with the policy's tokenizer"
                     )
                 columns = np.flatnonzero(own_mask[row])
-                theirs, spans, own, other = self._spans(prompt, own_tokens[row, columns].tolist())
+                chat = is_conversational(example["prompt"])
+                theirs, spans, own, other = self._spans(prompt, own_tokens[row], columns, chat)
                 long[row] = len(prompt) > width or len(theirs) > self.longest
                 prompts.append([] if len(prompt) > width else prompt)
                 if len(prompt) > width:
@@ -198,17 +232,33 @@ class CrossTokenizer:
         arrays = rows_to_global((read, known, mask_of_theirs, ends, teacher_ends, last, long), self.mesh)
         inputs = Inputs(*arrays[:2], layout=self.pack.passing(*arrays[:3]), prompt_width=width)
         metrics = {"teacher/aligned": (arrays[3] >= 0).sum() / mask.sum(), "teacher/too_long": arrays[6].mean()}
+        matches = next(iter(self.matches.values()), None)
+        if len(self.matches) > 1:  # all processes take those of chats where one of them has some
+            chats = any(is_conversational(example["prompt"]) for example in examples)
+            matches = self.matches[self.ends[max(gather(int(chats)))]]
         return SpanRows(
             inputs, *arrays[3:6],
-            metrics=metrics, temperature=self.spec.temperature, softcap=self.softcap, matches=self.matches,
+            metrics=metrics, temperature=self.spec.temperature, softcap=self.softcap, matches=matches,
         )  # fmt: skip
 
-    def _spans(self, prompt: list[int], ids: list[int]) -> tuple[list[int], np.ndarray, np.ndarray, np.ndarray]:
+    def _spans(
+        self, prompt: list[int], tokens: np.ndarray, columns: np.ndarray, chat: bool
+    ) -> tuple[list[int], np.ndarray, np.ndarray, np.ndarray]:
         """The teacher's tokens of a completion behind its prompt, the last tokens `[spans,2]` of spans in either
-        tokenization, and the span that each token of the policy and of the teacher is in."""
-        end = next((place for place, token in enumerate(ids) if token in self.eos), len(ids))
+        tokenization, and the span that each token of the policy and of the teacher is in.
+
+        The completion is that of a row's tokens `[T]` in these columns: a turn of a `chat`, or the rest of a text.
+        """
+        ids, (own_end, other_end) = tokens[columns].tolist(), self.ends[chat]
+        end = next((place for place, token in enumerate(ids) if token in self.eos or token == own_end), len(ids))
         content, (tokenizer, other_tokenizer) = ids[:end], self.tokenizers
         text = tokenizer.decode(content, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if content and not chat and not text.startswith(" "):
+            # SentencePiece's decoders leave out a space before a text, which may be the one behind the prompt.
+            unspaced = continued_ids(tokenizer, tokens[: columns[0]].tolist(), text[:1])
+            pieces = tokenizer.convert_ids_to_tokens([content[0], *unspaced[:1]])
+            spaced, *as_always = (str(piece).startswith("▁") for piece in pieces)
+            text = f" {text}" if spaced and not any(as_always) else text
         theirs = continued_ids(other_tokenizer, prompt, text)
         if self.spec.align == "spans":
             pieces = ([texts[token] for token in x] for texts, x in zip(self.texts, (content, theirs), strict=True))
@@ -224,5 +274,5 @@ class CrossTokenizer:
             own[end] = len(spans)
             other.append(len(spans))
             spans.append((end, len(theirs)))
-            theirs = [*theirs, other_tokenizer.eos_token_id]
+            theirs = [*theirs, other_end]
         return theirs, np.array(spans, int).reshape(-1, 2), np.array(own, int), np.array(other, int)

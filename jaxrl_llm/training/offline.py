@@ -1,7 +1,7 @@
 """Batches of given rows, for supervised fine-tuning, preferences and reward models; and the loss on held-out rows.
 
-A data row is an example: a list of one token row (sft, labelled completions), of two (a pair, chosen first) or of three
-(a pair and its gold completion). The rows of a batch are those of its examples, in order.
+A data row is an example: a list of one token row (sft, labelled completions, steps), of two (a pair, chosen first) or
+of three (a pair and its gold completion). The rows of a batch are those of its examples, in order.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxrl_llm.algorithms.sequence_logps import sequence_logps, split_pairs
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.collate import pad_rows
 from jaxrl_llm.data.pipeline import Pipeline, Stream
-from jaxrl_llm.data.tokenize import ANSWERS, PIXELS
+from jaxrl_llm.data.tokenize import ANSWERS, PIXELS, STEP_LABELS
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
@@ -42,7 +42,8 @@ from jaxrl_llm.training.update import State
 
 log = logging.getLogger(__name__)
 
-Example = list[Row]  # {"ids", "mask"} and, where known, "label", "margin" and "ref" (the reference's log-probs)
+# {"ids", "mask"} and, where known, "label", "margin", "step_labels" and "ref" (the reference's log-probs)
+Example = list[Row]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,9 +263,10 @@ def pad_examples(examples: list[Example], width: int) -> Batch:
     for name, field in (("label", "labels"), ("margin", "margins")):
         if name in rows[0]:
             batch = batch.replace(**{field: np.array([row[name] for row in rows], np.float32)})
-    if "ref" in rows[0]:
-        padded = [np.pad(row["ref"], (0, width - len(row["ref"]))) for row in rows]
-        batch = batch.replace(ref_logps=np.stack(padded).astype(np.float32))
+    for name, field in (("ref", "ref_logps"), (STEP_LABELS, STEP_LABELS)):
+        if name in rows[0]:
+            padded = [np.pad(row[name], (0, width - len(row[name]))) for row in rows]
+            batch = batch.replace(**{field: np.stack(padded).astype(np.float32)})
     return batch
 
 

@@ -42,7 +42,7 @@ from jaxrl_llm.data.pipeline import Pipeline, Stream
 from jaxrl_llm.data.scored_prompts import ScoredPrompts
 from jaxrl_llm.data.templates import decode_completion, is_conversational
 from jaxrl_llm.data.tokenize import PIXELS
-from jaxrl_llm.distributed.processes import all_or_none
+from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import local_rows, on_device, row_shards, rows_to_global
 from jaxrl_llm.distributed.turns import turn, yielded
@@ -82,6 +82,7 @@ from jaxrl_llm.training.rollout_files import FileQueue
 from jaxrl_llm.training.rollout_queue import RolloutQueue
 from jaxrl_llm.training.rollouts import Experience, Partial, Rollouts
 from jaxrl_llm.training.served_teacher import ServedTeacher
+from jaxrl_llm.training.step_credit import StepCredit
 from jaxrl_llm.training.teacher import SelfTeacher, Teacher
 from jaxrl_llm.training.teacher_context import ContextRows, TeacherContext
 from jaxrl_llm.training.update import State
@@ -95,8 +96,8 @@ class RolloutWorker:
 
     With `open_episodes` rows are episodes of environments; `external` samples in place of the engine, and `agents` run
     the programs whose sessions are the rows. With `arrivals` a policy may come while rows are sampled. Of
-    `several_environments` a column of each row names its own. Completions are texts where `external` makes texts, and
-    otherwise what their prompts are, texts or messages.
+    `several_environments` a column of each row names its own. With `steps` those of completions are turns. Completions
+    are texts where `external` makes texts, and otherwise what their prompts are, texts or messages.
     """
 
     engine: Engine
@@ -111,6 +112,7 @@ class RolloutWorker:
     as_texts: bool = False
     arrivals: Arrivals | None = None
     several_environments: bool = False
+    steps: StepCredit | None = None
 
     def __call__(
         self,
@@ -231,6 +233,8 @@ class RolloutWorker:
                 logged = graded.logged
                 logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
                 graded = graded._replace(logged=logged)
+            elif self.steps is not None and group.leads:
+                turns = self.steps.table(graded.logged.columns, texts, ids, group_size, width)
             logged = graded.logged
             logged = logged._replace(metrics=logged.metrics | {name: [x] for name, x in published.items()})
             if shown is not None:
@@ -476,7 +480,8 @@ class Learner:
         if reference_scores is not None:
             reference_scores = np.array(reference_scores, np.float32)
         if self.advantages.asks_for("baselines") and rollouts.parts is not None and names is not None:
-            self.baselines = dict.fromkeys(itertools.chain(*names), 0.0) | self.baselines
+            seen = gather([*dict.fromkeys(itertools.chain(*names))])  # each process its own rows'
+            self.baselines = dict.fromkeys(itertools.chain(*seen), 0.0) | self.baselines
             numbers = {name: number for number, name in enumerate(self.baselines)}
             roles = np.zeros(rollouts.parts.rewards.shape, np.int32)
             for row, own in enumerate(names):
@@ -617,7 +622,7 @@ class Learner:
         return scored_logps(self.net, on_device(params), inputs, self.spec.temperature, rows, shards)
 
     def _reference_logps(self, inputs: Inputs) -> jax.Array:
-        assert self.reference is not None  # the settings that read it need algorithm.beta
+        assert self.reference is not None  # as is where a setting or a loss reads it
         return self._logps(self.reference.params, inputs)
 
     def _teacher_logps(self, first: Teacher | ServedTeacher, rollouts: Rollouts, inputs: Inputs) -> jax.Array:

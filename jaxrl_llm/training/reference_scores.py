@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from jaxrl_llm.training.online import OnlineSource, RolloutWorker
 from jaxrl_llm.training.reference import Reference
 
 FILE = "reference_scores.jsonl"
+NOTE_SECONDS = 60.0  # between lines of how far it is
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class FirstStage:
     folder: Path
 
     def __call__(self, params: Params, note: Callable[[str], None]) -> None:
-        """Give the prompts their scores, unless they are known; `note` shows a line of what came of it."""
+        """Give the prompts their scores, unless they are known; `note` shows lines of how far it is and what came of
+        it."""
         prompts, worker = self.prompts, self.worker
         if prompts.known:
             return
@@ -53,12 +56,18 @@ class FirstStage:
         n, group, weights = worker.engine.group_size, RowGroup.of(worker.mesh), worker.rewards.weights
         note(f"first stage: the reference completes each of {len(prompts.examples)} prompts {n} times")
         key, found = jax.random.fold_in(jax.random.key(self.seed), REFERENCE_SAMPLES), []
+        began = noted = time.monotonic()
         for start, count, own in full_batches(prompts.examples, self.prompts_at_once, row_shards(worker.mesh), group):
             counted = min(max(count - group.index * len(own), 0), len(own))
             out = worker(params, own, key, start * n, counted=counted)
             raw = combine_rewards(rows_to_global(out.rewards, worker.mesh), weights)
             scores = multihost_utils.process_allgather(self.advantages.shaped(raw, out.rollout), tiled=True)
             found.append(scores[: count * n])
+            now, done, total = time.monotonic(), start + count, len(prompts.examples)
+            if now - noted >= NOTE_SECONDS and done < total:
+                left = (now - began) * (total - done) / done
+                note(f"first stage: {done} of {total} prompts, about {left / 60:.0f} minutes left")
+                noted = now
         scores = np.concatenate(found).reshape(-1, n)
         prompts.give(scores)
         solved = f", and {prompts.left_out} prompts that none of them solved are left out" if prompts.left_out else ""
@@ -78,6 +87,7 @@ class FirstStage:
                     file.write(json.dumps(columns, ensure_ascii=False) + "\n")
             unfinished.replace(path)
         except (OSError, TypeError, ValueError) as error:  # a full disk, or rows of what JSON does not hold
+            unfinished.unlink(missing_ok=True)
             return f"; they could not be written to {path}: {error}"
         return f"; {path} has the rows with their scores"
 

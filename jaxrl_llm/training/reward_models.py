@@ -1,8 +1,9 @@
-"""Reward models as graders: `model:<path>` in `rewards.functions`, for every online algorithm.
+"""Reward models as graders: `model:<path>` and `prm:<path>` in `rewards.functions`, for every online algorithm.
 
-The path names a sequence classification model with one score: a Hugging Face folder or hub id, or the `hf` folder of a
-reward_model run. It may be of another family than the policy and has its own tokenizer and chat template, or those that
-options name.
+The path of the first names a sequence classification model with one score, that of the second a process reward model, a
+token classification model with two labels: a Hugging Face folder or hub id, or the `hf` folder of a reward_model or
+process_reward_model run. It may be of another family than the policy and has its own tokenizer and chat template, or
+those that options name.
 """
 
 import copy
@@ -10,6 +11,7 @@ import dataclasses
 import functools
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +23,21 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.data.collate import pad_rows
 from jaxrl_llm.data.named_templates import with_chat_template
-from jaxrl_llm.data.templates import chat_ids, forms_read, is_conversational, render_chat
-from jaxrl_llm.data.tokenize import as_messages, joined, prompt_and_completion
+from jaxrl_llm.data.templates import chat_ids, forms_read, is_conversational, render_chat, render_prompt
+from jaxrl_llm.data.tokenize import as_messages, joined, prompt_and_completion, with_steps
 from jaxrl_llm.distributed.sharding import has_host_memory, make_mesh, on_device, on_host, row_sharding
 from jaxrl_llm.distributed.turns import turn
 from jaxrl_llm.models import hf
-from jaxrl_llm.models.logprobs import last_scores
+from jaxrl_llm.models.families.qwen2 import PROCESS_REWARD_MODEL
+from jaxrl_llm.models.logprobs import last_scores, step_logits
 from jaxrl_llm.models.model import Model, check_ids, copied_model, load_model
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.rewards.judge import text_of_content
 
-PREFIX = "model:"
+AGGREGATIONS: dict[str, Callable[[np.ndarray], float]] = {
+    "min": np.min, "product": np.prod, "mean": np.mean, "last": lambda steps: steps[-1], "sum": np.sum,
+}  # fmt: skip
+STEP_TOKENS = {PROCESS_REWARD_MODEL: "<extra_0>"}  # of architectures that read one behind each step
 NARROWEST = 32  # rows are padded to this width or one of its doubles, so that few programs are compiled
 
 
@@ -53,6 +59,9 @@ class RewardModel:
     memory.
     """
 
+    prefix, kind, head = "model:", "reward_model", "score"
+    architecture, config = "SequenceClassification", "configs/reward_model.py"  # that it is known by, that trains one
+
     def __init__(
         self,
         path: str | Model,
@@ -66,7 +75,7 @@ class RewardModel:
         chat_template: str | None = None,
         trust_remote_code: bool = False,
     ):
-        self.name = name or ("reward_model" if isinstance(path, Model) else short_name(path))
+        self.name = name or (self.kind if isinstance(path, Model) else short_name(path))
         self.max_length, self.add_eos = max_length, add_eos
         self.mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())
         shards = self.mesh.shape["fsdp"]
@@ -78,12 +87,16 @@ class RewardModel:
             tokenizer = copy.deepcopy(tokenizer)  # what is remembered of the model's folder is set on it
         with jax.set_mesh(self.mesh):
             if isinstance(path, Model):
-                model = copied_model(path, self.mesh, dtype, merge=True, head="score")
+                model = copied_model(path, self.mesh, dtype, merge=True, head=self.head)
                 if tokenizer is not None:
                     check_ids(tokenizer, model.net.config.vocab_size, model.generation, self.name)
                     model = dataclasses.replace(model, tokenizer=tokenizer)
             else:
-                model = _load(path, dtype, self.mesh, tokenizer, trust_remote_code)
+                model = load_model(
+                    path, dtype, mesh=self.mesh, head=self.head, tokenizer=tokenizer,
+                    trust_remote_code=trust_remote_code,
+                )  # fmt: skip
+                self._check_architecture(path, model)
         if model.tokenizer is None:
             raise ConfigError(
                 f"reward model {self.name} has no tokenizer: name the one that it was trained with, tokenizer='PATH'"
@@ -97,27 +110,44 @@ class RewardModel:
     def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:
         """The score of each prompt with its completion."""
         ids = [self._ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        return [float(score) for score in self._computed(score_rows, ids)]
+
+    def _computed(self, program: Callable[..., jax.Array], ids: list[list[int]]) -> list[Any]:
+        """What the jitted `program(net, params, tokens, segments)` gives for each row."""
         order = sorted(range(len(ids)), key=lambda row: len(ids[row]))  # rows of similar length waste little padding
-        scores = np.zeros(len(ids))
+        found: list[Any] = [None] * len(ids)
         with jax.set_mesh(self.mesh), turn():
             params = on_device(self.model.params)
             for start in range(0, len(order), self.rows):
                 chunk = order[start : start + self.rows]
-                scores[chunk] = self._scores(params, [ids[row] for row in chunk])
-        return scores.tolist()
+                rows = [ids[row] for row in chunk]
+                width = NARROWEST
+                while width < len(rows[-1]):
+                    width *= 2
+                full = rows + rows[-1:] * (self.rows - len(rows))  # the last row again, for calls of the same shape
+                tokens, segments, _ = pad_rows([(row, [0.0] * len(row)) for row in full], width)
+                inputs = jax.device_put((tokens, segments), row_sharding(self.mesh))
+                results = np.asarray(program(self.model.net, params, *inputs))
+                for row, result in zip(chunk, results, strict=False):
+                    found[row] = result
+        return found
+
+    def _messages(self, prompt: Any, completion: Any) -> tuple[list[Any], list[Any]]:
+        """A conversation's prompt and its completion, with the contents that the chat template reads."""
+        reads_parts = forms_read(self.model.tokenizer).parts
+
+        def in_text(message: Any) -> Any:
+            parts = isinstance(message.get("content"), list)
+            if not parts or (reads_parts and message["role"] != "assistant"):
+                return message
+            return {**message, "content": text_of_content(message["content"])}
+
+        return [in_text(x) for x in prompt], [in_text(x) for x in as_messages(completion)]
 
     def _ids(self, prompt: Any, completion: Any) -> list[int]:
         tokenizer = self.model.tokenizer
         if is_conversational(prompt):
-            reads_parts = forms_read(tokenizer).parts
-
-            def in_text(message: Any) -> Any:
-                parts = isinstance(message.get("content"), list)
-                if not parts or (reads_parts and message["role"] != "assistant"):
-                    return message
-                return {**message, "content": text_of_content(message["content"])}
-
-            prompt, completion = ([in_text(x) for x in messages] for messages in (prompt, as_messages(completion)))
+            prompt, completion = self._messages(prompt, completion)
             messages = joined(prompt, completion) if completion else prompt
             ids = chat_ids(tokenizer, render_chat(tokenizer, messages, add_generation_prompt=False))
         elif self.add_eos:
@@ -128,38 +158,136 @@ class RewardModel:
             raise ConfigError(f"reward model {self.name}: a prompt and its completion are empty, and have no score")
         return ids[-self.max_length :] if self.max_length else ids
 
-    def _scores(self, params: Params, ids: list[list[int]]) -> np.ndarray:
-        width = NARROWEST
-        while width < len(ids[-1]):
-            width *= 2
-        full = ids + ids[-1:] * (self.rows - len(ids))  # the last row again, so that every call has the same shape
-        tokens, segments, _ = pad_rows([(row, [0.0] * len(row)) for row in full], width)
-        rows = jax.device_put((tokens, segments), row_sharding(self.mesh))
-        return np.asarray(score_rows(self.model.net, params, *rows))[: len(ids)]
+    def _check_architecture(self, path: str, model: Model) -> None:
+        found = (model.hf_config or {}).get("architectures") or ()
+        if not any(self.architecture in name or name in STEP_TOKENS for name in found):
+            raise ConfigError(
+                f"{self.prefix}{path} is no {self.kind.replace('_', ' ')}: its config.json names "
+                f"{', '.join(found) or 'no architecture'}; a {self.head} head comes with a ...For{self.architecture}; "
+                f"train one with {self.config}"
+            )
+
+
+class ProcessRewardModel(RewardModel):
+    """A grader that gives what a process reward model says of the steps of each completion, as one number.
+
+    Steps are the parts of a completion between `separator`s that are more than white space; of several messages, those
+    of the last one. The model reads the prompt and the steps, `step_token` behind each, in place of the separator, as
+    it was trained to: by default the separator itself, and `<extra_0>` for Qwen2.5-Math-PRM. At the last token of that
+    it gives the probability that the step is right. `aggregation` makes one number of those of a completion: min
+    (arXiv 2312.08935), product (2305.20050), mean, last or sum. A completion without steps has 0.
+
+    Prompts are rendered and tokenized as a process_reward_model run does, with the model's own tokenizer and chat
+    template. Rows of more than `max_length` tokens lose their end, and the steps that end there. Other options, and
+    what it raises, are as in `RewardModel`.
+    """
+
+    prefix, kind, head = "prm:", "process_reward_model", "step"
+    architecture, config = "TokenClassification", "configs/prm.py"
+
+    def __init__(
+        self,
+        path: str | Model,
+        separator: str = "\n",
+        step_token: str | None = None,
+        aggregation: str = "min",
+        max_length: int | None = None,
+        rows: int = 32,
+        dtype: str = "auto",
+        name: str | None = None,
+        offload: bool = False,
+        tokenizer: Any = None,
+        chat_template: str | None = None,
+        trust_remote_code: bool = False,
+    ):
+        if aggregation not in AGGREGATIONS:
+            raise ConfigError(
+                f"{self.prefix}{path}: aggregation is {aggregation!r}, but it is one of {', '.join(AGGREGATIONS)}"
+            )
+        if not separator:
+            raise ConfigError(f"{self.prefix}{path}: separator is empty, but it is the text between steps")
+        super().__init__(
+            path, max_length, rows, False, dtype, name, offload, tokenizer, chat_template, trust_remote_code
+        )
+        named = (STEP_TOKENS.get(name) for name in (self.model.hf_config or {}).get("architectures") or ())
+        self.separator, self.aggregation = separator, aggregation
+        self.step_token = step_token or next(filter(None, named), separator)
+
+    @property
+    def gives_steps(self) -> bool:
+        """True where the reward is a sum over steps, so that each has its part of it (see `StepCredit`)."""
+        return self.aggregation in ("sum", "mean")
+
+    def __call__(
+        self, prompts: list[Any], completions: list[Any], log_extra: Callable[..., None] | None = None
+    ) -> list[float]:
+        """What the probabilities of the steps of each completion come to; logs where they end, and their parts."""
+        combine, rated = AGGREGATIONS[self.aggregation], self.steps(prompts, completions)
+        if log_extra is not None:
+            log_extra(f"{self.name}/steps", [self._parts(*row) for row in zip(completions, rated, strict=True)])
+        return [float(combine(steps)) if len(steps) else 0.0 for steps in rated]
+
+    def steps(self, prompts: list[Any], completions: list[Any]) -> list[np.ndarray]:
+        """The probability of each step of each completion to be right."""
+        rows = [self._row(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        found = iter(self._computed(right_rows, [ids for ids, ends in rows if ends]))
+        return [next(found)[ends] if ends else np.zeros(0, np.float32) for _, ends in rows]
+
+    def _parts(self, completion: Any, rated: np.ndarray) -> list[tuple[int, float]]:
+        """(letters, reward) of each step: the letters of the completion up to its end, with what separates it."""
+        if not len(rated):
+            return []
+        text = completion if isinstance(completion, str) else text_of_content(completion[-1]["content"])
+        parts, end = list[tuple[int, float]](), 0
+        for part in text.split(self.separator):
+            end += len(part) + len(self.separator)
+            if part.strip() and len(parts) < len(rated):
+                reward = float(rated[len(parts)])
+                parts.append((end, reward / len(rated) if self.aggregation == "mean" else reward))
+        return parts
+
+    def _row(self, prompt: Any, completion: Any) -> tuple[list[int], list[int]]:
+        """The token ids of a prompt and its steps, and where each of them ends."""
+        if is_conversational(prompt):
+            prompt, messages = self._messages(prompt, completion)
+            if messages and messages[-1]["role"] == "assistant":
+                *before, last = messages
+                prompt, completion = joined(prompt, before) if before else prompt, last.get("content") or ""
+            else:
+                completion = ""  # of an episode that failed, or ended with an observation
+        steps = [step for step in completion.split(self.separator) if step.strip()]
+        tokenizer = self.model.tokenizer
+        ids, ends = with_steps(tokenizer, render_prompt(tokenizer, prompt), steps, self.step_token)
+        length = self.max_length or len(ids)
+        return ids[:length], [end for end in ends if end < length]
+
+
+KINDS: tuple[type[RewardModel], ...] = (RewardModel, ProcessRewardModel)
 
 
 def with_reward_models(specs: Any) -> Any:
-    """The reward specifications (one, or nested lists of them) with a `RewardModel` for each reward model.
+    """The reward specifications (one, or nested lists of them) with a grader of `KINDS` for each reward model.
 
-    That is `model:<path>`, with options in brackets, `model:runs/reward_model/hf(add_eos=True, max_length=512)`; a bare
-    hub id, `owner/name`, or folder with a config.json, as in TRL; or a Model in memory. Raises ConfigError for a path
-    without a reward model.
+    That is `model:<path>` or `prm:<path>`, with options in brackets, `model:runs/reward_model/hf(add_eos=True,
+    max_length=512)`; a bare hub id, `owner/name`, or folder with a config.json, as in TRL; or a Model in memory. Raises
+    ConfigError for a path without a reward model.
     """
     if isinstance(specs, Model):
-        return RewardModel(specs)
+        return next((kind for kind in KINDS if kind.head == specs.net.config.head), RewardModel)(specs)
     if isinstance(specs, str):
         if (named := path_and_options(specs)) is None:
             return specs
-        path, options = named
+        kind, path, options = named
         try:
-            return RewardModel(path, **options)
+            return kind(path, **options)
         except ConfigError as error:
-            if specs.startswith(PREFIX):
+            if specs.startswith(kind.prefix):
                 raise
             raise ConfigError(f"the reward {specs!r} was read as a reward model, model:{path}: {error}") from error
         except TypeError as error:
+            own = "separator, step_token, aggregation" if kind is ProcessRewardModel else "add_eos"
             raise ConfigError(
-                f"the options of {specs!r}: {error}; there are max_length, rows, add_eos, dtype, name, offload, "
+                f"the options of {specs!r}: {error}; there are max_length, rows, {own}, dtype, name, offload, "
                 "tokenizer, chat_template and trust_remote_code"
             ) from error
     if isinstance(specs, list | tuple):
@@ -167,10 +295,11 @@ def with_reward_models(specs: Any) -> Any:
     return specs
 
 
-def path_and_options(spec: str) -> tuple[str, dict[str, Any]] | None:
-    """The path and the options of the reward model that a reward names; None for another reward."""
-    path, options = split_options(spec.removeprefix(PREFIX))
-    return (path, options) if spec.startswith(PREFIX) or _is_bare_path(path) else None
+def path_and_options(spec: str) -> tuple[type[RewardModel], str, dict[str, Any]] | None:
+    """The kind, the path and the options of the reward model that a reward names; None for another reward."""
+    named = next((kind for kind in KINDS if spec.startswith(kind.prefix)), None)
+    path, options = split_options(spec.removeprefix("" if named is None else named.prefix))
+    return (named or RewardModel, path, options) if named is not None or _is_bare_path(path) else None
 
 
 def offloaded(model: Model) -> Model:
@@ -190,17 +319,6 @@ def _is_bare_path(path: str) -> bool:
     )
 
 
-def _load(path: str, dtype: str, mesh, tokenizer: Any, trust_remote_code: bool) -> Model:
-    model = load_model(path, dtype, mesh=mesh, head="score", tokenizer=tokenizer, trust_remote_code=trust_remote_code)
-    architecture = ", ".join((model.hf_config or {}).get("architectures") or ())
-    if "SequenceClassification" not in architecture:
-        raise ConfigError(
-            f"{PREFIX}{path} is no reward model: its config.json names {architecture or 'no architecture'}; a score "
-            "head comes with a ...ForSequenceClassification; train one with configs/reward_model.py"
-        )
-    return model
-
-
 def short_name(path: str) -> str:
     """The last informative name of a path: reward_model for `runs/reward_model/hf`."""
     names = [name for name in path.replace(":", "/").split("/") if name not in ("", ".", "hf")]
@@ -211,3 +329,9 @@ def short_name(path: str) -> str:
 def score_rows(net: Net, params: Params, tokens, segments) -> jax.Array:
     """The scores `[N]` of rows `[N,T]`."""
     return last_scores(net, params, Inputs(tokens, segments))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def right_rows(net: Net, params: Params, tokens, segments) -> jax.Array:
+    """The probabilities `[N,T]` that a step which ends at a token of rows `[N,T]` is right."""
+    return jax.nn.softmax(step_logits(net, params, Inputs(tokens, segments)))[..., 1]

@@ -12,9 +12,9 @@ so that nothing of a run that was killed is ever read:
 | `FOLDER/end.json` | learner 0 | the exit code of the learners, and their error |
 
 A file gets its name when it is complete, and its checksum is compared when it is read. A policy is written as what
-differs from the file before, bit for bit, and whole every sixteenth time. Which policy samples which batch is that of
-`RolloutQueue`, whatever the timing. A checkpoint holds the batches that are made and not trained on yet, as that of one
-process does: a run that goes on needs no file of these.
+differs from the file before (`models/weight_changes.py`), and whole every sixteenth time. Which policy samples which
+batch is that of `RolloutQueue`, whatever the timing. A checkpoint holds the batches that are made and not trained on
+yet, as that of one process does: a run that goes on needs no file of these.
 """
 
 import contextlib
@@ -44,6 +44,7 @@ from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.models.lora import split
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.weight_changes import ENCODING, apply, as_bytes, changes
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.rollout_queue import Produce
 from jaxrl_llm.training.rollouts import Rollouts, pack, placed, unpack
@@ -52,6 +53,7 @@ FOLDER, START, END, LEARNER = "rollouts", "start.json", "end.json", "learner.jso
 POLICY = re.compile(r"policy_(\d+)_(\d+)_(\d+)")
 POLL_SECONDS = 0.1
 WHOLE_EVERY = 16  # policies: a sampler that starts late reads at most so many files
+WHOLE_FROM = 0.5  # the share of an array's numbers: of 32 bits nearly all change, and packing costs more than it saves
 ERROR_SECONDS = 60.0  # within which a process that is started again replaces the error of the one before
 
 
@@ -105,47 +107,46 @@ def policy_on_host(params: Params) -> dict[str, np.ndarray]:
 
 
 def policy_changes(arrays: dict[str, np.ndarray], base: dict[str, np.ndarray]) -> tuple[list[Any], bytes, int]:
-    """Path, type, shape and number of changes of each array; what has changed since `base`; how many numbers have.
+    """Path, type, shape, bytes and checksum of each array; what has changed since `base`; how many numbers have.
 
-    Of an array that `base` lacks, or whose changes would take more bytes than it does, there is the whole (-1 changes);
-    of others the positions (uint32) and the new numbers, which are compared by their bits.
+    An array that `base` lacks, or of which more than WHOLE_FROM has changed, is there whole (-1 bytes).
     """
     index, parts, total = [], [], 0
-    for path, array in arrays.items():
-        flat, count, where = array.reshape(-1), -1, np.empty(0, np.int64)
-        if path in base:
-            bits = np.dtype(f"u{array.itemsize}")
-            where = np.flatnonzero(flat.view(bits) != base[path].reshape(-1).view(bits))
-            total += len(where)
-            if len(where) * (4 + array.itemsize) < array.nbytes and array.size < 2**32:
-                count = len(where)
-        index.append([path, str(array.dtype), list(array.shape), count])
-        parts += [array.tobytes()] if count < 0 else [where.astype(np.uint32).tobytes(), flat[where].tobytes()]
+    for change in changes(arrays.items(), {path: as_bytes(x) for path, x in base.items()}, WHOLE_FROM):
+        array, size = arrays[change.name], -1 if change.packed is None else len(change.packed)
+        index.append([change.name, str(array.dtype), list(array.shape), size, change.checksum])
+        parts.append(change.new if change.packed is None else change.packed)
+        total += change.changed
     return index, b"".join(parts), total
 
 
 def read_policy(path: Path, held: str, arrays: dict[str, np.ndarray]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Header and arrays of a policy; `arrays` are those of the file `held`, and stay as they are.
 
-    A file of changes is read after the one that it changes, unless that is `held`.
+    A file of changes is read after the one that it changes, unless that is `held`. Raises ConfigError for changes that
+    another version of this library wrote.
     """
     header, payload = read_file(path)
+    if header.get("encoding") != ENCODING:
+        raise ConfigError(
+            f"{path} is encoded as {header.get('encoding')}, and what can be read is {ENCODING}: start all processes "
+            "with the same command and packages"
+        )
     if header["base"] and str(path.with_name(header["base"])) != held:
         arrays = read_policy(path.with_name(header["base"]), held, arrays)[1]
-    read, start = {}, 0
-    for name, dtype, shape, count in header["arrays"]:
-        kind = jnp.dtype(dtype)
-        if count < 0:
-            array = np.frombuffer(payload, kind, math.prod(shape), start).reshape(shape)
-            start += array.nbytes
-        elif not count:
-            array = arrays[name]
+    read, changed, start = {}, [], 0
+    for name, dtype, shape, size, checksum in header["arrays"]:
+        if size < 0:
+            read[name] = np.frombuffer(payload, jnp.dtype(dtype), math.prod(shape), start).reshape(shape)
         else:
-            where = np.frombuffer(payload, np.uint32, count, start)
-            array = arrays[name].copy()
-            array.reshape(-1)[where] = np.frombuffer(payload, kind, count, start + where.nbytes)
-            start += where.nbytes + count * kind.itemsize
-        read[name] = array
+            read[name] = arrays[name].copy() if size else arrays[name]
+        if size > 0:
+            changed.append((name, memoryview(payload)[start : start + size], checksum, as_bytes(read[name])))
+        start += read[name].nbytes if size < 0 else size
+    try:
+        apply(changed)
+    except ValueError as error:
+        raise ConfigError(f"{path} changes another policy than {header['base']}: {error}") from error
     return header, read
 
 
@@ -345,7 +346,8 @@ class FileQueue:
                 if base:
                     metrics["weights/changed_share"] = np.float32(changed / sum(x.size for x in arrays.values()))
                     metrics["weights/written_share"] = np.float32(len(payload) / sum(x.nbytes for x in arrays.values()))
-                write_file(path, {"arrays": index, "base": base, "pipeline": self._pipeline.get_state()}, payload)
+                facts = {"arrays": index, "base": base, "encoding": ENCODING, "pipeline": self._pipeline.get_state()}
+                write_file(path, facts, payload)
                 self._policies.append((last, path, base))
                 self._written, self._asked = (path.name, arrays), self._asked + 1
         for step in range(first, last + 1):

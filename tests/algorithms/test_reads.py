@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms import advantages, distillation, policy_losses, preference_losses, sft_losses, turn_advantages
+from jaxrl_llm.algorithms import (
+    advantages,
+    distillation,
+    policy_losses,
+    preference_losses,
+    sft_losses,
+    step_losses,
+    turn_advantages,
+)
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.algorithms.losses import with_metrics
 from jaxrl_llm.algorithms.turn_advantages import Turn, turn_table
@@ -118,6 +126,7 @@ def test_the_table_has_every_name(root):
     assert rows_of(rows, "critic").keys() == {"value_clip"}
     assert rows_of(rows, "setting").keys() == SETTINGS.keys()
     assert rows_of(rows, "reward model").keys() == {"bradley_terry"}
+    assert rows_of(rows, "process reward model").keys() == public(step_losses).keys()
 
 
 @pytest.mark.parametrize("name", sorted(POLICY))
@@ -264,6 +273,9 @@ def test_the_others_read_what_the_table_says(root):
     assert "old_values" not in read_by(policy_losses.value_clip, values, fixed={"epsilon": None})
     scores = {name: RNG.normal(size=N) for name in ("chosen_scores", "rejected_scores", "margin")}
     assert read_by(preference_losses.bradley_terry, scores, fixed={}) == said["reward model", "bradley_terry"]
+    steps = {"logits": RNG.normal(size=(N, T, 2)), "labels": RNG.random((N, T))}
+    for name, loss in public(step_losses).items():
+        assert read_by(loss, steps, fixed={}) == said["process reward model", name]
     terms = {"advantages": RNG.normal(size=(N, T)), "logps": LOGPS, "teacher_logps": LOGPS - 0.5}
     found = read_by(distillation.distilled_advantages, terms, fixed={"mask": MASK})
     names = {"logps": "sampler", "teacher_logps": "teacher"}

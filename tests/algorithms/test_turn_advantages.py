@@ -10,6 +10,7 @@ from jaxrl_llm.algorithms.turn_advantages import (
     by_turn,
     gigpo_advantages,
     mt_grpo_advantages,
+    process_advantages,
     shared_states,
     turn_advantages,
     turn_returns,
@@ -118,6 +119,21 @@ def test_gigpo_of_the_batch():
 def test_turns_of_the_same_number(scale):
     expected = by_key(0.8, lambda row, number: number, scale, 1e-4)
     ours = turn_advantages(turns_of(), mask(), GROUP, scale, gamma=0.8)
+    np.testing.assert_allclose(ours, spread(defaultdict(float, expected)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_steps_of_a_process_reward_model(scale):
+    """DeepSeekMath's: rewards of all steps of a group normalised together, and summed from a step on."""
+    turns = turns_of()
+    expected = {}
+    for first in range(0, len(ROWS), GROUP):
+        rewards = {row: [float(x) for x in turns.rewards[row] if x == x] for row in range(first, first + GROUP)}
+        flat = normalised([x for own in rewards.values() for x in own], scale, 1e-4)
+        for row, own in rewards.items():
+            z, flat = flat[: len(own)], flat[len(own) :]
+            expected |= {(row, number): z[number:].sum() for number in range(len(own))}
+    ours = process_advantages(turns, mask(), GROUP, scale)
     np.testing.assert_allclose(ours, spread(defaultdict(float, expected)), rtol=1e-4, atol=1e-5)
 
 

@@ -304,11 +304,3 @@ def test_files_without_prompts(text, words, tmp_path):
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=words):
         module.read_prompts("", str(file), False)
-
-
-@pytest.mark.slow
-def test_user_error_is_one_line_and_exit_code_2(run_python):
-    result = run_python("-m", "jaxrl_llm", "generate", "--model=no/such/folder", "--prompt=a")
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: model path 'no/such/folder'") and result.stderr.count("\n") == 1

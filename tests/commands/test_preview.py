@@ -8,12 +8,12 @@ from jaxrl_llm.config import default
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.tokenize import HOPELESS, RowTokenizer
-from tests.data.byte_tokenizer import build_byte_tokenizer
+from jaxrl_llm.models.hf import EMBEDDED
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(build_byte_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+def tokenizer():
+    return AutoTokenizer.from_pretrained(EMBEDDED / "sort")
 
 
 def test_learned_tokens_are_marked(tokenizer):

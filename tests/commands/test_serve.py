@@ -244,6 +244,8 @@ def test_adapters_are_merged():
         (["embedded:sort", "--port=8000", "other"], "--model is given twice"),
         (["embedded:sort", "--tensor=64"], "--tensor is 64, but there are"),
         (["embedded:sort", "--tinker=runs", "--weight_updates"], "what runs adapt must stay as it is"),
+        (["embedded:sort", f"--tinker={__file__}/runs"], "but no folder can be made there: Not a directory"),
+        (["embedded:sort", "--full_runs=2"], "--full_runs is for the runs of --tinker=FOLDER, which is not given"),
         (["embedded:sort", "--tinker=runs", "--full_runs=3"], "--full_samplers is 2, below --full_runs, 3: each run"),
         (["embedded:sort", "--host=203.0.113.1"], "cannot listen on 203.0.113.1:8000"),
         (["embedded:sort", "--slot=4"], "the closest is --slots"),

@@ -62,6 +62,10 @@ def told(name: str = "grpo", **settings) -> list[str]:
             "no reference is kept: algorithm.offload_reference has no effect",
         ),
         ({**ADAPTED, "teacher__path": "self(rate=0)", "teacher__offload": True}, "is self.*: teacher.offload has no"),
+        (
+            {"algorithm__advantage": "rloo(normalize=True)", "algorithm__scale_rewards": "none"},
+            r"advantage is rloo\(normalize=True\), whose formula .*: algorithm.scale_rewards has no effect",
+        ),
     ],
 )
 def test_settings_without_effect_are_named(settings, words):
@@ -85,6 +89,9 @@ def test_settings_without_effect_are_named(settings, words):
         {**ADAPTED, "teacher__path": "self(rate=0.05)", "teacher__offload": True},
         {**ADAPTED, "teacher__path": "folder", "teacher__offload": True},
         {"teacher__on_policy": 0.5, "data__loss_on": "all"},
+        {"algorithm__advantage": "gigpo", "algorithm__scale_rewards": "none"},
+        {"algorithm__advantage": "rules.py:own_advantages", "algorithm__scale_rewards": "none"},
+        {"algorithm__advantage": "opo", "algorithm__scale_rewards": "none", "environment__agent": "a.py:f"},  # of parts
         {"name": "preference", "algorithm__beta": 0.3, "algorithm__ld_alpha": 0.5, "data__precompute_reference": True},
         {"name": "sft", "algorithm__loss": "dft", "data__loss_on": "all", "algorithm__neftune_alpha": 5.0},
     ],

@@ -4,7 +4,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from tests.data.byte_tokenizer import build_byte_tokenizer
+from jaxrl_llm.models.hf import EMBEDDED
 
 CHATML = (
     "{%- for message in messages -%}"
@@ -14,8 +14,9 @@ CHATML = (
 
 
 @pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory):
-    return build_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+def tokenizer_folder():
+    """A byte is its own id; then come `<|pad|>` 256, `<|end|>` 257, `<|system|>`, `<|user|>` and `<|assistant|>`."""
+    return EMBEDDED / "sort"
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ embedded model: `<|role|>content<|end|>`.
 """
 
 import json
-import tempfile
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -13,11 +12,12 @@ from transformers import AutoTokenizer
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.formats.lookup import find
 from jaxrl_llm.data.tokenize import TEXTS
-from tests.data.byte_tokenizer import build_byte_tokenizer
+from jaxrl_llm.models.hf import EMBEDDED
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 MARKS = ("<!-- formats -->\n", "<!-- end of formats -->")
 COLUMNS = (*TEXTS, "label", "margin", "ground_truth", "answer")
+OF_STEPS = ("prompt", "completions", "labels")  # which other formats do not make
 
 
 def _user(text: str) -> Row:
@@ -79,6 +79,7 @@ SAMPLES: list[tuple[str, str, Row]] = [
         {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
     ),
     ("labels", "stepwise", {"prompt": "1+1+2?", "completions": ["1+1=2", "2+2=4"], "labels": [True, True]}),
+    ("steps", "stepwise", {"prompt": "1+1+2?", "completions": ["1+1=2", "2+2=5"], "labels": [True, False]}),
     *(("pairs", f"{family}{name}", row) for family in ("chatml", "llama3") for name, row in _PAIRS.items()),
     (
         "pairs",
@@ -89,6 +90,11 @@ SAMPLES: list[tuple[str, str, Row]] = [
     ("pairs", "chat_template.default", {"messages": [ASK], "chosen": YES, "rejected": NO}),
     ("pairs", "chat_template.argilla_chat", CHATS),
     ("pairs", "chat_template.argilla", {"system": "Add.", **CHATS}),
+    (
+        "completions",
+        "chat_template(roles_to_train=['assistant', 'tool'], message_field_training='learn')",
+        {"messages": [ASK, {**YES, "learn": False}, {"role": "tool", "content": "4"}]},
+    ),
     ("completions", "alpaca", {"instruction": "Add.", "input": "2+2", "output": "4"}),
     ("completions", "alpaca", {"instruction": "Add 2 and 2.", "input": "", "output": "4"}),
     ("pairs", "user_defined", {"system": "Add.", "prompt": "2+2?", **ANSWERS}),
@@ -110,12 +116,12 @@ SAMPLES: list[tuple[str, str, Row]] = [
 
 def table() -> str:
     """The table as Markdown: the kind of data, the format as written, a row, and the columns it becomes."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = AutoTokenizer.from_pretrained(build_byte_tokenizer(folder))
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "sort")
     lines = ["| for | format | a row | becomes |", "|---|---|---|---|"]
     for kind, spec, row in SAMPLES:
         example = find(spec, kind, tokenizer)(row)
-        columns = {name: example[name] for name in COLUMNS if name in example}
+        names = OF_STEPS if kind == "steps" else COLUMNS
+        columns = {name: example[name] for name in names if name in example}
         becomes = "<br>".join(f"{name}: {_code(_json(value))}" for name, value in columns.items())
         lines.append(f"| {kind} | {_code(spec)} | {_code(_json(row))} | {becomes} |")
     return "\n".join(lines) + "\n"

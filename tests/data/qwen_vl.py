@@ -7,8 +7,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from tests.data.byte_tokenizer import build_byte_tokenizer
+from jaxrl_llm.models.hf import EMBEDDED
 from tests.data.smolvlm import smolvlm_folder
+from tests.data.vl_folders import PARTS as OTHERS
+from tests.data.vl_folders import vl_folder
 
 TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 # That of Qwen2.5-VL-3B-Instruct, without videos.
@@ -88,8 +90,7 @@ PARTS: dict[str, dict[str, Any]] = {
 
 def qwen_vl_folder(folder: Path, family: str = "qwen2_5_vl") -> Path:
     """The folder, after config.json, tokenizer and image processor were written to it."""
-    build_byte_tokenizer(folder)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(EMBEDDED / "sort")
     tokenizer.add_special_tokens({"additional_special_tokens": TOKENS, "eos_token": "<|im_end|>"})
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -119,4 +120,5 @@ def qwen_vl_folder(folder: Path, family: str = "qwen2_5_vl") -> Path:
 FOLDERS = {
     "smolvlm": smolvlm_folder,
     **{family: functools.partial(qwen_vl_folder, family=family) for family in PARTS},
+    **{family: functools.partial(vl_folder, family=family) for family in OTHERS},
 }

@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from tests.data.byte_tokenizer import build_byte_tokenizer
+from jaxrl_llm.models.hf import EMBEDDED
 
 TAGS = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
 TOKENS = ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>", "<|im_start|>", *TAGS]
@@ -26,8 +26,7 @@ TEMPLATE = (
 
 def smolvlm_folder(folder: Path) -> Path:
     """The folder, after config.json, tokenizer and image processor were written to it."""
-    build_byte_tokenizer(folder)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(EMBEDDED / "sort")
     tokenizer.add_special_tokens({"additional_special_tokens": TOKENS, "eos_token": "<end_of_utterance>"})
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)

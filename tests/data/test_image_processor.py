@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -22,6 +24,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data import image_processor
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, patch_rows
+from tests.data import vl_folders
 from tests.data.qwen_vl import TOKENS as QWEN
 
 TAGS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
@@ -158,6 +161,61 @@ def test_qwen_vl_writes_the_tokens_and_the_patches_of_its_processor(tmp_path, to
     assert own.special_ids == set(tokenizer.convert_tokens_to_ids(QWEN[2:]))
 
 
+def written_of_pixtral(made):
+    """The tokens of an image of Mistral's, whose own processor needs torchvision."""
+    high, wide = (size // 8 for size in made["image_sizes"][0])
+    return f"{(wide * '[IMG]' + '[IMG_BREAK]') * high}".removesuffix("[IMG_BREAK]") + "[IMG_END]"
+
+
+INTERNVL: Any = SimpleNamespace(
+    image_token="<IMG_CONTEXT>", start_image_token="<img>", end_image_token="</img>", image_seq_length=4
+)
+OPTIONS = {"internvl": {"max_patches": 2}, "mistral3": {"longest_edge": 16}, "glm4v": {"max_pixels": 512}}
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["plain", "options"])
+@pytest.mark.parametrize("family", OPTIONS)
+def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family, given):
+    """Bit for bit, of images of many sizes, and with an option over those of the folder."""
+    folder = vl_folders.vl_folder(tmp_path / family, family)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    pil = vl_folders.processor_of(family)
+    if given:
+        settings = image_processor.settings_of(folder, OPTIONS[family])
+        tokenizer.image_settings = settings
+        pil = type(pil)(**pil.to_dict() | settings)
+    own = image_processor.load(folder, tokenizer)
+    assert own is not None
+    glm: Any = SimpleNamespace(image_processor=pil, image_token="<|image|>")
+    write = {
+        "internvl": lambda made: InternVLProcessor.replace_image_token(INTERNVL, made, 0),
+        "mistral3": written_of_pixtral,
+        "glm4v": lambda made: f"<|begin_of_image|>{Glm4vProcessor.replace_image_token(glm, made, 0)}<|end_of_image|>",
+    }[family]
+    arguments = {"internvl": {"crop_to_patches": True}, "mistral3": {"patch_size": 8}}.get(family, {})
+    sizes = SIZES
+    if family == "mistral3":
+        with pytest.raises(ConfigError, match=r"an image of 200 x 3 pixels, scaled to .* = \d+, has none left"):
+            own.expand(3, 200)
+        sizes = [size for size in SIZES if size != (200, 3)]
+    images = [picture(*size, seed) for seed, size in enumerate(sizes)]
+    written = ""
+    for image in images:
+        made = pil([image], return_tensors="np", **arguments)
+        written += f"and {write(made)}"
+        pixels = np.asarray(own.pixels([image]))
+        if family == "glm4v":
+            pixels, grids = patch_rows(pixels, PatchRowsConfig(patch_size=4))
+            np.testing.assert_array_equal(grids, made["image_grid_thw"][:, 1:])
+        else:
+            pixels = np.moveaxis(pixels, -1, 1)
+        np.testing.assert_array_equal(pixels, made["pixel_values"])
+        assert own.tile_count(image.height, image.width) == (1 if family == "glm4v" else len(pixels))
+    assert expanded(own, "".join(f"and {own.placeholder}" for _ in images), images) == written
+    names = vl_folders.TOKENS[family][: 4 if family == "glm4v" else 3]
+    assert own.special_ids == set(tokenizer.convert_tokens_to_ids(names))
+
+
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("options", [{"max_pixels": 1024}, {"min_pixels": 2048}, {"min_pixels": 64, "max_pixels": 256}])
 def test_options_over_those_of_a_qwen_vl(tmp_path, tokenizer_folder, options, older):
@@ -212,6 +270,9 @@ def test_options_over_those_of_an_idefics3(idefics3, tmp_path, options):
         (IDEFICS_CONFIG, {"max_pixels": 9}, "those of a idefics3 are longest_edge, do_image_splitting"),
         (IDEFICS_CONFIG, {"do_image_splitting": 1}, "do_image_splitting=1; give True or False"),
         ({"model_type": "gemma3"}, {"max_pixels": 9}, "option max_pixels, but those of a gemma3 are none"),
+        ({"model_type": "internvl"}, {"max_pixels": 9}, "those of a internvl are min_patches, max_patches"),
+        ({"model_type": "internvl"}, {"min_patches": 13}, "min_patches = 13 is above max_patches = 12; set both"),
+        ({"model_type": "mistral3"}, {"longest_edge": 0}, "longest_edge=0; give an integer from 1"),
     ],
 )
 def test_options_that_a_family_does_not_have_are_refused(tmp_path, config, options, message):

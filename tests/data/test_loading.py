@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -14,6 +15,7 @@ from jaxrl_llm.config import default, from_json, to_json, validate
 from jaxrl_llm.config.flags import load_flags
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import cache, loading
+from jaxrl_llm.data.formats.lookup import fitting
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.training.setup.specs import data_spec
 
@@ -25,9 +27,13 @@ ULTRA = [{"prompt": f"p{i}", "chosen": "ja", "rejected": "nein"} for i in range(
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
-    for name, rows in (("orca", ORCA), ("ultra", ULTRA)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows("orca.jsonl", ORCA)
+    write_rows("ultra.jsonl", ULTRA)
     return tmp_path
+
+
+def write_rows(name, rows):
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def user(content):
@@ -52,6 +58,11 @@ def tokens_of(config, tokenizer, **options):
     spec = data_spec(config)
     sources = loading.open_sources(spec, tokenizer, **options)
     return loading.tokenized(spec, sources, "prompts" if options.get("prompts") else spec.kind, tokenizer)
+
+
+def stream_of(config, tokenizer, dataset=None, **changes):
+    spec = replace(data_spec(config), streaming=True, **changes)
+    return loading.stream(spec, loading.open_sources(spec, tokenizer, dataset), spec.kind, tokenizer)
 
 
 def texts(rows, tokenizer, column="chosen_ids"):
@@ -113,34 +124,28 @@ def test_a_source_names_its_own_columns(folder, tokenizer):
         tokens_of(config_of("grpo", sources=("asked.csv(prompt_key=3)",)), tokenizer)
 
 
-def test_prompts_of_all_sources_have_the_same_columns(folder, tokenizer):
-    """What rewards are given does not depend on the sources that a batch has rows of."""
-    (folder / "code.jsonl").write_text(json.dumps({"prompt": "c", "tests": "assert True"}) + "\n")
-    (folder / "math.jsonl").write_text(json.dumps({"prompt": "m", "answer": 1}) + "\n")
-    rows = tokens_of(config_of("grpo", sources=("code.jsonl", "math.jsonl")), tokenizer).rows
+def test_prompts_of_all_sources_have_the_same_columns(tokenizer):
+    """What rewards are given does not depend on the sources that a batch has rows of.
+
+    Nor where they are streamed: a batch of rows with other columns than the one before would end the run.
+    """
+    write_rows("code.jsonl", [{"prompt": "c", "tests": "assert True"}])
+    write_rows("math.jsonl", [{"prompt": "m", "answer": 1}])
+    config = config_of("grpo", sources=("code.jsonl", "math.jsonl"), shuffle=False)
+    rows = tokens_of(config, tokenizer).rows
     assert [(row["prompt"], row["tests"], row["answer"]) for row in rows] == [
         ("c", "assert True", None),
         ("m", None, 1),
     ]
+    assert next(stream_of(config, tokenizer, batch_size=2, shuffle_buffer=2)) == rows
 
 
-def test_streamed_prompts_of_all_sources_have_the_same_columns(folder, tokenizer):
-    """As those in memory: a batch of rows with other columns than the one before would end the run."""
-    (folder / "code.jsonl").write_text(json.dumps({"prompt": "c", "tests": "assert True"}) + "\n")
-    (folder / "math.jsonl").write_text(json.dumps({"prompt": "m", "answer": 1}) + "\n")
-    config = config_of("grpo", sources=("code.jsonl", "math.jsonl"), shuffle=False)
-    spec = replace(data_spec(config), streaming=True, batch_size=2, shuffle_buffer=2)
-    stream = loading.stream(spec, loading.open_sources(spec, tokenizer), "prompts", tokenizer)
-    assert next(stream) == tokens_of(config, tokenizer).rows
-
-
-def test_streaming_logs_what_is_dropped(folder, tokenizer, caplog):
+def test_streaming_logs_what_is_dropped(tokenizer, caplog):
     """Each time that twice as many rows have been read: a stream has no end to do it at."""
     rows = [{"prompt": "p", "completion": "c" * (1 + 9 * (i % 2))} for i in range(8)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows("rows.jsonl", rows)
     config = config_of("sft", path="rows.jsonl", overlong="filter", max_length=5, shuffle=False)
-    spec = replace(data_spec(config), streaming=True, batch_size=4, shuffle_buffer=4)
-    stream = loading.stream(spec, loading.open_sources(spec, tokenizer), "completions", tokenizer)
+    stream = stream_of(config, tokenizer, batch_size=4, shuffle_buffer=4)
     [next(stream) for _ in range(4)]
     stream.get_state()
     reports = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
@@ -252,6 +257,7 @@ def test_options_beside_the_path(tokenizer):
         ({"sources": ("a(weight=2)",), "packing": True}, "mixed by weight, which data.packing would undo"),
         ({"streaming": True, "packing": True}, "data.packing needs all rows before training, and data.streaming is"),
         ({"streaming": True, "precompute_reference": True}, "data.precompute_reference needs all rows before"),
+        ({"streaming": True, "deduplicate": True}, "data.deduplicate needs all rows before"),
     ],
 )
 def test_settings_that_contradict_each_other(settings, message):
@@ -282,7 +288,7 @@ def test_errors_name_file_row_and_columns(folder, tokenizer):
     with pytest.raises(ConfigError, match=re.escape("orca.jsonl row 0: the format chatml.icr looks for 'input'; the")):
         tokens_of(config_of(format="chatml.icr"), tokenizer)
     rows = [*ULTRA, {"prompt": "p", "chosen": None, "rejected": "b"}]
-    (folder / "holes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows("holes.jsonl", rows)
     with pytest.raises(ConfigError, match=r"holes.jsonl row 3: column 'chosen' is None; it takes text or a list"):
         tokens_of(config_of(path="holes.jsonl"), tokenizer)
     code = "def form(row):\n    return {'prompt': row['answer' if row['question'] == 'q2' else 'question']}\n"
@@ -292,6 +298,8 @@ def test_errors_name_file_row_and_columns(folder, tokenizer):
     fits = re.escape("formats that read this row (data.format): chatml.default, chatml.intel, llama3.default, ")
     with pytest.raises(ConfigError, match=rf"row 0: .* share no beginning to be the prompt; .*; {fits}"):
         tokens_of(config_of(), tokenizer)
+    pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    assert fitting(pair, "pairs") and not fitting(pair, "triples"), "no format makes a gold completion of a pair"
     with pytest.raises(ConfigError, match=r"data.format: unknown data format 'chatm' for pairs"):
         tokens_of(config_of(format="chatm"), tokenizer)
 
@@ -406,7 +414,7 @@ def test_streaming_gives_the_same_rows(tokenizer):
     assert [row for _ in range(4) for row in next(stream)] == in_memory * 2
     state = stream.get_state()
     rest = [next(stream) for _ in range(3)]
-    again = loading.stream(spec, loading.open_sources(spec, tokenizer), "pairs", tokenizer)
+    again = stream_of(config, tokenizer, shuffle_buffer=3, batch_size=2)
     again.set_state(json.loads(json.dumps(state)))
     assert [next(again) for _ in range(3)] == rest
 
@@ -450,29 +458,18 @@ def test_a_function_that_gives_a_stream_needs_streaming(folder, tokenizer):
     config = config_of("sft", path="mine.py:rows")
     with pytest.raises(ConfigError, match=r"mine.py:rows gives a stream .*: set data.streaming to true"):
         tokens_of(config, tokenizer)
-    spec = replace(data_spec(config), streaming=True, batch_size=1, shuffle_buffer=1)
-    stream = loading.stream(spec, loading.open_sources(spec, tokenizer), "completions", tokenizer)
+    stream = stream_of(config, tokenizer, batch_size=1, shuffle_buffer=1)
     assert tokenizer.decode(next(stream)[0]["ids"][:2]) == "pc"
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_streaming_without_weights_takes_every_row_once(folder, tokenizer, streaming):
+def test_streaming_without_weights_takes_every_row_once(tokenizer, streaming):
     for name, count in (("few", 2), ("many", 18)):
-        rows = [{"prompt": name[0], "completion": str(i)} for i in range(count)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(f"{name}.jsonl", [{"prompt": name[0], "completion": str(i)} for i in range(count)])
     config = config_of("sft", sources=("few.jsonl", "many.jsonl"), shuffle=False, shuffle_buffer=20)
-    spec = replace(data_spec(config), streaming=streaming, batch_size=20)
-    sources = loading.open_sources(spec, tokenizer)
-    made = (
-        next(loading.stream(spec, sources, "completions", tokenizer))
-        if streaming
-        else tokens_of(config, tokenizer).rows
-    )
+    made = next(stream_of(config, tokenizer, batch_size=20)) if streaming else tokens_of(config, tokenizer).rows
     assert [tokenizer.decode(row["ids"][:1]) for row in made] == ["f"] * 2 + ["m"] * 18
-    spec = replace(spec, sources=("few.jsonl(weight=1)", "many.jsonl"))
-    mixed = next(
-        loading.stream(spec, loading.open_sources(replace(spec, streaming=True), tokenizer), "completions", tokenizer)
-    )
+    mixed = next(stream_of(config, tokenizer, batch_size=20, sources=("few.jsonl(weight=1)", "many.jsonl")))
     assert Counter(tokenizer.decode(row["ids"][:1]) for row in mixed) == {"f": 10, "m": 10}
 
 
@@ -498,15 +495,13 @@ def test_keys_of_other_rows_are_not_shown(folder, tokenizer, tokenizer_folder, k
     tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=template)
     rows = [calling("a", "city"), calling("b", "unit")]
     datasets.Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows("rows.jsonl", rows)
     given = {"list": rows, "table": datasets.Dataset.from_list(rows)}.get(kind)
-    spec = data_spec(config_of("sft", path=f"rows.{kind}", shuffle=False, shuffle_buffer=2))
-    spec = replace(spec, streaming=streaming, batch_size=2)
-    sources = loading.open_sources(spec, tokenizer, given)
+    config = config_of("sft", path=f"rows.{kind}", shuffle=False, shuffle_buffer=2)
     if streaming:
-        made = next(loading.stream(spec, sources, "completions", tokenizer))
+        made = next(stream_of(config, tokenizer, given, batch_size=2))
     else:
-        made = loading.tokenized(spec, sources, "completions", tokenizer).rows
+        made = tokens_of(config, tokenizer, dataset=given).rows
     for row, argument in zip(made, ("city", "unit"), strict=True):
         text = tokenizer.decode(row["ids"])
         assert "null" not in text

@@ -12,7 +12,6 @@ from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import chat_ids, render_chat
 from jaxrl_llm.data.tokenize import RowTokenizer
 from jaxrl_llm.models.hf import remember_images
-from tests.data.byte_tokenizer import build_byte_tokenizer
 from tests.data.qwen_vl import qwen_vl_folder
 from tests.data.smolvlm import picture
 from tests.data.spacing_tokenizer import SPACINGS, spacing_tokenizer
@@ -35,14 +34,9 @@ THINKING = (
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return build_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
 @pytest.fixture
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder)
+def tokenizer(tokenizer_folder):
+    return AutoTokenizer.from_pretrained(tokenizer_folder)
 
 
 def observation_ids(tokenizer, observation, prompt=({"role": "user", "content": "2+2?"},), eos=(257,)):

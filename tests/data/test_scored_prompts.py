@@ -75,9 +75,10 @@ def test_a_run_that_goes_on_samples_nothing_anew():
 def test_a_column_takes_the_place_of_samples():
     rows = [{"prompt": "0", "reference_scores": [1, None]}, {"prompt": "1", "reference_scores": 0.5}]
     np.testing.assert_array_equal(column_scores(rows), np.float32([[1, np.nan], [0.5, np.nan]]))
-    prompts = ScoredPrompts([*rows, {"prompt": "2", "reference_scores": [0.0, 0.0]}], 2, True)
-    assert prompts.known and prompts.left_out == 1
-    for wrong in ("many", None, [], [None], {"a": 1}):
+    unscored = {"prompt": "3", "reference_scores": [None, None]}  # as a first stage writes a prompt that it has none of
+    prompts = ScoredPrompts([*rows, {"prompt": "2", "reference_scores": [0.0, 0.0]}, unscored], 2, True)
+    assert prompts.known and prompts.left_out == 2
+    for wrong in ("many", None, [], {"a": 1}):
         with pytest.raises(ConfigError, match=r"row 1 has reference_scores = .*it takes the scores"):
             ScoredPrompts([rows[0], {"prompt": "1", "reference_scores": wrong}], 2, True)
 
@@ -86,3 +87,6 @@ def test_no_prompt_is_left():
     prompts = ScoredPrompts(ROWS, 2, True)
     with pytest.raises(ConfigError, match="no completion of the reference for any of 10 prompts"):
         prompts.give(np.zeros((10, 2)))
+    for drop in (True, False):
+        with pytest.raises(ConfigError, match="none of 10 prompts has a score of the reference: check what"):
+            ScoredPrompts(ROWS, 2, drop).give(np.full((10, 2), np.nan))

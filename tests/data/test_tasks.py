@@ -132,7 +132,7 @@ def test_games_begun():
         (
             ("sorts", "train"),
             "no built-in task 'sorts'; known are shapes, shapes_blank, smallest, smallest_demos, sort, sort_demos, "
-            "sort_labels, sort_pairs, sort_shown, sort_triples; the closest is sort",
+            "sort_labels, sort_pairs, sort_shown, sort_steps, sort_triples; the closest is sort",
         ),
         (("sort", "dev"), "no split 'dev'; its splits are train, validation, test"),
         (("sort", "train", 0), "cannot have 0 rows"),

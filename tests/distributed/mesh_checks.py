@@ -25,9 +25,9 @@ from jaxrl_llm.distributed.sharding import (
     rows_to_global,
     shardings,
 )
-from jaxrl_llm.models import hf, lora, moe
+from jaxrl_llm.models import chunked_softmax, hf, lora, moe
 from jaxrl_llm.models.attention import Attention, KeyValues
-from jaxrl_llm.models.chunked_softmax import chunked_logps
+from jaxrl_llm.models.chunked_softmax import AlignedDistributions, UldOptions, chunked_logps, chunked_uld
 from jaxrl_llm.models.fused_attention import splash_attention
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import Model, init_sharded, load_model, save_hf
@@ -40,6 +40,7 @@ from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
+from jaxrl_llm.training.cross_tokenizer import at_ends
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.packing.planner import TypicalRows
 from jaxrl_llm.training.setup.objectives import objective_of
@@ -528,6 +529,32 @@ def test_log_probs_of_columns_that_devices_share(count):
     expected = gradients(*arrays)
     with jax.set_mesh(make_mesh(2, context=2, devices=jax.devices()[:4])):
         assert_close(gradients(*arrays), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 1, 2, 2, 2)], ids=str)
+def test_the_distance_from_another_vocabulary(sizes, monkeypatch):
+    """Sorted and matched over vocabularies that devices share, as on one: value and gradients, in several chunks."""
+    monkeypatch.setattr(chunked_softmax, "LOGITS_IN_FLIGHT", 3 * 8 * 24)
+    rng = np.random.default_rng(0)
+    hidden, kernel, other, head = (rng.normal(size=x).astype("f") for x in ((8, 8, 16), (16, 24), (8, 12, 8), (8, 40)))
+    tokens, last = (rng.integers(low, high, size=(8, n)) for low, high, n in ((0, 40, 12), (4, 12, 8)))
+    ends, matches = np.where(rng.random((8, 12)) < 0.3, 5, -1), np.full(24, -1)
+    matches[:15] = rng.permutation(40)[:15]
+    prefix, weights = -rng.exponential(size=(8, 8)).astype("f"), rng.random((8, 8)).astype("f")
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
+    def total(hidden, kernel, prefix):
+        aligned, earlier = at_ends(other, head, tokens, ends, last, 4, 1.3, None)
+        teachers = (AlignedDistributions(aligned, head, earlier, None, known) for known in (None, matches))
+        options = UldOptions(0.8, 1.3, beta=0.5)
+        return sum((weights * chunked_uld(hidden, kernel, prefix, teacher, options)).sum() for teacher in teachers)
+
+    expected = total(hidden, kernel, prefix)
+    total.clear_cache()
+    with jax.set_mesh(make_mesh(*sizes)):
+        assert_close(total(hidden, kernel, prefix), expected)
 
 
 def test_fused_attention_needs_complete_rows(params, rows):

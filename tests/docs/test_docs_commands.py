@@ -17,7 +17,9 @@ import pytest
 from jaxrl_llm.commands.welcome import welcome
 from jaxrl_llm.config.flags import load_flags, load_options
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.config.schema import BY_NAME, SECTIONS
 from jaxrl_llm.distributed.devices import named
+from jaxrl_llm.tools.migrate.table import find, table
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -232,6 +234,16 @@ def test_links_between_pages_lead_somewhere():
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             written = "://" in target or target.startswith("../benchmarks/results/")
             assert written or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_settings_that_pages_name_exist():
+    """Those of other libraries stand in the tables of keys that are migrated."""
+    tables = [table(library) for library in ("trl", "verl", "axolotl", "harmony")]
+    setting = re.compile(rf"`(?:--config\.)?((?:{'|'.join(filter(None, SECTIONS))})\.\w+)(?=[`=])")
+    for page in PAGES:
+        named = set(setting.findall(page.read_text(encoding="utf-8"))) - {"model.norm", "model.safetensors"}
+        unknown = [name for name in named - BY_NAME.keys() if not any(find(entries, name) for entries in tables)]
+        assert not unknown, f"{page.name}: {unknown}"
 
 
 def test_the_map_has_every_page():

@@ -1,7 +1,6 @@
 """Agents as programs: how they are named, started and ended, and what they may return."""
 
 import dataclasses
-import re
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.resolve import import_file
-from jaxrl_llm.config.schema import KEYS
 from jaxrl_llm.environments.agents import Agents, AgentSpec, Connection, Outcome
 from jaxrl_llm.environments.protocol import EpisodeError
 from tests.conftest import ROOT
@@ -202,9 +200,6 @@ def test_settings_that_do_not_go_together(settings, message):
         validate(config)
 
 
-def test_keys_that_the_page_names_exist():
+def test_the_page_has_the_arguments_of_an_agent():
     page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`(?:--config\.)?((?:environment|rewards|rollout)\.[a-z_]+)", page))
-    assert {"environment.agent_timeout", "environment.agent_tokens"} <= named <= {key.name for key in KEYS}
-    for field in dataclasses.fields(Connection):
-        assert f"| `{field.name}` | `" in page
+    assert all(f"| `{field.name}` | `" in page for field in dataclasses.fields(Connection))

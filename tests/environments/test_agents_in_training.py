@@ -20,6 +20,7 @@ from jaxrl_llm.algorithms.turn_advantages import turn_table
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data.observations import TurnTokenizer
+from jaxrl_llm.distributed.own_part import OwnPart
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.environments.agents import Agents, AgentSpec
 from jaxrl_llm.rollout.engine import Engine
@@ -82,7 +83,7 @@ def play(model):
         opened.append(agents)
         examples = [{**task, "prompt_ids": model.tokenizer(task["prompt"])["input_ids"]} for task in tasks]
         with jax.set_mesh(mesh):
-            rollout, episodes = AgentRollout(agents, engine, turns, mesh, WIDTH, 4)(
+            rollout, episodes = AgentRollout(agents, engine, turns, mesh, WIDTH, 4, OwnPart.of(mesh, 1))(
                 model.params, examples, jax.random.key(key)
             )
         return jax.tree.map(np.asarray, rollout), episodes
@@ -268,7 +269,7 @@ def test_agents_that_fail(model, play):
     assert episodes.reasons[0].startswith("RuntimeError: zero (") and "made its 2 calls" in episodes.reasons[4]
     assert episodes.reasons[6] == "the agent gave no reward" and episodes.rewards[2] == 0.75
     records, most = episodes.turn_records(rollout.lengths.tolist())
-    assert most == 2 and records[0] == [] and [turn.reward for turn in records[2]] == [0.25, 0.5]
+    assert most == 2 + 8 - 1 and records[0] == [] and [turn.reward for turn in records[2]] == [0.25, 0.5]
     assert rollout.mask[:2].sum() == 0 and (rollout.lengths[:2] == 1).all()
     metrics, totals, columns = episodes.release(len(episodes.rows))
     assert totals["environment/failures"] == 6 and totals["environment/left_out_tokens"] == 0

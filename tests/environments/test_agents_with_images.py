@@ -15,6 +15,7 @@ from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.data.images import data_url
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.tokenize import PIXELS, RowTokenizer
+from jaxrl_llm.distributed.own_part import OwnPart
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.environments.agents import Agents, AgentSpec
 from jaxrl_llm.models.model import load_model
@@ -76,7 +77,9 @@ def test_images_of_calls_are_those_of_the_row(model):
                               calls=3, timeout=2000))  # fmt: skip
     try:
         with jax.set_mesh(mesh):
-            worker = AgentRollout(agents, engine, TurnTokenizer(model.tokenizer, eos, WIDTH), mesh, WIDTH, 4)
+            worker = AgentRollout(
+                agents, engine, TurnTokenizer(model.tokenizer, eos, WIDTH), mesh, WIDTH, 4, OwnPart.of(mesh, 1)
+            )
             rollout, episodes = worker(model.params, tasks, jax.random.key(0))
     finally:
         agents.close()

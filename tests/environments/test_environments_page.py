@@ -1,10 +1,9 @@
-"""docs/environments.md: every example runs, and the keys it mentions exist."""
+"""docs/environments.md: every example runs."""
 
 import re
 
 import pytest
 
-from jaxrl_llm.config.schema import KEYS
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
@@ -26,9 +25,5 @@ def test_examples_run(heading, block, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.strip()
 
 
-def test_keys_that_the_page_names_exist():
+def test_the_page_has_examples():
     assert len(EXAMPLES) == 5
-    named = set(re.findall(r"`(?:--config\.)?((?:environment|rewards|rollout|algorithm)\.[a-z_]+)", PAGE))
-    assert {"environment.timeout", "environment.max_turns"} <= named <= {key.name for key in KEYS}
-    metrics = set(re.findall(r"^\| `((?:environment|tools)/\w+)", PAGE, re.MULTILINE))
-    assert len(metrics) == 4

@@ -23,6 +23,7 @@ from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.shapes import drawn
 from jaxrl_llm.data.tokenize import PIXELS
+from jaxrl_llm.distributed.own_part import OwnPart
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.environments.agents import Agents, AgentSpec
 from jaxrl_llm.environments.batch import EpisodeBatch
@@ -69,11 +70,10 @@ class Scripted:
     def cancel(self, handles):
         pass
 
-    def set_params(self, params, done):
+    def call(self, function, done):
         done(None)
 
-    def release(self, done):
-        done(None)
+    release = None
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def play(tokenizer):
         on_error, seconds = settings.pop("on_error", "end"), settings.pop("agent_timeout", 60.0)
         agent = EpisodeAgent(EnvironmentSpec(environment, tools, **{"timeout": 30.0} | settings), limits)
         spec = agent.environments.spec
-        agents = Agents(AgentSpec(agent, spec.workers, seconds, spec.max_turns, on_error=on_error))
+        agents = Agents(AgentSpec(agent, spec.workers, seconds, spec.max_turns, on_error=on_error, branches=1))
         queue = Scripted(tokenizer, eos, say)
         gateway = Gateway(queue, turns, len(tokenizer), seconds, limits)
         closing.extend([agents.close, gateway.close])
@@ -110,7 +110,7 @@ def play(tokenizer):
         engine = types.SimpleNamespace(
             group_size=K, sampling=SamplingParams(), net=net, max_completion_length=completion
         )
-        rollout = AgentRollout(agents, engine, turns, mesh, WIDTH, 4, limits, {"gateway": gateway})
+        rollout = AgentRollout(agents, engine, turns, mesh, WIDTH, 4, OwnPart.of(mesh, 1), limits, {"gateway": gateway})
         tasks = [
             {"number": number, "prompt": prompt, "prompt_ids": [1], **dict(row)}
             for number, prompt in enumerate(prompts)
@@ -424,13 +424,15 @@ def test_a_game_of_text_has_the_policys_log_probs(chat):
     model = jaxrl_llm.load_model("embedded:sort", "float32")
     mesh, turns = make_mesh(devices=jax.devices()[:1]), TurnTokenizer(model.tokenizer, (257,), 40)
     spec, completion = EnvironmentSpec(lambda: Game(chat), max_turns=3), 24
-    agents = Agents(AgentSpec(EpisodeAgent(spec, ImageLimits()), calls=3, timeout=2000))
+    agents = Agents(AgentSpec(EpisodeAgent(spec, ImageLimits()), calls=3, timeout=2000, branches=1))
     prompts = [user("sort:4821=") if chat else "sort:4821=", user("sort:21=") if chat else "sort:21="]
     tasks = [{"prompt": prompt, "prompt_ids": turns.prompt_ids({}, prompt, [])} for prompt in prompts]
     engine = Engine(model.net, SamplingParams(0.8), K, completion, (257,), chunk=8)
     try:
         with jax.set_mesh(mesh):
-            rollout, episodes = AgentRollout(agents, engine, turns, mesh, 40, 4)(model.params, tasks, jax.random.key(0))
+            rollout, episodes = AgentRollout(agents, engine, turns, mesh, 40, 4, OwnPart.of(mesh, 1))(
+                model.params, tasks, jax.random.key(0)
+            )
     finally:
         agents.close()
     assert not episodes.failed.any(), episodes.reasons

@@ -20,10 +20,10 @@ from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec, load_environments
 from jaxrl_llm.environments.games import SmallestOfEach, SortThenSmallest
 from jaxrl_llm.environments.protocol import EpisodeError, Step
+from jaxrl_llm.models.hf import EMBEDDED
 from jaxrl_llm.training.setup.objectives import needs_reference
 from jaxrl_llm.training.setup.specs import learner_spec
 from jaxrl_llm.training.setup.worker import environment_spec
-from tests.data.byte_tokenizer import build_byte_tokenizer
 from tests.environments.test_tool_calls import FORMS, MARK, A, B
 
 END = 257
@@ -38,8 +38,8 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    loaded = AutoTokenizer.from_pretrained(build_byte_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+def tokenizer():
+    loaded = AutoTokenizer.from_pretrained(EMBEDDED / "sort")
     loaded.chat_template = TEMPLATE
     return loaded
 

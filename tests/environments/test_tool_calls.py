@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from jaxrl_llm.data.templates import called_turn
 from jaxrl_llm.environments.tool_calls import CallStart, ToolCall, parse_tool_calls, turn_calls
 from jaxrl_llm.environments.tools import turn_message
-from tests.data.byte_tokenizer import build_byte_tokenizer
+from jaxrl_llm.models.hf import EMBEDDED
 
 try:
     import trl
@@ -57,8 +57,8 @@ UNREAD = ("muse_glimmer",)  # of no family that is supported
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(build_byte_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+def tokenizer():
+    return AutoTokenizer.from_pretrained(EMBEDDED / "sort")
 
 
 def with_template(tokenizer, text):

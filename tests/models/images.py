@@ -10,7 +10,11 @@ import torch
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
+    Glm4vConfig,
+    Glm4vMoeConfig,
     Idefics3Config,
+    InternVLConfig,
+    Mistral3Config,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3_5Config,
@@ -26,7 +30,7 @@ from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, patch_rows
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
-from tests.models.oracles import EXPERTS, SHAPE, VARIANTS, VOCAB, added_gradients, in_files
+from tests.models.oracles import EXPERTS, SHAPE, UNTRAINED, VARIANTS, VOCAB, added_gradients, in_files
 
 IMAGE_TOKEN = 90  # no document has it as text
 TILE = (24, 24, 3)
@@ -45,6 +49,7 @@ PARTS: dict[str, Any] = {
     "vision_config": ENCODER,
     "image_token_id": IMAGE_TOKEN,
 }
+TILE_ENCODER = ENCODER | {"attention_bias": True, "layer_scale_init_value": 0.4}  # of InternVL
 # Two layers with windows of 2 x 2 tokens, and one in which patches see their image.
 ROW_ENCODER: dict[str, Any] = {
     "hidden_size": 24,
@@ -86,7 +91,17 @@ DEEP_TEXT = {
 PARTIAL_MROPE = {**MROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
 # Of Qwen3.5: nothing of it is added to the decoder's layers.
 SHALLOW_ENCODER = {name: x for name, x in DEEP_ENCODER.items() if name != "deepstack_visual_indexes"}
-ANY_SIZE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+# Of GLM-4.1V: the feed-forward has `out_hidden_size` channels, the merger others; 5 x 5 learned positions.
+GLM_ENCODER = {name: x for name, x in DEEP_ENCODER.items() if "_indexes" not in name and "num_pos" not in name} | {
+    "depth": 2, "image_size": 20,
+}  # fmt: skip
+GLM_ROPE = MROPE | {"partial_rotary_factor": 0.5}
+PIXTRAL = {name: x for name, x in ENCODER.items() if name != "image_size"} | {
+    "model_type": "pixtral", "hidden_act": "silu",
+}  # fmt: skip
+ANY_SIZE = (
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "mistral3",
+)  # fmt: skip
 TOKENS = {
     "image_token_id": IMAGE_TOKEN, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93,
 }  # fmt: skip
@@ -137,6 +152,39 @@ VISION = {
         vision_config=SHALLOW_ENCODER,
         **TOKENS,
     ),
+    "internvl": lambda: InternVLConfig(
+        text_config={**SHAPE, "model_type": "qwen2"},
+        vision_config=TILE_ENCODER,
+        image_token_id=IMAGE_TOKEN,
+        image_seq_length=TILE_TOKENS,
+        tie_word_embeddings=False,
+    ),
+    "glm4v": lambda: Glm4vConfig(
+        text_config={**SHAPE, "num_attention_heads": 2, "rope_parameters": GLM_ROPE},
+        vision_config=GLM_ENCODER,
+        **TOKENS,
+    ),
+    "glm4v_moe": lambda: Glm4vMoeConfig(
+        text_config={
+            **SHAPE,
+            **EXPERTS,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "rope_parameters": GLM_ROPE,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 8,
+            "routed_scaling_factor": 1.5,
+        },
+        vision_config=GLM_ENCODER,
+        **TOKENS,
+    ),
+    "mistral3": lambda: Mistral3Config(
+        text_config=VARIANTS["ministral3"]().to_dict(),
+        vision_config=PIXTRAL,
+        image_token_index=IMAGE_TOKEN,
+        multimodal_projector_bias=True,
+        tie_word_embeddings=False,
+    ),
 }
 
 
@@ -145,18 +193,23 @@ class Document(NamedTuple):
 
     tokens: np.ndarray
     pixels: Any
+    frames: int = 2  # of the patches of images of any size
 
 
-def make_vision_oracle(family: str):
+def make_vision_oracle(family: str, config: Any = None):
     """A random model in which biases and norms are random too, so that none can be left out unnoticed."""
     torch.manual_seed(0)
-    oracle = AutoModelForImageTextToText.from_config(VISION[family](), attn_implementation="eager").eval()
+    config = VISION[family]() if config is None else config
+    oracle = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or "lambda" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-            elif not parameter.any():  # Gemma 3's projector starts from zeros
+            elif not parameter.any():  # Gemma 3's projector starts from zeros, as do InternVL's positions
                 parameter.normal_(std=ENCODER["initializer_range"])
+        for name, buffer in oracle.named_buffers():
+            if name.endswith(UNTRAINED):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     return oracle
 
 
@@ -172,7 +225,8 @@ def image_documents(tiles=(2, 1, 0), family: str = "") -> list[Document]:
             parts += [np.full(high * wide // 64, IMAGE_TOKEN), rng.integers(0, IMAGE_TOKEN, 2)]
             pixels.append(rng.normal(size=(high, wide, 3)).astype(np.float32))
         pixels = pixels if family in ANY_SIZE else np.array(pixels, np.float32).reshape(count, *TILE)
-        documents.append(Document(np.concatenate([*parts, rng.integers(0, IMAGE_TOKEN, 4)]), pixels))
+        frames = 0 if family == "mistral3" else 2
+        documents.append(Document(np.concatenate([*parts, rng.integers(0, IMAGE_TOKEN, 4)]), pixels, frames))
     assert max(document.tokens.max() for document in documents) < VOCAB
     return documents
 
@@ -182,10 +236,10 @@ def padded_images(documents, side: str = "left") -> tuple[np.ndarray, np.ndarray
     width = max(len(document.tokens) for document in documents)
     tokens = np.full((len(documents), width), IMAGE_TOKEN)
     segments = np.zeros_like(tokens)
-    for row, (ids, _) in enumerate(documents):
+    for row, (ids, *_) in enumerate(documents):
         place = slice(width - len(ids), width) if side == "left" else slice(0, len(ids))
         tokens[row, place], segments[row, place] = ids, 1
-    return tokens, segments, padded_pixels([document.pixels for document in documents])
+    return tokens, segments, padded_pixels([document.pixels for document in documents], documents[0].frames)
 
 
 def joined(parts):
@@ -193,7 +247,7 @@ def joined(parts):
     return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else [image for part in parts for image in part]
 
 
-def padded_pixels(rows) -> Images:
+def padded_pixels(rows, frames: int = 2) -> Images:
     """The images of rows with these pixels, padded with noise."""
     rng, most = np.random.default_rng(2), max(map(len, rows))
     count = np.array([len(pixels) for pixels in rows], np.int32)
@@ -202,7 +256,7 @@ def padded_pixels(rows) -> Images:
         for row, own in enumerate(rows):
             tiles[row, : len(own)] = own
         return Images(tiles, count)
-    config = PatchRowsConfig(patch_size=4)
+    config = PatchRowsConfig(patch_size=4, frames=frames)
     made = [patch_rows(pixels, config) for pixels in rows]
     patches = rng.normal(size=(len(rows), 8 + max(len(x) for x, _ in made), config.patch_numbers)).astype(np.float32)
     grids = rng.integers(1, 9, (len(rows), most + 1, 2)).astype(np.int32)
@@ -215,6 +269,14 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
     """The arguments of transformers for a document as a row."""
     ids = torch.tensor(document.tokens)[None]
     found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if oracle.config.model_type == "mistral3":
+        sizes = torch.tensor([image.shape[:2] for image in document.pixels])
+        if not len(sizes):
+            return found
+        pixels = torch.zeros(len(sizes), 3, *sizes.max(0).values.tolist())
+        for image, row in zip(document.pixels, pixels, strict=True):
+            row[:, : image.shape[0], : image.shape[1]] = torch.tensor(image).permute(2, 0, 1)
+        return found | {"pixel_values": pixels, "image_sizes": sizes}
     if oracle.config.model_type in ANY_SIZE:
         found["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
         made = [qwen_patches(torch.tensor(image)) for image in document.pixels]
@@ -225,7 +287,7 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
     pixels = torch.tensor(document.pixels.transpose(0, 3, 1, 2))
     if oracle.config.model_type == "gemma3":
         found["token_type_ids"] = (ids == IMAGE_TOKEN).long()
-    else:
+    elif oracle.config.model_type != "internvl":
         pixels = pixels[None]
     return found | ({"pixel_values": pixels} if len(document.pixels) else {})
 
@@ -253,7 +315,8 @@ def oracle_image_gradients(oracle, documents) -> dict[str, np.ndarray]:
         logps = oracle(**as_torch(oracle, document)).logits[0, :-1].log_softmax(-1)
         total = total - logps.gather(-1, torch.tensor(document.tokens)[1:, None]).sum()
     (total / len(documents)).backward()
-    return in_files(oracle, {name: x.grad.numpy() for name, x in oracle.named_parameters()})
+    untrained = {name: np.zeros(x.shape) for name, x in oracle.named_buffers() if name.endswith(UNTRAINED)}
+    return in_files(oracle, {name: x.grad.numpy() for name, x in oracle.named_parameters()} | untrained)
 
 
 def image_gradients(model, documents) -> dict[str, np.ndarray]:

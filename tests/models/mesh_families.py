@@ -65,7 +65,7 @@ def test_eight_devices_compute_the_same_of_images(family, tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), cut_gradients, gradients)
     tower = cut.params["vision"]
     encoder, layers = tower["encoder"], tower["encoder"]["layers"]
-    down, proj = layers["mlp"].get("fc2", layers["mlp"].get("down")), tower.get("projector", {}).get("proj")
-    for linear in (encoder["patch"], layers["attention"]["q"], down, proj or encoder["merger"]["fc1"]):
+    down, projector = layers["mlp"].get("fc2", layers["mlp"].get("down")), tower.get("projector", encoder.get("merger"))
+    for linear in (encoder["patch"], layers["attention"]["q"], down, projector.get("proj", projector.get("fc1"))):
         x = linear["kernel"]
         assert x.sharding.shard_shape(x.shape) != x.shape

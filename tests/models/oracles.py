@@ -11,10 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from transformers import (
+    AfmoeConfig,
+    ArceeConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
     DeepseekV3Config,
+    Dots1Config,
     Ernie4_5Config,
     Exaone4Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -26,6 +31,8 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    HunYuanDenseV1Config,
+    KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Llama4TextConfig,
@@ -34,9 +41,11 @@ from transformers import (
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    OlmoHybridConfig,
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -100,6 +109,17 @@ DELTA_NETS: dict[str, Any] = {
     "rms_norm_eps": 1e-3,  # heads whose queries and keys are nearly at right angles would amplify rounding errors
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3}
+# As many numbers of keys as of values: of others transformers writes convolutions that it cuts elsewhere.
+OLMO_NETS: dict[str, Any] = {
+    "linear_key_head_dim": 10, "linear_num_key_heads": 2, "linear_value_head_dim": 5,
+    "linear_num_value_heads": 4,
+}  # fmt: skip
+NEMOTRON_H = {  # steps that transformers would cut off in whole rows, but not in decoding, are none
+    **{name: x for name, x in SHAPE.items() if name != "num_hidden_layers"}, "head_dim": 16, "mamba_num_heads": 8,
+    "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 5, "conv_kernel": 3, "num_experts_per_tok": 2,
+    "n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 20,
+    "time_step_min": 1e-9,
+}  # fmt: skip
 SHARED_EXPERT = {**EXPERTS, "moe_intermediate_size": 16, "num_experts": 4, "shared_expert_intermediate_size": 20}
 VARIANTS = {
     "llama": lambda: LlamaConfig(**SHAPE),
@@ -252,12 +272,62 @@ VARIANTS = {
         interleave_moe_layer_step=2, attention_bias=True, use_qk_norm=False, attn_temperature_tuning=False,
         rope_parameters=LLAMA3_ROPE,
     ),
+    "nemotron_h": lambda: NemotronHConfig(
+        **NEMOTRON_H, layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+        moe_latent_size=12, routed_scaling_factor=1.5, n_group=2, topk_group=1, use_bias=True,
+    ),
+    "nemotron_h-dense": lambda: NemotronHConfig(
+        **NEMOTRON_H, layers_block_type=["mlp", "linear_attention", "linear_attention", "full_attention"],
+        mlp_bias=True, use_conv_bias=False,
+    ),
+    "afmoe": lambda: AfmoeConfig(
+        **SHAPE | {"num_hidden_layers": 4}, head_dim=16, num_experts_per_tok=2, num_experts=4, moe_intermediate_size=16,
+        num_shared_experts=2, route_scale=1.5, sliding_window=WINDOW, global_attn_every_n_layers=2, mup_enabled=True,
+    ),
+    "kimi_linear": lambda: KimiLinearConfig(
+        **SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4}, linear_head_dim=6, linear_num_heads=4,
+        linear_conv_kernel_dim=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
+        kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, num_experts=4, num_experts_per_token=2,
+        moe_intermediate_size=16, rms_norm_eps=1e-3,
+    ),
+    "olmo_hybrid": lambda: OlmoHybridConfig(
+        **{name: x for name, x in DELTA_NETS.items() if name != "head_dim"} | OLMO_NETS, rope_parameters=None
+    ),
+    "olmo_hybrid-rotary": lambda: OlmoHybridConfig(
+        **SHAPE | OLMO_NETS, layer_types=["full_attention", "linear_attention"], linear_allow_neg_eigval=False,
+        rms_norm_eps=1e-3,
+    ),
+    "falcon_h1": lambda: FalconH1Config(
+        **SHAPE, **MAMBA, mamba_d_ssm=40, key_multiplier=0.7, attention_in_multiplier=1.5,
+        attention_out_multiplier=0.8, ssm_in_multiplier=1.2, ssm_out_multiplier=0.6, lm_head_multiplier=0.3,
+        embedding_multiplier=3.0, mlp_multipliers=[0.9, 1.1], ssm_multipliers=[0.5, 1.5, 0.7, 1.3, 0.8],
+    ),
+    "falcon_h1-norm": lambda: FalconH1Config(
+        **SHAPE, **MAMBA, mamba_d_ssm=None, mamba_rms_norm=True, mamba_norm_before_gate=False,
+        mamba_conv_bias=False, attention_bias=True, mlp_bias=True,
+    ),
+    "dots1": lambda: Dots1Config(
+        **SHAPE | {"num_hidden_layers": 3}, head_dim=8, num_experts_per_tok=2, n_routed_experts=8, n_shared_experts=2,
+        n_group=2, topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1, norm_topk_prob=True,
+        routed_scaling_factor=1.5, sliding_window=WINDOW, max_window_layers=2,
+    ),
+    "hunyuan_v1_dense": lambda: HunYuanDenseV1Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
+    "hunyuan_v1_dense-alpha": lambda: HunYuanDenseV1Config(
+        **SHAPE, head_dim=16, attention_bias=True,
+        rope_parameters={"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0},
+    ),
+    "arcee": lambda: ArceeConfig(**SHAPE, rope_parameters=YARN_ROPE, mlp_bias=True),
+    "cohere2": lambda: Cohere2Config(
+        **SHAPE, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"], logit_scale=0.3,
+        attention_bias=True,
+    ),
 }  # fmt: skip
 # Buffers of routers and layers, which no gradient trains.
 UNTRAINED = ("e_score_correction_bias", "expert_bias", "layer_scalar")
 NO_CLASSIFIER = (  # of which transformers has none
     "granite", "olmoe", "gemma4_text", "qwen3_5_moe_text", "llama4_text", "glm4_moe", "glm4_moe_lite",
-    "minimax_m2", "ernie4_5", "lfm2", "lfm2_moe", "granitemoehybrid",
+    "minimax_m2", "ernie4_5", "lfm2", "lfm2_moe", "granitemoehybrid", "nemotron_h", "afmoe", "kimi_linear",
+    "olmo_hybrid", "dots1", "falcon_h1", "cohere2",
 )  # fmt: skip
 ALIKE = {"glm4_moe_lite": "deepseek_v3"}  # families whose nets another describes too
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
@@ -269,7 +339,7 @@ def make_oracle(variant: str, seed: int = 0):
     oracle = AutoModelForCausalLM.from_config(VARIANTS[variant](), attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
-            if "norm" in name or name.endswith(("bias", "sinks", "scale")):
+            if "norm" in name or name.endswith(("bias", "sinks", "scale", "router.gate.weight")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         for name, buffer in oracle.named_buffers():
             if name.endswith(UNTRAINED):
@@ -291,7 +361,7 @@ def oracle_logits(oracle, tokens, **arguments):
 def counts_padding(oracle) -> bool:
     """True of models for which padding on the left counts in transformers: as places that scale queries, or as tokens
     that a convolution sees by their bias."""
-    return any(getattr(oracle.config, name, False) for name in ("attn_temperature_tuning", "conv_bias"))
+    return any(getattr(oracle.config, name, False) for name in ("attn_temperature_tuning", "conv_bias", "use_bias"))
 
 
 def oracle_greedy(oracle, tokens, segments, steps: int):
@@ -325,13 +395,15 @@ def oracle_gradients(oracle, tokens, segments) -> dict[str, np.ndarray]:
     oracle.zero_grad()
     (-(logps[:, :-1].gather(-1, targets)[..., 0] * weights).sum() / weights.sum()).backward()
     untrained = {name: np.zeros(x.shape) for name, x in oracle.named_buffers() if name.endswith(UNTRAINED)}
-    return in_files(oracle, {name: x.grad.numpy() for name, x in oracle.named_parameters()} | untrained)
+    trained = {n: x.grad.numpy() if x.requires_grad else np.zeros(x.shape) for n, x in oracle.named_parameters()}
+    return in_files(oracle, trained | untrained)
 
 
 def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Arrays by parameter of transformers as tensors of files, which hold each expert's matrices by themselves."""
-    mixtral = oracle.config.model_type in ("mixtral", "minimax_m2")
-    numbered = mixtral or oracle.config.model_type == "lfm2_moe"
+    family = oracle.config.model_type
+    mixtral = family in ("mixtral", "minimax_m2")
+    numbered = mixtral or family in ("lfm2_moe", "kimi_linear")
     gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
     found = {}
     granite = {
@@ -339,19 +411,41 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "router.weight": "router.layer.weight",
     }  # fmt: skip
     for name, x in arrays.items():
-        if oracle.config.model_type == "granitemoehybrid":
+        if family in ("kimi_linear", "olmo_hybrid"):
+            name = _name_in_files(oracle, name)
+            if name.endswith(".conv1d.weight"):
+                keys = len(arrays[name.replace("conv1d", "q_proj")])
+                parts = zip("qkv", np.split(x, [keys, 2 * keys]), strict=True)
+                found |= {name.replace("conv1d", f"{part}_conv1d"): own for part, own in parts}
+                continue
+        if family == "granitemoehybrid":
             block, between, part = name.partition("block_sparse_moe.")
             found[block + between + granite.get(part, part)] = x
             continue
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+        name = name.replace("model.", "backbone.") if family == "nemotron_h" else name
         start, stacked, part = name.partition(".experts.")
-        if not stacked or oracle.config.model_type in ("gpt_oss", "gemma4_text", "qwen3_vl_moe", "llama4_text"):
+        if not stacked or family in ("gpt_oss", "gemma4_text", "qwen3_vl_moe", "llama4_text"):
             found[name] = x
             continue
         halves = np.split(x, 2, axis=1) if part == "gate_up_proj" else [x]
-        for half, own in zip(halves, (gate, up) if part == "gate_up_proj" else (down,), strict=True):
+        names = {"gate_up_proj": (gate, up), "up_proj": (up,), "down_proj": (down,)}
+        for half, own in zip(halves, names[part], strict=True):
             found |= {f"{start}.experts.{e}.{own}.weight": half[e] for e in range(len(half))}
     return found
+
+
+def _name_in_files(oracle, name: str) -> str:
+    """The name on the hub of a parameter of the classes whose layers' names depend on the layer."""
+    config = oracle.config
+    layer = int(name.split(".")[2]) if name.startswith("model.layers.") else 0
+    if config.model_type == "kimi_linear":
+        sparse = config.mlp_layer_types[layer] == "sparse"
+        return name.replace(".forget_gate.", ".").replace(".mlp.", ".block_sparse_moe." if sparse else ".mlp.")
+    if config.layer_types[layer] == "full_attention":
+        return name
+    norms = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+    return functools.reduce(lambda name, pair: name.replace(*pair), norms.items(), name)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -22,7 +22,7 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.models.families import mixtral
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.lora import LoraConfig, parse_targets
-from jaxrl_llm.models.model import add_adapters, has_peft_adapter, load_model, save_adapter, save_hf
+from jaxrl_llm.models.model import Model, add_adapters, has_peft_adapter, load_model, save_adapter, save_hf
 from jaxrl_llm.models.moe import Experts, dense, grouped
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.engine import decoding_params
@@ -36,7 +36,8 @@ NET = Net(CONFIG).with_lora(SHAPE)
 # One for each way that transformers' classes have experts: [E,2f,D], [E,D,2f] interleaved, and [E,D,2f] unsaid.
 FAMILIES = variants(
     ["qwen3_moe", "gpt_oss", "llama4_text", "mixtral", "granitemoehybrid", "gemma4_text-experts", "deepseek_v3",
-     "glm4_moe", "qwen3_5_moe_text", "qwen3_next", "minimax_m2", "lfm2_moe", "olmoe", "qwen2_moe", "glm4_moe_lite"],
+     "glm4_moe", "qwen3_5_moe_text", "qwen3_next", "minimax_m2", "lfm2_moe", "olmoe", "qwen2_moe", "glm4_moe_lite",
+     "afmoe", "dots1", "kimi_linear"],
     ["qwen3_moe", "gpt_oss"],
 )  # fmt: skip
 
@@ -146,14 +147,17 @@ def test_beside_quantised_matrices_the_sampler_has_experts_merged(kind):
 
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_folders_are_those_of_peft(variant, tmp_path):
-    """Logits, gradients, the merged matrices, and the folder read back; of both parameters, which PEFT nests."""
+    """Logits, gradients, the merged matrices, and the folder read back; of both parameters, which PEFT nests, beside
+    linear maps: one of attention, and those of dense layers and shared experts, which have the experts' names."""
     make_oracle(variant).save_pretrained(tmp_path / "base")
     base = load_model(tmp_path / "base")
-    model = shaken(add_adapters(base, SHAPE, jax.random.key(0)))
+    maps = ["q"] if variant == "granitemoehybrid" else ["q", "gate", "up", "down"]  # where two are one tensor
+    shape = dataclasses.replace(SHAPE, targets=parse_targets([*maps, "experts"]))
+    model = shaken(add_adapters(base, shape, jax.random.key(0)))
     save_adapter(model, tmp_path / "adapter")
     again = load_model(tmp_path / "base", adapter=tmp_path / "adapter")
     found = again.net.config.lora
-    assert found is not None and dataclasses.replace(found, targets=SHAPE.targets) == SHAPE  # some have no map q
+    assert found is not None and dataclasses.replace(found, targets=shape.targets) == shape  # some have no map q
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
 
     oracle = in_peft(tmp_path / "base", tmp_path / "adapter", attn_implementation="eager")
@@ -187,11 +191,13 @@ def test_folders_are_those_of_peft(variant, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["qwen3_vl_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("variant", ["qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"])
 def test_folders_of_models_that_read_images(variant, tmp_path):
-    """Beside an encoder, where attention's maps are named by a pattern; on rows of text."""
+    """Beside an encoder, where attention's maps are named by a pattern, and shared experts each by its weight; on rows
+    of text."""
     make_vision_oracle(variant).save_pretrained(tmp_path / "base")
-    model = shaken(add_adapters(load_model(tmp_path / "base"), SHAPE, jax.random.key(0)))
+    shape = dataclasses.replace(SHAPE, targets=parse_targets(["q", "gate", "up", "down", "experts"]))
+    model = shaken(add_adapters(load_model(tmp_path / "base"), shape, jax.random.key(0)))
     save_adapter(model, tmp_path / "adapter")
     again = load_model(tmp_path / "base", adapter=tmp_path / "adapter")
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
@@ -242,6 +248,9 @@ def test_what_they_do_not_have_is_refused(llama_folder, tmp_path):
         LoraConfig(2, dropout=0.1, targets=targets)
     with pytest.raises(ConfigError, match=r"lora.targets names experts, but this model is no mixture of experts"):
         add_adapters(load_model(llama_folder), LoraConfig(2, targets=targets), jax.random.key(0))
+    ungated = Model(Net(dataclasses.replace(CONFIG, ffn_gate=False)), {}, hf_config={"model_type": "nemotron_h"})
+    with pytest.raises(ConfigError, match=r"lora.targets names experts, but this model's have no gate, as adapters"):
+        add_adapters(ungated, LoraConfig(2, targets=targets), jax.random.key(0))
     for name in ("layers.1.mlp.experts.down_proj", "experts.up_proj"):
         with pytest.raises(ConfigError, match=r"lora.targets names .*experts.gate_up_proj, experts.*closest is"):
             parse_targets([name])
@@ -260,6 +269,7 @@ def test_a_family_without_stacked_matrices_has_no_folder(monkeypatch, tmp_path):
 
 FAULTS = {
     "router": ({"target_parameters": ["mlp.gate.weight"]}, r"target_parameters names 'mlp.gate.weight', but param"),
+    "bias": ({"target_parameters": ["q_proj.bias"]}, r"target_parameters names 'q_proj.bias', but param"),
     "rank": ({"r": 4}, r"lora_A.weight has shape \(12, .*, but this model and r = 4 need \(16, "),
     "none": ({"target_parameters": None}, "has adapters of base_layer, experts; there can be .*, experts.down_proj"),
     "one of two": ({"target_parameters": ["experts.down_proj"]}, "holds tensors that the model has no place for"),

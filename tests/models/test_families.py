@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import math
 import re
 import shutil
+from typing import Any
 
 import jax
 import numpy as np
@@ -232,7 +234,11 @@ def as_transformers_4_writes(entries):
     return entries
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if "gemma4" not in name])  # it came with version 5
+# It came with version 5, has no rotary positions, or a base that is not config.json's.
+OTHER_ROTARY = ("gemma4", "nemotron_h", "kimi_linear", "olmo_hybrid", "hunyuan_v1_dense-alpha")
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if not name.startswith(OTHER_ROTARY)])
 def test_config_of_transformers_4_reads_alike(variant):
     new = VARIANTS[variant]().to_dict() | {"dtype": "float32"}
     family = family_of(new)
@@ -258,6 +264,38 @@ def test_config_describes_itself(variant):
         if getattr(config, field):
             changed = dataclasses.replace(config, **{field: value})
             assert family.to_config(family.from_config(changed, entries)) == changed
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {  # entries of files on the hub, in place of those of transformers 5
+    "nemotron_h": {"layers_block_type": None, "hybrid_override_pattern": "ME*-ME", "time_step_limit": [0.0, math.inf]},
+    "afmoe": {
+        "layer_types": None, "score_func": "sigmoid", "route_norm": True, "n_group": 1, "num_expert_groups": 1,
+    },
+    "kimi_linear": {
+        "layer_types": None, "mlp_layer_types": None, "first_k_dense_replace": 1, "moe_layer_freq": 1, "head_dim": 72,
+        "linear_attn_config": {
+            "full_attn_layers": [2], "kda_layers": [1, 3], "head_dim": 6, "num_heads": 4, "short_conv_kernel_size": 3,
+        },
+    },
+    "olmo_hybrid": {"layer_types": None, "full_attention_interval": 2},
+    "cohere2": {"layer_types": None, "sliding_window_pattern": 2},
+    "falcon_h1": {"mamba_d_head": "auto"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", PUBLISHED)
+def test_entries_of_published_files_read_alike(variant):
+    """And they are kept as they are in an export."""
+    entries = VARIANTS[variant]().to_dict() | {"architectures": None}
+    published = {name: x for name, x in (entries | PUBLISHED[variant]).items() if x is not None}
+    family = family_of(entries)
+    config = family.to_config(entries)
+    assert family.to_config(published) == config
+    exported = family.from_config(config, published)
+    assert {name: exported[name] for name in PUBLISHED[variant] if name in published} == {
+        name: x for name, x in PUBLISHED[variant].items() if x is not None
+    }
+    assert family.to_config(exported) == config
 
 
 def test_qwen3_5_reads_no_entries_of_other_mixtures():

@@ -14,8 +14,10 @@ from jaxrl_llm.models.flops import matmul_parameters, row_flops
 from jaxrl_llm.models.latent_attention import LatentAttention
 from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.mamba2 import Mamba2
+from jaxrl_llm.models.mixer import NoMixer
 from jaxrl_llm.models.model import describe
 from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.parallel import AttentionAndMamba
 from jaxrl_llm.models.short_conv import ShortConv
 from jaxrl_llm.models.transformer import Net
 from tests.models.oracles import VARIANTS
@@ -99,6 +101,8 @@ def test_mixers_by_hand():
     assert GatedDeltaNet.flops(c, 10, 30) == 10 * 4 * 3 * (2 * 3 * 7)
     assert Mamba2.flops(c, 10, 30) == 10 * 4 * 2 * (2 * 3 * 7)
     assert ShortConv.flops(c, 10, 30) == 10 * 16 * 2 * 3
+    assert AttentionAndMamba.flops(c, 10, 30) == Attention.flops(c, 10, 30) + Mamba2.flops(c, 10, 30)
+    assert NoMixer.flops(c, 10, 30) == 0
 
 
 @pytest.mark.parametrize("variant", ["qwen3", "gemma2", "qwen2_moe", "deepseek_v3", "gemma4_text"])

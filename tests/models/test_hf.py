@@ -153,6 +153,30 @@ CONFIG_FAULTS = {
         {"model_type": "llama4_text", "architectures": None, "layer_types": ["sliding_attention"] * 2},
         r"layer_types = \['sliding_attention'\] .* full_attention and chunked_attention",
     ),
+    "letters of layers": (
+        {"model_type": "nemotron_h", "architectures": None, "hybrid_override_pattern": "MX"},
+        r"hybrid_override_pattern = 'MX' .* letters M \* E -, one for each layer",
+    ),
+    "types of layers of another family": (
+        {"model_type": "nemotron_h", "architectures": None, "layers_block_type": ["mamba", "conv"]},
+        r"layers_block_type = \['conv'\] .* moe, mlp",
+    ),
+    "gelu beside Mamba-2": (
+        {"model_type": "nemotron_h", "architectures": None, "mlp_hidden_act": "gelu", "layers_block_type": ["mlp"]},
+        "mlp_hidden_act = 'gelu' is not supported; supported: relu2",
+    ),
+    "a router of softmax": (
+        {"model_type": "afmoe", "architectures": None, "score_func": "softmax"},
+        "score_func = 'softmax' is not supported; supported: sigmoid",
+    ),
+    "dense layers alone": (
+        {"model_type": "afmoe", "architectures": None, "num_dense_layers": 2},
+        "num_dense_layers = 2 .* below num_hidden_layers = 2",
+    ),
+    "rotary latent attention": (
+        {"model_type": "kimi_linear", "architectures": None, "mla_use_nope": False},
+        "mla_use_nope = False is not supported; supported: True",
+    ),
     "no number of experts": ({"model_type": "qwen3_moe", "architectures": None}, "no entry num_experts"),
     "rope of no kind": ({"rope_parameters": 2.5}, "rope_parameters = 2.5 is not supported; supported: an object"),
     "rope of a layer": (
@@ -168,8 +192,8 @@ CONFIG_FAULTS = {
     ),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = .*gptq"),
     "architecture": (
-        {"architectures": ["LlamaForTokenClassification"]},
-        "LlamaForTokenClassification.*LlamaForCausalLM",
+        {"architectures": ["LlamaForQuestionAnswering"]},
+        "LlamaForQuestionAnswering.*LlamaForCausalLM",
     ),
     "many labels": ({"architectures": ["LlamaForSequenceClassification"]}, "num_labels = 2"),
     "missing entry": ({"intermediate_size": "remove"}, "no entry intermediate_size"),
@@ -208,6 +232,19 @@ CONFIG_FAULTS = {
 }
 
 
+def test_a_form_of_another_name_is_read_and_exported_as_its_family(tmp_path):
+    """Kimi-K2's folders are DeepSeek-V3's in form, but for the code that they bring."""
+    make_oracle("deepseek_v3").save_pretrained(tmp_path / "model")
+    expected = load_model(tmp_path / "model")
+    edit_config(tmp_path / "model", model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.Config"})
+    model = load_model(tmp_path / "model")
+    assert model.net == expected.net
+    save_hf(model, tmp_path / "out")
+    entries = json.loads((tmp_path / "out/config.json").read_text())
+    assert entries["model_type"] == "deepseek_v3" and "auto_map" not in entries
+    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "out")[1], expected.params)
+
+
 @pytest.mark.parametrize("fault", CONFIG_FAULTS)
 def test_unsupported_config_is_refused_before_weights_are_read(copy, fault):
     entries, message = CONFIG_FAULTS[fault]
@@ -222,7 +259,7 @@ def test_unsupported_config_is_refused_before_weights_are_read(copy, fault):
     [
         ({"rematerialize": True}, "no setting 'rematerialize'; it has .*remat"),
         ({"dtype": "int8"}, "dtype = 'int8' is not one of float32"),
-        ({"head": "classifier"}, "head = 'classifier' is not one of lm, score"),
+        ({"head": "classifier"}, "head = 'classifier' is not one of lm, score, step"),
     ],
 )
 def test_unknown_overrides_are_refused(llama_folder, overrides, message):

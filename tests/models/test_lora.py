@@ -111,8 +111,12 @@ def test_peft_gives_the_same_logits_and_gradients(llama_folder, adapter, adapted
 
 
 @pytest.mark.parametrize(
-    "variant", variants(["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2-biases", "granitemoehybrid"])
-)
+    "variant",
+    variants(
+        ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2-biases", "granitemoehybrid", "nemotron_h",
+         "falcon_h1", "kimi_linear", "olmo_hybrid"]
+    ),
+)  # fmt: skip
 def test_other_mixers_have_the_adapters_of_peft(tmp_path, variant):
     """Delta nets, short convolutions and Mamba-2, on every map of theirs, beside matrices as they are and quantised."""
     make_oracle(variant).save_pretrained(tmp_path / "base")
@@ -129,7 +133,9 @@ def test_other_mixers_have_the_adapters_of_peft(tmp_path, variant):
             save_hf(load_model(tmp_path / "base", quantize=kind), base)
         oracle = in_peft(base, tmp_path / f"{kind}-adapter", attn_implementation="eager")
         adapted = {name.split(".")[-2] for name, _ in oracle.named_modules() if name.endswith(".lora_A")}
-        projections = {name: {"in_proj"} for name in ("lfm2-biases", "granitemoehybrid")}
+        names = ("lfm2-biases", "granitemoehybrid", "nemotron_h", "falcon_h1")
+        projections = {name: {"in_proj"} for name in names}
+        projections |= {"kimi_linear": set(), "olmo_hybrid": set()}
         projections["qwen3_next"] = {"in_proj_qkvz", "in_proj_ba"}
         expected = projections.get(variant, {f"in_proj_{name}" for name in ("qkv", "z", "b", "a")})
         assert {name for name in adapted if "in_proj" in name} == expected
@@ -374,7 +380,7 @@ def test_unknown_targets_are_refused():
 
 FAULTS = {
     "dora": ({"use_dora": True}, "lacks tensors that the model needs: .*lora_magnitude_vector"),
-    "ranks": ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+    "ranks": ({"rank_pattern": {"o_proj": 8}}, r"o_proj.lora_A.weight has shape \(3, 32\), but .* need \(8, 32\)"),
     "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
     "not lora": ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
     "rank": ({"r": 4}, r"o_proj.lora_A.weight has shape \(3, 32\), but .* r = 4 need \(4, 32\)"),

@@ -66,6 +66,31 @@ def test_weighted_inputs(way):
     np.testing.assert_allclose(found, sum(each), atol=1e-5)
 
 
+@pytest.mark.parametrize("way", [dense, grouped])
+def test_without_gates(way):
+    """The sum of down(relu(up(x))^2) of each token's experts."""
+    experts = Experts(dataclasses.replace(CONFIG, ffn_gate=False, activation="relu2"), nnx.Rngs(0))
+    x, weights, chosen = routed(7)
+    up, down = (np.asarray(part.kernel[...]) for part in (experts.up, experts.down))
+    each = np.einsum("mef,efd->med", np.maximum(np.einsum("md,edf->mef", x, up), 0) ** 2, down)
+    expected = (np.take_along_axis(each, chosen[..., None], axis=1) * weights[..., None]).sum(1)
+    found = jax.jit(functools.partial(experts.compute, way))(x, weights, chosen)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert set(nnx.to_pure_dict(nnx.state(experts))) == {"up", "down"}
+
+
+def test_experts_narrower_than_the_model():
+    """They read a map of the tokens, and another one maps their sum; router and shared expert read the tokens."""
+    config = dataclasses.replace(CONFIG, expert_width=5, shared_expert_ffn=3)
+    layer = MixtureOfExperts(config, nnx.Rngs(0))
+    assert layer.narrow is not None and layer.widen is not None and layer.shared is not None
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 8)), jnp.float32)
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(layer.router(x)), 2)
+    routed = by_hand(layer.experts, np.asarray(layer.narrow(x)), weights, chosen)
+    expected = routed @ np.asarray(layer.widen.kernel[...]) + layer.shared(x)
+    np.testing.assert_allclose(layer(x)[0], expected, atol=1e-5)
+
+
 def test_both_ways_have_the_same_gradients(experts):
     x, weights, chosen = routed(7)
     graph, state = nnx.split(experts)

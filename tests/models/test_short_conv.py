@@ -10,12 +10,14 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.delta_net import GatedDeltaNet
+from jaxrl_llm.models.kimi_delta import KimiDelta
 from jaxrl_llm.models.mamba2 import Mamba2
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.short_conv import AT_ONCE, ShortConv
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
+from tests.models.conftest import variants
 from tests.models.decoding import continued_logits, padded, trainer_logps
 from tests.rollout.test_multi_turn import Echo
 
@@ -31,11 +33,15 @@ CONFIGS = {
         SHAPE, mixers=(Mamba2, Attention), delta_key_heads=2, delta_value_heads=4, delta_key_dim=6, delta_value_dim=5,
         delta_conv=4, conv_bias=True,
     ),
+    "kimi": dataclasses.replace(
+        SHAPE, mixers=(KimiDelta, Attention), delta_key_heads=2, delta_value_heads=2, delta_key_dim=6,
+        delta_value_dim=5, delta_conv=4,
+    ),
     "convolution": dataclasses.replace(SHAPE, mixers=(ShortConv, Attention), conv_size=3),
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=variants(CONFIGS, quick=("delta net", "mamba", "convolution")))
 def net(request):
     return Net(CONFIGS[request.param])
 
@@ -107,6 +113,7 @@ def test_decays_are_those_of_the_trainer_in_16_bits_too(net, params):
     (layer, _) = decoder.decoding_params(params)["layers"].values()
     kept = {name for name, x in layer[net.config.mixers[0].path].items() if getattr(x, "dtype", None) == np.float32}
     expected = {"delta net": {"log_decay", "step_bias", "norm_scale"}, "convolution": set()}
+    expected["kimi"] = expected["delta net"]
     expected["mamba"] = expected["delta net"] | {"skip", "conv_bias"}
     assert kept == expected[next(name for name, config in CONFIGS.items() if config == net.config)]
     assert layer["mlp"]["down"]["kernel"].dtype == jax.numpy.bfloat16

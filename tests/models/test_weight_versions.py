@@ -15,7 +15,8 @@ from safetensors import safe_open
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.lora import LoraConfig, adapters_of, combine
 from jaxrl_llm.models.model import add_adapters, file_tensors, load_model, save_hf
-from jaxrl_llm.models.weight_versions import PATCH, LocalCheckpoint, PatchError, Publisher, publisher
+from jaxrl_llm.models.weight_changes import ENCODING
+from jaxrl_llm.models.weight_versions import LocalCheckpoint, PatchError, Publisher, publisher
 
 INDEX = "model.safetensors.index.json"
 
@@ -202,7 +203,7 @@ def test_another_encoding_is_refused(model, tmp_path):
     local.take(paths[0])
     index = Path(paths[1]) / INDEX
     entries = json.loads(index.read_text())
-    entries["metadata"] = {**entries["metadata"], **PATCH, "delta_encoding": "overwrite"}
+    entries["metadata"] = {**entries["metadata"], **ENCODING, "delta_encoding": "overwrite"}
     index.write_text(json.dumps(entries))
     with pytest.raises(ConfigError, match=r"is a patch with \{'delta_encoding': 'overwrite'\}; what can be read is"):
         local.take(paths[1])

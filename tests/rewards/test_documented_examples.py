@@ -1,14 +1,11 @@
-"""Reward functions as the documentation of TRL, axolotl, verl and Harmony shows them run here unchanged."""
+"""Reward functions as the documentation of TRL, axolotl and verl shows them run here unchanged."""
 
-import asyncio
 import random
 import re
 
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.advantages import combine_rewards
-from jaxrl_llm.rewards.combined import CombinedGrader
 from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.rewards.signatures import RewardError
 
@@ -129,37 +126,11 @@ COMPLETIONS = ["4", "return a + b", "11", "pass"]
 
 
 def test_multi_task_rewards(multi_task):
-    tasks = ["math", "coding", "math", "coding"]
+    """The page's own data says "code" where its reward tests for "coding": such rows have no reward at all."""
+    tasks = ["math", "coding", "math", "code"]
     rewards = grade(multi_task, PROMPTS, COMPLETIONS, {"task": tasks})
     nan = np.nan
-    np.testing.assert_array_equal(rewards, np.float32([[1, nan], [nan, 1], [-1, nan], [nan, -1]]))
-
-
-def test_rows_without_any_function(multi_task):
-    """The page's own data says "code" where its reward tests for "coding", so those rows have no reward at all."""
-    tasks = ["math", "code", "math", "code"]
-    rewards = grade(multi_task, PROMPTS, COMPLETIONS, {"task": tasks})
-    nan = np.nan
-    np.testing.assert_array_equal(rewards, np.float32([[1, nan], [nan, nan], [-1, nan], [nan, nan]]))
-
-
-def test_unique_letters():
-    def reward_func(completions, **kwargs):
-        # Dummy reward function that rewards completions with more unique letters.
-        return [float(len(set(completion))) for completion in completions]
-
-    assert grade(reward_func, ["p", "q"], ["abca", ""], {}).tolist() == [[3.0], [0.0]]
-
-
-def test_several_rewards_add_up_with_weights():
-    def reward_func1(completions, **kwargs):
-        return [1.0 for completion in completions]
-
-    def reward_func2(completions, **kwargs):
-        return [float(len(completion)) for completion in completions]
-
-    rewards = load_rewards([reward_func1, reward_func2], weights=[0.5, 2.0])
-    assert combine_rewards(rewards(["p"], ["abc"], [[1]], {}), rewards.weights).tolist() == [6.5]
+    np.testing.assert_array_equal(rewards, np.float32([[1, nan], [nan, 1], [-1, nan], [nan, nan]]))
 
 
 # --- axolotl ----------------------------------------------------------------------------------------------------------
@@ -265,37 +236,3 @@ def test_verl_custom_reward_function_path_and_name(tmp_path):
     columns = {"data_source": ["gsm8k"] * 2, "reward_model": [{"style": "rule", "ground_truth": "4"}] * 2}
     specs = [str(path), f"{path}:compute_score", f"{path}:other_score"]
     assert grade(specs, ["p"] * 2, ["4", " 5"], columns).tolist() == [[1, 1, 1], [0, 0, 2]]
-
-
-# --- Harmony ----------------------------------------------------------------------------------------------------------
-
-
-class HarmonyJudge:
-    """What a recipe passes `client` to: spawned by setup, used for single samples."""
-
-    def __init__(self, client):
-        self.client, self.spawned = client, 0
-
-    async def setup(self):
-        self.spawned += 1
-
-    async def grade(self, sample):
-        assert self.spawned == 1
-        return self.client(sample.last_content())
-
-
-class HarmonyCustom:
-    def grade(self, sample):
-        return 1.0 if "because" in sample.last_content() else 0.0
-
-
-def test_harmony_combined_grader_sets_up_every_child():
-    """The recipe calls `setup` on the combined grader before it is used; the run calls it for those that did not."""
-    judge = HarmonyJudge(client=len)
-    grader = CombinedGrader([CombinedGrader([judge, HarmonyCustom()]), HarmonyCustom()], weights=[0.5, 1.0])
-    asyncio.run(grader.setup())
-    assert judge.spawned == 1
-    prompts = [[{"role": "user", "content": "why?"}]] * 2
-    completions = [[{"role": "assistant", "content": text}] for text in ("because", "no")]
-    assert grade(grader, prompts, completions, {}).tolist() == [[0.5 * 8 + 1.0], [0.5 * 2]]
-    assert judge.spawned == 1

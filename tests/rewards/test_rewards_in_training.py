@@ -17,7 +17,7 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.rewards.runner import Logged, load_rewards
 from jaxrl_llm.rewards.signatures import RewardError
 from jaxrl_llm.rollout.slots import Rollout
-from jaxrl_llm.training.logging.reward_metrics import join, over_processes, table_value
+from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.online import RolloutWorker
 from jaxrl_llm.training.setup.sources import build_rewards
@@ -166,20 +166,36 @@ def test_logs_of_two_rounds_are_joined():
     assert over_processes(joined) == {"a": np.float32(3.0), "b": np.float32(2.0), "n": np.float32(3.0)}
 
 
+def test_totals_are_added_and_the_rest_stays():
+    held = Logged({"a": [1.0]}, {"cost": 2.0}, {"text": ["x"]})
+    more = Logged({"a": [5.0], "b": [1.0]}, {"cost": 3.0, "calls": 1.0}, {"text": ["y"]})
+    assert add_totals(held, more) == Logged({"a": [1.0]}, {"cost": 5.0, "calls": 1.0}, {"text": ["x"]})
+
+
+@pytest.mark.slow
+def test_totals_include_greedy_baselines_and_evaluations(root, tmp_path):
+    def paid(completions, log_total, **columns):
+        log_total("paid/calls", len(completions))
+        return np.arange(len(completions), dtype=float)
+
+    config = load_config_file(f"{root / 'configs' / 'remax.py'}:tiny")
+    config.output_dir, config.logging.backends, config.total_steps = str(tmp_path / "run"), ("jsonl",), 1
+    config.optimizer.warmup_steps, config.eval.every = 0, 1
+    first, last = jaxrl_llm.train(config, rewards=paid).metrics
+    rows = config.batch.prompts * config.rollout.group_size
+    assert last["paid/calls"] == rows + config.batch.prompts
+    graded = config.eval.prompts * (config.eval.samples + 1)
+    assert first["eval/paid/calls"] == last["eval/paid/calls"] == graded
+
+
 def test_names_of_the_run_are_refused_in_logs():
     with pytest.raises(RewardError, match="logs the metric 'reward', which is the run's own; rename it"):
         over_processes(Logged({"reward": [1.0]}, {}, {}), {"reward": 0.0})
 
 
 def test_table_values():
-    assert [table_value(value) for value in (None, True, 2, 0.5, "x", np.float32(1.5))] == [
-        None,
-        True,
-        2,
-        0.5,
-        "x",
-        1.5,
-    ]
+    plain = [None, True, 2, 0.5, "x", 1.5]
+    assert list(map(table_value, [*plain[:-1], np.float32(1.5)])) == plain
     assert table_value({"a": [1]}) == '{"a": [1]}' and "object" in table_value(object())
 
 

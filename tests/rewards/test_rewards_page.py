@@ -1,11 +1,10 @@
-"""docs/rewards.md: every example runs, the table is the code's, and names and keys that it mentions exist."""
+"""docs/rewards.md: every example runs, and the table is the code's."""
 
 import re
 import sys
 
 import pytest
 
-from jaxrl_llm.config.schema import KEYS
 from jaxrl_llm.rewards.built_in import table
 from tests.conftest import ROOT
 from tests.rewards.judge_server import JudgeServer
@@ -39,8 +38,3 @@ def test_the_table_is_the_codes():
     assert PAGE.endswith("<!-- built-in rewards -->\n" + table()), (
         "write the end of docs/rewards.md with: python -m jaxrl_llm.rewards.built_in"
     )
-
-
-def test_keys_that_the_page_names_exist():
-    named = set(re.findall(r"`(?:--config\.)?(rewards\.[a-z_]+)", PAGE))
-    assert named and named <= {key.name for key in KEYS}

@@ -114,15 +114,6 @@ def test_a_function_gets_what_it_names():
     assert grade(pick, ["a", "b"], {"answer": ["a", "a"], "task": ["m", "c"]})[:, 0].tolist() == [1, 0]
 
 
-def test_functions_get_copies_of_the_lists():
-    def vandal(completions, answer, **_):
-        answer[:] = ["?"] * len(answer)
-        completions.clear()
-        return [0.0, 0.0]
-
-    assert grade([vandal, "exact_match"], ["a", "b"], {"answer": ["a", "b"]})[:, 1].tolist() == [1, 1]
-
-
 def test_conversational_inputs_arrive_as_messages():
     completions = [[{"role": "assistant", "content": "yes"}], [{"role": "assistant", "content": "no"}]]
     prompts = [[{"role": "user", "content": "?"}]] * 2
@@ -529,24 +520,15 @@ def test_async_rewards_in_a_running_event_loop():
     assert asyncio.run(cell()).tolist() == [[1, 2]]
 
 
-def test_an_async_object():
+def test_an_async_object_and_its_failures():
     class Judge:
-        async def __call__(self, completions, **_):
+        async def __call__(self, completions, answer, **_):
             await asyncio.sleep(0)
-            return [0.25 for _ in completions]
+            return [1 / number for number in answer]
 
-    assert grade(Judge(), ["a", "b"])[:, 0].tolist() == [0.25, 0.25]
-
-
-def test_async_failures_name_the_row():
-    async def judge(completions, answer, **_):
-        await asyncio.sleep(0)
-        return [1 / number for number in answer]
-
-    with pytest.raises(
-        RewardError, match=r"reward 'judge' raised ZeroDivisionError: division by zero \(.*py:\d+\), on row 1 "
-    ) as caught:
-        grade([length, judge], ["a", "b"], {"answer": [1, 0]})
+    assert grade(Judge(), ["a", "b"], {"answer": [4, 2]})[:, 0].tolist() == [0.25, 0.5]
+    with pytest.raises(RewardError, match=r"reward 'Judge' raised ZeroDivisionError: .*, on row 1 ") as caught:
+        grade([length, Judge()], ["a", "b"], {"answer": [1, 0]})
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 

@@ -56,7 +56,8 @@ def test_a_second_turn(model):
     compare(queue, plain, [RowRequest(second, 12, SamplingParams(), (), 2)])
     assert counts.prefix_hits == 1 and counts.prefix_tokens == 80 + 11  # the last token was never read
     done = threading.Event()
-    queue.set_params(jax.tree.map(lambda x: x * 0.5, model.params), lambda error: done.set())
+    halved = jax.tree.map(lambda x: x * 0.5, model.params)
+    queue.call(lambda: queue.replace(halved), lambda error: done.set())
     assert done.wait(60)
     (row,) = ask(queue, RowRequest(second, 5, SamplingParams(), (), 5))
     assert len(row.wait()) == 5 and counts.prefix_hits == 1

@@ -306,7 +306,8 @@ def test_new_parameters_count_from_the_next_chunk(queue, model):
     (before,) = ask(queue, request)
     before.wait()
     done = threading.Event()
-    queue.set_params(jax.tree.map(lambda x: x * 0.5, model.params), lambda error: done.set())
+    halved = jax.tree.map(lambda x: x * 0.5, model.params)
+    queue.call(lambda: queue.replace(halved), lambda error: done.set())
     assert done.wait(60) and queue.counts.weight_version == 1
     (after,) = ask(queue, request)
     assert after.wait() != before.ids
@@ -319,12 +320,12 @@ def test_parameters_that_cannot_be_placed_change_nothing(queue, model):
     (before,) = ask(queue, request)
     before.wait()
     told: SimpleQueue = SimpleQueue()
-    queue.set_params({"embed": None}, told.put)
+    queue.call(lambda: queue.replace({"embed": None}), told.put)
     assert told.get(timeout=60) is not None and queue.counts.weight_version == 0
     (after,) = ask(queue, request)
     assert after.wait() == before.ids
     queue.stop(60)
-    queue.set_params(model.params, told.put)
+    queue.call(lambda: queue.replace(model.params), told.put)
     assert isinstance(told.get(timeout=60), StoppedError)
 
 
@@ -385,7 +386,7 @@ def test_a_failure_is_given_to_every_row(queue, monkeypatch):
     with pytest.raises(StoppedError, match="none left"):
         ask(queue, rows[0].handle.request)
     told: SimpleQueue = SimpleQueue()
-    queue.clear_prefixes(told.put)
+    queue.call(queue.clear_prefixes, told.put)
     assert isinstance(told.get(timeout=60), MemoryError)
     queue.failure = None  # which the fixture looks at
 

@@ -10,7 +10,7 @@ import pytest
 import requests
 
 from jaxrl_llm.serving.app import Limits
-from jaxrl_llm.tools.tinker import samplers
+from jaxrl_llm.tools.tinker import samplers, service
 from tests.conftest import ROOT
 from tests.serving.conftest import LONGEST
 
@@ -167,6 +167,26 @@ def test_requests_are_done_in_the_order_of_their_numbers_and_once(training):
     assert told["category"] == "user"
 
 
+def test_requests_do_not_wait_for_ever_for_one_that_never_comes(client, training, monkeypatch):
+    """As for one that was refused as too large, which the client has counted: the run goes on behind them."""
+    monkeypatch.setattr(service, "MISSED", 0.2)
+    run = made(client)
+
+    def post(name, **body):
+        return requests.post(f"{training[0].url}/api/v1/{name}", json=body, timeout=60).json()
+
+    numbers = (3, 5, 4, 2, None)  # earlier clients give none
+    asked = [post("save_weights", model_id=run.model_id, seq_id=number, path=f"at-{number}") for number in numbers]
+    assert len({each["request_id"] for each in asked}) == 5
+    for each in asked:
+        told = post("retrieve_future", request_id=each["request_id"])
+        assert "request 1 of this run did not come in 0.2 s, and none behind it was done" in told["error"]
+    asked = post("save_weights", model_id=run.model_id, seq_id=7, path="at-7")
+    assert post("retrieve_future", request_id=asked["request_id"])["path"].endswith("weights/at-7")
+    late = post("save_weights", model_id=run.model_id, seq_id=1, path="at-1")
+    assert "seq_id is 1, but the run is at 8" in late["error"]["message"]
+
+
 def test_saved_weights_are_a_model_of_every_endpoint(client, training):
     openai = pytest.importorskip("openai")
     run = made(client, rank=8)
@@ -270,6 +290,45 @@ def test_errors_name_what_is_wrong_and_a_run_goes_on_behind_them(client):
             sampler.sample(
                 prompt, num_samples=count, sampling_params=types.SamplingParams(max_tokens=2, **params)
             ).result()
+
+
+def test_bodies_that_the_sdk_never_sends_are_refused_by_name(training):
+    """At once, or as the result where a request is answered with its id; however large their numbers are."""
+    url = f"{training[0].url}/api/v1/"
+
+    def post(name, **body):
+        return requests.post(url + name, json=body, timeout=60)
+
+    session = post("create_session").json()["session_id"]
+    prompt, here = {"chunks": [{"tokens": [1]}]}, {"session_id": session}
+    base = {"base_model": BASE, "prompt": prompt}
+    for name, body, status, message in (
+        ("create_sampling_session", {**here, "model_path": 5}, 400, "model_path is 5; it takes the path of saved"),
+        ("asample", {"sampling_session_id": ["x"], "prompt": prompt}, 404, "there is no sampling session ['x']"),
+        ("asample", {**base, "num_samples": "2"}, 400, "num_samples is '2'; it takes a whole number"),
+        ("create_model", {**here, **base, "model_seq_id": -1}, 400, "model_seq_id is -1; it takes 0 to 2147483647"),
+        ("load_weights", {**here, "model_seq_id": 10**300, "path": "x"}, 400, "model_seq_id is 1000"),
+    ):
+        answer = post(name, **body)
+        assert (answer.status_code, message in answer.json()["error"]["message"]) == (status, True), answer.text
+    many = post("asample", **base, num_samples=10**9).json()
+    assert len(many["sample_sequence_ids"]) == 2**14
+    for asked, message in (
+        (many, "num_samples is 1000000000; this server takes 1 to 16384"),
+        (post("asample", model_path=5, prompt=prompt).json(), "model_path is 5; it takes the path of saved"),
+        (post("asample", **base, sampling_params=[1]).json(), "sampling_params is [1]; it takes an object"),
+        (post("asample", **base, sampling_params={"max_tokens": 0}).json(), "max_tokens"),
+        (post("asample", **base, sampling_params={"seed": "1"}).json(), "seed is '1'; it takes a whole number"),
+    ):
+        told = post("retrieve_future", request_id=asked["request_id"]).json()
+        assert message in told["error"] and told["category"] == "user", told
+    lora = {"lora_config": {"rank": 1}}
+    first = post("create_model", **here, **base, **lora, model_seq_id=7).json()
+    assert "error" not in post("retrieve_future", request_id=first["request_id"]).json()
+    again = post("load_weights", **here, model_seq_id=7, path=f"tinker://{first['model_id']}/weights/none").json()
+    assert "there are no weights" in post("retrieve_future", request_id=again["request_id"]).json()["error"]
+    assert post("get_info", model_id=first["model_id"]).json()["lora_rank"] == 1
+    post(f"sessions/{session}/finish")
 
 
 def taught(client, word: str, **others):

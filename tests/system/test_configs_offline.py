@@ -24,10 +24,12 @@ METRICS = {
     "alphapo": PAIR_METRICS | {"nll_loss"},
     "tpo": PAIR_METRICS | {"nll_loss"},
     "reward_model": {"accuracy", "margin", "min_reward", "mean_reward", "max_reward"},
+    "prm": {"accuracy", "accuracy_wrong", "accuracy_right", "margin", "mean_reward"},
 }
+HEADS = {"reward_model": ("score", "LlamaForSequenceClassification"), "prm": ("step", "LlamaForTokenClassification")}
 
 
-QUICK = ("sft", "dpo", "reward_model")  # of the others all but kto have objectives of the kind of dpo
+QUICK = ("sft", "dpo", "reward_model", "prm")  # of the others all but kto have objectives of the kind of dpo
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in METRICS])
@@ -39,14 +41,13 @@ def test_config_runs(name, root, tmp_path):
         config.eval.measure = "auto"  # that samples can be measured too is shown once
     result = train(config)
     assert [line["step"] for line in result.metrics] == [0, 1, 2]
-    expected = METRICS[name] | ({"entropy"} if name != "reward_model" else set())
+    expected = METRICS[name] | (set() if name in HEADS else {"entropy"})
     assert result.metrics[1].keys() >= expected | {"loss", "grad_norm", "num_tokens", "step_time"}
     assert result.metrics[0].keys() >= {f"eval/{metric}" for metric in expected | {"loss"}}
     assert ("eval/greedy_accuracy" in result.metrics[0]) == (name == "dpo")
     assert all(math.isfinite(value) for line in result.metrics for value in line.values())
     assert result.metrics[0]["eval/loss"] != result.metrics[2]["eval/loss"]
-    head = "score" if name == "reward_model" else "lm"
+    head, architecture = HEADS.get(name, ("lm", "LlamaForCausalLM"))
     again = load_model(tmp_path / "run/hf", head=head)
     assert jax.tree.map(lambda x: x.shape, again.params) == jax.tree.map(lambda x: x.shape, result.model.params)
-    if name == "reward_model":
-        assert again.hf_config["architectures"] == ["LlamaForSequenceClassification"]
+    assert again.hf_config["architectures"] == [architecture]

@@ -111,6 +111,11 @@ def test_named_sets_are_told_apart(run):
     assert "On easy: `task:sort` (split test), hard: `openai/gsm8k` (split validation), held out" in card.text
 
 
+def test_the_results_of_a_run_on_several_sources_are_of_these(run):
+    sources = ("org/a(eval_split='dev')", {"path": "json", "data_files": ["b.jsonl"]})
+    assert "On `org/a, b.jsonl` (split dev, test), held out" in card_of(run(data__sources=sources)).text
+
+
 def test_a_run_without_metrics_has_a_card(run):
     card = card_of(run(lines=[]))
     assert "The run kept no metrics." in card.text and card.data.eval_results is None
@@ -200,6 +205,12 @@ def test_a_reward_model(run):
     card = card_of(run(algorithm__name="reward_model"), repo="me/judge")
     assert card.data.pipeline_tag == "text-classification"
     assert "# judge" in card.text and "AutoModelForSequenceClassification" in card.text
+
+
+def test_a_process_reward_model(run):
+    card = card_of(run(algorithm__name="process_reward_model"), repo="me/steps")
+    assert card.data.pipeline_tag == "token-classification" and "A process reward model, made" in card.text
+    assert "AutoModelForTokenClassification" in card.text
 
 
 def test_what_was_given_in_memory(run):

@@ -728,6 +728,35 @@ def test_tpo_of_trl(tmp_path, said, loss, rows):
     )
 
 
+def test_process_reward_models(tmp_path):
+    """Of TRL's script and of axolotl, whose data sets say what steps are."""
+    script = (
+        "from transformers import AutoModelForTokenClassification\n"
+        "from trl.experimental.prm import PRMConfig, PRMTrainer\n"
+        "model = AutoModelForTokenClassification.from_pretrained('Qwen/Qwen2-0.5B', num_labels=2)\n"
+        "args = PRMConfig(output_dir='out', step_separator='\\n\\n', train_on_last_step_only=True)\n"
+        "PRMTrainer(model=model, args=args, train_dataset='trl-lib/math_shepherd').train()\n"
+    )
+    config, _ = migrate(written(tmp_path, "prm.py", script), devices=1)
+    validate(config)
+    assert (config.algorithm.name, config.model.path) == ("process_reward_model", "Qwen/Qwen2-0.5B")
+    assert (config.data.step_separator, config.data.loss_on) == ("\n\n", "last_step")
+    assert (config.data.max_length, config.data.overlong) == (1024, "truncate_right")
+    assert config.optimizer.learning_rate == 1e-5
+    said = {"step_separator": "\n", "max_completion_length": 600}
+    yaml = "base_model: m\nlearning_rate: 1\nprocess_reward_model: true\nnum_labels: 2\nval_set_size: 0.1\n"
+    for more, notes in (
+        ([], ["max_completion_length = 600 cuts the steps"]),
+        ([{"path": "e", "type": "stepwise_supervised", "step_separator": " "}], ["step_separator differs between"]),
+    ):
+        sources = [{"path": "d", "type": "stepwise_supervised", **said}, *more]
+        config, text = migrate(written(tmp_path, "a.yaml", f"{yaml}datasets: {json.dumps(sources)}\n"), devices=1)
+        validate(config)
+        assert config.algorithm.name == "process_reward_model" and config.data.step_separator is None
+        assert config.data.sources == tuple({"path": x["path"], "type": "stepwise"} for x in sources)
+        assert all(note in " ".join(text.split()) for note in notes) and "num_labels" not in text.split('"""')[1]
+
+
 def test_a_loss_that_tpo_of_trl_does_not_have(tmp_path):
     said = {"max_steps": 5, "loss_type": "dpo", "output_dir": "o"}
     config, text = migrate(written(tmp_path, "a.json", said), trainer="tpo", devices=1)
@@ -857,7 +886,7 @@ def test_a_ppo_yaml_of_verl():
     )
 
 
-VERL = "data.train_files=t.parquet trainer.total_training_steps=5 actor_rollout_ref.rollout.n=4"
+VERL = "python -m verl.trainer.main_ppo trainer.total_training_steps=2 actor_rollout_ref.model.path=m "
 
 
 def from_verl(tmp_path, *overrides):
@@ -871,7 +900,7 @@ def noted_from_verl(tmp_path, *overrides):
 
 def of_verl(tmp_path, *overrides):
     estimator = "" if any("adv_estimator" in x for x in overrides) else "algorithm.adv_estimator=grpo"
-    said = f"python3 -m verl.trainer.main_ppo {VERL} {estimator} {' '.join(overrides)}"
+    said = f"{VERL} {estimator} {' '.join(overrides)}"
     return migrate(written(tmp_path, "run.sh", said))
 
 
@@ -1011,6 +1040,12 @@ def test_critic_checkpoints_and_subsets_of_verl(tmp_path):
         eval={"prompts": 7},
         model={"overrides": "rope_theta=1000000.0"},
     )
+    rows = [written(tmp_path, name, '{"prompt": "p", "answer": "a"}\n' * 30) for name in ("a.jsonl", "b.jsonl")]
+    few = "trainer.total_training_steps=null data.train_batch_size=8 trainer.total_epochs=2"
+    one = from_verl(tmp_path, few, f"data.train_files={rows[0]} data.train_max_samples=20")
+    expect(one, _={"total_steps": 4}, data={"split": "train[:20]"})  # two batches of 20 rows, twice
+    both = f"data.train_files=[{rows[0]},{rows[1]}] data.train_max_samples=40"
+    expect(from_verl(tmp_path, few, both), _={"total_steps": 10}, data={"split": "train"})
     alone = "actor_rollout_ref.actor.checkpoint.save_contents=['model']"
     model_only = from_verl(tmp_path, "algorithm.adv_estimator=gae", alone)
     expect(model_only, checkpoint={"contents": ("hf",)}, critic={"weight_decay": 0.01, "num_iterations": 0})
@@ -1114,13 +1149,15 @@ trainer.train()
         optimizer={"learning_rate": 1e-7},
     )  # fmt: skip
     assert "uld_token_merge_strategy is observed, which reads each distribution a token late" in " ".join(text.split())
+    assert "cross-entropy of teacher.nll_coef is at rollout.temperature here" in " ".join(text.split())
     weights = ", uld_hybrid_matched_weight=0.3, uld_hybrid_unmatched_weight=0.7, use_extended_uld=False"
     config, _ = migrate(written(tmp_path, "b.py", script.format(uld + weights)), devices=1)
     expect(config, teacher={"uld_matched_weight": 0.3, "uld_unmatched_weight": 0.7, "uld_align": "positions"})
     config, _ = migrate(written(tmp_path, "c.py", script.format("")), devices=1)
     expect(config, teacher={"form": "divergence", "beta": 0.5}, algorithm={"aggregation": "token"})
-    config, _ = migrate(written(tmp_path, "d.py", script.format(uld).replace("lmbda=1.0", "lmbda=0.0")), devices=1)
+    config, text = migrate(written(tmp_path, "d.py", script.format(uld).replace("lmbda=1.0", "lmbda=0.0")), devices=1)
     expect(config, algorithm={"name": "sft"}, teacher={"form": "uld"}, data={"loss_on": "last_turn"})
+    assert "mean over all spans of a batch here" in text and "rollout.temperature" not in text
 
 
 def test_self_distillation_of_trl(tmp_path):
@@ -1516,18 +1553,14 @@ def test_the_critic_of_verl_has_a_schedule_of_its_own(tmp_path):
     assert "lr_decay_steps is" not in noted  # of a critic whose rate is constant
 
 
-def test_training_that_quantises_and_rows_that_are_to_go(tmp_path):
+def test_training_for_weights_in_other_bits(tmp_path):
     tree = {"base_model": "m", "datasets": [{"path": "d"}], "learning_rate": 1e-5, "max_steps": 2}
-    for more, note in (
-        ({"qat": {"activation_dtype": "int8", "weight_dtype": "int4"}}, "no quantisation-aware training"),
-        ({"dataset_exact_deduplication": True}, "rows are as their source has them"),
-    ):
-        (tmp_path / "a.yaml").write_text(yaml.safe_dump(tree | more))
-        verdict = judge(tmp_path, "a.yaml", tmp_path)
-        assert verdict.verdict == "not here" and any(note in one for one in verdict.notes)
+    tree["qat"] = {"activation_dtype": "int8", "weight_dtype": "nvfp4"}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(tree))
+    assert any("weights in nvfp4 are not here" in note for note in judge(tmp_path, "a.yaml", tmp_path).notes)
     noted = noted_from_verl(tmp_path, "actor_rollout_ref.actor.fsdp_config.qat.enable=True")
-    assert "no quantisation-aware training" in noted
-    assert "quantisation-aware" not in noted_from_verl(tmp_path, "actor_rollout_ref.actor.megatron.qat.enable=False")
+    assert "its numbers are NVFP4" in noted
+    assert "NVFP4" not in noted_from_verl(tmp_path, "actor_rollout_ref.actor.megatron.qat.enable=False")
 
 
 def test_runs_of_verl_that_start_anew_each_time(tmp_path):
@@ -1560,6 +1593,14 @@ def test_evaluations_of_trl_that_start_late(tmp_path):
     expect(config, eval={"every": 10, "start": 15})
 
 
+def test_trl_saves_what_is_best(tmp_path):
+    said = "trl sft --model_name_or_path m --dataset_name d --max_steps 90 --save_strategy best --save_steps 7 "
+    said += "--eval_strategy steps --eval_steps 10 --metric_for_best_model eval_loss"
+    config, text = migrate(written(tmp_path, "a.sh", said))
+    expect(config, checkpoint={"every": 10, "keep_every": 0, "best": "eval/loss", "best_mode": "min"})
+    assert "of which the best and the newest stay" in " ".join(text.split())
+
+
 def test_a_kl_of_verl_in_loss_and_reward(tmp_path):
     both = ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True")
     coefs = ("actor_rollout_ref.actor.kl_loss_coef=0.002", "algorithm.kl_ctrl.kl_coef=0.05")
@@ -1573,7 +1614,7 @@ def test_a_kl_of_verl_in_loss_and_reward(tmp_path):
     config = from_verl(tmp_path, *both, coefs[0], "algorithm.kl_ctrl.kl_coef=0", "algorithm.kl_ctrl.type=adaptive")
     expect(config, algorithm={"beta": 0.002, "reward_beta": 0.0, "kl_in_reward": False, "kl_controller": "fixed"})
     expect(from_verl(tmp_path, both[0], "actor_rollout_ref.actor.kl_loss_type=full"), algorithm={"kl": "full"})
-    said = f"python3 -m verl.trainer.main_ppo {VERL} algorithm.adv_estimator=grpo {both[1]} algorithm.kl_penalty=full"
+    said = f"{VERL} algorithm.adv_estimator=grpo {both[1]} algorithm.kl_penalty=full"
     config, text = migrate(written(tmp_path, "full.sh", said))
     assert "kl_penalty is full, which verl names and does not compute" in " ".join(text.replace("#", "").split())
     expect(config, algorithm={"kl": "k1", "kl_in_reward": True})
@@ -1746,26 +1787,6 @@ def test_epochs_of_axolotl_count_the_rows_of_all_data_sets(tmp_path):
     assert steps(rows, rows, val_set_size=0.25) == (60, None)
     assert steps(rows, rows, val_set_size=0.25, test_datasets=[{"path": "t"}]) == (80, None)
     assert steps(rows, "d")[1] == 1.0  # not the steps of the one that is here
-
-
-@pytest.mark.parametrize(
-    ("mapping", "noted"),
-    [
-        ({"role": "from", "content": "value"}, None),
-        ({"role": "role", "content": "value", "weight": "weight"}, None),
-        ({"role": "speaker", "content": "value"}, "{'role': 'speaker'}"),
-        ({"role": "from", "content": "text"}, "{'content': 'text'}"),
-        ({"content": "from", "role": "value"}, "{'content': 'from', 'role': 'value'}"),
-        ({"weight": "w"}, "{'weight': 'w'}"),
-    ],
-)
-def test_names_of_properties_of_axolotl(tmp_path, mapping, noted):
-    """Those that the format sharegpt does not read are noted."""
-    sets = [{"path": "d", "type": "chat_template", "message_property_mappings": mapping}]
-    tree = {"base_model": "m", "datasets": sets, "learning_rate": 1e-5, "max_steps": 10}
-    _, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)), devices=1)
-    said = re.search(r"message_property_mappings names (\{.*?\}), but the format sharegpt", " ".join(text.split()))
-    assert (said and said[1]) == noted
 
 
 def test_kto_and_grpo_of_axolotl():
@@ -2032,7 +2053,6 @@ def test_files_that_cannot_be_migrated_are_refused_with_the_fix(tmp_path, name, 
         migrate(written(tmp_path, name, text), **said)
 
 
-VERL = "python -m verl.trainer.main_ppo trainer.total_training_steps=2 actor_rollout_ref.model.path=m "
 VERL_IMAGES = """
 data: {train_files: rows.parquet, image_key: photos}
 actor_rollout_ref: {model: {path: HuggingFaceTB/SmolVLM-256M-Instruct}}
@@ -2093,7 +2113,12 @@ def test_the_images_are_read_as_in_verl(tmp_path, name, key):
             ["models that read images"],
         ),
         ("v.yaml", VERL_IMAGES, {"devices": 1}, ["reads images: its encoder and projector are frozen unless"]),
-        ("a.yaml", "base_model: m\nlearning_rate: 1\nprocess_reward_model: true\n", {}, ["process_reward_model"]),
+        (
+            "a.yaml",
+            "base_model: m\nlearning_rate: 1\nprocess_reward_model: true\nnum_labels: 3\n",
+            {},
+            ["num_labels = 3 has no equivalent: such a model has 2 here"],
+        ),
         (
             "a.yaml",
             "base_model: m\nlearning_rate: 1\nadapter: lora\nlora_target_modules: 'model.layers.*(q|k)_proj'\n",
@@ -2725,6 +2750,7 @@ def test_a_migrated_run_trains(tmp_path, monkeypatch):
 def test_what_a_model_of_trl_is_loaded_with(tmp_path):
     """Its revision and dtype are taken; the rest, and float16, are noted; a token is not written."""
     made = {"revision": "v2", "dtype": "bfloat16", "attn_implementation": "sdpa", "device_map": "auto"}
+    made |= {"token": "hf_inner"}
     said = {"model_init_kwargs": made, "fp16": True, "adafactor": True, "hub_token": "hf_secret", "max_steps": 5}
     file = written(tmp_path, "config.yaml", yaml.safe_dump({"output_dir": "o", "model_name_or_path": "m"} | said))
     config, text = migrate(file, trainer="grpo", devices=1)
@@ -2732,4 +2758,9 @@ def test_what_a_model_of_trl_is_loaded_with(tmp_path):
     flat = " ".join(text.split())
     assert "attn_implementation = 'sdpa' is of torch" in flat and "device_map = 'auto' has no equivalent" in flat
     assert "fp16: bfloat16 is written" in flat and "hf_secret" not in text and "hub_token = ***" in flat
+    assert "hf_inner" not in text and "token = *** has no equivalent" in flat
+    loaded = 'AutoModelForCausalLM.from_pretrained("m", token="hf_outer", use_auth_token="hf_older")'
+    made = f'GRPOTrainer(model={loaded}, args=GRPOConfig(output_dir="o", pad_token="<p>"), train_dataset="d")'
+    _, text = migrate(written(tmp_path, "train.py", f"from trl import GRPOConfig, GRPOTrainer\n{made}.train()"))
+    assert "hf_o" not in text and "# - token = ***: " in text and "pad_token = '<p>'" in text
     assert 'config.optimizer.name = "adafactor" # adafactor' in flat

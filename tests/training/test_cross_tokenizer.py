@@ -3,12 +3,13 @@
 import dataclasses
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import jaxrl_llm
@@ -279,7 +280,7 @@ def test_samples_and_given_rows_by_turns_with_adapters(teacher):
     assert kinds == {0.0, 1.0}
 
 
-def pair_of(own, other, **settings):
+def pair_of(own, other, width=16, **settings):
     """The pair of a policy's tokenizer and a teacher's, of which nothing else is read."""
     policy, teacher = (
         SimpleNamespace(
@@ -290,7 +291,7 @@ def pair_of(own, other, **settings):
     settings = {"align": "spans", "learn_end": True, "hybrid": False, "temperature": 1.0, **settings}
     spec = CrossTokenizerSpec(**settings, template_kwargs={})
     eos = (own.eos_token_id,)
-    return CrossTokenizer.of(spec, policy, teacher, eos, 16, 16, Packer(None, Positions(), MESH))  # pyright: ignore
+    return CrossTokenizer.of(spec, policy, teacher, eos, width, 16, Packer(None, Positions(), MESH))  # pyright: ignore
 
 
 @pytest.mark.parametrize("spacing", [x for x in SPACINGS if x != "prepend"])  # which does not tell its bytes
@@ -302,6 +303,7 @@ def test_tokenizers_that_put_a_space_before_a_text(spacing):
         ids = [*tokens, *row, own.eos_token_id]
         mask = np.float32([[0] * len(tokens) + [1] * (len(ids) - len(tokens))])
         cross = pair_of(own, other, hybrid=True)
+        matches = cross.matches[cross.ends[0]]
         with jax.set_mesh(MESH):
             rows = cross.rows([{"prompt": "x="}], jnp.array([ids]), jnp.asarray(mask))
         theirs = np.asarray(rows.inputs.tokens)[0, 16:][np.asarray(rows.inputs.segments)[0, 16:] > 0].tolist()
@@ -312,12 +314,77 @@ def test_tokenizers_that_put_a_space_before_a_text(spacing):
         assert (ends == np.arange(len(ids))).sum() > 2
         last = np.asarray(rows.teacher_last)[0][ends == np.arange(len(ids))]
         assert last[-1] == 16 + len(theirs) - 1
-        assert cross.matches is not None
-        assert cross.matches[own.eos_token_id] == other.eos_token_id
+        assert matches[own.eos_token_id] == other.eos_token_id
         letter = own.convert_tokens_to_ids("d")
-        assert other.convert_ids_to_tokens(int(cross.matches[letter])) == "d"
+        assert other.convert_ids_to_tokens(int(matches[letter])) == "d"
         if spacing == "first" and own is spaced:  # known by its bytes: the pieces are ▁d and Ġd
-            assert plain.convert_ids_to_tokens(int(cross.matches[own.convert_tokens_to_ids("▁")])) == "Ġ"
+            assert plain.convert_ids_to_tokens(int(matches[own.convert_tokens_to_ids("▁")])) == "Ġ"
+
+
+def rows_of(cross, prompt, own, completion, end=None):
+    """The teacher's tokens of a completion behind a prompt, as text, and what `CrossTokenizer.rows` makes of it."""
+    before = own("x=")["input_ids"]
+    ids = [*before, *completion, own.eos_token_id if end is None else end]
+    mask = np.float32([[0] * len(before) + [1] * (len(ids) - len(before))])
+    with jax.set_mesh(MESH):
+        rows = cross.rows([{"prompt": prompt}], jnp.array([ids]), jnp.asarray(mask))
+    theirs, segments = (np.asarray(x)[0, cross.width :] for x in (rows.inputs.tokens, rows.inputs.segments))
+    theirs = theirs[segments > 0].tolist()
+    return cross.tokenizers[1].convert_tokens_to_string(cross.tokenizers[1].convert_ids_to_tokens(theirs)), rows
+
+
+def test_a_space_between_prompt_and_completion_is_the_teachers_too():
+    """SentencePiece's decoders leave it out; in a chat it is the template's, and the teacher's template has its own."""
+    own, plain = spacing_tokenizer("first"), bpe_tokenizer(["ab ab cd cd"] * 9, 300)
+    chat = [{"role": "user", "content": "x="}]
+    for prompt, first, expected in (("x=", " ab", " ab cd</s>"), ("x=", "ab", "ab cd</s>"), (chat, " ab", "ab cd</s>")):
+        completion = continued_ids(own, own("x=")["input_ids"], f"{first} cd")
+        text, rows = rows_of(pair_of(own, plain, 64), prompt, own, completion)
+        assert text == expected
+        assert float(rows.metrics["teacher/aligned"]) == 1.0
+
+
+def test_letters_are_matched_before_the_bytes_of_what_has_no_token():
+    """SentencePiece's vocabularies begin with a token for each byte, which no letter is written with."""
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b"]
+    made = Tokenizer(
+        models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    own: Any = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    other: Any = bpe_tokenizer(["ab"], 300)
+    for policy, teacher in ((own, other), (other, own)):
+        cross = pair_of(policy, teacher, hybrid=True)
+        matches = cross.matches[cross.ends[0]]
+        for piece, letter in (("a", "a"), ("b", "b"), ("▁", "Ġ"), ("<0x00>", "Ā")):
+            pair = own.convert_tokens_to_ids(piece), other.convert_tokens_to_ids(letter)
+            assert matches[pair[policy is other]] == pair[policy is own], piece
+        assert (matches[[own.convert_tokens_to_ids("<0x61>")]] == -1).all() or policy is other
+
+
+def test_the_turns_of_a_chat_end_as_its_template_writes_them():
+    """Gemma's texts end with <eos> and its turns with <end_of_turn>, which no other vocabulary has by that name."""
+    plain: Any = bpe_tokenizer(["ab"], 300)
+    gemma: Any = bpe_tokenizer(["ba"], 300, eos="<eos>")
+    gemma.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
+    gemma.chat_template = gemma.chat_template.replace("{{ eos_token }}", "{{ '<end_of_turn>\n' }}")
+    turn = gemma.convert_tokens_to_ids("<end_of_turn>")
+    chat = [{"role": "user", "content": "x="}]
+    for prompt, their_end in (("x=", gemma.eos_token_id), (chat, turn)):
+        text, rows = rows_of(pair_of(plain, gemma, 64, hybrid=True), prompt, plain, plain("ab")["input_ids"])
+        assert text == "ab" + gemma.convert_ids_to_tokens(their_end)
+        assert rows.matches is not None and rows.matches[plain.eos_token_id] == their_end
+        text, rows = rows_of(pair_of(gemma, plain, 64, hybrid=True), prompt, gemma, gemma("ab")["input_ids"], their_end)
+        assert text == "ab</s>"
+        assert rows.matches is not None and rows.matches[their_end] == plain.eos_token_id
+        assert float(rows.metrics["teacher/aligned"]) == 1.0
+
+
+def test_a_teacher_that_has_no_chats_is_told_apart_from_the_policy():
+    own, base = bpe_tokenizer(["ab"], 300), bpe_tokenizer(["ab"], 300)
+    base.chat_template = None
+    with pytest.raises(ConfigError, match=r"the teacher \(teacher.path\) cannot read a prompt: .* no chat template"):
+        rows_of(pair_of(own, base), [{"role": "user", "content": "x="}], own, [5])
 
 
 def test_a_tokenizer_that_does_not_tell_bytes_is_aligned_by_positions():
@@ -333,8 +400,8 @@ def test_a_tokenizer_that_does_not_tell_bytes_is_aligned_by_positions():
     np.testing.assert_array_equal(rows.ends, [[-1, 1, 2, 3, 4]])
     theirs = other("a b a")["input_ids"]
     np.testing.assert_array_equal(rows.teacher_last, [[0, 16, 17, 18, 16 + len(theirs)]])
-    assert cross.matches is not None
-    assert cross.matches[[0, 3]].tolist() == [other.convert_tokens_to_ids("a"), other.eos_token_id]
+    matches = cross.matches[cross.ends[0]]
+    assert matches[[0, 3]].tolist() == [other.convert_tokens_to_ids("a"), other.eos_token_id]
     headless = bpe_tokenizer(["a b"], 300)
     headless.eos_token = None
     with pytest.raises(ConfigError, match=r"uld_skip_eos is false, but the teacher has no end-of-text token"):

@@ -19,9 +19,15 @@ from jaxrl_llm.training.images import shown_images
 from jaxrl_llm.training.setup.data import tokenizer_of
 from tests.data.qwen_vl import FOLDERS
 from tests.data.smolvlm import picture, png
+from tests.data.vl_folders import PARTS as OTHERS
+from tests.data.vl_folders import as_transformers
 from tests.models.conftest import variants
 
 SIZES = [(40, 20), (16, 16), (9, 30), (30, 31)]
+OPTIONS = {  # with which an image is fewer tokens; those of the others are "max_pixels=128"
+    "smolvlm": "longest_edge=16", "mistral3": "longest_edge=16", "internvl": "max_patches=1", "glm4v": "max_pixels=256",
+    "glm4v_moe": "max_pixels=256",
+}  # fmt: skip
 PICTURES = [picture(*size, seed) for seed, size in enumerate(SIZES)]
 
 
@@ -90,7 +96,10 @@ def test_verls_rows_to_a_folder_that_transformers_loads(folder, tmp_path):
     own = again(ids, images=row_images(ids.tolist(), [row["pixels"]], again.net.config.vision))
     theirs = AutoModelForImageTextToText.from_pretrained(out, attn_implementation="eager").eval()
     given = {"input_ids": torch.tensor(ids)}
-    if folder.name == "smolvlm":
+    if folder.name in OTHERS:
+        given |= as_transformers(out, PICTURES[1:3], ids)
+        values = given.pop("pixel_values")
+    elif folder.name == "smolvlm":
         values = torch.tensor(np.asarray(row["pixels"]).transpose(0, 3, 1, 2))[None]
     else:
         made = Qwen2VLImageProcessorPil.from_pretrained(out)(images=PICTURES[1:3], return_tensors="pt")
@@ -107,8 +116,8 @@ def test_verls_rows_to_a_folder_that_transformers_loads(folder, tmp_path):
 @pytest.mark.slow
 def test_options_of_the_image_processor(folder, tmp_path):
     """Rows are read by them, and the exported folder reads images so by itself, also in transformers."""
-    image, smolvlm = picture(64, 64), folder.name == "smolvlm"
-    options = "longest_edge=16" if smolvlm else "max_pixels=128"
+    image, qwen = picture(64, 64), folder.name.startswith("qwen")
+    options = OPTIONS.get(folder.name, "max_pixels=128")
     row = {"prompt": [{"role": "user", "content": "<image>what?"}], "images": [image], "completion": "a cat"}
     config = configured(folder, tmp_path, **{"algorithm.name": "sft", "total_steps": 1})
     config.data.image_processor = options
@@ -129,8 +138,9 @@ def test_options_of_the_image_processor(folder, tmp_path):
         assert found[0] == given[0]
         jax.tree.map(np.testing.assert_array_equal, found[1], given[1])
     entries = json.loads((tmp_path / "exported" / "preprocessor_config.json").read_text())
-    assert entries["size"]["longest_edge"] == (16 if smolvlm else 128)
-    if not smolvlm:
+    name, value = options.split("=")
+    assert (entries | entries["size"])["longest_edge" if name == "max_pixels" else name] == int(value)
+    if qwen:
         assert Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "exported").size["longest_edge"] == 128
     kept = tokenizer_of(configured(folder, tmp_path), model=result.model)  # of another run with the model in memory
     assert read(kept)[0] == given[0]

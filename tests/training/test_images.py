@@ -139,6 +139,20 @@ FAMILIES = {
         "vision_config": {"depth": 2, "num_heads": 4, "num_position_embeddings": 9},
         "image_token_id": 2,
     },
+    "internvl": {"text_config": {"model_type": "qwen3", "head_dim": 16}, "vision_config": {}, "image_token_id": 2},
+    "glm4v": {
+        "text_config": {
+            "model_type": "glm4v_text",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        },
+        "vision_config": {"depth": 2, "num_heads": 4, "out_hidden_size": 64, "image_size": 12},
+        "image_token_id": 2,
+    },
+    "mistral3": {
+        "text_config": {"model_type": "mistral", "sliding_window": 3},
+        "vision_config": {"model_type": "pixtral"},
+        "image_token_index": 2,
+    },
 }  # fmt: skip
 
 

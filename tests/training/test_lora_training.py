@@ -252,6 +252,27 @@ def test_a_run_with_dora(root, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_with_adapters_of_some_layers(root, tmp_path):
+    """The sampler's merged matrices are what the trainer computes; folders and a resumed run have the same adapters."""
+    changes = {"lora__layers_to_transform": (0, 2), "lora__exclude_modules": ("layers.2.mlp.up_proj",)}
+    changes |= {"lora__rank_pattern": ("q_proj=2",), "lora__alpha_pattern": ("down_proj=64",)}
+    changes |= {"optimizer__warmup_steps": 0, "checkpoint__every": 1}
+    result = jaxrl_llm.train(tiny(root, tmp_path / "run", **changes))
+    for line in result.metrics:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+    assert result.model.net.config.layer_groups == (0, 1, 2)
+    adapted, merged = (jaxrl_llm.load_model(result.output_dir / name) for name in ("adapter", "hf"))
+    assert adapted.net.config.lora == dataclasses.replace(result.model.net.config.lora, dropout=0.0)
+    jax.tree.map(np.testing.assert_array_equal, adapted.params, result.model.params)
+    tokens = np.arange(97, 109)[None]
+    np.testing.assert_allclose(adapted(tokens), merged(tokens), atol=1e-3)
+    again = tiny(root, tmp_path / "again", **changes, checkpoint__resume=str(result.output_dir / "checkpoints/1"))
+    jax.tree.map(np.testing.assert_array_equal, jaxrl_llm.train(again).model.params, result.model.params)
+    exported = jaxrl_llm.export(result.output_dir, tmp_path / "adapter", adapter=True)
+    jax.tree.map(np.testing.assert_array_equal, jaxrl_llm.load_model(exported).params, result.model.params)
+
+
+@pytest.mark.slow
 def test_a_run_with_modules_trained_whole(root, tmp_path):
     """The sampler has them merged, the reference is the model before, a resumed run equals it, PEFT's folder has it."""
     changes = {"lora__modules_to_save": ("embed_tokens", "norm"), "optimizer__warmup_steps": 0, "algorithm__beta": 0.1}

@@ -127,6 +127,19 @@ def test_adapters_on_a_mesh(run_python, root):
 
 
 @pytest.mark.slow
+def test_parts_of_a_model_on_a_mesh(run_python, root):
+    settings = {"model.trainable": ("model.layers.[12].", "lm_head")}
+    shapes = [{"data": 1, "fsdp": 4, "tensor": 2, "rollout": "tensor=4"}, {"data": 2, "context": 2, "tensor": 2}]
+    check(run_python, root, shapes, settings)
+
+
+@pytest.mark.slow
+def test_adapters_of_some_layers_on_a_mesh(run_python, root):
+    settings = {"lora.rank": 4, "lora.layers_to_transform": (1,), "lora.rank_pattern": ("q_proj=8",)}
+    check(run_python, root, [{"data": 2, "fsdp": 2, "tensor": 2}], settings)
+
+
+@pytest.mark.slow
 def test_dora_on_a_mesh(run_python, root):
     """Its lengths are of whole columns, also where the mesh cuts these."""
     settings = {"lora.rank": 4, "lora.dora": True, "lora.modules_to_save": ("embed_tokens", "norm")}

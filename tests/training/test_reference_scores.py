@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from jaxrl_llm.data import tasks
 from jaxrl_llm.data.scored_prompts import ScoredPrompts
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model
+from jaxrl_llm.training import reference_scores
 from jaxrl_llm.training.reference_scores import assume_scores
 from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import build
@@ -73,7 +76,7 @@ def test_a_run(tmp_path):
     assert "kl" not in first
 
 
-def test_the_reference_stays_while_the_policy_moves(tmp_path):
+def test_the_reference_stays_while_the_policy_moves(tmp_path, monkeypatch):
     """Its log-probs are the old ones, its samples are the same in whatever batches, and the loss is the formula's."""
     notes, config = [], config_of(batch__packing="false")
     config.output_dir = str(tmp_path)
@@ -83,10 +86,12 @@ def test_the_reference_stays_while_the_policy_moves(tmp_path):
         others = ScoredPrompts(prompts.examples, 4, True)
         moved = jax.tree.map(lambda x: 1.02 * x, run.state.params)
         stage(moved, notes.append)  # of the reference, whatever the policy is
+        monkeypatch.setattr(reference_scores, "NOTE_SECONDS", 0.0)
         dataclasses.replace(stage, prompts=others, prompts_at_once=7)(run.state.params, notes.append)
+        assert notes[3] == "first stage: 7 of 10 prompts, about 0 minutes left"
         np.testing.assert_array_equal(prompts.get_state()["scores"], others.get_state()["scores"])
         stage(moved, notes.append)
-        assert len(notes) == 4, "a stage that is done is done again"
+        assert len(notes) == 5, "a stage that is done is done again"
         batch = run.source.next(dataclasses.replace(run.state, params=moved), jax.random.key(1)).batch
         logits = load_model("embedded:sort")(batch.inputs.tokens, batch.inputs.segments)
         objective = objective_of(config, run.model.net)
@@ -160,6 +165,38 @@ def test_it_goes_with(tmp_path, settings):
         assert {score for row in scores_in(tmp_path / "run") for score in row["reference_scores"]} & {-0.5, 0.5}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["first stage", "evaluation before the first step"])
+def test_a_signal_before_the_first_step_ends_the_run_at_once(tmp_path, place):
+    """Nothing is saved there: a run that is stopped does not sample on."""
+    graded = []
+
+    def stopped(completions, **kwargs):
+        graded.extend(completions)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return even(completions)
+
+    config = config_of()
+    config.batch.prompts, config.algorithm.reference_samples = 2, 2  # so that it takes several batches
+    config.output_dir, rows = str(tmp_path), ROWS
+    if place != "first stage":
+        config.algorithm.reference_samples, config.eval.every, config.eval.samples = 0, 0, 2
+        rows = [{**row, "reference_scores": [1.0]} for row in ROWS]
+    with pytest.raises(SystemExit) as ended:
+        jaxrl_llm.train(config, train_dataset=rows, eval_dataset=ROWS, rewards=stopped)
+    assert ended.value.code == 143 and f"in the {place}" in ended.value.__notes__[0]
+    assert len(graded) < 20
+
+
+def test_what_cannot_be_written_leaves_no_file(tmp_path):
+    """Rows of what JSON does not hold."""
+    with jax.set_mesh(MESH):
+        run = build(config_of(), MESH, train_dataset=[{**row, "odd": {1}} for row in ROWS], rewards=even)
+        stage = dataclasses.replace(run.source.first_stage, folder=tmp_path)
+        assert "could not be written" in stage._written(np.ones((len(ROWS), 3)))
+    assert not list(tmp_path.iterdir())
+
+
 def test_steps_that_are_measured_take_scores_for_granted():
     with jax.set_mesh(MESH):
         run = build(config_of(), MESH, train_dataset=ROWS, rewards=even)
@@ -179,6 +216,11 @@ def test_steps_that_are_measured_take_scores_for_granted():
         (
             {"algorithm__beta": 0.1},
             "compares the policy with the reference that it started .* but algorithm.beta is 0.1",
+        ),
+        ({"teacher__path": "embedded:sort"}, "with the reference that it started .* but teacher.form is 'advantage'"),
+        (
+            {"teacher__path": "embedded:sort", "rewards__functions": (), "algorithm__loss": "auto"},
+            "rewards.functions is empty, .* but algorithm.reference_samples is 3, which reads rewards",
         ),
         ({"algorithm__ref_sync_steps": 4}, "but algorithm.ref_sync_steps is 4: leave it out, or take another loss"),
     ],

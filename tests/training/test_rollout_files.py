@@ -12,6 +12,7 @@ import pytest
 
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.distributed.processes import AgreedError, join
+from jaxrl_llm.models.weight_changes import ENCODING
 from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.training import rollout_files, sampler
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
@@ -85,7 +86,7 @@ def bits(arrays: dict[str, np.ndarray]) -> dict[str, bytes]:
 
 
 def test_changes_of_a_policy_are_those_of_its_bits(tmp_path):
-    """Of few numbers their positions, of many the array; -0 is not 0, and nan is the same nan."""
+    """Of many numbers the array; -0 is not 0, and nan is the same nan."""
     one = {
         "few": np.linspace(-1, 1, 400).astype(jnp.bfloat16).reshape(20, 20),
         "all": np.arange(100, dtype=np.float32),
@@ -97,14 +98,15 @@ def test_changes_of_a_policy_are_those_of_its_bits(tmp_path):
     two["few"][0, 0], two["few"][19, 19], two["int8"][7] = -0.0, np.nan, -5
     two["all"] += 1
     index, payload, changed = policy_changes(two, one)
-    assert [entry[3] for entry in index] == [2, -1, 0, 1] and changed == 103
-    assert len(payload) == 2 * (4 + 2) + 400 + (4 + 1)
+    few, all_, none, int8 = (entry[3] for entry in index)
+    assert 0 < few < 60 and (all_, none) == (-1, 0) and 0 < int8 < 40 and changed == 103
+    assert len(payload) == few + 400 + int8
     three = {name: x.copy() for name, x in two.items()}
     three["few"][5, 5] = 7
     before = bits(one)
     for name, base, (arrays, held) in (("a", "", (one, {})), ("b", "a", (two, one)), ("c", "b", (three, two))):
         index, payload, _ = policy_changes(arrays, held)
-        write_file(tmp_path / name, {"arrays": index, "base": base}, payload)
+        write_file(tmp_path / name, {"arrays": index, "base": base, "encoding": ENCODING}, payload)
     for held, arrays in (("", {}), ("a", one), ("b", two), ("of another start", three)):
         read = read_policy(tmp_path / "c", str(tmp_path / held) if len(held) == 1 else held, arrays)[1]
         assert bits(read) == bits(three) and {x.dtype for x in read.values()} == {x.dtype for x in one.values()}
@@ -113,6 +115,11 @@ def test_changes_of_a_policy_are_those_of_its_bits(tmp_path):
     assert bits(read_policy(tmp_path / "c", str(tmp_path / "b"), two)[1]) == bits(three)  # it need not be read
     with pytest.raises(ConfigError, match="b is damaged"):
         read_policy(tmp_path / "c", "", {})
+    with pytest.raises(ConfigError, match="c changes another policy than b: few has another checksum"):
+        read_policy(tmp_path / "c", str(tmp_path / "b"), three)
+    write_file(tmp_path / "d", {"arrays": index, "base": "c"}, payload)  # as earlier versions wrote them
+    with pytest.raises(ConfigError, match=r"d is encoded as None, and what can be read is .*xor.*: start all"):
+        read_policy(tmp_path / "d", str(tmp_path / "c"), three)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -148,7 +155,7 @@ def test_policies_are_kept_as_long_as_one_is_made_of_them(tmp_path, monkeypatch,
             _, metrics = queue.take(None, step - 1, step - 1, None)
             if "weights/changed_share" in metrics:
                 assert metrics["weights/changed_share"] == 2 / 64
-                assert metrics["weights/written_share"] == 2 * (4 + 2) / (64 * 2)
+                assert 0 < metrics["weights/written_share"] < 0.4
         thread.join()
     assert not errors and max(files) <= 3 + staleness + 1
 

@@ -1,9 +1,10 @@
-"""axolotl's preference formats, and its `alpaca` of instructions.
+"""axolotl's preference formats, its `alpaca` of instructions, and its conversations for supervised fine-tuning.
 
 Those of preferences write with fixed texts (`chatml.*`, `llama3.*`, `zephyr.nectar`), with the user's
 (`user_defined.default`), or with the tokenizer's chat template (`chat_template.*`).
 
-Source: axolotl's RLHF documentation (docs/rlhf.qmd), prompt_strategies/dpo, /kto and /orpo, and its prompters.
+Source: axolotl's documentation (docs/rlhf.qmd, docs/dataset-formats/conversation.qmd), prompt_strategies/dpo, /kto and
+/orpo, chat_template.py there, and its prompters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import Row
-from jaxrl_llm.data.formats.native import first_column, messages_column, text_column
+from jaxrl_llm.data.formats.native import check_messages, first_column, messages_column, text_column
 from jaxrl_llm.data.templates import render_chat, template_options
 
 
@@ -73,6 +74,7 @@ ALPACA_WITHOUT_INPUT = (
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
 ROLES = {"user": ["user"], "assistant": ["assistant"], "system": ["system"], "tool": ["tool"]}
+CHAT_ROLES = ROLES | {"user": ["human", "user"], "assistant": ["gpt", "assistant"]}
 
 
 def alpaca(row: Mapping[str, Any]) -> Row:
@@ -313,6 +315,86 @@ def _stripped(texts: Row) -> Row:
     return {**texts, "chosen": texts["chosen"].rstrip(), "rejected": texts["rejected"].rstrip()}
 
 
+def chat(
+    row: Mapping[str, Any],
+    field_messages: str = "messages",
+    field_system: str = "system",
+    message_property_mappings: Mapping[str, str] | None = None,
+    roles: Mapping[str, Sequence[str]] | None = None,
+    roles_to_train: Sequence[str] | None = ("assistant",),
+    train_on_eos: str | None = "turn",
+    message_field_training: str | None = None,
+    message_field_training_detail: str | None = None,
+    drop_system_message: bool = False,
+) -> Row:
+    """A conversation, of which the turns of `roles_to_train` are learned, and those whose message says so.
+
+    `message_property_mappings` maps role, content and others to the names they have in the messages; `roles` lists, for
+    each role of the chat template, its names there. A system text may be in the column `field_system`. A message's
+    entry `message_field_training` says whether its turn is learned, `message_field_training_detail` (begin_offset,
+    end_offset, train) which letters of it are; parts of a content may have `train`, or `weight` 0 or 1, each.
+    `train_on_eos`: what ends a turn is learned with the turn (turn), of all turns (all), of the last one that is
+    learned (last), or never (none). Without roles, ends and entries of messages the last message alone is learned.
+    """
+    name = "chat_template"
+    if train_on_eos not in (None, "turn", "all", "last", "none"):
+        raise ConfigError(f"train_on_eos is {train_on_eos!r}; the format {name} takes turn, all, last or none")
+    _, turns = first_column(row, (field_messages,), name)
+    keys = {"role": "role", "content": "content", **(message_property_mappings or {})}
+    targets = {source: target for target, sources in (roles or CHAT_ROLES).items() for source in sources}
+    taught = {targets.get(role, role) for role in roles_to_train or ()}
+    fields = (message_field_training, message_field_training_detail)
+    legacy = not (taught or train_on_eos or any(fields))
+    messages: list[Row] = []
+    for turn in turns if isinstance(turns, list | tuple) else [turns]:
+        if not isinstance(turn, Mapping) or turn.get(keys["role"]) is None:
+            raise ConfigError(
+                f"column {field_messages!r} holds {turn!r:.80}, but the format {name} takes messages with "
+                f"{keys['role']!r} there; set message_property_mappings"
+            )
+        others = {key: x for key, x in turn.items() if key not in (*keys.values(), *fields)}
+        message = others | {key: turn[source] for key, source in keys.items() if turn.get(source) is not None}
+        message["role"] = targets.get(message["role"], message["role"])
+        message["content"], detail = _text_of_parts(message.get("content"))
+        training, own = (None if field is None else turn.get(field) for field in fields)
+        detail = own or detail
+        learned = bool(detail) or message["role"] in taught if training is None else bool(training)
+        messages.append({**message, "train": learned, **({"train_detail": detail} if detail else {})})
+    if messages and messages[0]["role"] != "system" and isinstance(row.get(field_system), str):
+        messages = [{"role": "system", "content": row[field_system], "train": "system" in taught}, *messages]
+    if drop_system_message and messages and messages[0]["role"] == "system":
+        messages = messages[1:]
+    check_messages(messages, field_messages, name)
+    last = max((i for i, message in enumerate(messages) if message["train"]), default=len(messages) - 1)
+    for index, message in enumerate(messages):
+        if legacy:
+            message["train"] = index == len(messages) - 1
+        elif train_on_eos != "turn":
+            message["train_end"] = train_on_eos == "all" or (train_on_eos == "last" and index == last)
+    return {"messages": messages}
+
+
+def _text_of_parts(content: Any) -> tuple[Any, list[Row]]:
+    """The text of a content of parts of which some say whether they are learned, and its letters that are; any other
+    content as it is."""
+    parts = content if isinstance(content, list) else []
+    if not any(isinstance(part, Mapping) and {"train", "weight"} & set(part) for part in parts):
+        return content, []
+    text, detail = "", []
+    for part in parts:
+        own = next((part[key] for key in ("text", "content", "value") if isinstance(part.get(key), str)), None)
+        flag = next((part[key] for key in ("train", "weight") if part.get(key) is not None), True)
+        if own is None or flag not in (0, 1):
+            raise ConfigError(
+                f"a content has the part {part!r:.80}, but beside parts that say whether they are learned the format "
+                "chat_template takes texts, with train true or false, or weight 0 or 1"
+            )
+        if own:
+            detail.append({"begin_offset": len(text), "end_offset": len(text) + len(own) - 1, "train": bool(flag)})
+        text += own
+    return text, detail
+
+
 PAIRS: dict[str, Callable[..., Row]] = {
     **{
         f"{family}.{strategy}": fixed_pairs(f"{family}.{strategy}", template, fields)
@@ -328,6 +410,7 @@ PAIRS: dict[str, Callable[..., Row]] = {
     "chat_template.argilla_chat": argilla_chat,
     "chat_template.argilla": argilla,
 }
+COMPLETIONS: dict[str, Callable[..., Row]] = {"chat_template": chat}
 LABELS: dict[str, Callable[..., Row]] = {
     **{
         f"{family}.{strategy}": fixed_labels(f"{family}.{strategy}", template, column)

@@ -9,7 +9,7 @@ from typing import Any
 from jaxrl_llm.config.resolve import ConfigError, closest, resolve, split_options
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.formats import axolotl, native
-from jaxrl_llm.data.tokenize import TEXTS
+from jaxrl_llm.data.tokenize import ANSWERS, TEXTS
 
 Example = Row
 Format = Callable[[Mapping[str, Any]], Example]
@@ -25,6 +25,7 @@ COMMON: Mapping[str, Callable[..., Any]] = {
 }
 PAIRS = axolotl.PAIRS
 LABELS = axolotl.LABELS
+OWN = {"labels": LABELS, "completions": axolotl.COMPLETIONS}  # of a kind, before those of pairs
 METHODS = {"dpo": PAIRS, "ipo": PAIRS, "simpo": PAIRS, "orpo": PAIRS, "kto": LABELS}
 FILLED = ("row", "kind", "data_kind", "tokenizer")  # arguments of a format that are filled in, and no options
 MAP_OPTIONS = ("remove_columns", "num_proc", "desc", "load_from_cache_file", "keep_in_memory")
@@ -50,7 +51,8 @@ def find(
     purpose: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Format:
-    """The function `row -> Example` of a format, for data of one kind: prompts, completions, pairs, triples or labels.
+    """The function `row -> Example` of a format, for data of one kind: prompts, completions, pairs, triples, labels or
+    steps.
 
     `spec` is a known name, with the method before it or not (`chatml.intel`, `kto.chatml.argilla`), or your own
     `my_module:function`, `my_module.function` or `path/to/file.py:function`; either with options in brackets,
@@ -101,20 +103,22 @@ def find(
 
 def known(kind: str) -> Mapping[str, Callable[..., Any]]:
     """The formats by name for one kind: the kind's own first, then those of pairs."""
-    return {**COMMON, **PAIRS, **(LABELS if kind == "labels" else {})}
+    return {**COMMON, **PAIRS, **OWN.get(kind, {})}
 
 
 def fitting(row: Mapping[str, Any], kind: str, tokenizer: Any = None) -> list[str]:
-    """The names of the known formats for one kind that can read a row, without those that read anything."""
+    """The names of the known formats that can read a row and give all answers of its kind, without those that read
+    anything."""
     candidates = [name for name in COMMON if name not in ("auto", "passthrough")]
-    candidates += LABELS if kind == "labels" else PAIRS if kind in ("pairs", "triples") else ()
+    candidates += PAIRS if kind in ("pairs", "triples") else OWN.get(kind, ())
     names = []
     for name in candidates:
         try:
-            find(name, kind, tokenizer)(row)
+            made = find(name, kind, tokenizer)(row)
         except ConfigError:
             continue
-        names.append(name)
+        if made.keys() >= set(ANSWERS.get(kind, ())):
+            names.append(name)
     return names
 
 

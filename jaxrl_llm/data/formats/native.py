@@ -30,7 +30,7 @@ def auto(row: Mapping[str, Any], kind: str = "pairs", data_kind: str | None = No
     elif "conversations" in present and not present & set(TEXTS):
         row = sharegpt(row)
     elif {"completions", "labels"} <= present and "completion" not in present:
-        row = stepwise(row)
+        row = stepwise(row, data_kind=data_kind)
     return _prompt_only(row, data_kind in ("pairs", "triples", "labels")) if kind == "prompts" else row
 
 
@@ -120,8 +120,13 @@ def sharegpt(row: Mapping[str, Any], field: str = "conversations") -> Row:
     return {"messages": messages}
 
 
-def stepwise(row: Mapping[str, Any], separator: str = "\n") -> Row:
-    """TRL's stepwise rows (`completions` and `labels` of the steps): the steps joined, desirable when all are right."""
+def stepwise(row: Mapping[str, Any], separator: str = "\n", data_kind: str | None = None) -> Mapping[str, Any]:
+    """TRL's stepwise rows: as they are for a process reward model, else the steps joined, desirable when all are right.
+
+    A step is one of `completions`, with its label in `labels`.
+    """
+    if data_kind == "steps":
+        return row
     _, steps = first_column(row, ("completions",), "stepwise")
     _, labels = first_column(row, ("labels",), "stepwise")
     if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels) or not steps:

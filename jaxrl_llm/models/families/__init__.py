@@ -13,9 +13,14 @@ from typing import Any
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.families import (
+    afmoe,
+    arcee,
+    cohere2,
     deepseek_v3,
+    dots1,
     ernie4_5,
     exaone4,
+    falcon_h1,
     gemma,
     gemma2,
     gemma3,
@@ -25,10 +30,15 @@ from jaxrl_llm.models.families import (
     glm4,
     glm4_moe,
     glm4_moe_lite,
+    glm4v,
+    glm4v_moe,
     gpt_oss,
     granite,
     granitemoehybrid,
+    hunyuan_v1_dense,
     idefics3,
+    internvl,
+    kimi_linear,
     lfm2,
     lfm2_moe,
     llama,
@@ -36,9 +46,12 @@ from jaxrl_llm.models.families import (
     minimax_m2,
     ministral3,
     mistral,
+    mistral3,
     mixtral,
+    nemotron_h,
     olmo2,
     olmo3,
+    olmo_hybrid,
     olmoe,
     phi3,
     qwen2,
@@ -72,8 +85,12 @@ FAMILIES = {
         qwen3_vl, qwen3_5, qwen3_5_moe, qwen3_vl_moe, qwen2_vl, glm4_moe, glm4_moe_lite,
         minimax_m2, exaone4, ernie4_5, seed_oss,
         lfm2, lfm2_moe, ministral3, granitemoehybrid,
+        internvl, glm4v, glm4v_moe, mistral3,
+        nemotron_h, afmoe, kimi_linear, olmo_hybrid, falcon_h1, dots1, hunyuan_v1_dense, arcee,
+        cohere2,
     )
 }  # fmt: skip
+ALIKE = {"kimi_k2": deepseek_v3}  # model_types of another family's form, as which they are exported
 
 
 def register(module: ModuleType) -> None:
@@ -93,9 +110,10 @@ def family_of(hf: dict[str, Any]) -> ModuleType:
     """The family module of a config.json; raises ConfigError for an unsupported model_type, or nonsense in entries."""
     check_kinds(hf)
     model_type = hf.get("model_type")
-    if model_type not in FAMILIES:
-        raise ConfigError(f"model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}.")
-    return FAMILIES[model_type]
+    known = FAMILIES | ALIKE
+    if model_type not in known:
+        raise ConfigError(f"model_type {model_type!r} is not supported; supported are {', '.join(known)}.")
+    return known[model_type]
 
 
 def family_for(config: ModelConfig) -> ModuleType:

@@ -45,7 +45,9 @@ ENDS = (
     TensorName("embed/weight", "model.embed_tokens.weight"),
     TensorName("norm/scale", "model.norm.weight"),
     TensorName("head/kernel", "lm_head.weight", transpose=True),
-    TensorName("score/kernel", "score.weight", transpose=True),
+    *linear("score", "score"),
+    *linear("score/hidden", "score.0"),  # of step heads with a hidden layer
+    *linear("score/logits", "score.2"),
 )
 PRE_NORMS = (
     TensorName("layers/input_norm/scale", f"{LAYER}input_layernorm.weight"),
@@ -93,7 +95,7 @@ def stacked_experts(block: str) -> tuple[TensorName, ...]:
     )
 
 
-HEADS = {"lm": "ForCausalLM", "score": "ForSequenceClassification"}
+HEADS = {"lm": "ForCausalLM", "score": "ForSequenceClassification", "step": "ForTokenClassification"}
 SIZES = {
     "vocab_size": "vocab_size",
     "width": "hidden_size",
@@ -105,7 +107,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Fields of a ModelConfig that config.json says nothing about.
 SETTINGS = (
     "dtype", "param_dtype", "fp32_head", "freeze_router", "attention", "remat", "lora", "quantize", "scan_layers",
-    "vision_training",
+    "vision_training", "layer_groups", "frozen_leaves", "qat",
 )  # fmt: skip
 
 
@@ -164,7 +166,7 @@ def to_config(
         **rotary.read(hf, **rope or {}),
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
         "init_scale": number("initializer_range", hf.get("initializer_range", 0.02)),
-        "head": _head(hf, family, overrides.get("head")),
+        "head": head_of(hf, family, overrides.get("head")),
         **own,
     }
     known = {field.name for field in dataclasses.fields(ModelConfig)}
@@ -196,7 +198,7 @@ def from_config(
         hf["head_dim"] = config.head_dim
     hf |= {
         "model_type": model_type,
-        "architectures": [_architectures(family)[config.head]],
+        "architectures": [architectures(family)[config.head]],
         "num_key_value_heads": config.kv_heads,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
@@ -205,9 +207,12 @@ def from_config(
     }
     if base is None or not _same_rope(rope or base, config):
         hf = {name: value for name, value in hf.items() if name not in rotary.ENTRIES} | rotary.write(config)
-    if config.head == "score":
-        hf |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return hf
+    count = {"lm": 0, "score": 1, "step": 2}[config.head]
+    if count and len(hf.get("id2label") or ()) != count:  # else they have names of their own
+        labels = [f"LABEL_{index}" for index in range(count)]  # transformers' own; 0 is wrong and 1 right
+        hf["id2label"] = {str(index): label for index, label in enumerate(labels)}
+        hf["label2id"] = {label: index for index, label in enumerate(labels)}
+    return hf | {"num_labels": count} if count else hf
 
 
 def _same_rope(hf: dict[str, Any], config: ModelConfig) -> bool:
@@ -215,20 +220,32 @@ def _same_rope(hf: dict[str, Any], config: ModelConfig) -> bool:
     return all(getattr(config, name) == value for name, value in fields.items())
 
 
-def _architectures(family: str | dict[str, str]) -> dict[str, str]:
-    return family if isinstance(family, dict) else {head: family + suffix for head, suffix in HEADS.items()}
+def architectures(family: str | dict[str, str]) -> dict[str, str]:
+    """The name of the architecture with each head, of a family's ARCHITECTURE; those of two labels are named alike."""
+    if isinstance(family, str):
+        return {head: family + suffix for head, suffix in HEADS.items()}
+    return {**family, "step": family["score"].replace(HEADS["score"], HEADS["step"])}
 
 
-def _head(hf: dict[str, Any], family: str | dict[str, str], wanted: str | None) -> str:
-    """The head of the checkpoint, or the `wanted` one."""
+def head_of(hf: dict[str, Any], family: str | dict[str, str], wanted: str | None) -> str:
+    """The head of the checkpoint, or the `wanted` one; raises ConfigError for an architecture of another family."""
     if wanted is not None and wanted not in HEADS:
         raise ConfigError(f"head = {wanted!r} is not one of {', '.join(HEADS)}.")
-    names = {name: head for head, name in _architectures(family).items()}
+    names = {name: head for head, name in architectures(family).items()}
     architecture = (hf.get("architectures") or list(names))[0]
     if architecture not in names:
         refuse("architectures", hf["architectures"], ", ".join(names))
-    if names[architecture] == "score":
+    own = names[architecture]
+    if own != "lm":
+        count, meaning = {"score": (1, "one score"), "step": (2, "wrong and right")}[own]
         labels = hf.get("num_labels") or len(hf.get("id2label") or (0, 1))
-        if labels != 1:
-            refuse("num_labels", labels, "1 (one score)")
-    return wanted or names[architecture]
+        if labels != count:
+            refuse("num_labels", labels, f"{count} ({meaning})")
+        if wanted not in (None, "lm", own):
+            raise ConfigError(
+                f"architectures = {hf['architectures']!r} has the head {own}, and {wanted} is asked for: the former is "
+                f"of the reward {'prm' if own == 'step' else 'model'}:PATH, and a new head is put on a language model"
+            )
+        if not hf.get("token_classification_bias", True):
+            refuse("token_classification_bias", False, "true")
+    return wanted or own

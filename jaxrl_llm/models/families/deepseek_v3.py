@@ -98,8 +98,13 @@ def expert_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str
     }
 
 
-def read(hf: dict[str, Any], family: str, overrides: dict[str, Any]) -> ModelConfig:
-    """The ModelConfig of a `family` with the shape of DeepSeek-V3, all of whose entries are there."""
+def read(
+    hf: dict[str, Any], family: str, overrides: dict[str, Any], fields: dict[str, Any] | None = None
+) -> ModelConfig:
+    """The ModelConfig of a `family` with the shape of DeepSeek-V3, all of whose entries are there.
+
+    `fields` are those in which it differs.
+    """
     layers, heads = positive(hf, "num_hidden_layers"), positive(hf, "num_attention_heads")
     if hf.get("num_key_value_heads") not in (None, heads):
         refuse("num_key_value_heads", hf["num_key_value_heads"], f"num_attention_heads = {heads}")
@@ -111,6 +116,7 @@ def read(hf: dict[str, Any], family: str, overrides: dict[str, Any]) -> ModelCon
         "query_rank": 0 if hf["q_lora_rank"] is None else positive(hf, "q_lora_rank"),
         **decoder.attention_biases(hf),
         "rope_interleaved": bool(hf["rope_interleave"]),
+        **(fields or {}),
     }
     head_dim = positive(hf, "qk_nope_head_dim") + sizes["rotary_head_dim"]
     return decoder.to_config({**hf, "head_dim": head_dim, "num_key_value_heads": heads}, family, own, overrides)

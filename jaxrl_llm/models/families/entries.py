@@ -9,12 +9,12 @@ from jaxrl_llm.config import ConfigError
 KINDS = {
     (list, "a list"): (
         "architectures", "layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers", "moe_layers",
-        "full_attn_idxs",
+        "full_attn_idxs", "layers_block_type",
     ),
     (dict, "an object"): (
         "rope_parameters", "rope_scaling", "per_layer_config", "quantization_config", "text_config", "vision_config",
     ),
-    (str, "a text"): ("model_type", "hidden_act", "hidden_activation"),
+    (str, "a text"): ("model_type", "hidden_act", "hidden_activation", "hybrid_override_pattern"),
     (int, "an integer"): ("first_k_dense_replace", "decoder_sparse_step"),
 }  # fmt: skip
 

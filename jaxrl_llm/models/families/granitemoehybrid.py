@@ -21,18 +21,25 @@ def _feed_forward(path: str) -> tuple[TensorName, ...]:
     return (*gate_up, TensorName(f"{path}/down/kernel", f"{SHARED}output_linear.weight", True))
 
 
+def mamba_keys(block: str, path: str = "layers/mamba") -> tuple[TensorName, ...]:
+    """The keys of Mamba-2 at `path`, whose tensors' names begin with `block`."""
+    return (
+        *linear(f"{path}/into", f"{block}.in_proj"),
+        TensorName(f"{path}/conv", f"{block}.conv1d.weight"),
+        TensorName(f"{path}/conv_bias", f"{block}.conv1d.bias"),
+        TensorName(f"{path}/log_decay", f"{block}.A_log"),
+        TensorName(f"{path}/step_bias", f"{block}.dt_bias"),
+        TensorName(f"{path}/skip", f"{block}.D"),
+        TensorName(f"{path}/norm_scale", f"{block}.norm.weight"),
+        *linear(f"{path}/out", f"{block}.out_proj"),
+    )
+
+
 KEYS = (
     *decoder.ENDS,
     *decoder.PRE_NORMS,
     *decoder.ATTENTION,
-    *linear("layers/mamba/into", f"{LAYER}mamba.in_proj"),
-    TensorName("layers/mamba/conv", f"{LAYER}mamba.conv1d.weight"),
-    TensorName("layers/mamba/conv_bias", f"{LAYER}mamba.conv1d.bias"),
-    TensorName("layers/mamba/log_decay", f"{LAYER}mamba.A_log"),
-    TensorName("layers/mamba/step_bias", f"{LAYER}mamba.dt_bias"),
-    TensorName("layers/mamba/skip", f"{LAYER}mamba.D"),
-    TensorName("layers/mamba/norm_scale", f"{LAYER}mamba.norm.weight"),
-    *linear("layers/mamba/out", f"{LAYER}mamba.out_proj"),
+    *mamba_keys(f"{LAYER}mamba"),
     *_feed_forward("layers/mlp"),
     *_feed_forward("layers/mlp/shared"),
     TensorName("layers/mlp/router/kernel", f"{EXPERTS}router.layer.weight", transpose=True),
@@ -98,23 +105,32 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def _mamba(hf: dict[str, Any]) -> dict[str, Any]:
-    sizes = {field: positive(hf, entry) for field, entry in SIZES.items()}
-    heads, width = sizes["delta_value_heads"], positive(hf, "mamba_expand") * positive(hf, "hidden_size")
-    if sizes["delta_conv"] < 2:
-        refuse("mamba_d_conv", 1, "numbers from 2")
-    if heads % sizes["delta_key_heads"]:
-        refuse("mamba_n_heads", heads, f"multiples of mamba_n_groups = {sizes['delta_key_heads']}")
+    fields = mamba(hf, SIZES)
+    heads, width = fields["delta_value_heads"], positive(hf, "mamba_expand") * positive(hf, "hidden_size")
     if width % heads or hf["mamba_d_head"] not in ("auto", width // heads):
         refuse("mamba_d_head", hf["mamba_d_head"], f"mamba_expand * hidden_size / mamba_n_heads = {width / heads:g}")
-    # Transformers writes what is no number of JSON as an object.
-    limits = [x.get("__float__") if isinstance(x, dict) else x for x in hf.get("time_step_limit") or (0.0, math.inf)]
-    low, high = (math.inf if x in ("Infinity", math.inf) else number("time_step_limit", x) for x in limits)
-    return sizes | {
+    return fields | {
         "delta_value_dim": width // heads,
         "conv_bias": bool(hf["mamba_conv_bias"]),
         "state_bias": bool(hf["mamba_proj_bias"]),
-        "time_step_limit": (low, high),
     }
+
+
+def mamba(hf: dict[str, Any], entries: dict[str, str]) -> dict[str, Any]:
+    """The ModelConfig fields of Mamba-2 that are an entry each, and its `time_step_limit`.
+
+    Raises ConfigError for heads that do not divide into groups, and a convolution over one token.
+    """
+    fields: dict[str, Any] = {field: positive(hf, entry) for field, entry in entries.items()}
+    heads, groups = fields["delta_value_heads"], fields["delta_key_heads"]
+    if fields["delta_conv"] < 2:
+        refuse(entries["delta_conv"], 1, "numbers from 2")
+    if heads % groups:
+        refuse(entries["delta_value_heads"], heads, f"multiples of {entries['delta_key_heads']} = {groups}")
+    # Transformers writes what is no number of JSON as an object.
+    limits = [x.get("__float__") if isinstance(x, dict) else x for x in hf.get("time_step_limit") or (0.0, math.inf)]
+    low, high = (math.inf if x in ("Infinity", math.inf) else number("time_step_limit", x) for x in limits)
+    return fields | {"time_step_limit": (low, high)}
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def entries_of(
     return {
         **base,
         "model_type": model_type,
-        "architectures": [architecture[config.head]],
+        "architectures": [decoder.architectures(architecture)[config.head]],
         "image_token_id": vision.image_token,
         "scale_factor": vision.merge,
         "tie_word_embeddings": config.tie_embeddings,

@@ -7,6 +7,7 @@ from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "qwen2"
 ARCHITECTURE = "Qwen2"
+PROCESS_REWARD_MODEL = "Qwen2ForProcessRewardModel"  # of Qwen2.5-Math-PRM: its step head has a hidden layer
 KEYS = decoder.KEYS
 
 
@@ -33,9 +34,15 @@ def window_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    return decoder.to_config(hf, ARCHITECTURE, {"attention_bias": True, **windows(hf)}, overrides)
+    own = {"attention_bias": True, **windows(hf)}
+    if hf.get("architectures") == [PROCESS_REWARD_MODEL]:
+        own |= {"step_hidden": True}
+        # Its num_labels is fixed in its own code, and config.json may lack it.
+        hf = {**hf, "architectures": [decoder.architectures(ARCHITECTURE)["step"]], "num_labels": 2}
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, window_entries(config, base))
+    own = {"architectures": [PROCESS_REWARD_MODEL]} if config.step_hidden else {}
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own | window_entries(config, base))

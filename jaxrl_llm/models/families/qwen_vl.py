@@ -1,4 +1,4 @@
-"""The common ground of Qwen's families with vision: an encoder of rows of patches, and positions of three axes.
+"""The common ground of Qwen's families with vision and GLM's: an encoder of rows of patches, positions of three axes.
 
 Entries about videos are not read.
 """

@@ -1,5 +1,6 @@
 """The common ground of families with a SigLIP encoder: its table of tensor names, and its entries of config.json."""
 
+import dataclasses
 from typing import Any
 
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
@@ -50,7 +51,8 @@ def read(hf: dict[str, Any], default: SiglipConfig) -> SiglipConfig:
     activation = hf.get("hidden_act", "gelu_pytorch_tanh")
     if activation not in ACTIVATIONS:
         refuse("vision_config.hidden_act", activation, ", ".join(ACTIVATIONS))
-    return SiglipConfig(
+    return dataclasses.replace(
+        default,
         **sizes,
         norm_eps=number("vision_config.layer_norm_eps", hf.get("layer_norm_eps", default.norm_eps)),
         activation=ACTIVATIONS[activation],

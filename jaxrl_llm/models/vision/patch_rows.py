@@ -1,7 +1,9 @@
-"""The encoders of Qwen2-VL (arXiv 2409.12191), 2.5-VL, Qwen3-VL and Qwen3.5: a ViT over patches of images of any size.
+"""The encoders of Qwen2-VL (arXiv 2409.12191), 2.5-VL, Qwen3-VL and Qwen3.5, of GLM-4.1V (arXiv 2507.01006) and of
+Mistral Small 3.1 (Pixtral, arXiv 2410.07073): a ViT over patches of images of any size.
 
-The patches of a row's images are one row. They have rotary positions of two axes and, from Qwen3-VL on, learned ones
-that are interpolated to the image. They see all of their image or, in most layers of Qwen2.5-VL, their window.
+The patches of a row's images are one row. They have rotary positions of two axes and, from Qwen3-VL on and in GLM-4.1V,
+learned ones that are interpolated to the image. They see all of their image or, in most layers of Qwen2.5-VL, their
+window.
 """
 
 import dataclasses
@@ -16,9 +18,10 @@ from flax import nnx
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain
-from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm, stacked
+from jaxrl_llm.models.layers import FeedForward, Linear, stacked
 from jaxrl_llm.models.rope import rotate
-from jaxrl_llm.models.vision.siglip import LayerNorm, PatchFeedForward, by_head
+from jaxrl_llm.models.vision.mergers import MERGERS, Merger
+from jaxrl_llm.models.vision.siglip import PatchFeedForward, by_head, norm_of
 
 BLOCK = 1024  # queries of a row that see their image at once, where there are more: scores are [BLOCK,P]
 
@@ -32,24 +35,34 @@ class PatchRowsConfig:
     heads: int = 16
     ffn: int = 3420
     patch_size: int = 14
-    frames: int = 2  # of a patch; an image is repeated that many times
+    frames: int = 2  # of a patch; an image is repeated that many times. 0: patches are of images alone
     channels: int = 3
     merge: int = 2  # patches along each side of a square that becomes one token
     window_size: int = 112  # pixels along each side of a window; 0: patches see all of their image in every layer
     full_layers: tuple[int, ...] = (7, 15, 23, 31)  # in which patches see all of their image
     norm: str = "rms"  # or "layer"
+    norm_eps: float = 1e-6
     gated: bool = True  # the feed-forward is a gated one; False: two linear maps
     activation: str = "silu"
+    attention_bias: bool = True  # of queries, keys and values
+    attention_adapters: bool = False  # these are one matrix in most files, which adapters have no names for
+    bias: bool = True  # of the other maps of layers
     patch_bias: bool = False
+    patch_norm: bool = False  # of patches, before learned positions are added
+    alternating: bool = False  # rotary frequencies are those of height and width in turn; False: both have the same
     positions: int = 0  # along each side of the square of learned positions; 0: there are none
+    cubic: bool = False  # these are interpolated by cubics, edges on edges; False: linearly, corners on corners
+    merger: str = "stacked"  # one of mergers.MERGERS
+    merger_ffn: int = 0
+    merger_bias: bool = False
     merger_adapters: bool = False  # before Qwen3-VL its maps are items of a list, which adapters have no names for
     deepstack: tuple[int, ...] = ()  # layers whose output is added behind the decoder's first layers too
     init_scale: float = 0.02
 
     @property
-    def patch_shape(self) -> tuple[int, int, int, int]:
-        """Channels, frames, height and width of a patch."""
-        return (self.channels, self.frames, self.patch_size, self.patch_size)
+    def patch_shape(self) -> tuple[int, ...]:
+        """Channels, frames if there are any, height and width of a patch."""
+        return (self.channels, *((self.frames,) if self.frames else ()), self.patch_size, self.patch_size)
 
     @property
     def patch_numbers(self) -> int:
@@ -80,7 +93,7 @@ def patch_rows(images: Iterable[np.ndarray], config: PatchRowsConfig) -> tuple[n
         high, wide = (n // side for n in image.shape[:2])
         x = image.reshape(high // merge, merge, side, wide // merge, merge, side, -1).transpose(0, 3, 1, 4, 6, 2, 5)
         x = x.reshape(high * wide, config.channels, 1, side, side)
-        rows.append(np.repeat(x, config.frames, axis=2).reshape(high * wide, -1))
+        rows.append(np.repeat(x, config.frames or 1, axis=2).reshape(high * wide, -1))
         grids.append((high, wide))
     return np.concatenate(rows), np.array(grids, np.int32).reshape(-1, 2)
 
@@ -119,8 +132,10 @@ class RowAttention(nnx.Module):
 
     def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs):
         self.config = config
+        names = ("q", "k", "v", "o") if config.attention_adapters else ("",) * 4
+        biases = (*(config.attention_bias,) * 3, config.bias)
         self.q, self.k, self.v, self.out = (
-            Linear(config.width, config.width, net, rngs, True) for _ in ("q", "k", "v", "out")
+            Linear(config.width, config.width, net, rngs, bias, name) for bias, name in zip(biases, names, strict=True)
         )
 
     def __call__(self, x, layout: "Layout", full):
@@ -175,17 +190,13 @@ class Layout(NamedTuple):
     angles: jax.Array  # [N,P,d/2] of rotary positions
 
 
-def _norm(config: PatchRowsConfig, size: int, net: Any, rngs: nnx.Rngs):
-    return RMSNorm(size, net, rngs) if config.norm == "rms" else LayerNorm(size, net.norm_eps, net.param_dtype)
-
-
 class RowLayer(nnx.Module):
     """Attention and a feed-forward, each behind a norm and with a residual."""
 
     def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs):
-        self.norm1 = _norm(config, config.width, net, rngs)
+        self.norm1 = norm_of(config.norm, config.width, config.norm_eps, net, rngs)
         self.attention = RowAttention(config, net, rngs)
-        self.norm2 = _norm(config, config.width, net, rngs)
+        self.norm2 = norm_of(config.norm, config.width, config.norm_eps, net, rngs)
         self.mlp = FeedForward(net, rngs) if config.gated else PatchFeedForward(config, net, rngs)
 
     def __call__(self, x, layout: Layout, full):
@@ -197,15 +208,20 @@ class InterpolatedPositions(nnx.Module):
     """Learned embeddings of a square of places, interpolated to the patches of an image of any shape."""
 
     def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs):
-        self.side = config.positions
+        self.side, self.cubic = config.positions, config.cubic
         shape = (self.side**2, config.width)
         self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, net.param_dtype) * net.init_scale)
 
     def __call__(self, y, x, high, wide):
         """Embeddings `[N,P,D]` in fp32 of patches at y and x `[N,P]` of images of `high` x `wide` patches: bilinear,
-        corners on corners."""
+        corners on corners, or bicubic (those of Keys with a = -3/4), edges on edges; places outside are the nearest."""
 
         def taps(place, size):  # the neighbours along an axis, and their shares
+            if self.cubic:
+                at = (place + 0.5) * self.side / jnp.maximum(size, 1) - 0.5
+                cells = [jnp.floor(at) + step for step in (-1, 0, 1, 2)]
+                inside = [jnp.clip(cell, 0, self.side - 1).astype(jnp.int32) for cell in cells]
+                return list(zip(inside, [_keys_cubic(jnp.abs(at - cell)) for cell in cells], strict=True))
             at = place.astype(jnp.float32) * (self.side - 1) / jnp.maximum(size - 1, 1)
             low = jnp.clip(jnp.floor(at), 0, self.side - 1)
             share, low = jnp.clip(at - low, 0, 1), low.astype(jnp.int32)  # that of padding is any number
@@ -220,23 +236,10 @@ class InterpolatedPositions(nnx.Module):
         return sum(parts, jnp.zeros((), jnp.float32))
 
 
-class Merger(nnx.Module):
-    """Embeddings of `size` numbers of squares of patches: two linear maps behind a norm, that of each patch or, with
-    `whole`, of the square."""
-
-    def __init__(self, config: PatchRowsConfig, size: int, net: Any, rngs: nnx.Rngs, whole: bool = False):
-        self.whole, square = whole, config.width * config.merge**2
-        names = ("fc1", "fc2") if config.merger_adapters else ("", "")
-        self.norm = _norm(config, square if whole else config.width, net, rngs)
-        self.fc1 = Linear(square, square, net, rngs, True, names[0])
-        self.fc2 = Linear(square, size, net, rngs, True, names[1])
-        self.square = square
-
-    def __call__(self, x):
-        x = x if self.whole else self.norm(x)
-        x = x.reshape(len(x), -1, self.square)
-        x = self.norm(x) if self.whole else x
-        return self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
+def _keys_cubic(x, a: float = -0.75) -> jax.Array:
+    """The share of a number at distance `x` in what is interpolated (Keys, 1981)."""
+    near, far = ((a + 2) * x - (a + 3)) * x**2 + 1, ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return jnp.where(x <= 1, near, jnp.where(x < 2, far, 0.0))
 
 
 class PatchRows(nnx.Module):
@@ -249,18 +252,19 @@ class PatchRows(nnx.Module):
     def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs):
         self.config = config
         own = dataclasses.replace(
-            net, width=config.width, ffn=config.ffn, mlp_bias=True, activation=config.activation, norm_eps=1e-6,
-            norm_offset=0.0,
-        )  # fmt: skip
+            net, width=config.width, ffn=config.ffn, mlp_bias=config.bias, activation=config.activation, norm_offset=0.0
+        )
         # Dimensions in the order of a convolution's weights in files, transposed.
         shape = (*config.patch_shape[::-1], config.width)
         patch = {"kernel": nnx.Param(jax.random.normal(rngs.params(), shape, net.param_dtype) * config.init_scale)}
         if config.patch_bias:
             patch["bias"] = nnx.Param(jnp.zeros((config.width,), net.param_dtype))
         self.patch = nnx.Dict(patch)
+        norm = norm_of(config.norm, config.width, config.norm_eps, own, rngs) if config.patch_norm else None
+        self.patch_norm = norm
         self.position = InterpolatedPositions(config, own, rngs) if config.positions else None
         self.layers = stacked(functools.partial(RowLayer, config, own), config.layers, rngs)
-        self.merger = Merger(config, net.width, own, rngs)
+        self.merger = MERGERS[config.merger](config, net.width, own, rngs)
         deep, count = (lambda r: Merger(config, net.width, own, r, whole=True)), len(config.deepstack)
         self.deepstack = stacked(deep, count, rngs) if count else None
 
@@ -286,16 +290,21 @@ class PatchRows(nnx.Module):
         def repeated(x):
             return jnp.repeat(sorted_(x), c.merge**2, axis=1)
 
-        inv_freq = 10000.0 ** -(jnp.arange(0, c.width // c.heads // 2, 2) / (c.width // c.heads // 2))
+        powers = jnp.arange(c.width // c.heads // 2) / (c.width // c.heads // 2)
+        powers = (powers[::2], powers[1::2] if c.alternating else powers[::2])
         places = (tokens.y[..., None] * c.merge + each // c.merge, tokens.x[..., None] * c.merge + each % c.merge)
         places = [of_patches(place) for place in places]
         layout = Layout(
-            repeated(tokens.image), repeated(window), jnp.concatenate([x * inv_freq for x in places], axis=-1)
+            repeated(tokens.image),
+            repeated(window),
+            jnp.concatenate([x * 10000.0**-power for x, power in zip(places, powers, strict=True)], axis=-1),
         )
-        kernel = self.patch["kernel"][...].transpose(3, 2, 1, 0, 4).reshape(c.patch_numbers, -1)
+        kernel = self.patch["kernel"][...]
+        kernel = kernel.transpose(*reversed(range(kernel.ndim - 1)), -1).reshape(c.patch_numbers, -1)
         x = of_patches(pixels) @ kernel.astype(pixels.dtype)
         if c.patch_bias:
             x += self.patch["bias"][...].astype(x.dtype)
+        x = x if self.patch_norm is None else self.patch_norm(x)
         if self.position is not None:
             sizes = (repeated(size * c.merge) for size in (tokens.high, tokens.wide))
             x += self.position(*(place[..., 0] for place in places), *sizes).astype(x.dtype)

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from jaxrl_llm.models.layers import Linear, RMSNorm
-from jaxrl_llm.models.vision.siglip import SiglipConfig
+from jaxrl_llm.models.vision.siglip import LayerNorm, SiglipConfig
 
 
 def pixel_shuffle(x, factor: int) -> jax.Array:
@@ -42,4 +42,17 @@ class AverageProjector(nnx.Module):
         return self.proj(self.norm(squares.reshape(*squares.shape[:2], self.factor**2, -1).mean(axis=2)))
 
 
-PROJECTORS = {"shuffle": ShuffleProjector, "average": AverageProjector}
+class TwoMapsProjector(nnx.Module):
+    """Two linear maps of squares of patches behind a norm, with GELU between them, that of InternVL."""
+
+    def __init__(self, encoder: SiglipConfig, factor: int, net: Any, rngs: nnx.Rngs):
+        self.factor, square = factor, encoder.width * factor**2
+        self.norm = LayerNorm(square, 1e-5, net.param_dtype)
+        self.fc1 = Linear(square, net.width, net, rngs, True)
+        self.fc2 = Linear(net.width, net.width, net, rngs, True)
+
+    def __call__(self, x):
+        return self.fc2(jax.nn.gelu(self.fc1(self.norm(pixel_shuffle(x, self.factor))), approximate=False))
+
+
+PROJECTORS = {"shuffle": ShuffleProjector, "average": AverageProjector, "two_maps": TwoMapsProjector}

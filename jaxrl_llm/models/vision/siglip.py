@@ -1,4 +1,5 @@
-"""SigLIP (arXiv 2303.15343), the encoder of SmolVLM, Idefics3 and others: a ViT whose patches all see each other."""
+"""Encoders of tiles, ViTs whose patches all see each other: SigLIP (arXiv 2303.15343), that of SmolVLM, Idefics3 and
+others, and InternViT (arXiv 2312.14238), with a token of the whole tile and factors of what its layers add."""
 
 import dataclasses
 import functools
@@ -9,14 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.distributed.sharding import constrain
-from jaxrl_llm.models.layers import ACTIVATIONS, Linear, stacked
+from jaxrl_llm.models.layers import ACTIVATIONS, Linear, RMSNorm, stacked
 
 CUDNN_HEAD = 128  # the largest heads that cuDNN takes on every GPU
 
 
 @dataclasses.dataclass(frozen=True)
 class SiglipConfig:
-    """The shape of a SigLIP encoder. Hashable: it is part of a ModelConfig."""
+    """The shape of the encoder, that of SigLIP unless other fields say so. Hashable: it is part of a ModelConfig."""
 
     width: int = 1152
     layers: int = 12
@@ -27,6 +28,12 @@ class SiglipConfig:
     channels: int = 3
     norm_eps: float = 1e-6
     activation: str = "gelu_tanh"
+    norm: str = "layer"  # or "rms"
+    attention_bias: bool = True  # of queries, keys and values
+    qk_norm: bool = False  # over all heads at once
+    class_token: bool = False  # a token in front of the patches; it is no feature
+    layer_scale: float = 0.0  # where the factors of what layers add start, one a channel; 0: there are none
+    last_norm: bool = True
     init_scale: float = 0.02
 
     @property
@@ -49,6 +56,13 @@ class LayerNorm(nnx.Module):
         return (x32 * self.scale[...].astype(jnp.float32) + self.shift[...].astype(jnp.float32)).astype(x.dtype)
 
 
+def norm_of(kind: str, size: int, eps: float, net: Any, rngs: nnx.Rngs) -> Any:
+    """A norm over `size` numbers, of the kind `layer` or `rms`."""
+    if kind == "layer":
+        return LayerNorm(size, eps, net.param_dtype)
+    return RMSNorm(size, dataclasses.replace(net, norm_eps=eps, norm_offset=0.0), rngs)
+
+
 def by_head(x, heads: int) -> jax.Array:
     """x `[N,P,D]` as `[N,P,heads,D/heads]`, sharded over heads where the mesh shards them."""
     return constrain(x.reshape(*x.shape[:2], heads, -1), "rows", None, "heads", None)
@@ -59,12 +73,18 @@ class PatchAttention(nnx.Module):
 
     def __init__(self, config: SiglipConfig, net: Any, rngs: nnx.Rngs):
         self.heads, self.kind = config.heads, net.attention
+        biases = {"q": config.attention_bias, "k": config.attention_bias, "v": config.attention_bias, "out": True}
         self.q, self.k, self.v, self.out = (
-            Linear(config.width, config.width, net, rngs, True, name) for name in ("q", "k", "v", "out")
+            Linear(config.width, config.width, net, rngs, bias, name) for name, bias in biases.items()
         )
+        self.q_norm = norm_of("rms", config.width, 1e-6, net, rngs) if config.qk_norm else None
+        self.k_norm = norm_of("rms", config.width, 1e-6, net, rngs) if config.qk_norm else None
 
     def __call__(self, x):
-        q, k, v = (by_head(project(x), self.heads) for project in (self.q, self.k, self.v))
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (by_head(a, self.heads) for a in (q, k, v))
         size = q.shape[-1]
         fused = jax.default_backend() == "gpu" and q.dtype.itemsize == 2 and size % 8 == 0 and size <= CUDNN_HEAD
         kernel = "cudnn" if fused and self.kind != "xla" else "xla"
@@ -88,14 +108,21 @@ class EncoderLayer(nnx.Module):
     """Attention and a feed-forward, each behind a norm and with a residual."""
 
     def __init__(self, config: SiglipConfig, net: Any, rngs: nnx.Rngs):
-        self.norm1 = LayerNorm(config.width, config.norm_eps, net.param_dtype)
+        self.norm1 = norm_of(config.norm, config.width, config.norm_eps, net, rngs)
         self.attention = PatchAttention(config, net, rngs)
-        self.norm2 = LayerNorm(config.width, config.norm_eps, net.param_dtype)
+        self.norm2 = norm_of(config.norm, config.width, config.norm_eps, net, rngs)
         self.mlp = PatchFeedForward(config, net, rngs)
+        scale = jnp.full((config.width,), config.layer_scale, net.param_dtype)
+        self.scale1, self.scale2 = (nnx.Param(scale) if config.layer_scale else None for _ in range(2))
 
     def __call__(self, x):
-        x = constrain(x + self.attention(self.norm1(x)), "rows", None, None)
-        return constrain(x + self.mlp(self.norm2(x)), "rows", None, None)
+        x = _added(x, self.attention(self.norm1(x)), self.scale1)
+        return _added(x, self.mlp(self.norm2(x)), self.scale2)
+
+
+def _added(x, out, scale) -> jax.Array:
+    out = out if scale is None else out * scale[...].astype(out.dtype)
+    return constrain(x + out, "rows", None, None)
 
 
 class Patches(nnx.Module):
@@ -116,14 +143,16 @@ class Patches(nnx.Module):
 
 
 class Positions(nnx.Module):
-    """A learned embedding of each place in a tile. Tiles are whole, so the place of a patch is its number.
+    """A learned embedding of each place in a tile, that of the class token first. Tiles are whole, so the place of a
+    patch is its number.
 
     transformers works it out in floating point, and rounds to a neighbour in tiles of 19, 25, 29, ... patches a side:
     none that a published model has.
     """
 
     def __init__(self, config: SiglipConfig, net: Any, rngs: nnx.Rngs):
-        shape = (config.side**2, config.width)
+        # Of encoders with a class token files have one tile of them.
+        shape = (1, config.side**2 + 1, config.width) if config.class_token else (config.side**2, config.width)
         self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, net.param_dtype) * net.init_scale)
 
     def __call__(self, x):
@@ -138,11 +167,16 @@ class Siglip(nnx.Module):
 
     def __init__(self, config: SiglipConfig, net: Any, rngs: nnx.Rngs):
         self.patch, self.position = Patches(config, net, rngs), Positions(config, net, rngs)
+        self.class_token = nnx.Param(jnp.zeros((1, 1, config.width), net.param_dtype)) if config.class_token else None
         self.layers = stacked(functools.partial(EncoderLayer, config, net), config.layers, rngs)
-        self.norm = LayerNorm(config.width, config.norm_eps, net.param_dtype)
+        self.norm = LayerNorm(config.width, config.norm_eps, net.param_dtype) if config.last_norm else None
 
     def __call__(self, pixels, checkpointed=lambda step: step):
         graph, layers = nnx.split(self.layers)
-        x = constrain(self.position(self.patch(pixels)), "rows", None, None)
+        x, first = self.patch(pixels), self.class_token
+        tiles, patches, width = x.shape
+        if first is not None:
+            x = jnp.concatenate([jnp.broadcast_to(first[...].astype(x.dtype), (tiles, 1, width)), x], axis=1)
+        x = constrain(self.position(x), "rows", None, None)
         x, _ = jax.lax.scan(checkpointed(lambda x, layer: (nnx.merge(graph, layer)(x), None)), x, layers)
-        return self.norm(x)
+        return (x if self.norm is None else self.norm(x))[:, -patches:]

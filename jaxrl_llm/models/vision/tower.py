@@ -44,8 +44,8 @@ class Vision(nnx.Module):
     def __init__(self, config: VisionConfig, net: Any, rngs: nnx.Rngs):
         # Of the settings that matrices have, adapters are the tower's only where it is trained by them.
         lora = net.lora if net.vision_training == "lora" else None
-        own = dataclasses.replace(net, lora=lora, quantize="none", init_scale=config.encoder.init_scale)
-        self.config = config
+        own = dataclasses.replace(net, lora=lora, quantize="none", qat="none", init_scale=config.encoder.init_scale)
+        self.config, self.has_axes = config, bool(net.rope_axes)
         if isinstance(config.encoder, PatchRowsConfig):
             self.encoder = PatchRows(config.encoder, own, rngs)
             self.projector = None
@@ -96,7 +96,7 @@ class Vision(nnx.Module):
         grid = self._tokens(images, features.shape[1])
         known = (grid.y < grid.high).sum(axis=1)
         index = jnp.where(is_image & (index < known[:, None]), index, -1)
-        return ImageEmbeddings(features, index, image_positions(index, positions, grid))
+        return ImageEmbeddings(features, index, image_positions(index, positions, grid) if self.has_axes else None)
 
 
 def image_positions(index, positions, grid: Tokens) -> jax.Array:

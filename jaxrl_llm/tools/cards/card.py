@@ -12,6 +12,7 @@ from jaxrl_llm.config import ConfigDict, ConfigError, default, flat
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import KEYS, OFFLINE
 from jaxrl_llm.config.version import __version__
+from jaxrl_llm.data.loading import evaluated_on
 from jaxrl_llm.models import peft
 from jaxrl_llm.tools.cards.clean import in_words, shareable
 from jaxrl_llm.tools.cards.curves import curves_svg
@@ -38,6 +39,7 @@ OF_THE_MACHINE = (
 LIBRARIES = {
     "lm": ("transformers", "AutoModelForCausalLM", "text-generation"),
     "score": ("transformers", "AutoModelForSequenceClassification", "text-classification"),
+    "step": ("transformers", "AutoModelForTokenClassification", "token-classification"),
 }
 
 
@@ -126,7 +128,7 @@ def _front_matter(folder: Path, run: ReportedRun, base: Base, step: int, tags: S
 def _body(
     folder: Path, run: ReportedRun, base: Base, step: int, curves: bool, repo: str | None, title: str | None
 ) -> str:
-    kind = "reward model" if _head(run) == "score" else "language model"
+    kind = {"lm": "language model", "score": "reward model", "step": "process reward model"}[_head(run)]
     what = f"{kind}'s adapter (LoRA)" if peft.is_adapter(folder) else kind
     parts = [
         f"# {title or (repo or run.name).rpartition('/')[2]}\n",
@@ -151,7 +153,7 @@ def _body(
 
 
 def _head(run: ReportedRun) -> str:
-    return "score" if run.settings["algorithm.name"] == "reward_model" else "lm"
+    return {"reward_model": "score", "process_reward_model": "step"}.get(run.settings["algorithm.name"], "lm")
 
 
 def _linked(base: Base) -> str:
@@ -214,7 +216,7 @@ def _number(value: float | None) -> str:
 
 def _held_out(run: ReportedRun) -> dict[str, tuple[str, str | None]]:
     """The data sets that were evaluated on, and their splits, by the names of `eval.sets`; "" is the only one."""
-    split = run.settings["data.eval_split"] or "test"
+    paths, split = evaluated_on(run.settings)
     if given := given_to(run.folder).get("eval_dataset"):
         return {"": (given, None)}
     sets: dict[str, tuple[str, str | None]] = {}
@@ -224,7 +226,7 @@ def _held_out(run: ReportedRun) -> dict[str, tuple[str, str | None]]:
         name = name or str(item["set"])
         earlier = f"{sets[name][0]}, " if name in sets else ""
         sets[name] = earlier + in_words(path), options.get("split", options.get("eval_split", split))
-    return sets or {"": (in_words(run.settings.get("data.eval_path") or run.settings["data.path"]), split)}
+    return sets or {"": (in_words(paths), split)}
 
 
 def _usage(folder: Path, run: ReportedRun, base: Base, repo: str | None) -> str:
@@ -235,13 +237,13 @@ def _usage(folder: Path, run: ReportedRun, base: Base, repo: str | None) -> str:
         library, kind = "peft", kind.replace("AutoModel", "AutoPeftModel")
     name = json.dumps(repo or "FOLDER")
     tokenizer = json.dumps(base.hub_id or "BASE") if peft.is_adapter(folder) else name
-    score = _head(run) == "score"
+    score = _head(run) != "lm"
     asked = "model(**inputs).logits" if score else "tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0])"
     here = 'model([model.tokenizer("Hello")["input_ids"]])' if score else 'jaxrl_llm.generate(model, ["Hello"])[0]'
     imports = ["from transformers import AutoTokenizer", f"from {library} import {kind}"]
     if library == "transformers":
         imports = [f"from transformers import {kind}, AutoTokenizer"]
-    head = ', head="score"' if score and not peft.is_adapter(folder) else ""
+    head = f', head="{_head(run)}"' if score and not peft.is_adapter(folder) else ""
     lines = [
         "```python",
         *imports,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxrl_llm.config import ConfigDict, ConfigError
 from jaxrl_llm.tools.migrate import axolotl, harmony, trl, verl
-from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, short
+from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, shown
 from jaxrl_llm.tools.migrate.functions import write
 from jaxrl_llm.tools.migrate.reading import read
 from jaxrl_llm.tools.migrate.table import find, table
@@ -48,7 +48,7 @@ def migrate(
         if key is None:
             raise error
         reason = str(error).removeprefix(f"{path}: ")
-        checks.append(f"{key} = {short(source.settings[key])} is left out: {reason}")
+        checks.append(f"{shown(key, source.settings[key])} is left out: {reason}")
         source = source.without(key)
 
 

@@ -1,6 +1,7 @@
 """The rules for axolotl, which trains with TRL: its YAML becomes TRL's keys with axolotl's defaults, and these ours."""
 
 import math
+import re
 from typing import Any
 
 from jaxrl_llm.data.formats.lookup import known
@@ -14,7 +15,14 @@ RULES = rules("axolotl")
 TRACKERS = RULES["trackers"]
 PROJECTS = (*filter(None, TRACKERS.values()), "swanlab_project")
 RUN_NAMES = ("wandb_name", "mlflow_run_name", "trackio_run_name", "swanlab_experiment_name", "swanlab_run_name")
+FEWER_BITS = {"int8": "int8", "int4": "int4", **dict.fromkeys(("fp8", "float8", "float8_e4m3fn"), "fp8")}
+ROWS = r"\[\d*(:\d*)?\]$"  # of a matrix, behind a pattern
+CHAT = (  # options of the format chat_template
+    "field_messages", "field_system", "message_property_mappings", "roles", "roles_to_train", "train_on_eos",
+    "message_field_training", "message_field_training_detail", "drop_system_message",
+)  # fmt: skip
 OVERLONG = {"drop": "filter", "truncate": "truncate_right", "raise": "error"}
+OF_STEPS = ("step_separator", "train_on_last_step_only", "max_completion_length")  # said by data sets of steps
 WARMUP_RATIO, WARMUP_MOST = 0.03, 100  # of the steps, where the file sets no warm-up
 
 
@@ -24,10 +32,13 @@ def convert(source: Source, options: Options) -> Draft:
     kind, trainers = yaml.get("rl"), RULES["trainers"]
     if kind is not None:
         shared.check_known("rl", kind, trainers)
-    trainer = trainers[kind] if kind else "reward" if yaml.get("reward_model") else "sft"
+    models = {"reward_model": "reward", "process_reward_model": "prm"}
+    trainer = trainers[kind] if kind else next((models[key] for key in models if yaml.get(key)), "sft")
     theirs = {**defaults("trl", trainer), **RULES["defaults"]}
     if trainer == "grpo":
         del theirs["max_length"]
+    elif trainer == "prm":
+        del theirs["max_completion_length"]
     rows, size = _rows(yaml, options), float(yaml.get("val_set_size") or 0)
     held = 0 if yaml.get("test_datasets") else math.ceil(rows * size if size < 1 else size)
     options = options._replace(rows=max(rows - held, 0), devices=_replicas(yaml, options))
@@ -81,6 +92,9 @@ def _translated(yaml: dict[str, Any], trainer: str, kind: str | None) -> dict[st
     for name in ("desirable_weight", "undesirable_weight"):
         if name in theirs and not theirs[name][1]:
             theirs[name] = (theirs[name][0], 1.0)
+    if trainer == "prm":
+        first = next(iter(yaml.get("datasets") or ()), {})
+        theirs |= {name: ("datasets", first[name]) for name in OF_STEPS if first.get(name)}
     if yaml.get("bf16") in ("auto", "full"):
         theirs["bf16"] = ("bf16", True if yaml["bf16"] == "full" else None)
     if yaml.get("adapter"):
@@ -127,7 +141,7 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
         written = ", ".join(f"{key.removeprefix(section)}={value!r}" for key, value in entries.items())
         draft.set("model.overrides", written, *entries)
     if any(key.partition(".")[0] == "qat" for key in yaml):
-        draft.check("qat has no equivalent: there is no quantisation-aware training, and the result is another model")
+        _qat(draft, yaml)
     draft.drop("data.path")
     measured = "eval/"
     sources, tests = (
@@ -171,10 +185,21 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
         draft.set("model.param_dtype", "bfloat16", "bf16")
     shared.tracked(draft, yaml, PROJECTS, RUN_NAMES)
     switches = (f"use_{name}" for name in TRACKERS)
-    draft.use("val_set_size", "bf16", "rl", "reward_model", "adapter", *switches)
+    draft.use("val_set_size", "bf16", "rl", "reward_model", "process_reward_model", "adapter", *switches)
+    labels = {"reward": 1, "prm": 2}.get(trainer)
+    if labels is not None and yaml.get("num_labels", labels) != labels:
+        draft.check(f"num_labels = {yaml['num_labels']} has no equivalent: such a model has {labels} here")
     if yaml.get("lora_model_dir"):
         draft.set("lora.path", yaml["lora_model_dir"], "lora_model_dir")
         draft.drop("lora.rank", "lora.alpha", "lora.targets", "lora.rslora")
+    if patterns := yaml.get("unfrozen_parameters"):
+        if yaml.get("adapter"):
+            draft.check("unfrozen_parameters is left out: adapters are trained, and lora.modules_to_save beside them")
+        else:
+            whole = tuple(re.sub(ROWS, "", pattern) for pattern in patterns)
+            if changed := [pattern for pattern in patterns if re.search(ROWS, pattern)]:
+                draft.check(f"unfrozen_parameters names rows of a matrix, {short(changed)}: it is trained whole here")
+            draft.set("model.trainable", whole, "unfrozen_parameters")
     if yaml.get("rl_adapter_ref_model") and yaml.get("adapter"):
         draft.set("lora.reference", "copy", "rl_adapter_ref_model")
     for key in ("context_parallel_size", "sequence_parallel_degree"):
@@ -228,6 +253,45 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
         draft.check("the file names no datasets: set data.path")
 
 
+def _qat(draft: Draft, yaml: dict[str, Any]) -> None:
+    """Set the matrices in fewer bits that a model is trained for, as far as they are here."""
+    of = {key.removeprefix("qat."): value for key, value in yaml.items() if key.startswith("qat.")}
+    kind = FEWER_BITS.get(str(of.get("weight_dtype", "int8")))
+    if kind is None:
+        draft.check(f"qat: weights in {of['weight_dtype']} are not here, and the result is another model (model.qat)")
+        return
+    draft.set("model.qat", kind, "qat", "qat.weight_dtype")
+    group = "of each column" if kind != "int4" else "of 64 inputs of a column"
+    draft.check(f"qat: {kind} has a scale {group} here (group_size is {of.get('group_size', 32)} there)")
+    for name in ("activation_dtype", "quantize_embedding", "fake_quant_after_n_steps"):
+        if of.get(name):
+            draft.check(
+                f"qat.{name} = {of[name]} is left out: the matrices alone are quantised, from the first step on"
+            )
+
+
+def _chat(draft: Draft, source: dict[str, Any], dataset: dict[str, Any], key: str) -> None:
+    """Give a data set of conversations the format chat_template, unless its rows are read so without one."""
+    names = {name: value for name in ("role", "content") if (value := source.pop(f"message_field_{name}", None))}
+    names |= source.pop("message_property_mappings", None) or {}
+    ends, turns = source.pop("train_on_eot", None), source.get("train_on_eos", "turn")
+    if ends not in (None, turns):
+        draft.check(
+            f"{key}: train_on_eot = {ends} is left out: what ends a turn is learned as train_on_eos says, {turns}"
+        )
+    if source.get("chat_template") == "tokenizer_default":
+        del source["chat_template"]
+    for name, usual in (("field_messages", "messages"), ("roles_to_train", ["assistant"]), ("train_on_eos", "turn")):
+        if source.get(name) == usual:
+            del source[name]
+    # With neither, the last message alone is learned.
+    unset = {name: None for name in ("roles_to_train", "train_on_eos") if name in dataset and dataset[name] is None}
+    source |= {"message_property_mappings": names} if any(name != x for name, x in names.items()) else {}
+    source |= unset if len(unset) == 2 else {}
+    if any(name in source for name in CHAT):
+        source["type"] = "chat_template"
+
+
 def _source(draft: Draft, dataset: dict[str, Any], trainer: str, key: str) -> dict[str, Any]:
     """Return a data set of `key` with the name of its format as here; what has none is noted."""
     source = {name: value for name, value in dataset.items() if value is not None}
@@ -236,19 +300,17 @@ def _source(draft: Draft, dataset: dict[str, Any], trainer: str, key: str) -> di
         if isinstance(kind, dict):
             draft.check(f"{key}: the type {short(kind)} has no format for sft; write a function row -> dict")
         source.pop("type", None)
-        field, names = source.pop("field_messages", "messages"), source.pop("message_property_mappings", None) or {}
-        if field != "messages" or set(names.values()) - {"role", "content"}:
-            source |= {"type": "sharegpt", "field": field}
-        read = {"role": ("role", "from"), "content": ("content", "value")}
-        if others := {name: theirs for name, theirs in names.items() if theirs not in read.get(name, (name,))}:
-            draft.check(
-                f"{key}: message_property_mappings names {short(others)}, but the format sharegpt reads role or from, "
-                "content or value, and the rest by its own name: write a function row -> dict (type: file.py:function)"
-            )
-        plain = ("path", "name", "split", "ds_type", "data_files", *(("type", "field") if "type" in source else ()))
+        if kind != "completion":
+            _chat(draft, source, dataset, key)
+        plain = ("path", "name", "split", "ds_type", "data_files", *(("type", *CHAT) if "type" in source else ()))
         for name in [name for name in source if name not in plain]:
             draft.check(f"{key}: {name} = {short(source.pop(name))} has no equivalent for sft")
         return source
+    if trainer == "prm":
+        kind = source["type"] = {"stepwise_supervised": "stepwise"}.get(str(kind), kind)
+        for name in OF_STEPS:
+            if source.pop(name, defaults("trl", trainer).get(name)) != draft.get(name):
+                draft.check(f"{key}: {name} differs between them, and is the same for all rows here")
     plain = str(kind).split(".", 1)
     names = known({"sft": "completions", "kto": "labels"}.get(trainer, "pairs"))
     theirs = isinstance(kind, str) and (len(plain) == 1 or plain[0] in RULES["formats"])  # no module of the user's

@@ -52,6 +52,8 @@ def of_trl(draft: Draft, trainer: str) -> None:
             draft.set("algorithm.name", "sft", "lmbda")
             if trainer == "iwopd" or (trainer == "gold" and not draft.get("use_uld_loss")):
                 draft.set("teacher.temperature", float(draft.get("temperature")), "temperature")
+            if draft.values["teacher.form"] == "uld":
+                draft.check("sft takes the mean over all spans of a batch here, TRL over rows of the mean of a row's")
             draft.drop(*(key for key in draft.values if key.startswith("rollout.")))
             return
         draft.set("teacher.on_policy", share, "lmbda")
@@ -98,6 +100,8 @@ def _uld_of_trl(draft: Draft) -> None:
     draft.check(
         "the teacher reads prompts in its own chat template here, and in TRL the text that the student's makes of them"
     )
+    if draft.get("uld_crossentropy_weight") and draft.get("lmbda") and float(draft.get("temperature")) != 1:
+        draft.check("the cross-entropy of teacher.nll_coef is at rollout.temperature here, and at 1 in TRL")
 
 
 def _likeliest(draft: Draft) -> None:

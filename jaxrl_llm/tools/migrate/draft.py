@@ -15,6 +15,7 @@ from jaxrl_llm.tools.migrate.shell import COMMAND
 from jaxrl_llm.tools.migrate.table import CONVERT, find, names, rules, table
 
 OURS = {key.name: key for key in KEYS}
+SECRET = re.compile(r"((^|\.|hub_|auth_|access_|api_)token|api_key|password|secret)$")
 OPEN = re.compile(rf"\$\{{[^{{}}]*\}}|{COMMAND}|\$[\w@]+")  # what a shell or a YAML would fill in
 
 
@@ -75,9 +76,7 @@ class Draft:
         for key, value in source.settings.items():
             entry = find(table(source.library), key)
             if (opened := OPEN.findall(str(value))) and (entry is None or entry.ours):
-                self.check(
-                    f"{key} = {short(value)}: the file does not say what {', '.join(opened)} is; write its value"
-                )
+                self.check(f"{shown(key, value)}: the file does not say what {', '.join(opened)} is; write its value")
 
     def get(self, key: str) -> Any:
         """Return the value of a key of theirs, as set in the file or else its default there."""
@@ -221,26 +220,42 @@ class Draft:
         for key, value in self.source.settings.items():
             if key in written:
                 continue
-            secret = isinstance(value, str) and re.search(r"(hub_token|api_key|password|secret)$", key)
-            shown, entry = f"{key} = {HIDDEN if secret else short(value)}", find(entries, key)
+            line, entry = shown(key, value), find(entries, key)
             if entry is None:
                 near = closest(key, [name for name in names(entries) if not name.endswith("*")])
-                missing.append(f"{shown}: an unknown key; the closest is {near}")
+                missing.append(f"{line}: an unknown key; the closest is {near}")
                 self.check(f"{key} is no known key; the closest is {near}")
                 continue
             ours = ", ".join(entry.ours.split())
             part = "part of" if key in self.used else "has no part in"
-            missing.append(f"{shown}: {'; '.join(filter(None, (entry.ours and f'{part} {ours}', entry.note)))}")
+            missing.append(f"{line}: {'; '.join(filter(None, (entry.ours and f'{part} {ours}', entry.note)))}")
             matters = rules("warnings")["matters"]
             if not entry.ours and key in matters and value not in (None, matters[key]):
-                self.check(f"{shown} has no equivalent: {entry.note}")
+                self.check(f"{line} has no equivalent: {entry.note}")
         return missing
+
+
+def shown(key: str, value: Any) -> str:
+    """Return `KEY = VALUE` on one line, shortened where it is long; `***` for a secret."""
+    return f"{key} = {HIDDEN if _secret(key, value) else short(value)}"
 
 
 def short(value: Any) -> str:
     """Return a value on one line, shortened where it is long."""
-    text = " ".join(repr(value).split())
+    text = " ".join(repr(_without_secrets(value)).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _secret(key: Any, value: Any) -> bool:
+    """Return True for the value of a key that is named like a secret."""
+    return isinstance(value, str) and bool(SECRET.search(str(key)))
+
+
+def _without_secrets(value: Any) -> Any:
+    """Return a value with `***` for the secrets in its dictionaries."""
+    if isinstance(value, dict):
+        return {key: HIDDEN if _secret(key, each) else _without_secrets(each) for key, each in value.items()}
+    return [_without_secrets(each) for each in value] if isinstance(value, list) else value
 
 
 def _escaped(text: str) -> str:

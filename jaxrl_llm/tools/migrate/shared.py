@@ -10,7 +10,7 @@ from typing import Any
 from jaxrl_llm.config import schema
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.sources import load
-from jaxrl_llm.tools.migrate.draft import OURS, Draft, Options, short
+from jaxrl_llm.tools.migrate.draft import OURS, Draft, Options, short, shown
 
 LOCAL = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 NO_TRACKER = ("none", "all", "console", "file")  # a choice of others, or what every run writes
@@ -135,7 +135,7 @@ def init_kwargs(draft: Draft, key: str, revision: str) -> Any:
         elif name == "attn_implementation":
             draft.check(f"{key}: {name} = {short(value)} is of torch; model.attention chooses the kernel here")
         elif value is not None:
-            draft.check(f"{key}: {name} = {short(value)} has no equivalent")
+            draft.check(f"{key}: {shown(name, value)} has no equivalent")
     return dtype
 
 

@@ -32,6 +32,7 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
     "scale_rewards": lambda by: {True: "group", "True": "group", False: "none", "False": "none"}.get(by, by),
     "use_adaptive_entropy": lambda on: "adaptive" if on else "fixed",
     "actor_rollout_ref.model.target_modules": lambda names: (names,) if isinstance(names, str) else tuple(names),
+    "actor_rollout_ref.model.exclude_modules": lambda names: (names,) if isinstance(names, str) else tuple(names),
     "model.target_modules": lambda names: (names,) if isinstance(names, str) else tuple(names),
     "model.fsdp_config.model_dtype": lambda name: {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(
         str(name), str(name)

@@ -169,6 +169,7 @@ def _model(draft: Draft) -> None:
         if modules := draft.first("modules_to_save", "lora_modules_to_save"):
             modules = (modules,) if isinstance(modules, str) else tuple(modules)
             draft.set("lora.modules_to_save", modules, "modules_to_save", "lora_modules_to_save")
+        _modules(draft)
     sharded = [key for key in ("fsdp", "fsdp_config", "deepspeed") if draft.get(key)]
     if sharded:
         draft.set("mesh.fsdp", -1, *sharded)
@@ -180,6 +181,25 @@ def _model(draft: Draft) -> None:
         draft.set("model.quantize", "int8", "load_in_8bit")
     if draft.values.get("model.quantize") and "lora.rank" not in draft.values:
         draft.check("a quantised model is trained by adapters: set lora.rank")
+
+
+def _modules(draft: Draft) -> None:
+    """Set what PEFT's configuration says of single layers and modules."""
+    layers, excluded = draft.get("layers_to_transform"), draft.get("exclude_modules")
+    draft.set("lora.layers_to_transform", (layers,) if isinstance(layers, int) else layers, "layers_to_transform")
+    if draft.get("layers_pattern") not in (None, "layers", ["layers"], ["model.layers"]):
+        draft.check("layers_pattern is left out: layers are those of the decoder")
+    draft.use("layers_pattern")
+    if isinstance(excluded, str):
+        draft.check(
+            f"exclude_modules = {short(excluded)} is a regular expression of whole names: set lora.exclude_modules to "
+            "the ends of the names that it means"
+        )
+    else:
+        draft.set("lora.exclude_modules", excluded, "exclude_modules")
+    for key in ("rank_pattern", "alpha_pattern"):
+        numbers = draft.get(key) or {}
+        draft.set(f"lora.{key}", tuple(f"{name}={number}" for name, number in numbers.items()) or None, key)
 
 
 def _mixture(draft: Draft) -> None:
@@ -257,8 +277,8 @@ def _data(draft: Draft, trainer: str) -> None:
     key = "shuffle_dataset" if trainer in sampling else "train_sampling_strategy"
     draft.set("data.shuffle", draft.get(key) not in (False, "sequential"), key)
     if trainer not in (*sampling, "ppo", "a2po"):
-        if trainer == "reward":
-            draft.set("data.overlong", "filter", "max_length")
+        if trainer in ("reward", "prm"):
+            draft.set("data.overlong", "filter" if trainer == "reward" else "truncate_right", "max_length")
         else:
             # GKD's rows, GOLD's and packed ones are cut whatever the mode: at their start, and at their end.
             left = draft.get("truncation_mode") == "keep_end" and not draft.values.get("data.packing")
@@ -555,15 +575,18 @@ def _offline(draft: Draft, trainer: str, devices: int) -> int:
     per_device, accumulation = (int(draft.get(key)) for key in ROWS)
     draft.set("batch.prompts", per_device * devices * accumulation, *ROWS)
     # A pair, or a labelled row with its mismatch, is two rows; a pair with its gold completion is three.
-    rows = 1 if trainer == "sft" or draft.get("loss_type") == "apo_zero_unpaired" else 2
+    rows = 1 if trainer in ("sft", "prm") or draft.get("loss_type") == "apo_zero_unpaired" else 2
     if trainer == "tpo" and draft.get("tpo_alpha"):
         rows = 3
     shared.microbatch_rows(draft, per_device * devices * rows, per_device * devices * accumulation * rows, *ROWS)
-    draft.set("algorithm.name", {"sft": "sft", "reward": "reward_model"}.get(trainer, "preference"))
+    names = {"sft": "sft", "reward": "reward_model", "prm": "process_reward_model"}
+    draft.set("algorithm.name", names.get(trainer, "preference"))
     if trainer == "sft":
         _sft(draft)
     elif trainer == "reward":
         set_loss(draft, [("bradley_terry", {"center": "center_rewards_coefficient"})])
+    elif trainer == "prm":
+        _prm(draft)
     else:
         draft.set("algorithm.beta", float(draft.get("beta")), "beta")
         _preference(draft, trainer)
@@ -601,6 +624,21 @@ def _sft(draft: Draft) -> None:
         draft.check(f"loss_type = {kind!r} has no equivalent in sft")
     draft.use("loss_type")
     draft.set("algorithm.label_smoothing", draft.get(smoothing), smoothing)
+
+
+def _prm(draft: Draft) -> None:
+    """Set the steps of a process reward model."""
+    if draft.get(key := "step_separator") != "\n":
+        draft.set("data.step_separator", draft.get(key), key)
+    draft.use(key)
+    last = draft.get("train_on_last_step_only")
+    draft.set("data.loss_on", "last_step" if last else "completion", "train_on_last_step_only")
+    draft.drop("rollout.max_completion_length")
+    if longest := draft.get("max_completion_length"):
+        draft.check(
+            f"max_completion_length = {longest} cuts the steps of a row apart from its prompt there; here "
+            "data.max_length cuts the whole row"
+        )
 
 
 def _preference(draft: Draft, trainer: str) -> None:
@@ -700,7 +738,7 @@ RULES: dict[str, Callable[[Draft, str, int], int]] = {
     "rloo": _rloo,
     "a2po": _a2po,
     "ppo": _ppo,
-    **dict.fromkeys(("sft", "dpo", "kto", "orpo", "cpo", "tpo", "reward"), _offline),
+    **dict.fromkeys(("sft", "dpo", "kto", "orpo", "cpo", "tpo", "reward", "prm"), _offline),
     **dict.fromkeys(("distillation", "gkd", "gold", "iwopd"), _distillation),
     "sdpo": _sdpo,
     "sdft": _sdft,

@@ -65,6 +65,9 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
         else:
             every = every * total if every < 1 else every / updates
             draft.set(ours, max(1, math.ceil(every)), steps, key)
+    if draft.get("save_strategy") == "best":
+        draft.set("checkpoint.every", max(draft.values["eval.every"], 0), "save_strategy")
+        draft.check("save_strategy is best: each evaluation is saved here, of which the best and the newest stay")
     if (delay := float(draft.get("eval_delay") or 0)) and draft.values["eval.every"] > 0:
         by_epoch = draft.first("evaluation_strategy", "eval_strategy", default="no") == "epoch"
         draft.set("eval.start", math.ceil(delay * (per_epoch or total) if by_epoch else delay / updates), "eval_delay")
@@ -97,7 +100,8 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
 
 def _saved(draft: Draft) -> None:
     """Set which checkpoints stay, and where the trained model is uploaded to."""
-    if draft.get("save_total_limit") is None and draft.values["checkpoint.every"]:
+    limited = draft.get("save_total_limit") is not None or draft.get("save_strategy") == "best"
+    if not limited and draft.values["checkpoint.every"]:
         draft.set("checkpoint.keep_every", 1, "save_total_limit")
     metric = draft.get("metric_for_best_model") or ("loss" if draft.get("load_best_model_at_end") else None)
     if metric:

@@ -94,7 +94,12 @@ def _data(draft: Draft) -> None:
         draft.set("data.format", with_options("verl", columns), *(f"data.{key}" for key in columns))
     draft.use(*(f"data.{key}" for key in names))
     most = int(draft.get("data.train_max_samples") or -1)
-    if most > 0:
+    if most > 0 and "data.sources" in draft.values:
+        draft.check(
+            f"data.train_max_samples = {most} counts the rows of all files together; here all are read. Write how many "
+            "of each, such as train[:100], as its split in data.sources"
+        )
+    elif most > 0:
         draft.set("data.split", f"train[:{most}]", "data.train_max_samples")
     draft.use("data.train_max_samples")
     for section, key in (
@@ -131,9 +136,9 @@ def _model(draft: Draft) -> None:
         draft.use(*(f"{M}.override_config.{key}" for key in entries))
     shared.check_model(draft)
     if not draft.values.get("lora.rank"):
-        draft.drop("lora.alpha", "lora.targets")
+        draft.drop("lora.alpha", "lora.targets", "lora.exclude_modules")
     if "lora.path" in draft.values:
-        draft.drop("lora.rank")
+        draft.drop("lora.rank", "lora.exclude_modules")
     # FSDP shards parameters over all devices unless a size is set.
     key = f"{A}.fsdp_config.fsdp_size"
     size = int(draft.get(key) or -1)

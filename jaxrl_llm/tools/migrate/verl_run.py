@@ -10,6 +10,8 @@ def trainer(draft: Draft, options: Options) -> None:
         draft.set("total_steps", int(steps), "trainer.total_training_steps")
     else:
         rows = shared.known_rows(options, draft.get("data.train_files"), "train")
+        most = int(draft.get("data.train_max_samples") or -1)
+        rows = min(rows, most) if most > 0 else rows
         per_epoch = max(1, rows // draft.values["batch.prompts"]) if rows else 0
         shared.epochs(draft, per_epoch, float(draft.get("trainer.total_epochs")), "trainer.total_epochs")
     names = ("trainer.project_name", "trainer.experiment_name")

@@ -15,7 +15,7 @@ from jaxrl_llm.tools.plan.compiler import Compiler, ProgramStats
 from jaxrl_llm.tools.plan.programs import ScannedEngine, compares_with_greedy, compile_rollout, held_bytes, rows_shape
 from jaxrl_llm.tools.plan.shapes import Shapes, process_mesh
 from jaxrl_llm.training.local_judge import reply_options, sampling_of
-from jaxrl_llm.training.reward_models import NARROWEST, score_rows
+from jaxrl_llm.training.reward_models import NARROWEST, right_rows, score_rows
 
 
 def compile_graders(
@@ -51,5 +51,6 @@ def compile_graders(
             while width < grader.width:
                 width *= 2
             ints = rows_shape(on, (rows, width), jnp.int32)
-            compiler.add(grader.name, score_rows, (grader.net, params, ints, ints), times=calls, of_run=of_run)
+            program = right_rows if grader.net.config.head == "step" else score_rows
+            compiler.add(grader.name, program, (grader.net, params, ints, ints), times=calls, of_run=of_run)
     return compiler.programs

@@ -359,7 +359,8 @@ def update_batch(
     else:
         fields = {"ref_logps": tokens} if needs_reference(config) else {}
         fields |= {"seeds": seeds} if algorithm.neftune_alpha else {}
-        fields |= {"labels": single} if algorithm_of(config).data == "labels" else {}
+        of_kind = {"labels": {"labels": single}, "steps": {"step_labels": tokens}}
+        fields |= of_kind.get(algorithm_of(config).data, {})
         scalars |= {"reward_shift": number} if offline_spec(config, width).running_mean else {}
     if config.teacher.path is not None and config.teacher.form != "advantage":
         if k := teacher_spec(config).top_k:

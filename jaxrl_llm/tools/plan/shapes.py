@@ -17,6 +17,7 @@ from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.lora import has_adapters, merge, split
 from jaxrl_llm.models.model import base_and_adapter
+from jaxrl_llm.models.peft_patterns import with_patterns
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.rewards.built_in import BUILT_IN
 from jaxrl_llm.rewards.judge import JudgeSpec
@@ -26,7 +27,7 @@ from jaxrl_llm.training.optimizers import build_optimizer
 from jaxrl_llm.training.reference import ReferenceSpec, start_reference
 from jaxrl_llm.training.reward_models import path_and_options, short_name
 from jaxrl_llm.training.setup.data import model_entries, register
-from jaxrl_llm.training.setup.models import build_lora, critic_config, net_options
+from jaxrl_llm.training.setup.models import adapter_patterns, build_lora, critic_config, net_options, trained_parts
 from jaxrl_llm.training.setup.objectives import needs_reference
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import (
@@ -85,10 +86,11 @@ def describe_net(config, dtype: str, on_cpu: bool, head: str | None = None) -> N
     folder = hf.locate(c.path, config_only=True, revision=c.revision)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path = {c.path!r} has no config.json; a plan needs that one file")
-    net = hf.load_net(folder, entries, **options | {"dtype": dtype, "param_dtype": c.param_dtype})
     family = family_of(hf.read_config(folder, entries))
+    net = hf.load_net(folder, entries, **options | {"dtype": dtype, "param_dtype": c.param_dtype})
+    net = trained_parts(config).grouped(net, family)
     if config.lora.rank:
-        net = net.with_lora(build_lora(config))
+        net = with_patterns(net.with_lora(build_lora(config)), family, adapter_patterns(config))
         return peft.with_modules(net, family, config.lora.modules_to_save, "lora.modules_to_save")
     return net if config.lora.path is None else peft.with_adapter_modules(net, family, config.lora.path)
 
@@ -179,9 +181,9 @@ def _graders(config, mesh: Any, dtype: str) -> tuple[GraderShapes, ...]:
     c = config.rollout
     for spec in config.rewards.functions if config.algorithm.name not in OFFLINE else ():
         if (named := path_and_options(spec)) is not None:
-            path, options = named
+            kind, path, options = named
             types = dict.fromkeys(("dtype", "param_dtype"), _known(options.get("dtype", "auto"), dtype))
-            net, _ = net_at(path, head="score", **types)
+            net, _ = net_at(path, head=kind.head, **types)
             width = min(c.max_prompt_length + c.max_completion_length, options.get("max_length") or math.inf)
             name = f"reward model {options.get('name') or short_name(path)}"
             offload, rows = options.get("offload", False), options.get("rows", 32)

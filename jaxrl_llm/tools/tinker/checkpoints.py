@@ -59,10 +59,13 @@ def place_of(path: Any) -> Place:
 
 
 class Store:
-    """Checkpoints in a folder."""
+    """Checkpoints in a folder, of one server at a time."""
 
     def __init__(self, root: Path):
+        """What a server that was killed left half written goes, and what it had moved away for that comes back."""
         self.root = root
+        for left in list(root.glob("*/*/.*")):
+            hf.put_right(left.with_name(left.stem.removeprefix(".")))
 
     def _folder(self, place: Place) -> Path:
         return self.root.joinpath(*place)
@@ -104,9 +107,9 @@ class Store:
         """The adapters that `path` names, or with None all weights that are trained, in fp32; and, where they are asked
         for, the optimizer's moments.
 
-        Raises BadRequestError where there are none, and ConfigError for those of another model.
+        Raises BadRequestError where there are none, or others meanwhile, and ConfigError for those of another model.
         """
-        self.info(path)
+        written = self.info(path)["time"]
         folder = self._folder(place_of(path))
         if moments and not (folder / MOMENTS).is_dir():
             raise BadRequestError(
@@ -120,14 +123,16 @@ class Store:
                 raise ConfigError(f"{path} is another network than {base.path}")
             _, params = hf.load(folder, base.mesh, own.dtype, "float32")
             _, weights = lora.split(params, own.frozen)
-        if not moments:
-            return config, weights, None
-        like = Moments(np.zeros((), np.int32), weights, weights)
-        leaves = []
-        for file, name, x in _moments(folder, like):
-            stored = load_file(file)[name]
-            leaves.append(jax.device_put(stored, x.sharding) if isinstance(x, jax.Array) else stored)
-        return config, weights, jax.tree.unflatten(jax.tree.structure(like), leaves)
+        adam = None
+        if moments:
+            like, leaves = Moments(np.zeros((), np.int32), weights, weights), []
+            for file, name, x in _moments(folder, like):
+                stored = load_file(file)[name]
+                leaves.append(jax.device_put(stored, x.sharding) if isinstance(x, jax.Array) else stored)
+            adam = jax.tree.unflatten(jax.tree.structure(like), leaves)
+        if self.info(path)["time"] != written:
+            raise BadRequestError(f"{path} was written over while it was read; load it again")
+        return config, weights, adam
 
     def info(self, path: Any) -> dict[str, Any]:
         """What was written beside a checkpoint. Raises BadRequestError where there is none."""

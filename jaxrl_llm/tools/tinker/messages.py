@@ -20,7 +20,7 @@ PROTOBUF = "application/x-protobuf"
 DTYPES = {1: np.dtype(np.float32), 2: np.dtype(np.int64), 3: np.dtype(np.int32)}
 NAMES = {"float32": np.dtype(np.float32), "int64": np.dtype(np.int64)}
 EMPTY = -99999.0  # the log-prob where there is no likeliest token
-MOST_NUMBERS = 2**25  # of an array that comes without its zeros; others are as long as the request
+MOST_NUMBERS = 2**25  # of a request's arrays that come without their zeros; others are as long as the request
 # Fields by name: number and type; `*` is repeated. A map is a repeated message of a key and a value.
 FIELDS = {
     "Tensor": {"dense": "1 bytes", "sparse_csr": "2 SparseCsr", "dtype": "3 int32", "shape": "4 int64*"},
@@ -106,7 +106,7 @@ def gradient_message(body: bytes) -> Any:
 
 def gradient_request(message: Any) -> GradientRequest:
     """The request that a protobuf message holds. Raises BadRequestError."""
-    data = []
+    data, filled = [], 0
     for number, datum in enumerate(message.data):
         if any(not chunk.HasField("encoded_text") for chunk in datum.model_input):
             raise _not_text(f"datum {number}")
@@ -119,6 +119,9 @@ def gradient_request(message: Any) -> GradientRequest:
             if tensor.HasField("sparse_csr"):
                 sparse = tensor.sparse_csr
                 rows, columns = (_numbers(x, DTYPES[2], where) for x in (sparse.crow_indices, sparse.col_indices))
+                filled += math.prod(tensor.shape)
+                if filled > MOST_NUMBERS:
+                    raise BadRequestError(f"arrays without their zeros have more than {MOST_NUMBERS} numbers with them")
                 inputs[entry.key] = _dense(_numbers(sparse.values, dtype, where), rows, columns, tensor.shape, where)
             else:
                 inputs[entry.key] = _shaped(_numbers(tensor.dense, dtype, where), tensor.shape, where)
@@ -141,7 +144,7 @@ def gradient_request_of_json(body: Mapping[str, Any], forward_only: bool) -> Gra
         try:
             inputs = {}
             for name, tensor in datum["loss_fn_inputs"].items():
-                values = np.asarray(tensor["data"]).astype(NAMES[tensor["dtype"]], casting="same_kind")
+                values = np.atleast_1d(tensor["data"]).astype(NAMES[tensor["dtype"]], casting="same_kind")
                 inputs[name] = _shaped(values, tensor.get("shape") or (), f"{name} of datum {number}")
             data.append(Datum(np.asarray(prompt_tokens(datum["model_input"], f"datum {number}"), np.int64), inputs))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -194,7 +197,7 @@ def _dense(values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: Seq
     """The array of compressed sparse rows, 0 where they list nothing."""
     counts = np.diff(rows)
     if (
-        len(shape) != 2 or len(counts) != shape[0] or shape[1] < 0 or math.prod(shape) > MOST_NUMBERS
+        len(shape) != 2 or len(counts) != shape[0] or shape[1] < 0
         or min(counts, default=0) < 0 or not counts.sum() == len(columns) == len(values)
     ):  # fmt: skip
         raise BadRequestError(f"{where} is no sparse array of the shape {list(shape)}")

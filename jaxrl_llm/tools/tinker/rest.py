@@ -38,19 +38,20 @@ class Rest:
 
     async def list_runs(self, server: Server, request: Request) -> Response:
         """The runs that are trained, and those that saved something; the one used last first."""
-        runs = sorted(self._runs().values(), key=lambda run: run["last_request_time"], reverse=True)
-        return JSONResponse(page(request, "training_runs", runs))
+        runs = await asyncio.to_thread(self._runs)
+        newest_first = sorted(runs.values(), key=lambda run: run["last_request_time"], reverse=True)
+        return JSONResponse(page(request, "training_runs", newest_first))
 
     async def get_run(self, server: Server, request: Request) -> Response:
         """One of them."""
-        found = self._runs().get(request.path_params["run"])
+        found = (await asyncio.to_thread(self._runs)).get(request.path_params["run"])
         if found is None:
             raise BadRequestError(f"there is no run {request.path_params['run']!r:.200}", 404)
         return JSONResponse(found)
 
     def _runs(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
-        for run, seat in self.trained.items():
+        for run, seat in list(self.trained.items()):  # which others change meanwhile
             used = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seat.used))
             found[run] = run_about(run, seat.info, seat.info.get("user_metadata"), used)
         for place, info in self.store.all():
@@ -63,8 +64,11 @@ class Rest:
 
     async def list_checkpoints(self, server: Server, request: Request) -> Response:
         """The checkpoints of a run, or of all, the newest first."""
-        found = self.store.all(request.path_params.get("run", ""))[::-1]
-        return JSONResponse(page(request, "checkpoints", [self.store.shown(*each) for each in found]))
+
+        def listed() -> list[dict[str, Any]]:
+            return [self.store.shown(*each) for each in self.store.all(request.path_params.get("run", ""))[::-1]]
+
+        return JSONResponse(page(request, "checkpoints", await asyncio.to_thread(listed)))
 
     async def list_urls(self, server: Server, request: Request) -> Response:
         """The URLs of a checkpoint's files, which open them without a key for a while."""

@@ -8,7 +8,7 @@ import asyncio
 import math
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -88,26 +88,32 @@ class Samplers:
         return JSONResponse({"sampler_id": sampler, "base_model": self.tokenizer, "model_path": named})
 
     async def end(self, session: str) -> None:
-        """Lets the samplers of a session go, and the snapshots that they were of; what has a name stays."""
-        ended = [name for name in self.paths if name.startswith(f"{session}:")]
-        snapshots = {path for path in map(self.paths.pop, ended) if path in self.loaded and not path.startswith(SCHEME)}
-        await self._forget(sorted(snapshots))
+        """Lets the samplers of a session go, and the snapshots of its runs; what has a name stays."""
+        for name in [name for name in self.paths if name.startswith(f"{session}:")]:
+            del self.paths[name]
+        await self._forget([path for path in self.loaded if path.startswith(f"{session}:")])
 
     async def _forget(self, paths: Sequence[str]) -> None:
         """Lets weights go but those in use. Meanwhile no sample finds them."""
         loaded = {path: self.loaded.pop(path) for path in paths}
-        gone = await self.queue.called(lambda: [path for path in paths if self.queue.forget_adapter(path)])
-        for path in reversed([path for path in paths if path not in gone]):
-            self.loaded[path] = loaded[path]
-            self.loaded.move_to_end(path, last=False)
+
+        async def forgotten() -> None:
+            gone = await self.queue.called(lambda: [path for path in paths if self.queue.forget_adapter(path)])
+            for path in reversed([path for path in paths if path not in gone]):
+                self.loaded[path] = loaded[path]
+                self.loaded.move_to_end(path, last=False)
+
+        await completed(forgotten())
 
     def _path(self, name: Any) -> str:
-        if name not in self.paths:
+        if not isinstance(name, str) or name not in self.paths:
             raise BadRequestError(f"there is no sampling session {name!r:.200}; create one anew", 404)
         return self.paths[name]
 
-    async def _ensure(self, server: Server, path: str) -> None:
+    async def _ensure(self, server: Server, path: Any) -> None:
         """Has the weights of a path to sample from, read from their folder where they are not, or are others now."""
+        if not isinstance(path, str):
+            raise BadRequestError(f"model_path is {path!r:.100}; it takes the path of saved weights")
         if not path.startswith(SCHEME):
             if path not in self.loaded:
                 raise BadRequestError(
@@ -156,10 +162,15 @@ class Samplers:
             if not full or sum(name in self.loaded for name in alike) < most:
                 break
             await asyncio.sleep(0.05)
-        await self.queue.called(partial(self.queue.set_adapter, path, await make()))
-        self.loaded[path] = Loaded(written, full)
-        self.loaded.move_to_end(path)
-        self._show(server)
+        adapter = await make()
+
+        async def loaded() -> None:
+            await self.queue.called(partial(self.queue.set_adapter, path, adapter))
+            self.loaded[path] = Loaded(written, full)
+            self.loaded.move_to_end(path)
+            self._show(server)
+
+        await completed(loaded())
 
     def _show(self, server: Server) -> None:
         """Has the saved weights that are loaded as models of the server."""
@@ -169,18 +180,16 @@ class Samplers:
     async def sample(self, server: Server, request: Request) -> Response:
         """Completions of a prompt."""
         body = await server.body(request)
-        sampler, number = body.get("sampling_session_id"), body.get("seq_id")
+        sampler, number, count = body.get("sampling_session_id"), body.get("seq_id"), whole(body, "num_samples", 1)
         path = self._path(sampler) if sampler is not None else body.get("model_path") or ""
         if sampler is None and not path:
             self.check_base(body.get("base_model"))
         request_id = f"{sampler or uuid.uuid4().hex}:{uuid.uuid4().hex if number is None else number}"
         self.results.start(request_id, partial(self._sampled, server, path, body))
-        count = whole(body, "num_samples", 1)
-        return JSONResponse(
-            {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{index}" for index in range(count)]}
-        )
+        ids = [f"{request_id}:{index}" for index in range(min(count, MOST_SAMPLES))]  # more are refused in the result
+        return JSONResponse({"request_id": request_id, "sample_sequence_ids": ids})
 
-    async def _sampled(self, server: Server, path: str, body: Mapping[str, Any]) -> SampleAnswer:
+    async def _sampled(self, server: Server, path: Any, body: Mapping[str, Any]) -> SampleAnswer:
         wanted, count = checked(body, server.limits.tokens), whole(body, "num_samples", 1)
         if path:
             await self._ensure(server, path)
@@ -238,6 +247,19 @@ class Samplers:
             answer.close()
 
 
+async def completed(work: Coroutine[Any, Any, None]) -> None:
+    """Waits for a coroutine that goes on to its end when who waits is cancelled, and is cancelled then.
+
+    The queue's thread does what it was asked for all the same: what it has, and what is known of it, would differ.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
 def run_of(path: str) -> str:
     """The run that saved weights, or a snapshot, are of."""
     return path.removeprefix(SCHEME).partition("/")[0]
@@ -249,6 +271,8 @@ def checked(body: Mapping[str, Any], longest: int) -> dict[str, Any]:
         if body.get(name):
             raise BadRequestError(f"{name} is given, but this server has none", code="unsupported", param=name)
     given, prompt = body.get("sampling_params") or {}, prompt_tokens(body.get("prompt"))
+    if not isinstance(given, Mapping):
+        raise BadRequestError(f"sampling_params is {given!r:.100}; it takes an object")
     top, of_prompt = whole(body, "topk_sample_logprobs", 0), whole(body, "topk_prompt_logprobs", 0)
     for name, value, least, most in (
         ("num_samples", whole(body, "num_samples", 1), 1, MOST_SAMPLES),
@@ -257,11 +281,12 @@ def checked(body: Mapping[str, Any], longest: int) -> dict[str, Any]:
     ):
         if not least <= value <= most:
             raise BadRequestError(f"{name} is {value}; this server takes {least} to {most}")
-    stop = given.get("stop")
+    stop, tokens, seed = (given.get(name) for name in ("stop", "max_tokens", "seed"))
     by_ids = isinstance(stop, list) and all(isinstance(x, int) for x in stop)
     return {
         "prompt": prompt, "logprobs": top, "stop_token_ids" if by_ids else "stop": stop,
         "prompt_logprobs": of_prompt or (0 if body.get("prompt_logprobs") else None),
-        "max_tokens": given.get("max_tokens") or max(longest - len(prompt), 1),
-        **{name: given.get(name) for name in ("temperature", "top_p", "top_k", "seed")},
+        "max_tokens": max(longest - len(prompt), 1) if tokens is None else tokens,
+        "seed": None if seed is None else whole(given, "seed", 0),
+        **{name: given.get(name) for name in ("temperature", "top_p", "top_k")},
     }  # fmt: skip

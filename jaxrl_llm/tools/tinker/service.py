@@ -7,7 +7,6 @@ micro-batch at a time, with rows that decode. What a client saved to sample from
 
 import asyncio
 import dataclasses
-import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -33,7 +33,7 @@ from jaxrl_llm.tools.tinker.messages import (
     whole,
 )
 from jaxrl_llm.tools.tinker.rest import DESCRIBED, Rest, rank_about
-from jaxrl_llm.tools.tinker.results import Results, settled
+from jaxrl_llm.tools.tinker.results import Failure, Results, settled
 from jaxrl_llm.tools.tinker.samplers import Adapter, Samplers
 from jaxrl_llm.tools.tinker.sessions import Sessions
 from jaxrl_llm.tools.tinker.training_run import ADAM, TrainingRun, lora_config
@@ -42,6 +42,7 @@ MOST_RANK = 2**14
 MOST_RUNS = 32  # of adapters that are trained at once, which are on the devices with their moments
 MOST_BYTES = 2**27  # of a request for gradients; the SDK sends up to 5 MB at a time
 FORGOTTEN = 3600.0  # seconds of silence after which nobody goes on with a run
+MISSED = 600.0  # seconds that requests wait for the one before them, which may never come: it was refused as too large
 FORGOTTEN_FULL = 120.0  # the same of a run of all weights, whose place others wait for; a client is heard every 10
 
 Route = tuple[str, str, Callable[..., Awaitable[Response]]]  # a path, a method, and what answers
@@ -59,6 +60,7 @@ class Seat:
     waiting: dict[int, tuple["asyncio.Future[Any]", Callable[[], Awaitable[Any]]]] = dataclasses.field(
         default_factory=dict
     )
+    came: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)  # another one to wait
     used: float = dataclasses.field(default_factory=time.time)
     worker: "asyncio.Task[None] | None" = None
 
@@ -176,7 +178,7 @@ class TrainingService:
     async def create_model(self, server: Server, request: Request) -> Response:
         """A new run: of adapters, or with rank 0 or no `lora_config` of all weights."""
         body = await server.body(request)
-        self.sessions.of(body)
+        model_id = self._new_id(body)
         self.samplers.check_base(body.get("base_model"))
         check_adam(body.get("optimizer_config"))
         asked = body.get("lora_config") or {}
@@ -189,7 +191,6 @@ class TrainingService:
         config = lora_config(rank, trained["train_attn"], trained["train_mlp"]) if rank else None
         if config is None and (left := [name for name, value in trained.items() if not value]):
             raise BadRequestError(f"lora_config.rank is 0, for all weights, and {left[0]} is false: give a rank")
-        model_id = f"{body['session_id']}:train:{whole(body, 'model_seq_id', 0)}"
         info = {"base_model": self.names[0], "lora_rank": rank, **trained, "user_metadata": body.get("user_metadata")}
 
         async def created() -> dict[str, Any]:
@@ -202,6 +203,14 @@ class TrainingService:
         self.results.start(f"{model_id}:create", created)
         return JSONResponse({"request_id": f"{model_id}:create", "model_id": model_id})
 
+    def _new_id(self, body: Mapping[str, Any]) -> str:
+        """The id of the run that a session asks for. Raises BadRequestError."""
+        self.sessions.of(body)
+        number = whole(body, "model_seq_id", 0)
+        if not 0 <= number < 2**31:  # the id is the name of a folder
+            raise BadRequestError(f"model_seq_id is {number!r:.100}; it takes 0 to {2**31 - 1}")
+        return f"{body['session_id']}:train:{number}"
+
     async def _seat(
         self, model_id: str, session: str, full: bool, make: Callable[[], Awaitable[TrainingRun]], info: dict[str, Any]
     ) -> None:
@@ -209,6 +218,8 @@ class TrainingService:
         silent. Raises BadRequestError.
         """
         async with self.seating:
+            if model_id in self.seats:
+                raise BadRequestError(f"there is a run {model_id} already; give another model_seq_id")
             most, seconds = (self.full_runs, FORGOTTEN_FULL) if full else (MOST_RUNS, FORGOTTEN)
             alike = [seat for seat in self.seats.values() if (seat.run.config is None) == full]
             if not most:
@@ -271,7 +282,8 @@ class TrainingService:
         The client has counted a request that is refused too: what is wrong with it is said in its turn, as its result.
         """
         number = body.get("seq_id")
-        number = number if isinstance(number, int) and number > 0 else seat.next + len(seat.waiting)
+        if not isinstance(number, int) or number < 1:
+            number = max(seat.waiting, default=seat.next - 1) + 1
         request_id = f"{seat.model_id}:{number}"
         if request_id not in self.results:
             if number < seat.next:
@@ -279,13 +291,29 @@ class TrainingService:
             future = asyncio.get_running_loop().create_future()
             self.results.add(request_id, future)
             seat.waiting[number] = future, work
+            seat.came.set()
             if seat.worker is None or seat.worker.done():
                 seat.worker = asyncio.ensure_future(self._work(seat))
         return JSONResponse({"request_id": request_id, "model_id": seat.model_id})
 
     async def _work(self, seat: Seat) -> None:
-        """Does the requests of a run for which all before are done."""
-        while seat.next in seat.waiting:
+        """Does the requests of a run in turn; where one does not come those that wait for it fail."""
+        while seat.waiting:
+            if seat.next not in seat.waiting:
+                seat.came.clear()
+                try:
+                    await asyncio.wait_for(seat.came.wait(), MISSED)
+                except TimeoutError:
+                    missed = Failure(
+                        f"request {seat.next} of this run did not come in {MISSED:g} s, and none behind it was done: "
+                        "call again what is missing, and this",
+                        "user",
+                    )
+                    seat.next = max(seat.waiting) + 1
+                    for future, _ in seat.waiting.values():
+                        future.set_result(missed)
+                    seat.waiting.clear()
+                continue
             future, work = seat.waiting.pop(seat.next)
             seat.next += 1
             try:
@@ -359,6 +387,8 @@ class TrainingService:
         async def saved() -> dict[str, Any]:
             if body.get("age_encryption_recipients"):
                 raise BadRequestError("age_encryption_recipients is given; this server writes weights as they are")
+            if body.get("path") is None:
+                raise BadRequestError("path is missing: a name for the weights")
             place = Place(seat.model_id, "external_weights", str(body.get("path")))
             await asyncio.to_thread(self.store.save, place, seat.run, self._about(seat, body))
             return {"type": "save_weights_external", "path": place.path}
@@ -422,10 +452,9 @@ class TrainingService:
                 return {"type": "load_weights", "path": path, "model_id": seat.model_id}
 
             return self._submit(seat, body, restored)
-        self.sessions.of(body)
+        model_id = self._new_id(body)
         if body.get("base_model") is not None:
             self.samplers.check_base(body["base_model"])
-        model_id = f"{body['session_id']}:train:{whole(body, 'model_seq_id', 0)}"
 
         async def created() -> dict[str, Any]:
             info = self.store.info(path)
@@ -454,15 +483,21 @@ def check_adam(config: Any) -> None:
         raise BadRequestError(f"the optimizer is {kind!r:.100}; this server has adamw", code="unsupported")
 
 
-def adam_settings(given: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a step. Raises BadRequestError."""
-    known = {**ADAM, "type": None}
+def adam_settings(given: Any) -> dict[str, float]:
+    """The numbers of a step, as they are in fp32. Raises BadRequestError."""
+    if not isinstance(given, Mapping):
+        raise BadRequestError(f"adam_params is {given!r:.100}; it takes an object")
+    chosen, fp32 = dict[str, float](), np.finfo(np.float32)
     for name, value in given.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-        if name not in known or (name != "type" and not number):
+        if name == "type":
+            continue
+        if name not in ADAM or type(value) not in (int, float) or not 0 <= value <= float(fp32.max):
             raise BadRequestError(f"adam_params has {name!r:.100} = {value!r:.100}; it takes numbers from 0 on: "
                                   f"{', '.join(ADAM)}")  # fmt: skip
-    chosen = {name: float(value) for name, value in given.items() if name != "type"}
+        chosen[name] = float(np.float32(value))
     if any(chosen.get(name, 0.0) >= 1 for name in ("beta1", "beta2")):
         raise BadRequestError("beta1 and beta2 are below 1")
+    if chosen.get("eps", 1.0) < fp32.tiny:
+        raise BadRequestError(f"eps is {given['eps']}; it takes {fp32.tiny:.1e} or more, as weights without gradients "
+                              "would become 0 / 0")  # fmt: skip
     return chosen

@@ -4,8 +4,11 @@ import contextlib
 import itertools
 import json
 import shutil
+import socket
 import sys
 import tempfile
+import time
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from jaxrl_llm.models.lora import has_adapters
 from jaxrl_llm.models.model import Model, has_peft_adapter, save_adapter, save_hf
 
 GIVEN = "given.json"
+SHOWN_SECONDS = 10.0  # within which a file system of several machines shows each what another has written
 AVERAGE = "average"  # the folder of the averaged model
 
 
@@ -57,6 +61,31 @@ def check_writable(folder: Path) -> None:
             file.write(bytes(4096))
     except OSError as error:
         raise ConfigError(f"output_dir {folder} cannot be written: {error}; make room, or set another") from error
+
+
+def check_shared(folder: Path) -> None:
+    """Raises AgreedError, in all processes, where `folder` is another one for some of them than for process 0."""
+    if jax.process_count() == 1:
+        return
+    sign = folder / f".seen_by_all.{processes.gather(uuid.uuid4().hex)[0]}"
+    if jax.process_index() == 0:
+        with contextlib.suppress(OSError):  # `Checkpoints` says why nothing can be written there
+            folder.mkdir(parents=True, exist_ok=True)
+            sign.touch()
+    until = time.monotonic() + SHOWN_SECONDS
+    written = processes.gather(sign.exists())[0]
+    while written and not sign.exists() and time.monotonic() < until:
+        time.sleep(0.2)
+    seen = processes.gather([sign.exists(), socket.gethostname()])
+    if jax.process_index() == 0:
+        sign.unlink(missing_ok=True)
+    for index, (sees, host) in enumerate(seen):
+        if written and not sees:
+            raise processes.AgreedError(
+                f"what process 0 ({seen[0][1]}) writes to {folder} is not there for process {index} ({host}): all "
+                "write their share of a checkpoint. Set output_dir, or checkpoint.folder, to a folder that all "
+                "machines share, or checkpoint.folder to a bucket"
+            )
 
 
 def check_outputs(folder: Path, resume: str, goes_on: bool) -> None:

@@ -16,8 +16,9 @@ CONFIG = "config.json"
 HISTORY = "config_history"
 MOMENTS = "optimizer.moment_dtype"
 OF_FROZEN = (  # what trained parameters, adapters above all, are trained beside
-    "model.path", "model.revision", "model.random_init", "lora.path", "lora.rank", "lora.alpha", "lora.rslora",
-    "lora.dora", "lora.targets", "lora.modules_to_save",
+    "model.path", "model.revision", "model.random_init", "model.trainable", "model.frozen", "lora.path", "lora.rank",
+    "lora.alpha", "lora.rslora", "lora.dora", "lora.targets", "lora.layers_to_transform", "lora.exclude_modules",
+    "lora.rank_pattern", "lora.alpha_pattern", "lora.modules_to_save",
 )  # fmt: skip
 OF_FROZEN_CRITIC = ("critic.path", "critic.lora_rank", "critic.lora_alpha", "critic.lora_targets")
 OF_OPTIMIZER = {"optimizer.name", MOMENTS}  # of IDENTITY: a new optimizer may have others

@@ -16,7 +16,7 @@ from jaxrl_llm.data import Row
 from jaxrl_llm.data.collate import columns_of
 from jaxrl_llm.data.sources import is_splits
 from jaxrl_llm.data.tokenize import PIXELS
-from jaxrl_llm.distributed.processes import all_or_none
+from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Params
@@ -146,7 +146,7 @@ class Evaluation:
         return {f"eval/{self.name}/{name}" if self.name else f"eval/{name}": x for name, x in metrics.items()}
 
     def _computed(self, compute: Compute, table: list[Row]) -> dict[str, float]:
-        """The metrics that the user's function makes of the samples, on every process alike."""
+        """The metrics that the user's function makes of the samples: in the first process, as it may draw or ask."""
         group_size, names = self.sampled.engine.group_size, self.sampled.rewards.names
         rows = [example for example in self.examples for _ in range(group_size)]
         columns = columns_of(rows, ("prompt", "prompt_ids", PIXELS))
@@ -154,17 +154,20 @@ class Evaluation:
         rewards = np.array([[row[name] for name in names] for row in table], np.float32)
         prompts, completions = ([row[name] for row in table] for name in ("prompt", "completion"))
         found: Any = None
+        metrics: dict[str, float] = {}
         with all_or_none():
             try:
-                with contained():
-                    found = compute(Predictions(completions, label, prompts, rewards, columns))
-                return {str(name): float(value) for name, value in found.items()}
+                if jax.process_index() == 0:
+                    with contained():
+                        found = compute(Predictions(completions, label, prompts, rewards, columns))
+                    metrics = {str(name): float(value) for name, value in found.items()}
             except Exception as error:
                 got = f"; it gave {found!r:.80}" if found is not None else ""
                 raise ConfigError(
                     f"compute_metrics raised {error_text(error)}{got}; it takes the completions "
                     "(predictions, label_ids, inputs, rewards, columns) and returns numbers by name"
                 ) from error
+        return gather(metrics)[0]
 
     def _sample(
         self, sampler: RolloutWorker, params: Params, key, decoding: str, table: list[Row] | None, state: TrainerState

@@ -16,6 +16,7 @@ class Positions(NamedTuple):
     """The positions that an objective needs the network at; by default the tokens of the mask, of all rows."""
 
     last: bool = False  # each row's last token, and the state after it
+    after: bool = False  # the state after each of these tokens, not the one before it
     unmasked: bool = False  # all tokens that are no padding
     alternate: bool = False  # `loss` reads rows 0, 2, 4, ..., and `observe` the others
 

@@ -27,7 +27,8 @@ class Sizes(NamedTuple):
     microbatches: int  # I; more are made where these do not hold all rows
     group_size: int = 1  # adjacent rows that may start with the same tokens
     whole_groups: bool = False  # the rows of a group stay in one micro-batch
-    last: bool = False  # read each row's last token; otherwise, of each token that is predicted, the one before it
+    last: bool = False  # read each row's last token, instead of those of the mask
+    after: bool = False  # read a token itself, as with `last`; otherwise the one before it, which predicts it
     unread: bool = False  # compute tokens behind the last that is read, too
     shares: bool = True  # rows of a group share their common prefix; else segments alone say what a token sees
     apart: int | None = None  # a token that no two rows share, as what it stands for differs from row to row
@@ -128,14 +129,15 @@ class _Rows:
         begins = np.diff(segments, axis=1, prepend=-1) != 0
         self.document = begins.cumsum(1) - 1  # which of a row's documents a token is of
         self.position = column - np.maximum.accumulate(np.where(begins, column, 0), 1)  # in its document
-        read &= ~begins | sizes.last  # nothing comes before the first token of a document that could predict it
+        itself = sizes.last or sizes.after
+        read &= ~begins | itself  # nothing comes before the first token of a document that could predict it
         live = read.any(1)
         if sizes.last:
             read = live[:, None] & (column == length[:, None] - 1)
         last = np.where(live, width - 1 - read[:, ::-1].argmax(1), 0)
         self.read, self.live = read, live
         # The last token that is read is predicted by the one before it, and need not be computed itself.
-        self.needed = np.where(live, length if sizes.unread else last + sizes.last, 0)
+        self.needed = np.where(live, length if sizes.unread else last + itself, 0)
         if self.needed.max(initial=0) > sizes.length:
             raise ValueError(f"a row of {self.needed.max()} tokens is longer than packed rows, of {sizes.length}")
 
@@ -283,7 +285,7 @@ def _fill_item(
         # Tokens of the prefix that an earlier row of the item reads too have the same log-prob: it is computed once.
         fresh = read[~in_prefix[read] | (read_in_prefix[read] < 0)]
         positions = out["num_read"][microbatch] + np.arange(len(fresh))
-        predictors = fresh if sizes.last else fresh - 1
+        predictors = fresh if sizes.last or sizes.after else fresh - 1
         packed = np.where(predictors < prefix, start + predictors, offset + predictors - prefix)
         out["hidden_idx"][microbatch, positions] = packed_row * sizes.length + packed
         out["target_idx"][microbatch, positions] = slots[row] * rows.width + rows.start[row] + fresh

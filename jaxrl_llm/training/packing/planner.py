@@ -111,6 +111,7 @@ class Packer:
         return sizes._replace(
             whole_groups=False,
             last=False,
+            after=False,
             packed_rows=sizes.packed_rows * at_once,
             rows=min(sizes.rows * at_once, rows),
             microbatches=-(-sizes.microbatches * batches // at_once),
@@ -163,7 +164,7 @@ def make_packer(
         saves = cost <= LARGEST_SHARE * _unpacked_cost(net, positions, sample)
         if balances or not saves:
             return nothing
-    used = needs(*sample[:3], sizes._replace(whole_groups=False, last=False)).microbatches
+    used = needs(*sample[:3], sizes._replace(whole_groups=False, last=False, after=False)).microbatches
     wanted, tokens = spec.logps_microbatch_tokens // row_shards(mesh), sizes.packed_rows * sizes.length
     at_once = wanted // tokens if wanted else min((fit_in_pass or 0) // tokens, used // MICROBATCHES_ACCELERATOR)
     return Packer(sizes, positions, mesh, len(sample.tokens), used, max(int(at_once), 1))
@@ -228,7 +229,8 @@ def packed_sizes(
     budget = (spec.microbatch_tokens or spec.microbatch_rows * width) // row_shards(mesh) or None
     whole_groups = spec.whole_groups and group_size > 1
     apart = None if net.vision is None or not spec.own_images else net.vision.image_token
-    start = Sizes(0, 1, rows, 1, group_size, whole_groups, last=positions.last, unread=net.experts > 0, apart=apart)
+    reads = {"last": positions.last, "after": positions.after}
+    start = Sizes(0, 1, rows, 1, group_size, whole_groups, **reads, unread=net.experts > 0, apart=apart)
     choices: list[tuple[float, Sizes]] = []
     for length in _lengths(spec, arrays, group_size, budget, math.lcm(8, mesh.shape["context"])):
         # To see a prefix and its own tokens takes a mask `[W,W]`, where segments alone may take none.
@@ -312,7 +314,7 @@ def _token_cost(net: ModelConfig, length: int) -> float:
 
 
 def _logit_cost(net: ModelConfig, positions: Positions) -> float:
-    return 0.0 if positions.last else 8.0 * net.width * net.vocab_size
+    return 0.0 if positions.last or positions.after else 8.0 * net.width * net.vocab_size
 
 
 def typical_rollouts(rows: int, group_size: int, prompt_width: int, completion: int, full: bool = False) -> TypicalRows:

@@ -16,6 +16,7 @@ from jaxrl_llm.models.model import Model, base_and_adapter, check_ids
 from jaxrl_llm.models.safetensors import read_json
 from jaxrl_llm.training.evaluation.run import NamedSet, named_sets
 from jaxrl_llm.training.packing.documents import first_fit
+from jaxrl_llm.training.setup.agreed import check_same_rows
 from jaxrl_llm.training.setup.evaluation import eval_spec, open_eval
 from jaxrl_llm.training.setup.specs import algorithm_of, data_spec
 
@@ -38,10 +39,13 @@ def read_data(config, train_dataset: Any, eval_dataset: Any, tokenizer: Any, mod
     """
     tokenizer, spec, algorithm = tokenizer_of(config, tokenizer, model), data_spec(config), algorithm_of(config)
     check_vocabulary(config, tokenizer, model)
-    sources, tokens = loading.open_sources(spec, tokenizer, train_dataset), None
+    seen: set[bytes] = set()
+    sources, tokens = loading.open_sources(spec, tokenizer, train_dataset, seen=seen), None
     notes: list[str] = []
     if not spec.streaming:
-        tokens = loading.tokenized(spec, sources, "prompts" if algorithm.online else algorithm.data, tokenizer)
+        kind = "prompts" if algorithm.online else algorithm.data
+        tokens = loading.tokenized(spec, sources, kind, tokenizer)
+        check_same_rows("rows of the data", kind, tokens.rows)
         count, prompts = len(tokens.rows), config.batch.prompts
         read, unit = sum(report.read for report in tokens.reports), "rows"
         used = f"all {count}" if count == read else f"{count}"
@@ -76,7 +80,8 @@ def read_data(config, train_dataset: Any, eval_dataset: Any, tokenizer: Any, mod
     if config.eval.every >= 0 and not nothing_asked:
         rows = train_dataset if config.eval.fraction and eval_dataset is None else eval_dataset
         for named in named_sets(eval_spec(config), rows):
-            own = open_eval(config, tokenizer, named)
+            # Rows that are held out were among those that were seen.
+            own = open_eval(config, tokenizer, named, trained_on=() if config.eval.fraction else seen)
             counts = [len(source.rows) for source in own if not is_stream(source.rows)]
             if len(counts) == len(own) and (total := sum(counts)) > named.prompts:
                 of = f"{named.name}: " if named.name else ""

@@ -1,5 +1,7 @@
 """From the configuration to its evaluations: the sets, their rows, and the loss or the samples that measure them."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from jax.sharding import Mesh
@@ -23,6 +25,7 @@ from jaxrl_llm.training.offline import HeldOut, OfflineSource
 from jaxrl_llm.training.online import OnlineSource, RolloutWorker
 from jaxrl_llm.training.reference import start_reference
 from jaxrl_llm.training.setup import specs
+from jaxrl_llm.training.setup.agreed import check_same_rows
 from jaxrl_llm.training.setup.worker import build_worker
 from jaxrl_llm.training.update import make_measure
 
@@ -56,11 +59,17 @@ def eval_sources(config, tokenizer: Any, named: NamedSet, prompts: bool = False)
     return loading.first_rows(open_eval(config, tokenizer, named, prompts), named.prompts)
 
 
-def open_eval(config, tokenizer: Any, named: NamedSet, prompts: bool = False) -> list[DataSource]:
-    """All rows of a set, by source; none where `loading.open_sources` finds nothing to evaluate on."""
+def open_eval(
+    config, tokenizer: Any, named: NamedSet, prompts: bool = False, trained_on: Iterable[bytes] = ()
+) -> list[DataSource]:
+    """All rows of a set, by source; none where `loading.open_sources` finds nothing to evaluate on.
+
+    `trained_on` are the digests of rows that data.deduplicate leaves out.
+    """
+    spec = specs.data_spec(config)
     try:
         return loading.open_sources(
-            specs.data_spec(config), tokenizer, named.rows, held_out=True, prompts=prompts, named=named.sources
+            spec, tokenizer, named.rows, held_out=True, prompts=prompts, named=named.sources, seen={*trained_on}
         )
     except ConfigError as error:
         ways = "or evaluate on nothing (eval.every=-1)"
@@ -77,7 +86,8 @@ def eval_measure(config, sources: list[DataSource]) -> str:
     if config.eval.measure != "auto":
         return config.eval.measure
     learns = config.algorithm.name in OFFLINE and loading.is_learnable(specs.data_kind(config), sources)
-    return "loss" if learns or config.algorithm.name == "reward_model" else "samples"
+    writes = config.algorithm.name not in ("reward_model", "process_reward_model")
+    return "samples" if writes and not learns else "loss"
 
 
 def build_evaluate(
@@ -110,7 +120,9 @@ def build_evaluate(
     if by_loss:
         assert isinstance(source, OfflineSource)
         data = specs.data_spec(config)
+        data = replace(data, loss_on="completion") if data.loss_on == "last_step" else data  # every step is measured
         sets = [loading.tokenized(data, sources, data.kind, model.tokenizer).rows for _, sources in by_loss]
+        check_same_rows("rows to evaluate on", data.kind, [row for rows in sets for row in rows])
         examples = [offline.as_examples(rows) for rows in sets]
         # One width for all sets, so that they share a compiled program.
         algorithm = specs.algorithm_of(config)
@@ -172,6 +184,7 @@ def _sampled_evaluations(
         )
     rows = [loading.tokenized(specs.data_spec(config), own, "prompts", model.tokenizer).rows for own in sources]
     every: list[Row] = [row for examples in rows for row in examples]
+    check_same_rows("prompts to evaluate on", "prompts", every)
 
     def sampler(sampling: SamplingParams, group_size: int) -> RolloutWorker:
         stopwatch = Stopwatch(within=watch)

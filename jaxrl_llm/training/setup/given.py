@@ -41,7 +41,7 @@ NO_SETTINGS = (
 )  # fmt: skip
 NEED_ALL_ROWS = (
     "num_epochs", "eval.fraction", "data.packing", "data.precompute_reference", "data.group_by_length",
-    "data.curriculum_easy", "data.curriculum_hard",
+    "data.deduplicate", "data.curriculum_easy", "data.curriculum_hard",
 )  # fmt: skip
 LORA_FIELDS = {
     "r": 8,
@@ -52,6 +52,11 @@ LORA_FIELDS = {
     "use_rslora": False,
     "use_dora": False,
     "modules_to_save": None,
+    "layers_to_transform": None,
+    "layers_pattern": None,
+    "exclude_modules": None,
+    "rank_pattern": None,
+    "alpha_pattern": None,
 }
 
 
@@ -140,7 +145,8 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
         if value != usual.get(name) if is_data else value:
             raise ConfigError(
                 f"peft_config has {name} = {value!r}, which has no counterpart: adapters have rank, alpha, dropout, "
-                "targets, rslora, dora and modules_to_save, set by lora.rank and the other keys of lora"
+                "targets, rslora, dora, modules_to_save and what is said of single modules, set by lora.rank and the "
+                "other keys of lora"
             )
     found = LORA_FIELDS | {name: fields[name] for name in LORA_FIELDS if name in fields}
     targets, parameters = found["target_modules"], found["target_parameters"] or ()
@@ -153,11 +159,24 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
         targets = ("q_proj", "v_proj")  # what PEFT chooses for the families that are here
     if isinstance(targets, str):
         targets = (targets,)
+    layers, excluded = found["layers_to_transform"], found["exclude_modules"] or ()
+    if isinstance(excluded, str) or (found["layers_pattern"] or "layers") not in ("layers", ["layers"]):
+        name = "exclude_modules" if isinstance(excluded, str) else "layers_pattern"
+        raise ConfigError(
+            f"peft_config has {name} = {found[name]!r}, but here modules are excluded by a list of the ends of their "
+            "names, and layers are those of the decoder: give a list, or leave it out"
+        )
     return {
         "rank": int(found["r"]), "alpha": float(found["lora_alpha"]), "dropout": float(found["lora_dropout"]),
         "rslora": bool(found["use_rslora"]), "dora": bool(found["use_dora"]),
         "targets": tuple(sorted((*targets, *parameters))),
         "modules_to_save": tuple(sorted(found["modules_to_save"] or ())),
+        "layers_to_transform": (layers,) if isinstance(layers, int) else tuple(layers or ()),
+        "exclude_modules": tuple(sorted(excluded)),
+        **{
+            name: tuple(f"{pattern}={number}" for pattern, number in (found[name] or {}).items())
+            for name in ("rank_pattern", "alpha_pattern")
+        },
     }  # fmt: skip
 
 
@@ -233,7 +252,7 @@ def _reward(spec: Any) -> Any:
             f"rewards has {_kind(spec)}, a model without its tokenizer: give the name model:{name}, with the folder or "
             "hub id that it is saved under together with its tokenizer"
         )
-    if isinstance(spec, Model) and spec.net.config.head != "score":
+    if isinstance(spec, Model) and spec.net.config.head == "lm":
         raise ConfigError(f"rewards has the model {spec.path}, which has no score head: give one of a reward_model run")
     return spec
 

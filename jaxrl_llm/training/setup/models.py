@@ -12,9 +12,12 @@ from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets
 from jaxrl_llm.models.model import Model, add_adapters, check_positions, check_same_vocabulary, copied_model, load_model
 from jaxrl_llm.models.peft import read_config
+from jaxrl_llm.models.peft_patterns import AdapterPatterns
+from jaxrl_llm.models.trained import Trained
 from jaxrl_llm.training.objectives.value import shared_critic
 from jaxrl_llm.training.served_teacher import ServedTeacher, Server
 from jaxrl_llm.training.setup import specs
+from jaxrl_llm.training.setup.agreed import check_same_model
 from jaxrl_llm.training.setup.data import model_entries, tokenizer_of
 from jaxrl_llm.training.teacher import Teacher
 
@@ -27,7 +30,7 @@ def build_model(
     A model in memory that has adapters is trained on by them or, where `lora.rank` asks for new ones, with its own
     merged. Raises ConfigError when there is no tokenizer.
     """
-    c, options = config.model, net_options(config, head)
+    c, options = config.model, {**net_options(config, head), "trained": trained_parts(config)}
     tokenizer = tokenizer_of(config, model=given) if tokenizer is None else tokenizer
     if given is not None:
         merge = bool(config.lora.rank)
@@ -35,13 +38,14 @@ def build_model(
         model = replace(model, tokenizer=tokenizer, changed=True)
     else:
         init_key = jax.random.key(config.seed) if c.random_init else None
+        check_same_model(c.path, c.revision, c.allow_pickle, config.lora.path)
         model = load_model(
             c.path, c.dtype, c.param_dtype, mesh, init_key, config.lora.path, c.allow_pickle, c.trust_remote_code,
             c.revision, tokenizer, model_entries(config), **options,
         )  # fmt: skip
     if config.lora.rank:
         key = jax.random.fold_in(jax.random.key(config.seed), ADAPTERS)
-        model = add_adapters(model, build_lora(config), key, config.lora.modules_to_save)
+        model = add_adapters(model, build_lora(config), key, config.lora.modules_to_save, adapter_patterns(config))
     elif (given is not None or config.lora.path is not None) and model.net.config.lora is not None:
         model = replace(model, net=model.net.with_lora(replace(model.net.config.lora, dropout=config.lora.dropout)))
     return model
@@ -52,12 +56,26 @@ def net_options(config, head: str | None = None, on_cpu: bool | None = None) -> 
     c = config.model
     on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu
     remat = ("dots" if on_cpu else "none") if c.remat == "auto" else c.remat
-    head = head or ("score" if config.algorithm.name == "reward_model" else "lm")
+    head = head or {"reward_model": "score", "process_reward_model": "step"}.get(config.algorithm.name, "lm")
     options = {
         "remat": remat, "scan_layers": c.scan_layers, "head": head, "quantize": c.quantize, "fp32_head": c.fp32_head,
-        "freeze_router": c.freeze_router, "attention": c.attention, "vision_training": c.vision,
+        "freeze_router": c.freeze_router, "attention": c.attention, "vision_training": c.vision, "qat": c.qat,
     }  # fmt: skip
     return options if c.router_aux_loss_coef is None else options | {"router_aux_loss_coef": c.router_aux_loss_coef}
+
+
+def trained_parts(config) -> Trained:
+    """The parameters that the configuration trains: those that it names, or those of new adapters."""
+    c, new = config.model, config.lora.rank
+    return Trained(tuple(c.trainable), tuple(c.frozen), build_lora(config) if new else None, adapter_patterns(config))
+
+
+def adapter_patterns(config) -> AdapterPatterns:
+    """The modules that the configuration says more of than that they have new adapters."""
+    c = config.lora
+    return AdapterPatterns(
+        tuple(c.layers_to_transform), tuple(c.exclude_modules), tuple(c.rank_pattern), tuple(c.alpha_pattern)
+    )
 
 
 def build_lora(config) -> LoraConfig:
@@ -108,6 +126,10 @@ def build_critic(config, policy: Model, mesh: Mesh, given: Model | None = None) 
 def critic_config(config) -> ConfigDict:
     """The configuration whose `model` and `lora` are those of a critic that is a network of its own."""
     own, critic = config.copy_and_resolve_references(), config.critic
+    if not critic.shared:  # names are those of the policy's network
+        own.model.trainable = own.model.frozen = own.lora.rank_pattern = own.lora.alpha_pattern = ()
+        own.lora.layers_to_transform = own.lora.exclude_modules = ()
+        own.model.qat = "none"
     if critic.path is not None:
         own.model.path, own.model.revision, own.model.overrides, own.model.tokenizer = critic.path, None, "", None
         own.model.eos_token = None
@@ -149,6 +171,7 @@ def build_teacher(
                 f"{key} = {path!r}: {error}; write server(url='http://localhost:8000/v1', model='m'), with "
                 "timeout and api_key (a variable's name) where they differ"
             ) from None
+    check_same_model(path, revision, own.allow_pickle)
     model = load_model(
         path, own.dtype if c.dtype == "auto" else c.dtype, mesh=mesh, allow_pickle=own.allow_pickle,
         trust_remote_code=own.trust_remote_code, revision=revision, head="lm", quantize=c.quantize,

@@ -10,6 +10,7 @@ from jaxrl_llm.algorithms import policy_losses, preference_losses, sft_losses
 from jaxrl_llm.algorithms.losses import LEVELS
 from jaxrl_llm.algorithms.off_policy import Criterion, rejection_criteria
 from jaxrl_llm.algorithms.preference_losses import bradley_terry
+from jaxrl_llm.algorithms.step_losses import step_cross_entropy
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.entries import environment_options
 from jaxrl_llm.config.resolve import resolve_with_options, split_options
@@ -22,6 +23,7 @@ from jaxrl_llm.training.objectives.neftune import with_neftune
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.policy_gradient import PolicyLoss, PolicySpec, policy_gradient
 from jaxrl_llm.training.objectives.preference import PreferenceLoss, PreferenceSpec, preference
+from jaxrl_llm.training.objectives.process_reward_model import ProcessRewardModelSpec, process_reward_model
 from jaxrl_llm.training.objectives.reward_model import RewardModelSpec, reward_model
 from jaxrl_llm.training.objectives.router import with_router_loss
 from jaxrl_llm.training.objectives.sft import SFTSpec, sft
@@ -36,6 +38,7 @@ OF_PREFERENCE_LOSSES = (
     "kl", "reward_shift",
 )  # fmt: skip
 OF_SCORE_LOSSES = ("chosen_scores", "rejected_scores", "margin")
+OF_STEP_LOSSES = ("logits", "labels")
 
 
 def objective_of(config, net: Net) -> Objective:
@@ -61,6 +64,8 @@ def objective_of(config, net: Net) -> Objective:
         make = partial(preference, preference_spec(config))
     elif name == "reward_model":
         make = partial(reward_model, reward_model_spec(config))
+    elif name == "process_reward_model":
+        make = partial(process_reward_model, process_reward_model_spec(config))
     elif name == "ppo" and critic_spec(config).shared:
         make = partial(policy_and_values, policy_spec(config), critic_spec(config))
     else:
@@ -254,6 +259,12 @@ def reward_model_spec(config) -> RewardModelSpec:
     """The loss of a pair's scores that `algorithm.loss` names; auto is bradley_terry."""
     losses = {"bradley_terry": bradley_terry}
     return RewardModelSpec(*_resolve(config, "bradley_terry", losses, OF_SCORE_LOSSES))
+
+
+def process_reward_model_spec(config) -> ProcessRewardModelSpec:
+    """The loss of a step's logits that `algorithm.loss` names; auto is step_cross_entropy."""
+    losses = {"step_cross_entropy": step_cross_entropy}
+    return ProcessRewardModelSpec(*_resolve(config, "step_cross_entropy", losses, OF_STEP_LOSSES))
 
 
 def critic_spec(config) -> CriticSpec:

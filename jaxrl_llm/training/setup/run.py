@@ -208,6 +208,9 @@ def build(
         optimizer = build_optimizer(specs.optimizer_spec(config), schedule)
         rate = schedule or learning_rate_schedule(specs.optimizer_spec(config))
     frozen, trainable = split(model.params, model.net.config.frozen)
+    if model.net.config.frozen_leaves:
+        count, of_all = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (trainable, model.params))
+        told = [*told, f"trained: {count:,} of {of_all:,} numbers of the model (model.trainable, model.frozen)"]
     frozen_critic, of_critic = {}, None if critic is None else critic.params
     if critic is not None and not config.critic.shared:
         critic_optimizer = build_optimizer(specs.critic_optimizer_spec(config))

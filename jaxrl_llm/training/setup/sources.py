@@ -22,6 +22,7 @@ from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.models.model import Model, check_positions
 from jaxrl_llm.rewards.runner import Rewards, load_rewards
+from jaxrl_llm.rollout.constraints import token_bytes
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.advantages import AdvantageStep, advantage_step
@@ -58,6 +59,7 @@ from jaxrl_llm.training.setup.worker import (
     eos_ids,
     played_environments,
 )
+from jaxrl_llm.training.step_credit import MOST_STEPS, StepCredit
 from jaxrl_llm.training.teacher import SelfTeacher, Teacher
 from jaxrl_llm.training.teacher_context import TeacherContext
 
@@ -89,7 +91,7 @@ def online_source(
     average: Average | None = None,
 ) -> OnlineSource:
     """The producer and the learner of an online algorithm, whose reference may follow the policy's `average`."""
-    advantages = advantage_step(specs.advantage_spec(config), rewards.names)
+    advantages = _advantages(config, rewards, environments)
     _check_online(config, advantages, environments, mesh)
     spec, rows, rollout = specs.learner_spec(config), specs.batch_spec(config), config.rollout
     watch = Stopwatch(within=stopwatch) if rollout.staleness and not rollout.processes else stopwatch
@@ -193,13 +195,23 @@ def _first_stage(
     return FirstStage(worker, prompts, advantages, reference, at_once, config.seed, folder)
 
 
+def _advantages(config, rewards: Rewards, environments: Environments | Agents | None) -> AdvantageStep:
+    """The advantages of an online algorithm; without episodes turns may be the steps that a reward function gives."""
+    step, functions = advantage_step(specs.advantage_spec(config), rewards.names), rewards.functions
+    of_steps = [getattr(function, "gives_steps", False) for function in functions]
+    if environments is not None or not any(of_steps):
+        return step
+    return replace(step, of_turns=rewards.names[of_steps.index(True)])
+
+
 def _check_online(config, advantages: AdvantageStep, environments: Environments | Agents | None, mesh: Mesh) -> None:
     """Raises ConfigError for an online run whose rows, processes or devices are not what its settings ask of them."""
     rollout = config.rollout
-    if (rule := advantages.asking("turns")) and environments is None:
+    if (rule := advantages.asking("turns")) and environments is None and advantages.of_turns == "environment":
         raise ConfigError(
-            f"{rule.setting} is {rule.name!r}, which gives credit to the turns of episodes, but rows have one turn: "
-            "set environment.name, tools or agent, or another advantage"
+            f"{rule.setting} is {rule.name!r}, which gives credit to turns or steps, but rows have one turn: set "
+            "environment.name, tools or agent, name a reward of steps, prm:PATH(aggregation='sum'), or set another "
+            "advantage"
         )
     if (rule := advantages.asking("parts")) and not isinstance(environments, Agents):
         raise ConfigError(
@@ -316,7 +328,7 @@ def _producer(
     environments: Environments | Agents | None,
 ) -> Producer:
     """The producer, which samples and grades on `own_mesh`."""
-    advantages = advantage_step(specs.advantage_spec(config), rewards.names)
+    advantages = _advantages(config, rewards, environments)
     rows, rollout = specs.batch_spec(config), config.rollout
     share = RowGroup.of(own_mesh)[:2]  # of the prompts
     if tokens is None:
@@ -337,6 +349,13 @@ def _producer(
 
     worker = worker_of(specs.training_sampling(config), rollout.group_size)
     check_correction(config, worker.engine)
+    if advantages.of_turns != "environment" and (rule := advantages.asking("turns")):
+        texts = token_bytes(
+            model.tokenizer, model.net.config.vocab_size, f"{rule.setting} = {rule.name!r}, of steps, needs",
+            "set another advantage",
+        )  # fmt: skip
+        longest = min(rollout.max_completion_length, MOST_STEPS)
+        worker = replace(worker, steps=StepCredit(advantages.of_turns, texts, longest))
     compares = advantages.asking("greedy_scores")
     greedy = None if compares is None else worker_of(specs.training_sampling(config).greedy, 1)
     key, partial_rollouts, arrivals = jax.random.key(config.seed), None, None

@@ -56,10 +56,11 @@ def algorithm_of(config) -> Algorithm:
 
 
 def data_kind(config) -> str:
-    """The kind of rows that the algorithm learns from: prompts, completions, pairs, triples or labels."""
+    """The kind of rows that the algorithm learns from: prompts, completions, pairs, triples, labels or steps."""
     if config.algorithm.name == "preference":
         return {"pair": "pairs", "triple": "triples"}.get(preference_spec(config).rows, "labels")
-    return {"sft": "completions", "reward_model": "pairs"}.get(config.algorithm.name, "prompts")
+    kinds = {"sft": "completions", "reward_model": "pairs", "process_reward_model": "steps"}
+    return kinds.get(config.algorithm.name, "prompts")
 
 
 def data_spec(config) -> DataSpec:
@@ -73,6 +74,7 @@ def data_spec(config) -> DataSpec:
         eval_fraction=config.eval.fraction,
         image_limits=image_limits(config),
         template_kwargs=split_options(f"_({c.chat_template_kwargs})")[1],
+        step_separator=c.step_separator or "\n",
         keep_prompt=config.teacher.form == "uld",
         max_prompt_length=config.rollout.max_prompt_length,
         seed=config.seed,
@@ -96,6 +98,7 @@ def _by_other_names(config) -> dict[str, Any]:
     return {
         "rl": methods.get(algorithm.name),
         "reward_model": algorithm.name == "reward_model",
+        "process_reward_model": algorithm.name == "process_reward_model",
         "base_model": config.model.path,
         "sequence_len": c.max_length,
         "max_length": c.max_length,

@@ -16,6 +16,7 @@ from jaxrl_llm.config.schema import EPISODES, OFFLINE
 from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.observations import TurnTokenizer
+from jaxrl_llm.distributed.own_part import OwnPart
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import on_device, rollout_mesh, row_groups, row_shards
 from jaxrl_llm.environments.agents import Agents, AgentSpec
@@ -56,11 +57,12 @@ def build_worker(
 ) -> RolloutWorker:
     """A rollout worker wide enough for the prompts of `examples` or, where they are not known before, for any."""
     c, eos, limit = config.rollout, eos_ids(model), config.rollout.max_prompt_length
-    if config.environment.rollout_func and (size := RowGroup.of(mesh).size) > 1:
-        raise ConfigError(
-            f"environment.rollout_func is set, but mesh.context x mesh.tensor has {size} processes hold the same rows, "
-            "which each would ask it for: make them no larger than the devices of one process"
-        )
+    for key in ("rollout_func", "agent"):
+        if config.environment[key] and (size := RowGroup.of(mesh).size) > 1:
+            raise ConfigError(
+                f"environment.{key} is set, but mesh.context x mesh.tensor has {size} processes hold the same rows, "
+                "which each would ask it for: make them no larger than the devices of one process"
+            )
     open_episodes = external = agents = None
     options = specs.data_spec(config).template_kwargs
     turns = TurnTokenizer(model.tokenizer, eos, limit, options, stops=bool(c.stop or c.stop_token_ids))
@@ -139,10 +141,11 @@ def build_worker(
         if engine_mesh != mesh:
             raise EpisodeError("environment.agent is sampled on the mesh of training: set rollout.mesh to none, and "
                                "mesh.context to 1")  # fmt: skip
-        shards = row_shards(mesh)
-        slots = engine.slots or min(environments.spec.workers, config.batch.prompts * config.rollout.group_size)
+        own, count = OwnPart.of(mesh, model.net.config.kv_heads), jax.process_count()
+        rows, shards = config.batch.prompts * config.rollout.group_size, row_shards(own.mesh)
+        slots = -(-engine.slots // count) or min(environments.spec.workers, -(-rows // count))
         slots = -(-slots // shards) * shards
-        agents = AgentRollout(environments, engine, turns, mesh, width, slots, specs.image_limits(config))
+        agents = AgentRollout(environments, engine, turns, mesh, width, slots, own, specs.image_limits(config))
     as_texts = function is not None and returns_texts(function)
     played = played_environments(environments)
     return RolloutWorker(
@@ -186,8 +189,7 @@ def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ())
     agents, of which `episodes` has these environments.
 
     `tools` are added to the configuration's. Raises EpisodeError for an algorithm that samples nothing, and for agents
-    together with an environment that is not theirs, without the packages of their endpoint or in a run of several
-    processes.
+    together with an environment that is not theirs or without the packages of their endpoint.
     """
     c, name = config.environment, config.algorithm.name
     plays = c.agent in (None, EPISODES)
@@ -223,8 +225,6 @@ def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ())
             raise EpisodeError(
                 f'environment.agent needs {" and ".join(missing)} for its endpoint: pip install "jaxrl_llm[serve]"'
             )
-        if jax.process_count() > 1:
-            raise EpisodeError("environment.agent is for one process, but this run has several")
         if not plays:
             return agents(c.agent)
     spec = spec_of(

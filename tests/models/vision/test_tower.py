@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,12 @@ import numpy as np
 import peft
 import pytest
 import torch
+from flax import nnx
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.numpy import load_file, save_file
-from transformers import AutoModelForImageTextToText, Gemma3ForSequenceClassification
+from transformers import AutoModelForImageTextToText, Gemma3ForSequenceClassification, InternVLConfig, Mistral3Config
+from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
+from transformers.models.glm4v.modeling_glm4v import Glm4vVisionEmbeddings
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
@@ -32,7 +36,9 @@ from jaxrl_llm.training.passes import scored_logps
 from tests.models.conftest import variants
 from tests.models.decoding import trainer_logps
 from tests.models.images import (
+    ENCODER,
     IMAGE_TOKEN,
+    PIXTRAL,
     TILE,
     TILE_TOKENS,
     VISION,
@@ -48,9 +54,10 @@ from tests.models.images import (
     padded_images,
     padded_pixels,
 )
-from tests.models.oracles import in_parameters, of_files
+from tests.models.oracles import SHAPE, VARIANTS, in_parameters, of_files
 
 TOLERANCE = 2e-5
+GATED = ("gate_proj", "up_proj", "down_proj")
 QUICK = ("qwen2_5_vl",)  # the tests of training have a SmolVLM
 
 
@@ -124,7 +131,7 @@ def test_packed_documents_have_their_own_tiles(model, documents, alone):
     order = [2, 0, 1]
     tokens = np.concatenate([documents[i].tokens for i in order])[None]
     segments = np.concatenate([np.full(len(documents[i].tokens), 1 + i) for i in order])[None]
-    images = padded_pixels([joined([documents[i].pixels for i in order])])
+    images = padded_pixels([joined([documents[i].pixels for i in order])], documents[0].frames)
     logits = np.asarray(model(tokens, segments, images=images))[0]
     for i in order:
         np.testing.assert_allclose(logits[segments[0] == 1 + i], alone[i], atol=TOLERANCE)
@@ -177,9 +184,9 @@ def check_greedy_text(oracle, model, documents):
 
 def test_image_tokens_without_a_tile_keep_the_embedding_of_their_id(model, documents):
     """As those that a completion may have: sampling, which sees tokens alone, and training agree on them."""
-    ids, tiles = documents[1]
+    ids, tiles, frames = documents[1]
     tokens = np.append(ids, [IMAGE_TOKEN, 3])[None]
-    images = dataclasses.replace(padded_pixels([joined([tiles, tiles])]), count=np.array([1]))
+    images = dataclasses.replace(padded_pixels([joined([tiles, tiles])], frames), count=np.array([1]))
     segments = np.ones_like(tokens)
     logits = np.asarray(model(tokens, segments, images=images))[0]
     engine = Engine(model.net, SamplingParams(temperature=1.0), 1, 2, eos=(-1,))
@@ -211,8 +218,8 @@ def test_recomputing_gives_the_same_gradients(model, documents):
 def test_export_is_bit_for_bit_and_read_by_transformers(oracle, folder, model, documents, alone, tmp_path):
     save_hf(model, tmp_path / "out")
     stored, written = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
-    # Gemma 3 is written as on the hub; transformers leaves a word out.
-    stored = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in stored.items()}
+    if oracle.config.model_type == "gemma3":  # it is written as on the hub; transformers leaves a word out
+        stored = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in stored.items()}
     if oracle.config.model_type == "qwen3_vl_moe":  # and these: transformers has them transposed
         stored = {name: x.swapaxes(1, 2) if ".experts." in name else x for name, x in stored.items()}
     assert stored.keys() == written.keys()
@@ -240,7 +247,7 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
     tokens, segments, images = padded_images(documents)
     small = dataclasses.replace(images, pixels=images.pixels[:, :, :20])
     of_any_size = images.grids is not None
-    reads = r"patches \[rows, patches, 96\] and grids" if of_any_size else r"24 x 24 x 3: use the image processor"
+    reads = r"patches \[rows, patches, (96|48)\] and grids" if of_any_size else r"24 x 24 x 3: use the image processor"
     with pytest.raises(ConfigError, match=rf"this model reads {reads}"):
         model(tokens, segments, images=small)
     text = Net(dataclasses.replace(model.net.config, vision=None))
@@ -282,6 +289,26 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
         ("qwen3_5", "text_config", "rope_parameters", {"mrope_section": [4, 2, 2]}, "half of the 4 rotated dimensions"),
         ("qwen3_5", "text_config", "layer_types", ["sliding_attention"] * 3, "layer_types = "),
         ("qwen3_5_moe", "text_config", "num_experts_per_tok", 5, "num_experts_per_tok = 5 .* up to num_experts = 4"),
+        ("internvl", "text_config", "model_type", "gpt_oss", "the entries of a qwen2 or qwen3 or llama or qwen3_moe"),
+        ("internvl", None, "downsample_ratio", 0.25, "downsample_ratio = 0.25 .* divisors n of the 6 patches"),
+        ("internvl", None, "downsample_ratio", 0.4, "downsample_ratio = 0.4"),
+        ("internvl", None, "vision_feature_layer", -2, "vision_feature_layer = -2"),
+        ("internvl", "vision_config", "norm_type", "batch_norm", "norm_type = 'batch_norm' .* layer_norm, rms_norm"),
+        ("internvl", "vision_config", "image_size", [24, 48], r"vision_config.image_size = \[24, 48\] .* squares"),
+        ("internvl", "vision_config", "use_mask_token", True, "vision_config.use_mask_token = True"),
+        ("internvl", "vision_config", "layer_scale_init_value", 0, "layer_scale_init_value = 0 .* numbers above 0"),
+        ("glm4v", "vision_config", "out_hidden_size", 40, "vision_config.out_hidden_size = 40 .* hidden_size = 32"),
+        ("glm4v", "vision_config", "hidden_act", "gelu", "vision_config.hidden_act = 'gelu'"),
+        ("glm4v", "vision_config", "image_size", 3, "vision_config.image_size = 3 .* from patch_size = 4 on"),
+        ("glm4v", "text_config", "rope_parameters", {"mrope_section": [1, 1, 1]}, r"mrope_section = \[1, 1, 1\]"),
+        ("glm4v_moe", "text_config", "first_k_dense_replace", 3, "first_k_dense_replace = 3"),
+        ("mistral3", "text_config", "model_type", "qwen2", "text_config = .* of a mistral or ministral3 model"),
+        ("mistral3", None, "vision_feature_layer", [-1, 3], r"vision_feature_layer = \[-1, 3\]"),
+        ("mistral3", None, "projector_hidden_act", "silu", "projector_hidden_act = 'silu'"),
+        ("mistral3", None, "image_token_index", 97, "image_token_index = 97"),
+        ("mistral3", "vision_config", "rope_parameters", {"rope_theta": 1e6}, "vision_config.rope_theta = 1000000.0"),
+        ("mistral3", "vision_config", "num_attention_heads", 4, "vision_config.hidden_size = 24 .* 4 times 4 heads"),
+        ("mistral3", "vision_config", "hidden_act", "relu", "vision_config.hidden_act = 'relu'"),
     ],
 )
 def test_entries_that_mean_another_network_are_refused(family, part, entry, value, message):
@@ -349,6 +376,82 @@ def test_gemma3_is_read_under_all_names_of_its_tensors(tmp_path, layout):
     jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path).params, expected)
 
 
+@pytest.mark.parametrize("family", ["internvl", "mistral3"])
+def test_a_score_head_is_an_entry_of_the_whole(family):
+    hf = VISION[family]().to_dict()
+    config = family_of(hf).to_config(hf, head="score")
+    written = family_of(hf).from_config(config, hf)
+    assert written["architectures"][0].endswith("ForSequenceClassification") and written["num_labels"] == 1
+    assert "num_labels" not in written["text_config"]
+    assert family_of(written).to_config(written) == config
+
+
+# Decoders and encoders besides those of VISION: InternViT-6B's, with tied embeddings, and one with linear map and norm.
+OTHERS = {
+    "internvl of qwen3": lambda: InternVLConfig(
+        text_config={**SHAPE, "model_type": "qwen3", "head_dim": 16},
+        vision_config=ENCODER | {"norm_type": "rms_norm", "use_qk_norm": True, "layer_scale_init_value": 0.4},
+        image_token_id=IMAGE_TOKEN,
+    ),
+    "internvl of llama": lambda: InternVLConfig(
+        text_config={**SHAPE, "model_type": "llama"},
+        vision_config=ENCODER | {"use_mean_pooling": False, "layer_scale_init_value": 0.4},
+        image_token_id=IMAGE_TOKEN,
+        tie_word_embeddings=False,
+    ),
+    "internvl of qwen3_moe": lambda: InternVLConfig(
+        text_config={**VARIANTS["qwen3_moe"]().to_dict()},
+        vision_config=ENCODER,
+        image_token_id=IMAGE_TOKEN,
+        tie_word_embeddings=False,
+    ),
+    "mistral3 of mistral": lambda: Mistral3Config(
+        text_config=VARIANTS["mistral"]().to_dict(),
+        vision_config=PIXTRAL | {"hidden_act": "gelu"},
+        image_token_index=IMAGE_TOKEN,
+        tie_word_embeddings=False,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_decoders_and_encoders(tmp_path, name):
+    """Logits of left-padded rows, and the export, under the names of files and those of classes."""
+    family = name.split()[0]
+    oracle, documents = make_vision_oracle(family, OTHERS[name]()), image_documents(family=family)
+    oracle.save_pretrained(tmp_path / "model")
+    alone = [logits_alone(oracle, document) for document in documents]
+    model = load_model(tmp_path / "model")
+    check_logits(model, documents, alone, "left")
+    save_hf(model, tmp_path / "out")
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    with torch.no_grad():
+        np.testing.assert_array_equal(again(**as_torch(again, documents[0])).logits[0].numpy(), alone[0])
+    save_hf(dataclasses.replace(model, hf_config=None, tokenizer=None), tmp_path / "new")
+    assert describe(tmp_path / "new").net.config == model.net.config
+    tensors = {name: x.detach().numpy() for name, x in oracle.named_parameters()}
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path / "model").params, model.params)
+
+
+def test_positions_are_interpolated_by_cubics_as_in_transformers():
+    """Those of GLM-4.1V, to images with fewer and with more patches than there are learned ones."""
+    table, (high, wide) = torch.randn(25, 6), (4, 14)
+    config = patch_rows.PatchRowsConfig(width=6, positions=5, cubic=True)
+    module = patch_rows.InterpolatedPositions(config, SimpleNamespace(param_dtype="float32", init_scale=1), nnx.Rngs(0))
+    module.weight[...] = jnp.asarray(table.numpy())
+    theirs = Glm4vVisionEmbeddings(Glm4vVisionConfig(hidden_size=6, image_size=20, patch_size=4))
+    theirs.position_embedding.weight.data = table
+    y, x = np.divmod(np.arange(high * wide), wide)
+    sizes = torch.tensor([[1, high, wide]])
+    with torch.no_grad():
+        expected = theirs(torch.zeros(len(y), 6), [len(y)], sizes, torch.tensor(y), torch.tensor(x)).numpy()
+    high, wide = np.full((1, len(y)), high), np.full((1, len(y)), wide)
+    found = jax.jit(lambda *places: module(*places))(y[None], x[None], high, wide)
+    np.testing.assert_allclose(found[0], expected, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_gemma3_with_a_score_head(tmp_path):
     documents = image_documents()
@@ -380,7 +483,7 @@ def test_runs_of_images():
     np.testing.assert_array_equal(image_runs(index, segments), [[0, 1, 1, 0, 3, 3, 4, 4, 0, 6]])
 
 
-@pytest.mark.parametrize("family", ["idefics3", "smolvlm", "gemma3"])
+@pytest.mark.parametrize("family", ["idefics3", "smolvlm", "gemma3", "internvl"])
 def test_sizes_of_a_tile(family):
     config = family_of(hf := VISION[family]().to_dict()).to_config(hf)
     assert config.vision.tile_tokens == TILE_TOKENS
@@ -393,20 +496,27 @@ def test_adapters_are_where_peft_finds_them(oracle, folder, model, vision, tmp_p
     """On the decoder alone, or on the encoder too; and they come back."""
     given = load_model(folder, vision_training=vision)
     adapted = add_adapters(given, LoraConfig(rank=2), jax.random.key(0))
+    if oracle.config.model_type == "glm4v":  # has gate and up in one tensor
+        with pytest.raises(ConfigError, match="gate_up_proj as one tensor of several linear maps"):
+            save_adapter(adapted, tmp_path / "adapter")
+        return
     save_adapter(adapted, tmp_path / "adapter")
     entries = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     config = peft.LoraConfig(r=2, target_modules=entries["target_modules"])
+    by_weight = tuple(f".{name.removesuffix('.weight')}" for name in entries["target_parameters"] or ())
     wanted = {name for name, x in oracle.named_modules() if isinstance(x, torch.nn.Linear)}
     # Of Qwen's encoders queries, keys and values are one matrix, and have no adapters, as have the gates of experts.
     wanted = {
         name
         for name in wanted
-        if ("layers" in name and not name.endswith("shared_expert_gate"))
+        if (("layers" in name or "encoder.layer." in name) and not name.endswith("shared_expert_gate"))
         or ("blocks" in name and ".mlp." in name)
-        or ("merger" in name and "linear" in name)
+        or ("merger" in name and "merging" not in name and ("linear" in name or name.endswith(GATED)))
     }
     wanted = {name for name in wanted if vision == "lora" or "text_model" in name or "language_model" in name}
-    assert {name for name, _ in oracle.named_modules() if check_target_module_exists(config, name)} == wanted
+    found = {name for name, _ in oracle.named_modules() if check_target_module_exists(config, name)}
+    found |= {name for name, _ in oracle.named_modules() if f".{name}".endswith(by_weight)}
+    assert found == wanted
     names = {name.removeprefix("base_model.model.") for name in load_file(tmp_path / "adapter" / TENSORS)}
     assert names == {f"{name}.lora_{x}.weight" for name in wanted for x in "AB"}
     again = load_model(folder, adapter=tmp_path / "adapter")

@@ -51,6 +51,62 @@ def script(what: str, who: int) -> list[str]:
     return ["-c", SCRIPT, what, str(who)]
 
 
+# In each process other rows, another model and another folder, though all are of one name.
+FILES = """
+import os, sys
+from pathlib import Path
+from jaxrl_llm.config import default
+from jaxrl_llm.config.flags import run
+from jaxrl_llm.training.checkpoint import outputs
+from jaxrl_llm.training.setup.agreed import check_same_model, check_same_rows
+
+def main(argv):
+    from jaxrl_llm.distributed import processes
+    processes.join(default())
+    import jax
+    own = jax.process_index()
+    outputs.SHOWN_SECONDS = 0.1
+    rows = [{"prompt_ids": [number, 2]} for number in range(5000)]
+    for name, text in (("same", b"{}"), ("other", b"{}" + bytes([own]))):
+        Path(f"{own}/{name}").mkdir(parents=True)
+        Path(f"{own}/{name}/config.json").write_bytes(b"{}")
+        Path(f"{own}/{name}/model.safetensors").write_bytes(text)
+    os.chdir(str(own))
+    checks = (
+        lambda: check_same_rows("rows", "prompts", rows),
+        lambda: check_same_model("same", None, False),
+        lambda: outputs.check_shared(Path(argv[0])),
+        lambda: check_same_rows("rows", "prompts", rows[own:]),
+        lambda: check_same_rows("rows", "prompts", rows[:-2] + [{"prompt_ids": [1, 2 + own]}] * 2),
+        lambda: check_same_model("other", None, False),
+        lambda: outputs.check_shared(Path("checkpoints").absolute()),
+    )
+    for number, check in enumerate(checks):
+        try:
+            check()
+        except processes.AgreedError as error:
+            print(number, error)
+
+run(main)
+"""
+
+
+@pytest.mark.slow
+def test_files_of_each_machine_that_differ(together, tmp_path):
+    """Processes that read or write other files of one name are told which, before they compute anything of them."""
+    ended = together(2, "-c", FILES, str(tmp_path / "shared"))
+    assert [process.code for process in ended] == [0, 0], ended[0].err + ended[1].err
+    assert [line.partition(" ")[0] for line in ended[0].out.splitlines()] == list("3456"), ended[0].out
+    words = (
+        "the number of rows is 4999 there, 5000 here; the checksum of rows is",
+        "): the checksum of rows is",
+        "model.safetensors of other is '3 bytes,",
+        "checkpoints is not there for process 1 (",
+    )
+    assert all(x in line for x, line in zip(words, ended[0].out.splitlines(), strict=True)), ended[0].out
+    assert not list((tmp_path / "shared").iterdir())
+
+
 def errors(ended) -> list[list[str]]:
     """The error lines of each process."""
     return [[line for line in process.err.splitlines() if line.startswith("error: ")] for process in ended]

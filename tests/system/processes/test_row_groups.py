@@ -7,12 +7,16 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from jaxrl_llm.data import tasks
 from tests.system.processes.test_runs import all_ended_well, command, same_runs
 
 TENSOR = ("--config.mesh.data=1", "--config.mesh.tensor=2")
 CONTEXT = ("--config.mesh.data=1", "--config.mesh.context=2")
 # Two groups of two processes.
 GROUPS = ("--config.mesh.data=2", "--config.mesh.tensor=2")
+
+# Each process has loaded its model; that of the leader is asked.
+JUDGE = "judge(path='embedded:sort', template='{{ prompt[:-1] }}{{ completion }}=', scale=(0, 1e9), on_failure=0)"
 
 REWARDS = """
 import os, random, time
@@ -98,6 +102,13 @@ def test_rows_of_two_processes(run):
         (4, 1, "sdpo", GROUPS),
         (2, 1, "vision_grpo", TENSOR),
         (2, 1, "grpo_lora", TENSOR),
+        (2, 1, "remax", TENSOR),
+        (2, 1, "reward_model", TENSOR),
+        (2, 1, "prm", CONTEXT),
+        (2, 1, "gold", TENSOR),
+        (2, 1, "dpo", (*TENSOR, "--config.average.every=1", "--config.algorithm.ref_sync_to=average",
+                       "--config.algorithm.ref_sync_steps=1")),
+        (2, 1, "grpo", (*TENSOR, f"--config.rewards.functions={JUDGE}", "--config.eval.every=-1")),
         (4, 1, "environment", GROUPS),
         (2, 1, "gigpo", (*CONTEXT, "--config.rollout.mesh=tensor=2")),
         # Rows of a process on one of the meshes, and of two on the other.
@@ -161,6 +172,21 @@ def test_a_run_goes_on(run, before, after):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("first", [2, 1])
+def test_a_run_goes_on_without_its_row_group(run, first):
+    """Two processes that hold the same rows, and one on one device, or the other way; the average goes along."""
+    meshes, flags = {2: TENSOR, 1: ()}, ("--config.eval.every=-1", "--config.average.every=1")
+    whole, ended = run(first, 1, "whole", "grpo", *meshes[first], *flags)
+    all_ended_well(ended)
+    part = whole.with_name("part")
+    shutil.copytree(whole, part)
+    for folder in ("checkpoints/2", "hf", "average"):
+        shutil.rmtree(part / folder)
+    all_ended_well(run(3 - first, 1, "part", "grpo", *meshes[3 - first], *flags)[1])
+    same_runs(whole, part)
+
+
+@pytest.mark.slow
 def test_generation(together):
     command_line = ["generate", "--model=embedded:sort", "--prompt=sort:4821=", "--samples=3", "--tensor=2"]
     one, two = (together(count, "-m", "jaxrl_llm", *command_line, devices=2 // count) for count in (1, 2))
@@ -177,11 +203,21 @@ def test_an_error_of_a_leader_ends_all(run, mine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("configuration", ["grpo", "sft"])
-def test_other_data_of_a_process_ends_all(run, mine, configuration):
-    _, ended = run(2, 1, "run", configuration, *TENSOR, f"--config.data.format={mine}:by_chance")
+@pytest.mark.parametrize("streams", [False, True])
+def test_other_data_of_a_process_ends_all(run, mine, streams):
+    """Before the first step or, of rows that are streamed, before their batch is computed."""
+    rows = Path(mine).with_name("rows.jsonl")
+    rows.write_text("".join(json.dumps(row) + "\n" for row in tasks.generate("sort", size=64)))
+    flags = (
+        f"--config.data.path={rows}",
+        f"--config.data.format={mine}:by_chance",
+        f"--config.data.streaming={streams}",
+    )
+    _, ended = run(2, 1, "run", "grpo", *TENSOR, *flags, "--config.eval.every=-1")
     assert [process.code for process in ended] == [2, 2], ended
-    words = "processes 0 and 1 hold the same rows of the mesh, but have read different data"
+    words = "the checksum of rows of the data is"
+    if streams:
+        words = "processes 0 and 1 hold the same rows of the mesh, but have read different data"
     assert all(words in process.err for process in ended), ended
 
 

@@ -12,10 +12,10 @@ from tests.system.processes.conftest import finish, start
 LIMITS = ("processes.heartbeat_seconds=60",)
 
 
-def command(root, folder, *flags, steps=6):
+def command(root, folder, *flags, steps=6, name="async_grpo"):
     named = ("eval.every=-1", "checkpoint.every=2", f"total_steps={steps}", f"output_dir={folder}", *flags)
     words = [f"--config.{flag}" for flag in named]
-    return ("-m", "jaxrl_llm.train", f"--config={root / 'configs/async_grpo.py'}:tiny", *words)
+    return ("-m", "jaxrl_llm.train", f"--config={root / 'configs'}/{name}.py:tiny", *words)
 
 
 def wait_for_lines(path, count, processes):
@@ -28,10 +28,10 @@ def wait_for_lines(path, count, processes):
 def alone(root, tmp_path, run_python, monkeypatch):
     """The folder of the same run in one process, of so many devices of which one samples."""
 
-    def run(devices, *flags, steps=6):
+    def run(devices, *flags, **options):
         # Sums of XLA's CPU depend on the number of its threads, which run_python sets: the others get as many.
         monkeypatch.setenv("NPROC", str(2 * devices))
-        done = run_python(*command(root, tmp_path / "whole", "rollout.devices=1", *flags, steps=steps), devices=devices)
+        done = run_python(*command(root, tmp_path / "whole", "rollout.devices=1", *flags, **options), devices=devices)
         assert done.returncode == 0, done.stderr
         return tmp_path / "whole"
 
@@ -44,6 +44,18 @@ def test_two_train_and_two_sample(root, tmp_path, alone):
     whole = alone(devices=3)
     ended = finish(start(4, tmp_path, command(root, "run", "rollout.processes=2", *LIMITS)), 300)
     assert [process.code for process in ended] == [0] * 4, [process.err[-2000:] for process in ended]
+    assert_same_run(whole, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo_lora", "vision_grpo", "gigpo", "remax", "distill"])
+def test_what_a_sampler_makes_besides_texts(root, tmp_path, alone, name):
+    """Adapters, images, turns of episodes, greedy completions, and rows that a teacher reads."""
+    flags = "rollout.staleness=1", "algorithm.importance_correction=token_truncate"
+    whole = alone(2, *flags, steps=3, name=name)
+    words = command(root, "run", "rollout.processes=1", *flags, *LIMITS, steps=3, name=name)
+    ended = finish(start(2, tmp_path, words), 300)
+    assert [process.code for process in ended] == [0] * 2, [process.err[-2000:] for process in ended]
     assert_same_run(whole, tmp_path / "run")
 
 

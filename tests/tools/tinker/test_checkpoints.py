@@ -6,7 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm.models.model import load_adapter
 from jaxrl_llm.serving.errors import BadRequestError
+from jaxrl_llm.tools.tinker import checkpoints
 from jaxrl_llm.tools.tinker.checkpoints import INFO, Place, Store, expiry, place_of
 from jaxrl_llm.tools.tinker.training_run import TrainingRun, lora_config
 
@@ -182,9 +184,31 @@ def test_a_folder_that_cannot_be_made_is_an_error(store, trained):
     assert store.all() == []
 
 
-def test_what_a_killed_server_left_is_not_listed(store, trained):
+def test_what_a_killed_server_left_is_not_listed_and_goes(store, trained, sorter):
+    """When the next one starts; what it was about to write over is there again."""
+    store.save(at("a.1"), trained, INFOS)
+    store.save(at("b"), trained, INFOS)
+    weights = store.root / RUN / "weights"
+    for name in (".c.partial-17", ".b.partial-17"):
+        (weights / name).mkdir()
+        (weights / name / INFO).write_bytes((weights / "b" / INFO).read_bytes())
+    (weights / "a.1").rename(weights / ".a.1.earlier-17")  # the new one was to follow
+    assert [place.name for place, _ in store.all()] == ["b"]
+    again = Store(store.root)
+    assert [place.name for place, _ in again.all()] == ["a.1", "b"]
+    assert sorted(path.name for path in weights.iterdir()) == ["a.1", "b"]
+    again.load(at("a.1").path, sorter, moments=True)
+
+
+def test_weights_that_are_written_over_meanwhile_are_not_mixed(store, trained, sorter, monkeypatch):
+    """Adapters of one and moments of the other."""
     store.save(at("a"), trained, INFOS)
-    whole, partial = (store.root / RUN / "weights" / name for name in ("a", ".b-0123abcd"))
-    partial.mkdir()
-    (partial / INFO).write_bytes((whole / INFO).read_bytes())
-    assert [place.name for place, _ in store.all()] == ["a"]
+
+    def meanwhile(*arguments):
+        found = load_adapter(*arguments)
+        store.save(at("a"), trained, INFOS, overwrite=True)
+        return found
+
+    monkeypatch.setattr(checkpoints, "load_adapter", meanwhile)
+    with pytest.raises(BadRequestError, match="weights/a was written over while it was read; load it again"):
+        store.load(at("a").path, sorter, moments=True)

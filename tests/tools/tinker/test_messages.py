@@ -147,7 +147,7 @@ def sparse(values, rows, columns, *shape):
         (sparse([1], [0, 1, 1], [0], 6), "is no sparse array of the shape"),
         (sparse([1], [0, 2, 1], [0], 2, 3), "is no sparse array of the shape"),  # rows end before they begin
         (sparse([1], [0, 1, 2], [0], 2, 3), "is no sparse array of the shape"),
-        (sparse([1], [0, 1, 1], [0], 2, 2**60), "is no sparse array of the shape"),
+        (sparse([1], [0, 1, 1], [0], 2, 2**60), "^arrays without their zeros have more than 33554432 numbers with"),
         (sparse([], [0, 0, 0], [], 2, -1), "is no sparse array of the shape"),
         (sparse([1], [0, 1, 1], [3], 2, 3), "^target_tokens of datum 1 has columns outside its 3"),
         (sparse([1], [0, 1, 1], [-1], 2, 3), "^target_tokens of datum 1 has columns outside its 3"),
@@ -158,6 +158,19 @@ def test_what_cannot_be_read_is_named(change, error):
     change(message)
     with pytest.raises(BadRequestError, match=error):
         received(message)
+
+
+def test_a_few_bytes_are_no_many_numbers():
+    """Arrays without their zeros are few together, and a row is at least an array."""
+    message = in_proto([datum([[1, 2]], target_tokens=[3, 4])] * 3)
+    for row in message.data:
+        tensor = row.loss_fn_inputs["target_tokens"]
+        tensor.shape[:] = (2, 2**23)
+        tensor.sparse_csr.crow_indices = np.zeros(3, np.int64).tobytes()
+    with pytest.raises(BadRequestError, match=r"^arrays without their zeros have more than 33554432 numbers"):
+        received(message)
+    body = in_json(loss_fn_inputs={"target_tokens": {"data": 7, "dtype": "int64"}})
+    assert gradient_request_of_json(body, forward_only=False).data[1].inputs["target_tokens"].tolist() == [7]
 
 
 @pytest.mark.parametrize("body", [b"\xff\xff\xff", b'{"data": []}', b"\x22\x02\xff\xfe"])
@@ -206,6 +219,7 @@ def test_json_of_earlier_clients_comes_out_as_it_went_in():
         ({"loss_fn_inputs": {"weights": {"data": [1.0, None], "dtype": "float32"}}}, "^datum 1 cannot be read"),
         ({"loss_fn_inputs": {"target_tokens": {"data": [1.5], "dtype": "int64"}}}, "^datum 1 cannot be read"),
         ({"loss_fn_inputs": {"target_tokens": {"data": [1], "dtype": "int64", "shape": [2]}}}, r"the shape \[2\]"),
+        ({"loss_fn_inputs": {"target_tokens": {"data": 1, "dtype": "int64", "shape": [2]}}}, "has 1 numbers, but the"),
     ],
 )
 def test_json_that_cannot_be_read_is_named(changes, error):

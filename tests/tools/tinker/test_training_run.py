@@ -10,6 +10,7 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.tools.tinker.checkpoints import Place, Store
 from jaxrl_llm.tools.tinker.messages import Datum, GradientRequest
+from jaxrl_llm.tools.tinker.service import adam_settings
 from jaxrl_llm.tools.tinker.training_run import (
     TrainingRun,
     checked_data,
@@ -296,6 +297,25 @@ def test_gradients_that_are_not_finite_make_no_step(run):
     assert run.gradients is None
     computed(run, ROWS)
     assert np.isfinite(run.step({})["grad_norm:mean"])
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ([1], r"adam_params is \[1\]; it takes an object"),
+        ({"eps": 0}, r"eps is 0; it takes 1.2e-38 or more, as weights without gradients would become 0 / 0"),
+        ({"beta1": 1 - 1e-12}, "beta1 and beta2 are below 1"),  # 1 in fp32
+        ({"learning_rate": 1e39}, r"'learning_rate' = 1e\+39; it takes numbers from 0 on"),
+        ({"learning_rate": 10**400}, "'learning_rate' = 1000"),
+        ({"learning_rate": float("nan")}, "'learning_rate' = nan"),
+        ({"learning_rate": True}, "'learning_rate' = True"),
+        ({"momentum": 0.9}, "'momentum' = 0.9; it takes .*learning_rate, beta1"),
+    ],
+)
+def test_numbers_of_a_step_that_would_spoil_the_weights_are_named(given, error):
+    with pytest.raises(BadRequestError, match=error):
+        adam_settings(given)
+    assert adam_settings({"type": "adamw", "eps": 1e-12}) == {"eps": pytest.approx(1e-12)}
 
 
 # Saved runs.

@@ -1,6 +1,8 @@
 """Several named evaluation sets, data sources, statistics and settings of samples; when evaluations happen."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +18,7 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rewards.runner import NOTHING_LOGGED
 from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.training.evaluation import metrics
+from jaxrl_llm.training.evaluation import metrics, run
 from jaxrl_llm.training.evaluation.metrics import EvalMetrics, PromptResult, prompt_results, summary
 from jaxrl_llm.training.evaluation.run import check_best, named_sets
 from jaxrl_llm.training.logging.console import evaluation_line
@@ -119,6 +121,17 @@ def test_own_answers_and_their_errors(tmp_path):
 
 
 # --- sets ---
+
+
+def test_metrics_of_the_user_are_made_in_the_first_process_alone(monkeypatch):
+    """Each process would draw its own, and they would disagree on the best checkpoint."""
+    sampled = SimpleNamespace(engine=SimpleNamespace(group_size=1), rewards=SimpleNamespace(names=("right",)))
+    evaluation: Any = run.Evaluation(sampled, None, [{"prompt": "a"}], 1, EvalMetrics(0.5))  # pyright: ignore
+    table = [{"prompt": "a", "completion": "b", "right": 1.0}]
+    asked = []
+    monkeypatch.setattr(run.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(run, "gather", lambda own: [{"own": 2.0}, own])
+    assert evaluation._computed(asked.append, table) == {"own": 2.0} and not asked
 
 
 def test_sets_as_texts_and_dictionaries():

@@ -60,6 +60,8 @@ def leaves(model):
 
 # --- settings and refusals ---
 
+ALIKE = dict.fromkeys(("layers_to_transform", "exclude_modules", "rank_pattern", "alpha_pattern"), ())
+
 
 def test_fields_of_lora_config():
     made = lora_settings(LoraConfig(4, {"v_proj", "q_proj"}, 32, 0.1, True))
@@ -71,12 +73,13 @@ def test_fields_of_lora_config():
         "dora": False,
         "targets": ("q_proj", "v_proj"),
         "modules_to_save": (),
+        **ALIKE,
     }
     assert lora_settings(LoraConfig(target_modules="all-linear"))["targets"] == ("all-linear",)
     assert lora_settings({"r": 2})["alpha"] == 8.0  # PEFT's default, which is not the one here
     assert lora_settings(LoraConfig(use_dora=True))["dora"] is True
-    with pytest.raises(ConfigError, match=r"rank_pattern .* no counterpart"):
-        lora_settings(LoraConfig(rank_pattern={"q": 2}))
+    with pytest.raises(ConfigError, match=r"layer_replication .* no counterpart"):
+        lora_settings({"r": 2, "layer_replication": [[0, 2], [1, 3]]})
 
 
 def test_pefts_own_lora_config():
@@ -90,14 +93,24 @@ def test_pefts_own_lora_config():
         "dora": False,
         "targets": ("all-linear",),
         "modules_to_save": (),
+        **ALIKE,
     }
     assert lora_settings(peft.LoraConfig(modules_to_save=["lm_head"]))["modules_to_save"] == ("lm_head",)
     experts = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
     assert parse_targets(lora_settings(experts)["targets"]) == ("q", "experts.down_proj")
     with pytest.raises(ConfigError, match=r"target_parameters = .* and no target_modules, .*: give them too, \[\] for"):
         lora_settings(peft.LoraConfig(target_parameters=["experts.gate_up_proj"]))
-    with pytest.raises(ConfigError, match="layers_to_transform"):
-        lora_settings(peft.LoraConfig(layers_to_transform=[1]))
+    single = {"layers_to_transform": [1], "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.up_proj": 3}}
+    made = lora_settings(peft.LoraConfig(**single, exclude_modules=["down_proj"]))
+    assert {name: made[name] for name in ALIKE} == {
+        "layers_to_transform": (1,),
+        "exclude_modules": ("down_proj",),
+        "rank_pattern": ("q_proj=2",),
+        "alpha_pattern": ("layers.1.mlp.up_proj=3",),
+    }
+    for changes in ({"exclude_modules": ".*down.*"}, {"layers_to_transform": [1], "layers_pattern": "blocks"}):
+        with pytest.raises(ConfigError, match="here modules are excluded by a list of the ends of their names"):
+            lora_settings(peft.LoraConfig(**changes))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""Command R7B and Command A (arXiv 2504.00698): attention and feed-forward side by side behind one layer norm, and
+windows with rotary positions in three of four layers, neither in the fourth."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, layer_types
+from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.model_config import ModelConfig
+
+MODEL_TYPE = "cohere2"
+ARCHITECTURE = "Cohere2"
+KEYS = (*decoder.ENDS, decoder.PRE_NORMS[0], *decoder.ATTENTION, *decoder.FEED_FORWARD)
+DEFAULTS = {
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+    "tie_word_embeddings": True,
+}  # for entries that are left out
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    if hf.get("use_qk_norm"):
+        refuse("use_qk_norm", hf["use_qk_norm"], "false")
+    layers, every = positive(hf, "num_hidden_layers"), positive(hf, "sliding_window_pattern")
+    windows = layer_types.read(hf, lambda layer: (layer + 1) % every != 0)
+    own = {
+        **windows,
+        **decoder.attention_biases(hf),
+        "unrotated_layers": tuple(i for i in range(layers) if i not in windows.get("sliding_layers", ())),
+        "rope_interleaved": True,
+        "norm_eps": number("layer_norm_eps", hf["layer_norm_eps"]),
+        "norm_centred": True,
+        "parallel_ffn": True,
+        "logit_divisor": 1 / number("logit_scale", hf["logit_scale"], above=0),
+    }
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    given = (DEFAULTS | (base or {}))["logit_scale"]
+    same = 1 / given == config.logit_divisor  # and not another number in its last digit
+    own: dict[str, Any] = {
+        "attention_bias": config.attention_bias,
+        "layer_norm_eps": config.norm_eps,
+        "logit_scale": given if same else 1 / config.logit_divisor,
+    }
+    if config.sliding_layers:
+        own["sliding_window"] = config.sliding_window
+    if base is None:
+        own |= layer_types.write(config) | decoder.NO_IDS
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

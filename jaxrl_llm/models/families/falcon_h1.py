@@ -1,0 +1,114 @@
+"""Falcon-H1 (arXiv 2507.22448): attention and Mamba-2 side by side in every layer, and multipliers of what they read
+and give, of feed-forwards, embeddings and logits."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, granitemoehybrid
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
+from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.parallel import AttentionAndMamba
+
+MODEL_TYPE = "falcon_h1"
+ARCHITECTURE = "FalconH1"
+KEYS = (
+    *(key for key in decoder.ENDS if key.path != "norm/scale"),
+    TensorName("norm/scale", "model.final_layernorm.weight"),
+    TensorName("layers/input_norm/scale", f"{LAYER}input_layernorm.weight"),
+    TensorName("layers/post_attention_norm/scale", f"{LAYER}pre_ff_layernorm.weight"),
+    *(key._replace(path=key.path.replace("/attention/", "/parallel/attention/")) for key in decoder.ATTENTION),
+    *granitemoehybrid.mamba_keys(f"{LAYER}mamba", "layers/parallel/mamba"),
+    *(
+        key
+        for part in ("gate", "up", "down")
+        for key in linear(f"layers/mlp/{part}", f"{LAYER}feed_forward.{part}_proj")
+    ),
+)
+SCALES = ("attention_in_multiplier", "attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier")
+DEFAULTS = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "mamba_d_ssm": 1024,
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "projectors_bias": False,
+    "mamba_rms_norm": False,
+    "mamba_norm_before_gate": True,
+    "key_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "lm_head_multiplier": 1.0,
+    **dict.fromkeys(SCALES, 1.0),
+}  # for entries that are left out
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    if hf["mamba_rms_norm"] and hf["mamba_norm_before_gate"]:
+        refuse("mamba_norm_before_gate", True, "false, where mamba_rms_norm is true")
+    if hf["projectors_bias"] != hf["mamba_proj_bias"]:
+        refuse("projectors_bias", hf["projectors_bias"], f"mamba_proj_bias = {hf['mamba_proj_bias']}")
+    fields = granitemoehybrid.mamba(hf, granitemoehybrid.SIZES)
+    heads = fields["delta_value_heads"]
+    given = hf["mamba_d_ssm"] is not None
+    width = positive(hf, "mamba_d_ssm") if given else positive(hf, "mamba_expand") * positive(hf, "hidden_size")
+    if width % heads or hf["mamba_d_head"] not in ("auto", width // heads):
+        refuse("mamba_d_head", hf["mamba_d_head"], f"mamba_d_ssm / mamba_n_heads = {width / heads:g}")
+    own = fields | {
+        "delta_value_dim": width // heads,
+        "conv_bias": bool(hf["mamba_conv_bias"]),
+        "state_bias": bool(hf["mamba_proj_bias"]),
+        "mamba_norm": bool(hf["mamba_rms_norm"]),
+        "mamba_scales": _numbers(hf, "ssm_multipliers", 5),
+        "parallel_scales": tuple(number(entry, hf[entry]) for entry in SCALES),
+        "ffn_scales": _numbers(hf, "mlp_multipliers", 2),
+        "mixers": (AttentionAndMamba,) * positive(hf, "num_hidden_layers"),
+        **decoder.attention_biases(hf),
+        "mlp_bias": bool(hf.get("mlp_bias", False)),
+        "key_scale": number("key_multiplier", hf["key_multiplier"], above=0),
+        "embed_scale": number("embedding_multiplier", hf["embedding_multiplier"], above=0),
+        "logit_divisor": 1 / number("lm_head_multiplier", hf["lm_head_multiplier"], above=0),
+    }
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+
+
+def _numbers(hf: dict[str, Any], entry: str, count: int) -> tuple[float, ...]:
+    given = hf.get(entry) or [1.0] * count
+    if not isinstance(given, list | tuple) or len(given) != count:
+        refuse(entry, given, f"lists of {count} numbers")
+    return tuple(number(entry, x) for x in given)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own: dict[str, Any] = {
+        **{entry: getattr(config, field) for field, entry in granitemoehybrid.SIZES.items()},
+        "mamba_d_ssm": config.delta_value_heads * config.delta_value_dim,
+        "mamba_conv_bias": config.conv_bias,
+        "mamba_proj_bias": config.state_bias,
+        "projectors_bias": config.state_bias,
+        "mamba_rms_norm": config.mamba_norm,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "key_multiplier": config.key_scale,
+        "embedding_multiplier": config.embed_scale,
+        "lm_head_multiplier": 1 / config.logit_divisor,
+        "ssm_multipliers": list(config.mamba_scales),
+        "mlp_multipliers": list(config.ffn_scales),
+        **dict(zip(SCALES, config.parallel_scales, strict=False)),
+    }
+    if base is not None:
+        given = (DEFAULTS | base)["lm_head_multiplier"]
+        if 1 / given == config.logit_divisor:  # and not another number in its last digit
+            own["lm_head_multiplier"] = given
+        if base.get("mamba_d_ssm", ...) is None:
+            own["mamba_d_ssm"] = None
+    else:
+        own |= {"mamba_d_head": "auto", "mamba_norm_before_gate": False, **decoder.NO_IDS}
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -1,0 +1,43 @@
+"""Hunyuan's dense models: Llama's shape, with norms of each head's rotated queries and keys."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, rotary
+from jaxrl_llm.models.families.decoder import LAYER, TensorName
+from jaxrl_llm.models.families.entries import number, positive
+from jaxrl_llm.models.model_config import ModelConfig
+
+MODEL_TYPE = "hunyuan_v1_dense"
+ARCHITECTURE = "HunYuanDenseV1"
+KEYS = (
+    *decoder.KEYS,
+    TensorName("layers/attention/q_norm/scale", f"{LAYER}self_attn.query_layernorm.weight"),
+    TensorName("layers/attention/k_norm/scale", f"{LAYER}self_attn.key_layernorm.weight"),
+)
+DEFAULTS = {"rms_norm_eps": 1e-5}  # for entries that are left out
+THETA = 10_000.0
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    own = {**decoder.attention_biases(hf), "qk_norm": True, "qk_norm_rotated": True}
+    return decoder.to_config(_stretched(DEFAULTS | hf), ARCHITECTURE, own, overrides)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own: dict[str, Any] = {"attention_bias": config.attention_bias, "head_dim": config.head_dim}
+    own |= decoder.NO_IDS if base is None else {}
+    rope = None if base is None else _stretched(base)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
+
+
+def _stretched(hf: dict[str, Any]) -> dict[str, Any]:
+    """The entries with the rotary base that an `alpha` beside the type `dynamic` means: it is longer, and stays so."""
+    given = rotary.parameters_of(hf)
+    if rotary.kind_of(given) != "dynamic" or not given.get("alpha"):
+        return hf
+    size = positive(hf, "head_dim")
+    theta = number("rope_theta", given.get("rope_theta") or hf.get("rope_theta") or THETA, above=1)
+    theta *= number("alpha", given["alpha"], above=0) ** (size / (size - 2))
+    return {**hf, "rope_scaling": None, "rope_theta": theta, "rope_parameters": {"rope_type": "default"}}

@@ -1,0 +1,138 @@
+"""Kimi Linear (arXiv 2510.26692): Kimi delta attention in three of four layers, latent attention without rotary
+positions in the fourth, and experts as DeepSeek-V3."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, deepseek_v3, olmo_hybrid
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
+from jaxrl_llm.models.families.entries import positive, refuse
+from jaxrl_llm.models.kimi_delta import KimiDelta
+from jaxrl_llm.models.latent_attention import LatentAttention
+from jaxrl_llm.models.model_config import ModelConfig
+
+MODEL_TYPE = "kimi_linear"
+ARCHITECTURE = "KimiLinear"
+NET = f"{LAYER}self_attn"
+LATENT_KEYS = tuple(key for key in deepseek_v3.KEYS if key.path.startswith("layers/latent/"))
+MIXERS = {"linear_attention": KimiDelta, "full_attention": LatentAttention}
+
+
+def _keys(block: str, gate: str, experts: tuple[TensorName, ...]) -> tuple[TensorName, ...]:
+    """The table of files in which the experts' names begin with `block`, and those of the decays with `gate`."""
+    return (
+        *decoder.ENDS,
+        *decoder.PRE_NORMS,
+        *LATENT_KEYS,
+        *olmo_hybrid.conv_keys(NET),
+        *linear("layers/delta/f_a", f"{NET}.{gate}f_a_proj"),
+        *linear("layers/delta/f_b", f"{NET}.{gate}f_b_proj"),
+        TensorName("layers/delta/log_decay", f"{NET}.{gate}A_log"),
+        TensorName("layers/delta/step_bias", f"{NET}.{gate}dt_bias"),
+        *linear("layers/delta/g_a", f"{NET}.g_a_proj"),
+        *linear("layers/delta/g_b", f"{NET}.g_b_proj"),
+        *decoder.FEED_FORWARD,
+        TensorName("layers/mlp/correction", f"{LAYER}{block}.gate.e_score_correction_bias"),
+        *linear("layers/mlp/shared/gate", f"{LAYER}{block}.shared_experts.gate_proj"),
+        *linear("layers/mlp/shared/up", f"{LAYER}{block}.shared_experts.up_proj"),
+        *linear("layers/mlp/shared/down", f"{LAYER}{block}.shared_experts.down_proj"),
+        *experts,
+    )
+
+
+KEYS = _keys("block_sparse_moe", "", decoder.experts("block_sparse_moe", "w1", "w3", "w2"))
+MODULE_KEYS = _keys("mlp", "forget_gate.", decoder.stacked_experts("mlp"))
+# Transformers writes the dense layers' names as those of experts.
+OTHER_KEYS = (
+    tuple(
+        key._replace(tensor=key.tensor.replace(".mlp.", ".block_sparse_moe.")) if key in decoder.FEED_FORWARD else key
+        for key in KEYS
+    ),
+    MODULE_KEYS,
+)
+# The fields of delta attention that are an entry each, their names among `linear_attn_config`, and their defaults.
+SIZES = {
+    "delta_key_heads": ("linear_num_heads", "num_heads", 32),
+    "delta_key_dim": ("linear_head_dim", "head_dim", 128),
+    "delta_conv": ("linear_conv_kernel_dim", "short_conv_kernel_size", 4),
+}
+# The entries of this family, by the names that DeepSeek-V3 has for them.
+NAMES = {
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "n_group": "num_expert_group",
+    "norm_topk_prob": "moe_renormalize",
+}
+DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 1024,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_shared_experts": 1,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "moe_renormalize": True,
+    "routed_scaling_factor": 2.446,
+}  # for entries that are left out
+# Entries of the files for transformers 4, with which the model does what that of transformers 5 does.
+FIXED = {"moe_router_activation_func": "sigmoid", "mla_use_nope": True, "moe_layer_freq": 1}
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    for entry, value in FIXED.items():
+        if hf.get(entry, value) != value:
+            refuse(entry, hf[entry], f"{value}")
+    layers, given = positive(hf, "num_hidden_layers"), hf.get("linear_attn_config") or {}
+    sizes = {name: given.get(short, hf.get(name, default)) for name, short, default in SIZES.values()}
+    fields = {field: positive(sizes, entry) for field, (entry, *_) in SIZES.items()}
+    if fields["delta_conv"] < 2:
+        refuse("linear_conv_kernel_dim", 1, "numbers from 2")
+    types = _types(hf, layers)
+    mlps = hf.get("mlp_layer_types")
+    dense = (hf.get("first_k_dense_replace", 1) or 0) if mlps is None else mlps.count("dense")
+    if mlps is not None and mlps != ["dense"] * dense + ["sparse"] * (layers - dense):
+        refuse("mlp_layer_types", mlps, f"dense layers before sparse ones, {layers} together")
+    own = fields | {
+        "mixers": tuple(MIXERS[kind] for kind in types),
+        "delta_value_heads": fields["delta_key_heads"],
+        "delta_value_dim": fields["delta_key_dim"],
+        "unrotated_layers": tuple(range(layers)),
+    }
+    renamed = {theirs: hf[name] for theirs, name in NAMES.items()}
+    renamed |= {"first_k_dense_replace": dense, "rope_interleave": False}
+    return deepseek_v3.read({**hf, **renamed}, ARCHITECTURE, overrides, own)
+
+
+def _types(hf: dict[str, Any], layers: int) -> list[str]:
+    """The type of each layer: by `layer_types` or the lists of `linear_attn_config`, which count from 1."""
+    given = hf.get("linear_attn_config") or {}
+    full = given.get("full_attn_layers", range(5, layers + 1, 4))
+    found = ["full_attention" if layer + 1 in full else "linear_attention" for layer in range(layers)]
+    types = hf.get("layer_types") or found
+    if len(types) != layers or set(types) - set(MIXERS):
+        refuse("layer_types", types, f"{' or '.join(MIXERS)} for each of the {layers} layers")
+    return types
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    left_out = ("rope_interleave", "first_k_dense_replace", "num_nextn_predict_layers")
+    entries = {x: value for x, value in deepseek_v3.entries(config, base).items() if x not in left_out}
+    own = {NAMES.get(entry, entry): value for entry, value in entries.items()}
+    if base is None:
+        own |= {entry: getattr(config, field) for field, (entry, *_) in SIZES.items()}
+        own["layer_types"] = [
+            "linear_attention" if kind.mixer is KimiDelta else "full_attention" for kind in config.layer_configs
+        ]
+        own["mlp_layer_types"] = ["sparse" if kind.experts else "dense" for kind in config.layer_configs]
+        own |= decoder.NO_IDS
+    else:  # in files for transformers 4 it is a number of nothing
+        own["head_dim"] = base.get("head_dim", own["head_dim"])
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

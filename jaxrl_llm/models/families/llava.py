@@ -1,0 +1,92 @@
+"""The common ground of families that are an encoder, a projector and a decoder which is a family of its own.
+
+Their tensors have LLaVA's names, on the hub and in the classes of transformers.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.families.decoder import TensorName
+from jaxrl_llm.models.families.entries import refuse
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.vision.tower import VisionConfig
+
+# Entries of the whole that are its decoder's.
+SHARED = ("tie_word_embeddings", "quantization_config", "num_labels", "id2label", "label2id")
+
+
+def on_the_hub(text: Iterable[TensorName], vision: Iterable[TensorName]) -> tuple[TensorName, ...]:
+    """The keys of a decoder and of a vision part as files of the hub have them."""
+    starts = ("language_model.model.", "language_model.lm_head.")
+    return (*_renamed(text, *starts), *vision)
+
+
+def as_modules(text: Iterable[TensorName], vision: Iterable[TensorName]) -> tuple[TensorName, ...]:
+    """The same keys as the classes of transformers 5 have them."""
+    inside = (key._replace(tensor=f"model.{key.tensor}") for key in vision)
+    return (*_renamed(text, "model.language_model.", "lm_head."), *inside)
+
+
+def _renamed(text: Iterable[TensorName], model: str, head: str) -> Iterable[TensorName]:
+    """The keys of a decoder, whose names begin with `model` and, of the head, with `head`."""
+    for key in text:
+        yield key._replace(tensor=key.tensor.replace("model.", model, 1).replace("lm_head.", head, 1))
+
+
+def text_of(hf: dict[str, Any], families: Mapping[str, ModuleType]) -> tuple[ModuleType, dict[str, Any]]:
+    """The family of the decoder, one of those by model_type, and its entries; raises ConfigError for another one."""
+    text, shared = hf.get("text_config"), {name: hf[name] for name in SHARED if hf.get(name) is not None}
+    family = families.get(text.get("model_type", next(iter(families)))) if isinstance(text, dict) else None
+    if not isinstance(text, dict) or family is None:
+        refuse("text_config", text, f"the entries of a {' or '.join(families)} model")
+    return family, {**text, **shared, "architectures": None}
+
+
+def config_of(
+    hf: dict[str, Any],
+    family: ModuleType,
+    text: dict[str, Any],
+    architecture: dict[str, str],
+    vision: VisionConfig,
+    overrides: dict[str, Any],
+) -> ModelConfig:
+    """The ModelConfig of a config.json whose decoder is a `family` with the entries `text`; raises ConfigError for what
+    the network does not compute."""
+    head = decoder.head_of(hf, architecture, overrides.get("head"))
+    return family.to_config(text, **overrides | {"vision": vision, "head": head})
+
+
+def entries_of(
+    config: ModelConfig,
+    base: dict[str, Any] | None,
+    families: Mapping[str, ModuleType],
+    architecture: dict[str, str],
+    own: dict[str, Any],
+) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`; `own` are those beside the decoder's. Raises ConfigError
+    for a net whose decoder is of none of the families."""
+    base = base or {}
+    given = base.get("text_config")
+    family = _family_for(config, families) if given is None else text_of(base, families)[0]
+    text = family.from_config(config, given)
+    # Of these the whole model's are read, and its decoder's stay as they are.
+    shared = {name: text.pop(name) for name in SHARED if name in text}
+    del text["architectures"]
+    text |= {name: x for name, x in (given or {}).items() if name in (*SHARED, "architectures")}
+    name = decoder.architectures(architecture)[config.head]
+    return {**base, **shared, "architectures": [name], "text_config": text, **own}
+
+
+def _family_for(config: ModelConfig, families: Mapping[str, ModuleType]) -> ModuleType:
+    """The first family that describes the decoder of a net."""
+    plain = dataclasses.replace(config, vision=None)
+    for family in families.values():
+        with contextlib.suppress(ConfigError):  # a family does not describe what it refuses
+            if family.to_config(family.from_config(plain, None), **decoder.settings(plain)) == plain:
+                return family
+    refuse("text_config", None, f"decoders that are a {' or '.join(families)} model")

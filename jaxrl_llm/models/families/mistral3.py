@@ -1,0 +1,113 @@
+"""Mistral Small 3.1 and later, Devstral Small 2 and Ministral 3: Pixtral's encoder (arXiv 2410.07073) of images of any
+size, squares of whose patches become tokens, and a Mistral or Ministral 3 that reads them."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, llava, ministral3, mistral, qwen_vl, siglip
+from jaxrl_llm.models.families.decoder import TensorName, linear
+from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
+from jaxrl_llm.models.vision.tower import VisionConfig
+
+MODEL_TYPE = "mistral3"
+ARCHITECTURE = {"lm": "Mistral3ForConditionalGeneration", "score": "Mistral3ForSequenceClassification"}
+TEXTS = {module.MODEL_TYPE: module for module in (mistral, ministral3)}
+TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
+LAYERS, LAYER = "vision/encoder/layers", f"{TOWER}transformer.layers.{{layer}}."
+NAMES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}
+VISION_KEYS = (
+    TensorName("vision/encoder/patch/kernel", f"{TOWER}patch_conv.weight", transpose=True),
+    TensorName("vision/encoder/patch_norm/scale", f"{TOWER}ln_pre.weight"),
+    TensorName(f"{LAYERS}/norm1/scale", f"{LAYER}attention_norm.weight"),
+    *(key for name, word in NAMES.items() for key in linear(f"{LAYERS}/attention/{name}", f"{LAYER}attention.{word}")),
+    TensorName(f"{LAYERS}/norm2/scale", f"{LAYER}ffn_norm.weight"),
+    *(
+        key
+        for name in ("gate", "up", "down")
+        for key in linear(f"{LAYERS}/mlp/{name}", f"{LAYER}feed_forward.{name}_proj")
+    ),
+    TensorName("vision/encoder/merger/norm/scale", f"{PROJECTOR}norm.weight"),
+    *linear("vision/encoder/merger/proj", f"{PROJECTOR}patch_merger.merging_layer"),
+    *linear("vision/encoder/merger/fc1", f"{PROJECTOR}linear_1"),
+    *linear("vision/encoder/merger/fc2", f"{PROJECTOR}linear_2"),
+)
+KEYS = llava.on_the_hub(decoder.KEYS, VISION_KEYS)
+MODULE_KEYS = llava.as_modules(decoder.KEYS, VISION_KEYS)
+OTHER_KEYS = (MODULE_KEYS,)
+DEFAULTS = {"image_token_index": 10, "spatial_merge_size": 2}  # for entries that are left out
+# The only values of entries that are computed.
+COMPUTED = {"vision_feature_layer": -1, "projector_hidden_act": "gelu"}
+# Fields of the encoder that are an integer each, their entries, and what these are where they are left out.
+SIZES = {
+    "width": ("hidden_size", 1024),
+    "layers": ("num_hidden_layers", 24),
+    "heads": ("num_attention_heads", 16),
+    "ffn": ("intermediate_size", 4096),
+    "patch_size": ("patch_size", 16),
+    "channels": ("num_channels", 3),
+}
+ACTIVATIONS = {entry: name for entry, name in qwen_vl.ACTIVATIONS.items() if name != "quick_gelu"}
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | COMPUTED | hf
+    family, text = llava.text_of(hf, TEXTS)
+    for entry, value in COMPUTED.items():
+        if hf[entry] != value:
+            refuse(entry, hf[entry], repr(value))
+    encoder = _encoder(hf)
+    token = siglip.image_token(hf, "image_token_index", text)
+    vision = VisionConfig(encoder, encoder.merge, token, projector="")
+    return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
+
+
+def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
+    """The encoder of a config.json; raises ConfigError for another network."""
+    entries = hf.get("vision_config") or {}
+    sizes: dict[str, Any] = {field: positive({entry: size} | entries, entry) for field, (entry, size) in SIZES.items()}
+    if sizes["width"] % (4 * sizes["heads"]):
+        refuse("vision_config.hidden_size", sizes["width"], f"multiples of 4 times {sizes['heads']} heads")
+    if (activation := entries.get("hidden_act", "gelu")) not in ACTIVATIONS:
+        refuse("vision_config.hidden_act", activation, ", ".join(ACTIVATIONS))
+    rope = {"rope_theta": entries.get("rope_theta", 10000.0)} | (entries.get("rope_parameters") or {})
+    if rope["rope_theta"] != 10000.0:
+        refuse("vision_config.rope_theta", rope["rope_theta"], "10000.0")
+    return PatchRowsConfig(
+        **sizes,
+        frames=0,
+        merge=positive(hf, "spatial_merge_size"),
+        window_size=0,
+        full_layers=(),
+        norm_eps=1e-5,
+        activation=ACTIVATIONS[activation],
+        attention_bias=False,
+        attention_adapters=True,
+        bias=False,
+        patch_norm=True,
+        alternating=True,
+        merger="reduced",
+        merger_bias=bool(hf.get("multimodal_projector_bias", False)),
+        init_scale=number("vision_config.initializer_range", entries.get("initializer_range", 0.02)),
+    )
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
+    encoder = qwen_vl.net_encoder(config)
+    assert config.vision is not None
+    names = {name: entry for entry, name in ACTIVATIONS.items()}
+    own = {
+        "model_type": MODEL_TYPE,
+        "image_token_index": config.vision.image_token,
+        "spatial_merge_size": encoder.merge,
+        "multimodal_projector_bias": encoder.merger_bias,
+        "vision_config": {
+            **((base or {}).get("vision_config") or {"model_type": "pixtral"}),
+            **{entry: getattr(encoder, field) for field, (entry, _) in SIZES.items()},
+            "hidden_act": names[encoder.activation],
+            "initializer_range": encoder.init_scale,
+        },
+    }
+    return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own)

@@ -1,0 +1,75 @@
+"""Mergers, from squares of patches of images of any size to embeddings of the decoder."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm
+from jaxrl_llm.models.vision.siglip import LayerNorm, norm_of
+
+
+class Merger(nnx.Module):
+    """Embeddings of `size` numbers of squares of patches: two linear maps behind a norm, that of each patch or, with
+    `whole`, of the square. That of Qwen's models."""
+
+    def __init__(self, config: Any, size: int, net: Any, rngs: nnx.Rngs, whole: bool = False):
+        """`config` is that of the encoder, a PatchRowsConfig."""
+        self.whole, square = whole, config.width * config.merge**2
+        names = ("fc1", "fc2") if config.merger_adapters else ("", "")
+        self.norm = norm_of(config.norm, square if whole else config.width, config.norm_eps, net, rngs)
+        self.fc1 = Linear(square, square, net, rngs, True, names[0])
+        self.fc2 = Linear(square, size, net, rngs, True, names[1])
+        self.square = square
+
+    def __call__(self, x):
+        x = x if self.whole else self.norm(x)
+        x = x.reshape(len(x), -1, self.square)
+        x = self.norm(x) if self.whole else x
+        return self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
+
+
+class ConvolvedMerger(nnx.Module):
+    """Embeddings of `size` numbers of squares of patches, those of GLM-4.1V: a convolution of each square behind a norm
+    of its patches, a linear map with a norm and GELU, and a gated feed-forward."""
+
+    def __init__(self, config: Any, size: int, net: Any, rngs: nnx.Rngs):
+        self.norm = norm_of(config.norm, config.width, config.norm_eps, net, rngs)
+        # Columns before rows of patches: a convolution's weights in files, transposed.
+        shape = (config.merge, config.merge, config.width, size)
+        kernel = jax.random.normal(rngs.params(), shape, net.param_dtype) * net.init_scale
+        self.downsample = nnx.Dict(kernel=nnx.Param(kernel), bias=nnx.Param(jnp.zeros((size,), net.param_dtype)))
+        self.proj = Linear(size, size, net, rngs)
+        self.proj_norm = LayerNorm(size, 1e-5, net.param_dtype)
+        own = dataclasses.replace(net, width=size, ffn=config.merger_ffn, mlp_bias=False)
+        self.mlp = FeedForward(own, rngs)
+
+    def __call__(self, x):
+        columns, rows, width, size = self.downsample["kernel"].shape
+        kernel = self.downsample["kernel"][...].swapaxes(0, 1).reshape(-1, size).astype(x.dtype)
+        x = self.norm(x).reshape(len(x), -1, rows * columns * width) @ kernel
+        x = self.proj(x + self.downsample["bias"][...].astype(x.dtype))
+        return self.mlp(jax.nn.gelu(self.proj_norm(x), approximate=False))
+
+
+class ReducedMerger(nnx.Module):
+    """Embeddings of `size` numbers of squares of patches, those of Mistral Small 3.1: a linear map of each square to
+    the width of a patch behind a norm of its patches, and two more to the decoder's."""
+
+    def __init__(self, config: Any, size: int, net: Any, rngs: nnx.Rngs):
+        self.patches = config.merge**2
+        self.norm = RMSNorm(config.width, net, rngs)  # with the decoder's epsilon
+        self.proj = Linear(config.width * self.patches, config.width, net, rngs)
+        self.fc1 = Linear(config.width, size, net, rngs, config.merger_bias)
+        self.fc2 = Linear(size, size, net, rngs, config.merger_bias)
+
+    def __call__(self, x):
+        rows, patches, width = x.shape
+        squares = self.norm(x).reshape(rows, -1, self.patches, width)
+        squares = squares.swapaxes(2, 3).reshape(rows, patches // self.patches, -1)  # a number of all patches, the next
+        return self.fc2(jax.nn.gelu(self.fc1(self.proj(squares)), approximate=False))
+
+
+MERGERS = {"stacked": Merger, "convolved": ConvolvedMerger, "reduced": ReducedMerger}

@@ -1,0 +1,50 @@
+"""The objective of process reward models: the cross-entropy of wrong and right at the last token of each step."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.losses import Metric, Metrics
+from jaxrl_llm.models.logprobs import step_logits
+from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.training.objectives.objective import Objective, Positions, counted, share_of
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessRewardModelSpec:
+    """The loss of a step's logits, as `step_losses.step_cross_entropy`, and its options."""
+
+    function: Callable[..., jax.Array]
+    options: Mapping[str, Any]
+
+
+def process_reward_model(spec: ProcessRewardModelSpec, net: Net) -> Objective:
+    """The mean over the steps of the optimizer batch of the loss of their logits; `net` has a step head.
+
+    The mask is 1 on the last token of each step, and `batch.step_labels` say there how right it is.
+    """
+
+    def prepare(batch: Batch) -> Batch:
+        right = batch.step_labels > 0.5
+        of_labels = jnp.stack([share_of(batch.mask * ~right), share_of(batch.mask * right)], axis=-1)
+        return batch.prepare(token_share=share_of(batch.mask), label_share=of_labels)
+
+    def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
+        logits, share = step_logits(net, params, batch.inputs), batch.prepared.token_share
+        per_step = spec.function(logits, batch.step_labels, **spec.options)
+        log_odds, right = logits[..., 1] - logits[..., 0], batch.step_labels > 0.5
+        correct = (log_odds > 0) == right
+        of_wrong, of_right = jnp.moveaxis(batch.prepared.label_share, -1, 0)
+        return (counted(share, batch.mask) * per_step).sum(), {
+            "accuracy": Metric((share * correct).sum(), "sum"),
+            "accuracy_wrong": Metric((of_wrong * correct).sum(), "sum"),
+            "accuracy_right": Metric((of_right * correct).sum(), "sum"),
+            "margin": Metric((share * jnp.where(right, log_odds, -log_odds)).sum(), "sum"),
+            "mean_reward": Metric((share * jax.nn.sigmoid(log_odds)).sum(), "sum"),
+        }
+
+    return Objective(prepare, loss, positions=Positions(after=True))

@@ -1,0 +1,63 @@
+"""What all processes of a run read from files of their own, compared before anything is computed from it.
+
+Each reads the data and the model by itself. Where a machine has another copy of them the run would go on with rows and
+weights that belong to no data and no model, or wait for ever for a step that only some processes make.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxrl_llm.data import Row
+from jaxrl_llm.data.tokenize import COLUMNS
+from jaxrl_llm.distributed.processes import check_agreed
+from jaxrl_llm.models import hf
+from jaxrl_llm.models.model import base_and_adapter
+
+LOOKED_AT = 4096  # rows whose tokens are compared, evenly spaced; of the others their lengths
+EDGE = 1 << 16  # bytes at each end of a file that are compared, beside its size
+
+
+def check_same_rows(what: str, kind: str, rows: Sequence[Row]) -> None:
+    """Raises AgreedError, in all processes, unless they have the same token rows of a kind; `what` names these."""
+    if jax.process_count() == 1:
+        return
+    names, _ = COLUMNS[kind]
+    lengths = np.array([[len(row[name]) for name in names] for row in rows], np.int32)
+    digest = hashlib.sha256(lengths.tobytes())
+    for row in rows[:: -(-len(rows) // LOOKED_AT) or 1]:
+        digest.update(b"".join(np.array(row[name], np.int32).tobytes() for name in names))
+    check_agreed(
+        {f"the number of {what}": len(rows), f"the checksum of {what}": digest.hexdigest()[:16]},
+        "Give all processes the same data, and a format that makes a row's text of that row alone",
+    )
+
+
+def check_same_model(path: str, revision: str | None, allow_pickle: bool, adapter: str | None = None) -> None:
+    """Raises AgreedError, in all processes, unless they have the same files of a model and of its adapter."""
+    if jax.process_count() == 1:
+        return
+    path, adapter = base_and_adapter(path, adapter)
+    folders = {path: hf.locate(path, allow_pickle, revision=revision)}
+    folders |= {} if adapter is None else {adapter: Path(adapter)}  # of one behind a URL nothing is compared
+    kinds = ("*.json", "*.safetensors", "pytorch_model*.bin")
+    facts = {
+        f"{file.name} of {name}": _edges(file)
+        for name, folder in folders.items()
+        for kind in kinds
+        for file in sorted(folder.glob(kind))
+    }
+    check_agreed(facts, "Give all processes the same model: a copy of one folder, or one revision of a hub id")
+
+
+def _edges(file: Path) -> str:
+    """The size of a file, and a checksum of its first and last bytes."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        digest = hashlib.sha256(opened.read(EDGE))
+        opened.seek(max(size - EDGE, 0))
+        digest.update(opened.read())
+    return f"{size} bytes, {digest.hexdigest()[:16]}"

@@ -1,0 +1,132 @@
+"""The folders of a tiny InternVL, GLM-V and Mistral 3 without weights: 8 x 8 pixels a token, a byte tokenizer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+from jaxrl_llm.models.hf import EMBEDDED
+
+TEXT = {
+    "vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024,
+}  # fmt: skip
+GLM_TEXT = TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 2, 1]}}
+GLM_ENCODER = {
+    "hidden_size": 24, "intermediate_size": 40, "depth": 2, "num_heads": 3, "patch_size": 4, "out_hidden_size": 32,
+    "image_size": 16,
+}  # fmt: skip
+# What differs between the families.
+PARTS: dict[str, dict[str, Any]] = {
+    "internvl": {
+        "architectures": ["InternVLForConditionalGeneration"],
+        "text_config": {"model_type": "qwen2", **TEXT},
+        "vision_config": {
+            "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "image_size": [16, 16], "patch_size": [4, 4],
+        },
+    },
+    "glm4v": {
+        "architectures": ["Glm4vForConditionalGeneration"],
+        "text_config": {"model_type": "glm4v_text", **GLM_TEXT},
+        "vision_config": GLM_ENCODER,
+    },
+    "glm4v_moe": {
+        "architectures": ["Glm4vMoeForConditionalGeneration"],
+        "text_config": {
+            "model_type": "glm4v_moe_text", **GLM_TEXT, "head_dim": 8, "partial_rotary_factor": 1.0,
+            "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        },
+        "vision_config": GLM_ENCODER,
+    },
+    "mistral3": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": {"model_type": "mistral", **TEXT, "sliding_window": None},
+        "vision_config": {
+            "model_type": "pixtral", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+            "num_attention_heads": 3, "patch_size": 4, "image_size": 64,
+        },
+    },
+}  # fmt: skip
+GLM_TOKENS = ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>", "<|endoftext|>", "<|user|>"]
+# The image token first, and among the others the one that ends texts.
+TOKENS = {
+    "internvl": ["<IMG_CONTEXT>", "<img>", "</img>", "<|im_start|>", "<|im_end|>"],
+    "glm4v": GLM_TOKENS,
+    "glm4v_moe": GLM_TOKENS,
+    "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]", "</s>"],
+}
+ENDS = {"internvl": "<|im_end|>", "glm4v": "<|endoftext|>", "glm4v_moe": "<|endoftext|>", "mistral3": "</s>"}
+# What the templates of the families write for an image, and around the messages of users and assistants.
+IMAGE = {
+    "internvl": "<IMG_CONTEXT>\\n", "glm4v": "<|begin_of_image|><|image|><|end_of_image|>", "mistral3": "[IMG]",
+}  # fmt: skip
+ROLES = {
+    "internvl": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
+    "glm4v": ("<|user|>\\n", "", "<|assistant|>\\n"),
+    "mistral3": ("[INST]", "[/INST]", ""),
+}
+
+
+def template(family: str) -> str:
+    """A chat template in the manner of the family."""
+    family = "glm4v" if family == "glm4v_moe" else family
+    user, end, assistant = ROLES[family]
+    return (
+        "{% for message in messages %}{% if message['role'] == 'user' %}" + user + "{% else %}" + assistant
+        + "{% endif %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+        "{% for content in message['content'] %}{% if content['type'] == 'image' %}" + IMAGE[family]
+        + "{% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}{% endfor %}{% endif %}"
+        "{% if message['role'] == 'user' %}" + end + "{% else %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}" + assistant + "{% endif %}"
+    )  # fmt: skip
+
+
+def processor_of(family: str) -> Any:
+    """The image processor of the family, with small images."""
+    if family == "internvl":
+        return GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, max_patches=4)
+    if family == "mistral3":
+        return PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size={"height": 4, "width": 4})
+    return Glm4vImageProcessorPil(patch_size=4, size={"shortest_edge": 256, "longest_edge": 1024})
+
+
+def vl_folder(folder: Path, family: str) -> Path:
+    """The folder, after config.json, tokenizer and image processor were written to it."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(EMBEDDED / "sort")
+    tokenizer.add_special_tokens({"additional_special_tokens": TOKENS[family], "eos_token": ENDS[family]})
+    tokenizer.chat_template = template(family)
+    tokenizer.save_pretrained(folder)
+    assert len(tokenizer) < TEXT["vocab_size"]
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    entry = "image_token_index" if family == "mistral3" else "image_token_id"
+    token = {entry: tokenizer.convert_tokens_to_ids(TOKENS[family][0])}
+    config = {"model_type": family, "tie_word_embeddings": False, **ids, **token, **PARTS[family]}
+    config["text_config"] = {**config["text_config"], **ids}
+    (folder / "config.json").write_text(json.dumps(config))
+    processor_of(family).save_pretrained(folder)
+    if family == "internvl":
+        (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": 4}))
+    return folder
+
+
+def as_transformers(folder: Path, images: list, ids: np.ndarray) -> dict[str, Any]:
+    """What the model of the family in transformers reads of images, beside token ids `[1,T]`."""
+    import torch
+
+    config = json.loads((folder / "config.json").read_text())
+    family = config["model_type"]
+    if family == "internvl":
+        made = GotOcr2ImageProcessorPil.from_pretrained(folder)(images, return_tensors="pt", crop_to_patches=True)
+        return {"pixel_values": made["pixel_values"]}
+    if family == "mistral3":
+        made = PixtralImageProcessorPil.from_pretrained(folder)(images, return_tensors="pt", patch_size=8)
+        return {"pixel_values": made["pixel_values"], "image_sizes": torch.as_tensor(made["image_sizes"])}
+    made = Glm4vImageProcessorPil.from_pretrained(folder)(images, return_tensors="pt")
+    types = torch.tensor(ids == config["image_token_id"]).int()
+    return {**made, "mm_token_type_ids": types}

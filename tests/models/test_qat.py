@@ -1,0 +1,101 @@
+"""Quantisation-aware training: the forward pass of quantised matrices, gradients that pass through, whole runs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.algorithms.batch import Inputs
+from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.models.cast import draws_from_another, in_precision
+from jaxrl_llm.models.logprobs import token_logps
+from jaxrl_llm.models.model import describe, load_model
+from jaxrl_llm.models.quantize import KINDS, dequantize, quantize, simulated_matmul, straight_through
+from jaxrl_llm.models.transformer import Net
+
+TOKENS = np.arange(97, 109)[None]
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_matmul_with_what_would_be_stored(kind):
+    """Its gradients are those of the stored matrix, passed on; int4 is torchao's symmetric scheme."""
+    draw = np.random.default_rng(0)
+    x, kernel, pull = (jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in ((5, 128), (128, 6), (5, 6)))
+    stored = dequantize(quantize(kernel, kind), kind, jnp.float32)
+    assert 1e-3 < np.abs(stored - kernel).max() < 0.5
+    found, back = jax.vjp(lambda x, kernel: simulated_matmul(x, kernel, kind), x, kernel)
+    np.testing.assert_allclose(found, x @ stored, atol=1e-4)
+    for found, expected in zip(back(pull), (pull @ stored.T, x.T @ pull), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    if kind == "int4":  # scale = absmax / 7.5 of each group
+        groups = np.asarray(kernel, np.float64).reshape(2, 64, 6)
+        scale = np.abs(groups).max(axis=1, keepdims=True) / 7.5
+        codes = np.clip(np.round(groups / scale), -8, 7)
+        found = np.asarray(straight_through(kernel, kind)).reshape(2, 64, 6)
+        ties = groups / scale < -7.4999  # of which -7 and -8 are as near
+        np.testing.assert_allclose(np.where(ties, 0, found), np.where(ties, 0, codes * scale), atol=1e-6)
+        assert 0 < ties.sum() <= 12 and (np.abs(found - groups) <= scale / 2 + 1e-6).all()
+
+
+def test_the_sampler_has_what_is_trained_for():
+    trained, stored = describe("embedded:sort", qat="int4").net, describe("embedded:sort", quantize="int4").net
+    sampler = in_precision(trained, None)
+    assert sampler == stored and not draws_from_another(sampler, trained)
+    with pytest.raises(ConfigError, match=r"rollout.weights_dtype is int8, but model.qat trains for matrices in int4"):
+        in_precision(trained, "int8")
+
+
+@pytest.mark.slow
+def test_the_model_computes_as_the_quantised_one():
+    """Logits, and gradients with respect to its matrices as numbers."""
+    base, stored = load_model("embedded:sort"), load_model("embedded:sort", quantize="int4")
+    trained = load_model("embedded:sort", qat="int4")
+    np.testing.assert_allclose(trained(TOKENS), stored(TOKENS), atol=1e-4)
+    assert np.abs(trained(TOKENS) - base(TOKENS)).max() > 1e-2
+
+    def loss(params, net: Net):
+        return token_logps(net, params, Inputs(TOKENS, np.ones_like(TOKENS)))[0].sum()
+
+    plain = jax.tree.map(lambda x: x, base.params)
+    for part in ("attention", "mlp"):
+        for name, linear in stored.params["layers"][part].items():
+            plain["layers"][part][name]["kernel"] = dequantize(linear["kernel"], "int4", jnp.float32)
+    expected = jax.jit(jax.grad(loss), static_argnums=1)(plain, base.net)
+    found = jax.jit(jax.grad(loss), static_argnums=1)(base.params, trained.net)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4), found, expected)
+
+
+def tiny(root, folder, config, **changes):
+    made = load_config_file(f"{root / 'configs' / config}.py:tiny")
+    made.output_dir, made.eval.every, made.logging.backends = str(folder), -1, ("jsonl",)
+    made.model.qat, made.optimizer.warmup_steps, made.checkpoint.every = "int4", 0, 1
+    for name, value in changes.items():
+        section, leaf = name.split("__")
+        made[section][leaf] = value
+    return made
+
+
+@pytest.mark.parametrize("config", [pytest.param("sft", marks=()), pytest.param("grpo", marks=pytest.mark.slow)])
+def test_a_run(root, tmp_path, config):
+    """The model that is written computes, quantised, as the one that was trained; the sampler has it so."""
+    changes = {"batch__microbatch_rows": 4} if config == "sft" else {}
+    result = jaxrl_llm.train(tiny(root, tmp_path / "run", config, **changes))
+    written = load_model(result.output_dir / "hf", quantize="int4")
+    np.testing.assert_allclose(written(TOKENS), result.model(TOKENS), atol=1e-3)
+    for line in result.metrics:
+        assert line.get("sampling/sampling_logp_difference/max", 0.0) < 1e-3
+    if config == "grpo":
+        again = tiny(root, tmp_path / "again", config, checkpoint__resume=str(result.output_dir / "checkpoints/1"))
+        jax.tree.map(np.testing.assert_array_equal, jaxrl_llm.train(again).model.params, result.model.params)
+
+
+def test_frozen_matrices_are_refused():
+    for section, leaf, value in (("lora", "rank", 4), ("lora", "path", "folder"), ("model", "quantize", "nf4")):
+        config = default()
+        config.model.qat = "int8"
+        config[section][leaf] = value
+        config.lora.rank = 4 if leaf == "quantize" else config.lora.rank
+        with pytest.raises(ConfigError, match=r"model.qat is int8, for which the matrices are trained as numbers, but"):
+            validate(config)

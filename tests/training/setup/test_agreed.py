@@ -1,0 +1,66 @@
+"""The checksums by which processes see that they have read the same; tests/system/processes has real ones."""
+
+import pytest
+
+from jaxrl_llm.distributed import processes
+from jaxrl_llm.training.setup import agreed
+
+
+@pytest.fixture
+def of_two(monkeypatch):
+    """`of_two(check, *arguments)`: the facts that this process of two compares."""
+    told = []
+    monkeypatch.setattr(agreed.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(agreed, "check_agreed", lambda facts, fix: told.append(facts))
+
+    def facts(check, *arguments):
+        check(*arguments)
+        return told.pop()
+
+    return facts
+
+
+def test_rows_that_differ(of_two):
+    """In number, order, length or a token; by the columns that hold tokens alone."""
+    pairs = [{"chosen_ids": [number, 1], "rejected_ids": [2], "ids": 3} for number in range(4)]
+    last = {**pairs[3], "rejected_ids": [4]}
+    others = (pairs[:3], pairs[::-1], [*pairs[:3], last], [*pairs[:3], {**last, "rejected_ids": [2, 2]}], [])
+    found = [str(of_two(agreed.check_same_rows, "rows", "pairs", rows)) for rows in (pairs, *others)]
+    assert len(set(found)) == len(found)
+    same = [dict(row, ids="another") for row in pairs]
+    assert str(of_two(agreed.check_same_rows, "rows", "pairs", same)) == found[0]
+    assert "the number of rows" in found[0]
+
+
+def test_models_that_differ(of_two, tmp_path):
+    """In a file's size, first or last bytes, or by a file that is not there; the adapter too."""
+    files = {"config.json": b"{}", "model.safetensors": bytes(3 * agreed.EDGE)}
+    changed = bytes(3 * agreed.EDGE - 1)
+    kinds = (files, files | {"model.safetensors": changed + b"1"}, files | {"model.safetensors": b"1" + changed})
+    kinds += (files | {"model.safetensors": changed}, files | {"generation_config.json": b"{}"})
+    found = []
+    for number, own in enumerate(kinds):
+        folder = tmp_path / str(number) / "model"
+        folder.mkdir(parents=True)
+        for name, content in own.items():
+            (folder / name).write_bytes(content)
+        facts = of_two(agreed.check_same_model, str(folder), None, False)
+        found.append(str(sorted(facts.values())))
+        assert all(str(folder) in name for name in facts)
+    assert len(set(found)) == len(found)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"a")
+    assert f"adapter_model.safetensors of {adapter}" in of_two(
+        agreed.check_same_model, str(tmp_path / "0" / "model"), None, False, str(adapter)
+    )
+
+
+def test_the_first_difference_is_told(monkeypatch):
+    other = {"host": "b", "facts": {"rows": 7, "seed": 1}}
+    monkeypatch.setattr(processes, "gather", lambda own: [own, own, other])
+    words = r"process 2 \(b\) is set up differently from process 0 \(.*\): rows is 7 there, 8 here. Give them"
+    with pytest.raises(processes.AgreedError, match=words):
+        processes.check_agreed({"rows": 8, "seed": 1}, "Give them the same")
+    monkeypatch.setattr(processes, "gather", lambda own: [own] * 2)
+    assert len(processes.check_agreed({"rows": 8}, "")) == 2
