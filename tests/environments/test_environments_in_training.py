@@ -54,7 +54,7 @@ def test_a_template_whose_calls_are_not_read_is_warned_of(root, tmp_path):
     [
         ("grpo", ("environment",), None, "there is none: set environment.name"),
         ("observation_coef", ("exact_match",), None, "completions have no observation tokens"),
-        ("gigpo", ("exact_match",), None, "gives credit to the turns of episodes, but rows have one turn"),
+        ("gigpo", ("exact_match",), None, "gives credit to turns or steps, but rows have one turn"),
         ("rae", ("exact_match",), SortThenSmallest, "reads the roles of an agent's sessions, but rows have none"),
         ("sft", ("exact_match",), SortThenSmallest, "algorithm.name = 'sft' samples nothing"),
     ],
