@@ -235,11 +235,12 @@ difference.
 - Rotary positions: {kinds}; the entries of transformers 4 (`rope_theta`,
   `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3 and 4, OLMo 3), a part of each
   head (Phi-3), neighbouring dimensions together (GLM, ERNIE 4.5), a base that is stretched by an `alpha` (Hunyuan), and
-  layers without (SmolLM3, Llama 4, EXAONE 4.0, Trinity, Command A, Nemotron, Kimi Linear). With `dynamic`, rows longer
-  than `max_position_embeddings` are scored and trained on, but not sampled. Of both blocks in a config.json
-  `rope_scaling` is read, as in transformers; `model.overrides` changes the one that the model has, and the export says
-  so. A number that nothing is computed of is a warning of the run: yarn's `attn_factor` (DeepSeek-R1-0528-Qwen3-8B),
-  which transformers does not read either, and vLLM multiplies cosines and sines by.
+  layers without (SmolLM3, Llama 4, EXAONE 4.0, Trinity, Command A, Nemotron, Kimi Linear, and OLMo Hybrid where its
+  base is null or left out: its authors mean none by both, and transformers takes 10000 where it is left out). With
+  `dynamic`, rows longer than `max_position_embeddings` are scored and trained on, but not sampled. Of both blocks in a
+  config.json `rope_scaling` is read, as in transformers; `model.overrides` changes the one that the model has, and the
+  export says so. A number that nothing is computed of is a warning of the run: yarn's `attn_factor`
+  (DeepSeek-R1-0528-Qwen3-8B), which transformers does not read either, and vLLM multiplies cosines and sines by.
 - Windows (`sliding_window`) in all layers, in some (`layer_types`, `max_window_layers`, `sliding_window_pattern`), in
   training, prefill and decoding. The cache keeps all tokens.
 - Chunks (`attention_chunk_size`, Llama 4): a token sees those of its own chunk, counted from the start of its document,

@@ -809,6 +809,11 @@ def _data(config: ConfigDict) -> Iterator[str]:
         yield f"data.loss_on is {data.loss_on}, and algorithm.name {name!r}: set it to one of {', '.join(allowed)}"
     if data.step_separator == "":
         yield "data.step_separator is empty, but it takes the text that ends a step, or none for a line break"
+    elif re.fullmatch(r"(\\[nrt])+", data.step_separator or ""):
+        yield (
+            f"data.step_separator is {data.step_separator}, backslashes and letters, as a shell passes it on: for a "
+            "line break write $'\\n' there"
+        )
     easy, hard = data.curriculum_easy, data.curriculum_hard
     for key in (key for key in ("easy", "hard") if data[f"curriculum_{key}"] is not None):
         if data.streaming or name in OFFLINE:

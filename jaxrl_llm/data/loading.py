@@ -282,8 +282,10 @@ def _distinct(rows: Any, seen: set[bytes], name: str) -> Any:
     Raises ConfigError where none is left.
     """
 
-    def written(value: Any) -> str:  # arrays and images by their numbers
-        return value.tobytes().hex() if hasattr(value, "tobytes") else repr(value)
+    def written(value: Any) -> Any:  # arrays by their numbers, images by their pixels
+        if hasattr(value, "tolist"):
+            return value.tolist()
+        return [value.mode, value.size, value.tobytes().hex()] if hasattr(value, "mode") else repr(value)
 
     kept = []
     for index, row in enumerate(rows):

@@ -295,7 +295,8 @@ class RowTokenizer:
                 reasons.append(f"{self.split_images} of these would have been truncated inside their images")
             if self.unlearnable:
                 reasons.append(
-                    f"{self.unlearnable} have no token to learn, as no turn of the assistant is left in them"
+                    f"{self.unlearnable} have no token to learn, as no "
+                    f"{'step ends' if self.kind == 'steps' else 'turn of the assistant is left'} in them"
                 )
             words = "; ".join(reasons) or "there is none"
             raise ConfigError(f"no row is left to train on ({words}); check the data and the length limit")
@@ -495,9 +496,12 @@ def conversation(
                     f"message {index} says which letters are learned (train_detail), but the chat template writes its "
                     "content otherwise: learn the turn whole, or name a template that leaves it as it is"
                 )
-            first_letter = behind - len(shown) - (len(content) - len(content.lstrip()) if shown != content else 0)
-            for letter in range(span["begin_offset"], span["end_offset"] + 1):
-                if 0 <= (at := first_letter + letter) < behind:
+            # Its own letters are behind those that the prompt has begun the turn with.
+            begun = len(prompt[index]["content"]) if index == first and len(prompt) > index else 0
+            stripped = len(content) - len(content.lstrip()) if shown != content else 0
+            for letter in range(max(span["begin_offset"], 0), span["end_offset"] + 1):
+                at = behind - len(shown) - stripped + begun + letter
+                if max(behind - len(shown), 0) <= at < behind:
                     found[at] = bool(span["train"])
         return [*found, *[index in turns if flags.end is None else flags.end] * (end - start - behind)]
 

@@ -6,7 +6,8 @@ With N_f and N_t the parameters that a token is multiplied with, frozen and trai
     forward   2 (N_f + N_t) + mixing
     backward  2 N_f + 4 N_t + 2 mixing
 
-which are the 6 N of full fine-tuning, and 4 N of what is frozen beside adapters. N counts the k experts that a token
+which are the 6 N of full fine-tuning, and 4 N of what is frozen beside adapters; layers below the first one in which
+something is trained have no backward pass. N counts the k experts that a token
 goes to and the head, and no embedding, which is looked up. `mixing` is what mixers do besides: of attention,
 2 H (d_k + d_v) for each token that a token sees, itself included, and so half of the T^2 pairs of a row.
 """
@@ -48,16 +49,21 @@ def row_flops(net: Net, segments: jax.Array) -> RowFlops:
             return total(places + 1)
         return total(places % window + 1 if net.config.sliding_chunks else jnp.minimum(places + 1, window))
 
-    tokens, (frozen, trained) = total(1), matmul_parameters(net)
-    mixing = jnp.zeros(len(segments), jnp.float32)
-    for kind, count in collections.Counter(net.config.layer_configs).items():
-        mixing += count * kind.mixer.flops(net.config.of(kind), tokens, pairs(kind.window))
-    forward = 2.0 * (frozen + trained) * tokens + mixing
-    return RowFlops(forward, (2.0 * frozen + 4.0 * trained) * tokens + 2.0 * mixing)
+    tokens, (frozen, trained), first = total(1), matmul_parameters(net), _first_trained_layer(net)
+    mixing = {below: jnp.zeros(len(segments), jnp.float32) for below in (True, False)}
+    kinds = ((kind, layer < first) for layer, kind in enumerate(net.config.layer_configs))
+    for (kind, below), count in collections.Counter(kinds).items():
+        mixing[below] += count * kind.mixer.flops(net.config.of(kind), tokens, pairs(kind.window))
+    forward = 2.0 * (frozen + trained) * tokens + mixing[True] + mixing[False]
+    passed, _ = matmul_parameters(net, first)
+    return RowFlops(forward, (2.0 * (frozen - passed) + 4.0 * trained) * tokens + 2.0 * mixing[False])
 
 
-def matmul_parameters(net: Net) -> tuple[float, float]:
-    """The parameters that each token is multiplied with: those that are frozen, and those that are trained."""
+def matmul_parameters(net: Net, below: int | None = None) -> tuple[float, float]:
+    """The parameters that each token is multiplied with: those that are frozen, and those that are trained.
+
+    With `below` they are those of the layers below that one alone.
+    """
     config = net.config
     head = "embed/weight" if config.tie_embeddings and config.head == "lm" else None
 
@@ -67,9 +73,25 @@ def matmul_parameters(net: Net) -> tuple[float, float]:
             name = path_name(path).removeprefix(f"{SAVED}/")
             if (name.rpartition("/")[2] in MATRICES or name == head) and not name.startswith("vision/"):
                 used = config.experts_per_token / config.experts if "/experts/" in name else 1.0
+                layers = config.stacks.get(name.partition("/")[0], ())
+                if below is not None:
+                    used *= sum(layer < below for layer in layers) / max(len(layers), 1)
                 found[name] = used * x.size
         return found
 
-    shapes = Net(dataclasses.replace(config, quantize="none")).shapes()
-    frozen, trained = map(numbers, split(shapes, config.frozen))
+    frozen, trained = map(numbers, _split(net))
     return sum(size for name, size in frozen.items() if name not in trained), sum(trained.values())
+
+
+def _first_trained_layer(net: Net) -> int:
+    """The first layer in which something is trained, or that something is trained before; their number: none."""
+    config, first = net.config, net.config.layers
+    for path, _ in jax.tree_util.tree_leaves_with_path(_split(net)[1]):
+        part = path_name(path).removeprefix(f"{SAVED}/").partition("/")[0]
+        behind = (config.layers,) if part in ("norm", "head", "score") else (0,)
+        first = min(first, *config.stacks.get(part, behind))
+    return first
+
+
+def _split(net: Net) -> tuple[Params, Params]:
+    return split(Net(dataclasses.replace(net.config, quantize="none")).shapes(), net.config.frozen)

@@ -61,7 +61,7 @@ class Linear(nnx.Module):
             else:
                 inputs = lora.dropped(rows, self.lora, key_data)
                 factors = lora.rescaling(kernel, a, b, self.lora_m[...], self.lora).astype(y.dtype)
-                base = y if key_data is None else matmul(inputs, kernel, self.quantize)
+                base: jax.Array = y if key_data is None else matmul(inputs, kernel, self.quantize)
                 y += (factors - 1) * base + factors * lora.delta(inputs, a, b, self.lora)
         y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)

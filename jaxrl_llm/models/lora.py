@@ -95,9 +95,9 @@ class LoraConfig:
         """alpha / rank or, rank-stabilised, alpha / sqrt(rank) (arXiv 2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
-    def of_group(self, group: int) -> "LoraConfig":
-        """The shape of the adapters of a layer of that group."""
-        own = self.groups[group]
+    def of_group(self, group: int, part: str = "") -> "LoraConfig":
+        """The shape of the adapters of a layer of that group, or of a part of it, its mixer or its feed-forward."""
+        own = tuple(adapted for adapted in self.groups[group] if adapted.path.startswith(part))
         return dataclasses.replace(self, targets=tuple(adapted.target for adapted in own), groups=(own,))
 
     def of(self, target: str) -> "LoraConfig | None":
@@ -106,13 +106,14 @@ class LoraConfig:
             return None
         return self._like(next(x for x in self.groups[0] if x.target == target)) if self.groups else self
 
-    def at(self, path: Sequence[str]) -> "LoraConfig":
-        """The shape of the adapter of the linear map at a path in the parameters."""
+    def at(self, path: Sequence[str]) -> "LoraConfig | None":
+        """The shape of the adapter of the linear map at a path in the parameters, None where it has none of its own."""
         if not self.groups:
             return self
         group = re.match(r"group(\d+)_", path[0])
         own, within = self.groups[int(group[1]) if group else 0], "/".join(path[1:])
-        return self._like(next(x for x in own if x.path == within))
+        found = next((x for x in own if x.path == within), None)
+        return found and self._like(found)
 
     def _like(self, adapted: Adapted) -> "LoraConfig":
         return dataclasses.replace(self, rank=adapted.rank, alpha=adapted.alpha, groups=())

@@ -306,8 +306,8 @@ def add_adapters(
 
     The arrays of the model are shared, not copied, unless `patterns` tell layers apart that it has stacked; a score
     head becomes fp32, as it is trained with them, and so are the copies of the modules that are to be trained whole
-    (see `peft.with_modules`). Raises ConfigError when the model has no linear map that `config` names, or no experts
-    that it names, for unknown modules, and as `peft_patterns.with_patterns`.
+    (see `peft.with_modules`). Raises ConfigError when the model has no linear map that `config` names, for unknown
+    modules, and as `peft_patterns.with_patterns`.
     """
     family = _family(model)
     net = with_patterns(model.net.with_lora(config), family, patterns)
@@ -315,10 +315,6 @@ def add_adapters(
     model = dataclasses.replace(model, net=net.base, params=params)
     net = peft.with_modules(net, family, modules_to_save, "lora.modules_to_save")
     shapes = lora.adapters_of(net.shapes())
-    if config.experts and not model.net.config.experts:
-        raise ConfigError("lora.targets names experts, but this model is no mixture of experts: leave them out")
-    if config.experts and not model.net.config.ffn_gate:
-        raise ConfigError("lora.targets names experts, but this model's have no gate, as adapters need: leave them out")
     if not shapes:
         raise ConfigError(
             f"lora.targets are {', '.join(config.targets)}, but outside its experts this model has none of them: "

@@ -293,8 +293,7 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
     alphas: dict[str, float] = {}
     for path, tensors in _tensors(net, family).items():
         value = safetensors.on_host(leaves[path]).astype(np.float32)
-        if lora.groups and path.endswith("/lora_a"):
-            own = lora.at(path.split("/")[:-1])
+        if lora.groups and path.endswith("/lora_a") and (own := lora.at(path.split("/")[:-1])):
             modules = [_module(name) for name in tensors.names]
             ranks |= dict.fromkeys(modules, own.rank) if own.rank != lora.rank else {}
             alphas |= dict.fromkeys(modules, own.alpha) if own.alpha != lora.alpha else {}

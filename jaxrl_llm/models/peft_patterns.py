@@ -4,6 +4,7 @@ Layers whose adapters differ are stacks of their own (`ModelConfig.layer_groups`
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -45,12 +46,17 @@ def with_patterns(net: Net, family, patterns: AdapterPatterns) -> Net:
     """The net, which has adapters of one shape on all its targets, with those that `patterns` say.
 
     Raises ConfigError for a name that fits no module, a pattern that fits none with an adapter, a layer that is not
-    there, and as `with_adapters`.
+    there, for experts that the model does not have or that have no gate, and as `with_adapters`.
     """
+    lora = net.config.lora
+    assert lora is not None
+    if lora.experts and not net.config.experts:
+        raise ConfigError("lora.targets names experts, but this model is no mixture of experts: leave them out")
+    if lora.experts and not net.config.ffn_gate:
+        raise ConfigError("lora.targets names experts, but this model's have no gate, as adapters need: leave them out")
     if not any(patterns):
         return net
-    lora, modules = net.config.lora, {each.module: each.layer for each in _maps(net, family)}
-    assert lora is not None
+    modules = {each.module: each.layer for each in _maps(net, family)}
 
     def fits(key: str, pattern: str, known: Iterable[str] = modules) -> set[str]:
         try:
@@ -70,12 +76,13 @@ def with_patterns(net: Net, family, patterns: AdapterPatterns) -> Net:
             pattern, _, number = entry.rpartition("=")
             form = f"lora.{key} has {entry!r}, but it takes NAME=NUMBER, q_proj=8, with a number above 0"
             try:
-                table[pattern] = kind(number)
+                value = kind(number)
             except ValueError as error:
                 raise ConfigError(form) from error
-            if not pattern or table[pattern] <= 0:
+            if not pattern or not 0 < value < math.inf:
                 raise ConfigError(form)
             fits(key, pattern)
+            table.setdefault(pattern, value)
         return table
 
     ranks, alphas = numbers("rank_pattern", int), numbers("alpha_pattern", float)

@@ -96,22 +96,6 @@ def scaled(sums, absmax, kind: str) -> jax.Array:
     return sums * (absmax / BYTES[kind][1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def straight_through(kernel: jax.Array, kind: str) -> jax.Array:
-    """The matrix as `quantize` would store it, in its own type; its gradient is that of the stored one, as it is
-    (arXiv 1308.3432)."""
-    return dequantize(quantize(kernel, kind), kind, kernel.dtype)
-
-
-straight_through.defvjp(lambda kernel, kind: (straight_through(kernel, kind), None), lambda kind, _, pull: (pull,))
-
-
-def simulated_matmul(x, kernel, kind: str) -> jax.Array:
-    """`x @ straight_through(kernel)`, x `[n, in]`, in the dtype of x. The backward pass quantises again: autodiff would
-    keep a second matrix of every layer."""
-    return jax.checkpoint(lambda x, kernel: cpu_matmul.matmul(x, straight_through(kernel, kind)))(x, kernel)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _frozen_matmul(x, kernel: Kernel, kind: str) -> jax.Array:
     return matmul(x, kernel, kind)
@@ -140,6 +124,25 @@ def _backward(kind: str, kernel: Kernel, gradient):
 
 
 _frozen_matmul.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def simulated_matmul(x, kernel: jax.Array, kind: str) -> jax.Array:
+    """`matmul` with the kernel as `quantize` stores it. Its gradient is that of the stored one, as it is
+    (straight-through, arXiv 1308.3432).
+
+    The backward pass quantises again: autodiff would keep a second matrix of every layer.
+    """
+    return matmul(x, quantize(kernel, kind), kind)
+
+
+def _simulated_backward(kind: str, kept, gradient):
+    x, kernel = kept
+    of_x, _ = _backward(kind, quantize(kernel, kind), gradient)
+    return of_x, cpu_matmul.over_rows(x, gradient).astype(kernel.dtype)
+
+
+simulated_matmul.defvjp(lambda x, kernel, kind: (simulated_matmul(x, kernel, kind), (x, kernel)), _simulated_backward)
 
 
 def quantized_as(params: dict[str, Any], shapes: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -65,17 +65,23 @@ class Block(nnx.Module):
         def norm(*kinds: str, of: bool = True):
             return RMSNorm(config.width, config, rngs) if of and config.norms in kinds else None
 
+        def part(name: str) -> ModelConfig:  # both may have a map of one name, whose adapters differ
+            if config.lora is None or not config.lora.groups:
+                return config
+            return dataclasses.replace(config, lora=config.lora.of_group(0, f"{name}/"))
+
         mixes = layer.mixer is not NoMixer
         self.residual_scale = config.residual_scale
         self.input_norm = norm("pre", "both", of=mixes)
         self.mixer_path = layer.mixer.path  # the mixer's own name, which parameters and checkpoints have
-        setattr(self, layer.mixer.path, layer.mixer(config, rngs))
+        setattr(self, layer.mixer.path, layer.mixer(part(layer.mixer.path), rngs))
         self.attention_out_norm = norm("post", "both", of=mixes)
         beside = layer.experts and config.experts_beside  # which have the norms of their inputs themselves
         self.side_by_side = config.parallel_ffn
         self.post_attention_norm = norm("pre", "both", of=not (beside or layer.bare or config.parallel_ffn))
         experts = ExpertsBeside if beside else MixtureOfExperts
-        self.mlp = None if layer.bare else experts(config, rngs) if layer.experts else FeedForward(config, rngs)
+        feed_forward = experts if layer.experts else FeedForward
+        self.mlp = None if layer.bare else feed_forward(part("mlp"), rngs)
         self.mlp_out_norm = norm("post", "both", of=not layer.bare)
         self.per_layer = PerLayerInput(config, rngs) if config.per_layer_width else None
         self.out_scale = nnx.Param(jnp.ones((1,), config.param_dtype)) if config.layer_scale else None

@@ -234,7 +234,7 @@ class RolloutWorker:
                 logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
                 graded = graded._replace(logged=logged)
             elif self.steps is not None and group.leads:
-                turns = self.steps.table(graded.logged.columns, texts, ids, group_size, width)
+                turns = self.steps.table(graded, texts, ids, group_size, width)
             logged = graded.logged
             logged = logged._replace(metrics=logged.metrics | {name: [x] for name, x in published.items()})
             if shown is not None:
@@ -612,7 +612,7 @@ class Learner:
         if rollouts.images is None:
             return None
         check_kept(self.replay is not None, self.teacher is not None)  # rows may be streamed, or an environment's
-        encode = bool(self.net.config.frozen) and self.critic is None
+        encode = "vision" in self.net.config.frozen and self.critic is None
         size = len(rollouts.rollout.tokens) // len(rollouts.images.count)  # rows of a prompt; 1 where each has its own
         with self.stopwatch("logps"):
             return images_of_rows(self.net, on_device(state.params), rollouts.images, size, encode)

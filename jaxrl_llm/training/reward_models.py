@@ -27,7 +27,7 @@ from jaxrl_llm.data.templates import chat_ids, forms_read, is_conversational, re
 from jaxrl_llm.data.tokenize import as_messages, joined, prompt_and_completion, with_steps
 from jaxrl_llm.distributed.sharding import has_host_memory, make_mesh, on_device, on_host, row_sharding
 from jaxrl_llm.distributed.turns import turn
-from jaxrl_llm.models import hf
+from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.families.qwen2 import PROCESS_REWARD_MODEL
 from jaxrl_llm.models.logprobs import last_scores, step_logits
 from jaxrl_llm.models.model import Model, check_ids, copied_model, load_model
@@ -87,6 +87,10 @@ class RewardModel:
             tokenizer = copy.deepcopy(tokenizer)  # what is remembered of the model's folder is set on it
         with jax.set_mesh(self.mesh):
             if isinstance(path, Model):
+                if path.net.config.head == "lm":  # which would get a new head, and its scores be chance
+                    raise ConfigError(
+                        f"{path.path or 'the model'} in memory has no {self.head} head: give one of a {self.kind} run"
+                    )
                 model = copied_model(path, self.mesh, dtype, merge=True, head=self.head)
                 if tokenizer is not None:
                     check_ids(tokenizer, model.net.config.vocab_size, model.generation, self.name)
@@ -160,6 +164,8 @@ class RewardModel:
 
     def _check_architecture(self, path: str, model: Model) -> None:
         found = (model.hf_config or {}).get("architectures") or ()
+        if peft.is_adapter(path) and peft.read_config(path).head == self.head:
+            return  # which brings the head that its base, a language model, lacks
         if not any(self.architecture in name or name in STEP_TOKENS for name in found):
             raise ConfigError(
                 f"{self.prefix}{path} is no {self.kind.replace('_', ' ')}: its config.json names "

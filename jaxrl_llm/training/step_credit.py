@@ -1,13 +1,19 @@
 """Steps of completions as turns: where a reward gives each step a part of its own, advantages can follow the steps."""
 
+import itertools
+import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from jaxrl_llm.algorithms.turn_advantages import Turn, Turns, turn_table
 from jaxrl_llm.data.token_spans import token_places
 from jaxrl_llm.rewards.judge import text_of_content
+from jaxrl_llm.rewards.runner import Graded
+from jaxrl_llm.rewards.signatures import RewardError, shorten
 
 MOST_STEPS = 256  # of a row, as tables of turns have a column for each
 
@@ -27,7 +33,7 @@ class StepCredit:
 
     def table(
         self,
-        columns: Mapping[str, Sequence[Any]],
+        graded: Graded,
         completions: Sequence[Any],
         ids: Sequence[Sequence[int]],
         group_size: int,
@@ -36,13 +42,31 @@ class StepCredit:
         """The steps of rows as turns, which answer the text before them.
 
         A token that two steps share is the first one's, the last step has what is behind it, the end of the text too,
-        and a row without steps is one turn.
+        and a row without steps is one turn: all rows are where the function was late or failed. Raises RewardError
+        where it logged no steps, or what are none.
         """
-        found = columns.get(f"{self.reward}/steps", [None] * len(ids))
+        logged, column = graded.logged, f"{self.reward}/steps"
+        broke_off = any(f"rewards/{self.reward}/{why}" in logged.totals for why in ("timeouts", "errors"))
+        if column not in logged.columns and not broke_off and np.isfinite(graded.rewards).any():
+            raise RewardError(
+                f"reward {self.reward!r} says that it gives steps (gives_steps), but logs none: it calls "
+                f"log_extra({column!r}, values) with a list of (letters, reward) for each completion"
+            )
+        found = logged.columns.get(column, [None] * len(ids))
         rows = [self._turns(*row) for row in zip(found, completions, ids, strict=True)]
         return turn_table(rows, self.most, group_size, first_column)
 
-    def _turns(self, steps: Sequence[tuple[int, float]] | None, completion: Any, ids: Sequence[int]) -> list[Turn]:
+    def _turns(self, found: Any, completion: Any, ids: Sequence[int]) -> list[Turn]:
+        try:
+            steps = [(int(letters), float(reward)) for letters, reward in found or ()]
+            wrong = any(before >= end for (before, _), (end, _) in itertools.pairwise(((0, 0.0), *steps)))
+        except (TypeError, ValueError):
+            steps, wrong = [], True
+        if wrong or not all(math.isfinite(reward) for _, reward in steps):
+            raise RewardError(
+                f"reward {self.reward!r} logs the steps {shorten(found)}, but a completion's are a list of (letters, "
+                "reward): how many letters of the completion each ends behind, more from step to step, and a number"
+            )
         if not steps:
             return [Turn(len(ids), 0.0)]
         text = completion if isinstance(completion, str) else text_of_content(completion[-1].get("content"))

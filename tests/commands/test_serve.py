@@ -139,6 +139,7 @@ def test_a_client_of_tinker_goes_on_after_a_restart(process, tmp_path, monkeypat
     client.close("success").result()
 
 
+@pytest.mark.slow
 def test_weights_are_held_once(monkeypatch):
     """What was read of a file goes when the decoding form is made of it, at the start and when weights are replaced.
 

@@ -5,6 +5,7 @@ import logging
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default
@@ -66,6 +67,7 @@ def test_rows_that_are_evaluated_on(config):
 
 def test_rows_in_memory_are_compared_whole(config):
     """Arrays and objects too."""
-    image = np.arange(4.0)
-    rows = [{**ROWS[0], "extra": extra} for extra in ({"a": image}, {"a": image.copy()}, {"a": image + 1}, (1, 2))]
-    assert count(read_data(config, rows, None, None, None)) == 3
+    array, image = np.arange(4.0), Image.new("L", (2, 3))
+    others = (array + 1, array.reshape(2, 2), image, Image.new("L", (3, 2)), np.array(["a", None], object))
+    rows = [{**ROWS[0], "extra": {"a": extra}} for extra in (array, array.copy(), *others, others[-1].copy())]
+    assert count(read_data(config, rows, None, None, None)) == 6

@@ -66,6 +66,10 @@ def test_letters_that_are_learned(chatml_tokenizer):
     message = {**assistant("  für π  "), "train_detail": spans((3, 3, True), (6, 6, True))}
     (row,) = tokenized("completions", [{"messages": [user("a"), message]}], chatml_tokenizer)
     assert learned(chatml_tokenizer, **row) == f"üπ{END}"
+    # A turn that the prompt has begun, and numbers beyond the content.
+    prompt, rest = [user("a"), assistant("I am ")], {**assistant("not well"), "train_detail": spans((-2, 2, True))}
+    (row,) = tokenized("completions", [{"prompt": prompt, "completion": [rest]}], chatml_tokenizer)
+    assert learned(chatml_tokenizer, **row) == f"not{END}"
 
 
 def test_a_token_across_a_border_is_not_learned():

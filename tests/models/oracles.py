@@ -291,7 +291,8 @@ VARIANTS = {
         moe_intermediate_size=16, rms_norm_eps=1e-3,
     ),
     "olmo_hybrid": lambda: OlmoHybridConfig(
-        **{name: x for name, x in DELTA_NETS.items() if name != "head_dim"} | OLMO_NETS, rope_parameters=None
+        **{name: x for name, x in DELTA_NETS.items() if name != "head_dim"} | OLMO_NETS,
+        rope_parameters={"rope_type": "default", "rope_theta": None},
     ),
     "olmo_hybrid-rotary": lambda: OlmoHybridConfig(
         **SHAPE | OLMO_NETS, layer_types=["full_attention", "linear_attention"], linear_allow_neg_eigval=False,

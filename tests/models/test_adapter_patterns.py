@@ -17,6 +17,7 @@ from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.lora import LoraConfig, parse_targets
 from jaxrl_llm.models.model import add_adapters, load_adapter, load_model, save_adapter, save_hf
 from jaxrl_llm.models.peft_patterns import AdapterPatterns
+from jaxrl_llm.models.quantize import dequantize
 from tests.models.conftest import make_oracle
 from tests.models.test_lora import TOKENS, in_peft, shaken
 
@@ -131,6 +132,36 @@ def test_maps_that_are_one_tensor_in_the_files(tmp_path):
     assert second == ()
 
 
+def test_maps_of_one_name_in_a_layer(tmp_path):
+    """Attention and feed-forward of an afmoe each have a gate_proj."""
+    make_oracle("afmoe").save_pretrained(tmp_path)
+    patterns = AdapterPatterns(exclude_modules=("layers.1.self_attn.gate_proj",), rank_pattern=("mlp.gate_proj=2",))
+    shape = LoraConfig(3, targets=parse_targets(["gate_proj"]))
+    model = add_adapters(load_model(tmp_path), shape, jax.random.key(0), (), patterns)
+    save_adapter(model, tmp_path / "adapter")
+    ranks = {
+        name.removeprefix("base_model.model.model.layers.").removesuffix(".lora_A.weight"): len(a)
+        for name, a in load_file(tmp_path / "adapter" / "adapter_model.safetensors").items()
+        if name.endswith("lora_A.weight")
+    }
+    attention = {f"{layer}.self_attn.gate_proj": 3 for layer in (0, 2, 3)}
+    shared = {f"{layer}.mlp.shared_experts.gate_proj": 3 for layer in (1, 2, 3)}
+    assert ranks == attention | {"0.mlp.gate_proj": 2} | shared
+    again = load_model(tmp_path, adapter=tmp_path / "adapter")
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+
+def test_beside_quantised_matrices(llama_folder, tmp_path):
+    """Those without an adapter are written as they are stored."""
+    base, patterns = load_model(llama_folder, quantize="int8"), AdapterPatterns(layers_to_transform=(1,))
+    model = shaken(add_adapters(base, LoraConfig(3, targets=("q",)), jax.random.key(0), (), patterns))
+    save_hf(model, tmp_path)
+    written, stored = (x.params["layers"]["attention"]["q"]["kernel"] for x in (load_model(tmp_path), base))
+    expected = dequantize(stored, "int8", jax.numpy.float32)
+    np.testing.assert_allclose(written[0], expected[0], atol=1e-6)
+    assert np.abs(written[1] - expected[1]).max() > 1e-2
+
+
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
@@ -139,6 +170,7 @@ def test_maps_that_are_one_tensor_in_the_files(tmp_path):
         ({"rank_pattern": ("k_proj=2",)}, r"lora.rank_pattern has 'k_proj', but the name of no module with an"),
         ({"rank_pattern": ("q_proj",)}, "lora.rank_pattern has 'q_proj', but it takes NAME=NUMBER"),
         ({"rank_pattern": ("q_proj=0",)}, "lora.rank_pattern has 'q_proj=0', but it takes NAME=NUMBER"),
+        ({"alpha_pattern": ("q_proj=nan",)}, "lora.alpha_pattern has 'q_proj=nan', but it takes NAME=NUMBER"),
         ({"alpha_pattern": ("(=1",)}, "which is no regular expression"),
         ({"exclude_modules": tuple(TARGETS)}, "no module is left of lora.targets"),
     ],

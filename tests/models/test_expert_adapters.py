@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.families import mixtral
+from jaxrl_llm.models.families import mixtral, nemotron_h
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.lora import LoraConfig, parse_targets
 from jaxrl_llm.models.model import Model, add_adapters, has_peft_adapter, load_model, save_adapter, save_hf
 from jaxrl_llm.models.moe import Experts, dense, grouped
+from jaxrl_llm.models.trained import Trained
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.engine import decoding_params
 from tests.models.conftest import make_oracle, variants
@@ -59,6 +60,7 @@ def params():
     return moved(jax.jit(NET.init)(jax.random.key(0)))
 
 
+@pytest.mark.slow
 def test_new_ones_change_nothing_bit_for_bit():
     base, new = (jax.jit(net.init)(jax.random.key(0)) for net in (Net(CONFIG), NET))
     jax.tree.map(np.testing.assert_array_equal, lora.without_adapters(new), base)
@@ -133,6 +135,7 @@ def test_merged_unrolled_and_padded_they_are_the_same(params):
     np.testing.assert_allclose(logits(NET, params, padded, segments)[:, 3:-2], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_beside_quantised_matrices_the_sampler_has_experts_merged(kind):
     """The adapters of the other matrices stay beside them; a sampler in 8 bits of a plain policy has all merged."""
@@ -251,6 +254,8 @@ def test_what_they_do_not_have_is_refused(llama_folder, tmp_path):
     ungated = Model(Net(dataclasses.replace(CONFIG, ffn_gate=False)), {}, hf_config={"model_type": "nemotron_h"})
     with pytest.raises(ConfigError, match=r"lora.targets names experts, but this model's have no gate, as adapters"):
         add_adapters(ungated, LoraConfig(2, targets=targets), jax.random.key(0))
+    with pytest.raises(ConfigError, match=r"this model's have no gate"):  # as a plan has it
+        Trained(lora=LoraConfig(2, targets=targets)).grouped(ungated.net, nemotron_h)
     for name in ("layers.1.mlp.experts.down_proj", "experts.up_proj"):
         with pytest.raises(ConfigError, match=r"lora.targets names .*experts.gate_up_proj, experts.*closest is"):
             parse_targets([name])

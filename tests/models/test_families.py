@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, HeliumConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, HeliumConfig, OlmoHybridConfig
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
@@ -296,6 +296,16 @@ def test_entries_of_published_files_read_alike(variant):
         name: x for name, x in PUBLISHED[variant].items() if x is not None
     }
     assert family.to_config(exported) == config
+
+
+@pytest.mark.parametrize("given", [{}, {"rope_parameters": None}, {"rope_theta": None}], ids=str)
+def test_a_model_without_rotary_positions_is_none_in_transformers_too(given):
+    """Olmo-Hybrid-Think-SFT-7B has null for the whole block, in whose place transformers takes a base of 10000."""
+    entries = {x: value for x, value in VARIANTS["olmo_hybrid"]().to_dict().items() if x != "rope_parameters"} | given
+    family = family_of(entries)
+    config = family.to_config(entries)
+    assert config.unrotated_layers == (0, 1, 2)
+    assert OlmoHybridConfig(**entries | family.from_config(config, entries)).rope_parameters["rope_theta"] is None
 
 
 def test_qwen3_5_reads_no_entries_of_other_mixtures():

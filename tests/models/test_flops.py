@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.delta_net import GatedDeltaNet
+from jaxrl_llm.models.families import llama
 from jaxrl_llm.models.flops import matmul_parameters, row_flops
 from jaxrl_llm.models.latent_attention import LatentAttention
 from jaxrl_llm.models.lora import LoraConfig
@@ -18,7 +19,9 @@ from jaxrl_llm.models.mixer import NoMixer
 from jaxrl_llm.models.model import describe
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.parallel import AttentionAndMamba
+from jaxrl_llm.models.peft_patterns import AdapterPatterns, with_patterns
 from jaxrl_llm.models.short_conv import ShortConv
+from jaxrl_llm.models.trained import Trained
 from jaxrl_llm.models.transformer import Net
 from tests.models.oracles import VARIANTS
 
@@ -83,6 +86,21 @@ def test_adapters_leave_the_rest_frozen():
     assert backward.tolist() == [2 * 3 * LAYER + 4 * (adapters + HEAD) + 2 * mixing]
     quantized = Net(ModelConfig(**DENSE, quantize="nf4")).with_lora(lora)
     assert matmul_parameters(quantized) == matmul_parameters(net)
+
+
+def test_layers_below_what_is_trained_have_no_backward_pass():
+    whole, mixing = Net(ModelConfig(**DENSE)), 4 * 4 * 6
+    net = Trained(("model.layers.2.", "lm_head")).grouped(whole, llama)
+    assert matmul_parameters(net) == (2 * LAYER, LAYER + HEAD)
+    forward, backward = ROW_FLOPS(net, jnp.ones((1, 1), int))
+    assert forward.tolist() == [2 * (3 * LAYER + HEAD) + 3 * mixing]
+    assert backward.tolist() == [4 * (LAYER + HEAD) + 2 * mixing]
+    lora = LoraConfig(rank=2, targets=("q",))
+    net = with_patterns(whole.with_lora(lora), llama, AdapterPatterns(layers_to_transform=(1,)))
+    _, backward = ROW_FLOPS(net, jnp.ones((1, 1), int))
+    assert backward.tolist() == [2 * (2 * LAYER + HEAD) + 4 * 2 * (16 + 24) + 2 * 2 * mixing]
+    net = Trained(("model.embed_tokens",)).grouped(whole, llama)
+    assert ROW_FLOPS(net, jnp.ones((1, 1), int))[1].tolist() == [2 * (3 * LAYER + HEAD) + 2 * 3 * mixing]
 
 
 def test_of_experts_those_that_are_used():

@@ -190,6 +190,7 @@ def test_what_is_not_computed_is_refused(fault):
         gemma4_text.to_config(VARIANTS["gemma4_text"]().to_dict() | entries)
 
 
+@pytest.mark.slow
 def test_a_frozen_router_keeps_its_scales_too(tmp_path):
     make_oracle("gemma4_text-experts").save_pretrained(tmp_path)
     model = load_model(tmp_path, freeze_router=True)

@@ -173,6 +173,32 @@ CONFIG_FAULTS = {
         {"model_type": "afmoe", "architectures": None, "num_dense_layers": 2},
         "num_dense_layers = 2 .* below num_hidden_layers = 2",
     ),
+    "positions that no layer has": (
+        {
+            "model_type": "nemotron_h",
+            "architectures": None,
+            "hybrid_override_pattern": "M*",
+            "rope_scaling": {"type": "linear", "factor": 4.0},
+        },
+        "rope_type = 'linear' .* default, as no layer of this model has rotary positions",
+    ),
+    "types of layers of no kind": (
+        {"model_type": "cohere2", "architectures": None, "layer_types": [1, "full_attention"]},
+        r"layer_types = \[1, 'full_attention'\] is not supported; supported: a list of texts",
+    ),
+    "one limit of steps": (
+        {
+            "model_type": "nemotron_h",
+            "architectures": None,
+            "layers_block_type": ["mamba"],
+            "time_step_limit": [0.0],
+        },
+        r"time_step_limit = \[0.0\] is not supported; supported: two numbers",
+    ),
+    "delta attention of no kind": (
+        {"model_type": "kimi_linear", "architectures": None, "linear_attn_config": {"full_attn_layers": 3}},
+        "linear_attn_config.full_attn_layers = 3 is not supported; supported: a list",
+    ),
     "rotary latent attention": (
         {"model_type": "kimi_linear", "architectures": None, "mla_use_nope": False},
         "mla_use_nope = False is not supported; supported: True",

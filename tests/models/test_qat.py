@@ -12,7 +12,7 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.models.cast import draws_from_another, in_precision
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import describe, load_model
-from jaxrl_llm.models.quantize import KINDS, dequantize, quantize, simulated_matmul, straight_through
+from jaxrl_llm.models.quantize import KINDS, dequantize, matmul, quantize, simulated_matmul
 from jaxrl_llm.models.transformer import Net
 
 TOKENS = np.arange(97, 109)[None]
@@ -33,7 +33,7 @@ def test_a_matmul_with_what_would_be_stored(kind):
         groups = np.asarray(kernel, np.float64).reshape(2, 64, 6)
         scale = np.abs(groups).max(axis=1, keepdims=True) / 7.5
         codes = np.clip(np.round(groups / scale), -8, 7)
-        found = np.asarray(straight_through(kernel, kind)).reshape(2, 64, 6)
+        found = np.asarray(stored).reshape(2, 64, 6)
         ties = groups / scale < -7.4999  # of which -7 and -8 are as near
         np.testing.assert_allclose(np.where(ties, 0, found), np.where(ties, 0, codes * scale), atol=1e-6)
         assert 0 < ties.sum() <= 12 and (np.abs(found - groups) <= scale / 2 + 1e-6).all()
@@ -65,6 +65,17 @@ def test_the_model_computes_as_the_quantised_one():
     expected = jax.jit(jax.grad(loss), static_argnums=1)(plain, base.net)
     found = jax.jit(jax.grad(loss), static_argnums=1)(base.params, trained.net)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_sampler_and_trainer_compute_the_same_in_16_bits(kind):
+    """So that no other policy is drawn from: the codes are multiplied, not a rounded matrix."""
+    draw = np.random.default_rng(0)
+    x, kernel, pull = (jnp.asarray(draw.normal(size=shape), jnp.bfloat16) for shape in ((5, 128), (128, 6), (5, 6)))
+    kernel = kernel.astype(jnp.float32)
+    found, back = jax.vjp(lambda x, kernel: simulated_matmul(x, kernel, kind), x, kernel)
+    np.testing.assert_array_equal(found, matmul(x, quantize(kernel, kind), kind))
+    assert [x.dtype for x in back(pull)] == [jnp.bfloat16, jnp.float32]
 
 
 def tiny(root, folder, config, **changes):

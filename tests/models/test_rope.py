@@ -183,3 +183,6 @@ def test_numbers_that_nothing_is_computed_of_are_named():
     ]
     for parameters in ROPES.values():
         assert not rotary.unread({"rope_parameters": parameters | {"rope_theta": 1e4}})
+    stretched = {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}, "rope_theta": 1e4}
+    assert not rotary.unread(stretched | {"model_type": "hunyuan_v1_dense"})
+    assert [line.split(" among")[0] for line in rotary.unread(stretched)] == ["config.json: alpha = 1000"]

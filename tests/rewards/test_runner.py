@@ -461,6 +461,7 @@ def test_a_hung_function_does_not_block_exit(run_python):
     assert "reward 'hang' took more than" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_hung_grader_of_several_does_not_block_exit(run_python):
     code = (
         "import time\n"

@@ -224,6 +224,7 @@ def decode_program(engine, params):
     return compiled, sum(x.nbytes for x in jax.tree.leaves(held))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_wide_copy_of_the_matrices_is_kept(kind):
     """The loop holds one converted matrix at a time, not those of all layers."""

@@ -33,6 +33,7 @@ def both(kind, url, completions=COMPLETIONS, **options):
     return graded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", [None, "Sort."])
 def test_a_judge_says_the_same_with_a_path(listening, system):
     options = {"template": "sort:{{ completion }}=", "scale": (0, 1e13), "on_failure": "none", "system": system}

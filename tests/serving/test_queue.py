@@ -190,6 +190,7 @@ def test_the_likeliest_tokens(queue, model):
         np.testing.assert_allclose(row.logps[place], logps[place][row.ids[place]], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_prompt_of_several_rows_is_computed_once(queue, model, monkeypatch):
     """Choices of one answer share the prefill, in 32 places, whatever their settings; each is what it is alone."""
     from jaxrl_llm.serving import grid
@@ -277,6 +278,7 @@ def test_a_cancelled_row_leaves_its_slot(queue):
     assert sum(row.done.is_set() for row in rows) <= 4
 
 
+@pytest.mark.slow
 def test_rows_that_have_ended_are_cancelled_in_a_grid_that_shrank():
     """As the end of a session cancels them, with slots that are no more: the queue goes on."""
     net = Net(CONFIG)
@@ -329,6 +331,7 @@ def test_parameters_that_cannot_be_placed_change_nothing(queue, model):
     assert isinstance(told.get(timeout=60), StoppedError)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_cannot_be_computed_is_told_alone(queue, monkeypatch):
     """No memory for one prompt: the rows beside it and behind it are what they are alone."""
     from jaxrl_llm.serving import queue as module

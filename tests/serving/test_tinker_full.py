@@ -170,6 +170,7 @@ def test_there_is_room_for_so_many_runs(connect, monkeypatch, training):
     made(connect())
 
 
+@pytest.mark.slow
 def test_snapshots_go_and_saved_weights_are_read_again(connect, training):
     client, queue = connect(), training[0].server.queue
     run = taught(made(client), "333")

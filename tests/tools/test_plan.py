@@ -92,6 +92,7 @@ def test_caches_of_sampling_are_exact(planned):
     assert planned.sampling["keys and values of completions"] == 4 * 2 * 8 * tokens
 
 
+@pytest.mark.slow
 def test_gradients_of_a_micro_batch_are_planned_as_the_device_holds_them(folder):
     """Beside the sums on a TPU and on one GPU, where CPUs add to these in the backward pass."""
     config = small(folder)
@@ -273,6 +274,7 @@ def test_teachers_are_held_and_rate_every_row(folder):
     assert not describe_for(config, target(config, "h100", 1, simulate=True)).teachers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "sft"])
 def test_a_teacher_with_another_tokenizer_reads_longer_rows(folder, name):
     config = small(folder)

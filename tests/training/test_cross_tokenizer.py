@@ -236,6 +236,7 @@ def test_contradictions(settings, words):
     assert words in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_a_teacher_with_another_tokenizer(teacher, tmp_path):
     """A run of the command: the distance from the teacher falls, and a run that stopped goes on the same."""
 

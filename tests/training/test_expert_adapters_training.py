@@ -43,6 +43,7 @@ def moves(model, start) -> dict[str, float]:
     return {path_name(path): np.abs(x).max() for path, x in leaves if path[-1].key == "lora_b"}
 
 
+@pytest.mark.slow
 def test_a_run_and_what_it_leaves(root, tmp_path, mixture):
     """The sampler has them merged, PEFT's folder is what was trained, the merged model computes the same."""
     result = jaxrl_llm.train(tiny(root, tmp_path / "run", mixture, checkpoint__every=1))

@@ -455,6 +455,7 @@ def publishing(prompts, trainer):
 """
 
 
+@pytest.mark.slow
 def test_a_run_sends_a_fraction_of_its_weights(tmp_path, root):
     """Five steps of AdamW: patches give the policy of each bit for bit, and few of its weights change in 16 bits."""
     (tmp_path / "mine.py").write_text(PUBLISHING)

@@ -53,10 +53,12 @@ def leaves(params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vision", ["trained", "frozen", "lora"])
-def test_grpo_steps_on_images(root, tmp_path, vision):
+@pytest.mark.parametrize(
+    ("vision", "parts"), [("trained", ()), ("trained", ("model.text_model.norm",)), ("frozen", ()), ("lora", ())]
+)
+def test_grpo_steps_on_images(root, tmp_path, vision, parts):
     """Two steps, of which the second is resumed: the parameters that are to move do, and the others are the same."""
-    changes = {"model.vision": vision} | ({"lora.rank": 2} if vision == "lora" else {})
+    changes = {"model.vision": vision, "model.frozen": parts} | ({"lora.rank": 2} if vision == "lora" else {})
     config = configured(root, tmp_path, **changes)
     whole = jaxrl_llm.train(config)
     config.output_dir, config.total_steps = str(tmp_path / "again"), 1

@@ -59,6 +59,7 @@ def test_judges_with_one_path_share_one_model(root, tmp_path):
     rewards.close()
 
 
+@pytest.mark.slow
 def test_replies_that_are_drawn_are_asked_for_again():
     """At a temperature another reply is drawn for each try, the same ones for the same batch."""
     options = {"path": "embedded:sort", "template": "sort:21=", "pattern": "no such text"}

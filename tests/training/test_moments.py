@@ -82,6 +82,7 @@ def test_a_root_above_zero_never_becomes_zero():
     np.testing.assert_array_equal(found[0, 4:], found[0, 3])
 
 
+@pytest.mark.slow
 def test_an_outlier_makes_updates_of_its_block_smaller_and_never_larger():
     """Its second moment outlasts the first, so that roots of the others are below what a block has: not 0, then."""
     params = {"head": {"kernel": jnp.zeros((128, 32))}}
@@ -128,6 +129,7 @@ def test_moments_of_a_part_of_a_block_fall(name, b2):
         np.testing.assert_allclose(found[:, 1], exact[:, 1], rtol=0.05)
 
 
+@pytest.mark.slow
 def test_losses_follow_those_of_adamw_in_float32():
     """Of a network of two layers that learns what another one says: 1 % apart, while they become a quarter."""
     keys = jax.random.split(jax.random.key(0), 4)

@@ -68,6 +68,7 @@ def test_dppo_drops_tokens_that_moved():
     assert abs(expected - (weights * surrogate).sum()) > 1e-4, "without the mask the loss is the same"
 
 
+@pytest.mark.slow
 def test_m2po_bounds_the_second_moment_of_an_update():
     """Nothing is left out before the policy moves, and in the next update just so much that the bound holds."""
     run, experience, state, (first,) = stepped(config_of(loss="m2po(threshold=1e-4)"))

@@ -76,6 +76,7 @@ def test_a_run(tmp_path):
     assert "kl" not in first
 
 
+@pytest.mark.slow
 def test_the_reference_stays_while_the_policy_moves(tmp_path, monkeypatch):
     """Its log-probs are the old ones, its samples are the same in whatever batches, and the loss is the formula's."""
     notes, config = [], config_of(batch__packing="false")

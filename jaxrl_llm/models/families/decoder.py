@@ -169,6 +169,8 @@ def to_config(
         "head": head_of(hf, family, overrides.get("head")),
         **own,
     }
+    if len(fields.get("unrotated_layers", ())) == fields["layers"] and fields["rope"].kind != "default":
+        refuse("rope_type", fields["rope"].kind, "default, as no layer of this model has rotary positions")
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     for name, value in overrides.items():
         if name not in known:

@@ -7,16 +7,18 @@ from jaxrl_llm.config import ConfigError
 
 # Entries that are no number, and numbers that are counted with before anything looks at them; null is allowed for all.
 KINDS = {
-    (list, "a list"): (
+    ((list, tuple), "a list"): (
         "architectures", "layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers", "moe_layers",
-        "full_attn_idxs", "layers_block_type",
+        "full_attn_idxs", "layers_block_type", "time_step_limit",
     ),
     (dict, "an object"): (
         "rope_parameters", "rope_scaling", "per_layer_config", "quantization_config", "text_config", "vision_config",
+        "linear_attn_config",
     ),
-    (str, "a text"): ("model_type", "hidden_act", "hidden_activation", "hybrid_override_pattern"),
+    (str, "a text"): ("model_type", "hidden_act", "hidden_activation", "hybrid_override_pattern", "norm_type"),
     (int, "an integer"): ("first_k_dense_replace", "decoder_sparse_step"),
 }  # fmt: skip
+OF_TEXTS = ("architectures", "layer_types", "mlp_layer_types", "layers_block_type")  # lists of them
 
 
 def check_kinds(hf: dict[str, Any]) -> None:
@@ -26,6 +28,9 @@ def check_kinds(hf: dict[str, Any]) -> None:
             value = hf.get(entry)
             if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
                 refuse(entry, value, name)
+    for entry in OF_TEXTS:
+        if not all(isinstance(item, str) for item in hf.get(entry) or ()):
+            refuse(entry, hf[entry], "a list of texts")
     for layers, parameters in (hf.get("rope_parameters") or {}).items():
         if layers.endswith("_attention") and not isinstance(parameters, dict):
             refuse(f"rope_parameters of {layers}", parameters, "an object")

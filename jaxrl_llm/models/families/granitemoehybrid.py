@@ -129,6 +129,8 @@ def mamba(hf: dict[str, Any], entries: dict[str, str]) -> dict[str, Any]:
         refuse(entries["delta_value_heads"], heads, f"multiples of {entries['delta_key_heads']} = {groups}")
     # Transformers writes what is no number of JSON as an object.
     limits = [x.get("__float__") if isinstance(x, dict) else x for x in hf.get("time_step_limit") or (0.0, math.inf)]
+    if len(limits) != 2:
+        refuse("time_step_limit", limits, "two numbers")
     low, high = (math.inf if x in ("Infinity", math.inf) else number("time_step_limit", x) for x in limits)
     return fields | {"time_step_limit": (low, high)}
 

@@ -81,7 +81,7 @@ def _encoder(hf: dict[str, Any]) -> SiglipConfig:
     hf = {"hidden_act": "gelu", "norm_type": "layer_norm"} | hf
     for entry in ("image_size", "patch_size"):  # height and width, or a number for both
         if isinstance(hf.get(entry), list | tuple):
-            if len(set(hf[entry])) != 1:
+            if not hf[entry] or any(side != hf[entry][0] for side in hf[entry]):
                 refuse(f"vision_config.{entry}", hf[entry], "squares")
             hf[entry] = hf[entry][0]
     if hf["norm_type"] not in NORMS:

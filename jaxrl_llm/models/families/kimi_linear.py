@@ -113,7 +113,10 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def _types(hf: dict[str, Any], layers: int) -> list[str]:
     """The type of each layer: by `layer_types` or the lists of `linear_attn_config`, which count from 1."""
     given = hf.get("linear_attn_config") or {}
-    full = given.get("full_attn_layers", range(5, layers + 1, 4))
+    full = given.get("full_attn_layers")
+    full = range(5, layers + 1, 4) if full is None else full
+    if not isinstance(full, list | range):
+        refuse("linear_attn_config.full_attn_layers", full, "a list")
     found = ["full_attention" if layer + 1 in full else "linear_attention" for layer in range(layers)]
     types = hf.get("layer_types") or found
     if len(types) != layers or set(types) - set(MIXERS):

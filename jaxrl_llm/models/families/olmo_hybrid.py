@@ -73,6 +73,6 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     own = qwen3_next.delta_entries(config, base) | {"linear_allow_neg_eigval": config.delta_negative}
     own |= decoder.NO_IDS if base is None else {}
     hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
-    if base is None and config.unrotated_layers:
-        hf |= {"rope_theta": None, "rope_parameters": None}
+    if config.unrotated_layers:  # transformers takes a base of its own where none is null
+        hf |= {"rope_theta": None} | ({"rope_parameters": None} if base is None else {})
     return hf

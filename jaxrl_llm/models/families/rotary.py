@@ -17,6 +17,7 @@ READ = (
     *APART, "rope_type", "type", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
     "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim", "llama_4_scaling_beta", MOST,
 )  # fmt: skip
+READ_BESIDE = {"hunyuan_v1_dense": ("alpha",)}  # by single families
 
 
 def parameters_of(hf: dict[str, Any]) -> dict[str, Any]:
@@ -130,12 +131,13 @@ def max_positions(hf: dict[str, Any]) -> int | None:
 
 def unread(hf: dict[str, Any]) -> list[str]:
     """A line for each number among the rotary parameters of a config.json that is not used, factors of 1 excepted."""
-    given = parameters_of(hf.get("text_config") or hf)
+    hf = hf.get("text_config") or hf
+    given, read = parameters_of(hf), (*READ, *READ_BESIDE.get(str(hf.get("model_type")), ()))
     numbers = {
         name: value
         for parameters in (given, *_sets(given).values())
         for name, value in parameters.items()
-        if name not in READ and isinstance(value, int | float) and not isinstance(value, bool) and value != 1
+        if name not in read and isinstance(value, int | float) and not isinstance(value, bool) and value != 1
     }
     in_vllm = {"attn_factor": "; vLLM multiplies the cosines and sines of yarn by it, and so computes another model"}
     unused = "among the rotary parameters is not used, as in transformers"

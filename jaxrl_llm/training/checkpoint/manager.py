@@ -403,9 +403,9 @@ class Checkpoints:
             if held.get(path) != wanted.get(path):  # Orbax would drop it, or leave its place empty
                 there, here = (f"is {[*x[path]]}" if path in x else "is not" for x in (held, wanted))
                 raise ConfigError(
-                    f"checkpoint {name} holds other trained parameters than model.path and lora ask for: {path} "
-                    f"{there} there, and {here} here. Set them as its run had them; or a run begins from its model, "
-                    "written to a folder (python -m jaxrl_llm export), as model.path"
+                    f"checkpoint {name} holds other trained parameters than model.path, model.trainable and lora ask "
+                    f"for: {path} {there} there, and {here} here. Set them as its run had them; or a run begins from "
+                    "its model, written to a folder (python -m jaxrl_llm export), as model.path"
                 )
         arguments = ocp.checkpoint_utils.construct_restore_args(tree)
         try:

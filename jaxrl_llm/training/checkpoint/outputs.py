@@ -74,6 +74,8 @@ def check_shared(folder: Path) -> None:
             sign.touch()
     until = time.monotonic() + SHOWN_SECONDS
     written = processes.gather(sign.exists())[0]
+    with contextlib.suppress(OSError):  # NFS forgets by this that the folder was not there, else after a minute
+        folder.mkdir(parents=True, exist_ok=True)
     while written and not sign.exists() and time.monotonic() < until:
         time.sleep(0.2)
     seen = processes.gather([sign.exists(), socket.gethostname()])

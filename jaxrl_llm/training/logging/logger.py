@@ -13,6 +13,7 @@ from typing import Any, Self
 import jax
 from rich.console import Console
 
+from jaxrl_llm.models.safetensors import read_json
 from jaxrl_llm.training.logging.backends import Identity
 from jaxrl_llm.training.logging.backends.delivery import Delivery, deliveries, table_of
 from jaxrl_llm.training.logging.console import Screen
@@ -275,8 +276,10 @@ class Logger:
         folder = shlex.quote(str(self.folder))
         if self._file:
             lines.append(f"  curves and completions:  python -m jaxrl_llm report {folder}")
-        if (self.folder / "hf" / "config.json").is_file() and (self.folder / "hf" / "generation_config.json").is_file():
-            model = shlex.quote(str(self.folder / "hf"))
+        hf = self.folder / "hf"
+        entries = read_json(hf / "config.json")
+        if entries is not None and "num_labels" not in entries and (hf / "generation_config.json").is_file():
+            model = shlex.quote(str(hf))
             lines.append(f"  completions of a prompt: python -m jaxrl_llm generate --model={model} --prompt=TEXT")
         return lines
 

@@ -12,24 +12,28 @@ import jax
 import numpy as np
 
 from jaxrl_llm.data import Row
-from jaxrl_llm.data.tokenize import COLUMNS
+from jaxrl_llm.data.tokenize import COLUMNS, STEP_LABELS
 from jaxrl_llm.distributed.processes import check_agreed
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.model import base_and_adapter
 
 LOOKED_AT = 4096  # rows whose tokens are compared, evenly spaced; of the others their lengths
+LABELS = {"labels": "label", "pairs": "margin", "triples": "margin", "steps": STEP_LABELS}  # of rows, by their kind
 EDGE = 1 << 16  # bytes at each end of a file that are compared, beside its size
 
 
 def check_same_rows(what: str, kind: str, rows: Sequence[Row]) -> None:
-    """Raises AgreedError, in all processes, unless they have the same token rows of a kind; `what` names these."""
+    """Raises AgreedError, in all processes, unless they have the same token rows of a kind, with the same labels;
+    `what` names these."""
     if jax.process_count() == 1:
         return
-    names, _ = COLUMNS[kind]
+    names, masks = COLUMNS[kind]
+    learned = [*masks, LABELS.get(kind)]
     lengths = np.array([[len(row[name]) for name in names] for row in rows], np.int32)
     digest = hashlib.sha256(lengths.tobytes())
     for row in rows[:: -(-len(rows) // LOOKED_AT) or 1]:
         digest.update(b"".join(np.array(row[name], np.int32).tobytes() for name in names))
+        digest.update(b"".join(np.array(row[name], np.float64).tobytes() for name in learned if name in row))
     check_agreed(
         {f"the number of {what}": len(rows), f"the checksum of {what}": digest.hexdigest()[:16]},
         "Give all processes the same data, and a format that makes a row's text of that row alone",

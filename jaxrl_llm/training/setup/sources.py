@@ -43,7 +43,7 @@ from jaxrl_llm.training.partial_rollouts import PartialRollouts
 from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.reference_scores import FirstStage
 from jaxrl_llm.training.replay import empty_replay
-from jaxrl_llm.training.reward_models import with_reward_models
+from jaxrl_llm.training.reward_models import ProcessRewardModel, with_reward_models
 from jaxrl_llm.training.rollout_files import FOLDER, FileQueue, Rendezvous
 from jaxrl_llm.training.rollout_queue import RolloutQueue
 from jaxrl_llm.training.served_teacher import ServedTeacher
@@ -71,10 +71,14 @@ def build_rewards(config, rewards=None) -> Rewards:
     """
     c = config.rewards
     functions = with_reward_models(c.functions if rewards is None else rewards)
-    return load_rewards(
+    made = load_rewards(
         functions, c.weights, c.timeout, partial(with_local_model, loaded={}), on_timeout=c.on_timeout,
         on_error=c.on_error, workers=c.workers, required=config.teacher.path is None,
     )  # fmt: skip
+    for function, name in zip(made.functions, made.names, strict=True):
+        if isinstance(function, ProcessRewardModel):
+            function.name = name  # also of the column of its steps, which another of the same path has too
+    return made
 
 
 def online_source(
@@ -196,12 +200,25 @@ def _first_stage(
 
 
 def _advantages(config, rewards: Rewards, environments: Environments | Agents | None) -> AdvantageStep:
-    """The advantages of an online algorithm; without episodes turns may be the steps that a reward function gives."""
-    step, functions = advantage_step(specs.advantage_spec(config), rewards.names), rewards.functions
-    of_steps = [getattr(function, "gives_steps", False) for function in functions]
-    if environments is not None or not any(of_steps):
+    """The advantages of an online algorithm; without episodes turns may be the steps that a reward function gives.
+
+    Raises ConfigError where a rule reads steps, and several functions that count have some.
+    """
+    step = advantage_step(specs.advantage_spec(config), rewards.names)
+    declared = [function.func if isinstance(function, partial) else function for function in rewards.functions]
+    of_steps = [
+        name
+        for name, function, weight in zip(rewards.names, declared, rewards.weights, strict=True)
+        if weight and getattr(function, "gives_steps", False)
+    ]
+    if environments is not None or not of_steps:
         return step
-    return replace(step, of_turns=rewards.names[of_steps.index(True)])
+    if (rule := step.asking("turns")) and len(of_steps) > 1:
+        raise ConfigError(
+            f"{rule.setting} is {rule.name!r}, which reads the steps of one reward, but {' and '.join(of_steps)} have "
+            "their own: leave one, or give the others the weight 0 or, of a prm, aggregation='min'"
+        )
+    return replace(step, of_turns=of_steps[0])
 
 
 def _check_online(config, advantages: AdvantageStep, environments: Environments | Agents | None, mesh: Mesh) -> None:
@@ -210,8 +227,8 @@ def _check_online(config, advantages: AdvantageStep, environments: Environments 
     if (rule := advantages.asking("turns")) and environments is None and advantages.of_turns == "environment":
         raise ConfigError(
             f"{rule.setting} is {rule.name!r}, which gives credit to turns or steps, but rows have one turn: set "
-            "environment.name, tools or agent, name a reward of steps, prm:PATH(aggregation='sum'), or set another "
-            "advantage"
+            "environment.name, tools or agent, name a reward of steps that counts, prm:PATH(aggregation='sum'), or set "
+            "another advantage"
         )
     if (rule := advantages.asking("parts")) and not isinstance(environments, Agents):
         raise ConfigError(

@@ -78,6 +78,7 @@ def check(run, processes: int, devices: int, configuration: str, *flags: str):
     return one, several
 
 
+@pytest.mark.slow
 def test_rows_of_two_processes(run):
     """No sum has another order than in one process with the same mesh."""
     one, several = check(run, 2, 1, "grpo", *TENSOR, "--config.total_steps=1", "--config.eval.every=-1")

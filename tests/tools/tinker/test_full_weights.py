@@ -40,6 +40,7 @@ def test_it_starts_as_the_model_and_leaves_it(run, sorter):
     assert min(jax.tree.leaves(moved)) > 0, "some weights did not move"
 
 
+@pytest.mark.slow
 def test_micro_batches_change_nothing_wherever_they_add_up(run, monkeypatch):
     computed(run, ROWS)
     whole = taken(run)
@@ -119,6 +120,7 @@ def test_weights_of_another_kind_or_network_are_no_run_s(run, sorter, tmp_path):
         store.load(HERE.path, sorter)
 
 
+@pytest.mark.slow
 def test_small_steps_move_weights_that_are_served_in_16_bits(tmp_path):
     model = jaxrl_llm.load_model("embedded:sort", dtype="bfloat16")
     run, store = TrainingRun(model, None), Store(tmp_path)

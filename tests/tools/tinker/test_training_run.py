@@ -126,6 +126,7 @@ def test_requests_add_up(run):
     close(taken(run), jax.tree.map(lambda x: 2 * x, whole))
 
 
+@pytest.mark.slow
 def test_many_targets_of_a_token_are_as_many_requests(run):
     draw, lengths = np.random.default_rng(2), (9, 16)
     targets = [draw.integers(0, VOCABULARY, (length, 3)) for length in lengths]

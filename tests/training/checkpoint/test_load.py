@@ -174,7 +174,7 @@ def adapters(tmp_path_factory):
     return jaxrl_llm.train(config, ROWS)
 
 
-OTHER = "holds other trained parameters than model.path and lora ask for: .*"
+OTHER = "holds other trained parameters than model.path, model.trainable and lora ask for: .*"
 
 
 @pytest.mark.parametrize("load", [("model",), ("model", "extra")])

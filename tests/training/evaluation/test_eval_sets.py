@@ -396,6 +396,7 @@ class Counted:
         return ("more", 0.0, self.left == 0)
 
 
+@pytest.mark.slow
 def test_episodes_that_fill_up_a_batch_are_not_counted(config):
     config.batch.prompts, config.rollout.group_size, config.eval.samples, config.eval.greedy = 4, 2, 2, False
     config.rollout.max_completion_length = 48

@@ -190,6 +190,8 @@ def test_the_last_lines_say_what_is_true(tmp_path):
         f"  curves and completions:  python -m jaxrl_llm report '{folder}'",
         f"  completions of a prompt: python -m jaxrl_llm generate --model='{folder}/hf' --prompt=TEXT",
     ]
+    (folder / "hf/config.json").write_text('{"num_labels": 1}')  # of a reward model, which writes no text
+    assert logger._closing("")[-1] == f"  curves and completions:  python -m jaxrl_llm report '{folder}'"
     config.logging.backends, console = ("console",), pipe()
     with Logger(logging_spec(config), tmp_path / "other", console=console) as logger:
         logger.log(5, {"reward": 1.0})

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 import jaxrl_llm
 from jaxrl_llm.config import default
 from jaxrl_llm.config.flags import load_config_file
@@ -42,6 +44,7 @@ def test_a_run_has_trls_names(tiny_run):
     assert lines[1].keys() >= TRL_GRPO
 
 
+@pytest.mark.slow
 def test_verls_names_in_the_records_only(root, tmp_path):
     config = load_config_file(f"{root / 'configs/grpo.py'}:tiny")
     config.output_dir, config.total_steps, config.checkpoint.every = str(tmp_path / "run"), 1, 0

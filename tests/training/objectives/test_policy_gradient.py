@@ -359,6 +359,7 @@ def test_a_loss_without_a_public_formula_is_refused():
         policy_spec(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("aggregation", "on_policy"),
     [

@@ -458,6 +458,7 @@ def gold_nll(batch: Batch):
     return -(logps * batch.mask)[2::3].sum() / batch.mask[2::3].sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "of_pairs", "settings"),
     [
@@ -488,6 +489,7 @@ def test_a_loss_of_triples_is_that_of_the_pairs_and_the_gold_likelihood(loss, of
     np.testing.assert_allclose(metrics["entropy"], entropies[batch.mask > 0].mean(), rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss", ["tpo(nll_weight=0.5)", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tpo_l", "aot+gold_sft"))]
 )

@@ -95,6 +95,7 @@ def write_model(net, params, folder, root):
         shutil.copy(root / "jaxrl_llm/models/embedded/sort" / name, folder / name)
 
 
+@pytest.mark.slow
 def test_experts_that_quantisation_and_adapters_leave_out_are_named_at_the_start(net, params, tmp_path, root):
     """With their bytes: 2 layers x 4 experts x 3 matrices of 16 x 12 numbers are 18,432 bytes in float32."""
     write_model(net, params, tmp_path / "model", root)

@@ -32,6 +32,18 @@ def test_rows_that_differ(of_two):
     assert "the number of rows" in found[0]
 
 
+def test_labels_that_differ(of_two):
+    """The same tokens, of which others are learned, or which are told to be right."""
+    rows = {"ids": [1, 2, 3], "mask": [0, 0, 1], "label": True, "step_labels": [0.0, 0.0, 1.0]}
+    for kind, changes in (
+        ("completions", {"mask": [0, 1, 1]}),
+        ("labels", {"label": False}),
+        ("steps", {"step_labels": [0.0, 0.0, 0.5]}),
+    ):
+        same, other = (of_two(agreed.check_same_rows, "rows", kind, [row]) for row in (rows, rows | changes))
+        assert same != other, kind
+
+
 def test_models_that_differ(of_two, tmp_path):
     """In a file's size, first or last bytes, or by a file that is not there; the adapter too."""
     files = {"config.json": b"{}", "model.safetensors": bytes(3 * agreed.EDGE)}
