@@ -10,16 +10,13 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import lora
-from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.lora import LoraConfig, parse_targets
 from jaxrl_llm.models.model import add_adapters, load_adapter, load_model, save_adapter, save_hf
 from jaxrl_llm.models.peft_patterns import AdapterPatterns
 from jaxrl_llm.models.quantize import dequantize
 from tests.models.conftest import make_oracle
-from tests.models.test_lora import TOKENS, in_peft, shaken
+from tests.models.test_lora import TOKENS, gradients_beside, in_peft, shaken
 
 TARGETS = ["q_proj", "v_proj", "down_proj", "up_proj"]
 PATTERNS = AdapterPatterns(
@@ -61,17 +58,7 @@ def test_adapters_of_single_modules_are_those_of_peft(llama_folder, tmp_path):
     oracle = in_peft(llama_folder, tmp_path / "adapter")
     for name, parameter in oracle.named_parameters():
         parameter.requires_grad_("lora_" in name)
-    tokens = torch.tensor(TOKENS)
-    logits = oracle(tokens).logits
-    np.testing.assert_allclose(model(TOKENS), logits.detach().numpy(), atol=1e-4)
-    torch.log_softmax(logits, -1)[:, :-1].gather(-1, tokens[:, 1:, None]).sum().backward()
-    frozen, trainable = lora.split(model.params)
-
-    def loss(trainable):
-        inputs = Inputs(TOKENS, np.ones_like(TOKENS))
-        return token_logps(model.net, lora.combine(frozen, trainable), inputs)[0].sum()
-
-    gradients, compared = jax.jit(jax.grad(loss))(trainable), 0
+    gradients, compared = gradients_beside(oracle, model), 0
     stacks = {layer: (name, own.index(layer)) for name, own in model.net.config.stacks.items() for layer in own}
     for name, parameter in oracle.named_parameters():
         if parameter.grad is None:

@@ -55,6 +55,21 @@ def in_peft(folder, adapter, kind=AutoModelForCausalLM, **options):
     return peft.PeftModel.from_pretrained(kind.from_pretrained(folder, **options), adapter).eval()
 
 
+def gradients_beside(oracle, model):
+    """Those of the log-probs of TOKENS by what is trained, which PEFT's model of the same logits has then too."""
+    tokens = torch.tensor(TOKENS)
+    logits = oracle(tokens).logits
+    np.testing.assert_allclose(model(TOKENS), logits.detach().numpy(), atol=1e-4)
+    torch.log_softmax(logits, -1)[:, :-1].gather(-1, tokens[:, 1:, None]).sum().backward()
+    frozen, trainable = lora.split(model.params)
+
+    def loss(trainable):
+        inputs = Inputs(TOKENS, np.ones_like(TOKENS))
+        return token_logps(model.net, lora.combine(frozen, trainable), inputs)[0].sum()
+
+    return jax.jit(jax.grad(loss))(trainable)
+
+
 def test_new_adapters_change_nothing_bit_for_bit(base):
     model = add_adapters(base, SHAPE, jax.random.key(0))
     assert jax.tree.leaves(lora.adapters_of(model.params))
@@ -168,17 +183,7 @@ def test_dora_is_that_of_peft(llama_folder, base, tmp_path):
     oracle = in_peft(llama_folder, tmp_path / "adapter")
     for name, parameter in oracle.named_parameters():
         parameter.requires_grad_("lora_" in name)
-    tokens = torch.tensor(TOKENS)
-    logits = oracle(tokens).logits
-    np.testing.assert_allclose(model(TOKENS), logits.detach().numpy(), atol=1e-4)
-    torch.log_softmax(logits, -1)[:, :-1].gather(-1, tokens[:, 1:, None]).sum().backward()
-    frozen, trainable = lora.split(model.params)
-
-    def loss(trainable):
-        inputs = Inputs(TOKENS, np.ones_like(TOKENS))
-        return token_logps(model.net, lora.combine(frozen, trainable), inputs)[0].sum()
-
-    gradients = jax.jit(jax.grad(loss))(trainable)["layers"]
+    gradients = gradients_beside(oracle, model)["layers"]
     kinds = {"lora_A": "lora_a", "lora_B": "lora_b", "lora_magnitude_vector": "lora_m"}
     compared = 0
     for name, parameter in oracle.named_parameters():
@@ -223,7 +228,7 @@ def test_modules_trained_whole_are_those_of_peft(llama_folder, base, tmp_path):
     assert new.net.config.lora.saved == tuple(sorted(MODULES.values()))
     np.testing.assert_array_equal(new(TOKENS), base(TOKENS))
     model = shaken(new)
-    frozen, trainable = lora.split(model.params)
+    frozen, _ = lora.split(model.params)
     jax.tree.map(np.testing.assert_array_equal, lora.without_adapters(frozen), base.params)
     off = dataclasses.replace(model, params=lora.without_adapters(model.params))
     np.testing.assert_array_equal(off(TOKENS), base(TOKENS))  # a reference policy is the model before both
@@ -237,16 +242,7 @@ def test_modules_trained_whole_are_those_of_peft(llama_folder, base, tmp_path):
     oracle = in_peft(llama_folder, tmp_path / "adapter")
     for name, parameter in oracle.named_parameters():
         parameter.requires_grad_("lora_" in name or "modules_to_save" in name)
-    tokens = torch.tensor(TOKENS)
-    logits = oracle(tokens).logits
-    np.testing.assert_allclose(model(TOKENS), logits.detach().numpy(), atol=1e-4)
-    torch.log_softmax(logits, -1)[:, :-1].gather(-1, tokens[:, 1:, None]).sum().backward()
-
-    def loss(trainable):
-        inputs = Inputs(TOKENS, np.ones_like(TOKENS))
-        return token_logps(model.net, lora.combine(frozen, trainable), inputs)[0].sum()
-
-    gradients = jax.jit(jax.grad(loss))(trainable)["saved"]
+    gradients = gradients_beside(oracle, model)["saved"]
     compared = 0
     for name, parameter in oracle.named_parameters():
         if "modules_to_save" not in name:
