@@ -9,6 +9,7 @@ those that options name.
 import copy
 import dataclasses
 import functools
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -244,13 +245,15 @@ class ProcessRewardModel(RewardModel):
         if not len(rated):
             return []
         text = completion if isinstance(completion, str) else text_of_content(completion[-1]["content"])
-        parts, end = list[tuple[int, float]](), 0
-        for part in text.split(self.separator):
-            end += len(part) + len(self.separator)
-            if part.strip() and len(parts) < len(rated):
-                reward = float(rated[len(parts)])
-                parts.append((end, reward / len(rated) if self.aggregation == "mean" else reward))
-        return parts
+        share = len(rated) if self.aggregation == "mean" else 1
+        # Of a row that lost its end there are more steps than were rated.
+        return [(end, float(right) / share) for (_, end), right in zip(self._split(text), rated, strict=False)]
+
+    def _split(self, text: str) -> list[tuple[str, int]]:
+        """The steps of a text, and the letters up to the end of each, with what separates it."""
+        parts = text.split(self.separator)
+        ends = itertools.accumulate(len(part) + len(self.separator) for part in parts)
+        return [(part, end) for part, end in zip(parts, ends, strict=True) if part.strip()]
 
     def _row(self, prompt: Any, completion: Any) -> tuple[list[int], list[int]]:
         """The token ids of a prompt and its steps, and where each of them ends."""
@@ -261,7 +264,7 @@ class ProcessRewardModel(RewardModel):
                 prompt, completion = joined(prompt, before) if before else prompt, last.get("content") or ""
             else:
                 completion = ""  # of an episode that failed, or ended with an observation
-        steps = [step for step in completion.split(self.separator) if step.strip()]
+        steps = [step for step, _ in self._split(completion)]
         tokenizer = self.model.tokenizer
         ids, ends = with_steps(tokenizer, render_prompt(tokenizer, prompt), steps, self.step_token)
         length = self.max_length or len(ids)
