@@ -10,7 +10,7 @@ Wants `pip install "jaxrl_llm[plan-cuda]"` for GPUs and libtpu for TPUs (docs/pl
 are left out. Each cell is a process of its own, which plans configs/grpo.py for the shape of a public model: 8 prompts
 of 512 tokens, 8 completions of 1024 tokens each, `model.remat=block`; everything else is the default, so that
 micro-batches are as large as memory allows. The bytes that a decode step must read are the sampler's parameters and all
-keys and values, once; states of gated delta nets are read and written.
+keys and values, once; states of recurrent layers are read and written.
 
 PYTHON is that of an environment with Tunix, this library and the GPU's compiler, where
 `pip install google-tunix==0.1.7 jax==0.10.2 flax==0.12.8 transformers==5.12.1 ".[plan-cuda]"` was run.
@@ -72,6 +72,48 @@ MODELS["llama4 of 4 layers"] = {
     **shape(LLAMA3, 5120, 4, 40, 8192), "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text",
     "vocab_size": 202048, "intermediate_size_mlp": 16384, "num_local_experts": 16, "num_experts_per_tok": 1,
 }  # fmt: skip
+# Mixtures of many experts, Qwen3-30B-A3B and gpt-oss-20b, of two of their layers.
+MODELS["30b-a3b of 2 layers"] = {
+    **shape(QWEN3, 2048, 2, 32, 6144, tie_word_embeddings=False), "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "norm_topk_prob": True,
+}  # fmt: skip
+MODELS["gpt-oss-20b of 2 layers"] = {
+    **shape(QWEN3, 2880, 2, 64, 2880, tie_word_embeddings=False), "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss", "vocab_size": 201088, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+    "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"], "rope_theta": 150000,
+}  # fmt: skip
+# Recurrent layers and latent attention of DeepSeek-V3, Nemotron-H-8B, Kimi-Linear-48B-A3B, LFM2-1.2B and Gemma-3-1B,
+# not their number; where a family asks for experts, the last layer has one, as other cells count those.
+MODELS["deepseek-v3 of 3 layers"] = {
+    **shape(LLAMA3, 7168, 3, 128, 18432), "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+    "vocab_size": 129280, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 2,
+    "n_routed_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 2048,
+}  # fmt: skip
+MODELS["nemotron-h of 4 layers"] = {
+    **shape(QWEN3, 4096, 4, 32, 21504, tie_word_embeddings=False), "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h", "vocab_size": 131072, "hybrid_override_pattern": "M-M*", "n_groups": 8,
+    "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "conv_kernel": 4, "mlp_hidden_act": "relu2",
+}  # fmt: skip
+MODELS["kimi-linear of 4 layers"] = {
+    **shape(LLAMA3, 2304, 4, 32, 9216), "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear",
+    "vocab_size": 163840, "num_key_value_heads": 32, "head_dim": 72, "first_k_dense_replace": 3, "num_experts": 1,
+    "num_experts_per_token": 1, "linear_attn_config": {
+        "kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4,
+    },
+}  # fmt: skip
+MODELS["lfm2 of 4 layers"] = {
+    **shape(LLAMA3, 2048, 4, 32, 8192, tie_word_embeddings=True), "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2", "vocab_size": 65536, "norm_eps": 1e-5, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+}  # fmt: skip
+MODELS["gemma3 of 6 layers"] = {
+    **shape(QWEN3, 1152, 6, 4, 6912, tie_word_embeddings=True), "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text", "vocab_size": 262144, "head_dim": 256, "num_key_value_heads": 1,
+    "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 512, "query_pre_attn_scalar": 256,
+}  # fmt: skip
+RECURRENT = tuple(MODELS)[-5:]  # and latent
 DEVICES = ("h100", "v5e", "v5p", "v6e")
 # How many devices hold the training of a model, all of them by fsdp.
 COUNTS = {
@@ -79,6 +121,8 @@ COUNTS = {
     "0.8b-hybrid": {"h100": 1, "v6e": 1}, "0.8b-hybrid of 4 layers": {"v6e": 1},
     "0.6b of 2 layers": {"h100": 1, "v6e": 1}, "gemma4 of 6 layers": {"h100": 1},
     "llama4 of 4 layers": {"h100": 1},
+    "30b-a3b of 2 layers": {"h100": 1, "v6e": 1}, "gpt-oss-20b of 2 layers": {"h100": 1},
+    **{model: {"h100": 1} for model in RECURRENT},
 }  # fmt: skip
 SETTINGS = {
     "batch.prompts": 8, "rollout.group_size": 8, "rollout.max_prompt_length": 512,
@@ -129,6 +173,9 @@ FEW = {
     "0.8b-hybrid of 4 layers": ("update, 4 rows of 32k",),
     "gemma4 of 6 layers": ("rollout", "update"),
     "llama4 of 4 layers": ("rollout",),
+    "30b-a3b of 2 layers": ("rollout", "update", "logps"),
+    "gpt-oss-20b of 2 layers": ("rollout",),
+    **dict.fromkeys(RECURRENT, ("rollout",)),
 }
 PEERS = (f"0.6b | h100 | {TUNIX}",)  # model, device and library whose decode step is compiled too
 
@@ -140,23 +187,26 @@ def cells() -> list[tuple[str, str, str]]:
     return [*found, *(("8b", device, phase) for device in ("h100", "v6e") for phase in PUSHES)]
 
 
-def state_bytes(model: dict[str, Any], rows: int) -> int:
-    """What decoding must move of gated delta nets beside reading their caches once: states are written too.
+def state_bytes(model: dict[str, Any], rows: int) -> float:
+    """What decoding must move of recurrent layers beside reading their caches once: states are written too.
 
-    Of the latest tokens that a row keeps, which are as many as it might take back, none must be read but a
-    convolution's.
+    Neither the latest tokens that a row keeps, which are as many as it might take back, nor what the last one changes
+    must be read.
     """
-    from jaxrl_llm.models.short_conv import AT_ONCE
+    from jaxrl_llm.models.delta_net import GatedDeltaNet
+    from jaxrl_llm.models.hf import family_of
+    from jaxrl_llm.models.short_conv import AT_ONCE, ShortConv
 
-    if "linear_num_value_heads" not in model:
-        return 0
-    keys, values, k, v, taps = (
-        model[f"linear_{name}"]
-        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    )
-    state = 4 * values * k * v
-    recent = 2 * (2 * AT_ONCE + taps - 1) * (2 * keys * k + values * v + 2 * values)
-    return rows * (model["num_hidden_layers"] * 3 // 4) * (state - recent)
+    c, total = family_of(model).to_config(model), 0
+    for kind in c.layer_configs:
+        if issubclass(kind.mixer, GatedDeltaNet):
+            keys, values, k, v = c.delta_key_heads, c.delta_value_heads, c.delta_key_dim, c.delta_value_dim
+            recent = 2 * keys * k + values * v + kind.mixer.inputs(keys, values // keys, k)
+            change = values * kind.mixer.kept_size(k) + keys * k + values * v
+            total += 4 * (values * k * v - change) - 2 * (2 * AT_ONCE + c.delta_conv - 1) * recent
+        elif issubclass(kind.mixer, ShortConv):
+            total -= 2 * (AT_ONCE + c.conv_size - 1) * c.width
+    return rows * total
 
 
 def squares(text: str, length: int) -> list[str]:

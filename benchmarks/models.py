@@ -1,12 +1,14 @@
 """Writes docs/models.md: what is measured of every model family against transformers.
 
-    python -m benchmarks.models
+    python -m benchmarks.models                 # 20 minutes
+    python -m benchmarks.models gemma4 lfm2_vl  # these families alone; the rows of the others stay as they are
 
 Needs the development packages (torch, transformers). Models are tiny and random, made by transformers, in fp32; the
-8 devices are simulated on the CPU. A few minutes.
+8 devices are simulated on the CPU.
 """
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,6 +16,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +144,14 @@ VISION_FILES = {
     "glm4v": ("families/glm4v.py", "families/glm4.py families/qwen_vl.py vision/patch_rows.py vision/mergers.py"),
     "glm4v_moe": ("families/glm4v_moe.py", "families/glm4_moe.py families/glm4v.py, and its"),
     "mistral3": ("families/mistral3.py", "families/llava.py vision/patch_rows.py vision/mergers.py"),
-}
+    "gemma4": (
+        "families/gemma4.py",
+        "families/gemma4_text.py families/llava.py vision/patch_rows.py vision/mergers.py vision/clipped.py",
+    ),
+    "lfm2_vl": (
+        "families/lfm2_vl.py", "families/lfm2.py families/siglip.py families/llava.py vision/patch_rows.py",
+    ),
+}  # fmt: skip
 
 
 def vision_row(family: str, folder: Path) -> list[str]:
@@ -227,7 +237,7 @@ difference.
 - LoRA: the same with random adapters on every linear map, merged by the export. Experts and routers have none.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`); transformers has none
   of Granite, OLMoE, Gemma 4, Llama 4, ERNIE 4.5, LFM2, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo Hybrid,
-  Falcon-H1, dots.llm1, Command A and the mixtures of experts of Qwen3.5, GLM and Granite 4.
+  Falcon-H1, dots.llm1, Command A, Apertus and the mixtures of experts of Qwen3.5, GLM and Granite.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
@@ -266,6 +276,8 @@ difference.
   Transformers cuts those of Nemotron off below `time_step_min` in whole rows, but not in decoding; here neither is.
 - Layers that are a mixer, a feed-forward or experts alone, feed-forwards and experts without gates (Nemotron, and
   Arcee's AFM), and experts that are narrower than the model (Nemotron 3 Super). Experts without gates have no adapters.
+- xIELU (arXiv 2411.13010), the activation of Apertus: `a x^2 + b x` above 0 and `c (exp(x) - 1 - x) + b x` below it,
+  in fp32. Its two numbers of each layer, of which a and c are the softplus, are trained with the rest; `b` stays.
 - Attention and feed-forward side by side behind one layer norm (Command R7B and A).
 - Gated short convolutions beside attention (LFM2, LFM2-MoE). They see no token of another document, nor padding. A
   row's cache are its latest tokens, whatever its length; an update's rows are not packed (`batch.packing`).
@@ -276,15 +288,17 @@ difference.
   read the keys and values of an earlier one and have no cache of their own, embeddings for each layer, and experts
   beside a dense feed-forward (Gemma 4). Training keeps the number that a layer's output is multiplied by
   (`layer_scalar`). The maps of per-layer embeddings have no adapters and are not quantised.
-- Of `gemma4` and `llama4`, which read images or sound too, the text part alone: a folder of theirs is read as a
-  `gemma4_text` or `llama4_text`, rows with images are refused, and the export is a model of that type, without the
-  other parts. Adapters are named as in that type's class. That tokens of an image see each other in the larger Gemma 4
-  (`use_bidirectional_attention` is vision) changes nothing in texts.
-- Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE), and weights of their outputs
-  or, in Llama 4, their inputs: no token is dropped. On accelerators tokens are sorted by expert and multiplied in
-  groups; on CPU every expert computes every token. Checkpoints are read with each expert's matrices apart or stacked,
-  and written as on the hub: apart, of Gemma 4, Llama 4, Qwen3-VL and gpt-oss stacked. gpt-oss's are read from MXFP4
-  too, as the numbers that they stand for, and written as floats, so that they can be trained.
+- Of `llama4`, which reads images too, the text part alone: a folder of its is read as a `llama4_text`, rows with images
+  are refused, and the export is a model of that type, without the other parts. Adapters are named as in that type's
+  class. So is a `gemma4` without a `vision_config`; of one that has it images are read, and its part for sound is not:
+  the export has none (`audio_config` is null).
+- Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE, ERNIE 4.5, Hunyuan), routers of softmax
+  or sigmoid, corrected or not, and weights of their outputs or, in Llama 4, their inputs: no token is dropped.
+  Tokens are sorted by expert and multiplied in groups; every expert computes every token on CPUs where a token uses
+  more than a fourth of them, and on GPUs without Triton ([what it saves](performance.md#mixtures-of-experts)).
+  Checkpoints are read with each expert's matrices apart or stacked, and written as on the hub: apart, of Gemma 4, Llama
+  4, Qwen3-VL and gpt-oss stacked. gpt-oss's are read from MXFP4 too, as the numbers that they stand for, and written as
+  floats, so that they can be trained.
   `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md.
 
 Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader
@@ -342,8 +356,8 @@ Another one is a class with this protocol in a file of its own, and a family tha
 `ModelConfig.mixers` and its tensors in `KEYS`, as `layers/<path>/...`. Layers of one mixer are stacked, and consecutive
 ones run in one scan. `tests/models/test_mixer.py` has a recurrent one, and samples with it.
 
-Not supported: the vision parts of Gemma 4 and Llama 4, Phi-3's `longrope`, checkpoints quantized
-otherwise, texts that are read in both directions.
+Not supported: the vision part of Llama 4, sound and videos, Phi-3's `longrope` (and so Phi-3.5-MoE), checkpoints
+quantized otherwise, texts that are read in both directions.
 """
 
 EXAMPLE = '''"""Helium (Kyutai): Llama's shape, with neighbouring dimensions of a head rotated together."""
@@ -384,28 +398,37 @@ def from_config(config, base):
 '''
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
+    """Measures the families with these names, or all."""
     transformers.logging.set_verbosity_error()
-    rows = [["family", *COLUMNS]]
-    for variant in oracles.FAMILIES:
+    page = ROOT / "docs" / "models.md"
+    if unknown := sorted(set(names) - {*oracles.FAMILIES, *images.VISION}):
+        raise SystemExit(f"no families: {', '.join(unknown)}")
+    kept: dict[str, list[str]] = {}
+    for line in page.read_text(encoding="utf-8").splitlines() if names else []:
+        if line.startswith("| `"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            kept.setdefault(cells[0].strip("`"), cells)
+
+    def of(family: str, measure: Callable[[str, Path], list[str]]) -> list[str]:
+        if family in kept and family not in names:
+            return kept[family]
         with tempfile.TemporaryDirectory() as temporary:
-            rows.append(row(variant, Path(temporary)))
+            found = measure(family, Path(temporary))
         jax.clear_caches()  # all programs together would need more memory maps than a process may have
-        print(*rows[-1], flush=True)
-    seen = [["family", *VISION_COLUMNS]]
-    for family in images.VISION:
-        with tempfile.TemporaryDirectory() as temporary:
-            seen.append(vision_row(family, Path(temporary)))
-        jax.clear_caches()
-        print(*seen[-1], flush=True)
+        print(*found, flush=True)
+        return found
+
+    rows = [["family", *COLUMNS], *(of(variant, row) for variant in oracles.FAMILIES)]
+    seen = [["family", *VISION_COLUMNS], *(of(family, vision_row) for family in images.VISION)]
     lines = [["family", "its own", "shared"], *map(vision_lines, images.VISION)]
     text = TEXT.format(
         vision_table=table(seen), vision_lines=table(lines),
         jax=jax.__version__, transformers=transformers.__version__, window=oracles.WINDOW, table=table(rows),
         steps=STEPS, example=EXAMPLE, kinds=", ".join(KINDS),
     )  # fmt: skip
-    (ROOT / "docs" / "models.md").write_text(text, encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

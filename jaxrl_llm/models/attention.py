@@ -316,6 +316,8 @@ def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) ->
     q = constrain(q, "rows", *query_dims, None, None)
     k, v = (constrain(a, "rows", *key_dims, None) for a in (k, v))
     mask = inputs.mask
+    if window is not None and mask is not None and inputs.sliding_mask is not None:
+        mask = jnp.where(window == NO_WINDOW, mask, inputs.sliding_mask)
     if window is not None and mask is not None:
         each = window[:, :, None] if jnp.ndim(window) == 2 else window
         mask = mask & (inputs.positions[:, :, None] - inputs.positions[:, None, :] < each)

@@ -285,8 +285,9 @@ def _forward_with_gradients(options: _Options, hidden, kernel, targets, slopes, 
         (*numbers, _), (shares, total) = _numbers(logits, t, options.mean_logit, options.smoothing)
         slope = columns(constant)
         if kl_weights is not None:
-            ref = columns(ref_logps)
-            slope += columns(kl_weights) * jax.grad(lambda logps: kl_estimate(logps, ref, options.kl).sum())(numbers[0])
+            weights, ref = columns(kl_weights), columns(ref_logps)
+            by_logp = jax.grad(lambda logps: kl_estimate(logps, ref, options.kl).sum())(numbers[0])
+            slope += jnp.where(weights == 0, 0.0, weights * by_logp)  # which overflows on tokens that count for nothing
         d = _by_logits(options, logits, shares, total, t, slope)
         d_hidden, d_table = _by_hidden_and_table(d, h, table, d_table)
         return (*numbers, d_hidden), d_table

@@ -15,6 +15,7 @@ from flax import nnx
 
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models import quantize
+from jaxrl_llm.models.chunk_states import across
 from jaxrl_llm.models.layers import Linear
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig
 from jaxrl_llm.models.short_conv import (
@@ -25,8 +26,9 @@ from jaxrl_llm.models.short_conv import (
     latest_in_rows,
     written,
 )
+from jaxrl_llm.models.triangular import exact, solved
 
-CHUNK = 64  # tokens whose effect on the state is worked out together
+CHUNK = 64  # tokens whose effect on the state is worked out together, on CPUs and of short rows
 
 
 class PromptState(NamedTuple):
@@ -36,10 +38,38 @@ class PromptState(NamedTuple):
     tail: jax.Array  # [...,G,K-1,m] of a convolution over K tokens; 0 before the prompt
 
 
+class Change(NamedTuple):
+    """What a token makes of the state S before it: `S <- kept S + key added`."""
+
+    kept: jax.Array  # [...,G,R,h,r,1], or [...,h,r,d]
+    key: jax.Array  # [...,G,R,h,d]
+    added: jax.Array  # [...,G,R,h,r,v]
+
+    def where(self, rows, other: "Change | None" = None) -> "Change":
+        """This change in the `rows` `[G,R]`, and in others the `other` one, or none."""
+        others = (1, 0, 0) if other is None else other
+        pairs = zip(self, others, strict=True)
+        return Change(*(jnp.where(rows.reshape(*rows.shape, *(1,) * (x.ndim - 2)), x, y) for x, y in pairs))
+
+    def made(self, state, reads) -> tuple[jax.Array, jax.Array]:
+        """The states `[G,R,h,r,d,v]` with the change, and `reads` `[G,R,h,r,t,d]` times these."""
+        state = state * self.kept[..., None] + self.key[..., None, :, None] * self.added[..., None, :]
+        count = reads.shape[-2]
+        if jax.default_backend() == "cpu" or count > 2:
+            return state, exact(reads, state)
+        # Sums, and no products: XLA forms them in the pass that writes the states, for GPUs one sum at most. There two
+        # are one of complex numbers.
+        if jax.default_backend() == "gpu" and count == 2:
+            both = (jax.lax.complex(reads[..., 0, :], reads[..., 1, :])[..., None] * state).sum(-2)
+            return state, jnp.stack([both.real, both.imag], axis=-2)
+        return state, jnp.stack([(reads[..., i, :, None] * state).sum(-2) for i in range(count)], axis=-2)
+
+
 class RowState(NamedTuple):
     """The cache of rows: the state before token `place`, and all that later states follow from."""
 
     state: jax.Array  # [...,G,R,h,r,d,v] fp32
+    change: Change  # by token `place`, made where the next token reads the state
     place: jax.Array  # [...,G,R]
     recent: jax.Array  # [...,G,R,S,m+2hr] of token i in i % S: what is convolved, beta's and g's inputs
 
@@ -48,8 +78,9 @@ class GatedDeltaNet(nnx.Module):
     """A gated delta net with a short convolution before it and a gated norm behind. A `Mixer`.
 
     Whole rows are computed in chunks, one after another: memory and time are linear in T, and a state starts anew with
-    each segment. A decode step first brings the state to the row's length, from the inputs of the tokens that were
-    accepted since, and keeps it as it is there: tokens that prove wrong leave no trace.
+    each segment. A decode step first brings the state to the row's length, by the change that the step before worked
+    out for its first token and from the inputs of further tokens that were accepted since. It keeps the state as it is
+    there, and the change by its own first token: tokens that prove wrong leave no trace.
     """
 
     path = "delta"
@@ -57,6 +88,7 @@ class GatedDeltaNet(nnx.Module):
     output_name = "out"  # of `lora.TARGETS`
     norm_eps: float | None = None  # of the norm behind; None: the model's
     gate = staticmethod(jax.nn.silu)  # of z, which multiplies the normed
+    chunk = 128  # tokens of a chunk on accelerators, whose loops have few turns and large products
     products = 3  # of a token with a state: its key reads, its correction is written, its query reads
 
     def __init__(self, config, rngs: nnx.Rngs):
@@ -87,7 +119,8 @@ class GatedDeltaNet(nnx.Module):
         mixed, ba, segments = (constrain(a, "rows", *(None,) * (a.ndim - 1)) for a in (mixed, ba, inputs.segments))
         latest, tail = latest_in_rows(mixed, segments, self.config.delta_conv)
         heads = self._heads(latest, ba)
-        out, state = chunked(self.within, *heads, segments)
+        is_short = jax.default_backend() == "cpu" or x.shape[1] <= CHUNK
+        out, state = chunked(self.within, *heads, segments, CHUNK if is_short else self.chunk)
         out = self._with_skip(out, heads[2])
         return self._output(out, z), PromptState(_sharded(state, 1), tail)
 
@@ -104,34 +137,37 @@ class GatedDeltaNet(nnx.Module):
             first = quantize.widened(prompt.state, jnp.float32)[:, None]
             return jnp.where(fresh[..., None, None, None, None], first, state)
 
-        def step(state, first, count, counts):
-            """Outputs of `count` tokens from `first` on, and the states behind the first of them where it `counts`."""
+        def step(state, change, first, count, behind):
+            """Outputs of `count` tokens from `first` on, the state before them, and what the first of them changes.
+
+            The state of rows that are `behind` gets the `change` of the token before.
+            """
             places = first[..., None] + jnp.arange(count)
             numbers = jnp.take_along_axis(recent, (places % recent.shape[2])[..., None], axis=2)
             own = quantize.widened(numbers[..., self.mixed :], x.dtype)
             q, k, v, g, beta = self._heads(latest_at(places, recent, prompt.tail, x.dtype), own)
-            known = counts[..., None] | (jnp.arange(count) > 0)
-            # A token without both leaves no trace.
-            g, beta = (jnp.where(known.reshape(*known.shape, *(1,) * (a.ndim - 3)), a, 0) for a in (g, beta))
             same = jnp.zeros((*first.shape, count), jnp.int32)
             chunk = self.within(q, k, v, g, beta, same, same[..., 0])
-            out, added = chunk.parts(_exact(chunk.reads, state))
-            out = jnp.moveaxis(out + _exact(chunk.among, added), -2, 2)  # [G,R,t,h,r,v]
-            decay = jnp.exp(g[:, :, 0])
-            state = state * decay.reshape(*decay.shape[:4], -1, 1)
-            return self._with_skip(out, v), state + k[..., 0, :, None, :, None] * added[..., 0, None, :]
+            state, found = change.where(behind).made(state, chunk.reads)
+            out, added = chunk.parts(found)
+            out = jnp.moveaxis(out + exact(chunk.among, added), -2, 2)  # [G,R,t,h,r,v]
+            kept = jnp.exp(g[:, :, 0])
+            change = Change(kept.reshape(*kept.shape[:4], -1), k[:, :, 0], added[..., 0, :])
+            return self._with_skip(out, v), state, change
 
-        def follow(number, state):
-            return step(state, place + number, 1, place + number < length - 1)[1]
+        def follow(number, held):
+            (state, change), first = held, place + number + 1
+            _, state, following = step(state, change, first, 1, first < length)
+            return state, following.where(first < length, change)
 
-        # Loops, of no trip mostly, and not branches, whose results XLA would copy. Then one pass over the states for
-        # the last accepted tokens, where they lack them, and the new ones.
+        # Loops, of no trip mostly, and not branches, whose results XLA would copy. Then one pass over the states, which
+        # brings them to the row's length and reads them for the new tokens.
         state = jax.lax.fori_loop(0, fresh.any().astype(jnp.int32), begin, cache.state)
-        state = _sharded(jax.lax.fori_loop(0, (length - place).max() - 1, follow, state), 2)
-        out, state = step(state, length - 1, width + 1, place < length)
-        out = self._output(out[:, :, 1:], z).reshape(x.shape)
-        state = _sharded(state, 2)
-        return out, RowState(state, length, constrain(recent, "rows", None, None, None))
+        state, change = jax.lax.fori_loop(0, (length - place).max() - 1, follow, (state, cache.change))
+        out, state, change = step(_sharded(state, 2), change, length, width, place < length)
+        change = Change(*(constrain(a, "rows", None, "heads", *(None,) * (a.ndim - 3)) for a in change))
+        recent = constrain(recent, "rows", None, None, None)
+        return self._output(out, z).reshape(x.shape), RowState(_sharded(state, 2), change, length, recent)
 
     @classmethod
     def empty_cache(cls, prompt: PromptState, rows: int, size: int) -> RowState:
@@ -141,9 +177,15 @@ class GatedDeltaNet(nnx.Module):
         stacked = (None,) * (len(lead) - 1)
         # Tokens accepted since the state's place, the convolution before them, and the step's own.
         recent = jnp.zeros((*lead, rows, 2 * AT_ONCE + taps, numbers), prompt.tail.dtype)
-        state = jnp.zeros((*lead, rows, *prompt.state.shape[-4:]), jnp.float32)
+        h, r, d, v = prompt.state.shape[-4:]
+
+        def zeros(*shape):
+            names = (*stacked, "rows", None, "heads", *(None,) * (len(shape) - 1))
+            return constrain(jnp.zeros((*lead, rows, *shape), jnp.float32), *names)
+
         return RowState(
-            constrain(state, *stacked, "rows", None, "heads", None, None, None),
+            zeros(h, r, d, v),
+            Change(zeros(h, r, cls.kept_size(d)), zeros(h, d), zeros(h, r, v)),
             constrain(jnp.zeros((*lead, rows), jnp.int32), *stacked, "rows", None),
             constrain(recent, *stacked, "rows", None, None, None),
         )
@@ -157,6 +199,11 @@ class GatedDeltaNet(nnx.Module):
     def inputs(heads: int, values: int, size: int) -> int:
         """The numbers of a token that beta and g are made of, of so many key heads h, value heads r of each, and d."""
         return 2 * heads * values
+
+    @staticmethod
+    def kept_size(size: int) -> int:
+        """The decays of a head with keys of that size."""
+        return 1
 
     def within(self, q, k, v, g, beta, segments, before) -> "Chunk":
         """The terms of a run of tokens, see `within_chunks`."""
@@ -192,7 +239,7 @@ class GatedDeltaNet(nnx.Module):
         by_head = self.qkvz(x).reshape(*x.shape[:-1], h, -1)
         *parts, z = jnp.split(by_head, [sum(sizes[: n + 1]) for n in range(3)], axis=-1)
         mixed = jnp.concatenate([a.reshape(*x.shape[:-1], -1) for a in parts], axis=-1)
-        return mixed, z.reshape(*z.shape[:-1], r, -1), self.ba(_apart(x))
+        return mixed, z.reshape(*z.shape[:-1], r, -1), self.ba(apart(x))
 
     def _heads(self, latest, ba):
         """Queries and keys `[...,h,d]`, values `[...,h,r,v]`, log decays g and beta `[...,h,r]`, in fp32.
@@ -236,7 +283,7 @@ class SplitDeltaNet(GatedDeltaNet):
         self.a = Linear(c.width, c.delta_value_heads, c, rngs, name="a")
 
     def _project(self, x):
-        b, a = (each(_apart(x)).reshape(*x.shape[:-1], self.config.delta_key_heads, -1) for each in (self.b, self.a))
+        b, a = (each(apart(x)).reshape(*x.shape[:-1], self.config.delta_key_heads, -1) for each in (self.b, self.a))
         ba = jnp.concatenate([b, a], axis=-1).reshape(*x.shape[:-1], -1)
         z = self.z(x).reshape(*x.shape[:-1], self.config.delta_key_heads, -1, self.config.delta_value_dim)
         return self._mixed(x), z, ba
@@ -276,64 +323,13 @@ class ApartDeltaNet(SplitDeltaNet):
         return jnp.concatenate([self.q(x), self.k(x), self.v(x)], axis=-1)
 
 
-def _apart(x):
+def apart(x):
     """x, for maps of few columns: XLA's GPU compiler would make those of one x one product, of a copy of all."""
     return jax.lax.optimization_barrier(x) if jax.default_backend() == "gpu" else x
 
 
 def _sharded(state, lead: int):
     return constrain(state, "rows", *(None,) * (lead - 1), "heads", None, None, None)
-
-
-@jax.custom_vjp
-def solved(lower, wanted):
-    """`(I + lower)^-1 wanted` of strictly lower triangular matrices `[...,C,C]`.
-
-    By the inverse, which the gradients need too, and products. Not by `lax.linalg.triangular_solve`: on CPUs each call
-    of it holds a thread of XLA's pool until others have computed its batch, so that two of them at once, on two cores,
-    wait for ever.
-    """
-    return _inverse(lower) @ wanted
-
-
-def _inverse(lower):
-    """The inverse of `I + lower`, from blocks on the diagonal that double their size:
-
-    `[[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]`, as stable as substitution.
-    """
-    lead, size, block = lower.shape[:-2], lower.shape[-1], 1
-    whole = 2 ** (size - 1).bit_length()
-    lower = jnp.pad(lower, (*((0, 0),) * len(lead), (0, whole - size), (0, whole - size)))
-    inverse = jnp.ones((*lead, whole, 1, 1), lower.dtype)
-    while block < whole:
-        pairs = whole // (2 * block)
-        below = lower.reshape(*lead, pairs, 2, block, pairs, 2, block)[..., :, 1, :, :, 0, :]
-        below = jnp.moveaxis(jnp.diagonal(below, axis1=-4, axis2=-2), -1, -3)
-        first, second = jnp.moveaxis(inverse.reshape(*lead, pairs, 2, block, block), -3, 0)
-        corner = -_exact(_exact(second, below), first)
-        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        inverse = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
-        block *= 2
-    return inverse[..., 0, :size, :size]
-
-
-def _exact(a, b):
-    return jnp.matmul(a, b, precision="highest")  # TPUs round the factors of other products to bfloat16
-
-
-def _solved_forward(lower, wanted):
-    inverse = _inverse(lower)
-    found = inverse @ wanted
-    return found, (inverse, found)
-
-
-def _solved_backward(residuals, gradient):
-    inverse, found = residuals
-    by_wanted = inverse.swapaxes(-1, -2) @ gradient
-    return -by_wanted @ found.swapaxes(-1, -2), by_wanted
-
-
-solved.defvjp(_solved_forward, _solved_backward)
 
 
 class Chunk(NamedTuple):
@@ -411,7 +407,10 @@ def chunked(within, q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[jax
     before = jnp.concatenate([jnp.full((1, rows), NO_SEGMENT, jnp.int32), ids[:-1, :, -1]])
     q, k, v, g, beta = (chunks(a) for a in (q, k, v, g, beta))
     all_chunks = within(q, k, v, g, beta, ids, before)
-    start = jnp.zeros((rows, *v.shape[3:5], k.shape[-1], v.shape[-1]), jnp.float32)
-    state, (out, added) = jax.lax.scan(step, _sharded(start, 1), all_chunks)
+    if jax.default_backend() == "cpu":  # which gain nothing by fewer steps, and lose by more products
+        start = jnp.zeros((rows, *v.shape[3:5], k.shape[-1], v.shape[-1]), jnp.float32)
+        state, (out, added) = jax.lax.scan(step, _sharded(start, 1), all_chunks)
+    else:
+        out, added, state = across(all_chunks.own, all_chunks.reads, all_chunks.kept, all_chunks.keys)
     out = jnp.moveaxis(out + all_chunks.among @ added, -2, 2)  # [M,N,t,h,r,v]
     return jnp.moveaxis(out, 0, 1).reshape(rows, -1, *out.shape[3:])[:, extra:], state

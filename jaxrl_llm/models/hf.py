@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import block_fp8, remote, safetensors, text_part
-from jaxrl_llm.models.families import family_for, family_of, rotary
+from jaxrl_llm.models.families import family_for, family_of, llava, rotary
 from jaxrl_llm.models.families.decoder import DTYPES, LAYER, settings
 from jaxrl_llm.models.transformer import Net, Params
 
@@ -120,6 +120,9 @@ def read_config(folder: str | os.PathLike[str], entries: Mapping[str, Any] | Non
     if config is None:
         raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face model folder.")
     config = text_part.entries_of(config)
+    if config.get("model_type") in llava.TIED_BY_FILES and config.get("tie_word_embeddings") is None:
+        tied = safetensors.head_is_embedding(Path(folder))
+        config |= {} if tied is None else {"tie_word_embeddings": tied}
     if entries and isinstance(config.get("text_config"), dict):  # of a model whose vision part is read too
         return {**config, "text_config": rotary.overridden(config["text_config"], entries)}
     return rotary.overridden(config, entries or {})
@@ -245,8 +248,9 @@ def load(
         count = (hf.get("text_config") or hf).get("num_nextn_predict_layers") or 0
         beyond = range(net.config.layers, net.config.layers + count)
         starts = (LAYER, LAYER.replace("model.", "model.language_model."))
-        predicting = tuple(start.format(layer=layer) for start in starts for layer in beyond)
-        files.check(tensors, {*unused, *heads, *(name for name in files.where if name.startswith(predicting))})
+        passed = tuple(start.format(layer=layer) for start in starts for layer in beyond)
+        passed += getattr(family, "UNREAD", ())
+        files.check(tensors, {*unused, *heads, *(name for name in files.where if name.startswith(passed))})
         if net.config.tie_embeddings and net.config.head == "lm":
             files.check_tied(next(tensor.name for tensor in tensors if tensor.leaf == "embed/weight"))
         return net, safetensors.read_params(net, files, tensors, mesh, seed)

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.models.delta_net import ApartDeltaNet, Chunk, solved
+from jaxrl_llm.models.delta_net import CHUNK, ApartDeltaNet, Chunk, apart
 from jaxrl_llm.models.layers import Linear
+from jaxrl_llm.models.triangular import solved
 
 BLOCK = 16  # tokens whose decays of each other are formed one after another
 
@@ -24,6 +25,7 @@ class KimiDelta(ApartDeltaNet):
 
     norm_eps = None
     gate = staticmethod(jax.nn.sigmoid)
+    chunk = CHUNK  # longer ones have more blocks, of which each has its own decays of all keys
 
     def __init__(self, config, rngs: nnx.Rngs):
         super().__init__(config, rngs)
@@ -36,6 +38,11 @@ class KimiDelta(ApartDeltaNet):
     def inputs(heads: int, values: int, size: int) -> int:
         """The numbers of a token that beta and g are made of."""
         return heads * values * (1 + size)
+
+    @staticmethod
+    def kept_size(size: int) -> int:
+        """The decays of a head: one for each number of a key."""
+        return size
 
     def within(self, q, k, v, g, beta, segments, before) -> Chunk:
         """The terms of a run of tokens, see `within_chunks`."""
@@ -54,8 +61,9 @@ class KimiDelta(ApartDeltaNet):
     def _project(self, x):
         """Of x `[...,D]`: what is convolved `[...,m]`, the gates z `[...,h,1,v]`, inputs of beta and g `[...,h+hd]`."""
         c = self.config
-        z = self.g_b(self.g_a(x)).reshape(*x.shape[:-1], c.delta_key_heads, -1, c.delta_value_dim)
-        return self._mixed(x), z, jnp.concatenate([self.b(x), self.f_b(self.f_a(x))], axis=-1)
+        z = self.g_b(self.g_a(apart(x))).reshape(*x.shape[:-1], c.delta_key_heads, -1, c.delta_value_dim)
+        ba = jnp.concatenate([self.b(apart(x)), self.f_b(self.f_a(apart(x)))], axis=-1)
+        return self._mixed(x), z, ba
 
     def _heads(self, latest, ba):
         """Queries and keys `[...,h,d]`, values `[...,h,1,v]`, log decays g `[...,h,1,d]`, beta `[...,h,1]`, in fp32."""

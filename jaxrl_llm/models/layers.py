@@ -4,6 +4,7 @@ Matmuls run in the compute dtype, norms in fp32.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,8 @@ ACTIVATIONS = {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+XIELU_NUMBERS = ("alpha_p", "alpha_n", "beta", "eps")  # in the files
+ALPHAS = (math.log(math.expm1(0.8)), math.log(math.expm1(0.3)))  # where those of xIELU start: a = c = 0.8
 LARGE = 2**20  # numbers whose bytes take longer than the start of a kernel
 
 
@@ -35,6 +38,7 @@ class Linear(nnx.Module):
         kernel = jax.random.normal(rngs.params(), (d_in, d_out), config.param_dtype) * config.init_scale
         self.d_in = d_in
         self.quantize, self.qat = (config.quantize, config.qat) if name else ("none", "none")
+        quantize.check_inputs(d_in, self.qat, "model.qat")
         stored = kernel if self.quantize == "none" else quantize.quantize(kernel, self.quantize)
         self.kernel = nnx.Dict(jax.tree.map(nnx.Param, stored)) if isinstance(stored, dict) else nnx.Param(stored)
         self.bias = nnx.Param(jnp.zeros((d_out,), config.param_dtype)) if bias else None
@@ -80,7 +84,7 @@ def side_by_side(x, *maps: Linear) -> jax.Array | None:
     array, which costs nothing where they are converted anyway.
     """
     plain = all(isinstance(each.kernel, nnx.Param) and each.lora is None and each.bias is None for each in maps)
-    plain = plain and maps[0].qat == "none"
+    plain = plain and maps[0].qat == "none" and type(maps[0]) is Linear
     if jax.default_backend() != "gpu" or not plain or x.size < LARGE or not columns_are_whole():
         return None
     kernels = [each.kernel[...] for each in maps]
@@ -200,6 +204,24 @@ def gated(config, gate, up):
     return gate * jax.nn.sigmoid(config.swiglu_alpha * gate) * (up + 1)
 
 
+class XIELU(nnx.Module):
+    """xIELU (arXiv 2411.13010) in fp32: `a x^2 + b x` of x above 0, and `c (expm1(min(x, e)) - x) + b x` of others.
+
+    a is the softplus of a trained number, and c - b that of another. b and e are as in the files: training keeps them.
+    """
+
+    def __init__(self, config):
+        self.alpha_p, self.alpha_n = (nnx.Param(jnp.full((1,), x, config.param_dtype)) for x in ALPHAS)
+        self.beta, self.eps = (nnx.Param(jnp.full((), x, config.param_dtype)) for x in (0.5, -1e-6))
+
+    def __call__(self, x):
+        rise, fall = (jax.nn.softplus(a[...].astype(jnp.float32)) for a in (self.alpha_p, self.alpha_n))
+        beta, eps = (jax.lax.stop_gradient(a[...]).astype(jnp.float32) for a in (self.beta, self.eps))
+        x32 = x.astype(jnp.float32)
+        below = (beta + fall) * (jnp.expm1(jnp.minimum(x32, eps)) - x32)
+        return (jnp.where(x32 > 0, rise * x32 * x32, below) + beta * x32).astype(x.dtype)
+
+
 def soft_cap(x, cap: float | None):
     """`cap * tanh(x / cap)`, within +-cap; x itself without a cap (arXiv 2408.00118, section 2)."""
     return x if cap is None else cap * jnp.tanh(x / cap)
@@ -208,12 +230,12 @@ def soft_cap(x, cap: float | None):
 class FeedForward(nnx.Module):
     """`down(activation(gate(x)) * up(x))` (arXiv 2002.05202); `down(activation(up(x)))` without `ffn_gate`."""
 
-    def __init__(self, config, rngs: nnx.Rngs, channels: int | None = None):
+    def __init__(self, config, rngs: nnx.Rngs, channels: int | None = None, linear: type[Linear] = Linear):
         channels = config.ffn if channels is None else channels
-        self.gate = Linear(config.width, channels, config, rngs, config.mlp_bias, "gate") if config.ffn_gate else None
-        self.up = Linear(config.width, channels, config, rngs, config.mlp_bias, "up")
-        self.down = Linear(channels, config.width, config, rngs, config.mlp_bias, "down")
-        self.activation = ACTIVATIONS[config.activation]
+        self.gate = linear(config.width, channels, config, rngs, config.mlp_bias, "gate") if config.ffn_gate else None
+        self.up = linear(config.width, channels, config, rngs, config.mlp_bias, "up")
+        self.down = linear(channels, config.width, config, rngs, config.mlp_bias, "down")
+        self.activation = XIELU(config) if config.activation == "xielu" else ACTIVATIONS[config.activation]
         self.gate_scale, self.out_scale = config.ffn_scales
 
     def __call__(self, x):

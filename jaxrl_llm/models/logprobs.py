@@ -6,7 +6,7 @@ segment, in the first `inputs.prompt_width` columns (which the head never comput
 it does not read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -219,6 +219,12 @@ def step_logits(net: Net, params: Params, inputs: Inputs) -> jax.Array:
         positions = _predicting(model, inputs)
         return positions.at_tokens(model.scores(positions.hidden))
     return model.scores(model.hidden(inputs))
+
+
+def next_logits(net: Net, params: Params, inputs: Inputs, ids: Sequence[int]) -> jax.Array:
+    """Logits `[N,T,len(ids)]` of the tokens `ids` to follow each token, of the state after it."""
+    model = net.bind(params)
+    return model.logits(model.hidden(inputs), ids)
 
 
 def last_scores(net: Net, params: Params, inputs: Inputs) -> jax.Array:

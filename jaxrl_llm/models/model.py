@@ -202,7 +202,8 @@ def check_positions(model: Model, length: int, cause: str) -> None:
     if most is not None and length > most:
         raise ConfigError(
             f"rows would have up to {length} tokens ({cause}), but {model.path} has positions for {most} "
-            "(max_position_embeddings of config.json): use shorter ones, or a model for longer rows"
+            "(max_position_embeddings of config.json, or model_max_length): use shorter ones, or a model for longer "
+            "rows"
         )
 
 

@@ -43,7 +43,7 @@ class ModelConfig:
     head_dim: int
     ffn: int
     norm_eps: float = 1e-6
-    activation: str = "silu"  # one of layers.ACTIVATIONS
+    activation: str = "silu"  # one of layers.ACTIVATIONS, or "xielu" of dense feed-forwards
     ffn_gate: bool = True  # feed-forwards multiply up by the activation of a gate; False: it is the activation of up
     ffn_scales: tuple[float, ...] = (1.0, 1.0)  # of dense feed-forwards' gates before the activation, and outputs
     norms: str = "pre"  # on the inputs of mixer and feed-forward ("pre"), on their outputs ("post"), or "both"
@@ -146,6 +146,11 @@ class ModelConfig:
     quantize: str = "none"  # of the layers' linear maps, which are then frozen: one of quantize.KINDS
     qat: str = "none"  # the linear maps compute with their matrices as they would be, quantised so, and are trained
     scan_layers: bool = True  # False: each layer is compiled, as decoding wants it
+
+    @property
+    def router_in_fp32(self) -> bool:
+        """True where routers compute with 32 bits whatever the rest does, as in transformers."""
+        return self.router_sigmoid or self.router_correction
 
     @property
     def rotated_size(self) -> int:

@@ -12,7 +12,12 @@ from flax import nnx
 
 from jaxrl_llm.distributed.sharding import activation_spec, is_sharded, parameter_spec
 from jaxrl_llm.models import lora
+from jaxrl_llm.models.fused_attention import has_triton
+from jaxrl_llm.models.grouped_matmul import grouped_matmul
 from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm, gated
+
+# How the paths of the parameters end that `model.freeze_router` leaves as they are.
+ROUTER = ("router/kernel", "router/bias", "mlp/router_scale", "mlp/weight_scale")
 
 
 class Routing(NamedTuple):
@@ -51,10 +56,12 @@ class Experts(nnx.Module):
     def __call__(self, x, weights, chosen):
         """`sum_i weights_i * expert_{chosen_i}(x)` `[...,D]` of tokens x `[...,D]`; weights and chosen `[...,k]`.
 
-        XLA has grouped matmuls on accelerators; on CPU they would be computed for every expert anyway, and
-        then computing all experts for each token once is k times less work.
+        All experts compute each token on CPUs with fewer than four for each that a token uses, where the loop over
+        groups takes longer to compile than most runs gain by it, and on GPUs without a kernel for groups.
         """
-        return self.compute(dense if jax.default_backend() == "cpu" else grouped, x, weights, chosen)
+        backend, few = jax.default_backend(), self.config.experts < 4 * self.config.experts_per_token
+        by_all = (backend == "cpu" and few) or (backend == "gpu" and not has_triton())
+        return self.compute(dense if by_all else grouped, x, weights, chosen)
 
     def compute(self, method, x, weights, chosen):
         """The same, by the method `dense` or `grouped`, on each device for the experts and tokens it has."""
@@ -120,15 +127,20 @@ def dense(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = Fa
 
 
 def grouped(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = False):
-    """The same from each token's own experts: token copies are sorted by expert and multiplied group by group."""
-    k, experts = chosen.shape[-1], kernels.up.shape[0]
+    """The same from each token's own experts: token copies are sorted by expert and multiplied group by group.
+
+    Copies for no expert's number are zeros behind the last group.
+    """
+    experts = kernels.up.shape[0]
     numbers = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
     order = jnp.argsort(numbers, stable=True)
+    places = jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
     sizes = jnp.bincount(numbers, length=experts + 1)[:experts].astype(jnp.int32)
-    here = (jnp.arange(order.size) < sizes.sum())[:, None]  # copies after the last group are of no expert
-    matmul = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
-    copies, weights = x[order // k], weights.reshape(-1)[order][:, None].astype(x.dtype)
-    copies = copies * weights if on_inputs else copies
+    matmul = functools.partial(grouped_matmul, sizes=sizes)
+    weights = weights[..., None]
+    copies = jnp.repeat(x, chosen.shape[-1], axis=0)
+    copies = copies * weights.reshape(-1, 1).astype(x.dtype) if on_inputs else copies
+    copies = _permuted(copies, order, places)
     gate = None if kernels.gate is None else matmul(copies, kernels.gate)
     up = matmul(copies, kernels.up)
     if gate is not None and kernels.gate_up_a is not None and kernels.gate_b is not None and kernels.up_b is not None:
@@ -138,14 +150,27 @@ def grouped(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = 
         expert = jnp.minimum(numbers[order], experts - 1)
         gate = gate if gate is None or kernels.gate_bias is None else gate + kernels.gate_bias[expert]
         up = up + kernels.up_bias[expert]
-    # Rows behind the last group hold whatever the kernel left there.
-    hidden = jnp.where(here, activation(gate, up), 0)
+    hidden = activation(gate, up)
     out = matmul(hidden, kernels.down)
     if kernels.down_a is not None and kernels.down_b is not None:
         out += matmul(matmul(hidden, kernels.down_a), kernels.down_b)
-    out = jnp.where(here, out, 0)
-    out = out if on_inputs else out * weights
-    return jnp.zeros_like(x).at[order // k].add(out)
+    out = _permuted(out, places, order).reshape(*chosen.shape, -1)
+    return out.sum(1) if on_inputs else (out * weights).sum(1).astype(x.dtype)
+
+
+@jax.custom_vjp
+def _permuted(x, order, places):
+    """The rows of x `[m,...]` in that order; `places` is the order that takes them back.
+
+    Its gradient takes rows too, where that of indexing would add them up, one by one.
+    """
+    return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
+
+
+_permuted.defvjp(
+    lambda x, order, places: (_permuted(x, order, places), (order, places)),
+    lambda kept, gradient: (_permuted(gradient, *kept[::-1]), None, None),
+)
 
 
 def across_devices(compute, kernels: Kernels, x, weights, chosen):
@@ -172,13 +197,20 @@ def across_devices(compute, kernels: Kernels, x, weights, chosen):
     )
     tokens = activation_spec(x.shape, *("rows", "positions")[: x.ndim - 1], *(None,) * max(x.ndim - 2, 1))
     exchanged = "expert" in jax.tree.leaves(tuple(tokens))  # else each device has all tokens
+    axes = set().union(*(jax.tree.leaves(tuple(spec)) for spec in (*specs, tokens) if spec is not None))
+
+    def varying(array, spec):  # along all axes, as grouped matmuls want it: gradients are summed here, over the others
+        return jax.lax.pcast(array, tuple(axes.difference(jax.tree.leaves(tuple(spec)))), to="varying")
 
     def local(kernels, x, weights, chosen):
         shape = x.shape
         x, weights, chosen = flat(x, weights, chosen)
-        kernels = Kernels._make(w if w is None else _gathered(w, spec) for w, spec in zip(kernels, specs, strict=True))
+        kernels = Kernels._make(
+            w if w is None else varying(_gathered(w, spec), spec) for w, spec in zip(kernels, specs, strict=True)
+        )
         if exchanged:
             x, weights, chosen = (jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, weights, chosen))
+        x, weights, chosen = (varying(a, tokens) for a in (x, weights, chosen))
         if specs.up[0] is not None:  # as numbers among the experts of this device
             chosen -= jax.lax.axis_index("expert") * kernels.up.shape[0]
         out = compute(kernels, x, weights, chosen)
@@ -267,19 +299,14 @@ class MixtureOfExperts(nnx.Module):
         same: rollout routing replay (R3), arXiv 2510.11370.
         """
         c = self.config
+        logits = self._route(x.astype(jnp.float32) if c.router_in_fp32 else x).astype(jnp.float32)
+        probabilities = jax.nn.sigmoid(logits) if c.router_sigmoid else jax.nn.softmax(logits, axis=-1)
+        # Of sigmoids many may be rounded to 1.
+        ranks = logits if c.router_sigmoid and self.correction is None else probabilities
+        chosen = _replaced(self._chosen(ranks), replayed)
+        weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
         if c.router_sigmoid:
-            logits = self._route(x.astype(jnp.float32))
-            probabilities = jax.nn.sigmoid(logits)
-            ranks = logits if self.correction is None else probabilities  # of which many may be rounded to 1
-            chosen = _replaced(self._chosen(ranks), replayed)
-            weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
             probabilities /= probabilities.sum(-1, keepdims=True)  # as the loss that balances experts takes them
-        else:
-            probabilities = jax.nn.softmax(self._route(x).astype(jnp.float32), axis=-1)
-            weights, chosen = jax.lax.top_k(probabilities, c.experts_per_token)
-            if replayed is not None:
-                chosen = _replaced(chosen, replayed)
-                weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
         if c.normalize_top_k:
             weights = weights / (weights.sum(-1, keepdims=True) + c.top_k_epsilon)
         weights = weights if c.routed_scale == 1.0 else weights * c.routed_scale

@@ -23,6 +23,7 @@ from jaxrl_llm.models.lora import (
     MODULES,
     SAVED,
     TARGETS,
+    WITHIN,
     LoraConfig,
     Params,
     adapters_of,
@@ -122,7 +123,7 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
         names = [name for name in _open(folder, stack).keys() if name.endswith(FACTOR_A)]  # noqa: SIM118
     experts = peft_experts.targets_of(entries, folder / CONFIG)
     linear = [_module(name) for name in names if not (experts and peft_experts.FACTOR.search(name))]
-    modules = {name.split(".")[-1] for name in linear}
+    modules = {_word(name) for name in linear}
     unknown = sorted(modules - set(MODULES))
     if unknown or not names:
         raise ConfigError(
@@ -275,7 +276,7 @@ def fused(net: Net, family) -> str | None:
             continue
         tensor = stored[f"{module}/kernel"]
         name = tensor.name.removesuffix(".weight")
-        if tensor.full_shape != tensor.shape or name.split(".")[-1] not in MODULES:
+        if tensor.full_shape != tensor.shape or _word(name) not in MODULES:
             return name
     return None
 
@@ -346,6 +347,11 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
         safetensors.write_json(folder / CONFIG, entries)
 
 
+def _word(module: str) -> str:
+    """The last word of a module's name; of the map within another one that of the other."""
+    return module.removesuffix(WITHIN).split(".")[-1]
+
+
 def _module(name: str) -> str:
     """The module whose factor A a tensor is."""
     return name.removeprefix(PREFIX).removesuffix(FACTOR_A)
@@ -353,11 +359,13 @@ def _module(name: str) -> str:
 
 def _target_modules(net: Net, factors: Iterable[str]) -> list[str] | str:
     """The modules with these factors A as PEFT finds them: by the ends of their names; by the whole names where layers
-    differ; or by a pattern where the vision part of the model has modules of these names too, without adapters."""
+    differ; or by a pattern where the vision part of the model has modules of these names too, without adapters of their
+    own."""
     modules = [_module(name) for name in factors]
     if not modules or (net.config.lora is not None and net.config.lora.groups):
         return sorted(modules)
-    if net.config.vision is None or net.config.vision_training == "lora":
+    alike = net.config.vision is None or net.config.vision_training == "lora"
+    if alike and not any(module.endswith(WITHIN) for module in modules):
         words = {module.split(".")[-1] for module in modules}
         return sorted(words, key=lambda word: TARGETS.index(MODULES[word]))
     return "|".join(sorted({re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(module)) for module in modules}))

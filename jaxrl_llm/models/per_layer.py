@@ -23,10 +23,14 @@ class PerLayerEmbed(nnx.Module):
         self.embed = Embed(table, rngs)
         self.proj = Linear(config.width, size, config, rngs)
         self.norm = RMSNorm(self.width, config, rngs)
+        self.blank = config.vision.blank if config.vision is not None and config.vision.blank_tokens else None
 
     def __call__(self, tokens, x) -> jax.Array:
         """`[L,N,T,P]` of tokens `[N,T]` with the embeddings x `[N,T,D]`."""
-        both = (self.embed(tokens, x.dtype), self.proj(x) * x.shape[-1] ** -0.5)
+        table = self.embed(tokens, x.dtype)
+        if self.blank is not None:  # its numbers are not trained, as in transformers, by the images that read them
+            table = jnp.where((tokens == self.blank)[..., None], jax.lax.stop_gradient(table), table)
+        both = (table, self.proj(x) * x.shape[-1] ** -0.5)
         table, projected = (a.reshape(*x.shape[:-1], -1, self.width) for a in both)
         both = (self.norm(projected) + table * self.width**0.5) * 2**-0.5
         return constrain(jnp.moveaxis(both, -2, 0), None, "rows", "positions", None)

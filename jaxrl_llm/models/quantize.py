@@ -43,8 +43,9 @@ def quantize(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
     int8: codes int8 `[..., in, out]`, absmax `[..., 1, out]`, value = codes / 127 * absmax. fp8: the same with codes
     float8_e4m3fn, as bytes, and 448 for 127. int4, nf4: codes uint8 `[..., in/2, out]`, of inputs 2i (low half) and
     2i+1; absmax `[..., in/block, out]`; value = level[code] * absmax, where block is 64 or the largest divisor of `in`
-    that 64 has too. Raises ConfigError for an odd number of inputs.
+    that 64 has too. Raises ConfigError as `check_inputs`.
     """
+    check_inputs(kernel.shape[-2], kind, "model.quantize, or teacher.quantize,")
     x = kernel.astype(jnp.float32)
     *lead, d_in, d_out = x.shape
     if kind in BYTES:
@@ -52,8 +53,6 @@ def quantize(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
         absmax = jnp.abs(x).max(axis=-2, keepdims=True)
         codes = x / _nonzero(absmax) * largest
         return {"codes": narrowed(jnp.round(codes) if kind == "int8" else codes, dtype), "absmax": absmax}
-    if d_in % 2:
-        raise ConfigError(f"model.quantize = {kind!r} needs matrices with an even number of inputs, not {d_in}")
     block = math.gcd(d_in, BLOCK)
     x = x.reshape(*lead, d_in // block, block, d_out)
     absmax = jnp.abs(x).max(axis=-2)
@@ -61,6 +60,13 @@ def quantize(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
     levels = _levels(kind)
     codes = jnp.searchsorted((levels[1:] + levels[:-1]) / 2, x, method="compare_all").astype(jnp.uint8)
     return {"codes": codes[..., ::2, :] | codes[..., 1::2, :] << 4, "absmax": absmax}
+
+
+def check_inputs(count: int, kind: str, setting: str) -> None:
+    """Raises ConfigError where matrices with that number of inputs are not stored as `setting` says: two codes of 4
+    bits share a byte."""
+    if kind not in ("none", *BYTES) and count % 2:
+        raise ConfigError(f"{setting} is {kind}, which needs matrices with an even number of inputs, not {count}")
 
 
 def dequantize(kernel: dict[str, jax.Array], kind: str, dtype) -> jax.Array:

@@ -23,6 +23,7 @@ from jaxrl_llm.models.lora import merged_kernel, overlaid, with_shared
 from jaxrl_llm.models.pickles import PickleFile
 from jaxrl_llm.models.quantize import quantize
 from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.vision.clipped import BOUNDS
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,7 +34,7 @@ HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 ROWS = 4096  # of a head and an embedding that are compared, at a time
 CHUNK = 1 << 16  # numbers whose exponents are looked at, at a time: they stay in the processor's cache
 # Buffers that some checkpoints carry and the network computes itself, and layers for multi-token prediction.
-IGNORED = re.compile(r"rotary_emb\.inv_freq$|^mtp\.")
+IGNORED = re.compile(r"rotary_emb\.inv_freq$|^mtp\.|^model\.mtp_")
 
 
 def _open_safetensors(file: Path):
@@ -82,6 +83,7 @@ class Stored(NamedTuple):
     axis: int = 0  # -1: a range of columns, from number first_row on
     one_expert: bool = False  # an expert of a tensor that is stacked over experts
     every: int = 0  # this is every n-th number of the last dimension, from number first_row on; 0: a range of rows
+    as_row: bool = False  # a vector, in the files the only row of a matrix
 
     @property
     def at(self) -> tuple[int, ...]:
@@ -112,6 +114,7 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
             tensor = tensor._replace(expert=expert, one_expert=expert is not None and "{expert}" not in name.tensor)
             # How many are interleaved is counted below.
             tensor = tensor._replace(every=int(name.interleaved), axis=-1 if name.columns else 0)
+            tensor = tensor._replace(shape=(1, *shape), as_row=True) if name.as_row else tensor
             first = leaf_path == "embed/weight" or stack == "vision"
             rank = -1 if first else config.layers if layer is None else layer
             tensors.append((rank, order, expert or 0, tensor))
@@ -121,10 +124,12 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
     for *_, tensor in sorted(tensors, key=lambda item: item[:3]):
         key = (tensor.name, tensor.one_expert and tensor.expert)
         ranges.append((key, tensor._replace(first_row=rows.get(key, 0))))
-        rows[key] = rows.get(key, 0) + (1 if tensor.every else tensor.shape[tensor.axis])
+        rows[key] = rows.get(key, 0) + (1 if tensor.every or not tensor.shape else tensor.shape[tensor.axis])
 
     def placed(tensor: Stored, count: int) -> Stored:
         lead = [config.experts] if tensor.one_expert else []
+        if not tensor.shape:
+            return tensor
         if tensor.every:
             full = (*lead, *tensor.shape[:-1], count * tensor.shape[-1])
             return tensor._replace(full_shape=full, every=count)
@@ -228,35 +233,51 @@ class Files:
         Raises ConfigError for numbers that are not finite.
         """
         index = index[::-1] if tensor.transpose else index
+        index = (slice(None), *index) if tensor.as_row else index
         if tensor.every:
             start, stop, _ = index[-1].indices(tensor.shape[-1])
             index = (*index[:-1], slice(start * tensor.every, stop * tensor.every))
-        else:
+        elif tensor.shape:
             start, stop, _ = index[tensor.axis].indices(tensor.shape[tensor.axis])
             own = slice(tensor.first_row + start, tensor.first_row + stop)
             index = (*index[:-1], own) if tensor.axis else (own, *index[1:])
         lead = [slice(tensor.expert, tensor.expert + 1)] if tensor.one_expert and tensor.expert is not None else []
         part = self.where[tensor.name].get_slice(tensor.name)[(*lead, *index)]
-        part = part[0] if lead else part
+        part = part[0] if lead or tensor.as_row else part
         part = part[..., tensor.first_row :: tensor.every] if tensor.every else part
         array = np.array(part.T if tensor.transpose else part, dtype=dtype, order="C")
-        check_finite(array, self.folder, tensor.name)
+        if not tensor.leaf.endswith(BOUNDS):  # which may be infinite
+            check_finite(array, self.folder, tensor.name)
         return array
 
     def check_tied(self, embedding: str) -> None:
         """Raises ConfigError where a separate head is stored that is not the embedding, though the two are tied."""
+        if (head := self.head_beside(embedding)) is not None:
+            raise ConfigError(
+                f"{self.folder}: config.json says tie_word_embeddings, but the files hold a {head} with other numbers "
+                f"than {embedding}; set tie_word_embeddings to false, or remove the tensor"
+            )
+
+    def head_beside(self, embedding: str) -> str | None:
+        """The name of a separate head with other numbers than the embedding; None where there is none such."""
         heads = [name for name in HEADS if name in self.where]
         if not heads or embedding not in self.where:
-            return
+            return None
         head, embed = (self.where[name].get_slice(name) for name in (heads[0], embedding))
         rows = embed.get_shape()[0]
         parts = [slice(start, min(start + ROWS, rows)) for start in range(0, rows, ROWS)]
         same = head.get_shape() == embed.get_shape() and all(np.array_equal(head[part], embed[part]) for part in parts)
-        if not same:
-            raise ConfigError(
-                f"{self.folder}: config.json says tie_word_embeddings, but the files hold a {heads[0]} with other "
-                f"numbers than {embedding}; set tie_word_embeddings to false, or remove the tensor"
-            )
+        return None if same else heads[0]
+
+
+def head_is_embedding(folder: Path) -> bool | None:
+    """True where the safetensors in a folder hold no head, or one that is the embedding; None where there are none."""
+    if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return None
+    with contextlib.ExitStack() as stack:
+        files = Files(folder, stack)
+        embedding = next((name for name in files.where if name.endswith("embed_tokens.weight")), "")
+        return files.head_beside(embedding) is None
 
 
 def all_finite(x: np.ndarray) -> bool:
@@ -369,6 +390,8 @@ def _joined(parts: list[Stored], leaves: Mapping[str, Any], net: Net) -> np.ndar
     if stacked:  # the experts of a parameter are next to each other
         experts = parts[0].full_shape[0]
         arrays = [np.stack(arrays[first : first + experts]) for first in range(0, len(arrays), experts)]
+    if len(arrays) == 1:
+        return arrays[0]
     if parts[0].every:
         return np.stack(arrays, axis=-1).reshape(*arrays[0].shape[:-1], -1)
     return np.concatenate(arrays, axis=parts[0].axis or int(stacked))
@@ -394,7 +417,8 @@ def _gather(leaf: Any, tensor: Stored, net: Net) -> np.ndarray:
         lora = net.config.lora
         x = merged_kernel(x, lora and lora.at(tensor.leaf.split("/")[:-1]), net.config.quantize)
     x = on_host(x).astype(tensor.dtype)
-    return np.ascontiguousarray(x.T if tensor.transpose else x)
+    x = x[None] if tensor.as_row else x
+    return np.asarray(x.T if tensor.transpose else x, order="C")
 
 
 def on_host(x: jax.Array) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl_llm.models.families.entries import refuse
 
-# The model_types, and what their text parts may be.
+# The model_types, and what their text parts may be. A gemma4 is one of them where it has no encoder of images.
 WHOLES = {
     "gemma4": ("gemma4_text",),
     "llama4": ("llama4_text",),
@@ -29,7 +29,7 @@ def entries_of(config: dict[str, Any]) -> dict[str, Any]:
     `text_part_of` is what it is the part of. Raises ConfigError for a text part of another family.
     """
     families = WHOLES.get(str(config.get("model_type")))
-    if families is None:
+    if families is None or (config["model_type"] == "gemma4" and config.get("vision_config") is not None):
         return config
     text = config.get("text_config")
     if not isinstance(text, dict) or text.get("model_type", families[0]) not in families:

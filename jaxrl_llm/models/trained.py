@@ -12,6 +12,7 @@ from typing import NamedTuple
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.models.lora import LoraConfig
+from jaxrl_llm.models.moe import ROUTER
 from jaxrl_llm.models.peft_patterns import ALIKE, AdapterPatterns, with_patterns
 from jaxrl_llm.models.safetensors import named_as_modules, some
 from jaxrl_llm.models.transformer import Net
@@ -53,6 +54,11 @@ class Trained(NamedTuple):
             raise ConfigError(
                 f"model.trainable is {', '.join(self.trainable) or 'all'} and model.frozen {', '.join(self.frozen)}: "
                 "nothing is left to train"
+            )
+        if config.freeze_router and all(tensor.leaf.endswith(ROUTER) for tensor in tensors if tensor.name in trained):
+            raise ConfigError(
+                f"model.trainable is {', '.join(self.trainable)}, and model.freeze_router is true: nothing is left to "
+                "train, as these are routers; set it to false, or name others"
             )
         # Of each parameter, of each layer where layers are stacked, whether training leaves its tensors.
         found: dict[tuple[str, int | None], set[bool]] = {}

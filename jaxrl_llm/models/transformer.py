@@ -6,7 +6,7 @@ computes is a pure function of both: `net.bind(params).hidden(inputs)`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images, Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain, context_shards
 from jaxrl_llm.models.fused_attention import BY_SEGMENTS, implementation, is_in_chunks
+from jaxrl_llm.models.grouped_matmul import RESULT
 from jaxrl_llm.models.layers import Embed, FeedForward, Linear, RMSNorm, soft_cap, stacked
 from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout, has_expert_adapters, overlaid, with_saved
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer, NoMixer
@@ -37,7 +38,8 @@ _saved = jax.checkpoint_policies
 def _matmul_or_attention(primitive, *_, **params) -> bool:
     """True for matmuls with weights, and for kernels that compute attention: their outputs are as small as theirs."""
     attention = primitive.name == "pallas_call" or primitive.name.startswith("dot_product_attention_fwd")
-    return attention or bool(_saved.dots_with_no_batch_dims_saveable(primitive, *_, **params))
+    by_experts = params.get("name") == RESULT
+    return attention or by_experts or bool(_saved.dots_with_no_batch_dims_saveable(primitive, *_, **params))
 
 
 # What is saved of each layer for the backward pass, which recomputes the rest.
@@ -246,10 +248,11 @@ class Transformer(nnx.Module):
             raise ConfigError("this model has a score head and no language-model head: it gives scores, no logits.")
         return self.embed.weight[...].T if self.head is None else self.head.kernel[...]
 
-    def logits(self, hidden):
-        """Logits `[..., V]` in fp32."""
-        hidden = self.head_input(hidden)
-        logits = jnp.matmul(hidden, self.head_kernel().astype(hidden.dtype), preferred_element_type=jnp.float32)
+    def logits(self, hidden, ids: Sequence[int] | None = None):
+        """Logits `[..., V]` in fp32, or those `[..., len(ids)]` of the tokens `ids` alone."""
+        hidden, kernel = self.head_input(hidden), self.head_kernel()
+        kernel = kernel if ids is None else kernel[:, jnp.array(ids)]
+        logits = jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
         return soft_cap(logits, self.config.logit_softcap)
 
     def head_input(self, hidden):
@@ -292,8 +295,15 @@ class Transformer(nnx.Module):
 
         return self.vision.encode(images, jnp.dtype(self.config.dtype), checkpointed)
 
+    def _read(self, tokens):
+        """The tokens that are looked up in tables: one in the place of all that stand for images and the like."""
+        vision = self.config.vision
+        if vision is None or not vision.blank_tokens:
+            return tokens
+        return jnp.where(jnp.isin(tokens, jnp.array(vision.blank_tokens)), vision.blank, tokens)
+
     def _embedded(self, tokens):
-        x = constrain(self.embed(tokens, self.config.dtype), "rows", "positions", None)
+        x = constrain(self.embed(self._read(tokens), self.config.dtype), "rows", "positions", None)
         return x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
 
     def _embedded_rows(self, inputs: Inputs) -> tuple[AttentionInputs, jax.Array, ImageEmbeddings | None]:
@@ -308,7 +318,8 @@ class Transformer(nnx.Module):
         images, runs = inputs.images, None
         if isinstance(images, Images):
             images = self.encode_images(tokens, segments, images)
-        if images is not None and c.vision is not None and c.vision.bidirectional:
+        both_ways = "" if images is None or c.vision is None else c.vision.bidirectional
+        if images is not None and both_ways:
             runs = image_runs(images.index, segments)
         by_mask = prefixes is not None or runs is not None or is_in_chunks(c, tokens.shape[1])
         # Some kernels read segments, and a mask [N,T,T] only where segments do not say it all.
@@ -320,6 +331,8 @@ class Transformer(nnx.Module):
                 "'auto', 'cudnn' or 'xla'"
             )
         mask = None if kernels <= BY_SEGMENTS and not by_mask else attention_mask(segments, prefixes, runs)
+        sliding_mask = mask if both_ways == "sliding" else None
+        mask = mask if sliding_mask is None else attention_mask(segments, prefixes)
         # Of models with axes also where no row has images, so that their caches can be put together.
         rotary, shift = None, jnp.zeros(len(tokens), jnp.int32) if c.rope_axes else None
         if images is not None and images.positions is not None:
@@ -330,7 +343,9 @@ class Transformer(nnx.Module):
         x = x if inputs.noise is None else x + inputs.noise.astype(x.dtype)
         if images is not None:
             x = constrain(with_images(x, images), "rows", "positions", None)
-        return AttentionInputs(positions, segments, mask, by_mask, runs is None, inv_freq, rotary, shift), x, images
+        causal = runs is None
+        layout = AttentionInputs(positions, segments, mask, by_mask, causal, sliding_mask, inv_freq, rotary, shift)
+        return layout, x, images
 
     def _by_run(self, experts) -> tuple:
         """The experts `[N,T,L,k]` of all layers as those of each run: of a scanned one stacked, of a dense one None."""
@@ -357,7 +372,7 @@ class Transformer(nnx.Module):
         stacks = {}
         if self.config.scan_layers:
             stacks = {name: nnx.split(getattr(self, name)) for name in self.config.stacks}
-        own = None if self.per_layer is None else self.per_layer(tokens, x)
+        own = None if self.per_layer is None else self.per_layer(self._read(tokens), x)
         outputs: list[Any] = []
         reads: dict[int | None, Any] = {None: None}
         for number, run in enumerate(self.config.layer_runs):

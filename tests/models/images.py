@@ -10,10 +10,12 @@ import torch
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
+    Gemma4Config,
     Glm4vConfig,
     Glm4vMoeConfig,
     Idefics3Config,
     InternVLConfig,
+    Lfm2VlConfig,
     Mistral3Config,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
@@ -99,9 +101,23 @@ GLM_ROPE = MROPE | {"partial_rotary_factor": 0.5}
 PIXTRAL = {name: x for name, x in ENCODER.items() if name != "image_size"} | {
     "model_type": "pixtral", "hidden_act": "silu",
 }  # fmt: skip
+# Of Gemma 4: 2 x 2 patches are a token, and 12 columns and rows have positions.
+GEMMA4_ENCODER: dict[str, Any] = {
+    **{name: x for name, x in ENCODER.items() if name != "image_size"}, "num_key_value_heads": 3, "head_dim": 8,
+    "global_head_dim": 8, "pooling_kernel_size": 2, "position_embedding_size": 12,
+    "rms_norm_eps": 0.1,  # as in GEMMA4
+}  # fmt: skip
+GEMMA4_TOKENS = {
+    "image_token_id": IMAGE_TOKEN, "video_token_id": 91, "audio_token_id": 94, "boi_token_id": 92, "eoi_token_id": 93,
+}  # fmt: skip
+SIGLIP2 = {name: x for name, x in ENCODER.items() if name != "image_size"} | {
+    "model_type": "siglip2_vision_model", "vision_use_head": False, "num_patches": 25,
+}  # fmt: skip
 ANY_SIZE = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "mistral3",
+    "gemma4", "lfm2_vl",
 )  # fmt: skip
+STILL = ("mistral3", "gemma4", "lfm2_vl")  # of these, those whose patches have no frames
 TOKENS = {
     "image_token_id": IMAGE_TOKEN, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93,
 }  # fmt: skip
@@ -178,6 +194,18 @@ VISION = {
         vision_config=GLM_ENCODER,
         **TOKENS,
     ),
+    "gemma4": lambda: Gemma4Config(
+        text_config=VARIANTS["gemma4_text"]().to_dict() | {"pad_token_id": 7, "use_bidirectional_attention": "vision"},
+        vision_config=GEMMA4_ENCODER | {"use_clipped_linears": True, "standardize": True},
+        **GEMMA4_TOKENS,
+    ),
+    "lfm2_vl": lambda: Lfm2VlConfig(
+        text_config=VARIANTS["lfm2"]().to_dict(),
+        vision_config=SIGLIP2,
+        image_token_id=IMAGE_TOKEN,
+        projector_hidden_size=28,
+        tie_word_embeddings=False,
+    ),
     "mistral3": lambda: Mistral3Config(
         text_config=VARIANTS["ministral3"]().to_dict(),
         vision_config=PIXTRAL,
@@ -205,10 +233,14 @@ def make_vision_oracle(family: str, config: Any = None):
         for name, parameter in oracle.named_parameters():
             if "norm" in name or "lambda" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-            elif not parameter.any():  # Gemma 3's projector starts from zeros, as do InternVL's positions
+            elif not parameter.any() or name.endswith("embedding_table"):  # which start from zeros or ones
                 parameter.normal_(std=ENCODER["initializer_range"])
+            elif name.endswith("embedding_projection.weight"):
+                parameter.mul_(4)  # of small ones the gradients are large, and so are their rounding errors
         for name, buffer in oracle.named_buffers():
-            if name.endswith(UNTRAINED):
+            if name.endswith(("_min", "_max")):  # which some numbers are beyond
+                buffer.copy_((0.8 + 0.4 * torch.rand(())) * (1 if name.endswith("_max") else -1))
+            elif name.endswith(UNTRAINED):
                 buffer.add_(torch.randn_like(buffer) * 0.1)
     return oracle
 
@@ -225,7 +257,7 @@ def image_documents(tiles=(2, 1, 0), family: str = "") -> list[Document]:
             parts += [np.full(high * wide // 64, IMAGE_TOKEN), rng.integers(0, IMAGE_TOKEN, 2)]
             pixels.append(rng.normal(size=(high, wide, 3)).astype(np.float32))
         pixels = pixels if family in ANY_SIZE else np.array(pixels, np.float32).reshape(count, *TILE)
-        frames = 0 if family == "mistral3" else 2
+        frames = 0 if family in STILL else 2
         documents.append(Document(np.concatenate([*parts, rng.integers(0, IMAGE_TOKEN, 4)]), pixels, frames))
     assert max(document.tokens.max() for document in documents) < VOCAB
     return documents
@@ -277,6 +309,8 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
         for image, row in zip(document.pixels, pixels, strict=True):
             row[:, : image.shape[0], : image.shape[1]] = torch.tensor(image).permute(2, 0, 1)
         return found | {"pixel_values": pixels, "image_sizes": sizes}
+    if oracle.config.model_type in ("gemma4", "lfm2_vl"):
+        return found | rows_of_patches(oracle.config.model_type, ids, document.pixels)
     if oracle.config.model_type in ANY_SIZE:
         found["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
         made = [qwen_patches(torch.tensor(image)) for image in document.pixels]
@@ -290,6 +324,25 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
     elif oracle.config.model_type != "internvl":
         pixels = pixels[None]
     return found | ({"pixel_values": pixels} if len(document.pixels) else {})
+
+
+def rows_of_patches(family: str, ids: torch.Tensor, images, patch: int = 4) -> dict[str, torch.Tensor]:
+    """The patches of images, row by row and padded to those of the largest, with their places or grids."""
+    types = {"mm_token_type_ids": (ids == IMAGE_TOKEN).int()} if family == "gemma4" else {}
+    if not len(images):
+        return types
+    grids = [(image.shape[0] // patch, image.shape[1] // patch) for image in images]
+    most = max(high * wide for high, wide in grids) + 4
+    pixels, places = torch.zeros(len(images), most, 3 * patch**2), torch.full((len(images), most, 2), -1)
+    for number, (image, (high, wide)) in enumerate(zip(images, grids, strict=True)):
+        x = torch.tensor(image).reshape(high, patch, wide, patch, 3).transpose(1, 2)
+        pixels[number, : high * wide] = x.reshape(high * wide, -1)
+        y, x = torch.meshgrid(torch.arange(high), torch.arange(wide), indexing="ij")
+        places[number, : high * wide] = torch.stack([x, y], dim=-1).reshape(-1, 2)
+    if family == "gemma4":
+        return {**types, "pixel_values": pixels, "image_position_ids": places}
+    mask = (places[..., 0] >= 0).int()
+    return {"pixel_values": pixels, "spatial_shapes": torch.tensor(grids), "pixel_attention_mask": mask}
 
 
 def qwen_patches(image: torch.Tensor, patch: int = 4, merge: int = 2, frames: int = 2):

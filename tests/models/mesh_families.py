@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.distributed.sharding import make_mesh, path_name
-from jaxrl_llm.models import moe
+from jaxrl_llm.models import delta_net, moe
 from jaxrl_llm.models.model import load_model
 from tests.models.images import VISION, image_documents, make_vision_oracle, padded_images
 from tests.models.oracles import FAMILIES, VARIANTS, added_gradients, make_oracle
+
+RECURRENT = ("qwen3_5_text", "falcon_h1")  # without experts, whose kernels are for their backend alone
 
 
 def logits_and_gradients(net, params, tokens, segments, images=None):
@@ -28,8 +30,8 @@ def test_eight_devices_compute_the_same(variant, way, tmp_path, monkeypatch):
     config = VARIANTS[variant]()
     experts = hasattr(config, "num_experts_per_tok") or getattr(config, "enable_moe_block", False)
     if way == "accelerator":
-        if not experts:
-            pytest.skip("only experts are computed in another way there")
+        if not experts and variant not in RECURRENT:
+            pytest.skip("only experts and recurrent layers are computed in another way there")
         monkeypatch.setattr(moe, "dense", moe.grouped)
     make_oracle(variant).save_pretrained(tmp_path)
     rng = np.random.default_rng(0)
@@ -39,6 +41,10 @@ def test_eight_devices_compute_the_same(variant, way, tmp_path, monkeypatch):
     mesh = make_mesh(1, 2, 2, **{"expert" if experts else "context": 2})
     cut = load_model(tmp_path, mesh=mesh)
     expected, gradients = logits_and_gradients(whole.net, whole.params, tokens, segments)
+    if way == "accelerator" and variant in RECURRENT:  # chunks of 5 tokens, whose states are by matrices
+        monkeypatch.setattr(delta_net, "CHUNK", 5)
+        monkeypatch.setattr(delta_net.GatedDeltaNet, "chunk", 5)
+        monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     with jax.set_mesh(mesh):
         found, cut_gradients = logits_and_gradients(cut.net, cut.params, tokens, segments)
     np.testing.assert_allclose(found, expected, atol=2e-5)

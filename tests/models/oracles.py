@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from transformers import (
     AfmoeConfig,
+    ApertusConfig,
     ArceeConfig,
     AutoModelForCausalLM,
     Cohere2Config,
     DeepseekV3Config,
     Dots1Config,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     FalconH1Config,
@@ -30,8 +32,10 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -317,6 +321,21 @@ VARIANTS = {
         **SHAPE, head_dim=16, attention_bias=True,
         rope_parameters={"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0},
     ),
+    "hunyuan_v1_moe": lambda: HunYuanMoEV1Config(**SHAPE, head_dim=16, num_experts=4, moe_topk=2),
+    "apertus": lambda: ApertusConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
+    "apertus-biases": lambda: ApertusConfig(**SHAPE, attention_bias=True, rms_norm_eps=1e-3),
+    "ernie4_5_moe": lambda: Ernie4_5_MoeConfig(
+        **SHAPE | {"num_hidden_layers": 3}, moe_k=2, moe_num_experts=4, moe_intermediate_size=16,
+        router_aux_loss_coef=0.02, tie_word_embeddings=False,
+    ),
+    "ernie4_5_moe-unshared": lambda: Ernie4_5_MoeConfig(
+        **SHAPE | {"num_hidden_layers": 4}, moe_k=2, moe_num_experts=4, moe_intermediate_size=16,
+        moe_num_shared_experts=0, moe_layer_start_index=1, moe_layer_interval=2,
+    ),
+    "granitemoe": lambda: GraniteMoeConfig(
+        **SHAPE, **EXPERTS, num_local_experts=4, embedding_multiplier=6.0, attention_multiplier=0.5,
+        residual_multiplier=0.25, logits_scaling=3.0, attention_bias=True,
+    ),
     "arcee": lambda: ArceeConfig(**SHAPE, rope_parameters=YARN_ROPE, mlp_bias=True),
     "cohere2": lambda: Cohere2Config(
         **SHAPE, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"], logit_scale=0.3,
@@ -324,11 +343,14 @@ VARIANTS = {
     ),
 }  # fmt: skip
 # Buffers of routers and layers, which no gradient trains.
-UNTRAINED = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+UNTRAINED = (
+    "e_score_correction_bias", "expert_bias", "layer_scalar", "act_fn.beta", "act_fn.eps", "std_bias", "std_scale",
+    "_min", "_max",
+)  # fmt: skip
 NO_CLASSIFIER = (  # of which transformers has none
     "granite", "olmoe", "gemma4_text", "qwen3_5_moe_text", "llama4_text", "glm4_moe", "glm4_moe_lite",
     "minimax_m2", "ernie4_5", "lfm2", "lfm2_moe", "granitemoehybrid", "nemotron_h", "afmoe", "kimi_linear",
-    "olmo_hybrid", "dots1", "falcon_h1", "cohere2",
+    "olmo_hybrid", "dots1", "falcon_h1", "cohere2", "apertus", "ernie4_5_moe", "granitemoe",
 )  # fmt: skip
 ALIKE = {"glm4_moe_lite": "deepseek_v3"}  # families whose nets another describes too
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
@@ -340,7 +362,7 @@ def make_oracle(variant: str, seed: int = 0):
     oracle = AutoModelForCausalLM.from_config(VARIANTS[variant](), attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
-            if "norm" in name or name.endswith(("bias", "sinks", "scale", "router.gate.weight")):
+            if "norm" in name or name.endswith(("bias", "sinks", "scale", "router.gate.weight", "alpha_p", "alpha_n")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         for name, buffer in oracle.named_buffers():
             if name.endswith(UNTRAINED):
@@ -419,12 +441,13 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                 parts = zip("qkv", np.split(x, [keys, 2 * keys]), strict=True)
                 found |= {name.replace("conv1d", f"{part}_conv1d"): own for part, own in parts}
                 continue
-        if family == "granitemoehybrid":
+        if family in ("granitemoe", "granitemoehybrid"):
             block, between, part = name.partition("block_sparse_moe.")
             found[block + between + granite.get(part, part)] = x
             continue
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         name = name.replace("model.", "backbone.") if family == "nemotron_h" else name
+        name = name.replace(".gate.moe_statics.", ".moe_statics.")
         start, stacked, part = name.partition(".experts.")
         if not stacked or family in ("gpt_oss", "gemma4_text", "qwen3_vl_moe", "llama4_text"):
             found[name] = x
@@ -474,6 +497,7 @@ def gradients(model, tokens, segments) -> dict[str, np.ndarray]:
 def in_parameters(tensor: Stored, arrays: dict[str, np.ndarray]) -> np.ndarray:
     """The part of a stacked parameter, in the orientation of files, that a tensor of the files holds."""
     part = arrays[tensor.leaf][tensor.at]
+    part = part[None] if tensor.as_row else part
     return part.T if tensor.transpose else part
 
 
@@ -484,4 +508,6 @@ def of_files(tensor: Stored, arrays: dict[str, np.ndarray]) -> np.ndarray:
         return whole[..., tensor.first_row :: tensor.every]
     if tensor.axis:
         return whole[..., tensor.first_row : tensor.first_row + tensor.shape[-1]]
+    if not tensor.shape:
+        return whole
     return whole[tensor.first_row : tensor.first_row + tensor.shape[0]]

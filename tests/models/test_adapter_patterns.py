@@ -119,6 +119,7 @@ def test_maps_that_are_one_tensor_in_the_files(tmp_path):
     assert second == ()
 
 
+@pytest.mark.slow
 def test_maps_of_one_name_in_a_layer(tmp_path):
     """Attention and feed-forward of an afmoe each have a gate_proj."""
     make_oracle("afmoe").save_pretrained(tmp_path)

@@ -61,6 +61,18 @@ def test_gradients_of_rows_up_to_a_count(monkeypatch, at_once, length, count, sl
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+def test_a_kl_that_counts_for_nothing_does_not_overflow():
+    """The first token is less likely than to the reference by a factor that float32 does not hold; its weight is 0."""
+    slopes = chunked_softmax.Slopes(jnp.zeros((1, 2)), jnp.array([[0.0, 1.0]]), jnp.full((1, 2), -1.0), "k3")
+    hidden, kernel, targets = jnp.array([[[200.0], [1.0]]]), jnp.array([[0.0, -1.0]]), jnp.ones((1, 2), jnp.int32)
+
+    def loss(hidden, kernel):
+        return chunked_logps(hidden, kernel, targets, 1.0, slopes=slopes)[0].sum()
+
+    d_hidden, d_kernel = jax.jit(jax.grad(loss, (0, 1)))(hidden, kernel)
+    assert d_hidden[0, 0, 0] == 0 and d_hidden[0, 1, 0] != 0 and jnp.isfinite(d_kernel).all()
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_the_kl_of_whole_distributions(monkeypatch, softcap):
     """Values and gradients equal torch's of the logits formed whole; the reference has another head."""

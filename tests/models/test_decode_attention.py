@@ -123,9 +123,8 @@ def test_accelerators_decode_the_same(backend, at_once, config, monkeypatch):
     np.testing.assert_allclose(found, expected, atol=0.02)  # in float16: either is 0.013 off those of float32
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("none", marks=pytest.mark.slow), "int8", pytest.param("fp8", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["none", "int8", "fp8"])
 def test_gpus_norm_queries_and_keys_together(kind, monkeypatch):
     """In one array, with the scales and the norms of each: what they are apart, bit for bit."""
     config = dataclasses.replace(NORMED, quantize=kind, heads=6)

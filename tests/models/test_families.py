@@ -280,6 +280,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # entries of files on the hub, in plac
     "olmo_hybrid": {"layer_types": None, "full_attention_interval": 2},
     "cohere2": {"layer_types": None, "sliding_window_pattern": 2},
     "falcon_h1": {"mamba_d_head": "auto"},
+    "hunyuan_v1_moe": {"num_experts": [4, 4], "moe_topk": [2, 2]},
+    "ernie4_5_moe": {"moe_layer_end_index": -1},
 }  # fmt: skip
 
 

@@ -93,6 +93,7 @@ def test_outputs_and_gradients(by, window, softcap):
     assert np.isfinite(splash(q, k, v)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 2])
 def test_flash_attention_of_gpus(heads):
     """Of packed documents, whose length is no multiple of a block; queries of one and of two heads share keys."""
@@ -177,14 +178,15 @@ def interpreted(monkeypatch):
     return lambda config: Net(dataclasses.replace(config, attention="splash"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sliding", "scan", "changes"),
     [
         ((1,), True, {}),
-        pytest.param((1,), True, {"sliding_chunks": True}, marks=pytest.mark.slow),
-        pytest.param((0,), False, {}, marks=pytest.mark.slow),
-        pytest.param((0, 1), True, {}, marks=pytest.mark.slow),
-        pytest.param((1,), True, {"sliding_chunks": True, "sliding_window": 1000}, marks=pytest.mark.slow),
+        ((1,), True, {"sliding_chunks": True}),
+        ((0,), False, {}),
+        ((0, 1), True, {}),
+        ((1,), True, {"sliding_chunks": True, "sliding_window": 1000}),
     ],
 )
 def test_a_net_is_the_same(interpreted, sliding, scan, changes):

@@ -14,6 +14,7 @@ import pytest
 from jaxrl_llm.models import quantize
 from jaxrl_llm.models.decode_attention import decode_attention
 from jaxrl_llm.models.fused_attention import cudnn_attention, flash_attention
+from jaxrl_llm.models.grouped_matmul import grouped_matmul
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Net
 from tests.models.decoding import continued_logits
@@ -123,6 +124,40 @@ def test_attention_of_rows(implementation, length, heads, keys, size):
         expected = outputs_and_gradients(all_scores, *(x.astype(jnp.float32) for x in (q, k, v)))
     for a, b in zip(found, expected, strict=True):
         assert relative(a, b) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "width", "hidden"),
+    [
+        (512, 128, 2048, 768),  # Qwen3-30B-A3B, 64 rows that decode
+        (16384, 128, 2048, 768),  # and an update
+        (4096, 32, 2880, 2880),  # gpt-oss-20b
+        (64, 8, 4096, 14336),  # Mixtral
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_grouped_matmuls(rows, groups, width, hidden, dtype):
+    """Outputs and gradients, of groups of any size and rows behind the last one, against one matmul after another."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (rows, width), (groups, width, hidden), (rows, hidden)
+    x, kernels, d_out = (jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+    sizes = np.random.default_rng(0).multinomial(rows, np.random.default_rng(1).dirichlet(np.ones(groups + 1)))[:-1]
+
+    @jax.jit
+    def run(x, kernels, d_out):
+        out, pull = jax.vjp(lambda x, kernels: grouped_matmul(x, kernels, jnp.asarray(sizes, jnp.int32)), x, kernels)
+        return out, *pull(d_out)
+
+    def one_by_one(x, kernels):
+        ends = np.cumsum(sizes)
+        parts = [x[end - size : end] @ kernel for end, size, kernel in zip(ends, sizes, kernels, strict=True)]
+        return jnp.concatenate([*parts, jnp.zeros((rows - sizes.sum(), hidden))])
+
+    with jax.default_matmul_precision("highest"):
+        out, pull = jax.vjp(one_by_one, x.astype(jnp.float32), kernels.astype(jnp.float32))
+        expected = out, *pull(d_out.astype(jnp.float32))
+    for found, exact in zip(run(x, kernels, d_out), expected, strict=True):
+        assert relative(found, exact) < {"bfloat16": 5e-3, "float32": 2e-3}[dtype]
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,30 @@ CONFIG_FAULTS = {
         {"model_type": "afmoe", "architectures": None, "score_func": "softmax"},
         "score_func = 'softmax' is not supported; supported: sigmoid",
     ),
+    "experts of another number in a layer": (
+        {"model_type": "hunyuan_v1_moe", "architectures": None, "num_experts": [4, 8], "moe_topk": 2},
+        r"num_experts = \[4, 8\] is not supported; supported: the same number in every layer",
+    ),
+    "more experts of Hunyuan than there are": (
+        {"model_type": "hunyuan_v1_moe", "architectures": None, "num_experts": 4, "moe_topk": [5, 5]},
+        "moe_topk = 5 .* up to num_experts = 4",
+    ),
+    "a head with a bias": (
+        {"model_type": "ernie4_5_moe", "architectures": None, "use_bias": True},
+        "use_bias = True is not supported; supported: false",
+    ),
+    "experts behind the last layer": (
+        {"model_type": "ernie4_5_moe", "architectures": None, "moe_layer_start_index": 2},
+        "moe_layer_start_index = 2 .* leave experts to some of the 2 layers",
+    ),
+    "a norm behind each part": (
+        {"model_type": "apertus", "architectures": None, "hidden_act": "xielu", "post_norm": True},
+        "post_norm = True is not supported; supported: False",
+    ),
+    "another activation than xIELU": (
+        {"model_type": "apertus", "architectures": None, "hidden_act": "silu"},
+        "hidden_act = 'silu' is not supported; supported: xielu",
+    ),
     "dense layers alone": (
         {"model_type": "afmoe", "architectures": None, "num_dense_layers": 2},
         "num_dense_layers = 2 .* below num_hidden_layers = 2",
@@ -649,6 +673,9 @@ def test_rows_longer_than_the_positions(copy):
     check_positions(load_model(copy), 256, "this")
     edit_config(copy, max_position_embeddings="remove", rope_parameters="remove")
     check_positions(load_model(copy), 10**9, "this")
+    edit_config(copy, model_max_length=64)  # as Kimi Linear has it
+    with pytest.raises(ConfigError, match=r"has positions for 64 \(max_position_embeddings .* or model_max_length\)"):
+        check_positions(load_model(copy), 65, "this")
 
 
 def test_tokenizer_faults_are_named(copy):
@@ -740,5 +767,5 @@ def test_a_language_model_gets_a_new_score_head(tmp_path, variant):
 
 
 def test_a_reward_model_is_no_language_model(scorer):
-    with pytest.raises(ConfigError, match=r"lacks tensors that the model needs: lm_head\.weight"):
+    with pytest.raises(ConfigError, match=r"has the head score, and lm is asked for: .* the reward model:PATH"):
         hf.load(scorer[1], head="lm")

@@ -1,5 +1,7 @@
 """Quantisation-aware training: the forward pass of quantised matrices, gradients that pass through, whole runs."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +39,14 @@ def test_a_matmul_with_what_would_be_stored(kind):
         ties = groups / scale < -7.4999  # of which -7 and -8 are as near
         np.testing.assert_allclose(np.where(ties, 0, found), np.where(ties, 0, codes * scale), atol=1e-6)
         assert 0 < ties.sum() <= 12 and (np.abs(found - groups) <= scale / 2 + 1e-6).all()
+
+
+def test_two_codes_share_a_byte():
+    config = describe("embedded:sort").net.config
+    for settings, named in (({"qat": "int4"}, "model.qat"), ({"quantize": "nf4"}, "model.quantize, or teacher.*,")):
+        net = Net(dataclasses.replace(config, ffn=33, **settings))
+        with pytest.raises(ConfigError, match=rf"^{named} is .*4, which needs matrices with an even number .*, not 33"):
+            net.shapes()
 
 
 def test_the_sampler_has_what_is_trained_for():
@@ -88,7 +98,8 @@ def tiny(root, folder, config, **changes):
     return made
 
 
-@pytest.mark.parametrize("config", [pytest.param("sft", marks=()), pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["sft", "grpo"])
 def test_a_run(root, tmp_path, config):
     """The model that is written computes, quantised, as the one that was trained; the sampler has it so."""
     changes = {"batch__microbatch_rows": 4} if config == "sft" else {}

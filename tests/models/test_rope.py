@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, AutoModel, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxrl_llm.config import ConfigError
@@ -43,6 +43,22 @@ def test_frequencies_equal_those_of_transformers(name):
     expected, scale = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
     np.testing.assert_allclose(frequencies(rope, 64), expected.numpy(), rtol=2e-6)
     assert rope.attention_factor == pytest.approx(scale, rel=1e-12)
+
+
+@pytest.mark.parametrize("family", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
+@pytest.mark.parametrize("head_dim", [None, 32])
+def test_frequencies_of_hunyuan_are_stretched_as_in_transformers(family, head_dim):
+    sizes = {
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    }  # fmt: skip
+    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1}
+    entries = {"model_type": family, "rope_theta": 1e4, "rope_scaling": scaling, "head_dim": head_dim, **sizes}
+    module = FAMILIES[family]
+    config = module.to_config(entries)
+    exported = module.from_config(config, entries)
+    assert exported["rope_scaling"] == scaling and module.to_config(exported) == config
+    theirs = AutoModel.from_config(AutoConfig.for_model(**exported)).rotary_emb
+    np.testing.assert_allclose(frequencies(config.rope, config.head_dim), theirs.inv_freq, rtol=2e-6)
 
 
 def test_dynamic_frequencies_follow_the_length_of_a_row():

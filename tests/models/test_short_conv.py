@@ -3,8 +3,10 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
@@ -12,6 +14,7 @@ from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.delta_net import GatedDeltaNet
 from jaxrl_llm.models.kimi_delta import KimiDelta
 from jaxrl_llm.models.mamba2 import Mamba2
+from jaxrl_llm.models.mixer import AttentionInputs
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.short_conv import AT_ONCE, ShortConv
 from jaxrl_llm.models.transformer import Net
@@ -72,6 +75,28 @@ def test_prefill_and_decode_equal_the_full_forward(net, params, rows):
     for at_once in (1, 3):
         found = continued_logits(net, params, tokens, segments, continuations, at_once)
         np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", variants(("delta net", "kimi", "mamba"), quick=("mamba",)))
+def test_rows_are_computed_on_accelerators_as_on_cpus(name, monkeypatch):
+    """In longer chunks, with padding on both sides and documents that end in chunks: all gradients too."""
+    mixer = CONFIGS[name].mixers[0](CONFIGS[name], nnx.Rngs(0))
+    mixer.log_decay[...] = jnp.full_like(mixer.log_decay[...], -4)  # states outlive chunks
+    graph, params = nnx.split(mixer)
+    rng, segments = np.random.default_rng(0), np.ones((3, 150), int)
+    segments[0, :7], segments[1, 140:], segments[2, 5:9], segments[2, 9:] = 0, 0, 2, 3
+    x, wanted = jnp.asarray(rng.normal(size=(2, 3, 150, 16)) * (segments > 0)[..., None], jnp.float32)
+    inputs = AttentionInputs(np.tile(np.arange(150), (3, 1)), jnp.asarray(segments), None)
+
+    def loss(params, x):
+        out, cache = nnx.merge(graph, params).prefill(x, inputs, ())
+        return (out * wanted).sum() + (cache.state**2).sum(), (out, cache)
+
+    def run(backend):
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), run("gpu"), run("cpu"))
 
 
 def test_more_tokens_at_once_than_are_kept_are_refused(net, params, rows):

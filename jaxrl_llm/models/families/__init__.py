@@ -3,7 +3,7 @@
 A family is a module with `MODEL_TYPE`, `ARCHITECTURE`, `KEYS`, `to_config` and `from_config`; where checkpoints have
 other tensor names too, the tables of `OTHER_KEYS` are read as well, and never written. `MODULE_KEYS` is the table of
 the names in transformers' class, where files have others: PEFT knows modules by them. `unused_tensors(config)` are the
-names of tensors that files may have and that are not read.
+names of tensors that files may have and that are not read, and UNREAD how the names of those of whole parts begin.
 """
 
 import contextlib
@@ -14,17 +14,20 @@ from typing import Any
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.families import (
     afmoe,
+    apertus,
     arcee,
     cohere2,
     deepseek_v3,
     dots1,
     ernie4_5,
+    ernie4_5_moe,
     exaone4,
     falcon_h1,
     gemma,
     gemma2,
     gemma3,
     gemma3_text,
+    gemma4,
     gemma4_text,
     glm,
     glm4,
@@ -34,13 +37,16 @@ from jaxrl_llm.models.families import (
     glm4v_moe,
     gpt_oss,
     granite,
+    granitemoe,
     granitemoehybrid,
     hunyuan_v1_dense,
+    hunyuan_v1_moe,
     idefics3,
     internvl,
     kimi_linear,
     lfm2,
     lfm2_moe,
+    lfm2_vl,
     llama,
     llama4_text,
     minimax_m2,
@@ -87,7 +93,7 @@ FAMILIES = {
         lfm2, lfm2_moe, ministral3, granitemoehybrid,
         internvl, glm4v, glm4v_moe, mistral3,
         nemotron_h, afmoe, kimi_linear, olmo_hybrid, falcon_h1, dots1, hunyuan_v1_dense, arcee,
-        cohere2,
+        cohere2, gemma4, lfm2_vl, apertus, ernie4_5_moe, granitemoe, hunyuan_v1_moe,
     )
 }  # fmt: skip
 ALIKE = {"kimi_k2": deepseek_v3}  # model_types of another family's form, as which they are exported

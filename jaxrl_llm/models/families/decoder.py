@@ -18,7 +18,7 @@ class TensorName(NamedTuple):
     """One parameter: its path here, its tensor's name in the files, and whether the matrix is stored transposed.
 
     Parameters with the same tensor are ranges of its rows, in the order of the table, of its `columns`, or
-    `interleaved`: each has every n-th number of its last dimension.
+    `interleaved`: each has every n-th number of its last dimension. A vector may be stored `as_row` of a matrix.
     """
 
     path: str  # under `layers` the parameter is one array, stacked over layers
@@ -26,6 +26,7 @@ class TensorName(NamedTuple):
     transpose: bool = False
     interleaved: bool = False
     columns: bool = False
+    as_row: bool = False
 
 
 def linear(path: str, tensor: str) -> tuple[TensorName, TensorName]:
@@ -243,7 +244,7 @@ def head_of(hf: dict[str, Any], family: str | dict[str, str], wanted: str | None
         labels = hf.get("num_labels") or len(hf.get("id2label") or (0, 1))
         if labels != count:
             refuse("num_labels", labels, f"{count} ({meaning})")
-        if wanted not in (None, "lm", own):
+        if wanted not in (None, own):
             raise ConfigError(
                 f"architectures = {hf['architectures']!r} has the head {own}, and {wanted} is asked for: the former is "
                 f"of the reward {'prm' if own == 'step' else 'model'}:PATH, and a new head is put on a language model"

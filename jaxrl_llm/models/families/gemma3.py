@@ -71,7 +71,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         supported = f"squares of divisors of the {encoder.side} patches along a side of a tile"
         refuse("mm_tokens_per_image", hf["mm_tokens_per_image"], supported)
     token = siglip.image_token(hf, "image_token_index", text)
-    vision = VisionConfig(encoder, encoder.side // side, token, projector="average", bidirectional=True)
+    vision = VisionConfig(encoder, encoder.side // side, token, projector="average", bidirectional="all")
     return gemma3_text.config_of(text, ARCHITECTURE, {"vision": vision}, overrides)
 
 

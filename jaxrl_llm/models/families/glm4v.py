@@ -64,7 +64,7 @@ FAMILY = qwen_vl.Family(
     interleaved=False,
     encoder=PatchRowsConfig(
         width=1536, layers=24, heads=12, ffn=4096, patch_size=14, window_size=0, full_layers=(), norm_eps=1e-5,
-        attention_bias=False, bias=False, patch_bias=True, patch_norm=True, positions=24, cubic=True,
+        attention_bias=False, bias=False, patch_bias=True, patch_norm=True, positions=24, places="cubic",
         merger="convolved", merger_ffn=13_696,
     ),
     # The channels of its layers are as many as the decoder's, and those of the merger are the entry of this name.

@@ -1,6 +1,7 @@
 """Granite 4: Mamba-2 in most layers or in none, attention in the others; experts beside a shared one, or that alone."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from jaxrl_llm.models.attention import Attention
@@ -35,6 +36,12 @@ def mamba_keys(block: str, path: str = "layers/mamba") -> tuple[TensorName, ...]
     )
 
 
+EXPERT_KEYS = (
+    TensorName("layers/mlp/router/kernel", f"{EXPERTS}router.layer.weight", transpose=True),
+    TensorName("layers/mlp/experts/gate/kernel", f"{EXPERTS}input_linear.weight", transpose=True),
+    TensorName("layers/mlp/experts/up/kernel", f"{EXPERTS}input_linear.weight", transpose=True),
+    TensorName("layers/mlp/experts/down/kernel", f"{EXPERTS}output_linear.weight", transpose=True),
+)
 KEYS = (
     *decoder.ENDS,
     *decoder.PRE_NORMS,
@@ -42,21 +49,25 @@ KEYS = (
     *mamba_keys(f"{LAYER}mamba"),
     *_feed_forward("layers/mlp"),
     *_feed_forward("layers/mlp/shared"),
-    TensorName("layers/mlp/router/kernel", f"{EXPERTS}router.layer.weight", transpose=True),
-    TensorName("layers/mlp/experts/gate/kernel", f"{EXPERTS}input_linear.weight", transpose=True),
-    TensorName("layers/mlp/experts/up/kernel", f"{EXPERTS}input_linear.weight", transpose=True),
-    TensorName("layers/mlp/experts/down/kernel", f"{EXPERTS}output_linear.weight", transpose=True),
+    *EXPERT_KEYS,
 )
 # What transformers' class calls parts of the block.
 MODULES = {
     "input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj",
     "router.layer.weight": "router.weight",
 }  # fmt: skip
-MODULE_KEYS = tuple(
-    key._replace(tensor=f"{EXPERTS}{MODULES[key.tensor.removeprefix(EXPERTS)]}")
-    if key.tensor.startswith(EXPERTS) else key
-    for key in KEYS
-)  # fmt: skip
+
+
+def as_modules(keys: Iterable[TensorName]) -> tuple[TensorName, ...]:
+    """The keys under the names of transformers' class."""
+    return tuple(
+        key._replace(tensor=f"{EXPERTS}{MODULES[key.tensor.removeprefix(EXPERTS)]}")
+        if key.tensor.startswith(EXPERTS) else key
+        for key in keys
+    )  # fmt: skip
+
+
+MODULE_KEYS = as_modules(KEYS)
 MIXERS = {"mamba": Mamba2, "linear_attention": Mamba2, "attention": Attention, "full_attention": Attention}
 # The fields of Mamba-2 that are an entry each, integers from 1.
 SIZES = {

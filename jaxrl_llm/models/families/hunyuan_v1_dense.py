@@ -20,24 +20,33 @@ THETA = 10_000.0
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    own = {**decoder.attention_biases(hf), "qk_norm": True, "qk_norm_rotated": True}
-    return decoder.to_config(_stretched(DEFAULTS | hf), ARCHITECTURE, own, overrides)
+    return decoder.to_config(stretched(DEFAULTS | hf), ARCHITECTURE, own_fields(hf), overrides)
+
+
+def own_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields of attention."""
+    return {**decoder.attention_biases(hf), "qk_norm": True, "qk_norm_rotated": True}
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
+    rope = None if base is None else stretched(base)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config, base), rope=rope)
+
+
+def own_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The entries of config.json that `own_fields` reads, and the size of a head."""
     own: dict[str, Any] = {"attention_bias": config.attention_bias, "head_dim": config.head_dim}
-    own |= decoder.NO_IDS if base is None else {}
-    rope = None if base is None else _stretched(base)
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
+    return own | (decoder.NO_IDS if base is None else {})
 
 
-def _stretched(hf: dict[str, Any]) -> dict[str, Any]:
+def stretched(hf: dict[str, Any]) -> dict[str, Any]:
     """The entries with the rotary base that an `alpha` beside the type `dynamic` means: it is longer, and stays so."""
     given = rotary.parameters_of(hf)
     if rotary.kind_of(given) != "dynamic" or not given.get("alpha"):
         return hf
-    size = positive(hf, "head_dim")
+    heads = positive(hf, "num_attention_heads")
+    size = positive(hf, "hidden_size") // heads if hf.get("head_dim") is None else positive(hf, "head_dim")
     theta = number("rope_theta", given.get("rope_theta") or hf.get("rope_theta") or THETA, above=1)
     theta *= number("alpha", given["alpha"], above=0) ** (size / (size - 2))
     return {**hf, "rope_scaling": None, "rope_theta": theta, "rope_parameters": {"rope_type": "default"}}

@@ -16,6 +16,9 @@ from jaxrl_llm.models.families.entries import refuse
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.tower import VisionConfig
 
+# The families of which transformers ties the head to the embedding unless config.json says otherwise, or the files
+# hold another one, whatever is said of the decoder.
+TIED_BY_FILES = ("internvl", "mistral3")
 # Entries of the whole that are its decoder's.
 SHARED = ("tie_word_embeddings", "quantization_config", "num_labels", "id2label", "label2id")
 

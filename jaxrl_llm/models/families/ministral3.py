@@ -41,6 +41,8 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     rope = None if base is None else {**base, "rope_parameters": _rope_parameters(base)}
     hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
     if base is None:
+        if config.local_rope is not None:
+            refuse("rope_parameters", hf["rope_parameters"], "one set of parameters for all layers")
         growth = {"llama_4_scaling_beta": config.query_growth}
         if config.query_growth:
             growth["original_max_position_embeddings"] = config.query_growth_every

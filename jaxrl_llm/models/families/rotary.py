@@ -17,7 +17,7 @@ READ = (
     *APART, "rope_type", "type", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
     "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim", "llama_4_scaling_beta", MOST,
 )  # fmt: skip
-READ_BESIDE = {"hunyuan_v1_dense": ("alpha",)}  # by single families
+READ_BESIDE = {"hunyuan_v1_dense": ("alpha",), "hunyuan_v1_moe": ("alpha",)}  # by single families
 
 
 def parameters_of(hf: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def read(hf: dict[str, Any], theta: float = 10000.0, partial: bool = False, by_t
 def max_positions(hf: dict[str, Any]) -> int | None:
     """The longest rows that a config.json is made for, its scaling included; None where it does not say."""
     hf = hf.get("text_config") or hf
-    most = hf.get(MOST)
+    most = hf.get(MOST) or hf.get("model_max_length")  # the latter of Kimi Linear
     if most is None:
         return None
     given = parameters_of(hf)

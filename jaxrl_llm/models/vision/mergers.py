@@ -72,4 +72,47 @@ class ReducedMerger(nnx.Module):
         return self.fc2(jax.nn.gelu(self.fc1(self.proj(squares)), approximate=False))
 
 
-MERGERS = {"stacked": Merger, "convolved": ConvolvedMerger, "reduced": ReducedMerger}
+class TwoMapsMerger(nnx.Module):
+    """Embeddings of `size` numbers of squares of patches, those of LFM2-VL: two linear maps with GELU between them, of
+    each square, mostly behind a norm of it."""
+
+    def __init__(self, config: Any, size: int, net: Any, rngs: nnx.Rngs):
+        self.square = config.width * config.merge**2
+        self.norm = LayerNorm(self.square, 1e-5, net.param_dtype) if config.merger_norm else None
+        self.fc1 = Linear(self.square, config.merger_ffn, net, rngs, config.merger_bias)
+        self.fc2 = Linear(config.merger_ffn, size, net, rngs, config.merger_bias)
+
+    def __call__(self, x):
+        x = x.reshape(len(x), -1, self.square)
+        x = x if self.norm is None else self.norm(x)
+        return self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
+
+
+class PooledMerger(nnx.Module):
+    """Embeddings of `size` numbers of squares of patches, those of Gemma 4: a linear map of each square's mean times
+    `sqrt(D)`, which may be standardised, behind a norm without a scale. Training keeps the numbers that standardise."""
+
+    def __init__(self, config: Any, size: int, net: Any, rngs: nnx.Rngs):
+        self.patches, width = config.merge**2, config.width
+        self.std_bias = nnx.Param(jnp.zeros((width,), net.param_dtype)) if config.standardized else None
+        self.std_scale = nnx.Param(jnp.ones((width,), net.param_dtype)) if config.standardized else None
+        self.norm = RMSNorm(width, dataclasses.replace(net, norm_eps=config.norm_eps), rngs, scaled=False)
+        self.proj = Linear(width, size, net, rngs)
+
+    def __call__(self, x):
+        rows, patches, width = x.shape
+        squares = x.astype(jnp.float32).reshape(rows, patches // self.patches, self.patches, width)
+        means = squares.mean(axis=2) * width**0.5
+        if self.std_bias is not None and self.std_scale is not None:
+            bias, scale = (jax.lax.stop_gradient(a[...]).astype(jnp.float32) for a in (self.std_bias, self.std_scale))
+            means = (means - bias) * scale
+        return self.proj(self.norm(means.astype(x.dtype)))
+
+
+MERGERS = {
+    "stacked": Merger,
+    "convolved": ConvolvedMerger,
+    "reduced": ReducedMerger,
+    "two_maps": TwoMapsMerger,
+    "pooled": PooledMerger,
+}

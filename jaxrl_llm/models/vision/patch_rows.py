@@ -1,9 +1,9 @@
-"""The encoders of Qwen2-VL (arXiv 2409.12191), 2.5-VL, Qwen3-VL and Qwen3.5, of GLM-4.1V (arXiv 2507.01006) and of
-Mistral Small 3.1 (Pixtral, arXiv 2410.07073): a ViT over patches of images of any size.
+"""The encoders of Qwen2-VL (arXiv 2409.12191), 2.5-VL, Qwen3-VL and Qwen3.5, of GLM-4.1V (arXiv 2507.01006), of Mistral
+Small 3.1 (Pixtral, arXiv 2410.07073), of Gemma 4, and SigLIP 2 (arXiv 2502.14786), that of LFM2-VL: a ViT over patches
+of images of any size.
 
-The patches of a row's images are one row. They have rotary positions of two axes and, from Qwen3-VL on and in GLM-4.1V,
-learned ones that are interpolated to the image. They see all of their image or, in most layers of Qwen2.5-VL, their
-window.
+The patches of a row's images are one row. They have rotary positions of two axes, learned ones, or both. They see all
+of their image or, in most layers of Qwen2.5-VL, their window.
 """
 
 import dataclasses
@@ -18,8 +18,9 @@ from flax import nnx
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain
-from jaxrl_llm.models.layers import FeedForward, Linear, stacked
+from jaxrl_llm.models.layers import FeedForward, Linear, over_rms, stacked
 from jaxrl_llm.models.rope import rotate
+from jaxrl_llm.models.vision.clipped import ClippedLinear
 from jaxrl_llm.models.vision.mergers import MERGERS, Merger
 from jaxrl_llm.models.vision.siglip import PatchFeedForward, by_head, norm_of
 
@@ -41,20 +42,31 @@ class PatchRowsConfig:
     window_size: int = 112  # pixels along each side of a window; 0: patches see all of their image in every layer
     full_layers: tuple[int, ...] = (7, 15, 23, 31)  # in which patches see all of their image
     norm: str = "rms"  # or "layer"
+    norms: str = "pre"  # on the inputs of attention and feed-forward; "both": on their outputs too
     norm_eps: float = 1e-6
+    last_norm: bool = False  # behind the last layer
     gated: bool = True  # the feed-forward is a gated one; False: two linear maps
     activation: str = "silu"
     attention_bias: bool = True  # of queries, keys and values
     attention_adapters: bool = False  # these are one matrix in most files, which adapters have no names for
+    output_adapter: str = "o"  # the name, for adapters, of the map behind attention
+    head_norms: bool = False  # of each head's queries, keys and values; scores are not scaled
     bias: bool = True  # of the other maps of layers
+    clipped: bool = False  # the inputs and outputs of layers' maps are, see clipped.ClippedLinear
+    from_zero: bool = False  # pixels are from 0 to 1, which the network maps to -1 to 1
+    patch_map: bool = False  # patches are embedded by a linear map of pixels with their channels, not a convolution
     patch_bias: bool = False
     patch_norm: bool = False  # of patches, before learned positions are added
+    rotary_base: float = 10000.0  # 0: there are no rotary positions
+    rotary_halves: bool = False  # the first half of a head turns by its column, the second by its row
     alternating: bool = False  # rotary frequencies are those of height and width in turn; False: both have the same
     positions: int = 0  # along each side of the square of learned positions; 0: there are none
-    cubic: bool = False  # these are interpolated by cubics, edges on edges; False: linearly, corners on corners
+    places: str = "linear"  # how these become those of an image: one of PLACES
     merger: str = "stacked"  # one of mergers.MERGERS
     merger_ffn: int = 0
     merger_bias: bool = False
+    merger_norm: bool = True  # of "two_maps"
+    standardized: bool = False  # the means of "pooled" are, by a shift and a factor of each number
     merger_adapters: bool = False  # before Qwen3-VL its maps are items of a list, which adapters have no names for
     deepstack: tuple[int, ...] = ()  # layers whose output is added behind the decoder's first layers too
     init_scale: float = 0.02
@@ -132,21 +144,32 @@ class RowAttention(nnx.Module):
 
     def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs):
         self.config = config
-        names = ("q", "k", "v", "o") if config.attention_adapters else ("",) * 4
-        biases = (*(config.attention_bias,) * 3, config.bias)
+        names = ("q", "k", "v", config.output_adapter) if config.attention_adapters else ("",) * 4
+        biases, linear = (*(config.attention_bias,) * 3, config.bias), ClippedLinear if config.clipped else Linear
         self.q, self.k, self.v, self.out = (
-            Linear(config.width, config.width, net, rngs, bias, name) for bias, name in zip(biases, names, strict=True)
+            linear(config.width, config.width, net, rngs, bias, name) for bias, name in zip(biases, names, strict=True)
+        )
+        self.q_norm, self.k_norm = (
+            norm_of("rms", config.width // config.heads, config.norm_eps, net, rngs) if config.head_norms else None
+            for _ in range(2)
         )
 
     def __call__(self, x, layout: "Layout", full):
         q, k, v = (by_head(project(x), self.config.heads) for project in (self.q, self.k, self.v))
-        ones = jnp.ones(x.shape[:2], jnp.int32)
-        q, k = (rotate(a, ones, layout.angles) for a in (q, k))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = self.q_norm(q), self.k_norm(k), over_rms(v, self.config.norm_eps).astype(v.dtype)
+        if layout.angles is not None:
+            q, k = (self._rotated(a, layout.angles) for a in (q, k))
         if self.config.window_size:
             x = jax.lax.cond(full, _in_images, self._in_windows, q, k, v, layout)
         else:
-            x = _in_images(q, k, v, layout)
+            x = _in_images(q, k, v, layout, 1.0 if self.config.head_norms else None)
         return self.out(x.reshape(*x.shape[:2], -1))
+
+    def _rotated(self, x, angles):
+        if self.config.rotary_halves:  # rows before columns, as the angles, and first dimensions of pairs before second
+            x = x.reshape(*x.shape[:-1], 2, 2, -1)[..., ::-1, :, :].swapaxes(-3, -2).reshape(x.shape)
+        return rotate(x, jnp.ones(x.shape[:2], jnp.int32), angles)
 
     def _in_windows(self, q, k, v, layout: "Layout"):
         # Patches of a window are adjacent, so that those of a block are in it or in one of its neighbours.
@@ -171,10 +194,11 @@ class RowAttention(nnx.Module):
         return out.reshape(len(out), -1, *out.shape[3:])[:, :length]
 
 
-def _in_images(q, k, v, layout: "Layout"):
+def _in_images(q, k, v, layout: "Layout", scale: float | None = None):
     def attend(queries):
         q, image = queries
-        return jax.nn.dot_product_attention(q, k, v, mask=image[:, None, :, None] == layout.image[:, None, None, :])
+        mask = image[:, None, :, None] == layout.image[:, None, None, :]
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale)
 
     if q.shape[1] <= BLOCK or q.shape[1] % BLOCK:
         return attend((q, layout.image))
@@ -187,37 +211,57 @@ class Layout(NamedTuple):
 
     image: jax.Array  # [N,P]
     window: jax.Array  # [N,P] adjacent where equal
-    angles: jax.Array  # [N,P,d/2] of rotary positions
+    angles: jax.Array | None  # [N,P,d/2] of rotary positions
 
 
 class RowLayer(nnx.Module):
-    """Attention and a feed-forward, each behind a norm and with a residual."""
+    """Attention and a feed-forward, each behind a norm, or between two, and with a residual."""
 
     def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs):
-        self.norm1 = norm_of(config.norm, config.width, config.norm_eps, net, rngs)
+        def norm():
+            return norm_of(config.norm, config.width, config.norm_eps, net, rngs)
+
+        self.norm1, self.norm2 = norm(), norm()
+        self.out_norm1, self.out_norm2 = (norm() if config.norms == "both" else None for _ in range(2))
         self.attention = RowAttention(config, net, rngs)
-        self.norm2 = norm_of(config.norm, config.width, config.norm_eps, net, rngs)
-        self.mlp = FeedForward(net, rngs) if config.gated else PatchFeedForward(config, net, rngs)
+        linear = ClippedLinear if config.clipped else Linear
+        self.mlp = FeedForward(net, rngs, linear=linear) if config.gated else PatchFeedForward(config, net, rngs)
 
     def __call__(self, x, layout: Layout, full):
-        x = constrain(x + self.attention(self.norm1(x), layout, full), "rows", None, None)
-        return constrain(x + self.mlp(self.norm2(x)), "rows", None, None)
+        x = _added(x, self.attention(self.norm1(x), layout, full), self.out_norm1)
+        return _added(x, self.mlp(self.norm2(x)), self.out_norm2)
+
+
+def _added(x, out, norm) -> jax.Array:
+    return constrain(x + (out if norm is None else norm(out)), "rows", None, None)
 
 
 class InterpolatedPositions(nnx.Module):
     """Learned embeddings of a square of places, interpolated to the patches of an image of any shape."""
 
     def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs):
-        self.side, self.cubic = config.positions, config.cubic
+        self.side, self.places = config.positions, config.places
         shape = (self.side**2, config.width)
         self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, net.param_dtype) * net.init_scale)
 
     def __call__(self, y, x, high, wide):
         """Embeddings `[N,P,D]` in fp32 of patches at y and x `[N,P]` of images of `high` x `wide` patches: bilinear,
-        corners on corners, or bicubic (those of Keys with a = -3/4), edges on edges; places outside are the nearest."""
+        corners on corners; or edges on edges, bicubic (those of Keys with a = -3/4; places outside are the nearest), or
+        bilinear and averaged over what a patch covers where the image has fewer ("antialiased")."""
+
+        def shares(place, size):  # of all places along an axis
+            scale = self.side / jnp.maximum(size, 1)[..., None]
+            distance = jnp.abs(jnp.arange(self.side) - ((place[..., None] + 0.5) * scale - 0.5))
+            near = jnp.maximum(1 - distance / jnp.maximum(scale, 1.0), 0.0)
+            return near / jnp.maximum(near.sum(-1, keepdims=True), 0.1)  # those of padding may add up to 0
+
+        if self.places == "antialiased":
+            both = shares(y, high)[..., :, None] * shares(x, wide)[..., None, :]
+            # As exact as transformers': accelerators would round the factors.
+            return jnp.matmul(both.reshape(*y.shape, -1), self.weight[...].astype(jnp.float32), precision="highest")
 
         def taps(place, size):  # the neighbours along an axis, and their shares
-            if self.cubic:
+            if self.places == "cubic":
                 at = (place + 0.5) * self.side / jnp.maximum(size, 1) - 0.5
                 cells = [jnp.floor(at) + step for step in (-1, 0, 1, 2)]
                 inside = [jnp.clip(cell, 0, self.side - 1).astype(jnp.int32) for cell in cells]
@@ -242,6 +286,23 @@ def _keys_cubic(x, a: float = -0.75) -> jax.Array:
     return jnp.where(x <= 1, near, jnp.where(x < 2, far, 0.0))
 
 
+class AxisPositions(nnx.Module):
+    """Learned embeddings of columns and of rows; a patch has the sum of its two."""
+
+    def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs):
+        shape = (2, config.positions, config.width)
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, net.param_dtype) * net.init_scale)
+
+    def __call__(self, y, x, high, wide):
+        """Embeddings `[N,P,D]` in fp32 of patches at y and x `[N,P]`."""
+        columns, rows = self.weight[...].astype(jnp.float32)
+        return columns[x] + rows[y]
+
+
+PLACES = {"linear": InterpolatedPositions, "cubic": InterpolatedPositions, "antialiased": InterpolatedPositions,
+          "axes": AxisPositions}  # fmt: skip
+
+
 class PatchRows(nnx.Module):
     """Features `[N,M,(1+E)D]` of the M tokens of all images of rows, in order, from patches `[N,P,numbers]`.
 
@@ -254,16 +315,18 @@ class PatchRows(nnx.Module):
         own = dataclasses.replace(
             net, width=config.width, ffn=config.ffn, mlp_bias=config.bias, activation=config.activation, norm_offset=0.0
         )
-        # Dimensions in the order of a convolution's weights in files, transposed.
-        shape = (*config.patch_shape[::-1], config.width)
+        # Dimensions in the order of a map's or a convolution's weights in files, transposed.
+        shape = (config.patch_numbers,) if config.patch_map else config.patch_shape[::-1]
+        shape = (*shape, config.width)
         patch = {"kernel": nnx.Param(jax.random.normal(rngs.params(), shape, net.param_dtype) * config.init_scale)}
         if config.patch_bias:
             patch["bias"] = nnx.Param(jnp.zeros((config.width,), net.param_dtype))
         self.patch = nnx.Dict(patch)
         norm = norm_of(config.norm, config.width, config.norm_eps, own, rngs) if config.patch_norm else None
         self.patch_norm = norm
-        self.position = InterpolatedPositions(config, own, rngs) if config.positions else None
+        self.position = PLACES[config.places](config, own, rngs) if config.positions else None
         self.layers = stacked(functools.partial(RowLayer, config, own), config.layers, rngs)
+        self.norm = norm_of(config.norm, config.width, config.norm_eps, own, rngs) if config.last_norm else None
         self.merger = MERGERS[config.merger](config, net.width, own, rngs)
         deep, count = (lambda r: Merger(config, net.width, own, r, whole=True)), len(config.deepstack)
         self.deepstack = stacked(deep, count, rngs) if count else None
@@ -294,12 +357,13 @@ class PatchRows(nnx.Module):
         powers = (powers[::2], powers[1::2] if c.alternating else powers[::2])
         places = (tokens.y[..., None] * c.merge + each // c.merge, tokens.x[..., None] * c.merge + each % c.merge)
         places = [of_patches(place) for place in places]
+        angles = [x * c.rotary_base**-power for x, power in zip(places, powers, strict=True)] if c.rotary_base else None
         layout = Layout(
-            repeated(tokens.image),
-            repeated(window),
-            jnp.concatenate([x * 10000.0**-power for x, power in zip(places, powers, strict=True)], axis=-1),
+            repeated(tokens.image), repeated(window), None if angles is None else jnp.concatenate(angles, axis=-1)
         )
         kernel = self.patch["kernel"][...]
+        if c.patch_map:  # of rows, columns and channels, where patches have channels first
+            kernel = kernel.reshape(c.patch_size, c.patch_size, c.channels, -1).swapaxes(0, 1)
         kernel = kernel.transpose(*reversed(range(kernel.ndim - 1)), -1).reshape(c.patch_numbers, -1)
         x = of_patches(pixels) @ kernel.astype(pixels.dtype)
         if c.patch_bias:
@@ -325,5 +389,6 @@ class PatchRows(nnx.Module):
                 of_merger, mergers = nnx.split(self.deepstack)
                 one = jax.tree.map(lambda x, n=number: jax.lax.index_in_dim(x, n, keepdims=False), mergers)
                 features.append(nnx.merge(of_merger, one)(x))
+        x = x if self.norm is None else self.norm(x)
         features = jnp.concatenate([self.merger(x), *features], axis=-1)
         return features if order is None else sorted_(features, jnp.argsort(order, axis=1))

@@ -23,7 +23,9 @@ class VisionConfig:
     merge: int  # patches along each side of a square that becomes one token
     image_token: int  # the token id whose embeddings the features of tiles replace
     projector: str = "shuffle"  # one of projector.PROJECTORS; "": the encoder gives embeddings of the decoder
-    bidirectional: bool = False  # the decoder's tokens of an image see all of them
+    bidirectional: str = ""  # layers in which the decoder's tokens of an image see all: "all"; "sliding", in the window
+    blank_tokens: tuple[int, ...] = ()  # in whose place the decoder reads the token `blank`, wherever no feature is
+    blank: int = 0
 
     @property
     def tile_tokens(self) -> int:
@@ -65,6 +67,7 @@ class Vision(nnx.Module):
                     f"images have pixels of shape {pixels.shape} and grids {getattr(images.grids, 'shape', None)}, but "
                     f"this model reads patches [rows, patches, {encoder.patch_numbers}] and grids [rows, images, 2]"
                 )
+            pixels = 2 * (pixels - 0.5) if encoder.from_zero else pixels
             count = pixels.shape[1] // self.config.merge**2
             return self.encoder(pixels.astype(dtype), self._tokens(images, count), checkpointed)
         rows, _, *shape = pixels.shape

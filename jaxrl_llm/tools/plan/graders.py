@@ -15,7 +15,11 @@ from jaxrl_llm.tools.plan.compiler import Compiler, ProgramStats
 from jaxrl_llm.tools.plan.programs import ScannedEngine, compares_with_greedy, compile_rollout, held_bytes, rows_shape
 from jaxrl_llm.tools.plan.shapes import Shapes, process_mesh
 from jaxrl_llm.training.local_judge import reply_options, sampling_of
-from jaxrl_llm.training.reward_models import NARROWEST, right_rows, score_rows
+from jaxrl_llm.training.reward_models import NARROWEST, label_rows, right_rows, score_rows
+
+PROGRAMS: dict[str, tuple[Any, ...]] = {  # of reward models by their heads, with the labels that each reads
+    "score": (score_rows,), "step": (right_rows, 1), "lm": (label_rows, (1, 0)),
+}  # fmt: skip
 
 
 def compile_graders(
@@ -51,6 +55,6 @@ def compile_graders(
             while width < grader.width:
                 width *= 2
             ints = rows_shape(on, (rows, width), jnp.int32)
-            program = right_rows if grader.net.config.head == "step" else score_rows
-            compiler.add(grader.name, program, (grader.net, params, ints, ints), times=calls, of_run=of_run)
+            program, *labels = PROGRAMS[grader.net.config.head]
+            compiler.add(grader.name, program, (*labels, grader.net, params, ints, ints), times=calls, of_run=of_run)
     return compiler.programs

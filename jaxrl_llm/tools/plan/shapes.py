@@ -183,7 +183,7 @@ def _graders(config, mesh: Any, dtype: str) -> tuple[GraderShapes, ...]:
         if (named := path_and_options(spec)) is not None:
             kind, path, options = named
             types = dict.fromkeys(("dtype", "param_dtype"), _known(options.get("dtype", "auto"), dtype))
-            net, _ = net_at(path, head=kind.head, **types)
+            net, _ = net_at(path, head="lm" if options.get("labels") else kind.head, **types)
             width = min(c.max_prompt_length + c.max_completion_length, options.get("max_length") or math.inf)
             name = f"reward model {options.get('name') or short_name(path)}"
             offload, rows = options.get("offload", False), options.get("rows", 32)

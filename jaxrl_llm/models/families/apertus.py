@@ -1,0 +1,58 @@
+"""Apertus (arXiv 2509.14233): Llama's shape with norms of each head's queries and keys, and feed-forwards of xIELU
+(arXiv 2411.13010) without gates."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
+from jaxrl_llm.models.families.entries import refuse
+from jaxrl_llm.models.layers import XIELU_NUMBERS
+from jaxrl_llm.models.model_config import ModelConfig
+
+MODEL_TYPE = "apertus"
+ARCHITECTURE = "Apertus"
+KEYS = (
+    *decoder.ENDS,
+    TensorName("layers/input_norm/scale", f"{LAYER}attention_layernorm.weight"),
+    TensorName("layers/post_attention_norm/scale", f"{LAYER}feedforward_layernorm.weight"),
+    *decoder.ATTENTION,
+    *decoder.QK_NORMS,
+    *linear("layers/mlp/up", f"{LAYER}mlp.up_proj"),
+    *linear("layers/mlp/down", f"{LAYER}mlp.down_proj"),
+    *(TensorName(f"layers/mlp/activation/{name}", f"{LAYER}mlp.act_fn.{name}") for name in XIELU_NUMBERS),
+)
+ROPE = {
+    "rope_type": "llama3", "rope_theta": 12_000_000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+DEFAULTS = {"rms_norm_eps": 1e-5}  # for entries that are left out, as is ROPE
+ACTIVATIONS = {"xielu": "xielu"}
+# The only values of entries of published files, which transformers does not read, that are computed.
+COMPUTED = {"qk_norm": True, "post_norm": False, "mlp_bias": False}
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | _with_rope(hf)
+    for entry, value in COMPUTED.items():
+        if hf.get(entry, value) != value:
+            refuse(entry, hf[entry], repr(value))
+    own = {**decoder.attention_biases(hf), "qk_norm": True, "ffn_gate": False}
+    return decoder.to_config(
+        hf, ARCHITECTURE, own, overrides, activations=ACTIVATIONS, rope={"theta": ROPE["rope_theta"]}
+    )
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own: dict[str, Any] = {"attention_bias": config.attention_bias}
+    if base is None:
+        own |= {"hidden_act": "xielu", **decoder.NO_IDS}
+    rope = None if base is None else _with_rope(base)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
+
+
+def _with_rope(hf: dict[str, Any]) -> dict[str, Any]:
+    """The entries, with rotary positions where they have none."""
+    given = any(hf.get(entry) for entry in ("rope_parameters", "rope_scaling"))
+    return hf if given else {**hf, "rope_parameters": ROPE}

@@ -1,0 +1,88 @@
+"""ERNIE 4.5's mixtures of experts: ERNIE 4.5 with experts behind the first layers, chosen by a softmax with a
+correction, beside experts that every token uses."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, ernie4_5
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
+from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.model_config import ModelConfig
+
+MODEL_TYPE = "ernie4_5_moe"
+ARCHITECTURE = "Ernie4_5_Moe"
+_CORRECTION = "moe_statics.e_score_correction_bias"
+
+
+def _keys(experts: tuple[TensorName, ...], correction: str) -> tuple[TensorName, ...]:
+    """The keys with these of the experts, where the correction of the router has that name."""
+    return (
+        *decoder.KEYS,
+        *(key for name in ("gate", "up", "down") for key in linear(
+            f"layers/mlp/shared/{name}", f"{LAYER}mlp.shared_experts.{name}_proj"
+        )),
+        TensorName("layers/mlp/correction", f"{LAYER}mlp.{correction}", as_row=True),
+        *experts,
+    )  # fmt: skip
+
+
+KEYS = _keys(decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"), _CORRECTION)
+MODULE_KEYS = _keys(decoder.stacked_experts("mlp"), f"gate.{_CORRECTION}")
+OTHER_KEYS = (MODULE_KEYS,)
+DEFAULTS = {
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "moe_intermediate_size": 1536,
+    "moe_k": 6,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
+    "moe_layer_interval": 1,
+    "router_aux_loss_coef": 0.001,
+}  # for entries that are left out
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    if hf.get("use_bias"):  # the head would have one too
+        refuse("use_bias", hf["use_bias"], "false")
+    layers, first, last = positive(hf, "num_hidden_layers"), hf["moe_layer_start_index"], hf["moe_layer_end_index"]
+    last, every = layers - 1 if last == -1 else last, positive(hf, "moe_layer_interval")
+    sparse = {layer for layer in range(layers) if first <= layer <= last and (layer + 1) % every == 0}
+    if not sparse:
+        refuse("moe_layer_start_index", first, f"numbers that leave experts to some of the {layers} layers")
+    experts, chosen = positive(hf, "moe_num_experts"), positive(hf, "moe_k")
+    if chosen > experts:
+        refuse("moe_k", chosen, f"up to moe_num_experts = {experts}")
+    shared = int(number("moe_num_shared_experts", hf["moe_num_shared_experts"] or 0))
+    own = {
+        "rope_interleaved": True,
+        "dense_layers": tuple(layer for layer in range(layers) if layer not in sparse),
+        "experts": experts,
+        "experts_per_token": chosen,
+        "expert_ffn": positive(hf, "moe_intermediate_size"),
+        "shared_expert_ffn": shared * positive(hf, "moe_intermediate_size"),
+        "router_correction": True,
+        "normalize_top_k": True,
+        "router_aux_loss_coef": number("router_aux_loss_coef", hf["router_aux_loss_coef"]),
+    }
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": ernie4_5.THETA})
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own: dict[str, Any] = {
+        "moe_num_experts": config.experts,
+        "moe_k": config.experts_per_token,
+        "moe_intermediate_size": config.expert_ffn,
+        "moe_num_shared_experts": config.shared_expert_ffn // max(config.expert_ffn, 1),
+        "router_aux_loss_coef": config.router_aux_loss_coef,
+    }
+    if base is None:
+        sparse = [layer for layer in range(config.layers) if layer not in config.dense_layers]
+        every = sparse[1] - sparse[0] if len(sparse) > 1 else 1
+        own |= {"moe_layer_start_index": sparse[0], "moe_layer_end_index": sparse[-1], "moe_layer_interval": every}
+        own |= decoder.NO_IDS
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -1,0 +1,160 @@
+"""Gemma 4 with vision: images of any size as rows of patches, whose means over squares become tokens, and a
+`gemma4_text` that reads them; in its larger models the tokens of an image see each other in layers with a window.
+
+Sound and videos are not read: the audio part is left where it is, and exports have none.
+"""
+
+from typing import Any
+
+from jaxrl_llm.models.families import gemma4_text, llava, qwen_vl, siglip
+from jaxrl_llm.models.families.decoder import TensorName
+from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.vision.clipped import BOUNDS
+from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
+from jaxrl_llm.models.vision.tower import VisionConfig
+
+MODEL_TYPE = "gemma4"
+ARCHITECTURE = {"lm": "Gemma4ForConditionalGeneration", "score": "Gemma4ForSequenceClassification"}
+TEXTS = {gemma4_text.MODEL_TYPE: gemma4_text}
+ENCODER, TOWER, LAYERS = "vision/encoder/", "vision_tower.", "vision/encoder/layers/"
+BLOCK = f"{TOWER}encoder.layers.{{layer}}."
+NORMS = {
+    "norm1": "input_layernorm",
+    "out_norm1": "post_attention_layernorm",
+    "norm2": "pre_feedforward_layernorm",
+    "out_norm2": "post_feedforward_layernorm",
+    "attention/q_norm": "self_attn.q_norm",
+    "attention/k_norm": "self_attn.k_norm",
+}
+MAPS = {
+    **{f"attention/{name}": f"self_attn.{name}_proj" for name in "qkv"},
+    "attention/out": "self_attn.o_proj",
+    **{f"mlp/{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+VISION_KEYS = (
+    TensorName(f"{ENCODER}patch/kernel", f"{TOWER}patch_embedder.input_proj.weight", transpose=True),
+    TensorName(f"{ENCODER}position/weight", f"{TOWER}patch_embedder.position_embedding_table"),
+    *(TensorName(f"{LAYERS}{path}/scale", f"{BLOCK}{word}.weight") for path, word in NORMS.items()),
+    *(TensorName(f"{LAYERS}{path}/kernel", f"{BLOCK}{word}.linear.weight", True) for path, word in MAPS.items()),
+    *(
+        TensorName(f"{LAYERS}{path}/{bound}", f"{BLOCK}{word}.{bound}")
+        for path, word in MAPS.items()
+        for bound in BOUNDS
+    ),
+    TensorName(f"{ENCODER}merger/std_bias", f"{TOWER}std_bias"),
+    TensorName(f"{ENCODER}merger/std_scale", f"{TOWER}std_scale"),
+    TensorName(f"{ENCODER}merger/proj/kernel", "embed_vision.embedding_projection.weight", transpose=True),
+)
+KEYS = llava.as_modules(gemma4_text.KEYS, VISION_KEYS)
+UNREAD = ("model.audio_tower.", "model.embed_audio.")
+# Tokens that stand for images, videos and sound, of which the decoder reads the padding token where nothing is placed.
+TOKENS = {"image_token_id": 258_880, "video_token_id": 258_884, "audio_token_id": 258_881}
+DEFAULTS = TOKENS | {"tie_word_embeddings": True}  # for entries that are left out
+# Fields of the encoder that are an integer each, their entries, and what these are where they are left out.
+SIZES = {
+    "width": ("hidden_size", 768),
+    "layers": ("num_hidden_layers", 16),
+    "heads": ("num_attention_heads", 12),
+    "ffn": ("intermediate_size", 3072),
+    "patch_size": ("patch_size", 16),
+    "merge": ("pooling_kernel_size", 3),
+    "positions": ("position_embedding_size", 10_240),
+}
+ACTIVATIONS = {entry: name for entry, name in qwen_vl.ACTIVATIONS.items() if name != "quick_gelu"}
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    family, text = llava.text_of(hf, TEXTS)
+    encoder = _encoder(hf.get("vision_config"))
+    token = siglip.image_token(hf, "image_token_id", text)
+    pad = siglip.image_token({"pad_token_id": 0} | text, "pad_token_id", text)
+    vision = VisionConfig(
+        encoder,
+        encoder.merge,
+        token,
+        projector="",
+        bidirectional="sliding" if text.get("use_bidirectional_attention") == "vision" else "",
+        blank_tokens=tuple(hf[entry] for entry in TOKENS if hf[entry] is not None),
+        blank=pad,
+    )
+    return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
+
+
+def _encoder(entries: Any) -> PatchRowsConfig:
+    """The encoder of a `vision_config`; raises ConfigError for another network."""
+    if not isinstance(entries, dict):
+        refuse("vision_config", entries, "the entries of an encoder")
+    sizes: dict[str, Any] = {field: positive({entry: size} | entries, entry) for field, (entry, size) in SIZES.items()}
+    width, heads = sizes["width"], sizes["heads"]
+    if width % (4 * heads):
+        refuse("vision_config.hidden_size", width, f"multiples of 4 times num_attention_heads = {heads}")
+    for entry, value in {"head_dim": width // heads, "num_key_value_heads": heads}.items():
+        if entries.get(entry, value) != value:
+            refuse(f"vision_config.{entry}", entries[entry], str(value))
+    if (activation := entries.get("hidden_activation", "gelu_pytorch_tanh")) not in ACTIVATIONS:
+        refuse("vision_config.hidden_activation", activation, ", ".join(ACTIVATIONS))
+    rope = {"rope_type": "axial", "rope_theta": 100.0} | (entries.get("rope_parameters") or {})
+    if rope["rope_type"] not in ("axial", "default"):
+        refuse("vision_config.rope_type", rope["rope_type"], "axial")
+    return PatchRowsConfig(
+        **sizes,
+        frames=0,
+        window_size=0,
+        full_layers=(),
+        norms="both",
+        norm_eps=number("vision_config.rms_norm_eps", entries.get("rms_norm_eps", 1e-6)),
+        activation=ACTIVATIONS[activation],
+        attention_bias=False,
+        attention_adapters=True,
+        head_norms=True,
+        bias=False,
+        patch_map=True,
+        from_zero=True,
+        rotary_base=number("vision_config.rope_theta", rope["rope_theta"], above=1),
+        rotary_halves=True,
+        places="axes",
+        clipped=bool(entries.get("use_clipped_linears", False)),
+        merger="pooled",
+        standardized=bool(entries.get("standardize", False)),
+        init_scale=number("vision_config.initializer_range", entries.get("initializer_range", 0.02)),
+    )
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
+    encoder, vision = qwen_vl.net_encoder(config), config.vision
+    assert vision is not None
+    names = {name: entry for entry, name in ACTIVATIONS.items()}
+    own = {
+        "model_type": MODEL_TYPE,
+        "image_token_id": vision.image_token,
+        "audio_config": None,
+        "vision_config": {
+            **((base or {}).get("vision_config") or {"model_type": "gemma4_vision"}),
+            **{entry: getattr(encoder, field) for field, (entry, _) in SIZES.items()},
+            "num_key_value_heads": encoder.heads,
+            "head_dim": encoder.width // encoder.heads,
+            "hidden_activation": names[encoder.activation],
+            "rms_norm_eps": encoder.norm_eps,
+            "use_clipped_linears": encoder.clipped,
+            "standardize": encoder.standardized,
+            "initializer_range": encoder.init_scale,
+        },
+    }
+    if base is None:
+        given = (*vision.blank_tokens, None, None)
+        own |= dict(zip(TOKENS, given, strict=False))
+        own["vision_config"]["rope_parameters"] = {"rope_type": "axial", "rope_theta": encoder.rotary_base}
+    hf = llava.entries_of(config, base, TEXTS, ARCHITECTURE, own)
+    if base is None:
+        both = "vision" if vision.bidirectional else None
+        hf["text_config"] |= {"use_bidirectional_attention": both, "pad_token_id": vision.blank}
+    return hf
+
+
+def unused_tensors(config: ModelConfig) -> set[str]:
+    """Tensors that checkpoints may have and nothing reads, as those of the decoder alone."""
+    return {name.replace("model.", "model.language_model.", 1) for name in gemma4_text.unused_tensors(config)}

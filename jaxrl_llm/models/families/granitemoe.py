@@ -1,0 +1,30 @@
+"""Granite 3's mixtures of experts: Granite with experts in every layer."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, granite, granitemoehybrid, mixtral
+from jaxrl_llm.models.model_config import ModelConfig
+
+MODEL_TYPE = "granitemoe"
+ARCHITECTURE = "GraniteMoe"
+KEYS = (*decoder.ENDS, *decoder.PRE_NORMS, *decoder.ATTENTION, *granitemoehybrid.EXPERT_KEYS)
+MODULE_KEYS = granitemoehybrid.as_modules(KEYS)
+DEFAULTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    own = {**granite.multipliers(hf), **decoder.attention_biases(hf), **mixtral.experts(hf)}
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own = {
+        **granite.multiplier_entries(config),
+        **mixtral.expert_entries(config),
+        "attention_bias": config.attention_bias,
+        "intermediate_size": config.expert_ffn,
+    }
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
