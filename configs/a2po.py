@@ -18,6 +18,7 @@ def get_config(arg: str = ""):
     config.output_dir = "runs/a2po"
     config.algorithm.advantage = "a2po(beta1=0.5)"
     config.algorithm.loss = "a2po(beta2=0.001)"
+    config.algorithm.epsilon_high = 0.2  # not read
     config.algorithm.aggregation = "sequence"
     config.algorithm.beta = 0.0
     config.algorithm.reference_samples = 1 if arg == "tiny" else 4

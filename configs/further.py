@@ -12,6 +12,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import import_file
 
 AHEAD = {"rollout.staleness": 2, "algorithm.old_logps": "sampler"}  # two updates old; the ratio covers them
+UNCLIPPED = {"algorithm.epsilon_high": 0.2}  # which these losses do not read
 FORMS = {
     # MaxRL (arXiv 2602.02710): advantages over the group's mean, so that what is solved seldom counts more.
     "maxrl": {"algorithm.advantage": "maxrl"},
@@ -20,17 +21,17 @@ FORMS = {
     # The optimal token baseline (arXiv 2602.07078): of least variance at each place of a completion.
     "otb": {"algorithm.advantage": "otb"},
     # GPG (arXiv 2504.02546): REINFORCE, with advantages that grow with the share of scores which are 0.
-    "gpg": {"algorithm.advantage": "gpg", "algorithm.loss": "reinforce"},
+    "gpg": {"algorithm.advantage": "gpg", "algorithm.loss": "reinforce", **UNCLIPPED},
     # TOPR (arXiv 2503.14286): bad rows fade out as the policy leaves them, good ones count whole.
-    "topr": {"algorithm.loss": "topr", **AHEAD},
+    "topr": {"algorithm.loss": "topr", **AHEAD, **UNCLIPPED},
     # DPPO (arXiv 2602.04879): leaves out tokens by how far their probability, not its ratio, has moved.
     "dppo": {"algorithm.loss": "dppo", "algorithm.epsilon_high": 0.2, **AHEAD},
     # DRO (arXiv 2405.19107): a square penalty on the log-ratio in place of a clip.
-    "dro": {"algorithm.loss": "dro(beta=0.1)", "batch.minibatches": 2},
+    "dro": {"algorithm.loss": "dro(beta=0.1)", "batch.minibatches": 2, **UNCLIPPED},
     # VESPO (arXiv 2602.10693): rows weighed by a soft function of their ratio.
-    "vespo": {"algorithm.loss": "vespo", "batch.minibatches": 2},
+    "vespo": {"algorithm.loss": "vespo", "batch.minibatches": 2, **UNCLIPPED},
     # M2PO (arXiv 2510.01161): leaves out tokens until the second moment of the log-ratio is small.
-    "m2po": {"algorithm.loss": "m2po", **AHEAD},
+    "m2po": {"algorithm.loss": "m2po", **AHEAD, **UNCLIPPED},
     # A-3PO (arXiv 2512.06547): decoupled PPO whose old log-probs lie between the sampler's and the policy's.
     "interpolated": {
         "rollout.staleness": 2, "algorithm.old_logps": "interpolated",

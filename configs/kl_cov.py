@@ -17,6 +17,7 @@ def get_config(arg: str = ""):
     config = import_file(Path(__file__).with_name("grpo.py")).get_config(arg)
     config.output_dir = "runs/kl_cov"
     config.algorithm.loss = "kl_cov(fraction=0.002, kl_coef=1.0)"
+    config.algorithm.epsilon_high = 0.2  # not read
     config.algorithm.beta = 0.0
     config.batch.minibatches = 2
     return config

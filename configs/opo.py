@@ -17,5 +17,6 @@ def get_config(arg: str = ""):
     config.output_dir = "runs/opo"
     config.algorithm.advantage = "opo"
     config.algorithm.loss = "reinforce"
+    config.algorithm.epsilon_high = 0.2  # not read
     config.algorithm.beta = 0.0
     return config

@@ -17,6 +17,7 @@ def get_config(arg: str = ""):
     config.output_dir = "runs/remax"
     config.algorithm.advantage = "remax"
     config.algorithm.loss = "reinforce"
+    config.algorithm.epsilon_high = 0.2  # not read
     config.algorithm.aggregation = "sequence"
     config.algorithm.kl_in_reward = True
     config.algorithm.beta = 0.01

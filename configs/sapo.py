@@ -18,6 +18,7 @@ def get_config(arg: str = ""):
     config = import_file(Path(__file__).with_name("grpo.py")).get_config(arg)
     config.output_dir = "runs/sapo"
     config.algorithm.loss = "sapo(temperature_positive=1.0, temperature_negative=1.05)"
+    config.algorithm.epsilon_high = 0.2  # not read
     config.algorithm.aggregation = "sequence"
     config.algorithm.beta = 0.0
     config.batch.minibatches = 2

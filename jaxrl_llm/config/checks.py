@@ -12,8 +12,8 @@ from string import Formatter
 from typing import Any
 
 from jaxrl_llm.config.entries import environment_options, eval_set, logit_bias, reward_scales
-from jaxrl_llm.config.resolve import ConfigError, closest, is_own, resolve, split_options
-from jaxrl_llm.config.schema import BY_NAME, EPISODES, IDENTITY, NEW, OFFLINE, OPTIMIZERS, ConfigDict
+from jaxrl_llm.config.resolve import ConfigError, closest, is_own, resolve, split_losses, split_options
+from jaxrl_llm.config.schema import BY_NAME, COLDEST, EPISODES, IDENTITY, NEW, OFFLINE, OPTIMIZERS, ConfigDict
 
 # Settings of a critic that is a network of its own, with updates of its own.
 OF_OWN_CRITIC = (
@@ -49,7 +49,7 @@ def check_own_functions(config: ConfigDict) -> None:
 
     It is for when a run is built: `contradictions_at_a_look` runs no code of the user's.
     """
-    written = [*config.algorithm.loss.split("+"), *advantages_of(config).values()]
+    written = [*split_losses(config.algorithm.loss), *advantages_of(config).values()]
     if any(is_own(split_options(name)[0]) for name in written):
         for message in contradictions(config):
             raise ConfigError(message)
@@ -82,7 +82,7 @@ def preference_losses(config: ConfigDict) -> dict[str, str | None]:
     from jaxrl_llm.algorithms.preference_losses import LOSSES  # which imports jax: only where a preference is learned
 
     rows: dict[str, str | None] = {}
-    for written in config.algorithm.loss.split("+"):
+    for written in split_losses(config.algorithm.loss):
         name = split_options(written)[0]
         loss = LOSSES.get(name) or _own_function("algorithm.loss", name)  # an unknown name is refused later
         rows[name] = None if loss is None and is_own(name) else getattr(loss, "rows", "pair")
@@ -232,7 +232,7 @@ def _online(config: ConfigDict) -> Iterator[str]:
     if algorithm.importance_normalize and algorithm.importance_correction == "none":
         yield "algorithm.importance_normalize is true, but importance_correction is none: there are no weights; set one"
     if algorithm.importance_correction.startswith(("sequence", "geometric")):
-        loss = _policy_loss(config)
+        loss = named_policy_loss(config)
         if callable(loss) and "importance_weights" in inspect.signature(loss).parameters:
             yield (
                 f"algorithm.importance_correction is {algorithm.importance_correction}, but "
@@ -258,6 +258,11 @@ def _online(config: ConfigDict) -> Iterator[str]:
             f"rollout.max_completion_length = {rollout.max_completion_length}"
         )
     logit_bias("rollout.logit_bias", rollout.logit_bias)  # refuses what cannot be read
+    if 0 < rollout.temperature < COLDEST:
+        yield (
+            f"rollout.temperature is {rollout.temperature:g}, at which float32 does not hold log-probs: set it to 0, "
+            f"which is greedy, or to {COLDEST} or more"
+        )
     if rollout.temperature == 0 and algorithm.dynamic_sampling:
         yield (
             "rollout.temperature is 0, with which the completions of a prompt are the same and score alike, but "
@@ -811,8 +816,8 @@ def _data(config: ConfigDict) -> Iterator[str]:
         yield "data.step_separator is empty, but it takes the text that ends a step, or none for a line break"
     elif re.fullmatch(r"(\\[nrt])+", data.step_separator or ""):
         yield (
-            f"data.step_separator is {data.step_separator}, backslashes and letters, as a shell passes it on: for a "
-            "line break write $'\\n' there"
+            f"data.step_separator is {data.step_separator}, backslashes and letters: for a line break write '\\n' on a "
+            "command line or, without r before it, in Python"
         )
     easy, hard = data.curriculum_easy, data.curriculum_hard
     for key in (key for key in ("easy", "hard") if data[f"curriculum_{key}"] is not None):
@@ -860,7 +865,7 @@ def _data(config: ConfigDict) -> Iterator[str]:
             )
 
 
-def _policy_loss(config: ConfigDict) -> Any:
+def named_policy_loss(config: ConfigDict) -> Any:
     """The policy loss that `algorithm.loss` names, built-in or the user's own; None for auto and an unknown name.
 
     None is the user's own too in a look at the configuration.
@@ -875,7 +880,7 @@ def _policy_loss(config: ConfigDict) -> Any:
 
 def compares_with_reference(config: ConfigDict) -> bool:
     """True where the ratio of the policy loss is that of the policy and the reference."""
-    return config.algorithm.old_logps == "auto" and getattr(_policy_loss(config), "old_logps", None) == "reference"
+    return config.algorithm.old_logps == "auto" and getattr(named_policy_loss(config), "old_logps", None) == "reference"
 
 
 def _of_loss(config: ConfigDict, betas: Mapping[str, float]) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError, closest, split_options
+from jaxrl_llm.config.schema import LARGEST
 
 
 def logit_bias(name: str, entries: Sequence[str]) -> tuple[tuple[int, float], ...]:
@@ -20,9 +21,10 @@ def logit_bias(name: str, entries: Sequence[str]) -> tuple[tuple[int, float], ..
             pairs.append((int(token), float(bias)))
         except ValueError:
             pairs.append((-1, math.nan))
-        if pairs[-1][0] < 0 or not math.isfinite(pairs[-1][1]):
+        if pairs[-1][0] < 0 or not abs(pairs[-1][1]) <= LARGEST:
             raise ConfigError(
-                f"{name} has {entry!r}, but it takes ID=BIAS, a token id and a finite number; bad_words forbids tokens"
+                f"{name} has {entry!r}, but it takes ID=BIAS, a token id and a number from -{LARGEST:g} to "
+                f"{LARGEST:g}; bad_words forbids tokens"
             )
     if len(ids := [token for token, _ in pairs]) > len(set(ids)):
         twice = next(token for token in ids if ids.count(token) > 1)

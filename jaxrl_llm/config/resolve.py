@@ -1,6 +1,7 @@
 """Names in a configuration become objects (`resolve`); wrong names and other user errors raise ConfigError."""
 
 import ast
+import contextlib
 import difflib
 import importlib
 import importlib.metadata
@@ -10,13 +11,13 @@ import re
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from jaxrl_llm.config.secrets import masked
-from jaxrl_llm.config.user_code import contained
+from jaxrl_llm.config.user_code import contained, error_text
 
 
 class ConfigError(ValueError):
@@ -105,6 +106,18 @@ def split_options(spec: str) -> tuple[str, dict[str, Any]]:
         return name.strip(), {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"cannot read the options of {spec!r}; write name(option=1, other='text')") from error
+
+
+def split_losses(written: str) -> list[str]:
+    """The losses that are joined by +, as `["dpo(alpha=1e+1)", "sft"]`; a + within brackets joins nothing."""
+    losses, depth = [""], 0
+    for letter in written:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "+" and depth == 0:
+            losses.append("")
+        else:
+            losses[-1] += letter
+    return losses
 
 
 def _public_callables(package: str | ModuleType) -> dict[str, Any]:
@@ -202,6 +215,18 @@ def import_file(path: str | Path) -> ModuleType:
         del sys.modules[name]
         raise ConfigError(f"{path_and_line(error, path)}: {type(error).__name__}: {error}") from error
     return module
+
+
+@contextlib.contextmanager
+def failing_as(what: str) -> Iterator[None]:
+    """Raise a ConfigError that names `what`, and the line, for all that a user's function raises (`contained`)."""
+    try:
+        with contained():
+            yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what} failed: {error_text(error)}") from error
 
 
 def path_and_line(error: BaseException, path: str | Path) -> str:

@@ -4,6 +4,7 @@
 `config.validate()`, the command line with its `--help` (flags.py), and docs/configuration.md.
 """
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ml_collections
 
-from jaxrl_llm.config.resolve import ConfigError, closest, split_options
+from jaxrl_llm.config.resolve import ConfigError, closest, split_losses, split_options
 
 if TYPE_CHECKING:
 
@@ -63,7 +64,7 @@ class Tree(ConfigDict):
                     return super().__getitem__(name.rpartition(".")[2])
             if (option := LOSS_OPTIONS.get(f"algorithm.{key}")) and "loss" in self and "aggregation" in self:
                 default, name, takers = option
-                written = (split_options(loss) for loss in self["loss"].split("+"))
+                written = (split_options(loss) for loss in split_losses(self["loss"]))
                 return next((given[name] for loss, given in written if loss in takers and name in given), default)
             raise
 
@@ -114,6 +115,7 @@ class Setting:
     below: float | None = None  # exclusive
     words: tuple[str, ...] = ()  # that stand for a number
     none: bool = False  # it may be none, which is not its default
+    escapes: bool = False  # a text that a command line gives with those of ESCAPES, which a shell does not read
 
     @property
     def optional(self) -> bool:
@@ -144,7 +146,9 @@ class Setting:
     def show(self, value: Any) -> str:
         """The value as it is written on the command line."""
         if isinstance(value, tuple | list):
-            return ",".join(str(item) for item in value)
+            return ",".join(map(self.show, value))
+        if self.escapes and isinstance(value, str):
+            return re.sub(r"[\n\r\t\\]", lambda found: SHOWN[found[0]], value)
         return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
     def accepts(self, value: Any) -> bool:
@@ -185,6 +189,8 @@ class Setting:
             return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
         if self.kind is dict:
             return text
+        if self.escapes:
+            return re.sub(r"\\([nrt\\])", lambda found: ESCAPES[found[1]], text)
         try:
             return self.kind(text)
         except ValueError:
@@ -215,6 +221,8 @@ def _split_list(text: str) -> list[str]:
     return items
 
 
+ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}  # by the letter behind a backslash, as in JSON
+SHOWN = {letter: f"\\{name}" for name, letter in ESCAPES.items()}
 LARGEST = 1e15  # of numbers that enter float32 computations, where larger ones overflow
 ALGORITHMS = ("grpo", "ppo", "sft", "preference", "reward_model", "process_reward_model")
 OFFLINE = ("sft", "preference", "reward_model", "process_reward_model")
@@ -254,11 +262,12 @@ SAMPLING_OPTIONS: Mapping[str, tuple[type, Mapping[str, Any]]] = {
     "top_p": (float, {"above": 0, "maximum": 1}),
     "top_k": (int, {"minimum": 0}),
     "min_p": (float, {"minimum": 0, "maximum": 1}),
-    "repetition_penalty": (float, {"above": 0}),
+    "repetition_penalty": (float, {"minimum": 0.01, "maximum": 100}),  # none makes logits infinite
     "frequency_penalty": (float, {"minimum": -2, "maximum": 2}),
     "presence_penalty": (float, {"minimum": -2, "maximum": 2}),
     "min_tokens": (int, {"minimum": 0}),
 }
+COLDEST = 0.001  # temperature above 0 with log-probs: at lower ones float32 does not hold them
 
 
 def sampling_option(name: str, default: float | None, doc: str = "", **bounds: Any) -> Setting:
@@ -414,7 +423,8 @@ KEYS = (
     Setting("data.image_processor", "",
         "Options of the image processor, `max_pixels=401408`, over those of the model's preprocessor_config.json; the "
         "trained model keeps them. Qwen-VL and GLM-V: min_pixels, max_pixels; Idefics3 and SmolVLM: longest_edge, "
-        "do_image_splitting; Mistral 3: longest_edge; InternVL: min_patches, max_patches."),
+        "do_image_splitting; Mistral 3: longest_edge; InternVL: min_patches, max_patches; Gemma 4: max_soft_tokens; "
+        "LFM2-VL: min_image_tokens, max_image_tokens, max_tiles, do_image_splitting."),
     Setting("data.system_prompt", None, "System message put before conversations that are read and have none."),
     Setting("data.chat_template", None,
         "Chat template in place of the tokenizer's: chatml, gemma, llama2, llama3, mistral, phi3 or zephyr, a file, "
@@ -453,7 +463,7 @@ KEYS = (
         choices=("completion", "last_turn", "all", "last_step")),
     Setting("data.step_separator", None,
         "Text that process_reward_model puts behind each step, at whose last token the model says whether the step is "
-        "right; none is a line break."),
+        "right; none is a line break. On a command line `\\n` is one.", escapes=True),
     Setting("data.packing", False,
         "Pack several short rows of supervised fine-tuning into one; they do not attend to each other.", bool),
     Setting("data.precompute_reference", False,
@@ -485,7 +495,8 @@ KEYS = (
         "Shortest completion, in tokens: no end before. 0 is off.", int, minimum=0),
     Setting("rollout.stop", (),
         "Texts that end a completion, with the token in which the first of them is complete; it stays in the "
-        "completion."),
+        "completion. On a command line `\\n`, `\\r`, `\\t` and `\\\\` are a line break, a return, a tab and a "
+        "backslash.", escapes=True),
     Setting("rollout.stop_token_ids", (), "Tokens that end a completion beside the end of text.", int, minimum=0),
     Setting("rollout.ignore_eos", False,
         "Sample past the end of text: rollout.max_completion_length tokens for every completion, or up to one of "

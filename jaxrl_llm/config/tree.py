@@ -9,7 +9,7 @@ from ml_collections.config_dict import placeholder
 
 from jaxrl_llm.config.checks import contradictions_at_a_look
 from jaxrl_llm.config.corrections import with_correction
-from jaxrl_llm.config.resolve import ConfigError, split_options
+from jaxrl_llm.config.resolve import ConfigError, split_losses, split_options
 from jaxrl_llm.config.schema import (
     BY_NAME,
     KEYS,
@@ -124,7 +124,7 @@ def from_json(text: str) -> ConfigDict:
     if options and algorithm.name in OFFLINE and algorithm.loss == "ppo_clip":
         algorithm.loss = "auto"  # ppo_clip was the default of every algorithm, where it meant nothing for these
     auto = {"reward_model": "bradley_terry", "preference": "dpo"}.get(algorithm.name, "ppo_clip")
-    losses = (auto if algorithm.loss == "auto" else algorithm.loss).split("+")
+    losses = split_losses(auto if algorithm.loss == "auto" else algorithm.loss)
     for i, written in enumerate(losses):
         loss, given = split_options(written)
         for name, value in options.items():

@@ -41,7 +41,7 @@ def file_of(setting: str, rows: Any, format_key: Any, code: bytes | None, tokeni
     if setting == "auto" and len(rows) < LARGE:
         return None
     t = tokenize
-    settings = [t.kind, t.limit, t.overlong, t.loss_on, t.prompt_key, t.template_kwargs, t.keep_prompt]
+    settings = [t.kind, t.limit, t.overlong, t.loss_on, t.template_kwargs, t.keep_prompt]
     settings += [t.step_separator] if t.kind == "steps" else []
     settings += [] if t.images is None else [t.images.key, str(getattr(t.tokenizer, "image_folder", None))]
     settings += [own] if t.images is not None and (own := getattr(t.tokenizer, "image_settings", None)) else []
@@ -51,6 +51,7 @@ def file_of(setting: str, rows: Any, format_key: Any, code: bytes | None, tokeni
         type(t.tokenizer).__name__,
         str(getattr(t.tokenizer, "chat_template", "")),
         str(t.tokenizer.special_tokens_map),
+        sorted(getattr(t.tokenizer, "without_embedding", ())),  # texts with these are refused
     ]
     try:
         data = rows._fingerprint if sources.is_table(rows) else hashlib.sha256(pickle.dumps(rows)).hexdigest()
@@ -101,11 +102,7 @@ def load(file: Path, tokenize: RowTokenizer, examples: Iterable[Mapping[str, Any
             for index, example in enumerate(examples)
             if index in by_index
         ]
-    return [
-        {**example, "prompt": example[tokenize.prompt_key], **by_index[index]}
-        for index, example in enumerate(examples)
-        if index in by_index
-    ]
+    return [{**example, **by_index[index]} for index, example in enumerate(examples) if index in by_index]
 
 
 def save(file: Path, tokenize: RowTokenizer, kept: Sequence[tuple[int, Row]]) -> None:

@@ -2,8 +2,8 @@
 
 `load` reads the files of a model's folder. Resizing, tiling and normalising are those of transformers' processors on
 Pillow and numpy, which need no torch; the tokens are those that its classes `Idefics3Processor`, `SmolVLMProcessor`,
-`Gemma3Processor`, `InternVLProcessor`, `Qwen2VLProcessor`, `Qwen2_5_VLProcessor`, `Qwen3VLProcessor`, `Glm4vProcessor`
-and `PixtralProcessor` write.
+`Gemma3Processor`, `Gemma4Processor`, `InternVLProcessor`, `Lfm2VlProcessor`, `Qwen2VLProcessor`,
+`Qwen2_5_VLProcessor`, `Qwen3VLProcessor`, `Glm4vProcessor` and `PixtralProcessor` write.
 """
 
 import json
@@ -31,7 +31,8 @@ class ImageProcessor:
     special_ids: frozenset[int]  # tokens that only images bring; none is ever learned
     expand: Callable[[int, int], str]  # height and width of an image -> the text in place of its placeholder
     tile_count: Callable[[int, int], int]  # height and width of an image -> its tiles
-    tiles: "Callable[[Image], np.ndarray]"  # an RGB image -> normalised pixels [tiles, H, W, C], fp32
+    # An RGB image -> normalised pixels [tiles, H, W, C], fp32; a list [H, W, C] where each tile has its own size.
+    tiles: "Callable[[Image], np.ndarray | list[np.ndarray]]"
     tile_size: tuple[int, int] | None  # H, W; None: each image is one tile, of its own size
 
     def pixels(self, images: "list[Image]") -> np.ndarray | list[np.ndarray]:
@@ -58,7 +59,7 @@ def load(folder: str | Path, tokenizer: Any) -> ImageProcessor | None:
     if model_type in FAMILIES:
         files = ("preprocessor_config.json", "processor_config.json")
         if not any((folder / name).is_file() for name in files):
-            if model_type == "gemma3" and "vision_config" not in config:
+            if model_type in ("gemma3", "gemma4") and config.get("vision_config") is None:
                 return None
             raise ConfigError(f"the model in {folder} reads images, and has no {files[0]}; copy that of the original")
         return FAMILIES[model_type](folder, config, tokenizer, getattr(tokenizer, "image_settings", {}))
@@ -149,6 +150,139 @@ def _gemma3(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapp
     )
 
 
+def _gemma4(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
+    """Gemma 4's: an image keeps its shape, scaled to as many pixels as `max_soft_tokens` of its tokens have."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import (
+        Gemma4ImageProcessorPil,
+        get_aspect_ratio_preserving_size,
+    )
+
+    processor: Any = Gemma4ImageProcessorPil.from_pretrained(folder, **settings)
+    patch, merge = processor.patch_size, processor.pooling_kernel_size
+    for entry, value in {"patch_size": patch, "pooling_kernel_size": merge}.items():
+        _check_model(folder, entry, value, entry, config["vision_config"].get(entry, value))
+    ids = [config.get(f"{name}_token_id", token) for name, token in GEMMA4_TOKENS.items()]
+    start, token, end = names = tuple(tokenizer.convert_ids_to_tokens(ids))
+    if None in names:
+        raise ConfigError(f"the tokenizer has no tokens {ids}, which the model reads images by; use the model's own")
+
+    def expand(height: int, width: int) -> str:
+        try:
+            if processor.do_resize:
+                most = processor.max_soft_tokens * merge**2
+                height, width = get_aspect_ratio_preserving_size(height, width, patch, most, merge)
+        except ValueError as error:
+            raise ConfigError(f"an image of {width} x {height} pixels: {error}; crop it, or drop the row") from error
+        return f"{start}{token * (height * width // (patch * merge) ** 2)}{end}"
+
+    def tiles(image: "Image") -> np.ndarray:
+        made = processor(images=[image], return_tensors="np")
+        wide, high = made["image_position_ids"][0].max(axis=0) + 1
+        return _of_patches(made["pixel_values"][0][: high * wide], high, wide, patch)
+
+    return ImageProcessor(token, ids[1], frozenset(ids), expand, lambda height, width: 1, tiles, None)
+
+
+def _of_patches(patches: np.ndarray, high: int, wide: int, side: int) -> np.ndarray:
+    """The image `[1, H, W, C]` of patches, row by row, each of rows of pixels with their channels."""
+    pixels = patches.reshape(high, wide, side, side, -1).transpose(0, 2, 1, 3, 4)
+    return np.asarray(pixels, np.float32).reshape(1, high * side, wide * side, -1)
+
+
+def _lfm2_vl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
+    """LFM2-VL's (arXiv 2511.23404): an image keeps its shape, scaled to `min_image_tokens` to `max_image_tokens` of its
+    tokens. One that is much larger is scaled to the grid of square tiles whose shape is nearest to its own instead, of
+    `min_tiles` to `max_tiles`, and cut into these, which one of the whole follows.
+
+    transformers has its processor for torchvision alone; Pillow resizes as that does, but for the last of 8 bits.
+    """
+    from PIL.Image import Resampling
+
+    entries = {**_lfm2_vl_entries(folder), **settings}
+    patch, merge, side = entries["encoder_patch_size"], entries["downsample_factor"], entries["tile_size"]
+    _check_model(folder, "encoder_patch_size", patch, "patch_size", config["vision_config"].get("patch_size", patch))
+    _check_model(folder, "downsample_factor", merge, "downsample_factor", config.get("downsample_factor", merge))
+    unit, least, most = patch * merge, entries["min_image_tokens"], entries["max_image_tokens"]
+    grids = [
+        (rows, columns)
+        for tiles in range(entries["min_tiles"], entries["max_tiles"] + 1)
+        for columns in range(1, tiles + 1)
+        if tiles % columns == 0
+        for rows in [tiles // columns]
+    ]
+    splits, thumbnail = entries["do_image_splitting"] and grids != [(1, 1)], entries["use_thumbnail"]
+
+    def grid(height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tiles, (1, 1) for an image that is not cut."""
+        area = math.prod(max(patch, round(side / unit) * unit) for side in (height, width))
+        if not splits or area <= most * unit**2 * entries["max_pixels_tolerance"]:
+            return 1, 1
+        distances = [abs(width / height - columns / rows) for rows, columns in grids]
+        # Of those that are equally near the largest whose area the image has half of.
+        near = [cells for cells, distance in zip(grids, distances, strict=True) if distance == min(distances)]
+        filled = [cells for cells in near[1:] if height * width > 0.5 * math.prod(cells) * side**2]
+        return filled[-1] if filled else near[0]
+
+    def resized(height: int, width: int) -> tuple[int, int]:
+        """Height and width of the whole image."""
+        sides, pixels = (height, width), [max(unit, round(side / unit) * unit) for side in (height, width)]
+        if math.prod(pixels) > most * unit**2:
+            shrink = math.sqrt(height * width / (most * unit**2))
+            pixels = [max(unit, math.floor(side / shrink / unit) * unit) for side in sides]
+        elif math.prod(pixels) < least * unit**2:
+            grow = math.sqrt(least * unit**2 / (height * width))
+            pixels = [math.ceil(side * grow / unit) * unit for side in sides]
+        return pixels[0], pixels[1]
+
+    token, start, end, small = "<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"
+
+    def expand(height: int, width: int) -> str:
+        rows, columns = grid(height, width)
+        whole = token * (math.prod(resized(height, width)) // unit**2)
+        if rows * columns == 1:
+            return f"{start}{whole}{end}"
+        each = token * math.ceil(side // patch / merge) ** 2
+        tags = (f"<|img_row_{row}_col_{column}|>" for row in range(1, rows + 1) for column in range(1, columns + 1))
+        return f"{start}{''.join(tag + each for tag in tags)}{small + whole if thumbnail else ''}{end}"
+
+    def tile_count(height: int, width: int) -> int:
+        tiles = math.prod(grid(height, width))
+        return tiles + int(tiles > 1 and thumbnail)
+
+    def scaled(image: "Image", height: int, width: int) -> np.ndarray:
+        pixels = np.asarray(image.resize((width, height), Resampling(entries["resample"])), np.float32)
+        pixels = pixels * entries["rescale_factor"] if entries["do_rescale"] else pixels
+        mean, std = (np.array(entries[name], np.float32) for name in ("image_mean", "image_std"))
+        return (pixels - mean) / std if entries["do_normalize"] else pixels
+
+    def tiles(image: "Image") -> list[np.ndarray]:
+        rows, columns = grid(image.height, image.width)
+        whole = [scaled(image, *resized(image.height, image.width))]
+        if rows * columns == 1:
+            return whole
+        cells = scaled(image, rows * side, columns * side).reshape(rows, side, columns, side, -1).swapaxes(1, 2)
+        return [*cells.reshape(rows * columns, side, side, -1), *(whole if thumbnail else [])]
+
+    tags = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 11) for column in range(1, 11)]
+    ids = _token_ids(tokenizer, (start, token, end, small, *tags))
+    return ImageProcessor(token, ids[1], frozenset(ids), expand, tile_count, tiles, None)
+
+
+def _lfm2_vl_entries(folder: Path) -> dict[str, Any]:
+    """The entries of an image processor of LFM2-VL, which files have apart or among those of the whole."""
+    whole = read_json(folder / "processor_config.json").get("image_processor") or {}
+    return LFM2_VL | read_json(folder / "preprocessor_config.json") | whole
+
+
+def _check_model(folder: Path, own: str, value: Any, entry: str, wanted: Any) -> None:
+    """Raises ConfigError where an image processor's entry `own` is another than the model's."""
+    if wanted != value:
+        raise ConfigError(
+            f"the image processor in {folder} has {own} = {value}, and the model {entry} = {wanted}: copy "
+            "preprocessor_config.json of the original model"
+        )
+
+
 def _internvl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
     """InternVL's (arXiv 2404.16821): an image is scaled to the grid of square tiles whose shape is nearest to its own,
     of `min_patches` to `max_patches`, cut into these, and followed by a tile of the whole."""
@@ -228,11 +362,8 @@ def _qwen_vl(
     patch, merge, frames = processor.patch_size, processor.merge_size, processor.temporal_patch_size
     entries = {"patch_size": patch, "spatial_merge_size": merge, "temporal_patch_size": frames}
     for entry, value in entries.items():
-        if (wanted := config["vision_config"].get(entry, value)) != value:
-            raise ConfigError(
-                f"the image processor in {folder} has {entry.removeprefix('spatial_')} = {value}, and the model "
-                f"{entry} = {wanted}: copy preprocessor_config.json of the original model"
-            )
+        own, wanted = entry.removeprefix("spatial_"), config["vision_config"].get(entry, value)
+        _check_model(folder, own, value, entry, wanted)
     token, start, end = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
     if glm:
         token, start, end = "<|image|>", "<|begin_of_image|>", "<|end_of_image|>"
@@ -265,6 +396,8 @@ FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any, Mapping[str, Any]], Ima
     "idefics3": _idefics3,
     "smolvlm": partial(_idefics3, smolvlm=True),
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "lfm2_vl": _lfm2_vl,
     "qwen2_vl": _qwen_vl,
     "qwen2_5_vl": _qwen_vl,
     "qwen3_vl": _qwen_vl,
@@ -277,6 +410,16 @@ FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any, Mapping[str, Any]], Ima
     "mistral3": _mistral3,
 }
 
+# The tokens that begin an image of Gemma 4, stand for it, and end it, where config.json names none.
+GEMMA4_TOKENS = {"boi": 255_999, "image": 258_880, "eoi": 258_882}
+# Of an image processor of LFM2-VL, where files have no entries.
+LFM2_VL: dict[str, Any] = {
+    "downsample_factor": 2, "do_image_splitting": True, "min_tiles": 2, "max_tiles": 10, "use_thumbnail": True,
+    "min_image_tokens": 64, "max_image_tokens": 256, "encoder_patch_size": 16, "tile_size": 512,
+    "max_pixels_tolerance": 2.0, "resample": 2, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
+    "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+}  # fmt: skip
+SOFT_TOKENS = (70, 140, 280, 560, 1120)  # of an image of Gemma 4, at most
 SPLITTING = {"longest_edge": int, "do_image_splitting": bool}
 BOUNDS = {"min_pixels": int, "max_pixels": int}
 # The options of data.image_processor and their types, by the model_type of config.json; other families have none.
@@ -285,6 +428,8 @@ OPTIONS: dict[str, dict[str, type]] = {
     "smolvlm": SPLITTING,
     "internvl": {"min_patches": int, "max_patches": int},
     "mistral3": {"longest_edge": int},
+    "gemma4": {"max_soft_tokens": int},
+    "lfm2_vl": {"min_image_tokens": int, "max_image_tokens": int, "max_tiles": int, "do_image_splitting": bool},
     **{name: BOUNDS for name in FAMILIES if name.startswith(("qwen", "glm"))},
 }
 
@@ -310,6 +455,17 @@ def settings_of(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any
 
         processor: Any = GotOcr2ImageProcessorPil.from_pretrained(folder, **options)
         _check_bounds("patches", processor.min_patches, processor.max_patches)
+    if model_type == "lfm2_vl":
+        entries = {**_lfm2_vl_entries(Path(folder)), **options}
+        _check_bounds("image_tokens", entries["min_image_tokens"], entries["max_image_tokens"])
+        if entries["min_tiles"] > entries["max_tiles"]:
+            raise ConfigError(
+                f"data.image_processor has max_tiles={entries['max_tiles']}, and images that are cut are "
+                f"{entries['min_tiles']} tiles at least; do_image_splitting=False leaves them whole"
+            )
+    if options.get("max_soft_tokens", 70) not in SOFT_TOKENS:
+        allowed = ", ".join(map(str, SOFT_TOKENS))
+        raise ConfigError(f"data.image_processor has max_soft_tokens={options['max_soft_tokens']}; give {allowed}")
     if known is not BOUNDS:
         size = {"size": {"longest_edge": options["longest_edge"]}} if "longest_edge" in options else {}
         return {name: value for name, value in options.items() if name != "longest_edge"} | size

@@ -22,6 +22,7 @@ from jaxrl_llm.data.templates import chat_ids, is_conversational
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+UNREAD = ("videos", "audios")  # columns of verl's and LLaMA-Factory's rows
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
 
 
@@ -133,10 +134,16 @@ class ImageReader:
         """(the example whose text is rendered, its images or None without any).
 
         `columns` are those that the row is made of, in the order of its tokens.
-        Raises ConfigError as `row_images`, and for images where the model reads text alone.
+        Raises ConfigError as `row_images`, for images where the model reads text alone, and for videos and sound.
         """
         if self.key == "none":
             return example, None
+        for name in UNREAD:
+            if isinstance(given := example.get(name), Sequence) and not isinstance(given, str) and len(given):
+                raise ConfigError(
+                    f"the row has {name} in the column of that name, which no model reads here: leave such rows out, "
+                    "or the column where it is no part of the prompt"
+                )
         key = None if self.key == "auto" else self.key
         if getattr(self.tokenizer, "image_folder", None) is None:
             self._refuse(example, columns, key)

@@ -162,11 +162,15 @@ def _held(value: Any, limits: ImageLimits, folder: Path | None) -> "tuple[str, b
     if isinstance(value, str | Path):
         path = Path(str(value).removeprefix("file://")).expanduser()
         beside = path if folder is None else folder / path
-        found = next((each.absolute() for each in (beside, path) if each.is_file()), None)
+        try:
+            found = next((each.absolute() for each in (beside, path) if each.is_file()), None)
+        except OSError:  # a name that is too long
+            found = None
         if found is None:
             where = "" if folder is None else f"at {folder}, where the data is, or else "
             raise ConfigError(
-                f"the image {str(value)[:200]!r} is no file here; paths start {where}at the working directory"
+                f"the image {str(value)[:200]!r} is no file here; paths start {where}at the working directory, and "
+                "base64 with data:image/png;base64,"
             )
         return f"the image {found}", found
     raise ConfigError(

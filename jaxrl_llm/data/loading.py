@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from jaxrl_llm.config.resolve import ConfigError, closest, split_options
-from jaxrl_llm.config.user_code import contained, error_text
+from jaxrl_llm.config.resolve import ConfigError, closest, failing_as, split_options
 from jaxrl_llm.data import Row, cache, sources
-from jaxrl_llm.data.formats.lookup import Example, FactoryOptions, Format, code_of, find, fitting
+from jaxrl_llm.data.formats.lookup import Example, FactoryOptions, Format, as_prompt, code_of, find, fitting
 from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.pipeline import Stream, StreamSource
-from jaxrl_llm.data.templates import is_conversational, without_absent_keys
+from jaxrl_llm.data.templates import SYSTEM_ROLES, is_conversational, without_absent_keys
 from jaxrl_llm.data.tokenize import ANSWERS, PIXELS, RowTokenizer, has_prompt, split_pair
 
 log = logging.getLogger(__name__)
@@ -101,6 +100,8 @@ class DataSource(NamedTuple):
     code: bytes | None  # of a format of the user's own; None where it cannot be found
     weight: float | None  # share of the rows; None: all of them once in an epoch
     folder: Path | None = None  # of its files, where relative paths of images start
+    prompt_form: Format | None = None  # for rows that serve as prompts, whatever the algorithm learns from
+    path: Any = None  # of its rows, as it is set
 
 
 class Tokenized(NamedTuple):
@@ -116,20 +117,17 @@ def open_sources(
     tokenizer: Any,
     dataset: Any = None,
     held_out: bool = False,
-    prompts: bool = False,
     named: Sequence[Mapping[str, Any]] | None = None,
     seen: set[bytes] | None = None,
 ) -> list[DataSource]:
     """The sources that are trained on or, with `held_out`, evaluated on; `dataset` or `named` take their place.
 
-    With `prompts` their examples serve as prompts whatever the algorithm learns from. To evaluate on the data that is
-    trained on, without saying on which split, sources without a split `test` are left out, which may leave none; of
-    other data without a split `test` the only one is taken. With data.deduplicate no row is there twice, and none whose
-    digest was `seen` before, which those of these rows join.
+    To evaluate on the data that is trained on, without saying on which split, sources without a split `test` are left
+    out, which may leave none; of other data without a split `test` the only one is taken. With data.deduplicate no row
+    is there twice, and none whose digest was `seen` before, which those of these rows join.
 
     Raises ConfigError for a source, format or option that is wrong.
     """
-    purpose = "prompts" if prompts else spec.kind
     if dataset is not None:
         entries: list[dict[str, Any]] = [{"dataset": dataset}]
     elif named is not None:
@@ -146,7 +144,7 @@ def open_sources(
     for entry in entries:
         any_split = apart and entry.get("path") != spec.path
         try:
-            opened.append(_open(entry, spec, held_out, any_split, purpose, tokenizer, seen))
+            opened.append(_open(entry, spec, held_out, any_split, tokenizer, seen))
         except sources.SplitError:
             if not unasked or entry.get("eval_split"):
                 raise
@@ -175,20 +173,47 @@ def source_options(source: Any) -> dict[str, Any]:
     return options
 
 
-def evaluated_on(settings: Mapping[str, Any]) -> tuple[list[str], str]:
-    """The paths of the data that is evaluated on where no `eval.sets` are, and its splits; `settings` by full keys."""
-    entries = [{"path": settings.get("data.eval_path") or settings["data.path"]}]
-    if settings.get("data.sources") and not settings.get("data.eval_path"):
+def evaluated_on(
+    settings: Mapping[str, Any], named: Sequence[Mapping[str, Any]] | None = None
+) -> tuple[list[str], str]:
+    """The paths of the data that is evaluated on, by the settings of a run by full keys, and its splits: of the sources
+    `named`, of a set, or without them where no `eval.sets` are.
+
+    A split that is not asked for is left out where neither the data that is trained on nor the name of the source says
+    which one was there to take.
+    """
+    path, eval_path = settings["data.path"], settings.get("data.eval_path")
+    entries: list[Mapping[str, Any]] = [{"path": eval_path or path}]
+    if named is not None:
+        entries = [*named]
+    elif settings.get("data.sources") and not eval_path:
         entries = [source_options(source) for source in settings["data.sources"]]
+    shared = bool(settings.get("eval.fraction"))
     paths: list[str] = []
+    splits: list[str] = []
     for entry in entries:
         files = entry.get("data_files") or entry["path"]
+        any_split = (named is not None or eval_path is not None) and entry.get("path") != path
+        asked, split = _splits(entry, settings["data.split"], settings["data.eval_split"], True, shared)
+        if asked is None and not shared:
+            known = sources.splits_of(files) or (() if any_split else (split,))
+            if split not in known and not any_split:  # it is left out
+                continue
+            split = split if split in known else next(iter(known), "")
         paths += [files] if isinstance(files, str) else files
-    if settings.get("eval.fraction"):
-        splits = [entry.get("split") or settings["data.split"] for entry in entries]
-    else:
-        splits = [entry.get("eval_split") or settings["data.eval_split"] or "test" for entry in entries]
+        splits += [split] if split else []
     return paths, ", ".join(dict.fromkeys(splits))
+
+
+def _splits(
+    entry: Mapping[str, Any], split: str, eval_split: str | None, held_out: bool, shared: bool
+) -> tuple[str | None, str]:
+    """The split of a source to evaluate on that is asked for, None where none is, and the one that is read.
+
+    `split` and `eval_split` are those of all sources; `shared` rows are held out of those that are trained on.
+    """
+    asked = (entry.get("eval_split") or eval_split) if held_out and not shared else None
+    return asked, asked or ("test" if held_out and not shared else entry.get("split") or split)
 
 
 def _open(
@@ -196,20 +221,18 @@ def _open(
     spec: DataSpec,
     held_out: bool,
     any_split: bool,
-    purpose: str,
     tokenizer: Any,
     seen: set[bytes],
 ) -> DataSource:
     """One source; with `any_split` its only split where none is asked for and it has no `test`."""
     path: Any = entry["dataset"] if "dataset" in entry else entry.get("data_files") or entry["path"]
     shared = spec.eval_fraction > 0  # between training and evaluation
-    asked = (entry.get("eval_split") or spec.eval_split) if held_out and not shared else None
-    split = asked or ("test" if held_out and not shared else entry.get("split") or spec.split)
+    asked, split = _splits(entry, spec.split, spec.eval_split, held_out, shared)
     format_spec = entry.get("format") or entry.get("type") or spec.format
     options = {key: value for key, value in entry.items() if key not in (*SOURCE_KEYS, "dataset")}
     name = "" if "dataset" in entry else path if isinstance(path, str) else ", ".join(path)
     try:
-        form = find(format_spec, spec.kind, tokenizer, options, purpose, spec.settings)
+        form = find(format_spec, spec.kind, tokenizer, options, spec.settings)
     except ConfigError as error:
         if options and "has no option" in str(error):
             near = closest(next(iter(options)), SOURCE_KEYS)
@@ -267,13 +290,15 @@ def _open(
         rows = [rows[index] for index in chosen] if isinstance(rows, list) else rows.select(chosen)
     names = {key.removesuffix("_key"): entry.get(key, getattr(spec, key)) for key in COLUMN_KEYS}
     renamed = {column: key for column, key in names.items() if key != column}
-    form = _adapted(form, renamed, spec.system_prompt, purpose)
+    prompt_form = _adapted(as_prompt(form, spec.kind), renamed, spec.system_prompt, "prompts")
+    form = _adapted(form, renamed, spec.system_prompt, spec.kind)
     code = code_of(format_spec, spec.kind)
     format_key = (
         format_spec if isinstance(format_spec, str | Mapping) else repr(format_spec),
         options, spec.kind, names, spec.system_prompt, spec.settings if code else {},
     )  # fmt: skip
-    return DataSource(name, rows, form, format_key, code, entry.get("weight"), sources.folder_of(path))
+    folder = sources.folder_of(path)
+    return DataSource(name, rows, form, format_key, code, entry.get("weight"), folder, prompt_form, path)
 
 
 def _distinct(rows: Any, seen: set[bytes], name: str) -> Any:
@@ -281,15 +306,9 @@ def _distinct(rows: Any, seen: set[bytes], name: str) -> Any:
 
     Raises ConfigError where none is left.
     """
-
-    def written(value: Any) -> Any:  # arrays by their numbers, images by their pixels
-        if hasattr(value, "tolist"):
-            return value.tolist()
-        return [value.mode, value.size, value.tobytes().hex()] if hasattr(value, "mode") else repr(value)
-
     kept = []
     for index, row in enumerate(rows):
-        digest = hashlib.sha256(json.dumps(row, sort_keys=True, default=written).encode()).digest()
+        digest = digest_of(row)
         if digest not in seen:
             seen.add(digest)
             kept.append(index)
@@ -302,6 +321,26 @@ def _distinct(rows: Any, seen: set[bytes], name: str) -> Any:
         return rows
     log.warning("%s: left out %d rows that an earlier one equals, of %d", name, len(rows) - len(kept), len(rows))
     return [rows[index] for index in kept] if isinstance(rows, list) else rows.select(kept)
+
+
+def digest_of(row: Row) -> bytes:
+    """SHA-256 of a row, the same for equal rows: arrays by their numbers, images by their pixels."""
+
+    def written(value: Any) -> Any:
+        if hasattr(value, "tolist"):
+            return value.tolist()
+        return [value.mode, value.size, value.tobytes().hex()] if hasattr(value, "mode") else repr(value)
+
+    def keyed(value: Any) -> Any:  # dictionaries by texts, which are in order whatever their keys are
+        if isinstance(value, Mapping):
+            return {f"{type(key).__name__} {key!r}": keyed(x) for key, x in value.items()}
+        return [keyed(x) for x in value] if isinstance(value, list | tuple) else value
+
+    try:
+        text = json.dumps(row, sort_keys=True, default=written)
+    except TypeError:  # keys of several types, or of those that JSON does not have
+        text = json.dumps(keyed(row), sort_keys=True, default=written)
+    return hashlib.sha256(text.encode()).digest()
 
 
 def _adapted(form: Format, names: Mapping[str, str], system_prompt: str | None, kind: str) -> Format:
@@ -332,7 +371,7 @@ def _adapted(form: Format, names: Mapping[str, str], system_prompt: str | None, 
                     f"data.system_prompt is for conversations, but the row begins with {made[name]!r:.80} (its "
                     f"{name}), which is text: give messages, or leave it out"
                 )
-            if made[name][0]["role"] != "system":
+            if made[name][0]["role"] not in SYSTEM_ROLES:
                 made[name] = [{"role": "system", "content": system_prompt}, *made[name]]
         return made
 
@@ -362,20 +401,19 @@ def examples(source: DataSource, kind: str) -> Iterator[tuple[str, Example]]:
 
 def formatted(source: DataSource, row: Mapping[str, Any], kind: str) -> list[Example]:
     """The examples of one row of a source; raises ConfigError when a user's format fails."""
-    from_arrow = not isinstance(source.rows, list)
-    try:
-        with contained():  # some formats render the row's messages, others make messages of its columns
-            example = source.form(without_absent_keys(row) if from_arrow else row)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"the format failed: {error_text(error)}") from error
-    if from_arrow:
-        example = without_absent_keys(example)
+    example = _example(source, row)
     if kind != "labels" or example.get("label") is not None or example.get("chosen") is None:
         return [example]
     prompt, *completions = split_pair(example)
     return [{**example, "prompt": prompt, "completion": c, "label": i == 0} for i, c in enumerate(completions)]
+
+
+def _example(source: DataSource, row: Mapping[str, Any]) -> Example:
+    """What the format of a source makes of a row."""
+    from_arrow = not isinstance(source.rows, list)
+    with failing_as("the format"):  # some render the row's messages, others make messages of its columns
+        example = source.form(without_absent_keys(row) if from_arrow else row)
+    return without_absent_keys(example) if from_arrow else example
 
 
 def row_tokenizer(spec: DataSpec, kind: str, tokenizer: Any, folder: Path | None = None) -> RowTokenizer:
@@ -404,7 +442,8 @@ def token_rows(source: DataSource, kind: str, tokenize: RowTokenizer, workers: i
         try:
             return location, tokenize.token_row(example)
         except ConfigError as error:
-            names = fitting(example, kind, tokenize.tokenizer) if location.endswith("row 0") else []
+            first = location.endswith("row 0")
+            names = fitting(example, kind, tokenize.tokenizer, tokenize.token_row) if first else []
             hint = f"; formats that read this row (data.format): {', '.join(names)}" if names else ""
             raise ConfigError(f"{location}: {error}{hint}") from error
         except (TypeError, UnicodeError) as error:  # what tokenizers raise for text that is no Unicode
@@ -462,7 +501,12 @@ def tokenized(spec: DataSpec, opened: Sequence[DataSource], kind: str, tokenizer
             kept = [(index, row) for index, row in enumerate(progress) if row is not None]
             made = [row for _, row in kept]
             if file is not None and not any(PIXELS in row for row in made):  # the file would hold no images
-                cache.save(file, tokenize, kept)
+                try:
+                    cache.save(file, tokenize, kept)
+                except ConfigError as error:
+                    if spec.cache != "auto":  # which nobody asked for
+                        raise
+                    log.warning("%s", error)
         tokenize.report(len(made))
         rows += made
         counts.append(len(made))
@@ -531,13 +575,18 @@ def first_rows(opened: Sequence[DataSource], count: int) -> list[DataSource]:
     return limited
 
 
+def as_prompts(opened: Sequence[DataSource]) -> list[DataSource]:
+    """The sources with their rows as prompts."""
+    return [source._replace(form=source.prompt_form or source.form) for source in opened]
+
+
 def columns(source: DataSource) -> dict[str, Any]:
     """The columns of the source's first example, with their values; raises ConfigError when it cannot be read."""
     row: Any = next(iter(source.rows), None)
     if row is None:
         raise ConfigError(f"{source.name or 'the data'} has no rows")
     with _located(f"{source.name} row 0".strip()):
-        return source.form(row)
+        return _example(source, row)
 
 
 def is_learnable(kind: str, opened: Sequence[DataSource]) -> bool:

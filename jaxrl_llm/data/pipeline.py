@@ -118,7 +118,7 @@ class Pipeline:
         return {"position": self._position, **self._identity}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from `state`. Batch size and process count may differ from those it was saved with."""
+        """Continue from `state`. Process count and, without `lengths`, batch size may differ from those of before."""
         _check_same_data(state, self._identity)
         self._position = int(state["position"])
 
@@ -143,9 +143,10 @@ class Block(NamedTuple):
 class Stream:
     """An endless iterator over batches, lists of this process's rows, of data that does not fit in memory.
 
-    Sources are mixed by weight, row by row and without chance, and each starts again when it ends; without weights they
-    follow each other, and all start again when the last one ends. Rows are read in blocks of `buffer`, each a
-    permutation drawn from (seed, number of the block), or in the data's own order when `shuffle` is off. A block is
+    Sources are mixed by weight, token row by token row and without chance, and each starts again when it ends; without
+    weights they follow each other, and all start again when the last one ends. Rows are read in blocks of `buffer`, and
+    of fewer where an epoch of all sources ends, so that none of its rows comes after one of the next. A block is a
+    permutation drawn from (seed, number of the block), or in the data's own order when `shuffle` is off. It is
     tokenised in the background while the one before is used. The position is the state of every source at the start of
     the block and the rows of it that have been used, so a restart reads one block again and no more. Every process
     reads everything and takes its equal share of each batch.
@@ -175,7 +176,7 @@ class Stream:
             "shuffle": shuffle,
             "buffer": buffer,
         }
-        self._drawn = [0.0] * len(self._readers)  # rows read of each source
+        self._drawn = [0.0] * len(self._readers)  # token rows read of each source
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
         self._block: Block | None = None
         self._next_block: Future[Block] | None = None
@@ -237,8 +238,10 @@ class Stream:
             ]
             index = int(np.argmin(behind))
             read = self._readers[index].next()
-            self._drawn[index] += bool(read)
+            self._drawn[index] += len(read)
             rows += read
+            if rows and not read and len({reader.epoch for reader in self._readers}) == 1:
+                break
         if self._shuffle:
             order = np.random.default_rng((self._seed, number)).permutation(len(rows))
             rows = [rows[index] for index in order]
@@ -316,5 +319,6 @@ def _check_same_data(state: Mapping[str, Any], identity: Mapping[str, Any]) -> N
         if state.get(key) != value:
             raise ConfigError(
                 f"the saved data position belongs to {key}={state.get(key)!r} but this run has {key}={value!r}; "
-                "resume with the same data, seed, data.shuffle and data.group_by_length, or start a new output_dir"
+                "resume with the same data, seed, data.shuffle and data.group_by_length (which needs the same "
+                "batch.prompts too), or start a new output_dir"
             )

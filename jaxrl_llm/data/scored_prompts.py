@@ -18,7 +18,7 @@ class ScoredPrompts:
     They are those of the column `reference_scores`, where the rows have it, or what `give` is told before the first
     batch. With `drop_unsolved` prompts without a score other than 0 are left out; the order is that of a Pipeline over
     the others. After each batch `newest [B,n]` are the scores of its prompts, those of this process. The state is the
-    position and all scores: a run that goes on samples none anew.
+    position, and all scores as an array: a run that goes on samples none anew.
 
     Raises ConfigError for a column of something else than numbers.
     """
@@ -93,19 +93,24 @@ class ScoredPrompts:
         self._order = Pipeline(np.flatnonzero(kept).tolist(), self._batch_size, *self._order_settings, shares)
 
     def get_state(self) -> dict[str, Any]:
-        """The position and the scores, as a JSON-able dictionary; the same on every process."""
-        return {**self._known.get_state(), "scores": self._scores.tolist()}
+        """The position, as a JSON-able dictionary; the same on every process."""
+        return self._known.get_state()
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`; raises ConfigError for one of other prompts, or without scores."""
-        scores = state.get("scores")
+    def get_arrays(self) -> dict[str, Any]:
+        """The scores as the tree of arrays that a checkpoint holds, by name; the same on every process."""
+        return {SCORES: {"scores": self._scores}} if self.known else {}
+
+    def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Continue from the position `state` and the scores in `arrays`, in checkpoints of earlier versions in `state`;
+        raises ConfigError for those of other prompts, and for none."""
+        scores = arrays.get(SCORES, state).get("scores")
         if scores is None or len(scores) != len(self.examples):
             had = "no scores of the reference" if scores is None else f"those of {len(scores)} prompts"
             raise ConfigError(
                 f"the checkpoint has {had}, and this run reads them of {len(self.examples)}: go on with the data and "
                 "the algorithm.advantage that it had, or start a new output_dir"
             )
-        self.give(np.array(scores, np.float32))
+        self.give(np.asarray(scores, np.float32))
         self._known.set_state(dict(state))
 
     @property

@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import fsspec
 import numpy as np
 
-from jaxrl_llm.config.resolve import ConfigError, resolve, split_options
+from jaxrl_llm.config.resolve import ConfigError, failing_as, resolve, split_options
 from jaxrl_llm.data import Row, tasks
 from jaxrl_llm.data.diagnose import content_fault, encoding_fault
 from jaxrl_llm.data.formats.native import as_rows
@@ -50,6 +51,7 @@ class SplitError(ConfigError):
 
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+ONLY = "train"  # the split of what has one
 SAVED = ("dataset_dict.json", "dataset_info.json")  # files of a folder that save_to_disk wrote
 NUMBERS = {int: "int64", float: "float64"}  # of a csv file
 TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d+)?$"  # what Arrow writes of a time as text
@@ -83,7 +85,8 @@ def load(
     The result is a `datasets.Dataset`, or a list where the rows come as Python objects. With `streaming` files are read
     as they are needed, and it is a `datasets.IterableDataset`. `ds_type` names the type of the files (json, csv,
     parquet, arrow) where their names do not. Text stays as it was written: a column of a csv file is numbers where each
-    of them writes as it was (42 does, 0042 and 0.50 do not), and always text when streamed; dates in json are text.
+    of them writes as it was (42 does, 0042 and 0.50 do not), unless rows are made of it (prompt, completion, ...) or it
+    is streamed; dates in json are text.
 
     Raises ConfigError: nothing there, no such split (listing those there are), unreadable (naming the line), without
     rows, or a list to stream of which a column changes its type.
@@ -100,6 +103,11 @@ def load(
         rows, shown = path, "the data set"
     else:
         rows, shown = _from_list(path), "the list"
+    # Values of the format that a data set was given (torch, numpy, pandas, ...) are no texts and messages.
+    if is_table(rows) and rows.format["type"] not in (None, "custom"):  # which with_transform gives
+        rows = rows.with_format(None, columns=rows.format["columns"])
+    elif is_stream(rows) and rows._formatting is not None:
+        rows = rows.with_format(None)
     rows = _undecoded(rows)
     if is_stream(rows):
         return rows
@@ -124,6 +132,30 @@ def folder_of(path: Any) -> Path | None:
     if local.is_dir():
         return local
     return local.parent if local.is_file() or "*" in str(first) else None
+
+
+def local_files(path: Any) -> dict[str, Path]:
+    """The files here that `path` names, by names that are the same on every machine; none for other data."""
+    if folder_of(path) is None:
+        return {}
+    found = {}
+    for one in map(str, path if isinstance(path, list | tuple) else [path]):
+        folder, local = folder_of(one), Path(one).expanduser()
+        if folder is None:
+            continue
+        if "*" in one:
+            files = Path(local.anchor).glob(str(local.relative_to(local.anchor)))
+        else:
+            files = [local] if local.is_file() else folder.rglob("*")
+        found |= {f"{os.path.relpath(file, folder)} of {one}": file for file in sorted(files) if file.is_file()}
+    return found
+
+
+def splits_of(path: Any) -> tuple[str, ...] | None:
+    """The splits of a source that its name tells: of files (a list, a pattern, a name) one; None for other data."""
+    if isinstance(path, list | tuple) or _reader(str(path)) or str(path).startswith("task:verifiers("):
+        return (ONLY,)
+    return (ONLY, "test") if str(path).startswith("task:") else None
 
 
 def _undecoded(rows: Any) -> Any:
@@ -197,13 +229,15 @@ def _load_path(
         return _load_remote(path, split, name, streaming, ds_type)
     local = Path(path).expanduser()
     if local.is_file() or ("*" in path and any(Path(local.anchor).glob(str(local.relative_to(local.anchor))))):
+        if name is not None:
+            raise ConfigError(f"{path!r} is a file, which has no configuration {name!r}: leave the name out")
         return _load_files([str(local)], split, streaming, ds_type)
     if local.is_dir():
         return _load_folder(str(local), split, name, streaming)
     import datasets
 
     # What looks like a path is not asked of the hub, whose error would hide the misspelling.
-    if path.startswith(("/", ".", "~")) or _reader(path) or path.count("/") > 1:
+    if path.startswith(("/", ".", "~")) or _reader(path) or path.count("/") > 1 or "*" in path:
         raise ConfigError(
             f"there is no file or folder {path!r}; check data.path (a relative path starts at {Path.cwd()})"
         )
@@ -223,11 +257,11 @@ def _load_files(files: list[str], split: str, streaming: bool, ds_type: str | No
     reader, shown = ds_type or _reader(files[0]), ", ".join(files)
     if reader is None or reader not in READERS.values():
         raise ConfigError(f"{shown!r} is not a kind of file that can be read; those are {', '.join(READERS)}")
-    if split.partition("[")[0] != "train":
+    if split.partition("[")[0] != ONLY:
         raise SplitError(
             f"{shown!r} is one file and has only the split 'train', not {split!r}; set the split to train, or name "
             "another file",
-            ["train"],
+            [ONLY],
         )
     for file in files:
         if not streaming and (fault := encoding_fault(file, reader)) is not None:
@@ -269,6 +303,8 @@ def _read_csv(files: list[str], split: str, streaming: bool) -> Any:
     if not is_table(rows):
         return rows
     for name in first[1]:
+        if name in TEXTS:
+            continue
         column, kinds = rows.data.column(name), set[str | None]()
         for text in (text for chunk in column.chunks for text in chunk.to_pylist() if text is not None):
             kinds.add(next((dtype for number, dtype in NUMBERS.items() if _writes(number, text)), None))
@@ -408,6 +444,10 @@ def _call_function(path: str, split: str, name: str | None, arguments: Mapping[s
     names."""
     name_of_it, options = split_options(path)
     function = resolve(name_of_it, {})
+    if not callable(function):
+        raise ConfigError(
+            f"data.path: {name_of_it} is {type(function).__name__}, but it takes a function or a class that gives rows"
+        )
     parameters = inspect.signature(function).parameters
     filled = {**arguments, "split": split, "name": name, "data_files": None, "processor": None, **options}
     lacking = [
@@ -421,16 +461,17 @@ def _call_function(path: str, split: str, name: str | None, arguments: Mapping[s
             f"data.path: {name_of_it} {asks}; it gets those of {', '.join(sorted(filled))} that it names, and others "
             f"in brackets, {name_of_it}(data_files='rows.parquet')"
         )
-    made = function(**{key: value for key, value in filled.items() if key in parameters})
-    if is_splits(made):
-        return _pick(made, split, path)
-    if is_table(made) or is_stream(made):
-        return made
-    if not hasattr(made, "__iter__") and not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
-        raise ConfigError(f"{path} gave {type(made).__name__}; it must give rows: a list, a sequence or a Dataset")
-    if hasattr(made, "__len__") and hasattr(made, "__getitem__") and not isinstance(made, list | tuple):
-        made = [made[index] for index in range(len(made))]
-    rows = list(made)
+    with failing_as(f"data.path: {name_of_it}"):
+        made: Any = function(**{key: value for key, value in filled.items() if key in parameters})
+        if is_splits(made):
+            return _pick(made, split, path)
+        if is_table(made) or is_stream(made):
+            return made
+        if not hasattr(made, "__iter__") and not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
+            raise ConfigError(f"{path} gave {type(made).__name__}; it must give rows: a list, a sequence or a Dataset")
+        if hasattr(made, "__len__") and hasattr(made, "__getitem__") and not isinstance(made, list | tuple):
+            made = [made[index] for index in range(len(made))]
+        rows = list(made)
     if rows and isinstance(rows[0], Mapping) and "input_ids" in rows[0] and not set(TEXTS) & set(rows[0]):
         raise ConfigError(
             f"{path} gives token ids (input_ids), but rows are tokenised here: let it give texts, under "
@@ -495,7 +536,11 @@ def _split_names(split: str, splits: Mapping[Any, Any], shown: str) -> list[str]
 
 def _from_list(items: Any) -> RowList:
     if isinstance(items, Mapping) or not isinstance(items, Sequence):
-        raise ConfigError("data given as a Python object is a list of dictionaries, one for each row, or of threads")
+        raise ConfigError(
+            "data given as a Python object is a list of dictionaries, one for each row, or of threads, and not a "
+            f"{type(items).__name__}; a generator becomes one with list(rows), a pandas.DataFrame a data set with "
+            "datasets.Dataset.from_pandas(frame)"
+        )
     if not items:
         raise ConfigError("the list has no rows; give at least one dictionary")
     rows = as_rows(items)

@@ -5,7 +5,9 @@ always tokenised without adding more; plain text gets the special tokens that th
 that continues a row has the ids that it has within the text of the whole row, merges across its beginning aside.
 """
 
+import functools
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +19,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # of a row, for its chat template
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SYSTEM_ROLES = ("system", "developer")  # the second is OpenAI's name of the first
 QUESTION = "the-question"  # of the user, in the messages by which a template is tried
+log = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
 
@@ -26,7 +31,7 @@ def is_conversational(prompt: Any) -> bool:
     """True when `prompt` is a non-empty list of messages, each with a role."""
     if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
         return False
-    return all(isinstance(message, Mapping) and "role" in message for message in prompt)
+    return all(isinstance(message, Mapping) and message.get("role") is not None for message in prompt)
 
 
 def render_prompt(
@@ -202,6 +207,8 @@ def render_chat(
     present = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
     reads = forms_read(tokenizer)
     present = [_in_form(message, reads) for message in present]
+    for role in {str(message["role"]) for message in present}.difference(ROLES):
+        _tell_of_role(role, str(tokenizer.chat_template))
     try:
         text = tokenizer.apply_chat_template(
             present,
@@ -214,6 +221,16 @@ def render_chat(
     except Exception as error:
         raise ConfigError(f"the chat template refused the messages {messages!r:.200}: {error}") from error
     return text if expand is None else expand(text)
+
+
+@functools.lru_cache(64)  # once, and clients of a server may write any
+def _tell_of_role(role: str, template: str) -> None:
+    """Log a warning about a role that the chat template does not name."""
+    if role not in template:
+        log.warning(
+            "messages have the role %.40r, which the chat template does not name: it may leave them out, or the model "
+            "not know it; the usual roles are %s", role, ", ".join(ROLES),
+        )  # fmt: skip
 
 
 def tool_calls(functions: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -252,6 +269,7 @@ class FormsRead(NamedTuple):
     parts: bool  # contents that are lists of parts
     objects: bool  # arguments of calls that are objects
     json_texts: bool  # arguments of calls that are JSON text, as OpenAI writes them
+    developers: bool  # messages of the role developer, OpenAI's name of system
 
 
 _FORMS_READ: dict[str, FormsRead] = {}  # by chat template
@@ -279,6 +297,7 @@ def forms_read(tokenizer: Any) -> FormsRead:
             parts=reads(parts, "probe", "'probe'"),
             objects=reads(called({"argument": 1}), "argument", "'argument'"),
             json_texts=reads(called('{"argument": 1}'), '{"argument": 1}', "'argument'"),
+            developers="developer" in template,
         )
     return _FORMS_READ[template]
 
@@ -288,8 +307,11 @@ def _in_form(message: dict[str, Any], reads: FormsRead) -> dict[str, Any]:
 
     Texts become a part, and parts that are all texts one text. Arguments of calls that are JSON text, as OpenAI writes
     them and columns of one type need them, become objects: a template would write them as a text within the call. Where
-    a template reads JSON text alone, as DeepSeek's, objects become that.
+    a template reads JSON text alone, as DeepSeek's, objects become that. The role developer
+    is system to a template that does not name it: it would leave the message out, or show a role that no model knows.
     """
+    if message["role"] == "developer" and not reads.developers:
+        message = {**message, "role": "system"}
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, str) and reads.parts and not reads.texts:
         message = {**message, "content": [{"type": "text", "text": content}]}
@@ -326,13 +348,14 @@ def _with_arguments(call: Any, as_object: bool) -> Any:
 def template_options(row: Mapping[str, Any], template_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """`tools` and `template_kwargs` of `render_chat`, from the columns tools and chat_template_kwargs of a row.
 
-    Raises ConfigError for one that is text and no JSON, and for chat_template_kwargs that are no object.
+    Either may be JSON text; blank text is none. Raises ConfigError for text that is no JSON, and for
+    chat_template_kwargs that are no object.
     """
     columns = {name: row.get(name) for name in TEMPLATE_COLUMNS}
     for name, value in columns.items():
         if isinstance(value, str):
             try:
-                columns[name] = json.loads(value)
+                columns[name] = json.loads(value) if value.strip() else None
             except json.JSONDecodeError as error:
                 raise ConfigError(f"the {name} column is not JSON: {error}") from error
     tools, row_kwargs = (columns[name] or None for name in TEMPLATE_COLUMNS)

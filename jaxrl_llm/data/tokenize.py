@@ -7,6 +7,7 @@ row has nothing before it to be predicted from, so its mask is always 0.
 
 import functools
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class RowTokenizer:
 
     | kind | columns of an example | token row |
     |---|---|---|
-    | prompts | `prompt_key` | the example with `prompt` and `prompt_ids` |
+    | prompts | prompt | the example with `prompt_ids` |
     | completions | prompt and completion, or messages, or text | `ids`, `mask` |
     | pairs | chosen, rejected, and maybe prompt, margin | `chosen_ids`, `chosen_mask`, `rejected_*`, maybe `margin` |
     | triples | chosen, rejected, reference, and maybe prompt | as pairs, and `reference_ids`, `reference_mask` |
@@ -85,7 +86,6 @@ class RowTokenizer:
     limit: int | None = None
     overlong: str = "error"
     loss_on: str = "completion"
-    prompt_key: str = "prompt"
     template_kwargs: Mapping[str, Any] | None = None
     images: ImageReader | None = None
     step_separator: str = "\n"
@@ -118,8 +118,12 @@ class RowTokenizer:
         """
         if self.overlong in ("error", "filter") and self._is_hopeless(example):
             return None
-        if PIXELS in example:
-            return {**self._token_row(example, None), PIXELS: example[PIXELS]}
+        if (tiles := example.get(PIXELS)) is not None:
+            if isinstance(tiles, str) or not hasattr(tiles, "__len__"):
+                raise ConfigError(
+                    f"column {PIXELS!r} is {tiles!r:.80}, but it takes the tiles [tiles,H,W,C] of images: rename it"
+                )
+            return {**self._token_row(example, None), PIXELS: tiles}
         if self.images is None:
             return self._token_row(example, None)
         rendered, images = self.images.read(*self._rendered(example))
@@ -135,14 +139,12 @@ class RowTokenizer:
             special = images.tiles.processor.special_ids
             row[mask] = [0 if token in special else on for token, on in zip(row[name], row[mask], strict=True)]
         # The prompt of a conversation holds its images as parts; that which is text stays as the data has it.
-        prompt = example[self.prompt_key] if self.kind == "prompts" else None
+        prompt = example["prompt"] if self.kind == "prompts" else None
         return {**row, **({"prompt": prompt} if isinstance(prompt, str) else {}), PIXELS: images.tiles}
 
     def _rendered(self, example: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """The example, and those of its columns that a row is made of, as far as they may have images."""
-        if self.kind == "prompts":
-            return example, (self.prompt_key,)
-        if self.kind == "steps":
+        if self.kind in ("prompts", "steps"):
             return example, ("prompt",)
         answers = ANSWERS.get(self.kind)
         if answers is not None and all(example.get(name) is not None for name in answers):
@@ -164,12 +166,11 @@ class RowTokenizer:
             ids, mask = completion_row(example, tokenizer, options, self.loss_on)
             return {"ids": ids, "mask": mask, **kept}
         if self.kind == "prompts":
-            _check_columns(example, (self.prompt_key,), "data.prompt_key")
-            prompt = example[self.prompt_key]
-            ids = render_prompt(tokenizer, prompt, **options)
+            _check_columns(example, ("prompt",), "data.prompt_key")
+            ids = render_prompt(tokenizer, example["prompt"], **options)
             if not ids:
-                raise ConfigError(f"the prompt {prompt!r} has no tokens; remove the row or fill its prompt")
-            return {**example, "prompt": prompt, "prompt_ids": ids}
+                raise ConfigError(f"the prompt {example['prompt']!r} has no tokens; remove the row or fill its prompt")
+            return {**example, "prompt_ids": ids}
         if self.kind in ANSWERS:
             _check_columns(example, ANSWERS[self.kind], "data.format")
             prompt, completions = self._split(example)
@@ -180,12 +181,15 @@ class RowTokenizer:
             if (margin := example.get("margin")) is None:
                 return row
             try:
-                return {**row, "margin": float(margin)}
+                row["margin"] = float(margin)
             except (TypeError, ValueError):
+                row["margin"] = math.nan
+            if not math.isfinite(row["margin"]):
                 raise ConfigError(
                     f"margin is {margin!r:.80}; it is a number, by how much chosen is better: write one, or rename the "
                     "column"
-                ) from None
+                )
+            return row
         if self.kind == "steps":
             return self._steps(example, options)
         _check_columns(example, ("prompt", "completion", "label"), "data.format")
@@ -230,7 +234,7 @@ class RowTokenizer:
         White space is not counted, as some tokenizers join it, and the longest token is taken four times as long, as
         some normalise letters.
         """
-        columns = {"prompts": (self.prompt_key,), "steps": ("prompt", "completions")}.get(self.kind, TEXTS)
+        columns = {"prompts": ("prompt",), "steps": ("prompt", "completions")}.get(self.kind, TEXTS)
         if self.limit is None or (size := sum(_size(example.get(name)) for name in columns)) < HOPELESS:
             return False
         if self._longest is None:
@@ -383,14 +387,17 @@ def prompt_and_completion(
     return prompt_ids + completion_ids, [int(loss_on == "all")] * len(prompt_ids) + [1] * len(completion_ids)
 
 
-def with_steps(tokenizer: Any, prompt_ids: Ids, steps: Sequence[str], separator: str) -> tuple[Ids, Ids]:
-    """(ids, ends) of the ids of a prompt and the steps behind it, `separator` behind each: where each of them ends.
+def with_steps(
+    tokenizer: Any, prompt_ids: Ids, steps: Sequence[str], separator: str, between: str = ""
+) -> tuple[Ids, Ids]:
+    """(ids, ends) of the ids of a prompt and the steps behind it, `separator` behind each, where it ends, and `between`
+    before the next one.
 
     Steps and separators are tokenised apart, so that no token reaches over the end of a step, as in TRL.
     """
     ids, ends = list(prompt_ids), []
-    for step in steps:
-        for text in (step, separator):
+    for number, step in enumerate(steps):
+        for text in (between if number else "", step, separator):
             ids += continued_ids(tokenizer, ids, text)
         ends.append(len(ids) - 1)
     return ids, ends
@@ -431,10 +438,12 @@ def conversation(
     another's turn is learned, it is what the template writes before any content. A turn that the template ends
     otherwise once messages follow has as much of its end as both have.
 
-    Raises ConfigError for what a message cannot say of its turn, and where the template renders a turn that has to be
-    found, or what comes before it, differently once others follow: with "all" none has to be.
+    Raises ConfigError for what a message cannot say of its turn, for a learned turn whose calls the template does not
+    show, and where the template renders a turn that has to be found, or what comes before it, differently once others
+    follow: with "all" none has to be.
     """
-    own = [_turn_flags(index, message) for index, message in enumerate(messages)]
+    # What is no list of messages is refused where it is rendered.
+    own = [_turn_flags(index, message) for index, message in enumerate(messages if is_conversational(messages) else ())]
     rendered = render_chat(tokenizer, messages, False, **options)
 
     def is_learned(index: int) -> bool:
@@ -445,6 +454,13 @@ def conversation(
     turns = [index for index in counted if is_learned(index)]
     if loss_on == "last_turn":
         counted = turns = turns[-1:]
+    for index in turns:
+        # A template that knows of no calls writes an empty turn, which would be learned.
+        if hidden := [name for name in _called(messages[index]) if name not in rendered]:
+            raise ConfigError(
+                f"message {index} calls {hidden[0]!r}, which the chat template does not show: name a template that "
+                "shows tool_calls (data.chat_template), or drop the row"
+            )
     in_part = {i for i in counted if own[i].end not in (None, i in turns) or (i in turns and own[i].detail)}
     # The turns to find in the text: these, and those that have this in the mask, all else the opposite.
     on = int(loss_on != "all")
@@ -538,6 +554,13 @@ def conversation(
         for start, end in zip([0, *ends], ends, strict=False):
             mask.append(int(all(each[start:end])) if end > start or not mask else mask[-1])
     return ids, mask
+
+
+def _called(message: Message) -> list[str]:
+    """The names of the functions that a message calls."""
+    calls = message.get("tool_calls")
+    inner = [call.get("function", call) for call in calls or () if isinstance(call, Mapping)]
+    return [call["name"] for call in inner if isinstance(call, Mapping) and isinstance(call.get("name"), str)]
 
 
 class TurnFlags(NamedTuple):

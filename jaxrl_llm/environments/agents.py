@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import math
 import os
 import re
 import shlex
@@ -32,7 +31,7 @@ from typing import Any
 from jaxrl_llm.config.resolve import ConfigError, resolve_with_options
 from jaxrl_llm.config.user_code import error_text
 from jaxrl_llm.environments.call_pool import CallPool
-from jaxrl_llm.environments.protocol import EpisodeError, encodable
+from jaxrl_llm.environments.protocol import EpisodeError, encodable, finite
 from jaxrl_llm.environments.verifiers_agent import VerifiersAgent
 
 FUNCTION = re.compile(r"[^\s:()]+:[A-Za-z_][\w.]*(\(.*\))?", re.DOTALL)
@@ -247,11 +246,7 @@ def read_reward(returned: Any) -> Reward | None:
     """The reward that an agent returned. Raises EpisodeError for anything but finite numbers."""
 
     def number(value: Any) -> float:
-        try:
-            found = float(value)
-        except (TypeError, ValueError):
-            found = math.nan
-        if isinstance(value, str) or not math.isfinite(found):
+        if (found := finite(value)) is None:
             raise EpisodeError(
                 f"the agent returned {returned!r:.200}; return a finite number, a dictionary of such, or None where "
                 "it has posted its reward"

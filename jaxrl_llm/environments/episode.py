@@ -2,13 +2,20 @@
 
 import asyncio
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
-from jaxrl_llm.environments.protocol import EpisodeError, Step, checked_step, encodable, is_messages, with_parts
+from jaxrl_llm.environments.protocol import (
+    EpisodeError,
+    Step,
+    checked_step,
+    encodable,
+    finite,
+    is_messages,
+    with_parts,
+)
 from jaxrl_llm.environments.tool_calls import parse_tool_calls
 from jaxrl_llm.environments.tools import Tool, ToolResult, call_tool, turn_message
 
@@ -117,13 +124,9 @@ class Episode:
 
     def set_reward(self, returned: Any) -> None:
         """Take what `get_reward` returned. Raises EpisodeError for anything but a finite number or None."""
-        try:
-            reward = None if returned is None else float(returned)
-        except (TypeError, ValueError):
-            reward = float("nan")
-        if reward is not None and not math.isfinite(reward):
-            raise EpisodeError(f"{self.name}.get_reward returned {returned!r}, not a finite number or None")
-        self.reward = reward
+        self.reward = finite(returned)
+        if self.reward is None and returned is not None:
+            raise EpisodeError(f"{self.name}.get_reward returned {returned!r:.200}, not a finite number or None")
 
     def fail(self, reason: str) -> None:
         """End the episode because of its environment: it is not rewarded."""

@@ -1,5 +1,6 @@
 """The protocol of an environment: `reset` with a row of the data, then `step` with each turn of the policy."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -55,17 +56,24 @@ def checked_step(returned: Any, name: str) -> Step:
     if not isinstance(returned, tuple) or not 1 <= len(returned) <= 4:
         raise EpisodeError(f"{name}.step returned {returned!r}; return Step(observation, reward, done)")
     step = Step(*returned)
-    if not isinstance(step.reward, int | float) and not hasattr(step.reward, "item"):
-        raise EpisodeError(f"{name}.step returned the reward {step.reward!r}; give a number")
-    if step.reward != step.reward or abs(step.reward) == float("inf"):
-        raise EpisodeError(f"{name}.step returned the reward {step.reward!r}; give a finite number")
+    if (reward := finite(step.reward)) is None:
+        raise EpisodeError(f"{name}.step returned the reward {step.reward!r:.200}; give a finite number")
     if not (step.observation is None or isinstance(step.observation, str) or is_messages(step.observation)):
         raise EpisodeError(
             f"{name}.step returned the observation {step.observation!r}; give text, messages with role and content, or "
             "None"
         )
     observation = with_parts(step.observation) if is_messages(step.observation) else step.observation
-    return Step(observation, float(step.reward), bool(step.done), step.state)
+    return Step(observation, reward, bool(step.done), step.state)
+
+
+def finite(reward: Any) -> float | None:
+    """A reward as a float; None for what is no finite number, such as a text, NaN or several numbers."""
+    try:
+        number = math.nan if isinstance(reward, str | bytes) else float(reward)
+    except Exception:  # also of a user's own __float__
+        return None
+    return number if math.isfinite(number) else None
 
 
 def is_messages(value: Any) -> TypeGuard[Messages]:

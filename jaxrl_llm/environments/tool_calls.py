@@ -121,13 +121,16 @@ class CallStart:
     """
 
     def __init__(self) -> None:
+        self._blank = 0  # characters of space that the text begins with
         self._position = 0  # no mark begins before it
         self._closing: str | None = None  # of the thinking that is open there
         self._mark: int | None = None  # in that thinking, which would be a call if it never closed
 
     def of(self, text: str) -> int:
         """The characters before it, of the text up to now, which the next one begins with; all where there is none."""
-        if re.match(r"\s*[\[{]", text):
+        while self._blank < len(text) and text[self._blank].isspace():
+            self._blank += 1
+        if text[self._blank : self._blank + 1] in ("", "[", "{"):
             return 0
         while self._closing is not None or (found := BEGINNING.search(text, self._position)) is not None:
             if self._closing is None:
@@ -183,11 +186,12 @@ def _marked(text: str, position: int, parameters: Parameters) -> TurnCalls:
 def _opening(text: str, position: int) -> re.Match[str] | None:
     """The first opening mark behind a position that is not within thinking."""
     while opening := OPENING.search(text, position):
-        thought = THOUGHT.search(text, position, opening.start())
-        end = -1 if thought is None else text.find(THINKING[thought[0]], thought.end())
-        if end < 0:
-            return opening
-        position = end
+        while position <= opening.start():
+            thought = THOUGHT.search(text, position, opening.start())
+            end = -1 if thought is None else text.find(THINKING[thought[0]], thought.end())
+            if end < 0:
+                return opening
+            position = end
     return None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from jaxrl_llm.rewards import code, formats, functions, math, puzzles
 from jaxrl_llm.rewards.combined import CombinedGrader
 from jaxrl_llm.rewards.judge import Judge, PairwiseJudge
+from jaxrl_llm.rewards.openai_graders import OpenAIGrader
 from jaxrl_llm.rewards.signatures import shorten
 
 BUILT_IN: dict[str, Any] = {
@@ -31,7 +32,7 @@ BUILT_IN: dict[str, Any] = {
         functions.soft_overlong,
         functions.environment,
     )
-} | {"combined": CombinedGrader, "judge": Judge, "pairwise_judge": PairwiseJudge}
+} | {"combined": CombinedGrader, "openai_grader": OpenAIGrader, "judge": Judge, "pairwise_judge": PairwiseJudge}
 
 
 def table() -> str:

@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxrl_llm.config.background import in_thread
 from jaxrl_llm.config.user_code import contained
-from jaxrl_llm.rewards.call import Call, mean_extras, read_results
-from jaxrl_llm.rewards.signatures import RewardError, RowGrader, accepted, as_grader, reward_name
+from jaxrl_llm.rewards.call import SERVICES, Call, mean_extras, read_results
+from jaxrl_llm.rewards.signatures import RewardError, RowGrader, accepted, as_grader, reward_names
 
 
 class CombinedGrader:
@@ -74,10 +74,9 @@ class CombinedGrader:
                 return await asyncio.gather(*map(call.run, call.keys))
             return await apart(lambda: [call.run(row) for row in call.keys])
 
-        names = [reward_name(grader) for grader in self.graders]
         calls = [
-            Call(name, grader, accepted(name, grader, arguments), services, prompt_numbers=prompt_numbers)
-            for name, grader in zip(names, self.graders, strict=True)
+            Call(name, grader, accepted(name, grader, arguments, SERVICES), services, prompt_numbers=prompt_numbers)
+            for name, grader in zip(reward_names(self.graders), self.graders, strict=True)
         ]
         batches = await asyncio.gather(*map(results_of, calls))
         total, applies = np.zeros(len(prompts)), np.zeros(len(prompts), bool)

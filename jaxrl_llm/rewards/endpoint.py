@@ -197,7 +197,8 @@ class Endpoint:
             usage = tree.get("usage") or {}
             if not isinstance(text, str):
                 raise TypeError
-            return Answer(text, int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)), False)
+            prompt_tokens, completion_tokens = (usage.get(f"{kind}_tokens") or 0 for kind in ("prompt", "completion"))
+            return Answer(text, int(prompt_tokens), int(completion_tokens), False)
         # Servers under load send such replies; RecursionError is of JSON that is nested too deep.
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError):
             raise RetryError(without_secrets(f"the reply is no chat completion: {shorten(data[:1000])}")) from None
@@ -206,9 +207,10 @@ class Endpoint:
         if self.cache is None:
             return None
         path = self.cache / name[:2] / f"{name}.json"
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError):  # a damaged entry is asked for again
+        # A damaged entry is asked for again.
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             entry = json.loads(path.read_text(encoding="utf-8"))
-            return Answer(entry["text"], entry["prompt_tokens"], entry["completion_tokens"], cached=True)
+            return Answer(entry["text"] + "", int(entry["prompt_tokens"]), int(entry["completion_tokens"]), cached=True)
         return None
 
     def _write(self, name: str, answer: Answer) -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.rewards.signatures import text_of
+from jaxrl_llm.rewards.signatures import RewardError, text_of
 from jaxrl_llm.rewards.values import after_hashes, boxed_content, leading_quantity, same
 
 Completion = str | Sequence[Mapping[str, Any]]
@@ -30,14 +30,21 @@ def exact_match(completions: Sequence[Completion], answer: Sequence[Any], **colu
 
 def environment(
     environment_reward: Sequence[float | None],
-    environment_rewards: Sequence[Mapping[str, float]] = (),
+    environment_rewards: Sequence[Mapping[str, float]] | None = None,
     *,
     name: str | None = None,
     **columns: Any,
 ) -> list[float | None]:
     """The environment's or the agent's reward: the sum of its steps' rewards, or its `get_reward()`; None where it
-    failed. With `name`, the one that an agent gave this name, None where it gave none."""
-    return list(environment_reward) if name is None else [rewards.get(name) for rewards in environment_rewards]
+    failed. With `name`, the one that an agent gave this name, None where it gave none.
+
+    Raises RewardError: a name where no agents run.
+    """
+    if name is None:
+        return list(environment_reward)
+    if environment_rewards is None:
+        raise RewardError(f"environment(name={name!r}): agents name rewards, and environments give one; leave name out")
+    return [rewards.get(name) for rewards in environment_rewards]
 
 
 def target_length(completions: Sequence[Completion], *, target: int = 20, **columns: Any) -> list[float]:

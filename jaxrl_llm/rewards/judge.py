@@ -18,10 +18,11 @@ from jinja2.sandbox import SandboxedEnvironment
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.rewards.endpoint import Endpoint, EndpointError, EndpointSpec
 from jaxrl_llm.rewards.replies import ReplyError, read_rubric, read_score, read_winner
-from jaxrl_llm.rewards.signatures import RewardError, text_of
+from jaxrl_llm.rewards.signatures import RewardError, text_of, text_of_content
 
 SCORE_TEMPLATE = """\
-Rate how well the answer solves the task, from {{ low }} (useless) to {{ high }} (perfect).
+Rate how well the answer solves the task{% if low is not none %}, from {{ low }} (useless) to {{ high }} (perfect)\
+{% endif %}.
 
 # Task
 {{ prompt }}
@@ -30,7 +31,8 @@ Rate how well the answer solves the task, from {{ low }} (useless) to {{ high }}
 {{ completion }}
 
 {% if criteria -%}
-Reply with a JSON object that rates each of these from {{ low }} to {{ high }}: {{ criteria | join(", ") }}.
+Reply with a JSON object that rates each of these{% if low is not none %} from {{ low }} to {{ high }}{% endif %}: \
+{{ criteria | join(", ") }}.
 {%- else -%}
 Reply with a JSON object: {"score": number}
 {%- endif %}
@@ -311,13 +313,6 @@ def shown(prompt: Any) -> str:
     if len(prompt) == 1:
         return texts[0]
     return "\n\n".join(f"{message['role']}: {text}" for message, text in zip(prompt, texts, strict=True))
-
-
-def text_of_content(content: Any) -> str:
-    """The text of a content, with `<image>` for each image in it."""
-    if isinstance(content, str) or content is None:
-        return content or ""
-    return "".join(part["text"] if part.get("type") == "text" else "<image>" for part in content)
 
 
 def _compile(template: str) -> jinja2.Template:

@@ -9,7 +9,8 @@ from typing import Any
 from jaxrl_llm.rewards.signatures import RewardError, shorten
 
 OBJECT = re.compile(r'\{\s*["}]')
-NUMBER = r"[-+]?\d+(?:\.\d+)?"
+NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)"
+WINNER = r"(?<![A-Za-z])(A(?!\s+[Tt]ie)|B|[Tt]ie|TIE)(?![A-Za-z'])"
 
 
 class ReplyError(RewardError):
@@ -30,8 +31,8 @@ def read_score(text: str, pattern: str | None, field: str, scale: tuple[float, f
         value: Any = matches[-1].group(1 if matches[-1].re.groups else 0)
     else:
         objects = [tree for tree in json_objects(text) if field in tree]
-        # "8/10" is 8 of 10.
-        plain = re.findall(rf"({NUMBER})(?:\s*/\s*{NUMBER})?", text)
+        # "8/10" and "8 out of 10" are 8.
+        plain = re.findall(rf"({NUMBER})(?:[\s*_]*(?:/|(?:out\s+)?of\s)[\s*_]*{NUMBER})?", text)
         if not objects and not plain:
             raise ReplyError(f"the reply holds no number: {shorten(text)}")
         value = objects[-1][field] if objects else plain[-1]
@@ -54,14 +55,21 @@ def read_rubric(
 
 
 def read_winner(text: str) -> float:
-    """1.0 when the reply prefers A, 0.0 for B, 0.5 for a tie: the last of them that stands alone.
+    """1.0 when the reply prefers A, 0.0 for B, 0.5 for a tie: the only one that it names, or else the one that stands
+    alone at its end ("A is longer. Verdict: B") or at its beginning ("A. It is clearer than B").
 
-    Raises ReplyError when none does.
+    Raises ReplyError when there is none: "A is better than B" might as well be "A is worse than B".
     """
-    winners = re.findall(r"(?<![A-Za-z])(A|B|[Tt]ie|TIE)(?![A-Za-z'])", text)
-    if not winners:
+    named = [name.lower() for name in re.findall(WINNER, text)]
+    if not named:
         raise ReplyError(f"the reply names neither A nor B nor tie: {shorten(text)}")
-    return {"a": 1.0, "b": 0.0, "tie": 0.5}[winners[-1].lower()]
+    if len(set(named)) > 1:
+        alone = re.search(rf"(?:^|[.!?:;,\n])[^\w\n]{{0,9}}{WINNER}\W*$", text)
+        alone = alone or re.match(rf"\W{{0,9}}{WINNER}[^\w.!;,\n:]{{0,9}}[.!;,\n]", text)
+        if alone is None:
+            raise ReplyError(f"the reply names {' and '.join(sorted(set(named)))}, and no one alone: {shorten(text)}")
+        named = [alone[1].lower()]
+    return {"a": 1.0, "b": 0.0, "tie": 0.5}[named[0]]
 
 
 def json_objects(text: str) -> Iterator[dict[str, Any]]:

@@ -33,7 +33,7 @@ from jaxrl_llm.rewards.call import SERVICES, Call, Outcome, Scores, mean_extras,
 from jaxrl_llm.rewards.combined import CombinedGrader, call_if_present
 from jaxrl_llm.rewards.concurrency import AsyncCall, run_here, within
 from jaxrl_llm.rewards.process_pool import WorkerDiedError, Workers, travels
-from jaxrl_llm.rewards.signatures import RewardError, accepted, as_grader, is_async, is_rowwise, reward_name, shorten
+from jaxrl_llm.rewards.signatures import RewardError, accepted, as_grader, is_async, is_rowwise, reward_names, shorten
 
 SETUP_SECONDS = 600.0
 SEARCH_SECONDS = 10.0  # to find the rows on which a batch function fails
@@ -88,8 +88,8 @@ def load_rewards(
     `finish` gives what stands for each reward that was made, such as a judge whose model the run loads.
 
     A name is a built-in function ("exact_match"), "module:function", "module.function" or "path/to/file.py:function"
-    (of a file alone, its `compute_score`), and may set options to literals: "soft_overlong(max_length=256, cache=64)".
-    A class is instantiated with the options.
+    (of a file alone, its `compute_score`), or a file of OpenAI's grader, "grader.json". It may set options to literals:
+    "soft_overlong(max_length=256, cache=64)". A class is instantiated with the options.
 
     Raises ConfigError: an unknown name, or options the function does not have; RewardError: weights that do not fit.
     """
@@ -117,6 +117,8 @@ def _resolve(spec: str | RewardFunction) -> RewardFunction:
     """The function of a specification with its options bound, or an instance of its class."""
     if not isinstance(spec, str):
         return resolve(spec, BUILT_IN) if callable(spec) else spec
+    if spec.endswith(".json"):
+        spec = f"openai_grader(grader={spec!r})"
     function, options = resolve_with_options(f"{spec}:compute_score" if spec.endswith(".py") else spec, BUILT_IN)
     if not isinstance(function, type):
         return functools.partial(function, **options) if options else function
@@ -169,7 +171,7 @@ class Rewards:
         self.functions = tuple(functions)
         self.graders = [as_grader(function) for function in functions]
         self.specs = [None] * len(self.functions) if specs is None else list(specs)
-        self.names = _unique([reward_name(function) for function in self.functions])
+        self.names = reward_names(self.functions)
         if required and not self.names:
             raise RewardError("there is no reward function; name one in rewards.functions, such as exact_match")
         weights = [1.0] * len(self.names) if weights is None or len(weights) == 0 else weights
@@ -467,15 +469,6 @@ def _travels(arguments: Mapping[str, Any]) -> bool:
     except Exception:
         return False
     return True
-
-
-def _unique(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, each repeated one with _2, _3, ... (the first that is free)."""
-    taken: list[str] = []
-    for name in names:
-        candidates = (name if count == 1 else f"{name}_{count}" for count in range(1, len(names) + 2))
-        taken.append(next(candidate for candidate in candidates if candidate not in taken))
-    return tuple(taken)
 
 
 def _check_length(name: str, values: Sequence[Any], prompts: Sequence[Any]) -> None:

@@ -6,10 +6,13 @@
 | verl | `compute_score(data_source, solution_str, ground_truth, extra_info) -> float or dict` | a RowGrader |
 | verl, a whole batch | `f(data_sources, solution_strs, ground_truths, extra_infos) -> list` | a batch function |
 | Harmony | an object with `grade(sample)`, `setup()` | a RowGrader |
+| OpenAI, a Python grader | `grade(sample, item) -> float` | a RowGrader |
 """
 
 import functools
 import inspect
+import itertools
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +92,8 @@ def as_grader(reward: Any) -> Any:
     names = parameter_names(reward)
     if "solution_strs" in names or "solution_str" in names:
         return _verl_grader(reward, "solution_strs" in names)
+    if names == ("sample", "item"):
+        return _openai_grader(reward)
     return reward
 
 
@@ -126,6 +131,32 @@ def _verl_grader(function: Callable[..., Any], is_batch: bool) -> Any:
     return grade
 
 
+def _openai_grader(function: Callable[..., Any]) -> RowGrader:
+    """The grader that calls OpenAI's `grade(sample, item)` with a completion and the columns of its row."""
+
+    def grade(sample: Sample) -> Any:
+        return function(openai_sample(sample), sample.columns)
+
+    async def grade_async(sample: Sample) -> Any:
+        return await grade(sample)
+
+    return RowGrader(grade_async if is_async(function) else grade, reward_name(function))
+
+
+def openai_sample(sample: Sample) -> dict[str, Any]:
+    """`sample` of OpenAI's graders: `output_text`, `output_json` (None of a text that is no JSON), `output_tools` and
+    `choices`."""
+    message = sample.completion if isinstance(sample.completion, str) else sample.completion[-1]
+    message = {"role": "assistant", "content": message} if isinstance(message, str) else message
+    try:
+        tree = json.loads(sample.text)
+    except (ValueError, RecursionError):
+        tree = None
+    calls = message.get("tool_calls") or []
+    choices = [{"index": 0, "message": message}]
+    return {"output_text": sample.text, "output_json": tree, "output_tools": calls, "choices": choices}
+
+
 def ground_truth(columns: Mapping[str, Any]) -> Any:
     """A row's right answer: the `ground_truth` of its column `reward_model` (verl), or the column `ground_truth`.
 
@@ -152,6 +183,15 @@ def reward_name(reward: Any) -> str:
         if isinstance(name := getattr(reward, attribute, None), str):
             return name
     return type(reward).__name__
+
+
+def reward_names(rewards: Iterable[Any]) -> tuple[str, ...]:
+    """The names of rewards, each repeated one with _2, _3, ... (the first that is free)."""
+    taken: list[str] = []
+    for name in map(reward_name, rewards):
+        numbered = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(2)))
+        taken.append(next(candidate for candidate in numbered if candidate not in taken))
+    return tuple(taken)
 
 
 def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Iterable[str] = ()) -> dict[str, Any]:
@@ -223,11 +263,21 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def text_of(completion: Any) -> str:
-    """A completion's text: itself, or the content of its last message."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+    """A completion's text: itself, or the content of its last message, "" where that has none (it calls a tool)."""
+    return completion if isinstance(completion, str) else text_of_content(completion[-1].get("content"))
+
+
+def text_of_content(content: Any) -> str:
+    """The text of a content, with `<image>` for each image in it."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    return "".join(part["text"] if part.get("type") == "text" else "<image>" for part in content)
 
 
 def shorten(value: Any, limit: int = 300) -> str:
-    """`repr(value)`, truncated to `limit` characters for an error message."""
-    text = repr(value)
+    """`repr(value)`, truncated to `limit` characters for an error message; the type of what has none."""
+    try:
+        text = repr(value)
+    except Exception:  # of a user's class, or of an integer of more than 4300 digits
+        text = f"a value of {type(value).__name__}"
     return text if len(text) <= limit else text[: limit - 3] + "..."

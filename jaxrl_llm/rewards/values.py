@@ -49,7 +49,7 @@ NO_UNIT = re.compile(
 )
 HASHES = re.compile(r"####[\s*_`]*(?=[-+−–±(\\$€£¥₹]{0,4}\s?\\?[$€£¥₹]?[-−]?(?:\.?\d|[½⅓⅔¼¾]|d?frac))")
 # Behind a number in a sentence: another number after signs alone or after or, and, to; or more of an expression.
-SEVERAL = re.compile(r"[^\w(]*\d|\s?[*/^]|\s?(?:\\pi|π|\\sqrt|√)|.*\b(?:or|and|to)\b.*\d", re.DOTALL)
+SEVERAL = re.compile(r"[^\w(]*\d|\s?[*/^]|\s?(?:\\pi|π|\\sqrt|√)|(?>.*?\b(?:or|and|to)\b).*\d", re.DOTALL)
 SIGNS = str.maketrans({"−": "-", "﹣": "-", "－": "-", "＋": "+", "⁄": "/", "％": "%", "\u00a0": " "})
 _THIN = r"(?:\\[,;:!]|\\(?:quad|qquad|thinspace)(?![A-Za-z])|\\\ |[~\u2000-\u200a\u202f\u205f])"
 
@@ -145,7 +145,7 @@ def last_number(text: str) -> Quantity | None:
         if re.search(r"[A-Za-z]\s?[\^_]\s?\{?[-+]?$", before):
             continue
         tied = (before[-1:].isdigit() and match[0][0] == ".") or re.search(
-            r"\d[/.]$|[\^_]\s?\{?[-+]?$|(?:\\sqrt|√)\s?[({]?$|(?:±|\\pm)\s?$", before
+            r"\d[/.]$|\d{4}-\d{1,2}-$|[\^_]\s?\{?[-+]?$|(?:\\sqrt|√)\s?[({]?$|(?:±|\\pm)\s?$", before
         )
         several = newest and text[newest[-1].end() : match.start()].strip(" ,$\\%").lower() == "or"
         value = _value(match)

@@ -14,7 +14,7 @@ from jaxrl_llm import __version__
 from jaxrl_llm.algorithms import policy_losses, preference_losses
 from jaxrl_llm.config import ConfigError, assign, batch_rows, default, from_json, to_json, tree, validate
 from jaxrl_llm.config.flags import find_config, help_text, load_flags, load_options, positional, shipped_configs
-from jaxrl_llm.config.resolve import closest, import_optional, resolve
+from jaxrl_llm.config.resolve import closest, import_optional, resolve, split_losses
 from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, LOSS_OPTIONS, RENAMED, SECTIONS, Setting
 
 
@@ -158,6 +158,17 @@ def test_a_key_takes_none_where_its_text_says_what_that_is(key):
     tree.assign(config, key.name, value)
     validate(config)
     assert from_json(to_json(config)).to_dict() == config.to_dict()
+
+
+def test_line_breaks_on_a_command_line():
+    """As in JSON; a config file has them as Python writes them, and other texts stay as they are."""
+    for name in ("rollout.stop", "data.step_separator"):
+        key = BY_NAME[name]
+        for text, value in ((r"\n\n", "\n\n"), (r"\nUser:", "\nUser:"), (r"\\n\boxed", r"\n\boxed"), ("a\n", "a\n")):
+            parsed = (value,) if key.many else value
+            assert key.parse(text) == key.parse(key.show(parsed)) == parsed
+            assert "\n" not in key.show(parsed)
+    assert BY_NAME["data.system_prompt"].parse(r"\n") == r"\n"
 
 
 def test_validate_names_unknown_and_missing_keys():
@@ -848,3 +859,12 @@ def test_an_optional_package_that_is_another_or_broken(tmp_path, monkeypatch, co
     with pytest.raises(ConfigError, match=rf"^x needs the package nobodys, but {place} \({fault}.*pip install"):
         import_optional("nobodys.v1", "0.4", "x")
     sys.modules.pop("nobodys", None)
+
+
+def test_a_plus_within_brackets_joins_no_losses():
+    assert split_losses("dpo(beta=1e+1, x=(1, 2))+sft+mine.py:f(y=1e+2)") == [
+        "dpo(beta=1e+1, x=(1, 2))", "sft", "mine.py:f(y=1e+2)",
+    ]  # fmt: skip
+    config = default()
+    config.algorithm.name, config.algorithm.beta, config.algorithm.loss = "preference", 0.1, "alphapo(alpha=1e+1)+sft"
+    validate(config)

@@ -1,11 +1,16 @@
 """What a run says of settings that it does not read."""
 
+import functools
+import inspect
 import re
 import runpy
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from jaxrl_llm.algorithms import policy_losses
 from jaxrl_llm.config import default
 from jaxrl_llm.config.schema import BY_NAME
 from jaxrl_llm.config.unread import (
@@ -14,6 +19,7 @@ from jaxrl_llm.config.unread import (
     OF_CRITICS,
     OF_GIVEN_ROWS,
     OF_OPTIMIZERS,
+    OF_OTHERS,
     OF_PREFERENCES,
     OF_REFERENCES,
     unread,
@@ -32,6 +38,10 @@ def told(name: str = "grpo", **settings) -> list[str]:
     return unread(config)
 
 
+def own_loss(logps, advantages, epsilon_low):
+    return -logps * advantages * epsilon_low
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -44,6 +54,16 @@ def told(name: str = "grpo", **settings) -> list[str]:
         ({"optimizer__name": "optax:nadam(b1=0.8)", "optimizer__b1": 0.8}, "takes its options in .*: optimizer.b1 has"),
         ({"name": "ppo", "optimizer__name": "optax:nadam", "critic__weight_decay": 0.1}, ": critic.weight_decay has"),
         ({"name": "reward_model", "algorithm__offload_reference": True}, ": algorithm.offload_reference has no effect"),
+        ({"name": "sft", "data__precompute_reference": True}, "no reference: data.precompute_reference has no effect"),
+        ({"name": "reward_model", "data__loss_on": "all"}, "reads whole completions: data.loss_on has no effect"),
+        (
+            {"name": "preference", "algorithm__loss": "orpo", "data__precompute_reference": True},
+            "loss is orpo, which reads no reference: data.precompute_reference has no effect",
+        ),
+        (
+            {"name": "preference", "algorithm__reference_free": True, "algorithm__ref_mixup_alpha": 0.5},
+            "reference_free is true, .*: algorithm.ref_mixup_alpha has no effect",
+        ),
         (
             {"algorithm__offload_reference": True},
             "beta is 0, .* no reference: algorithm.offload_reference has no effect",
@@ -66,6 +86,26 @@ def told(name: str = "grpo", **settings) -> list[str]:
             {"algorithm__advantage": "rloo(normalize=True)", "algorithm__scale_rewards": "none"},
             r"advantage is rloo\(normalize=True\), whose formula .*: algorithm.scale_rewards has no effect",
         ),
+        (
+            {"algorithm__loss": "sapo", "algorithm__epsilon_high": 0.3, "algorithm__epsilon_low": 0.3},
+            "is sapo, whose formula has no such bound: algorithm.epsilon_high, algorithm.epsilon_low has no",
+        ),
+        ({"algorithm__loss": "cispo", "algorithm__epsilon_low": 0.3}, "is cispo, .*: algorithm.epsilon_low has no"),
+        ({"algorithm__loss": "opd", "algorithm__epsilon_high": 0.3}, "is opd, .*: algorithm.epsilon_high has no"),
+        (
+            {"algorithm__loss": f"{__file__}:own_loss", "algorithm__epsilon_high": 0.3},
+            "own_loss, whose formula has no such bound: algorithm.epsilon_high has no effect",
+        ),
+        (
+            {"name": "preference", "algorithm__loss": "simpo+sft", "algorithm__reference_free": True},
+            r"loss is simpo\+sft, which reads no reference: algorithm.reference_free has no effect",
+        ),
+        ({"algorithm__kl": "k2"}, "there is no reference: algorithm.kl has no effect"),
+        ({**BETA, "algorithm__kl_target": 0.2}, "kl_controller is fixed: algorithm.kl_target has no effect"),
+        ({"algorithm__entropy_delta": 0.1}, "entropy_controller is fixed: algorithm.entropy_delta has no effect"),
+        ({"algorithm__importance_max": 2.0}, "importance_correction is none: algorithm.importance_max has no effect"),
+        ({"algorithm__overlong_penalty": 2.0}, "overlong_buffer is 0: algorithm.overlong_penalty has no effect"),
+        ({"algorithm__max_sampling_rounds": 3}, "dynamic_sampling is false: algorithm.max_sampling_rounds has no"),
     ],
 )
 def test_settings_without_effect_are_named(settings, words):
@@ -89,10 +129,16 @@ def test_settings_without_effect_are_named(settings, words):
         {**ADAPTED, "teacher__path": "self(rate=0.05)", "teacher__offload": True},
         {**ADAPTED, "teacher__path": "folder", "teacher__offload": True},
         {"teacher__on_policy": 0.5, "data__loss_on": "all"},
+        {"algorithm__epsilon_low": 0.1, "algorithm__epsilon_high": 0.3},
+        {"algorithm__loss": "cispo", "algorithm__epsilon_high": 5.0},
+        {"algorithm__loss": f"{__file__}:own_loss", "algorithm__epsilon_low": 0.3},
+        {**BETA, "algorithm__kl": "k2", "algorithm__kl_controller": "adaptive", "algorithm__kl_target": 0.2},
+        {"algorithm__dynamic_sampling": True, "algorithm__max_sampling_rounds": 3},
         {"algorithm__advantage": "gigpo", "algorithm__scale_rewards": "none"},
         {"algorithm__advantage": "rules.py:own_advantages", "algorithm__scale_rewards": "none"},
         {"algorithm__advantage": "opo", "algorithm__scale_rewards": "none", "environment__agent": "a.py:f"},  # of parts
         {"name": "preference", "algorithm__beta": 0.3, "algorithm__ld_alpha": 0.5, "data__precompute_reference": True},
+        {"name": "preference", "algorithm__loss": "simpo+dpo", "algorithm__reference_free": True},
         {"name": "sft", "algorithm__loss": "dft", "data__loss_on": "all", "algorithm__neftune_alpha": 5.0},
     ],
 )
@@ -105,8 +151,28 @@ def test_no_configuration_that_ships_has_a_setting_without_effect():
     made = {path: runpy.run_path(str(path)).get("get_config") for path in paths}
     assert sum(make is not None for make in made.values()) > 30
     assert {path.name: lines for path, make in made.items() if make is not None and (lines := unread(make()))} == {}
+    further = runpy.run_path(str(ROOT / "configs" / "further.py"))
+    assert {form: lines for form in further["FORMS"] if (lines := unread(further["get_config"](form)))} == {}
 
 
 def test_the_names_are_those_of_settings():
     groups = (OF_ADAPTERS, OF_GIVEN_ROWS, OF_REFERENCES, OF_PREFERENCES, OF_ALL, OF_OPTIMIZERS, OF_CRITICS)
+    groups += tuple((key, *others) for key, _, others in OF_OTHERS)
     assert {name for group in groups for name in group} <= BY_NAME.keys()
+
+
+def test_losses_read_the_epsilons_that_they_do_not_declare_unread():
+    """By whether any operation takes them."""
+    rows = jnp.zeros((2, 3))
+    for name in policy_losses.__all__:
+        loss = getattr(policy_losses, name)
+        options = {"mask": rows + 1, "key": jax.random.key(0), "epsilon_low": 0.2, "epsilon_high": 2.0}
+        options = {key: x for key, x in options.items() if key in inspect.signature(loss).parameters}
+        for key in ("epsilon_low", "epsilon_high"):
+            try:
+                call = functools.partial(loss, rows, rows, rows, **options)
+                found = jax.make_jaxpr(lambda x, call=call, key=key: call(**{key: x}))(1.5).jaxpr
+                reads = any(x is found.invars[0] for equation in found.eqns for x in equation.invars)
+            except jax.errors.ConcretizationTypeError:  # read as a number
+                reads = True
+            assert reads != (key in getattr(loss, "unread", ())), (name, key)

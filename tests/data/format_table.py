@@ -90,6 +90,7 @@ SAMPLES: list[tuple[str, str, Row]] = [
     ("pairs", "chat_template.default", {"messages": [ASK], "chosen": YES, "rejected": NO}),
     ("pairs", "chat_template.argilla_chat", CHATS),
     ("pairs", "chat_template.argilla", {"system": "Add.", **CHATS}),
+    ("pairs", "bradley_terry.chat_template", {"system": "Add.", "input": "2+2?", **ANSWERS}),
     (
         "completions",
         "chat_template(roles_to_train=['assistant', 'tool'], message_field_training='learn')",

@@ -2,13 +2,18 @@
 
 import json
 import logging
+import re
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 import jaxrl_llm
+from jaxrl_llm.commands.preview import preview
 from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.training.setup import evaluation
 from jaxrl_llm.training.setup.data import read_data
 
 ROWS = [{"prompt": f"sort:{n}=", "completion": str(n)} for n in (12, 13, 12, 14, 13, 12)]
@@ -65,9 +70,26 @@ def test_rows_that_are_evaluated_on(config):
         read_data(config, None, None, None, None)
 
 
+def test_samples_leave_out_what_is_trained_on(config, monkeypatch):
+    """In a run and outside of it: the prompts of an evaluation are those of the rows that are left."""
+    config.algorithm.name, config.eval.every, config.data.eval_path = "grpo", 0, "more.jsonl"
+    data = read_data(config, None, None, None, None)
+    model: Any = SimpleNamespace(tokenizer=data.tokenizer)
+    monkeypatch.setattr(evaluation, "build_worker", lambda *_: None)
+    nothing: Any = None
+    in_run = evaluation.build_evaluate(config, model, *[nothing] * 3, data.held_out, *[nothing] * 3)
+    for found in (in_run.sets, evaluation.build_evaluations(config, model, nothing, None, nothing)):
+        assert [[row["prompt"] for row in one.examples] for one in found] == [["sort:9="]]
+    assert evaluation.kept_prompts(config, data.tokenizer, None) == [True]
+    assert re.search(r"evaluated on: more.jsonl\nrows +1, of which 1 are used", preview(config))
+
+
 def test_rows_in_memory_are_compared_whole(config):
     """Arrays and objects too."""
     array, image = np.arange(4.0), Image.new("L", (2, 3))
     others = (array + 1, array.reshape(2, 2), image, Image.new("L", (3, 2)), np.array(["a", None], object))
     rows = [{**ROWS[0], "extra": {"a": extra}} for extra in (array, array.copy(), *others, others[-1].copy())]
     assert count(read_data(config, rows, None, None, None)) == 6
+    keys = ({1: "a", "b": array}, {"b": array, 1: "a"}, {1: "a", "b": array + 1}, {"1": "a", "b": array}, {(1, 2): "a"})
+    rows = [{**ROWS[0], "extra": [extra]} for extra in keys]  # keys of several types, in any order
+    assert count(read_data(config, rows, None, None, None)) == 4

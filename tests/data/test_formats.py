@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_llm.config import default
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.formats.lookup import COMMON, LABELS, PAIRS, find
+from jaxrl_llm.data.formats.lookup import COMMON, LABELS, PAIRS, as_prompt, find
 from jaxrl_llm.data.formats.native import thread_messages
 from jaxrl_llm.data.tokenize import RowTokenizer
 from jaxrl_llm.training.setup.specs import data_spec
@@ -242,7 +242,25 @@ def test_auto_prompts_of_messages_and_pairs():
     assert form({"messages": [*talk, assistant("yes")]})["prompt"] == talk
     assert form({"messages": [*talk, assistant("yes")]})["completion"] == [assistant("yes")]
     assert form(CHATS)["prompt"] == [user("Q")]
-    assert find("auto", "pairs", purpose="prompts")(CHATS)["prompt"] == [user("Q")]
+    assert as_prompt(find("auto", "pairs"), "pairs")(CHATS)["prompt"] == [user("Q")]
+
+
+def test_every_format_gives_prompts():
+    """Also where it is named: `data.format=sharegpt` gave messages alone, which no online run could read."""
+    talk = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "yes"}]
+    made = find("sharegpt", "prompts")({"conversations": talk})
+    assert (made["prompt"], made["completion"]) == ([user("Q")], [assistant("yes")])
+    assert as_prompt(find("passthrough"), "pairs")(CHATS)["prompt"] == [user("Q")]
+    pair = {"preferred": [["user", "Q"], ["assistant", "yes"]], "dispreferred": [["user", "Q"], ["assistant", "no"]]}
+    assert as_prompt(find("harmony"), "pairs")(pair)["prompt"] == [user("Q")]
+    own = as_prompt(find(lambda row: {"messages": [user(row["q"])]}, "completions"), "completions")
+    assert own({"q": "Q", "prompt": "text"}) == {"q": "Q", "messages": [user("Q")], "prompt": [user("Q")]}
+    assert "prompt" not in find("chat_template", "completions")({"messages": [user("Q"), assistant("yes")]})
+
+
+def test_prompts_may_have_columns_of_steps():
+    row = {"prompt": "Q", "completions": ["a", "b"], "labels": [0.5, 0.25]}
+    assert find("auto", "prompts")(row) == row
 
 
 def test_verl(chatml_tokenizer):

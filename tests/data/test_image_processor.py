@@ -1,5 +1,6 @@
 """Tokens and pixels of images against transformers' own processors, and without torch."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -216,6 +219,76 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family,
     assert own.special_ids == set(tokenizer.convert_tokens_to_ids(names))
 
 
+@pytest.mark.parametrize("given", [{}, {"max_soft_tokens": 70}], ids=str)
+def test_gemma4_writes_the_tokens_and_the_pixels_of_its_processor(tmp_path, given):
+    """Bit for bit; images of all sizes become about as many tokens as they may be."""
+    folder = vl_folders.vl_folder(tmp_path / "gemma4", "gemma4")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.image_settings = image_processor.settings_of(folder, given)
+    own = image_processor.load(folder, tokenizer)
+    assert own is not None
+    pil, config = type(pil := vl_folders.processor_of("gemma4"))(**pil.to_dict() | given), PatchRowsConfig(patch_size=4)
+    theirs: Any = SimpleNamespace(boi_token="<|image>", image_token="<|image|>", eoi_token="<image|>")
+    for seed, size in enumerate(SIZES):
+        made = pil([picture(*size, seed)], return_tensors="np")
+        assert own.expand(size[1], size[0]) == Gemma4Processor.replace_image_token(theirs, made, 0)
+        (image,) = own.pixels([picture(*size, seed)])
+        places = made["image_position_ids"][0]
+        whole = made["pixel_values"][0][places[:, 0] >= 0].reshape(-1, 4, 4, 3)
+        for patch, (x, y) in zip(whole, places, strict=False):
+            np.testing.assert_array_equal(image[4 * y : 4 * y + 4, 4 * x : 4 * x + 4], patch)
+        grid = patch_rows([image], dataclasses.replace(config, frames=0))[1][0]
+        assert grid.prod() == len(whole) == 4 * int(made["num_soft_tokens_per_image"][0])
+    assert own.special_ids == set(tokenizer.convert_tokens_to_ids(vl_folders.TOKENS["gemma4"][:3]))
+
+
+# Width and height of an image, and its rows and columns of tiles, and height and width of the whole, in tokens of 8
+# pixels, two of which are a tile's side, worked out by hand.
+LAYOUTS = [
+    ((16, 24), (1, 1), (3, 2)),  # 6 tokens, as many as there may be
+    ((8, 8), (1, 1), (2, 2)),  # scaled up: 2 tokens at least, in squares
+    ((24, 24), (1, 1), (2, 2)),  # 9 tokens, up to one and a half times too many: scaled down
+    ((64, 32), (1, 2), (1, 3)),
+    ((32, 66), (2, 1), (3, 1)),
+    ((64, 64), (2, 2), (2, 2)),
+    ((100, 24), (1, 4), (1, 5)),
+    ((12, 72), (4, 1), (6, 1)),
+]
+
+
+@pytest.mark.parametrize(("size", "grid", "whole"), LAYOUTS, ids=str)
+def test_lfm2_vl_cuts_large_images_into_tiles(tmp_path, size, grid, whole):
+    """The tokens of an image, and tiles as torchvision makes them, whose resizing of 8 bits torch has too."""
+    folder = vl_folders.vl_folder(tmp_path / "lfm2_vl", "lfm2_vl")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    own = image_processor.load(folder, tokenizer)
+    assert own is not None
+    image, (rows, columns) = picture(*size), grid
+
+    def resized(height, width):
+        pixels = torch.tensor(np.asarray(image)).permute(2, 0, 1)[None]
+        scaled = torch.nn.functional.interpolate(pixels, (height, width), mode="bilinear", antialias=True)
+        return scaled[0].permute(1, 2, 0).numpy() / 127.5 - 1
+
+    tiles = [resized(8 * whole[0], 8 * whole[1])]
+    text = "<image>" * (whole[0] * whole[1])
+    if rows * columns > 1:
+        cells = resized(16 * rows, 16 * columns).reshape(rows, 16, columns, 16, 3).swapaxes(1, 2).reshape(-1, 16, 16, 3)
+        tiles = [*cells, *tiles]
+        places = [(row, column) for row in range(1, rows + 1) for column in range(1, columns + 1)]
+        tags = "".join(f"<|img_row_{row}_col_{column}|>{4 * '<image>'}" for row, column in places)
+        text = f"{tags}<|img_thumbnail|>{text}"
+    assert own.expand(size[1], size[0]) == f"<|image_start|>{text}<|image_end|>"
+    found = own.pixels([image])
+    assert len(found) == len(tiles) == own.tile_count(size[1], size[0])
+    for tile, expected in zip(found, tiles, strict=True):
+        np.testing.assert_allclose(tile, expected, atol=1.01 / 127.5)
+    assert own.special_ids == set(tokenizer.convert_tokens_to_ids(vl_folders.TOKENS["lfm2_vl"][:-2]))
+    tokenizer.image_settings = image_processor.settings_of(folder, {"do_image_splitting": False})
+    alone = image_processor.load(folder, tokenizer)
+    assert alone is not None and alone.tile_count(size[1], size[0]) == 1
+
+
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("options", [{"max_pixels": 1024}, {"min_pixels": 2048}, {"min_pixels": 64, "max_pixels": 256}])
 def test_options_over_those_of_a_qwen_vl(tmp_path, tokenizer_folder, options, older):
@@ -273,6 +346,9 @@ def test_options_over_those_of_an_idefics3(idefics3, tmp_path, options):
         ({"model_type": "internvl"}, {"max_pixels": 9}, "those of a internvl are min_patches, max_patches"),
         ({"model_type": "internvl"}, {"min_patches": 13}, "min_patches = 13 is above max_patches = 12; set both"),
         ({"model_type": "mistral3"}, {"longest_edge": 0}, "longest_edge=0; give an integer from 1"),
+        ({"model_type": "gemma4"}, {"max_soft_tokens": 71}, "max_soft_tokens=71; give 70, 140, 280, 560, 1120"),
+        ({"model_type": "lfm2_vl"}, {"max_image_tokens": 63}, "min_image_tokens = 64 is above max_image_tokens = 63"),
+        ({"model_type": "lfm2_vl"}, {"max_tiles": 1}, "cut are 2 tiles at least; do_image_splitting=False"),
     ],
 )
 def test_options_that_a_family_does_not_have_are_refused(tmp_path, config, options, message):

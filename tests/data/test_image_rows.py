@@ -184,6 +184,7 @@ def test_a_text_model_refuses_images(tokenizer_folder):
         ({"prompt": [user(PART)], "images": [b"broken"]}, "image 0: an image of 6 bytes is no image"),
         ({"prompt": [user(PART)], "images": []}, "1 placeholders .* and 0 images"),
         ({"prompt": "an <image> tag"}, "no images, and its text has <image>, which stands for one"),
+        ({"prompt": [user("<video>?")], "images": [], "videos": ["a.mp4"]}, "the row has videos in the column"),
     ],
 )
 def test_rows_that_cannot_be_read_are_refused(tokenizer, example, message):

@@ -106,6 +106,7 @@ def test_a_photograph_is_turned_as_its_file_says():
         ("https://example.com/a.png", LIMITS, "is a URL, and data.image_urls=False"),
         ("HTTP://example.com/a.png", LIMITS, "is a URL, and data.image_urls=False"),
         ("nowhere.png", LIMITS, "'nowhere.png' is no file here"),
+        ("iVBORw0KGgo" * 99, LIMITS, "is no file here; .* base64 with data:image/png;base64,"),
         ("data:image/png;base64,???", LIMITS, "is no base64"),
         ("data:image/png", LIMITS, "without a comma"),
         ({"bytes": None, "path": None}, LIMITS, "a dictionary of bytes, path"),

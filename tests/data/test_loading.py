@@ -54,10 +54,12 @@ def config_of(name="preference", **data):
     return config
 
 
-def tokens_of(config, tokenizer, **options):
+def tokens_of(config, tokenizer, prompts=False, **options):
     spec = data_spec(config)
     sources = loading.open_sources(spec, tokenizer, **options)
-    return loading.tokenized(spec, sources, "prompts" if options.get("prompts") else spec.kind, tokenizer)
+    return loading.tokenized(
+        spec, loading.as_prompts(sources) if prompts else sources, "prompts" if prompts else spec.kind, tokenizer
+    )
 
 
 def stream_of(config, tokenizer, dataset=None, **changes):
@@ -219,6 +221,12 @@ def test_the_prompts_of_pairs_are_those_that_are_learned(tokenizer):
     assert asked["prompt"] == turns
     (asked,) = tokens_of(config_of("grpo"), tokenizer, dataset=[row]).rows
     assert asked["prompt"] == "q"
+    row = {"prompt": "q", "messages": [*turns, assistant("a")]}  # as in UltraChat
+    (learned,) = tokens_of(config_of("sft"), tokenizer, dataset=[row]).rows
+    (asked,) = tokens_of(config_of("sft"), tokenizer, dataset=[row], prompts=True).rows
+    assert asked["prompt_ids"] == learned["ids"][: learned["mask"].index(1)]
+    (asked,) = tokens_of(config_of("grpo"), tokenizer, dataset=[row]).rows
+    assert asked["prompt"] == "q"
 
 
 def test_sources_as_flags_and_in_json(tokenizer):
@@ -295,6 +303,9 @@ def test_errors_name_file_row_and_columns(folder, tokenizer):
     (folder / "own.py").write_text(code)
     with pytest.raises(ConfigError, match=r"orca.jsonl row 2: the format failed: KeyError: 'answer'"):
         tokens_of(config_of("grpo", format="own.py:form"), tokenizer)
+    (folder / "none.py").write_text("def form(row):\n    return {'prompt': row['answer']}\n")
+    with pytest.raises(ConfigError, match=r"orca.jsonl row 0: the format failed: KeyError: 'answer'"):
+        stream_of(config_of("grpo", format="none.py:form"), tokenizer)
     fits = re.escape("formats that read this row (data.format): chatml.default, chatml.intel, llama3.default, ")
     with pytest.raises(ConfigError, match=rf"row 0: .* share no beginning to be the prompt; .*; {fits}"):
         tokens_of(config_of(), tokenizer)
@@ -622,7 +633,12 @@ def test_several_readers_share_one_cache(folder, tokenizer):
     assert [file.suffix for file in (folder / "tokens").iterdir()] == [".npz"]
 
 
-def test_a_cache_that_cannot_be_written(folder, tokenizer):
+def test_a_cache_that_cannot_be_written(folder, tokenizer, monkeypatch, caplog):
     (folder / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write token rows to data.cache = 'file'"):
         tokens_of(config_of(format="chatml.intel", cache="file"), tokenizer)
+    # Of one that nobody asked for, as in a home that is read-only, this is no reason to stop.
+    monkeypatch.setenv("JAXRL_LLM_CACHE", "file")
+    monkeypatch.setattr(cache, "LARGE", 1)
+    assert len(tokens_of(config_of(format="chatml.intel"), tokenizer).rows) == 4
+    assert "cannot write token rows to data.cache = 'file'" in caplog.text

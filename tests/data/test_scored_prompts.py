@@ -54,22 +54,24 @@ def test_shares_of_sources_are_of_the_prompts_that_are_left():
 def test_a_run_that_goes_on_samples_nothing_anew():
     prompts = scored(seed=1)
     next(prompts)
-    state = json.loads(json.dumps(prompts.get_state()))
-    resumed = ScoredPrompts(ROWS, 3, True, seed=1)
-    assert not resumed.known
-    resumed.set_state(state)
+    state, arrays = json.loads(json.dumps(prompts.get_state())), prompts.get_arrays()
+    resumed, earlier = ScoredPrompts(ROWS, 3, True, seed=1), ScoredPrompts(ROWS, 3, True, seed=1)
+    assert not resumed.known and resumed.get_arrays() == {} and "scores" not in state
+    resumed.set_state(state, arrays)
+    earlier.set_state({**state, "scores": SCORES.tolist()}, {})  # as earlier versions kept them
     assert resumed.known
     for _ in range(4):
-        assert next(resumed) == next(prompts)
+        assert next(resumed) == next(prompts) == next(earlier)
         np.testing.assert_array_equal(resumed.newest, prompts.newest)
+        np.testing.assert_array_equal(earlier.newest, prompts.newest)
     for other, words in (
         (ScoredPrompts(ROWS[:-1], 3, True, seed=1), "has those of 10 prompts, and this run reads them of 9"),
         (ScoredPrompts(ROWS, 3, False, seed=1), "examples=4 but this run has examples=10"),
     ):
         with pytest.raises(ConfigError, match=words):
-            other.set_state(state)
+            other.set_state(state, arrays)
     with pytest.raises(ConfigError, match="has no scores of the reference"):
-        ScoredPrompts(ROWS, 3, True).set_state(Pipeline(ROWS, 3).get_state())
+        ScoredPrompts(ROWS, 3, True).set_state(Pipeline(ROWS, 3).get_state(), {})
 
 
 def test_a_column_takes_the_place_of_samples():

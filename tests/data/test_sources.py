@@ -243,7 +243,7 @@ def test_text_of_a_csv_file_stays_as_it_was_written(tmp_path):
     columns = {
         "zip": ("0042", "7"), "answer": ("null", "NA"), "word": ("None", "nan"), "price": ("0.50", "3"),
         "flag": ("true", "false"), "large": ("12345678901234567890", "9" * 400), "digits": ("4_2", "１"),
-        "count": ("42", ""), "score": ("0.5", "-1e-07"), "margin": ("1", "0.5"),
+        "count": ("42", ""), "score": ("0.5", "-1e-07"), "margin": ("1", "0.5"), "completion": ("4", "9"),
     }  # fmt: skip
     lines = [",".join(columns), *(",".join(f'"{text}"' for text in row) for row in zip(*columns.values(), strict=True))]
     (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
@@ -336,6 +336,22 @@ def test_compressed_and_arrow_files(tmp_path, table):
     assert load(arrow).to_list() == ROWS
 
 
+def test_a_file_has_no_configurations(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt\nx\n")
+    with pytest.raises(ConfigError, match=r"a.csv' is a file, which has no configuration 'main': leave the name out"):
+        load(f"{tmp_path}/a.csv", name="main")
+
+
+def test_rows_of_a_data_set_with_a_format_are_pythons():
+    rows = [{"prompt": [{"role": "user", "content": "Q"}], "answer": 4, "other": 1}]
+    for name in ("numpy", "pandas", "arrow"):
+        table = datasets.Dataset.from_list(rows)
+        assert load(table.with_format(name)).to_list() == rows
+        assert list(load(table.to_iterable_dataset().with_format(name))) == rows
+        assert list(load(table.with_format(name, columns=["answer"]))) == [{"answer": 4}]
+    assert list(load(table.with_transform(lambda batch: {"prompt": ["a"]}))) == [{"prompt": "a"}]
+
+
 def test_threads_and_tuples_as_rows():
     thread = [("user", "Q"), ("assistant", "A")]
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
@@ -356,11 +372,20 @@ def test_a_function_or_class_from_a_file(tmp_path):
         "    def __getitem__(self, index):\n        return {'prompt': f'{self.split}{index}'}\n"
         "def rows(split, name):\n    return [{'prompt': name or split}]\n"
         "def number():\n    return 3\n"
+        "def failing():\n    yield {'prompt': 'a'}\n    raise ValueError('no more')\n"
+        "def leaving(split):\n    raise SystemExit(0)\n"
+        "three = 3\n"
     )
     assert load(f"{tmp_path}/own.py:Rows", "dev") == [{"prompt": "dev0"}, {"prompt": "dev1"}]
     assert load(f"{tmp_path}/own.py:rows", "dev", "main") == [{"prompt": "main"}]
     with pytest.raises(ConfigError, match=r"own.py:number gave int; it must give rows"):
         load(f"{tmp_path}/own.py:number")
+    with pytest.raises(ConfigError, match=r"own.py:failing failed: ValueError: no more \(.*own.py:14\)"):
+        load(f"{tmp_path}/own.py:failing")
+    with pytest.raises(ConfigError, match=r"own.py:leaving failed: LeftError: it called sys.exit\(0\), in leaving"):
+        load(f"{tmp_path}/own.py:leaving")
+    with pytest.raises(ConfigError, match=r"own.py:three is int, but it takes a function or a class that gives rows"):
+        load(f"{tmp_path}/own.py:three")
 
 
 def test_a_class_with_the_signature_of_verl(tmp_path):

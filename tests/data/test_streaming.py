@@ -41,6 +41,16 @@ def test_order_without_shuffling():
     assert taken(make(shuffle=False), 10) == [x % 10 for x in range(30)]
 
 
+def test_no_row_of_an_epoch_comes_in_the_next():
+    """A buffer of more rows than there are held several epochs: a run of one saw some rows twice and others never."""
+    few = datasets.Dataset.from_list([{"x": 100 + i} for i in range(2)])
+    for sources, weights, rows in (((ROWS,), None, 10), ((ROWS, few), [None, None], 12)):
+        seen = taken(make(sources, weights=weights, buffer=8, batch=2), 18)
+        epochs = [seen[start : start + rows] for start in range(0, 36 - rows, rows)]
+        assert all(len(set(epoch)) == rows for epoch in epochs) and epochs[0] != epochs[1]
+    assert len(set(taken(make(buffer=1000, batch=5), 2))) == 10
+
+
 def test_the_order_depends_on_the_seed_alone():
     assert taken(make(seed=1), 8) == taken(make(seed=1, batch=2), 12)
     assert taken(make(seed=1), 8) != taken(make(seed=2), 8)
@@ -109,6 +119,14 @@ def test_sources_without_weights_follow_each_other(done):
     again.set_state(state)
     assert taken(again, 20 - done) == rest
     assert sorted(before + rest) == sorted(epoch * 5)
+
+
+def test_a_row_that_becomes_two_counts_twice():
+    """As in memory, where weights are shares of token rows: pairs are two labelled rows each."""
+    other = datasets.Dataset.from_list([{"x": 100 + i} for i in range(40)])
+    twice = lambda row: [row["x"], row["x"]]  # noqa: E731
+    seen = taken(make((ROWS, other), [twice, keep], [1.0, 1.0], shuffle=False), 10)
+    assert sum(x < 100 for x in seen) in (15, 16)
 
 
 def test_rows_may_be_dropped_or_doubled():

@@ -131,6 +131,23 @@ def test_contents_of_text_parts(tokenizer, tokenizer_folder, written, expected):
     assert render_chat(tokenizer, [{"role": "user", "content": parts}], False) == expected
 
 
+def test_a_role_that_the_template_does_not_name_is_told_once(chatml_tokenizer, caplog):
+    for _ in range(2):
+        render_chat(chatml_tokenizer, [{"role": "visitor", "content": "hi"}, {"role": "tool", "content": "4"}], True)
+    (record,) = caplog.records
+    assert "the role 'visitor', which the chat template does not name" in record.getMessage()
+
+
+def test_developers_are_the_system_where_the_template_has_none(chatml_tokenizer, tokenizer, tokenizer_folder):
+    """OpenAI's rows and clients write the role developer."""
+    messages = [{"role": "developer", "content": "Add."}, {"role": "user", "content": "2+2?"}]
+    as_system = [{**messages[0], "role": "system"}, messages[1]]
+    assert render_chat(chatml_tokenizer, messages, True) == render_chat(chatml_tokenizer, as_system, True)
+    template = "{% for m in messages %}{{ 'D' if m.role == 'developer' else m.role }}{% endfor %}"
+    own = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=template)
+    assert render_chat(own, messages, False) == "Duser"
+
+
 @pytest.mark.parametrize("spacing", SPACINGS)
 def test_the_middle_of_a_row_is_that_of_the_whole_text(spacing):
     tokenizer = spacing_tokenizer(spacing)

@@ -52,11 +52,6 @@ def test_prompts_keep_the_other_columns(tokenizer):
     ]
 
 
-def test_another_prompt_column(tokenizer):
-    rows = tokenized("prompts", [{"question": "ab"}], tokenizer, 8, prompt_key="question")
-    assert rows == [{"question": "ab", "prompt": "ab", "prompt_ids": [97, 98]}]
-
-
 def test_chat_prompts(tokenizer):
     rows = tokenized("prompts", [{"prompt": [user("hi")]}], tokenizer, 8)
     assert rows == [{"prompt": [user("hi")], "prompt_ids": [USER, *b"hi", END, ASSISTANT]}]
@@ -99,10 +94,9 @@ def test_tools_and_template_options_of_a_row(tokenizer, tokenizer_folder):
     tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=template)
     tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
     row = {"prompt": [user("hi")], "tools": json.dumps(tools), "chat_template_kwargs": {"b": "2", "c": None}}
-    rows = tokenized(
-        "prompts", [row, {"prompt": [user("hi")], "tools": None}], tokenizer, 9, template_kwargs={"a": "1"}
-    )
-    assert [whole(tokenizer, row["prompt_ids"]) for row in rows] == ["add12", "1"]
+    others = [{"prompt": [user("hi")], "tools": none, "chat_template_kwargs": none} for none in (None, "", " ")]
+    rows = tokenized("prompts", [row, *others], tokenizer, 9, template_kwargs={"a": "1"})
+    assert [whole(tokenizer, row["prompt_ids"]) for row in rows] == ["add12", "1", "1", "1"]
 
 
 def test_prompt_errors(tokenizer):
@@ -156,6 +150,19 @@ def test_a_hopelessly_long_text_is_not_tokenised(tokenizer, kind, row):
 
 
 def test_what_is_wrong_with_rows_is_named(tokenizer):
+    for wrong in ("[]", [{"content": "a"}], [{"role": None, "content": "a"}], [], ["a"]):
+        with pytest.raises(ConfigError, match="row 0: a prompt is text or a list of messages with role and content"):
+            tokenized("completions", [{"messages": wrong}], tokenizer, 64)
+    for margin in ("nan", float("nan"), float("inf"), "big"):
+        pair = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}
+        with pytest.raises(ConfigError, match=r"row 0: margin is .*; it is a number, by how much chosen is better"):
+            tokenized("pairs", [pair], tokenizer, 64)
+    with pytest.raises(ConfigError, match=r"row 0: column 'pixels' is 3, but it takes the tiles \[tiles,H,W,C\]"):
+        tokenized("prompts", [{"prompt": "a", "pixels": 3}], tokenizer, 64)
+    assert tokenized("prompts", [{"prompt": "a", "pixels": None}], tokenizer, 64)
+    # Formats are named where they help.
+    with pytest.raises(ConfigError, match=r"or these as text$"):
+        tokenized("labels", [{"prompt": "a", "completion": "b", "label": "yes"}], tokenizer, 64)
     with pytest.raises(ConfigError, match=r"\(1 have no token to learn, as no turn of the assistant is left in them\)"):
         tokenized("completions", [{"messages": [user("a")]}], tokenizer, 64)
     with pytest.raises(ConfigError, match="row 0: column 'completion' is None in this row"):
@@ -182,6 +189,18 @@ def test_a_completion_goes_on_with_a_turn_of_text_alone(chatml_tokenizer):
     for prompt, completion in (([user("Q"), call], "4"), ([user("Q"), assistant("4")], [call])):
         with pytest.raises(ConfigError, match=r"the content of both is text, not .*NoneType.*; end the prompt before"):
             tokenized("completions", [{"prompt": prompt, "completion": completion}], chatml_tokenizer)
+
+
+def test_calls_that_the_template_leaves_out_are_not_learned_as_empty_turns(tokenizer, chatml_tokenizer):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "look"}}]}
+    messages = [user("Q"), call, {"role": "tool", "content": "7"}, assistant("A")]
+    with pytest.raises(ConfigError, match=r"row 0: message 1 calls 'look', which the chat template does not show"):
+        tokenized("completions", [{"messages": messages}], tokenizer)
+    assert tokenized("completions", [{"messages": messages}], tokenizer, loss_on="last_turn")
+    shown = "(message.tool_calls[0].function.name if message.tool_calls else message.content)"
+    chatml_tokenizer.chat_template = chatml_tokenizer.chat_template.replace("message.content", shown)
+    (made,) = tokenized("completions", [{"messages": messages}], chatml_tokenizer)
+    assert learned(chatml_tokenizer, **made) == "look<|im_end|>\nA<|im_end|>\n"
 
 
 def test_plain_completion_has_one_end(tokenizer):

@@ -122,6 +122,7 @@ def chat(tokenizer, row, **options):
     [
         ({}, f"say{END}done{END}"),
         ({"roles_to_train": ["human"]}, f"ask{END}more{END}"),
+        ({"roles_to_train": "human", "roles": {"user": "human", "assistant": ["gpt"]}}, f"ask{END}more{END}"),
         ({"roles_to_train": ["user", "assistant"], "train_on_eos": "last"}, f"asksaymoredone{END}"),
         ({"train_on_eos": "all"}, f"{END}{END}say{END}{END}done{END}"),
         ({"train_on_eos": "none"}, "saydone"),

@@ -1,4 +1,5 @@
-"""The folders of a tiny InternVL, GLM-V and Mistral 3 without weights: 8 x 8 pixels a token, a byte tokenizer."""
+"""The folders of a tiny InternVL, GLM-V, Mistral 3, Gemma 4 and LFM2-VL without weights: 8 x 8 pixels a token, a byte
+tokenizer."""
 
 import json
 from pathlib import Path
@@ -6,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
@@ -52,6 +54,28 @@ PARTS: dict[str, dict[str, Any]] = {
             "num_attention_heads": 3, "patch_size": 4, "image_size": 64,
         },
     },
+    "gemma4": {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "text_config": {
+            "model_type": "gemma4_text", **TEXT, "head_dim": 8, "global_head_dim": 8, "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 4,
+            "vocab_size_per_layer_input": 288, "use_bidirectional_attention": "vision",
+        },
+        "vision_config": {
+            "model_type": "gemma4_vision", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+            "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8, "patch_size": 4,
+            "pooling_kernel_size": 2, "position_embedding_size": 64, "use_clipped_linears": True,
+        },
+    },
+    "lfm2_vl": {
+        "architectures": ["Lfm2VlForConditionalGeneration"],
+        "text_config": {"model_type": "lfm2", **TEXT, "layer_types": ["conv", "full_attention"]},
+        "vision_config": {
+            "model_type": "siglip2_vision_model", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+            "num_attention_heads": 3, "patch_size": 4, "num_patches": 16, "vision_use_head": False,
+        },
+        "projector_hidden_size": 28,
+    },
 }  # fmt: skip
 GLM_TOKENS = ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>", "<|endoftext|>", "<|user|>"]
 # The image token first, and among the others the one that ends texts.
@@ -60,17 +84,34 @@ TOKENS = {
     "glm4v": GLM_TOKENS,
     "glm4v_moe": GLM_TOKENS,
     "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]", "</s>"],
-}
-ENDS = {"internvl": "<|im_end|>", "glm4v": "<|endoftext|>", "glm4v_moe": "<|endoftext|>", "mistral3": "</s>"}
+    "gemma4": ["<|image|>", "<|image>", "<image|>", "<|turn>", "<turn|>"],
+    "lfm2_vl": [
+        "<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+        *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5) if row * column < 5),
+        "<|im_start|>", "<|im_end|>",
+    ],
+}  # fmt: skip
+ENDS = {
+    "internvl": "<|im_end|>", "glm4v": "<|endoftext|>", "glm4v_moe": "<|endoftext|>", "mistral3": "</s>",
+    "gemma4": "<turn|>", "lfm2_vl": "<|im_end|>",
+}  # fmt: skip
 # What the templates of the families write for an image, and around the messages of users and assistants.
 IMAGE = {
     "internvl": "<IMG_CONTEXT>\\n", "glm4v": "<|begin_of_image|><|image|><|end_of_image|>", "mistral3": "[IMG]",
+    "gemma4": "\\n\\n<|image|>\\n\\n", "lfm2_vl": "<image>",
 }  # fmt: skip
 ROLES = {
     "internvl": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
     "glm4v": ("<|user|>\\n", "", "<|assistant|>\\n"),
     "mistral3": ("[INST]", "[/INST]", ""),
+    "gemma4": ("<|turn>user\\n", "<turn|>\\n", "<|turn>model\\n"),
+    "lfm2_vl": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
 }
+# Of the image processor of LFM2-VL, which transformers has for torchvision alone.
+LFM2_VL = {
+    "image_processor_type": "Lfm2VlImageProcessor", "encoder_patch_size": 4, "downsample_factor": 2, "tile_size": 16,
+    "min_image_tokens": 2, "max_image_tokens": 6, "min_tiles": 2, "max_tiles": 4, "max_pixels_tolerance": 1.5,
+}  # fmt: skip
 
 
 def template(family: str) -> str:
@@ -93,6 +134,8 @@ def processor_of(family: str) -> Any:
         return GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, max_patches=4)
     if family == "mistral3":
         return PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size={"height": 4, "width": 4})
+    if family == "gemma4":
+        return Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=140)
     return Glm4vImageProcessorPil(patch_size=4, size={"shortest_edge": 256, "longest_edge": 1024})
 
 
@@ -108,7 +151,14 @@ def vl_folder(folder: Path, family: str) -> Path:
     token = {entry: tokenizer.convert_tokens_to_ids(TOKENS[family][0])}
     config = {"model_type": family, "tie_word_embeddings": False, **ids, **token, **PARTS[family]}
     config["text_config"] = {**config["text_config"], **ids}
+    if family == "gemma4":
+        ends = dict(zip(("boi_token_id", "eoi_token_id"), TOKENS[family][1:3], strict=True))
+        config |= {name: tokenizer.convert_tokens_to_ids(token) for name, token in ends.items()}
+        config |= {"video_token_id": None, "audio_token_id": None}
     (folder / "config.json").write_text(json.dumps(config))
+    if family == "lfm2_vl":
+        (folder / "preprocessor_config.json").write_text(json.dumps(LFM2_VL))
+        return folder
     processor_of(family).save_pretrained(folder)
     if family == "internvl":
         (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": 4}))
@@ -127,6 +177,16 @@ def as_transformers(folder: Path, images: list, ids: np.ndarray) -> dict[str, An
     if family == "mistral3":
         made = PixtralImageProcessorPil.from_pretrained(folder)(images, return_tensors="pt", patch_size=8)
         return {"pixel_values": made["pixel_values"], "image_sizes": torch.as_tensor(made["image_sizes"])}
-    made = Glm4vImageProcessorPil.from_pretrained(folder)(images, return_tensors="pt")
     types = torch.tensor(ids == config["image_token_id"]).int()
+    if family == "lfm2_vl":
+        from jaxrl_llm.data import image_processor
+        from tests.models.images import rows_of_patches
+
+        own = image_processor.load(folder, AutoTokenizer.from_pretrained(folder))
+        assert own is not None
+        return rows_of_patches(family, torch.tensor(ids), own.pixels(images))
+    if family == "gemma4":
+        made = Gemma4ImageProcessorPil.from_pretrained(folder)(images, return_tensors="pt")
+        return {name: made[name] for name in ("pixel_values", "image_position_ids")} | {"mm_token_type_ids": types}
+    made = Glm4vImageProcessorPil.from_pretrained(folder)(images, return_tensors="pt")
     return {**made, "mm_token_type_ids": types}

@@ -140,6 +140,21 @@ def test_one_client_asks_for_many_sessions(play):
     np.testing.assert_array_equal(shared.tokens, own.tokens)
 
 
+def test_a_request_that_is_refused_is_no_call(play):
+    """A schema too, which is read when its grammar is compiled."""
+
+    def agent(base_url, api_key, task):
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=1000) as client:
+            for wrong in ({"extra_body": {"no_field": 1}}, {"response_format": schema}):
+                with pytest.raises(openai.BadRequestError):
+                    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "1"}], **wrong)
+            return float(len(client.completions.create(model="m", prompt=task["prompt"], max_tokens=4).choices[0].text))
+
+    _, episodes = play(agent, [{"prompt": "sort:4821="}], calls=1)
+    assert episodes.reasons == [None] * K and [session.calls for session in episodes.sessions] == [1] * K
+
+
 @pytest.mark.slow
 def test_a_connection_is_kept_between_two_calls(play):
     """For longer than clients keep theirs, most of them 5 seconds: else a call is sent on one that is being ended."""

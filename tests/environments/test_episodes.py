@@ -7,6 +7,7 @@ import re
 import threading
 import time
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -19,7 +20,7 @@ from jaxrl_llm.data.tokenize import RowTokenizer
 from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec, load_environments
 from jaxrl_llm.environments.games import SmallestOfEach, SortThenSmallest
-from jaxrl_llm.environments.protocol import EpisodeError, Step
+from jaxrl_llm.environments.protocol import EpisodeError, Step, checked_step, finite
 from jaxrl_llm.models.hf import EMBEDDED
 from jaxrl_llm.training.setup.objectives import needs_reference
 from jaxrl_llm.training.setup.specs import learner_spec
@@ -35,6 +36,14 @@ TEMPLATE = (
     "{{- '<|' + role + '|>' + m.content + '<|end|>' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
+
+
+def test_rewards_are_finite_numbers():
+    assert [finite(reward) for reward in (1, True, np.float32(0.5), np.ones(1)[0])] == [1.0, 1.0, 0.5, 1.0]
+    for reward in ("1", b"1", None, float("nan"), float("-inf"), 10**400, np.ones(2), [1.0], 1j):
+        assert finite(reward) is None
+        with pytest.raises(EpisodeError, match=r"Game.step returned the reward .* give a finite number"):
+            checked_step((None, reward), "Game")
 
 
 @pytest.fixture(scope="module")

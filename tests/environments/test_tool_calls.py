@@ -302,6 +302,19 @@ def test_a_long_answer_costs_its_length(opening):
     assert times[1] < 2 * times[0] + 0.1
 
 
+def test_an_answer_of_space_costs_its_length():
+    known, started = CallStart(), time.process_time()
+    for end in range(0, 20_000, 10):
+        assert known.of(" " * end) == 0
+    assert known.of(" " * 20_000 + "x") == 20_001 and time.process_time() - started < 1.0
+
+
+def test_thoughts_before_a_call_cost_their_length():
+    text, started = "<think></think>" * 4000, time.process_time()
+    assert turn_calls(f'{text}<tool_call>{{"name": "f", "arguments": {{}}}}</tool_call>').start == len(text)
+    assert time.process_time() - started < 2.0
+
+
 def test_types_are_those_of_the_schemas():
     """Without one, JSON that is no text is read as such."""
 

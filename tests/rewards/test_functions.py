@@ -3,6 +3,7 @@ import math
 import pytest
 
 from jaxrl_llm.rewards import functions as f
+from jaxrl_llm.rewards.signatures import RewardError
 
 
 def messages(text):
@@ -18,6 +19,14 @@ def test_exact_match():
 def test_exact_match_reads_the_last_message():
     turns = [{"role": "assistant", "content": "no"}, {"role": "tool", "content": "x"}, *messages("yes")]
     assert f.exact_match(completions=[turns], answer=["yes"]) == [1.0]
+
+
+def test_only_agents_name_rewards():
+    named = [{"right": 1.0}, {}]
+    assert f.environment([1.5, None], named) == [1.5, None]
+    assert f.environment([1.5, None], named, name="right") == [1.0, None]
+    with pytest.raises(RewardError, match=r"environment\(name='right'\): agents name rewards"):
+        f.environment([1.5, None], name="right")
 
 
 def test_target_length():

@@ -74,6 +74,9 @@ def test_a_prompt_is_shown_as_text(prompt, text):
         ('{"score": 7}', {}, 0.7),
         ('Well.\n```json\n{"reason": "ok {", "score": 10}\n```', {}, 1.0),
         ("I give it 8/10.", {}, 0.8),
+        ("3 out of 10, or .5 of 10", {}, 0.05),
+        ("Score: **3** out of 10", {}, 0.3),
+        ("3 out of 10", {}, 0.3),
         ("First 3, no: 4", {}, 0.4),
         ("Score: 2.5\nLength: 9", {"pattern": r"Score:\s*([\d.]+)"}, 0.25),
         ("[[6]]", {"pattern": r"\[\[(\d+)\]\]"}, 0.6),
@@ -108,6 +111,12 @@ def test_rubrics_and_winners_are_read():
     with pytest.raises(ReplyError, match="no JSON object with right, clear"):
         read_rubric('{"right": 10}', {"right": 3.0, "clear": 1.0}, (0, 10))
     assert [read_winner(text) for text in ("A", "**B**", "It is a tie.", "A is longer, but: B")] == [1, 0, 0.5, 0]
+    assert [read_winner(text) for text in ("A. It is clearer than B.", "**A**\n\nB is wrong", "A tie")] == [1, 1, 0.5]
+    verdicts = ("A: long.\nB: short.\n**Verdict: A**", "A is right, B is wrong. [[A]]\n", "A and B agree: tie!")
+    assert [read_winner(text) for text in verdicts] == [1, 1, 0.5]
+    for text in ("A is better than B.", "B is worse than A", "A: bad. B: good."):
+        with pytest.raises(ReplyError, match="names a and b, and no one alone"):
+            read_winner(text)
     with pytest.raises(ReplyError, match="names neither A nor B"):
         read_winner("Neither")
     assert list(json_objects('x {"a": {"b": 1}} { {"c": 2}')) == [{"a": {"b": 1}}, {"c": 2}]
@@ -157,7 +166,11 @@ def test_the_default_template_asks_for_what_is_read():
     with JudgeServer(lambda body: '{"right": 10, "clear": 10}' if "right, clear" in asked(body) else "5") as server:
         assert ask(Judge(server.url, "m"), ["x"]).rewards.tolist() == [[0.5]]
         assert ask(Judge(server.url, "m", criteria={"right": 1, "clear": 1}), ["x"]).rewards.tolist() == [[1.0]]
+        assert ask(Judge(server.url, "m", scale=None), ["x"]).rewards.tolist() == [[5.0]]
     assert "# Task\nq\n\n# Answer\nx" in asked(server.bodies[0])
+    first = [asked(body).partition("\n")[0] for body in server.bodies]
+    assert first[0] == "Rate how well the answer solves the task, from 0 (useless) to 10 (perfect)."
+    assert first[2] == "Rate how well the answer solves the task."
 
 
 def test_a_completion_is_not_read_as_a_template():
@@ -452,13 +465,13 @@ def test_equal_requests_are_sent_once_and_cached(tmp_path):
 
 def test_a_damaged_cache_entry_is_asked_for_again(tmp_path):
     with JudgeServer(lambda body: "4") as server:
-        for damage in ("", "{", "{}", None):
+        for damage in ("", "{", "{}", "null", '{"text": null, "prompt_tokens": 1, "completion_tokens": 1}', None):
             assert ask(Judge(server.url, "m", cache=str(tmp_path)), ["a"]).rewards[0, 0] == np.float32(0.4)
             [entry] = tmp_path.rglob("*.json")
             if damage is not None:
                 entry.write_text(damage)
         ask(Judge(server.url, "m", cache=str(tmp_path)), ["a"])
-        assert len(server.bodies) == 4
+        assert len(server.bodies) == 6
 
 
 def test_processes_share_the_cache(tmp_path):

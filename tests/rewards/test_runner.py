@@ -390,6 +390,7 @@ def test_functions_that_are_no_rewards(name):
         ({"a": 1, "b": 2}, "it returns a list of 2 numbers"),
         (np.float32(1.0), "it returns a list of 2 numbers"),
         (np.zeros((2, 1)), "for row 0; return a finite number, or None"),
+        ([10**5000, 1.0], "returned a value of int for row 0; return a finite number, or None"),
         ([math.inf, 1.0], "returned inf for row 0; return a finite number, or None where the function does not apply"),
         ([1.0, -1e39], "returned -1e+39 for row 1"),
         ([1.0, 10**400], "for row 1"),

@@ -210,6 +210,19 @@ def test_a_completion_to_which_no_child_applies():
     np.testing.assert_array_equal(score(grader, ["a", "b"]).rewards, np.float32([[np.nan], [1.0]]))
 
 
+def test_combined_functions_are_offered_what_others_are_and_told_apart():
+    def first(completions, log_extra, trainer_state, row_numbers):
+        log_extra(f"said {len(row_numbers)}", completions)
+        return [float(trainer_state.max_steps + row) for row in row_numbers]
+
+    def half(completions):
+        return [0.5] * len(completions)
+
+    graded = score(CombinedGrader([first, half, half]), ["a", "b"])
+    assert graded.rewards[:, 0].tolist() == [1.0, 2.0] and graded.logged.columns == {"said 2": ["a", "b"]}
+    assert list(graded.logged.metrics) == [f"rewards/combined/{name}" for name in ("first", "half", "half_2")]
+
+
 def test_combined_grader_by_name():
     rewards = load_rewards("combined(graders=['exact_match', 'target_length(target=1)'], weights=[1.0, 0.1])")
     np.testing.assert_allclose(rewards(["p"], ["abc"], [[1]], {"answer": ["abc"]}), [[0.8]], rtol=1e-6)

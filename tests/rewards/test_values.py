@@ -43,7 +43,7 @@ WRONG = {
     numeric_answer: [
         ("10 - 5", "-5"), ("10-5", "-5"), ("1/2", "2"), (r"\frac{1}{2}", "2"), ("v2.0.3", "0.3"), ("1/2/2020", "2020"),
         ("5 or 6", "6"), ("±5", "5"), (r"\pm 5", "5"), (r"\sqrt{2}", "2"), (r"2\pi", "2"), ("10^5", "5"), ("1/0", "0"),
-        ("9" * 5000, "5"), ("1e99999", "5"), ("nan", "5"), ("1_1", "2"),
+        ("9" * 5000, "5"), ("1e99999", "5"), ("nan", "5"), ("1_1", "2"), ("2024-01-05", "5"),
     ],
     boxed_accuracy: [
         (rf"so \boxed{{{box}}}.", answer) for box, answer in [
@@ -93,7 +93,7 @@ def test_votes_are_counted_by_value():
 @pytest.mark.parametrize(
     "piece",
     [r"\boxed{", "{", "}", "1,", "11,111,", "1,11,", "#### ", "####", "1 ", "1/", "9", r"\frac{1}{", r"\text{", "**",
-     " ", "\\", "$", "x^", r"1\,", "5 or ", "<think>", "</think>", "1 1/2 "],
+     " ", "\\", "$", "x^", r"1\,", "5 or ", "or ", "<think>", "</think>", "1 1/2 "],
 )  # fmt: skip
 def test_long_texts_take_linear_time(piece):
     text, began = piece * (100_000 // len(piece)), time.monotonic()

@@ -220,7 +220,7 @@ def chat_default(
     """
     name = "chat_template.default"
     keys = {"role": "role", "content": "content", **(message_property_mappings or {})}
-    targets = {source: target for target, sources in (roles or ROLES).items() for source in sources}
+    targets = {source: target for target, sources in (roles or ROLES).items() for source in _listed(sources)}
 
     def message(value: Any, column: str) -> Row:
         if not isinstance(value, Mapping) or not {keys["role"], keys["content"]} <= set(value):
@@ -279,6 +279,18 @@ def argilla(row: Mapping[str, Any], tokenizer: Any = None) -> Row:
     if row.get("system"):
         prompt = [{"role": "system", "content": row["system"]}, *prompt]
     return rendered(row, tokenizer, prompt, chosen[-1], rejected[-1], name)
+
+
+def bradley_terry(row: Mapping[str, Any], tokenizer: Any = None) -> Row:
+    """`input`, with `system` before it where the row has it, and two answers, in the tokenizer's chat template."""
+    name = "bradley_terry.chat_template"
+    prompt = [{"role": "user", "content": text_column(row, ("input",), name)}]
+    if row.get("system"):
+        prompt = [{"role": "system", "content": row["system"]}, *prompt]
+    chosen, rejected = (
+        {"role": "assistant", "content": text_column(row, (column,), name)} for column in ("chosen", "rejected")
+    )
+    return rendered(row, tokenizer, prompt, chosen, rejected, name)
 
 
 def rendered(row: Mapping[str, Any], tokenizer: Any, prompt: list[Any], chosen: Any, rejected: Any, name: str) -> Row:
@@ -341,8 +353,8 @@ def chat(
         raise ConfigError(f"train_on_eos is {train_on_eos!r}; the format {name} takes turn, all, last or none")
     _, turns = first_column(row, (field_messages,), name)
     keys = {"role": "role", "content": "content", **(message_property_mappings or {})}
-    targets = {source: target for target, sources in (roles or CHAT_ROLES).items() for source in sources}
-    taught = {targets.get(role, role) for role in roles_to_train or ()}
+    targets = {source: target for target, sources in (roles or CHAT_ROLES).items() for source in _listed(sources)}
+    taught = {targets.get(role, role) for role in _listed(roles_to_train or ())}
     fields = (message_field_training, message_field_training_detail)
     legacy = not (taught or train_on_eos or any(fields))
     messages: list[Row] = []
@@ -372,6 +384,11 @@ def chat(
         elif train_on_eos != "turn":
             message["train_end"] = train_on_eos == "all" or (train_on_eos == "last" and index == last)
     return {"messages": messages}
+
+
+def _listed(names: str | Sequence[str]) -> Sequence[str]:
+    """The names, of which one may stand alone."""
+    return [names] if isinstance(names, str) else names
 
 
 def _text_of_parts(content: Any) -> tuple[Any, list[Row]]:
@@ -409,6 +426,7 @@ PAIRS: dict[str, Callable[..., Row]] = {
     "chat_template": chat_default,
     "chat_template.argilla_chat": argilla_chat,
     "chat_template.argilla": argilla,
+    "bradley_terry.chat_template": bradley_terry,
 }
 COMPLETIONS: dict[str, Callable[..., Row]] = {"chat_template": chat}
 LABELS: dict[str, Callable[..., Row]] = {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.resolve import ConfigError, closest, resolve, split_options
+from jaxrl_llm.config.resolve import ConfigError, closest, failing_as, resolve, split_options
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.formats import axolotl, native
 from jaxrl_llm.data.tokenize import ANSWERS, TEXTS
@@ -27,7 +27,7 @@ PAIRS = axolotl.PAIRS
 LABELS = axolotl.LABELS
 OWN = {"labels": LABELS, "completions": axolotl.COMPLETIONS}  # of a kind, before those of pairs
 METHODS = {"dpo": PAIRS, "ipo": PAIRS, "simpo": PAIRS, "orpo": PAIRS, "kto": LABELS}
-FILLED = ("row", "kind", "data_kind", "tokenizer")  # arguments of a format that are filled in, and no options
+FILLED = ("row", "data_kind", "tokenizer")  # arguments of a format that are filled in, and no options
 MAP_OPTIONS = ("remove_columns", "num_proc", "desc", "load_from_cache_file", "keep_in_memory")
 
 
@@ -48,7 +48,6 @@ def find(
     kind: str = "pairs",
     tokenizer: Any = None,
     options: Mapping[str, Any] | None = None,
-    purpose: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Format:
     """The function `row -> Example` of a format, for data of one kind: prompts, completions, pairs, triples, labels or
@@ -57,7 +56,6 @@ def find(
     `spec` is a known name, with the method before it or not (`chatml.intel`, `kto.chatml.argilla`), or your own
     `my_module:function`, `my_module.function` or `path/to/file.py:function`; either with options in brackets,
     `harmony(field='turns')`. A dictionary is the options of `user_defined.default`. `options` are more options.
-    `purpose` is the kind that is made of the rows where it is another: prompts, to sample for rows of pairs.
 
     A name that pairs and labels share means the kind's own; formats of pairs serve every kind. Other columns of the row
     stay, but of those with text (prompt, messages, chosen, ...) only what the format returns. A function whose first
@@ -81,13 +79,11 @@ def find(
         _check_options(name, function, options)
         function = functools.partial(function, **options)
     accepted = inspect.signature(function).parameters
-    filled = {"kind": purpose or kind, "data_kind": kind, "tokenizer": tokenizer, "processing_class": tokenizer}
+    filled = {"data_kind": kind, "tokenizer": tokenizer, "processing_class": tokenizer}
     arguments = {key: value for key, value in filled.items() if key in accepted and key not in options}
 
     def form(row: Mapping[str, Any]) -> Example:
         made = function(row, **arguments)
-        if made is row:
-            return dict(row)
         if not isinstance(made, Mapping):
             raise ConfigError(
                 f"the format {name} returned {type(made).__name__}; it must return a dictionary of columns"
@@ -96,9 +92,14 @@ def find(
         dropped = {*removed, *(TEXTS if any(key in made for key in TEXTS) else ())}
         if "__all__" in removed:
             dropped |= set(row)
-        return {**{key: value for key, value in row.items() if key not in dropped}, **made}
+        return dict(row) if made is row else {**{key: row[key] for key in row if key not in dropped}, **made}
 
-    return form
+    return as_prompt(form, kind) if kind == "prompts" else form
+
+
+def as_prompt(form: Format, kind: str) -> Format:
+    """The format of data of a kind, whose examples serve as prompts: one without a prompt is given one."""
+    return lambda row: native.with_prompt(form(row), kind)
 
 
 def known(kind: str) -> Mapping[str, Callable[..., Any]]:
@@ -106,15 +107,18 @@ def known(kind: str) -> Mapping[str, Callable[..., Any]]:
     return {**COMMON, **PAIRS, **OWN.get(kind, {})}
 
 
-def fitting(row: Mapping[str, Any], kind: str, tokenizer: Any = None) -> list[str]:
-    """The names of the known formats that can read a row and give all answers of its kind, without those that read
-    anything."""
+def fitting(
+    row: Mapping[str, Any], kind: str, tokenizer: Any = None, read: Callable[[Example], Any] = dict
+) -> list[str]:
+    """The names of the known formats that can read a row and give all answers of its kind, in an example that can be
+    `read`; without those that read anything."""
     candidates = [name for name in COMMON if name not in ("auto", "passthrough")]
     candidates += PAIRS if kind in ("pairs", "triples") else OWN.get(kind, ())
     names = []
     for name in candidates:
         try:
             made = find(name, kind, tokenizer)(row)
+            read(made)
         except ConfigError:
             continue
         if made.keys() >= set(ANSWERS.get(kind, ())):
@@ -168,7 +172,8 @@ def _call_factory(
     factory: Callable[..., Any], name: str, options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """(function of a row, columns to remove) that a factory makes; raises ConfigError when it makes something else."""
-    made = factory(FactoryOptions(options))
+    with failing_as(name):
+        made = factory(FactoryOptions(options))
     transform, map_options = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
     if not callable(transform) or not isinstance(map_options, Mapping):
         raise ConfigError(

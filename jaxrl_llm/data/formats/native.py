@@ -15,23 +15,19 @@ from jaxrl_llm.data.tokenize import TEXTS, has_prompt, split_pair
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
-def auto(row: Mapping[str, Any], kind: str = "pairs", data_kind: str | None = None) -> Mapping[str, Any]:
-    """The row itself when it is of one of TRL's types; verl's, Harmony's and ShareGPT's rows are recognised.
-
-    Prompts are taken from `messages` (without the assistant's last turns, which become `completion`) or from the common
-    beginning of `chosen` and `rejected` where there is no `prompt`, or `data_kind`, which the algorithm learns from, is
-    pairs, triples or labels and it would not read that prompt.
-    """
+def auto(row: Mapping[str, Any], data_kind: str | None = None) -> Mapping[str, Any]:
+    """The row itself when it is of one of TRL's types; verl's, Harmony's and ShareGPT's rows are recognised, and
+    stepwise ones where completions are learned."""
     present = {name for name, value in row.items() if value is not None}
     if isinstance(row.get("reward_model"), Mapping) and "data_source" in present:
-        row = verl(row)
-    elif present & {"thread", "preferred", "dispreferred"} and not present & set(TEXTS):
-        row = harmony(row)
-    elif "conversations" in present and not present & set(TEXTS):
-        row = sharegpt(row)
-    elif {"completions", "labels"} <= present and "completion" not in present:
-        row = stepwise(row, data_kind=data_kind)
-    return _prompt_only(row, data_kind in ("pairs", "triples", "labels")) if kind == "prompts" else row
+        return verl(row)
+    if present & {"thread", "preferred", "dispreferred"} and not present & set(TEXTS):
+        return harmony(row)
+    if "conversations" in present and not present & set(TEXTS):
+        return sharegpt(row)
+    if {"completions", "labels"} <= present and "completion" not in present and data_kind != "prompts":
+        return stepwise(row, data_kind=data_kind)
+    return row
 
 
 def passthrough(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -141,10 +137,18 @@ def stepwise(row: Mapping[str, Any], separator: str = "\n", data_kind: str | Non
     return {"prompt": prompt, "completion": separator.join(steps), "label": all(labels)}
 
 
-def _prompt_only(row: Mapping[str, Any], learns_pairs: bool) -> Mapping[str, Any]:
+def with_prompt(row: Row, kind: str) -> Row:
+    """A row that serves as a prompt: where it has none, that of `messages` (without the assistant's last turns, which
+    become `completion`), or the common beginning of `chosen` and `rejected`.
+
+    So too where training on data of that kind would not read the prompt that is there, a text beside whole
+    conversations, as UltraChat and UltraFeedback have it.
+    """
     present = {name for name, value in row.items() if value is not None}
-    # UltraFeedback's text beside whole conversations is no prompt that such a run learns to answer.
-    if "prompt" in present and not (learns_pairs and {"chosen", "rejected"} <= present and not has_prompt(row)):
+    read = kind != "completions" or "messages" not in present
+    if kind in ("pairs", "triples", "labels") and {"chosen", "rejected"} <= present:
+        read = has_prompt(row)
+    if "prompt" in present and read:
         return row
     if "messages" in present and is_conversational(row["messages"]):
         messages, end = row["messages"], len(row["messages"])

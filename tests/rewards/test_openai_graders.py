@@ -1,0 +1,126 @@
+"""OpenAI's graders of reinforcement fine-tuning, in Python and in JSON."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.rewards.openai_graders import OpenAIGrader
+from jaxrl_llm.rewards.runner import load_rewards
+from jaxrl_llm.rewards.signatures import RewardError
+
+
+def score(reward, completions, **columns):
+    rows = len(completions)
+    return load_rewards(reward).submit(["p"] * rows, completions, [[0]] * rows, columns).result()
+
+
+def check(operation, text="{{ sample.output_text }}", reference="{{item.answer}}"):
+    return {"type": "string_check", "name": "c", "input": text, "reference": reference, "operation": operation}
+
+
+@pytest.mark.parametrize(
+    ("operation", "rewards"),
+    [("eq", [1, 0, 0]), ("ne", [0, 1, 1]), ("neq", [0, 1, 1]), ("like", [1, 0, 1]), ("ilike", [1, 1, 1])],
+)
+def test_string_checks(operation, rewards):
+    graded = score(OpenAIGrader(check(operation)), ["Yes", "yes", "Yes."], answer=["Yes"] * 3)
+    assert graded.rewards[:, 0].tolist() == rewards
+
+
+def test_variables_reach_into_rows_and_json():
+    grader = check("eq", "{{sample.output_json.sums[1].total}}", "{{item.want.n}}")
+    completions = ['{"sums": [0, {"total": 7}]}', "no JSON", [{"role": "assistant", "content": '{"sums": []}'}]]
+    assert score(OpenAIGrader(grader), completions, want=[{"n": 7}] * 3).rewards[:, 0].tolist() == [1, 0, 0]
+    with pytest.raises(RewardError, match=r"reads \{\{item.wanted\}\}, which the row lacks; its columns are want"):
+        score(OpenAIGrader(check("ne", reference="{{item.wanted}}")), ["a"], want=["b"])
+
+
+def test_what_lacks_is_never_compared():
+    """Not even with `ne`, or as the text `null`: a completion's earns 0, a null column gives no reward."""
+    for operation in ("eq", "ne"):
+        no_json = OpenAIGrader(check(operation, "{{sample.output_json}}", "null"))
+        assert score(no_json, ["no JSON"]).rewards[:, 0].tolist() == [0]
+        nothing = score(OpenAIGrader(check(operation)), ["null", "a"], answer=[None, "a"]).rewards[:, 0]
+        assert np.isnan(nothing[0]) and nothing[1] == (operation == "eq")
+    both = {"type": "multi", "graders": {"a": check("eq")}, "calculate_output": "2 * a"}
+    assert np.isnan(score(OpenAIGrader(both), ["a"], answer=[None]).rewards).all()
+
+
+def test_python_graders():
+    def grade(sample, item):
+        assert sample["choices"][0]["message"]["role"] == "assistant" and sample["output_tools"] == []
+        return float(sample["output_text"] == item["answer"]) + float(sample["output_json"] == 4)
+
+    async def waits(sample, item):
+        return grade(sample, item)
+
+    for function in (grade, waits):
+        graded = score(function, ["4", [{"role": "assistant", "content": "5"}]], answer=["4", "5"])
+        assert graded.rewards[:, 0].tolist() == [2, 1]
+
+
+def test_multi_adds_up_what_it_holds(tmp_path, monkeypatch):
+    source = (
+        "import math\n\ndef grade(sample: dict, item: dict) -> float:\n    return math.sqrt(len(sample['output_text']))"
+    )
+    inner = {"right": check("like"), "long": {"type": "python", "name": "p", "source": source}}
+    grader = {"type": "multi", "name": "both", "graders": inner, "calculate_output": "2 * right + max(long, 1) ^ 2 / 4"}
+    (tmp_path / "grader.json").write_text(json.dumps({"grader": grader}))
+    monkeypatch.chdir(tmp_path)
+    graded = score("grader.json", ["4444", "5"], answer=["4", "4"])
+    assert graded.rewards[:, 0].tolist() == [3.0, 0.25]
+    assert graded.logged.metrics == {"rewards/both/right": [0.5], "rewards/both/long": [1.5]}
+
+
+def test_the_output_of_multi_is_not_that_of_a_grader_named_score():
+    inner = {"score": check("eq"), "long": check("like", reference="a")}
+    grader = {"type": "multi", "graders": inner, "calculate_output": " -score + 2 * long"}
+    graded = score(OpenAIGrader(grader), ["a", "b"], answer=["a", "a"])
+    assert graded.rewards[:, 0].tolist() == [1, 0] and graded.logged.metrics == {"rewards/openai_grader/long": [0.5]}
+
+
+def test_a_python_grader_is_a_module():
+    """In which dataclasses find the names of annotations that are texts."""
+    source = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Grade:\n"
+        "    x: float\ndef grade(sample, item):\n    return Grade(len(sample['output_text'])).x"
+    )
+    assert score(OpenAIGrader({"type": "python", "name": "json", "source": source}), ["abc"]).rewards.tolist() == [[3]]
+    assert json.loads("3") == 3
+
+
+@pytest.mark.parametrize(
+    ("grader", "message"),
+    [
+        ("nosuch.json", "there is no file nosuch.json"),
+        (
+            {"type": "score_model", "name": "m"},
+            "one of string_check, python and multi. For score_model, the reward judge",
+        ),
+        ({"type": "text_similarity"}, "For text_similarity, write a function"),
+        ({"type": "label_model"}, "For label_model, the reward judge"),
+        (check("eq", reference="{{ items.answer }}"), r"'c' has \{\{ items.answer \}\}, which is no variable"),
+        (check("eq", "{{sample.text}}"), r"'c' has \{\{sample.text\}\}, which is no variable"),
+        (check("eq", reference=5), "the grader 'c' compares 5, which is no text"),
+        ({**check("eq"), "operation": ["eq"]}, r"is \['eq'\]; it is eq, ne"),
+        ({"type": "python", "source": "async def grade(sample, item): return 1"}, "defines no plain function grade"),
+        ({"type": "multi", "graders": [check("eq")], "calculate_output": "a"}, "it has graders by name"),
+        ({"type": "multi", "graders": {"a": check("eq")}, "calculate_output": "'a'"}, "has 'a'; it may have"),
+        ({"type": "multi", "graders": {"a": check("eq")}, "calculate_output": "2(a)"}, r"has 2\(a\); it may have"),
+        ({"type": "multi", "graders": {"a": check("eq")}, "calculate_output": "a + max"}, "has max; it may have"),
+        ({"type": "multi", "graders": {"a": check("eq")}, "calculate_output": "a % 2"}, "has a % 2; it may have"),
+        ([1], r"'openai_grader' is \[1\]; its type"),
+        ({**check("eq"), "operation": "is"}, "operation of the grader 'c' is 'is'; it is eq, ne, neq, like, ilike"),
+        ({"type": "string_check", "name": "c", "input": "a"}, "'c' of type string_check has no 'reference'"),
+        ({"type": "python", "source": "x = 1 / 0"}, "raised ZeroDivisionError"),
+        ({"type": "python", "source": "def score(): pass"}, r"defines no plain function grade\(sample, item\)"),
+        ({"type": "multi", "graders": {"a": check("eq")}, "calculate_output": "a +"}, "'a \\+', which is no formula"),
+        ({"type": "multi", "graders": {"a": check("eq")}, "calculate_output": "b"}, "has b; it may have the graders a"),
+        ({"type": "multi", "graders": {"a": check("eq")}, "calculate_output": "a.real"}, "has a.real; it may have"),
+    ],
+)
+def test_wrong_graders_are_refused_when_they_are_made(grader, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RewardError, match=message):
+        OpenAIGrader(grader)
