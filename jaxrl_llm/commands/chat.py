@@ -9,6 +9,7 @@ models side by side. `/image FILE` shows the model an image: it stands before th
 """
 
 import contextlib
+import io
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -207,4 +208,6 @@ def main(argv: list[str]) -> None:
             raise ConfigError(f"--{given[0]} is given, but {path} is not asked through a chat template: leave it out")
         answer = answerer(model, kwargs, **{setting.name: options[setting.name] for setting in SAMPLING})
         speakers.append(Speaker(path, answer, chat, options["system"]))
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a line that is no UTF-8 would end the conversation
     converse(speakers)

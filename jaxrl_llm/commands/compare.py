@@ -47,7 +47,7 @@ FLAGS = (
     Setting("output", "", "JSON file for the numbers, which are also printed."),
     Setting("pairs", "", "JSON lines file for all pairs: prompt, a, b, their scores, and the winner."),
 )
-SHARES = {"win": 1.0, "tie": 0.5, "loss": 0.0}  # of a win
+SHARES = {"win": "a", "tie": "tie", "loss": "b"}  # the winners of the pairs that they count
 
 
 class Comparison(NamedTuple):
@@ -64,10 +64,10 @@ def compare(
 
     Each model samples `eval.samples` completions of every prompt of the evaluation (see `jaxrl_llm.evaluate`), with its
     own tokenizer; the i-th of one is compared with the i-th of the other. The metrics are `win`, `tie` and `loss`
-    (shares of all graded pairs), `win_rate` = win + tie / 2 with `win_rate_low` and `win_rate_high`, the means
-    `reward_a` and `reward_b`, and the same for each named set, `<set>/win_rate`. `ungraded` pairs have a completion to
-    which no reward applies. Raises ConfigError on user errors, among them tokenizers by which different prompts are
-    left out as too long.
+    (shares of a prompt's graded pairs, averaged over prompts), `win_rate` = win + tie / 2 with `win_rate_low` and
+    `win_rate_high`, the means over pairs `reward_a` and `reward_b`, and the same for each named set, `<set>/win_rate`.
+    `ungraded` pairs have a completion to which no reward applies. Raises ConfigError on user errors, among them
+    tokenizers by which different prompts are left out as too long.
     """
     validate(config)
     for name, path in (("a", a), ("b", b)):
@@ -189,20 +189,20 @@ def _scores(
 
 
 def _numbers(pairs: list[dict[str, Any]], level: float) -> dict[str, float]:
-    """The metrics of some pairs, see `compare`; win rates are means over prompts."""
+    """The metrics of some pairs, see `compare`."""
     graded = [pair for pair in pairs if pair["winner"] is not None]
-    share = {"a": "win", "tie": "tie", "b": "loss"}
-    ended = Counter(share[pair["winner"]] for pair in graded)
-    by_prompt: dict[int, list[float]] = {}
+    by_prompt: dict[int, list[str]] = {}
     for pair in graded:
-        by_prompt.setdefault(pair["row"], []).append(SHARES[share[pair["winner"]]])
-    low, high = bootstrap_interval([np.mean(shares) for shares in by_prompt.values()], level)
+        by_prompt.setdefault(pair["row"], []).append(pair["winner"])
+    shares = {name: [w.count(winner) / len(w) for w in by_prompt.values()] for name, winner in SHARES.items()}
+    win_rates = [win + tie / 2 for win, tie in zip(shares["win"], shares["tie"], strict=True)]
+    low, high = bootstrap_interval(win_rates, level)
     return {
         "prompts": len({pair["row"] for pair in pairs}),
         "pairs": len(pairs),
         "ungraded": len(pairs) - len(graded),
-        **{name: ended[name] / len(graded) if graded else float("nan") for name in SHARES},
-        "win_rate": mean_of([np.mean(shares) for shares in by_prompt.values()]),
+        **{name: mean_of(of_prompts) for name, of_prompts in shares.items()},
+        "win_rate": mean_of(win_rates),
         "win_rate_low": low,
         "win_rate_high": high,
         "reward_a": mean_of([pair["score_a"] for pair in graded]),

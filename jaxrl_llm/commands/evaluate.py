@@ -127,7 +127,7 @@ def main(argv: list[str]) -> None:
             report["sets"] = prompts
         else:
             paths, split = evaluated_on(flat(config))
-            report |= {"data": ", ".join(paths), "split": split, "prompts": prompts}
+            report |= {"data": ", ".join(paths)} | ({"split": split} if split else {}) | {"prompts": prompts}
         temperature = config.eval.temperature
         report["samples"] = config.eval.samples
         report["temperature"] = config.rollout.temperature if temperature is None else temperature

@@ -28,6 +28,7 @@ from jaxrl_llm.data.detokenize import Detokenizer
 from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.data.images import HeldImage, ImageLimits
 from jaxrl_llm.data.templates import (
+    SYSTEM_ROLES,
     TEMPLATE_COLUMNS,
     Prompt,
     is_conversational,
@@ -42,7 +43,7 @@ from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards, rows_to_global
 from jaxrl_llm.models.model import Model, check_loaded, check_positions, check_tokenizer, load_model
 from jaxrl_llm.rollout.constraints import Guide, bad_word_ids, build_automata, check_tokens
-from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.grammar import build_grammar
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation.run import full_batches
@@ -65,7 +66,7 @@ SAMPLING = (
     Setting("logit_bias", (), "Numbers added to the logits of tokens, each `ID=BIAS`."),
     Setting("bad_words", (), "Texts that are not sampled."),
     Setting("min_new_tokens", 0, "Shortest completion, in tokens.", int, minimum=0),
-    Setting("stop", (), "Texts that end a completion, and stay in it."),
+    Setting("stop", (), "Texts that end a completion, and stay in it; \\n in them is a line break.", escapes=True),
     Setting("stop_token_ids", (), "Tokens that end a completion beside the end of text.", int, minimum=0),
     Setting("ignore_eos", False, "Sample past the end of text.", bool),
     Setting("structured_regex", "", "Regular expression that whole completions match."),
@@ -187,7 +188,8 @@ def engine_of(model: Model, values: Mapping[str, Any], samples: int = 1) -> Engi
     eos = (*(() if values["ignore_eos"] else eos_ids(model)), *values["stop_token_ids"])
     automata = build_automata(tuple(values["stop"]), guide, model.tokenizer, vocab, eos, "")
     grammar = build_grammar(values["structured_grammar"], model.tokenizer, vocab, eos, "structured_grammar")
-    return Engine(model.net, sampling, samples, values["max_new_tokens"], eos, automata=automata, grammar=grammar)
+    return Engine(model.net, sampling, samples, values["max_new_tokens"], eos, compile_work=COMPILE_WORK,
+                  automata=automata, grammar=grammar)  # fmt: skip
 
 
 def completion_text(model: Model, prompt: Prompt, prompt_ids: list[int], ids: list[int]) -> str:
@@ -304,7 +306,7 @@ def read_prompts(prompt: str, file: str, chat: bool, system: str = "", image: Se
             columns = [without_absent_keys(row) for row in rows.select_columns(given)]
     asked: list[Any] = [[{"role": "user", "content": p}] if chat and isinstance(p, str) else p for p in prompts]
     opening = [{"role": "system", "content": system}] if system else []
-    asked = [[*opening, *p] if is_conversational(p) and p[0]["role"] != "system" else p for p in asked]
+    asked = [[*opening, *p] if is_conversational(p) and p[0]["role"] not in SYSTEM_ROLES else p for p in asked]
     return Asked(asked, images, columns)
 
 

@@ -18,9 +18,8 @@ from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.data import loading
 from jaxrl_llm.data.loading import DataSource, DataSpec
 from jaxrl_llm.data.tokenize import COLUMNS, STEP_LABELS, RowTokenizer
-from jaxrl_llm.training.evaluation.run import named_sets
 from jaxrl_llm.training.setup.data import tokenizer_of
-from jaxrl_llm.training.setup.evaluation import eval_measure, eval_sources, eval_spec
+from jaxrl_llm.training.setup.evaluation import eval_data, eval_measure
 from jaxrl_llm.training.setup.specs import data_spec
 
 FLAGS = (
@@ -40,15 +39,14 @@ def preview(config, rows: int = 3, measure: int = 10_000, held_out: bool = True,
     sources = loading.open_sources(spec, tokenizer)
     lines = report(spec, "trained on", spec.kind, sources, tokenizer, rows, measure, colour)
     if held_out and config.eval.every >= 0:
-        for one in named_sets(eval_spec(config)):
-            sources = eval_sources(config, tokenizer, one)
+        for one, sources in eval_data(config, tokenizer):
             if not sources:
                 lines.append("=== nothing is evaluated on: the data has no split 'test', see data.eval_split")
                 continue
             use = f"evaluated on{f' as {one.name}' if one.name else ''}"
             # Rows to evaluate on may lack what is learned: then they serve as prompts.
             if spec.kind == "prompts" or eval_measure(config, sources) == "samples":
-                sources = eval_sources(config, tokenizer, one, prompts=True)
+                sources = loading.as_prompts(sources)
                 lines += report(spec, use, "prompts", sources, tokenizer, min(rows, 1), measure, colour)
             else:
                 lines += report(spec, use, spec.kind, sources, tokenizer, min(rows, 1), measure, colour)

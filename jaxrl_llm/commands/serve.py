@@ -19,9 +19,10 @@ import importlib.util
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -43,6 +44,7 @@ from jaxrl_llm.models.weight_versions import LocalCheckpoint
 from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.logging.console import stderr_console, waiting
+from jaxrl_llm.training.runtime.lock import RunLock
 from jaxrl_llm.training.setup.worker import eos_ids
 
 KEY_VARIABLE = "JAXRL_LLM_API_KEY"
@@ -109,8 +111,10 @@ def serve(
     timeout: float = 600.0,
     drain: float = 60.0,
     api_key: str = "",
+    lock: RunLock | None = None,
 ) -> None:
-    """Serves the model that `read` gives until SIGTERM or Ctrl-C; the others are the flags of `jaxrl-llm serve`.
+    """Serves the model that `read` gives until SIGTERM or Ctrl-C; the others are the flags of `jaxrl-llm serve`, and
+    the `lock` of the folder `tinker`.
 
     The caller keeps no model: its parameters are let go when those that decode are made of them. Raises ConfigError
     before it listens: a model without tokenizer, a length beyond its positions, an address in use. Must be called in
@@ -126,27 +130,6 @@ def serve(
     from jaxrl_llm.serving.trainers import ROUTES
     from jaxrl_llm.tools.tinker.service import TrainingService
 
-    if "://" in tinker:
-        raise ConfigError(f"--tinker is {tinker}; it takes a folder on this machine")
-    if tinker and weight_updates:
-        raise ConfigError("--tinker and --weight_updates are given: what runs adapt must stay as it is; give one")
-    of_runs = {"microbatch_tokens": microbatch_tokens, "full_runs": full_runs, "full_samplers": full_samplers}
-    usual = {setting.name: setting.default for setting in FLAGS}
-    if not tinker and (given := [name for name, value in of_runs.items() if value != usual[name]]):
-        raise ConfigError(f"--{given[0]} is for the runs of --tinker=FOLDER, which is not given: give both, or neither")
-    if full_samplers < full_runs:
-        raise ConfigError(
-            f"--full_samplers is {full_samplers}, below --full_runs, {full_runs}: each run of all weights samples from "
-            "a copy of its own; give as many"
-        )
-    runs = Path(tinker).expanduser().absolute()
-    if tinker:
-        try:  # now, and not when hours of training are to be saved
-            runs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--tinker is {tinker}, but no folder can be made there: {error.strerror}") from None
-        if not os.access(runs, os.W_OK):
-            raise ConfigError(f"--tinker is {tinker}, a folder that this process may not write to")
     model = read()
     check_tokenizer(model)
     positions = max_positions(model.hf_config or {})
@@ -196,7 +179,10 @@ def serve(
     if tinker:
         path = model.path or names[0]  # by which clients find the tokenizer
         known = dict.fromkeys((str(Path(path).absolute()) if Path(path).is_dir() else path, path, names[0]))
-        routes += TrainingService(model, queue, runs, tuple(known), microbatch_tokens, full_runs, full_samplers).routes
+        runs = Path(tinker).expanduser().absolute()
+        routes += TrainingService(
+            model, queue, runs, tuple(known), microbatch_tokens, full_runs, full_samplers, lock and lock.check
+        ).routes
     server = Server(
         queue, model.tokenizer, names, eos_ids(model), config.vocab_size, limits, api_key, routes,
         load if weight_updates else None,
@@ -235,7 +221,7 @@ def serve(
     # A first row compiles the programs that the next ones need, and shows that the model runs here before anyone asks.
     first: SimpleQueue[Tokens | BaseException] = SimpleQueue()
     queue.submit([Handle(RowRequest([0], 2, SamplingParams(), (), 0), first.put)])
-    with waiting("compiling", stderr_console(), lines=False):
+    with waiting("compiling", stderr_console()):
         while not isinstance(told := first.get(), BaseException) and told.finish_reason is None:
             pass
     if isinstance(told, BaseException):
@@ -292,6 +278,41 @@ def load_served(path: str, dtype: str, mesh: Mesh, trust_remote_code: bool = Fal
     return dataclasses.replace(model, path=str(run))
 
 
+@contextlib.contextmanager
+def folder_of_runs(options: Mapping[str, Any]) -> Iterator[RunLock | None]:
+    """Makes the folder of `--tinker` and holds its lock, as one server at a time does; nothing, and None, without one.
+
+    Raises ConfigError for flags that do not go with it, a folder that cannot be written, and one that another server
+    holds.
+    """
+    tinker, runs, samplers = (options[name] for name in ("tinker", "full_runs", "full_samplers"))
+    usual = {setting.name: setting.default for setting in FLAGS}
+    of_runs = ("microbatch_tokens", "full_runs", "full_samplers")
+    if not tinker and (given := [name for name in of_runs if options[name] != usual[name]]):
+        raise ConfigError(f"--{given[0]} is for the runs of --tinker=FOLDER, which is not given: give both, or neither")
+    if not tinker:
+        yield None
+        return
+    if "://" in tinker:
+        raise ConfigError(f"--tinker is {tinker}; it takes a folder on this machine")
+    if options["weight_updates"]:
+        raise ConfigError("--tinker and --weight_updates are given: what runs adapt must stay as it is; give one")
+    if samplers < runs:
+        raise ConfigError(
+            f"--full_samplers is {samplers}, below --full_runs, {runs}: each run of all weights samples from a copy of "
+            "its own; give as many"
+        )
+    folder = Path(tinker).expanduser().absolute()
+    try:  # now, and not when hours of training are to be saved
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--tinker is {tinker}, but no folder can be made there: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"--tinker is {tinker}, a folder that this process may not write to")
+    with RunLock(folder, "--tinker", "server") as lock:
+        yield lock
+
+
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     words, flags = positional(argv, FLAGS)
@@ -310,7 +331,8 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"--tensor is {tensor}, but there are {len(jax.devices())} devices")
 
     def read() -> Model:
-        with waiting(f"loading {path}", stderr_console(), lines=False):
+        with waiting(f"loading {path}", stderr_console()):
             return load_served(path, dtype, make_mesh(tensor=tensor, devices=jax.devices()[:tensor]), trusts)
 
-    serve(read, api_key=os.environ.get(KEY_VARIABLE, ""), **options)
+    with folder_of_runs(options) as lock:
+        serve(read, lock=lock, api_key=os.environ.get(KEY_VARIABLE, ""), **options)

@@ -97,7 +97,7 @@ def verify(config) -> Report:
                 free(state)
                 with _run(config) as again:
                     resumed, host = checkpoints.restore(1, again.state, again.mesh)
-                    arrays = checkpoints.restore_arrays(1, {"queue": None, **again.source.get_arrays()}, again.mesh)
+                    arrays = checkpoints.restore_arrays(1, again.source.restorable(), again.mesh)
                     again.source.set_state(host, arrays)
                     went_on, _ = _step(config, again, resumed)
     checks = []

@@ -7,6 +7,7 @@ stop string is found and a guide is kept to however the text is cut into tokens.
 
 import functools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata, Automaton, packed
 MOST_TRANSITIONS = 1 << 28  # states x tokens of an automaton: 32 MB of bits, some seconds of work
 TOKENS_AT_ONCE = 4096
 DEAD = -1
+MARK = "\0"  # of the end: a letter that no text has
 # What outlines-core keeps of a JSON schema; it passes over other keywords without a word.
 KEYWORDS = {
     *("type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems"),
@@ -100,22 +102,24 @@ def build_automata(
     names = [f"{prefix}structured_{name}" for name, value in guide._asdict().items() if value]
     if not stop and not names:
         return NO_AUTOMATA
-    texts = token_bytes(tokenizer, vocab)
+    ways = (f"{names[0]} needs", "leave it out") if names else (f"{prefix}stop needs", f"use {prefix}stop_token_ids")
+    texts = token_bytes(tokenizer, vocab, *ways)
     automata = NO_AUTOMATA
     if stop:
-        searched = [b"" if text is None else text for text in texts]  # a special token has no text, and leaves it as is
+        # A special token writes nothing, and leaves a text as it is; but a stop string may name it, as <|im_end|>.
+        named = {
+            token: entry.content.encode()
+            for token, entry in tokenizer.added_tokens_decoder.items()
+            if any(entry.content in text for text in stop)
+        }
+        searched = [named.get(token, b"") if text is None else text for token, text in enumerate(texts)]
         automata = Automata(stop=_of_tokens(stop_strings(stop), searched, f"{prefix}stop"))
     if names:
         automata = automata._replace(guide=guided(guide_bytes(guide, names[0]), texts, eos, names[0]))
     return automata
 
 
-def token_bytes(
-    tokenizer: Any,
-    vocab: int,
-    reader: str = "stop strings and guided decoding need",
-    instead: str = "use rollout.stop_token_ids",
-) -> list[bytes | None]:
+def token_bytes(tokenizer: Any, vocab: int, reader: str, instead: str) -> list[bytes | None]:
     """The bytes that each of `vocab` tokens adds to a text; None for special tokens, and for ids without a token.
 
     Raises ConfigError, in which `reader` needs them and one may do something `instead`, for tokenizers other than
@@ -165,35 +169,47 @@ def stop_strings(strings: Sequence[str]) -> ByteAutomaton:
 
 @functools.lru_cache(maxsize=16)
 def guide_bytes(guide: Guide, name: str) -> ByteAutomaton:
-    """The automaton of a guide over bytes; raises ConfigError, with `name`, where it cannot be compiled."""
+    """The automaton of a guide over bytes, of all texts that match as a whole, as `re.fullmatch` has them.
+
+    Raises ConfigError, with `name`, where it cannot be compiled.
+    """
     try:
         from outlines_core import Index, Vocabulary, json_schema
     except ImportError as error:
         raise ConfigError(f"{name} needs the package outlines-core: pip install jaxrl_llm[structured]") from error
     try:
-        pattern = guide.regex
+        pattern = re.sub(r"^\^|(?<!\\)((?:\\\\)*)\$\Z", r"\1", guide.regex)  # around a whole text they say nothing
         if guide.choice:  # letters by their code points: nothing in them is read as a pattern
             pattern = "|".join("".join(f"\\x{{{ord(letter):x}}}" for letter in text) for text in guide.choice)
         if guide.json:
             check_keywords(json.loads(guide.json), name)
             pattern = json_schema.build_regex_from_schema(guide.json)
+        # Anchors elsewhere: not the same letters in escapes and classes.
+        if anchor := re.search(r"\\[Az]|[\^$]", re.sub(r"\\[^Az]|\[\^?\]?(?:\\.|[^]\\])*\]", "", pattern)):
+            raise ConfigError(
+                f"{name} has {anchor[0]} in a pattern, but a text matches it as a whole: leave it out, or escape it "
+                "where the letter is meant"
+            )
         end = 256  # a token behind those that stand for bytes
-        index = Index(f"(?:{pattern})", Vocabulary(end, {bytes([byte]): [byte] for byte in range(256)}))
+        # Alone, the pattern would be left at the first match that it prefers: of yes|yes please at yes.
+        index = Index(f"(?:{pattern}){MARK}", Vocabulary(end, {bytes([byte]): [byte] for byte in range(256)}))
     except ConfigError:
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{name} cannot be compiled: {' '.join(str(error).split())[:300]}") from error
-    transitions, finals = index.get_transitions(), index.get_final_states()
-    first = index.get_initial_state()
-    states = sorted({first, *transitions, *finals} | {s for row in transitions.values() for s in row.values()})
-    number = {state: i for i, state in enumerate([first, *(state for state in states if state != first)])}
-    following = np.full((len(number), 256), DEAD, np.int32)
-    for state, row in transitions.items():
+    transitions, matched = index.get_transitions(), index.get_final_states()
+    number = {index.get_initial_state(): 0}
+    for state in (order := list(number)):  # which grows: what the mark leads to is behind the text
+        for other in transitions.get(state, {}).values():
+            if other not in number and other not in matched:
+                number[other] = len(order)
+                order.append(other)
+    following, final = np.full((len(order), 256), DEAD, np.int32), np.zeros(len(order), bool)
+    for state, own in number.items():
+        row = transitions.get(state, {})
+        final[own] = row.get(ord(MARK)) in matched
         for byte, other in row.items():
-            if byte != end:
-                following[number[state], byte] = number[other]
-    final = np.zeros(len(number), bool)
-    final[[number[state] for state in finals]] = True
+            following[own, byte] = number.get(other, DEAD)
     return ByteAutomaton(following, np.zeros(following.shape, bool), final)
 
 

@@ -28,6 +28,7 @@ from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import local_start, on_device, path_name, row_shards
 from jaxrl_llm.models.cast import in_precision
+from jaxrl_llm.models.layers import XIELU_NUMBERS
 from jaxrl_llm.models.lora import copied, has_adapters, merge
 from jaxrl_llm.models.mixer import DecodeInputs, Mixer
 from jaxrl_llm.models.quantize import BYTES, FP8, narrowed, quantized_as
@@ -330,8 +331,8 @@ def _copied_to_decode(params: Params, decoder: Net) -> Params:
 def _in_decoding_dtype(params: Params, decoder: Net) -> Params:
     config = decoder.config
     kept = ("scale", "shift", "log_decay", "step_bias", "skip", "conv_bias", "conv/bias", "sinks", "correction")
-    kept += ("position/weight", "codes", "absmax")
-    if config.router_sigmoid:
+    kept += ("position/weight", "codes", "absmax", *(f"activation/{name}" for name in XIELU_NUMBERS))
+    if config.router_in_fp32:
         kept += ("router/kernel", "router/bias")
     if config.fp32_head:
         kept += ("embed/weight" if config.tie_embeddings else "head/kernel",)

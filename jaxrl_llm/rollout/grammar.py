@@ -23,7 +23,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any, vocab: int, eos: Sequence[int], name: str):
         package = _llguidance(name)
-        texts = token_bytes(tokenizer, vocab)
+        texts = token_bytes(tokenizer, vocab, f"{name} needs", "leave it out")
         wrapped = package.TokenizerWrapper(_Tokenizer(texts, eos[0], tokenizer))
         self.tokenizer = package.LLTokenizer(wrapped, n_vocab=vocab, eos_token=list(eos))
         forbidden = np.array([text is None or text == b"" for text in texts])

@@ -367,6 +367,8 @@ class Answer:
                 raise BadRequestError(f"the answer took more than {self.seconds:g} seconds", 408) from None
             if isinstance(tokens, ConfigError) and self.asked.guide is not None:
                 raise BadRequestError(f"{self.asked.guide[1]}: {tokens}", param=self.asked.guide[1])
+            if isinstance(tokens, BadRequestError):
+                raise tokens
             if isinstance(tokens, BaseException):
                 raise BadRequestError(f"decoding failed: {type(tokens).__name__}", 500)
             if choice not in self.going:

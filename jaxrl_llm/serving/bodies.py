@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
-from jaxrl_llm.config.schema import Setting, sampling_option
+from jaxrl_llm.config.schema import COLDEST, Setting, sampling_option
 from jaxrl_llm.data.image_rows import ImageReader, ImageText, Tiles
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.templates import is_conversational, render_prompt
@@ -27,7 +27,6 @@ from jaxrl_llm.serving.grid import LONGEST_WORD, MOST_BIASES, MOST_ENDS, MOST_PR
 from jaxrl_llm.serving.guides import guide_of
 
 MOST_STOPS, LONGEST_STOP = 16, 1024  # stop strings of a request, and their characters
-COLDEST = 0.001  # temperature above 0: at lower ones float32 does not hold the log-probs
 TOKEN_CHARACTERS = 128  # as the longest tokens have, which are white space
 MOST_COUNT = 10**9  # of what is counted in int32
 DEFAULT_TOKENS = 16  # of a text completion that says no max_tokens, as OpenAI has it
@@ -40,7 +39,7 @@ SETTINGS = {
         sampling_option("top_p", 1.0),
         sampling_option("top_k", 0, minimum=-1, maximum=MOST_COUNT),  # -1 is off too, as in vLLM
         sampling_option("min_p", 0.0),
-        sampling_option("repetition_penalty", 1.0, minimum=0.01, maximum=100),  # no request makes logits infinite
+        sampling_option("repetition_penalty", 1.0),
         sampling_option("frequency_penalty", 0.0),
         sampling_option("presence_penalty", 0.0),
         sampling_option("min_tokens", 0, minimum=0, maximum=MOST_COUNT),
@@ -201,7 +200,10 @@ def parse(
     ends = body.get("stop_token_ids") or []
     if not _is_list(ends, int) or not all(0 <= index < vocabulary for index in ends):
         raise BadRequestError(f"stop_token_ids takes a list of ids below {vocabulary}", param="stop_token_ids")
-    ends = tuple(dict.fromkeys((*ends, *(() if values["ignore_eos"] else eos))))
+    # A special token writes nothing that a stop string could be found in: one that is named ends the row by its id.
+    special = {x.content: index for index, x in tokenizer.added_tokens_decoder.items() if x.special} if stop else {}
+    named = (special[text] for text in stop if text in special)
+    ends = tuple(dict.fromkeys((*ends, *named, *(() if values["ignore_eos"] else eos))))
     if len(ends) > MOST_ENDS:
         raise BadRequestError(
             f"a row ends with up to {MOST_ENDS} ids, the model's own among them; there are {len(ends)}",
@@ -238,6 +240,11 @@ def parse(
                 "its completion",
                 code="context_length_exceeded",
                 param="messages" if chat else "prompt",
+            )
+        if values["min_tokens"] > limit:
+            raise BadRequestError(
+                f"min_tokens is {values['min_tokens']}, more than the {limit} tokens of the completion",
+                param="min_tokens",
             )
         limits.append(limit)
     return Asked(

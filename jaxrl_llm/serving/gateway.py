@@ -9,6 +9,7 @@
 | `/session/ID/v1/sub_agents` | `{"name": "searcher"}`: see `Session.open_sub_agent`; answers with its addresses |
 """
 
+import asyncio
 import dataclasses
 import functools
 import secrets
@@ -27,8 +28,8 @@ from jaxrl_llm.serving.app import Answer, EventStream, Limits, Server
 from jaxrl_llm.serving.bodies import Asked, parse
 from jaxrl_llm.serving.choice import Choice, Piece
 from jaxrl_llm.serving.errors import BadRequestError
-from jaxrl_llm.serving.queue import RequestQueue, StoppedError
-from jaxrl_llm.serving.sessions import MODEL, Call, Session, SessionSpec
+from jaxrl_llm.serving.queue import RequestQueue
+from jaxrl_llm.serving.sessions import MODEL, OVER, Call, Session, SessionSpec
 
 MANY = 2**20  # requests at once and rows that wait: as many as agents ask for
 ANY_LENGTH = 2**31  # sessions bound their rows themselves
@@ -96,7 +97,7 @@ class Gateway:
                 self.sessions.pop(one.name, None)
             self.queue.cancel(handles)
         for handle in handles:
-            handle.deliver(StoppedError("the session is over"))
+            handle.deliver(BadRequestError(f"the session is over: {reason}", 403, OVER))
 
     def close(self) -> None:
         """End the endpoint."""
@@ -115,6 +116,8 @@ class Gateway:
         call = Call(session)
         asked = parse(body | {"model": MODEL}, chat, server.tokenizer, server.names, server.eos, ANY_LENGTH,
                       server.vocabulary, MANY, call.render, self.images)  # fmt: skip
+        if asked.guide is not None:  # compiled the first time, and one that cannot be is no call of the session
+            await asyncio.to_thread(server.guides.grammar, *asked.guide)
         with self.lock:
             answer = KeptAnswer(server, call.bounded(asked), call, self.lock)
         if asked.stream:

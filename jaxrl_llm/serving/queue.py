@@ -237,6 +237,7 @@ class RequestQueue:
                 return False
             self.adapters.pop(name, None)
         self._prefixes.forget(name)  # there may be another by its name later
+        self.counts.prefix_bytes = self._prefixes.bytes
         if name == self._adapter:  # what decodes goes too, until somebody comes
             self._adapter, self._params = "", None
         return True
@@ -253,6 +254,7 @@ class RequestQueue:
                 adapter = None, self.engine.decoding_params(self.engine.policy_copy(params))
         if name in self.adapters:
             self._prefixes.forget(name)
+            self.counts.prefix_bytes = self._prefixes.bytes
             self._stale |= name == self._adapter
         self.adapters[name] = adapter
 
@@ -499,7 +501,7 @@ class RequestQueue:
 
     def _keep(self, tokens: Sequence[int], prompts: Any, rows: Any, place: tuple[int, int], end: int) -> None:
         """Keeps a text whose last token is before the place `end` of the caches of a prompt and a row."""
-        if self._prefixes.wants(tokens, self._adapter):
+        if not self._stale and self._prefixes.wants(tokens, self._adapter):  # else the next rows have other weights
             width = bucket(len(tokens))
             try:
                 cache = kept_cache(self.engine, prompts, rows, *np.asarray((*place, end), np.int32), width)

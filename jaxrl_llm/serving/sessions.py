@@ -377,7 +377,8 @@ def message_key(message: Mapping[str, Any]) -> str:
     """
     kept = {name: value for name, value in message.items() if value not in (None, "", [], {}) and name != "refusal"}
     if message["role"] == "assistant":
-        kept = {"role": "assistant", "content": (message.get("content") or "").strip()}
+        content = message.get("content") or ""
+        kept = {"role": "assistant", "content": content.strip() if isinstance(content, str) else content}
         kept["calls"] = [
             [call["function"].get("name"), call["function"].get("arguments")]
             for call in message.get("tool_calls") or ()

@@ -139,10 +139,12 @@ def test_side_by_side(model, greedy):
 
 
 def test_the_command_reads_standard_input(greedy, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("sort:4821=\nsort:31=\n"))
+    given = b"sort:4821=\n\xff\nsort:31=\n"  # a line that is no UTF-8 is answered too
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), "utf-8"))
     flags = ["--model=embedded:sort", "--chat=false", "--temperature=0", "--max_new_tokens=8"]
     chat.main(flags)
-    assert capsys.readouterr().out == "".join(f"{text}\n" for text in greedy)
+    shown = capsys.readouterr().out.splitlines()
+    assert [shown[0], shown[-1]] == list(greedy) and len(shown) > 2
 
 
 def test_a_template_is_used_where_there_is_one(model, monkeypatch, capsys):

@@ -74,6 +74,12 @@ def test_pairs_that_no_reward_applies_to(tokenizer):
     assert (found["ungraded"], found["tie"], found["win_rate"]) == (1, 1.0, 0.5)
     assert np.isnan(_numbers(pairs[:1], 0.95)["win_rate"])
 
+    # A prompt counts the same however many of its pairs are graded.
+    pairs = graded(lambda completions, **_: [None if x == "x" else len(x) for x in completions],
+                   met(tokenizer, ("p", ["x", "12"], ["1", "1"]), ("q", ["1", "1"], ["12", "12"])))  # fmt: skip
+    found = _numbers(pairs, 0.95)
+    assert [found[name] for name in ("win", "tie", "loss", "win_rate")] == [0.5, 0.0, 0.5, 0.5]
+
 
 def test_columns_and_token_ids_are_those_of_the_pair(tokenizer):
     seen = []

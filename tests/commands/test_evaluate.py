@@ -137,6 +137,15 @@ def test_what_is_evaluated_on_is_named(monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "_measure", lambda config: (4, {}))
     evaluate.main(["--config.data.sources=a.jsonl,b.jsonl(split='some')", "--config.eval.fraction=0.1"])
     assert {"data         a.jsonl, b.jsonl", "split        train, some"} <= set(capsys.readouterr().out.splitlines())
+    for asked, data, split in (
+        (["--config.data.eval_path=a.jsonl"], "a.jsonl", ["split        train"]),  # the only one of a file
+        (["--config.data.eval_path=a.jsonl", "--config.data.eval_split=a"], "a.jsonl", ["split        a"]),
+        (["--config.data.eval_path=owner/data"], "owner/data", []),  # test, or the only one
+        (["--config.data.sources=a.jsonl,task:sort"], "task:sort", ["split        test"]),  # the file is left out
+    ):
+        evaluate.main(asked)
+        lines = capsys.readouterr().out.splitlines()
+        assert f"data         {data}" in lines and [line for line in lines if line.startswith("split")] == split
 
 
 @pytest.mark.slow

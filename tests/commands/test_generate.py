@@ -110,6 +110,11 @@ def test_batching_changes_nothing(model, monkeypatch):
     assert jaxrl_llm.generate(model, PROMPTS, 8, samples=2) == texts
 
 
+def test_smaller_grids_are_worth_their_programs(model):
+    """As in training: of a small model a call of some hundred rows takes less time than another program."""
+    assert not module.engine_of(model, {}).worth_shrinking(parameters=400_000, left=32, slots=256)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}])
 def test_a_narrow_filter_is_greedy(setting, model):

@@ -29,6 +29,7 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.lora import LoraConfig, adapters_of, combine
 from jaxrl_llm.models.model import add_adapters, load_model
 from jaxrl_llm.models.weight_versions import Publisher
+from jaxrl_llm.training.runtime.lock import RunLock
 
 pytest.importorskip("uvicorn")
 
@@ -256,6 +257,16 @@ def test_adapters_are_merged():
 def test_what_cannot_be_served(arguments, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         main(["serve", *arguments])
+
+
+def test_a_folder_of_runs_is_for_one_server(tmp_path):
+    """What one left half written is another's work under way. A lock that is left goes with its process."""
+    words = rf"--tinker {tmp_path} is in use by another server, process {os.getpid()} on .*; wait for it, stop it"
+    with RunLock(tmp_path), pytest.raises(ConfigError, match=words):
+        main(["serve", "embedded:sort", f"--tinker={tmp_path}"])
+    with pytest.raises(ConfigError, match="has positions for 2048"):
+        main(["serve", "embedded:sort", f"--tinker={tmp_path}", "--max_length=4000"])
+    assert not list(tmp_path.iterdir())
 
 
 def test_it_says_what_is_missing(monkeypatch):

@@ -1,6 +1,7 @@
 """Stop strings and guided decoding: the text decides, however tokens cut it."""
 
 import dataclasses
+import itertools
 import json
 import re
 
@@ -55,7 +56,8 @@ def params():
     return jax.jit(NET.init)(jax.random.key(0))
 
 
-TEXTS = token_bytes(TOKENIZER, VOCAB)
+READS = "this needs", "leave it out"
+TEXTS = token_bytes(TOKENIZER, VOCAB, *READS)
 
 
 def text_of(ids) -> str:
@@ -72,16 +74,19 @@ def completions(rollout, width):
 
 
 def test_bytes_of_tokens():
-    texts = token_bytes(TOKENIZER, VOCAB)
-    assert texts[:6] == [b"a", b"b", b"c", b"ab", b"bc", b"abc"]
-    assert texts[15:19] == ["é".encode(), b"\xc3", b"\xa9", b" a"]
-    assert texts[END] is texts[SPECIAL] is texts[28] is None
+    assert TEXTS[:6] == [b"a", b"b", b"c", b"ab", b"bc", b"abc"]
+    assert TEXTS[15:19] == ["é".encode(), b"\xc3", b"\xa9", b" a"]
+    assert TEXTS[END] is TEXTS[SPECIAL] is TEXTS[28] is None
     words = Tokenizer(models.BPE({"▁a": 0, "<0x0A>": 1, "b": 2}, []))
     words.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    assert token_bytes(PreTrainedTokenizerFast(tokenizer_object=words), 4) == [b" a", b"\n", b"b", None]
+    assert token_bytes(PreTrainedTokenizerFast(tokenizer_object=words), 4, *READS) == [b" a", b"\n", b"b", None]
     words.decoder = decoders.WordPiece()
-    with pytest.raises(ConfigError, match="decodes by WordPiece"):
-        token_bytes(PreTrainedTokenizerFast(tokenizer_object=words), 4)
+    for guide, message in (
+        (Guide(), "stop needs .*decodes by WordPiece.*: use stop_token_ids$"),
+        (Guide(regex="a"), "structured_regex needs .*decodes by WordPiece.*: leave it out$"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build_automata(("a",), guide, PreTrainedTokenizerFast(tokenizer_object=words), 4, (), "")
 
 
 STOPS = (("ab",), ("bca", "cc"), ("aab", "ab1"), ("é",), ("}",))
@@ -108,6 +113,25 @@ def test_a_stop_string_is_found_where_transformers_finds_it(stop):
             found += entry < 0
             state = max(entry, ~entry)
     assert found >= 5
+
+
+def test_a_special_token_that_a_stop_string_names():
+    """It ends a text as it does in transformers; others are no part of a text, which goes on behind them."""
+    criteria = StopStringCriteria(TOKENIZER, ["b<special>"])
+    for stop, ids, found in (
+        (("b<special>",), (3, SPECIAL), True),  # ab, <special>
+        (("b<special>",), (0, SPECIAL), False),
+        (("<special>", "zz"), (SPECIAL,), True),
+        (("ab",), (0, SPECIAL, 1), True),
+        (("special", "<"), (0, SPECIAL, END), False),
+    ):
+        automaton, state = build_automata(stop, Guide(), TOKENIZER, VOCAB, ()).stop, 0
+        for token in ids:
+            entry = int(automaton.step(state, token))
+            state = max(entry, ~entry)
+        assert (entry < 0) == found, (stop, ids)
+        if stop == ("b<special>",):
+            assert bool(criteria(torch.tensor([ids]), None)[0]) == found
 
 
 @pytest.mark.slow
@@ -159,7 +183,7 @@ def test_guided_rows_follow_their_guide(params, name):
 def test_tables_allow_what_the_pattern_allows():
     """Of every text of up to four tokens: it can go on to a match, by a search among longer texts."""
     pytest.importorskip("outlines_core")
-    pattern, texts = "a(bc|b1)?é", token_bytes(TOKENIZER, VOCAB)
+    pattern = "a(bc|b1)?é"
     guide = constrained(regex=pattern).automata.guide
     whole = ["aé".encode(), "abcé".encode(), "ab1é".encode()]
     pending, seen = [(0, b"")], 0
@@ -167,13 +191,48 @@ def test_tables_allow_what_the_pattern_allows():
         state, text = pending.pop()
         allowed = np.asarray(guide.allows(np.int32(state), VOCAB))
         for token in range(VOCAB):
-            piece = texts[token]
+            piece = TEXTS[token]
             wanted = text in whole if token == END else bool(piece) and any(x.startswith(text + piece) for x in whole)
             assert allowed[token] == wanted, (text, token)
             if wanted and token != END:
                 pending.append((int(guide.step(state, token)), text + piece))
         seen += 1
     assert seen > 12
+
+
+def allowed_texts(guide: dict, longest: int = 4) -> set[str]:
+    """The texts of a, b and c that may end."""
+    automaton, found, pending = constrained(**guide).automata.guide, set(), [(0, "")]
+    while pending:
+        state, text = pending.pop()
+        allowed = np.asarray(automaton.allows(np.int32(state), VOCAB))
+        found |= {text} if allowed[END] else set()
+        letters = [token for token in range(3) if allowed[token] and len(text) < longest]
+        pending += [(int(automaton.step(state, token)), text + "abc"[token]) for token in letters]
+    return found
+
+
+def test_a_guide_allows_what_matches_as_a_whole():
+    """Whatever a search would prefer: every choice, also one that another begins with."""
+    pytest.importorskip("outlines_core")
+    texts = {"".join(letters) for size in range(5) for letters in itertools.product("abc", repeat=size)}
+    for pattern in ("a|ab|abc", "(a|ab)(c|bcb?)?", "a*?b??", "(ab|a)+?c?", "^ab?$", "^a|b$", "a?|cc", "[ab]{1,3}"):
+        assert allowed_texts({"regex": pattern}) == {text for text in texts if re.fullmatch(pattern, text)}, pattern
+    assert allowed_texts({"choice": ("a", "ab", "cab")}) == {"a", "ab", "cab"}
+    numbers = constrained(json=json.dumps({"enum": [1, 12, "a", "a:2"]})).automata.guide
+    for text in ("1", "12", '"a"', '"a:2"'):
+        state = 0
+        for letter in text:
+            state = int(numbers.step(state, TEXTS.index(letter.encode())))
+        assert np.asarray(numbers.allows(np.int32(state), VOCAB))[END], text
+    with pytest.raises(ConfigError, match="allows no text that the model's tokens can form"):
+        constrained(regex="a\\$")  # the letter, which is no token
+    for pattern, anchor in (("a$|b", r"\$"), ("b|(^a)", r"\^"), ("\\Aa", r"\\A"), (r"\\\\|a\z|b", r"\\z")):
+        with pytest.raises(ConfigError, match=f"rollout.structured_regex has {anchor} in a pattern"):
+            constrained(regex=pattern)
+    with pytest.raises(ConfigError, match=r"rollout.structured_json has \^ in a pattern"):
+        constrained(json='{"type": "string", "pattern": "^a+"}')
+    assert allowed_texts({"regex": r"[^]^$\]1]|\^?a\$?"}, 1) == {"a", "b", "c"}
 
 
 @pytest.mark.slow

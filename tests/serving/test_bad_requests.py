@@ -75,6 +75,7 @@ def test_what_is_no_object_of_json(web, body):
         (TEXT, {"prompt": "x", "temperature": 1e-4}, "temperature"),
         (TEXT, {"prompt": "x", "top_k": 10**12}, "top_k"),
         (TEXT, {"prompt": "x", "min_tokens": 10**12}, "min_tokens"),
+        (TEXT, {"prompt": "x", "min_tokens": 4, "max_tokens": 3}, "min_tokens"),
         (TEXT, {"prompt": "x", "repetition_penalty": 1e-9}, "repetition_penalty"),
         (TEXT, {"prompt": "x", "seed": 2**63}, "seed"),
         (TEXT, {"prompt": "x", "top_p": 0}, "top_p"),

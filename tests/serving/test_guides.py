@@ -152,6 +152,7 @@ def test_tools_that_must_be_called(web, choice):
     assert names == {"move"} if choice != "required" else names <= {"move", "stop"}
 
 
+@pytest.mark.slow
 def test_json_or_a_call(web):
     """With tools that may be called, a guided answer is of the format, or a call."""
     response = {"type": "json_schema", "json_schema": {"schema": ITEM}}

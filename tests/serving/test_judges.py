@@ -44,6 +44,7 @@ def test_a_judge_says_the_same_with_a_path(listening, system):
     assert loaded.logged.totals == served.logged.totals | {"judge/requests": 4}
 
 
+@pytest.mark.slow
 def test_a_judge_that_compares_says_the_same_with_a_path(listening):
     """The model knows no letters: no reply can be read, and likeliest ones are not computed again."""
     options = {"template": "sort:{{ a }}{{ b }}=", "on_failure": 0.25}

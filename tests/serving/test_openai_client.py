@@ -222,6 +222,11 @@ def test_stop_strings(client, sorter):
     ends = sorter.tokenizer.encode("4")
     (choice,) = client.completions.create(**ask, extra_body={"stop_token_ids": ends}).choices
     assert (choice.text, choice.finish_reason) == ("12", "stop")
+    special = {"logit_bias": {"259": 100}}  # the token <|user|>, which writes nothing
+    for stop, reason, count in (("<|user|>", "stop", 1), ("<|system|>", "length", 12)):
+        answer = client.completions.create(**ask, **special, stop=["x", stop])
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", reason)
+        assert answer.usage.completion_tokens == count
 
 
 class Words:
@@ -290,6 +295,7 @@ def test_models(client):
         client.completions.create(model="other", prompt="x")
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_frees_its_slots(client, running):
     """Of a stream, and of an answer that it waits for; what was asked meanwhile by others is what it is alone."""
     queue = running.server.queue

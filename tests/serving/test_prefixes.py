@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
+from jaxrl_llm.models.lora import LoraConfig, split
+from jaxrl_llm.models.model import add_adapters
 from jaxrl_llm.models.quantize import quantized_as
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.engine import Engine
@@ -14,7 +16,7 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.grid import RowRequest
 from jaxrl_llm.serving.prefixes import Prefix, PrefixCache
 from jaxrl_llm.serving.queue import RequestQueue
-from tests.serving.test_queue import CONFIG, KINDS, ask
+from tests.serving.test_queue import CONFIG, KINDS, Collected, ask
 
 LONGEST = 64
 
@@ -63,6 +65,28 @@ def test_a_second_turn(model):
     assert len(row.wait()) == 5 and counts.prefix_hits == 1
     for each in (queue, plain):
         each.stop(60)
+
+
+def test_a_row_of_an_adapter_that_was_replaced_is_not_kept(model):
+    """It ends with the weights that it began with, and the next row of that name has others."""
+    config = LoraConfig(2, 8.0, targets=("q",))
+    adapter = config, split(add_adapters(model, config, jax.random.key(0)).params)[1]
+    engine = Engine(model.net, SamplingParams(), 1, LONGEST, (), 4)
+    queue = RequestQueue(engine, model.params, 2, None, {"poet": adapter}, 2**24)
+    queue.start()
+    for replaced in (False, True):
+        row = Collected(RowRequest(texts(80 + replaced), 8, SamplingParams(), (), 1, adapter="poet"))
+        deliver, replacing = row.handle.deliver, [lambda: queue.set_adapter("poet", adapter)] * replaced
+
+        def delivered(tokens, deliver=deliver, replacing=replacing):
+            if replacing:  # between its first chunk and its second
+                queue.call(replacing.pop(), lambda error: None)
+            deliver(tokens)
+
+        row.handle.deliver = delivered
+        queue.submit([row.handle])
+        assert len(row.wait()) == 8 and bool(queue.counts.prefix_bytes) != replaced
+    queue.stop(60)
 
 
 @pytest.mark.slow

@@ -354,6 +354,7 @@ def test_a_prompt_that_cannot_be_computed_is_told_alone(queue, monkeypatch):
             assert row.done.wait(60) and isinstance(row.error, MemoryError)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")  # of a program of such a width
 def test_a_prompt_without_memory_for_its_caches_is_told_alone(queue):
     """A grid as wide as it cannot be allocated: rows that go on or come beside it are what they are alone."""

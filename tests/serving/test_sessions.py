@@ -57,7 +57,7 @@ def test_calls_with_images(tmp_path):
     """A call goes on with those that an earlier one had; the same text with another image forks."""
     tokenizer = find_tokenizer(str(qwen_vl_folder(tmp_path)))
     remember_images(tokenizer, tmp_path)
-    session = session_of(TurnTokenizer(tokenizer, (tokenizer.eos_token_id,), 200), prompt=200, completion=200)
+    session = session_of(TurnTokenizer(tokenizer, (tokenizer.eos_token_id,), 200), prompt=200, completion=200, calls=5)
     pad, texts = tokenizer.convert_tokens_to_ids("<|image_pad|>"), ("what?", "and?")
     shown = [{"type": "image_url", "image_url": {"url": data_url(picture(*size))}} for size in ((40, 20), (9, 30))]
     questions = [
@@ -75,6 +75,9 @@ def test_calls_with_images(tmp_path):
     other = {"role": "user", "content": [shown[1], {"type": "text", "text": "what?"}]}
     _, fork = ask(session, messages=[other, said, questions[1]])
     assert fork.parent is None and len(session.leaves) == 2
+    drawn = {"role": "assistant", "content": [shown[1], {"type": "text", "text": "12"}]}
+    third, _ = ask(session, messages=[questions[0], drawn, questions[0]])  # an answer that no call of it has given
+    assert len(third.tiles) == 3
     with pytest.raises(BadRequestError, match="which stands for one"):
         ask(session, prompt="what is <|image_pad|>?")
     with pytest.raises(BadRequestError, match="send the image itself"):
@@ -299,7 +302,8 @@ def test_calls_at_once_keep_to_the_tokens_of_their_session(turns):
         [four] = waiting.get(timeout=60)
         assert four.request.limit == 6
         gateway.end(session, "the step is over")
-        assert fourth.result().status_code == 500
+        refused = fourth.result()  # and not with a status with which clients ask again by themselves
+        assert refused.status_code == 403 and "the session is over: the step is over" in refused.text
     assert (session.sampled, sub_agent.sampled) == (2, 2) and session.tokens_left == 6
     gateway.close()
 

@@ -57,6 +57,7 @@ def greedy(sampler, prompt: str, tokens: int = 4) -> str:
     return bytes(answer.sequences[0].tokens).decode()
 
 
+@pytest.mark.slow
 def test_what_a_client_teaches_its_sampler_says_and_others_do_not(client):
     run, losses = made(client, rank=8), []
     rows = [datum("sort:312=", "333"), datum("sort:21=", "333")]
@@ -71,6 +72,7 @@ def test_what_a_client_teaches_its_sampler_says_and_others_do_not(client):
     assert greedy(client.create_sampling_client(base_model=BASE).result(), "sort:312=", 3) == "123"
 
 
+@pytest.mark.slow
 def test_log_probs_of_sampler_and_trainer_are_those_of_one_model(client):
     run = made(client)
     run.forward_backward([datum("sort:312=", "999")], "cross_entropy").result()

@@ -73,6 +73,7 @@ def trained_scores(run, text: str) -> list[float]:
     return run.forward([row], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
 
 
+@pytest.mark.slow
 def test_what_a_client_teaches_its_samplers_say_and_others_do_not(connect, training):
     openai = pytest.importorskip("openai")
     client = connect()

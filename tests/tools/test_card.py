@@ -113,7 +113,13 @@ def test_named_sets_are_told_apart(run):
 
 def test_the_results_of_a_run_on_several_sources_are_of_these(run):
     sources = ("org/a(eval_split='dev')", {"path": "json", "data_files": ["b.jsonl"]})
-    assert "On `org/a, b.jsonl` (split dev, test), held out" in card_of(run(data__sources=sources)).text
+    assert "On `org/a` (split dev), held out" in card_of(run(data__sources=sources)).text  # the file has no test
+
+
+def test_a_file_has_one_split(run):
+    sets = ("a=b.jsonl", "a=c.jsonl(split='train[:9]')")
+    card = card_of(run(lines=[{"step": 0, "eval/a/accuracy": 0.5}], data__path="org/a", eval__sets=sets))
+    assert "On a: `b.jsonl, c.jsonl` (split train, train[:9]), held out" in card.text
 
 
 def test_a_run_without_metrics_has_a_card(run):

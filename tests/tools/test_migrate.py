@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import transformers
@@ -19,6 +20,8 @@ from jaxrl_llm.config import ConfigError, assign, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.config.resolve import resolve
 from jaxrl_llm.config.schema import KEYS
+from jaxrl_llm.data.formats.lookup import known
+from jaxrl_llm.models.hf import EMBEDDED
 from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.tools.migrate import migrate
 from jaxrl_llm.tools.migrate.documentation import page
@@ -180,7 +183,7 @@ def test_a_grpo_script_of_trl():
         logging={"completions_every": 5},
     )
     assert config.rewards.functions == ("config_functions.py:reward_digits", "model:my/reward-model")
-    assert "frobnicate_steps = 3: an unknown key; the closest is" in text
+    assert "frobnicate_steps = 3: an unknown key" in text
     assert "use_vllm = True: there is no second engine" in text
     assert "config.rollout.group_size = 8  # num_generations" in text
     assert "config.algorithm.kl_bias_correction = True  # use_bias_correction_kl, by default" in text
@@ -1869,6 +1872,23 @@ def test_other_methods_of_axolotl(tmp_path, rl, loss, beta):
         expect(config, algorithm={"name": "preference", "loss": loss, "beta": beta})
 
 
+def test_texts_of_axolotl_and_unknown_keys(tmp_path):
+    text = "base_model: m\nlearning_rate: 1e-5\nmax_steps: 2\ndatasets: [{path: d, type: completion, field: text}]\n"
+    extra = "include_tokens_per_second: true\nzzzz_zzzz: 1\nlearning_rat: 1\n"
+    config, made_of = migrate(written(tmp_path, "a.yml", text + extra), devices=1)
+    assert config.data.sources == ({"path": "d"},)
+    assert "- zzzz_zzzz is no known key\n" in made_of and "include" not in made_of.partition('"""\n\nfrom')[0]
+    assert "- learning_rat is no known key; the closest is learning_rate\n" in made_of
+
+
+def test_a_folder_says_whether_its_model_is_here(tmp_path):
+    said = {"model_name_or_path": str(EMBEDDED / "sort"), "dataset_name": "d", "trainer": "dpo", "max_steps": 1}
+    assert "model.path is" not in migrate(written(tmp_path, "a.yaml", yaml.safe_dump(said)), devices=1)[1]
+    written(tmp_path, "config.json", {"model_type": "gpt2"})
+    _, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(said | {"model_name_or_path": "."})), devices=1)
+    assert "- model.path is .: model_type 'gpt2' is not supported" in text
+
+
 def test_what_public_examples_often_have(tmp_path):
     """Alpaca's rows, streams and names with commas are taken over, and what there is needs no look."""
     tree = {
@@ -1880,6 +1900,10 @@ def test_what_public_examples_often_have(tmp_path):
     assert "Look at this first" not in text
     tree |= {"reward_model": True, "num_labels": 1, "datasets": [{"path": "d", "type": "chatml.intel"}]}
     assert "Look at this first" not in migrate(written(tmp_path, "r.yaml", yaml.safe_dump(tree)), devices=1)[1]
+    tree["datasets"] = [{"path": "d", "type": "bradley_terry.chat_template"}]
+    config, text = migrate(written(tmp_path, "b.yaml", yaml.safe_dump(tree)), devices=1)
+    assert "Look at this first" not in text
+    assert config.data.sources[0]["type"] in known("pairs")
     tree["base_model"] = "zai-org/GLM-4.1V-9B-Thinking"
     assert "of models that read images" in migrate(written(tmp_path, "v.yaml", yaml.safe_dump(tree)), devices=1)[1]
     said = {"model_name_or_path": "m", "dataset_name": "d", "trainer": "dpo", "max_steps": 1, "use_peft": True}
@@ -2040,6 +2064,8 @@ def test_nothing_of_a_script_is_run(tmp_path):
         ("a.sh", "X='never ends\n", {}, "does not end"),
         ("a.json", {"max_steps": 2, "output_dir": "o", "desirable_weight": 1}, {"version": "0.16"}, "known for grpo"),
         ("a.toml", "a = 1\n", {}, "no .yaml, .json, .py or .sh file"),
+        ("a.yaml", "rl: bco\nbase_model: m\n", {}, "rl is 'bco', which has no equivalent; there are dpo"),
+        ("a.yaml", "gkd_trainer: true\nbase_model: m\n", {}, "gkd_trainer distils a teacher, which is not migrated"),
         (
             "a.yaml",
             "data: {path: said.parquet, response_key: responses}\ncustom_reward_function: {path: r.py, name: f}\n",
@@ -2077,7 +2103,6 @@ def test_the_images_are_read_as_in_verl(tmp_path, name, key):
         ),
         ("a.json", {"num_generations": 3, "max_steps": 2, "output_dir": "o"}, {}, ["3 of a prompt", "--devices"]),
         ("a.json", {"loss_type": "gruppo", "max_steps": 2, "output_dir": "o"}, {"trainer": "grpo"}, ["gruppo"]),
-        ("a.yaml", "rl: bco\nlearning_rate: 1\nbase_model: m\n", {}, ["rl = 'bco' is left out"]),
         ("a.yaml", "rl: dpo\nbase_model: m\n", {}, ["learning_rate is missing"]),
         ("a.json", {"max_steps": "many", "output_dir": "o"}, {"trainer": "sft"}, ["max_steps = 'many' is left out"]),
         (
@@ -2316,6 +2341,20 @@ def test_a_script_is_read_without_running_it(tmp_path):
     assert resolve(config.data.format, {})(row) == {"prompt": "Q: 1", "chosen": "2", "rejected": "3"}
 
 
+def test_data_on_the_disk(tmp_path):
+    """What save_to_disk wrote, whose rows are counted, and files that Dataset reads."""
+    rows = datasets.Dataset.from_list([{"text": "a"}] * 12)
+    datasets.DatasetDict({"train": rows, "test": rows.select(range(2))}).save_to_disk("saved")
+    config, text = of_split(tmp_path, 'ds = load_from_disk("saved")')
+    expect(config, data={"path": "saved", "split": "train", "eval_split": "test"})
+    assert "Look at this first" in text and "is known only when" not in text
+    config, _ = migrate(written(tmp_path, "s.json", {"dataset_name": "saved", "num_train_epochs": 2}), trainer="sft")
+    assert config.total_steps == 4  # 2 epochs of 12 rows, 8 of them a step
+    read = 'Dataset.from_json("a.jsonl")'
+    config, _ = of_split(tmp_path, "", read, "None")
+    expect(config, data={"path": "a.jsonl"})
+
+
 SPLIT = """
 from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer
@@ -2415,14 +2454,14 @@ SFTTrainer(model=model_args.model_name_or_path, args=training_args, train_datase
 
 @pytest.mark.parametrize("name", ["axolotl_dpo.yaml", "axolotl_grpo.yaml", "trl_sft.json", "verl_ppo.yaml"])
 def test_no_value_stops_a_migration(name):
-    """Each key of a file in turn has a value of another kind: it is named, and the rest is migrated."""
+    """Each key in turn has a value of another kind: it is named, and the rest is migrated. What rl is decides all."""
     tree = yaml.safe_load((FILES / name).read_text(encoding="utf-8"))
 
     def leaves(node):
         for key, value in node.items():
             yield from leaves(value) if isinstance(value, dict) else [(node, key)]
 
-    for node, key in list(leaves(tree)):
+    for node, key in [leaf for leaf in leaves(tree) if leaf[1] != "rl"]:
         kept, node[key] = node[key], "junk"
         Path("odd.yaml").write_text(yaml.safe_dump(tree))
         assert key in migrate("odd.yaml", trainer="sft" if "sft" in name else "", output="config.py")[1]

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config import ConfigDict, ConfigError, default, flat
-from jaxrl_llm.config.resolve import split_options
+from jaxrl_llm.config import ConfigDict, ConfigError, default, eval_set, flat
 from jaxrl_llm.config.schema import KEYS, OFFLINE
 from jaxrl_llm.config.version import __version__
 from jaxrl_llm.data.loading import evaluated_on
@@ -216,17 +215,14 @@ def _number(value: float | None) -> str:
 
 def _held_out(run: ReportedRun) -> dict[str, tuple[str, str | None]]:
     """The data sets that were evaluated on, and their splits, by the names of `eval.sets`; "" is the only one."""
-    paths, split = evaluated_on(run.settings)
     if given := given_to(run.folder).get("eval_dataset"):
         return {"": (given, None)}
-    sets: dict[str, tuple[str, str | None]] = {}
+    sets: dict[str, list[Mapping[str, Any]]] = {}
     for item in run.settings.get("eval.sets") or ():
-        name, _, written = ("", "", "") if isinstance(item, Mapping) else item.partition("=")
-        path, options = (item["path"], item) if isinstance(item, Mapping) else split_options(written)
-        name = name or str(item["set"])
-        earlier = f"{sets[name][0]}, " if name in sets else ""
-        sets[name] = earlier + in_words(path), options.get("split", options.get("eval_split", split))
-    return sets or {"": (in_words(paths), split)}
+        name, _, source = eval_set(item)
+        sets.setdefault(name, []).append(source)
+    found = {name: evaluated_on(run.settings, own) for name, own in sets.items()} or {"": evaluated_on(run.settings)}
+    return {name: (in_words(paths), split or None) for name, (paths, split) in found.items()}
 
 
 def _usage(folder: Path, run: ReportedRun, base: Base, repo: str | None) -> str:

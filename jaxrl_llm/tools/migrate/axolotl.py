@@ -7,7 +7,7 @@ from typing import Any
 from jaxrl_llm.data.formats.lookup import known
 from jaxrl_llm.data.named_templates import TEMPLATES
 from jaxrl_llm.tools.migrate import shared, trl, trl_run
-from jaxrl_llm.tools.migrate.draft import Draft, Options, Source, short
+from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, short
 from jaxrl_llm.tools.migrate.losses import with_options
 from jaxrl_llm.tools.migrate.table import CONVERT, defaults, rules, table
 
@@ -30,8 +30,14 @@ def convert(source: Source, options: Options) -> Draft:
     """Return our settings for an axolotl YAML."""
     yaml = source.settings
     kind, trainers = yaml.get("rl"), RULES["trainers"]
-    if kind is not None:
-        shared.check_known("rl", kind, trainers)
+    if kind is not None and kind not in trainers:  # without it the file would be one of fine-tuning
+        raise RefusedError(f"{source.path}: rl is {kind!r}, which has no equivalent; there are {', '.join(trainers)}")
+    for key in ("gkd_trainer", "kd_trainer"):
+        if yaml.get(key):
+            raise RefusedError(
+                f"{source.path}: {key} distils a teacher, which is not migrated from axolotl: see docs/distillation.md "
+                "(teacher.path, teacher.form=divergence, teacher.beta), and migrate the rest without this key"
+            )
     models = {"reward_model": "reward", "process_reward_model": "prm"}
     trainer = trainers[kind] if kind else next((models[key] for key in models if yaml.get(key)), "sft")
     theirs = {**defaults("trl", trainer), **RULES["defaults"]}
@@ -249,8 +255,6 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
             f"chat_template = {template}: the tokenizer's own template is used here; see that it is this one (python "
             "-m jaxrl_llm preview --config=... shows the rows), or name another with data.chat_template"
         )
-    if not yaml.get("datasets"):
-        draft.check("the file names no datasets: set data.path")
 
 
 def _qat(draft: Draft, yaml: dict[str, Any]) -> None:
@@ -302,6 +306,8 @@ def _source(draft: Draft, dataset: dict[str, Any], trainer: str, key: str) -> di
         source.pop("type", None)
         if kind != "completion":
             _chat(draft, source, dataset, key)
+        elif source.get("field") == "text":  # the column that is read
+            del source["field"]
         plain = ("path", "name", "split", "ds_type", "data_files", *(("type", *CHAT) if "type" in source else ()))
         for name in [name for name in source if name not in plain]:
             draft.check(f"{key}: {name} = {short(source.pop(name))} has no equivalent for sft")

@@ -1,5 +1,6 @@
 """A configuration in the making: our values with the keys they come from, what has no equivalent, what to look at."""
 
+import difflib
 import re
 import textwrap
 from collections.abc import Mapping
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigDict, assign, default, validate
-from jaxrl_llm.config.resolve import ConfigError, closest, split_options
+from jaxrl_llm.config.resolve import ConfigError, split_options
 from jaxrl_llm.config.schema import KEYS
 from jaxrl_llm.config.secrets import HIDDEN
 from jaxrl_llm.rewards.built_in import BUILT_IN
@@ -15,6 +16,7 @@ from jaxrl_llm.tools.migrate.shell import COMMAND
 from jaxrl_llm.tools.migrate.table import CONVERT, find, names, rules, table
 
 OURS = {key.name: key for key in KEYS}
+NEAR = 0.7  # how similar a known key is to one that it may have been meant for
 SECRET = re.compile(r"((^|\.|hub_|auth_|access_|api_)token|api_key|password|secret)$")
 OPEN = re.compile(rf"\$\{{[^{{}}]*\}}|{COMMAND}|\$[\w@]+")  # what a shell or a YAML would fill in
 
@@ -191,7 +193,15 @@ class Draft:
             self.check(
                 f"{model} speaks of images or sound: of models that read images, docs/vision.md names those here"
             )
-        if kinds["other"] or not (kinds["known"] or kinds["vision"] or model in ("", "MODEL")):
+        if model and (Path(model).expanduser() / "config.json").is_file():
+            from jaxrl_llm.models.families import family_of  # here, as others need no networks
+            from jaxrl_llm.models.hf import read_config
+
+            try:
+                family_of(read_config(Path(model).expanduser()))
+            except ConfigError as error:
+                self.check(f"model.path is {model}: {error}")
+        elif kinds["other"] or not (kinds["known"] or kinds["vision"] or model in ("", "MODEL")):
             self.check(
                 f"model.path is {model}: see that docs/models.md has its architecture (model_type in config.json)"
             )
@@ -222,9 +232,10 @@ class Draft:
                 continue
             line, entry = shown(key, value), find(entries, key)
             if entry is None:
-                near = closest(key, [name for name in names(entries) if not name.endswith("*")])
-                missing.append(f"{line}: an unknown key; the closest is {near}")
-                self.check(f"{key} is no known key; the closest is {near}")
+                near = difflib.get_close_matches(key, [name for name in names(entries) if name[-1] != "*"], 1, NEAR)
+                closest = f"; the closest is {near[0]}" if near else ""
+                missing.append(f"{line}: an unknown key{closest}")
+                self.check(f"{key} is no known key{closest}")
                 continue
             ours = ", ".join(entry.ours.split())
             part = "part of" if key in self.used else "has no part in"

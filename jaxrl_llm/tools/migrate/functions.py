@@ -10,7 +10,10 @@ from jaxrl_llm.config.resolve import ConfigError
 MARK = '"""Functions that `jaxrl_llm migrate` wrote."""'
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 DEFINITION = FUNCTION | ast.ClassDef
-RUNS = ("Trainer", "Config", "parse_args", "parse_args_and_config", "parse_args_into_dataclasses", "load_dataset")
+RUNS = (
+    "Trainer", "Config", "parse_args", "parse_args_and_config", "parse_args_into_dataclasses", "load_dataset",
+    "load_from_disk",
+)  # fmt: skip
 
 
 class Functions:

@@ -17,6 +17,7 @@ FUNCTIONS = ("reward_funcs", "tools", "environment_factory", "rollout_func", "gr
 SKIPPED = ("args", "processing_class", "tokenizer", "data_collator")
 OBJECTS = ("dataset", "model", "policy_model", "value_model")  # of a recipe, which makes them
 ROWS = ("select", "shuffle", "filter", "map", "remove_columns", "rename_column", "select_columns", "train_test_split")
+LOADERS = ("load_dataset", "load_from_disk", "from_json", "from_csv", "from_parquet")  # of datasets, and its Dataset
 AVERAGE = "BEMACallback"  # of TRL, which is no hook here but settings
 FOREIGN = {"trl", "unsloth", "verl", "adaptive_harmony", "harmony_client", "axolotl"}
 
@@ -199,7 +200,8 @@ class Script(Values):
         return name
 
     def _dataset(self, name: str, node: ast.expr) -> dict[str, Any]:
-        """Return the path, configuration and split of `load_dataset(path, name, split=...)["split"]`.
+        """Return the path, configuration and split of `load_dataset(path, name, split=...)["split"]`, or the path of
+        another of the LOADERS.
 
         A function of a row that the script maps is the format of the rows. `train_test_split` is the share of the rows
         that it holds out, or the text of the call where that is no share.
@@ -249,7 +251,7 @@ class Script(Values):
         share = {"train_test_split": held} if held else {}
         if changes:
             self.note(f"{name}: the script changes its rows, which is not done here: {', '.join(changes)[:160]}")
-        if not (isinstance(node, ast.Call) and call_name(node) == "load_dataset" and node.args):
+        if not (isinstance(node, ast.Call) and call_name(node) in LOADERS and node.args):
             text = ast.unparse(node)
             absent = (isinstance(node, ast.Constant) and node.value is None) or text.startswith("None")
             if not (absent or (share and name == "eval_dataset")):

@@ -33,14 +33,18 @@ SCHEDULES = {name: name for name in schema.SCHEDULES} | {
 def known_rows(options: Options, path: Any, split: str) -> int:
     """Return the rows of the training data: those of --rows, or of local files; 0 where neither is known."""
     files = [str(file) for file in path] if isinstance(path, list | tuple) else [str(path)]
-    if options.rows or not all(file.endswith(LOCAL) and Path(file).expanduser().is_file() for file in files):
+    written = [Path(file).expanduser() / name for file in files for name in ("dataset_dict.json", "dataset_info.json")]
+    saved = len(files) == 1 and any(file.is_file() for file in written)  # by save_to_disk
+    local = saved or all(file.endswith(LOCAL) and Path(file).expanduser().is_file() for file in files)
+    if options.rows or not local:
         return options.rows
     return _counted(tuple((file, Path(file).expanduser().stat().st_mtime_ns) for file in files), split)
 
 
 @functools.cache
 def _counted(files: tuple[tuple[str, int], ...], split: str) -> int:
-    return len(load([file for file, _ in files], split or "train"))  # pyright: ignore[reportArgumentType]
+    names = [file for file, _ in files]
+    return len(load(names if len(names) > 1 else names[0], split or "train"))  # pyright: ignore[reportArgumentType]
 
 
 def unknown_rows(draft: Draft) -> tuple[str, str]:

@@ -9,7 +9,7 @@ loads, with `checkpoint.json` in it and, of `weights`, the optimizer's moments. 
 import datetime
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,9 +61,12 @@ def place_of(path: Any) -> Place:
 class Store:
     """Checkpoints in a folder, of one server at a time."""
 
-    def __init__(self, root: Path):
-        """What a server that was killed left half written goes, and what it had moved away for that comes back."""
-        self.root = root
+    def __init__(self, root: Path, check: Callable[[], None] | None = None):
+        """What a server that was killed left half written goes, and what it had moved away for that comes back.
+
+        `check` is called before anything is saved, and raises where the folder is another server's by now.
+        """
+        self.root, self._check = root, check or (lambda: None)
         for left in list(root.glob("*/*/.*")):
             hf.put_right(left.with_name(left.stem.removeprefix(".")))
 
@@ -84,6 +87,7 @@ class Store:
 
         Raises BadRequestError for a name that is taken.
         """
+        self._check()
         if not NAME.fullmatch(place.name):
             raise BadRequestError(f"the name of weights is {place.name!r:.200}; it takes letters, digits and _ . -")
         folder = self._folder(place)

@@ -77,18 +77,19 @@ class TrainingService:
         microbatch_tokens: int,
         full_runs: int = 1,
         full_samplers: int = 2,
+        check: Callable[[], None] | None = None,
     ):
         """`model` is what runs adapt; clients may call it by each of `names`, and answers by the first.
 
         Up to `full_runs` train all weights, each a copy of its own, and up to `full_samplers` sample from such.
-        Raises ConfigError for a quantised model.
+        `check` is that of a `Store`. Raises ConfigError for a quantised model.
         """
         if model.net.config.quantize != "none":
             raise ConfigError(f"{model.path} stores its matrices as {model.net.config.quantize}: its adapters cannot "
                               "be sampled from, as they are not merged into such")  # fmt: skip
         self.model, self.queue, self.names, self.microbatch_tokens = model, queue, names, microbatch_tokens
         self.full_runs = full_runs
-        self.store = Store(folder)
+        self.store = Store(folder, check)
         self.seats: dict[str, Seat] = {}
         self.rest = Rest(self.store, self.seats)
         self.sessions, self.results, self.seating = Sessions(), Results(), asyncio.Lock()

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.model import load_adapter
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.tools.tinker import checkpoints
@@ -37,6 +38,15 @@ def in_days(days: float) -> str:
 
 def files(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_folder_that_was_taken_over_is_not_written(tmp_path, trained):
+    def check():
+        raise ConfigError("taken over")
+
+    with pytest.raises(ConfigError, match="taken over"):
+        Store(tmp_path, check).save(at("a"), trained, INFOS)
+    assert not list(tmp_path.iterdir())
 
 
 def test_paths_name_places_and_are_those_of_places():

@@ -103,6 +103,7 @@ def test_log_probs_are_those_of_the_model(run):
     assert answer.metrics == {"loss:sum": pytest.approx(total)}
 
 
+@pytest.mark.slow
 def test_micro_batches_and_the_order_of_rows_change_nothing(run):
     whole, order = computed(run, ROWS), np.random.default_rng(1).permutation(len(ROWS))
     gradients = taken(run)
