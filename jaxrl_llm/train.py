@@ -79,7 +79,7 @@ from jaxrl_llm.training.sampler import sample
 from jaxrl_llm.training.setup.given import Given, take
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.records import checkpoint_spec, health_spec, logging_spec, peak_of
-from jaxrl_llm.training.setup.run import Run, build, finished_models
+from jaxrl_llm.training.setup.run import Run, build, finished_models, rescheduled
 from jaxrl_llm.training.setup.sources import rendezvous_of
 from jaxrl_llm.training.step import improve, update_flops
 from jaxrl_llm.training.update import State, merge_frozen
@@ -227,7 +227,7 @@ def train(
                     with stopwatch("checkpoint"):
                         _check_locks(locks)
                         host = {**run.source.get_state(), **log.counts, "callbacks": hooks.get_state(step)}
-                        host |= {"load": loaded}
+                        host |= {"load": loaded, "updates_per_step": dict(run.updates_per_step)}
                         arrays = run.source.get_arrays() | ({} if run.average is None else run.average.arrays())
                         if "state" in config.checkpoint.contents or leaves:
                             checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
@@ -345,9 +345,10 @@ def _check_locks(locks: list[RunLock]) -> None:
 
 
 def _parts_loaded(config) -> list[str]:
-    """What a start takes up of which checkpoint, where that is not all of it: kept in each checkpoint of the run."""
-    load = sorted(config.checkpoint.load)
-    return [*load, config.checkpoint.resume] if len(load) < len(BY_NAME["checkpoint.load"].default) else []
+    """What a start takes up of which checkpoint, where that is not all of the run's newest: kept in each of the run."""
+    load, resume = sorted(config.checkpoint.load), config.checkpoint.resume
+    whole = len(load) == len(BY_NAME["checkpoint.load"].default)
+    return [] if whole and resume in ("auto", "never") else [*load, resume]
 
 
 def _loaded_once(config, checkpoints: Checkpoints) -> tuple[ConfigDict, list[str]]:
@@ -362,8 +363,9 @@ def _loaded_once(config, checkpoints: Checkpoints) -> tuple[ConfigDict, list[str
     on = config.copy_and_resolve_references()
     on.checkpoint.load, on.checkpoint.resume = BY_NAME["checkpoint.load"].default, "auto"
     return on, [
-        f"checkpoint.load = {','.join(config.checkpoint.load)} was done by an earlier start: the run goes on from the "
-        f"checkpoint of step {step} in {checkpoints.folder} in full"
+        f"checkpoint.load = {','.join(config.checkpoint.load)} of checkpoint.resume = {config.checkpoint.resume} was "
+        f"done by an earlier start: the run goes on from the checkpoint of step {step} in {checkpoints.folder} in "
+        "full; to load it again, delete what was saved since"
     ]
 
 
@@ -460,12 +462,15 @@ def _resume(
         return state, {"num_tokens": 0, "skipped": 0}, None, [*problems, *source.warnings()]
     if "optimizer" in load:
         state, host = source.restore(step, run.state, run.mesh)
+        state = rescheduled(state, host.get("updates_per_step", {}), run.updates_per_step)
     else:
         state, host = run.begin(*source.restore_models(step, run.state, run.mesh), step), source.host(step)
         begun = "checkpoint.load is model,extra: a new optimizer begins, without moments"
         problems = [*problems, *source.warnings(), begun]
-    like = {"queue": None, "partial": None, **run.source.get_arrays()}
-    like |= {} if run.average is None else run.average.arrays()
+    like = run.source.restorable() | ({} if run.average is None else run.average.arrays())
+    if left := source.trees(step) - like.keys():
+        held = f"checkpoint {source.folder / str(step)} holds {', '.join(sorted(left))}"
+        problems = [*problems, f"{held}, which is left, as this run has none"]
     arrays = source.restore_arrays(step, like, run.mesh)
     run.source.set_state(host, arrays)
     if run.average is not None:

@@ -78,12 +78,14 @@ def whiten(x, mask, shift_mean: bool = True, ddof: int = 1, eps: float = 1e-8) -
 
     Shapes: `x [...]`, `mask` broadcastable; all axes share one mean and one variance, so each token weighs the same.
     Formula: `(x - mean) * rsqrt(var + eps)`; with `shift_mean=False` the mean is added back (reward whitening).
+    The largest value is subtracted first, so equal values give exact zeros whatever the rounding of their mean.
     Source: PPO as in Ziegler et al. (arXiv 1909.08593); `ddof=1` as TRL and verl, `ddof=0` as OpenRLHF.
     """
     x = as_float(x)
-    mean = masked_mean(x, mask)
-    whitened = (x - mean) * jax.lax.rsqrt(masked_var(x, mask, ddof) + eps)
-    return jnp.where(as_mask(mask, x.shape), whitened if shift_mean else whitened + mean, 0.0)
+    mask = as_mask(mask, x.shape)
+    shifted = x - jnp.where(mask, x, -jnp.inf).max()
+    whitened = (shifted - masked_mean(shifted, mask)) * jax.lax.rsqrt(masked_var(shifted, mask, ddof) + eps)
+    return jnp.where(mask, whitened if shift_mean else whitened + masked_mean(x, mask), 0.0)
 
 
 def loss_weights(

@@ -124,7 +124,7 @@ class Prepared:
     span_weights: Array = None  # [N,T] aggregation weights of spans of text, at the last token of each
     span_share: Array = None  # [N,T] share of a span in means over spans, there
     keep: Array = None  # [N,T] 1 on tokens whose policy term counts; None: all of the mask
-    mean_weight: Array = None  # [N] the mean importance weight of the batch, that weights are divided by
+    weight_scale: Array = None  # [N] 1 / the mean importance weight of the batch
     selected: Array = None  # [N,T] 1 on the few tokens that the loss treats differently
     row_share: Array = None  # [N] 1 / rows with the same label, for means over those rows
     label_share: Array = None  # [N,T,2] share of a step in means over wrong and over right ones, NaN without any

@@ -56,10 +56,15 @@ class RunningMean:
     count: float | Array = 0.0
 
     def update(self, values) -> "RunningMean":
-        """Returns the running mean after also seeing `values` (any shape)."""
+        """Returns the running mean after also seeing `values` (any shape).
+
+        Those that are not finite are left out, as an update that they spoil is: a mean with one of them stays one.
+        """
         values = as_float(jax.lax.stop_gradient(values))
-        count = self.count + values.size
-        return RunningMean(self.mean + (values.mean() - self.mean) * values.size / count, as_float(count))
+        finite = jnp.isfinite(values)
+        count = as_float(self.count + finite.sum())
+        change = jnp.where(finite, values - self.mean, 0.0).sum() / jnp.maximum(count, 1.0)
+        return RunningMean(self.mean + change, count)
 
 
 jax.tree_util.register_dataclass(RunningMean, data_fields=["mean", "count"], meta_fields=[])

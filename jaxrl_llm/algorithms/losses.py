@@ -56,7 +56,8 @@ def declare(**facts: Any) -> Callable[[F], F]:
     - `select`: a function of the same arguments that picks, over the whole optimizer batch, the few tokens `[N,T]`
       which the loss gets as `selected`;
     - `old_logps`: "sampler" where its ratio compares with the sampler's log-probs by design, "reference" where it does
-      with the reference's, "unread" where its value and its gradient do not depend on them.
+      with the reference's, "unread" where its value and its gradient do not depend on them;
+    - `unread`: those of epsilon_low and epsilon_high that it takes and does not read.
 
     A preference loss may declare
 
@@ -64,7 +65,7 @@ def declare(**facts: Any) -> Callable[[F], F]:
       likelihood alone; "label" for labelled completions, "label_and_mismatch" where each is followed by the same
       prompt with another row's completion;
     - `reference`: True where it reads the reference's log-probs (None: it has no say in what a reward is);
-    - `compares_pairs`: True where its value depends on which pairs are given together;
+    - `compares_pairs`: True where its value depends on which pairs are given together; its metrics are not read;
     - `mean_logps`: True where rewards and log-probs are means over tokens, in the metrics too;
     - `reward`: the implicit reward of (mean) log-probs, given the loss's options, where that is not the log-ratio;
     - `options`: options that the objective reads for it, with their defaults: `nll_weight`, the weight of the
@@ -99,8 +100,8 @@ def log_ratio_at(level: str, log_ratio, mask) -> Array:
 def bounded_ratio(log_ratio: Array) -> Array:
     """Returns `exp(log_ratio)` with the log-ratio bounded to +-20, as verl bounds it.
 
-    The sum over a long row may pass 88, from where on float32's exp is infinite: the gradient of a row that the clip
-    takes out is then 0 * inf, NaN, as is the loss of a row with A = 0. No clip range reaches as far as the bounds.
+    A log-ratio, above all the sum over a long row, may pass 88, from where on float32's exp is infinite: the gradient
+    of what the clip takes out is then 0 * inf, NaN, as is the loss where A = 0. No clip range reaches as far as these.
     """
     return jnp.exp(jnp.clip(log_ratio, -20.0, 20.0))
 

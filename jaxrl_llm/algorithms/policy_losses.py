@@ -52,6 +52,7 @@ __all__ = (
     "topr",
     "vespo",
 )
+EPSILONS = ("epsilon_low", "epsilon_high")
 
 
 def _prepare(logps, old_logps, advantages, mask) -> tuple[Array, Array, Array]:
@@ -90,7 +91,7 @@ def ppo_clip(
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip bounds the ratio of bad samples from above and must exceed 1; got {dual_clip}")
     _, log_ratio, per_token = _prepare(logps, old_logps, advantages, mask)
-    loss = _clipped(jnp.exp(log_ratio), per_token, epsilon_low, epsilon_high, delta)
+    loss = _clipped(bounded_ratio(log_ratio), per_token, epsilon_low, epsilon_high, delta)
     if dual_clip is not None:
         loss = jnp.where(per_token < 0, jnp.minimum(loss, -dual_clip * per_token), loss)
     return loss, _clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, dual_clip=dual_clip)
@@ -105,7 +106,7 @@ def gspo(logps, old_logps, advantages, epsilon_low, epsilon_high, delta=None, *,
     Source: GSPO, arXiv 2507.18071.
     """
     _, log_ratio, per_token = _prepare(logps, old_logps, advantages, mask)
-    ratio = jnp.exp(masked_mean(log_ratio, mask, axis=-1, keepdims=True))
+    ratio = bounded_ratio(masked_mean(log_ratio, mask, axis=-1, keepdims=True))
     loss = _clipped(ratio, per_token, epsilon_low, epsilon_high, delta)
     return loss, _clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, level="sequence")
 
@@ -121,7 +122,7 @@ def gspo_token(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask)
     sequence = masked_mean(jax.lax.stop_gradient(log_ratio), mask, axis=-1, keepdims=True)
     # 0, with the gradient of the log-probs.
     moving = as_float(logps) - jax.lax.stop_gradient(as_float(logps))
-    ratio = jnp.exp(sequence + jnp.where(as_mask(mask, moving.shape), moving, 0.0))
+    ratio = bounded_ratio(sequence + jnp.where(as_mask(mask, moving.shape), moving, 0.0))
     loss = _clipped(ratio, per_token, epsilon_low, epsilon_high)
     return loss, _clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, level="sequence")
 
@@ -160,13 +161,13 @@ def gmpo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> tu
     """
     _, log_ratio, per_token = _prepare(logps, old_logps, advantages, mask)
     clipped = jnp.where(per_token > 0, jnp.minimum(log_ratio, epsilon_high), jnp.maximum(log_ratio, -epsilon_low))
-    loss = -jnp.exp(masked_mean(clipped, mask, axis=-1, keepdims=True)) * per_token
+    loss = -bounded_ratio(masked_mean(clipped, mask, axis=-1, keepdims=True)) * per_token
     # The epsilons bound the log-ratio: as bounds of the ratio they are 1 - exp(-low) and exp(high) - 1.
     low, high = -math.expm1(-epsilon_low), math.expm1(epsilon_high)
     return loss, _clip_metrics(logps, old_logps, advantages, low, high, mask=mask)
 
 
-@declare(ratio="level")
+@declare(ratio="level", unread=("epsilon_low",))
 def cispo(
     logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask=None, minimum=None, level="token"
 ) -> tuple[Array, Metrics]:
@@ -192,7 +193,7 @@ def cispo(
     return -jax.lax.stop_gradient(weights) * advantages * logps, metrics
 
 
-@declare(ratio="level")
+@declare(ratio="level", unread=EPSILONS)
 def sapo(
     logps,
     old_logps,
@@ -218,7 +219,7 @@ def sapo(
     return -advantages * (4.0 / tau) * jax.nn.sigmoid(tau * (ratio - 1.0))
 
 
-@declare(old_logps="unread")
+@declare(old_logps="unread", unread=EPSILONS)
 def reinforce(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask=None) -> Array:
     """Returns `-A logps`, `[N, T]`; `old_logps` and the epsilons are not read.
 
@@ -229,6 +230,7 @@ def reinforce(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None,
     return -advantages * logps
 
 
+@declare(unread=EPSILONS)
 def vespo(
     logps,
     old_logps,
@@ -276,7 +278,7 @@ def dppo(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, mas
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     moved = jax.lax.stop_gradient(jnp.exp(logps) - jnp.exp(logps - log_ratio))
     keep = jnp.where(advantages > 0, moved <= epsilon_high, moved >= -epsilon_low)
-    surrogate = jnp.where(keep, -advantages * jnp.exp(jnp.where(keep, log_ratio, 0.0)), 0.0)
+    surrogate = jnp.where(keep, -advantages * bounded_ratio(jnp.where(keep, log_ratio, 0.0)), 0.0)
     return surrogate + kl_coef * jnp.square(log_ratio)
 
 
@@ -315,7 +317,7 @@ def _kept_reinforce(logps: Array, log_ratio: Array, advantages: Array, keep: Arr
     return -jax.lax.stop_gradient(weights) * advantages * logps
 
 
-@declare(old_logps="sampler")
+@declare(old_logps="sampler", unread=("epsilon_high",))
 def opd(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=None, *, mask=None, kl_coef=1e-3) -> Array:
     """Returns the importance-weighted loss `[N, T]` of on-policy distillation, whose signal follows the policy.
 
@@ -328,11 +330,11 @@ def opd(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=None, *, mas
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     keep = jax.lax.stop_gradient(jnp.exp(logps) - jnp.exp(logps - log_ratio)) >= -epsilon_low
     signal = jax.lax.stop_gradient(advantages - log_ratio)
-    surrogate = jnp.where(keep, -signal * jnp.exp(jnp.where(keep, log_ratio, 0.0)), 0.0)
+    surrogate = jnp.where(keep, -signal * bounded_ratio(jnp.where(keep, log_ratio, 0.0)), 0.0)
     return surrogate + kl_coef * jnp.square(log_ratio)
 
 
-@declare(ratio="sequence_sum", old_logps="reference")
+@declare(ratio="sequence_sum", old_logps="reference", unread=EPSILONS)
 def a2po(
     logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, beta2=1e-3
 ) -> tuple[Array, Metrics]:
@@ -349,6 +351,7 @@ def a2po(
     return jnp.square(reward - advantages), {"a2po/implicit_reward": Metric(reward, "row_mean")}
 
 
+@declare(unread=EPSILONS)
 def dro(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask=None, beta=0.1) -> Array:
     """Returns REINFORCE with a quadratic penalty, `-(A logps - beta / 2 (logps - old_logps)^2)`, `[N, T]`.
 
@@ -360,7 +363,7 @@ def dro(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, ma
     return 0.5 * beta * jnp.square(log_ratio) - advantages * logps
 
 
-@declare(old_logps="sampler")
+@declare(old_logps="sampler", unread=EPSILONS)
 def topr(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask) -> Array:
     """Returns tapered off-policy REINFORCE, `-w A logps` `[N, T]`: w is 1 where A >= 0, else the row's ratio up to 1.
 
@@ -438,7 +441,7 @@ def kl_cov_tokens(
     return _largest(_covariance(logps, advantages, mask), _share(mask, fraction))
 
 
-@declare(select=kl_cov_tokens)
+@declare(select=kl_cov_tokens, unread=EPSILONS)
 def kl_cov(
     logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, fraction=2e-4, kl_coef=1.0,
     selected=None,
@@ -453,7 +456,7 @@ def kl_cov(
         selected = kl_cov_tokens(logps, old_logps, advantages, mask=mask, fraction=fraction)
     del epsilon_low, epsilon_high
     _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    return -jnp.exp(log_ratio) * advantages + jnp.where(as_mask(selected), kl_coef * magnitude(log_ratio), 0.0)
+    return -bounded_ratio(log_ratio) * advantages + jnp.where(as_mask(selected), kl_coef * magnitude(log_ratio), 0.0)
 
 
 def m2po_tokens(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, threshold=0.04) -> Array:
@@ -468,7 +471,7 @@ def m2po_tokens(logps, old_logps, advantages, epsilon_low=None, epsilon_high=Non
     return mask & ~jnp.zeros_like(kept).at[order].set(kept).reshape(mask.shape)
 
 
-@declare(select=m2po_tokens, old_logps="sampler")
+@declare(select=m2po_tokens, old_logps="sampler", unread=EPSILONS)
 def m2po(
     logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, threshold=0.04, selected=None
 ) -> tuple[Array, Metrics]:
@@ -484,7 +487,7 @@ def m2po(
         selected = m2po_tokens(logps, old_logps, advantages, mask=mask, threshold=threshold)
     _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     out = as_mask(selected)
-    loss = jnp.where(out, 0.0, -jnp.exp(jnp.where(out, 0.0, log_ratio)) * advantages)
+    loss = jnp.where(out, 0.0, -bounded_ratio(jnp.where(out, 0.0, log_ratio)) * advantages)
     return loss, {"m2po/masked": Metric(out.astype(log_ratio.dtype))}
 
 
@@ -569,6 +572,6 @@ def _clip_metrics(
         "clip_ratio/high_mean": Metric(clipped.high, mean),
         "clip_ratio/region_mean": Metric(clipped.region, mean),
         "clip_ratio/low_min": Metric(jnp.where(live, low, jnp.inf), "min"),
-        "clip_ratio/high_max": Metric(jnp.where(live, high, 0.0), "max"),
+        "clip_ratio/high_max": Metric(jnp.where(live, high, -jnp.inf), "max"),
     }
     return metrics if dual_clip is None else metrics | {"clip_ratio/dual_mean": Metric(clipped.dual, mean)}

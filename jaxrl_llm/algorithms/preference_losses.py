@@ -29,17 +29,17 @@ def divergence_scores(log_ratios, divergence: str = "reverse_kl", alpha: float =
     """Returns f'(exp(log_ratios)), which stands in for the log-ratio in an f-divergence DPO, shifted to 0 at ratio 1.
 
     `reverse_kl`: u. `forward_kl`: `1 - exp(-u)`. `js_divergence`: `log 2 + log sigmoid(u)`. `alpha_divergence`:
-    `(exp((alpha - 1) u) - 1) / (alpha - 1)`, exponent bounded above by 80, which tends to reverse_kl for alpha -> 1.
-    Any shape. Raises ValueError for an unknown divergence. Source: f-DPO, arXiv 2309.16240.
+    `(exp((alpha - 1) u) - 1) / (alpha - 1)`, which tends to reverse_kl for alpha -> 1 and is forward_kl for alpha 0.
+    Exponents are bounded above by 80, as float32 has no number for exp(89). Any shape. Raises ValueError for an unknown
+    divergence. Source: f-DPO, arXiv 2309.16240.
     """
     u = as_float(log_ratios)
     if divergence == "reverse_kl" or (divergence == "alpha_divergence" and abs(alpha - 1.0) < 1e-6):
         return u
-    if divergence == "forward_kl":
-        return -jnp.expm1(-u)
     if divergence == "js_divergence":
         return jnp.log(2.0) + log_sigmoid(u)
-    if divergence == "alpha_divergence":
+    if divergence in ("forward_kl", "alpha_divergence"):
+        alpha = 0.0 if divergence == "forward_kl" else alpha
         return jnp.expm1(jnp.minimum((alpha - 1.0) * u, 80.0)) / (alpha - 1.0)
     raise ValueError(f"unknown divergence {divergence!r}; choose one of {', '.join(DIVERGENCES)}")
 
@@ -64,6 +64,8 @@ def _per_token(chosen, rejected, lengths, loss: str) -> tuple[Array, Array]:
 
 
 def _smoothed(logits: Array, label_smoothing) -> Array:
+    if isinstance(label_smoothing, (int, float)) and not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing is the chance that a label is flipped, from 0 to 1; got {label_smoothing}")
     return -(1.0 - label_smoothing) * log_sigmoid(logits) - label_smoothing * log_sigmoid(-logits)
 
 
@@ -224,14 +226,17 @@ def discopop(
 ) -> Array:
     """Returns the log-ratio modulated loss `[pairs]`: a blend of the logistic and the exponential loss.
 
-    Formula, m = sigmoid(beta d / temperature): `-(1 - m) log sigmoid(beta d) + m exp(-beta d)`.
-    Source: DiscoPOP, arXiv 2406.08414, eq. 5.
+    Formula, m = sigmoid(beta d / temperature): `-(1 - m) log sigmoid(beta d) + m exp(-beta d)`. Raises ValueError
+    unless temperature > 0. Source: DiscoPOP, arXiv 2406.08414, eq. 5.
     """
     del lengths
+    if isinstance(temperature, (int, float)) and temperature <= 0:
+        raise ValueError(f"discopop divides by temperature, which must be above 0; got {temperature}")
     chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
     logits = beta * (chosen - rejected)
-    blend = sigmoid(logits / temperature)
-    return -(1.0 - blend) * log_sigmoid(logits) + blend * jnp.exp(-logits)
+    # In one exponential: far below 0 the second term is 0 times infinity otherwise.
+    exponential = jnp.exp(log_sigmoid(logits / temperature) - logits)
+    return -sigmoid(-logits / temperature) * log_sigmoid(logits) + exponential
 
 
 @declare(rows="pair", reference=True)

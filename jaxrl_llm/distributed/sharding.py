@@ -56,6 +56,7 @@ PARAMETERS = (
     (r"head/kernel$", (FSDP, "tensor")),
     (r"(score(/hidden|/logits)?|router|shared_gate|proj)/kernel$", (FSDP, None)),
     (r"(patch|downsample)/kernel$", (None, None, None, FSDP)),
+    (r"patch/kernel$", (None, FSDP)),
 )
 
 # Arrays in few bits are cut as the one whose codes and scales they are; scales alone where their number divides too.

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from jaxrl_llm.algorithms.aggregation import masked_mean, masked_sum, masked_var
 from jaxrl_llm.algorithms.distillation import distilled_advantages, position_weights
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.resolve import resolve_with_options
+from jaxrl_llm.config.resolve import is_own, resolve_with_options, split_options
 from jaxrl_llm.rollout.slots import Rollout
 
 # What a rule may ask for, by the names of its arguments. It returns advantages [N] or [N,T], and with a critic a pair:
@@ -270,6 +271,11 @@ class AdvantageStep:
         advantages, returns = result if isinstance(result, tuple) else (result, None)
         if rule.asks_for("baselines"):
             baselines, returns = returns, None
+        if jnp.shape(advantages) not in (mask.shape[:1], mask.shape):
+            raise ConfigError(
+                f"{rule.setting} is {rule.name!r}, which returns an array of the shape {jnp.shape(advantages)}, but it "
+                f"must return one number for each of {mask.shape[0]} rows, or for each token, {mask.shape}"
+            )
         advantages = mask * (advantages if advantages.ndim == 2 else advantages[:, None])
         if (parts := inputs["parts"]) is not None and not rule.asks_for("parts"):
             spec, rewarded = self.spec, inputs["mask"]
@@ -293,8 +299,8 @@ class AdvantageStep:
 def advantage_step(spec: AdvantageSpec, reward_names: tuple[str, ...]) -> AdvantageStep:
     """The step of the rules that `spec` names.
 
-    Raises ConfigError: an unknown rule or option, a rule that does not read what the settings add to rewards, or one of
-    an environment that keeps baselines of roles.
+    Raises ConfigError: an unknown rule or option, a value that an option does not take, a rule that does not read what
+    the settings add to rewards, or one of an environment that keeps baselines of roles.
     """
     function, options = advantage_rule(spec.advantage)
     rules = [Rule("algorithm.advantage", spec.advantage, function, tuple(options.items()))]
@@ -310,13 +316,24 @@ def advantage_step(spec: AdvantageSpec, reward_names: tuple[str, ...]) -> Advant
                 f"{setting} is {name!r}, which keeps a baseline of each role from step to step, whatever environment "
                 "it plays in: set algorithm.advantage to it, or another advantage"
             )
+    # Rules are tried on the shapes of one prompt, so that a wrong option is found before anything is sampled.
+    rows, columns = (spec.group_size,), (spec.group_size, 2)
+    table = turn_rules.Turns(*(jax.ShapeDtypeStruct((*rows, 1), x) for x in (jnp.float32, jnp.int32, jnp.int32)))
+    sizes = {
+        **dict.fromkeys(("scores", "lengths", "finished"), rows),
+        **dict.fromkeys(("token_rewards", "values", "logit_norms", "mask", "rewards", "reference_scores"), columns),
+        **{"weights": (2,), "greedy_scores": (1,), "baselines": (1,)},
+    }
+    shapes = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
+    shapes |= {"turns": table, "parts": table, "roles": table.states}
+    known = {"group_size": spec.group_size, "scale": spec.scale_rewards}
     for rule in rules:
         if rule.asks_for("values") != spec.has_critic:
             raise ConfigError(
                 f"algorithm.name is {'' if spec.has_critic else 'not '}'ppo' and {rule.setting} {rule.name!r}: a "
                 "critic and an advantage rule that reads its values, such as ppo(gamma=1.0, lam=0.95), go together"
             )
-        if not (rule.asks_for("scores") or rule.asks_for("token_rewards")):
+        if not any(map(rule.asks_for, ("scores", "token_rewards", "turns"))):
             for key in ("kl_in_reward", "reward_beta", "reward_clip", "overlong_buffer", "missing_eos_penalty"):
                 if value := getattr(spec, key):
                     raise ConfigError(
@@ -324,7 +341,22 @@ def advantage_step(spec: AdvantageSpec, reward_names: tuple[str, ...]) -> Advant
                         "and not their sum; put the KL term in the loss, and punish lengths with a reward function "
                         "such as soft_overlong(max_length=256, cache=64)"
                     )
+        check_options(rule.setting, rule.name, lambda inputs, rule=rule: rule(inputs | known), shapes)
     return AdvantageStep(tuple(rules), spec, tuple(reward_names))
+
+
+def check_options(setting: str, written: str, call: Callable[..., Any], *shapes: Any) -> None:
+    """Raises ConfigError where a built-in function, which `call` calls with arrays of these shapes, does not take the
+    values of the options that are `written`."""
+    if is_own(split_options(written)[0]):
+        return
+    try:
+        with warnings.catch_warnings(action="ignore"):  # which come when it is used
+            jax.eval_shape(call, *shapes)
+    except ValueError as error:
+        raise ConfigError(f"{setting} is {written!r}: {error}") from error
+    except TypeError as error:
+        raise ConfigError(f"{setting} is {written!r}, but an option takes a value of another type") from error
 
 
 def advantage_rule(name: str) -> tuple[Callable[..., jax.Array], dict[str, Any]]:

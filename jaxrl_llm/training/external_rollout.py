@@ -463,30 +463,47 @@ def _tokenized_texts(texts: Any, tokenizer: Any, prompt_ids: list[list[int]]) ->
 
 
 def _checked_rows(returned: Any, rows: int) -> ExternalRows:
-    if not isinstance(returned, Mapping) or not set(REQUIRED) <= returned.keys():
+    if not isinstance(returned, Mapping) or any(returned.get(name) is None for name in REQUIRED):
         raise ConfigError(
             f"environment.rollout_func must return a dictionary with {', '.join(REQUIRED)}; it returned "
             f"{shorten(returned)}"
         )
-    lists = {name: list(values) for name, values in returned.items() if values is not None}
+    try:
+        lists = {name: list(values) for name, values in returned.items() if values is not None}
+    except TypeError as error:
+        raise ConfigError(
+            f"environment.rollout_func must return lists with an entry for each row; it returned {shorten(returned)}"
+        ) from error
+
+    def read(name: str, number: Callable[[Any], Any]) -> list[list[Any]]:
+        try:
+            return [[number(value) for value in row] for row in lists[name]]
+        except (TypeError, ValueError, LookupError) as error:
+            raise ConfigError(
+                f"environment.rollout_func returned {shorten(lists[name])} as {name}, which are no lists of numbers, "
+                f"one for each row: {error}"
+            ) from error
+
     for name, values in lists.items():
         if len(values) != rows:
             raise ConfigError(
                 f"environment.rollout_func returned {len(values)} {name}, but there are {rows} rows: "
                 "rollout.group_size for each prompt, in order"
             )
-    ids = [[int(token) for token in row] for row in lists["completion_ids"]]
+    prompt_ids, ids = read("prompt_ids", int), read("completion_ids", int)
     # TRL has lists of the log-probs of several likely tokens; the first is that of the sampled one.
-    logprobs = [
-        [float(value[0] if isinstance(value, Sequence) else value) for value in row] for row in lists["logprobs"]
-    ]
-    mask = [[int(value) for value in row] for row in lists.get("env_mask", [[1] * len(row) for row in ids])]
+    logprobs = read("logprobs", lambda value: float(value[0] if isinstance(value, Sequence) else value))
+    mask = read("env_mask", float) if "env_mask" in lists else [[1] * len(row) for row in ids]
     for row, lengths in enumerate(zip(map(len, ids), map(len, logprobs), map(len, mask), strict=True)):
         if not lengths[0] or len(set(lengths)) > 1:
             raise ConfigError(
                 f"environment.rollout_func: row {row} has {lengths[0]} completion_ids, {lengths[1]} logprobs and "
                 f"{lengths[2]} in env_mask; give one of each for each token, and at least one token"
             )
-    prompt_ids = [[int(token) for token in row] for row in lists["prompt_ids"]]
+        if other := set(mask[row]) - {0, 1}:
+            raise ConfigError(
+                f"environment.rollout_func returned {min(other):g} in env_mask of row {row}; it takes 1 for tokens of "
+                "the policy and 0 for others"
+            )
     columns = {name: values for name, values in lists.items() if name not in (*REQUIRED, "env_mask")}
-    return ExternalRows(prompt_ids, ids, mask, logprobs, columns)
+    return ExternalRows(prompt_ids, ids, [list(map(int, row)) for row in mask], logprobs, columns)

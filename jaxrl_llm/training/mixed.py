@@ -46,6 +46,10 @@ class MixedSource:
         """The trees of arrays, by name, that a resumed run needs besides the training state."""
         return self.online.get_arrays()
 
+    def restorable(self) -> dict[str, Any]:
+        """The trees of arrays, by name, that `set_state` takes up; None for one of any shape."""
+        return self.online.restorable()
+
     def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Go on where `get_state` and `get_arrays` were called."""
         self.online.set_state(state["online"], arrays)

@@ -91,6 +91,19 @@ def schedules_further(state: optax.OptState, updates: int) -> optax.OptState:
     )
 
 
+def schedules_scaled(state: optax.OptState, before: int, now: int) -> optax.OptState:
+    """The state with its schedules where they are if steps make `now` updates, that were counted where each made
+    `before`; moments and the counts that correct them stay."""
+
+    def scaled(x):
+        count = x.count // before * now + x.count % before * now // before
+        return x._replace(count=count.astype(x.count.dtype))
+
+    if before == now:
+        return state
+    return jax.tree.map(lambda x: scaled(x) if _is_schedule(x) else x, state, is_leaf=_is_schedule)
+
+
 def _is_schedule(x: object) -> bool:
     return type(x).__name__ in SCHEDULES
 

@@ -130,7 +130,7 @@ class OfflineSource:
 
     def as_of_now(self, batch: Batch, rows: int) -> Batch:
         """The held-out batch with what has moved since it was made; log-probs are computed `rows` rows at a time."""
-        if self.reference is not None and self.reference.spec.ref_sync_steps:
+        if self.reference is not None and self.reference.moves:
             batch = reference_logps(self.net, self.reference.params, batch, rows, self.mesh)
         return self.with_baseline(batch)
 
@@ -154,6 +154,10 @@ class OfflineSource:
     def get_arrays(self) -> dict[str, Any]:
         """The arrays that a resumed run needs besides: those of a reference that follows the policy."""
         return {} if self.reference is None else self.reference.arrays()
+
+    def restorable(self) -> dict[str, Any]:
+        """The trees of arrays, by name, that `set_state` takes up."""
+        return {} if self.reference is None else self.reference.tree()
 
     def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Go on where `get_state` and `get_arrays` were called."""

@@ -39,7 +39,7 @@ from jaxrl_llm.data.collate import columns_of, pad_prompts
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.image_rows import Tiles
 from jaxrl_llm.data.pipeline import Pipeline, Stream
-from jaxrl_llm.data.scored_prompts import ScoredPrompts
+from jaxrl_llm.data.scored_prompts import SCORES, ScoredPrompts
 from jaxrl_llm.data.templates import decode_completion, is_conversational
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.processes import all_or_none, gather
@@ -711,12 +711,24 @@ class OnlineSource:
 
     def get_arrays(self) -> dict[str, Any]:
         """The trees of arrays, by name, that a resumed run needs besides the training state."""
-        partial = self.producer.partial
-        return self.learner.get_arrays() | self.queue.get_arrays() | ({} if partial is None else partial.get_arrays())
+        partial, pipeline = self.producer.partial, self.producer.pipeline
+        arrays = self.learner.get_arrays() | self.queue.get_arrays() | ({} if partial is None else partial.get_arrays())
+        return arrays | (pipeline.get_arrays() if isinstance(pipeline, ScoredPrompts) else {})
+
+    def restorable(self) -> dict[str, Any]:
+        """The trees of arrays, by name, that `set_state` takes up; None for one of any shape."""
+        learner, producer = self.learner, self.producer
+        trees = learner.get_arrays() | ({} if learner.reference is None else learner.reference.tree()) | {"queue": None}
+        trees |= {} if producer.partial is None else {"partial": None}
+        return trees | ({SCORES: None} if isinstance(producer.pipeline, ScoredPrompts) else {})
 
     def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Go on where `get_state` and `get_arrays` were called."""
-        self.producer.pipeline.set_state(state["pipeline"])
+        pipeline = self.producer.pipeline
+        if isinstance(pipeline, ScoredPrompts):
+            pipeline.set_state(state["pipeline"], arrays)
+        else:
+            pipeline.set_state(state["pipeline"])
         self.learner.restore(state["memory"], arrays)
         self.queue.restore(arrays)
         if self.producer.partial is not None:

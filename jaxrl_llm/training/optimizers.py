@@ -12,8 +12,16 @@ from optax.contrib import MuonDimensionNumbers, muon
 from jaxrl_llm.config.resolve import ConfigError, resolve_with_options
 from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.distributed.sharding import path_name
+from jaxrl_llm.models.moe import ROUTER
+from jaxrl_llm.models.vision.clipped import BOUNDS
 from jaxrl_llm.training.moments import stored_in
 
+# Ends of the paths of parameters that are not trained: the correction of a router, the scale of a layer's output, what
+# standardises and clips in Gemma 4's encoder, and two numbers of xIELU.
+UNTRAINED = (
+    "mlp/correction", "/out_scale", "/std_bias", "/std_scale", *(f"/{name}" for name in BOUNDS), "activation/beta",
+    "activation/eps",
+)  # fmt: skip
 MATRICES = ("/kernel", "/lora_a", "/lora_b")  # last names in the paths of matrices
 MUON_RMS = 0.2  # of an update, as AdamW's are: one learning rate serves both (arXiv 2502.16982)
 
@@ -183,7 +191,7 @@ def wrapped_optimizer(spec: OptimizerSpec, optimizer: optax.GradientTransformati
     """The optimizer after clipping to the global norm, and without effect on routers where these are frozen."""
 
     def routers(params):
-        return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path).endswith("router/kernel"), params)
+        return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path).endswith(ROUTER), params)
 
     if spec.freeze_router:  # their gradients are 0; this is about weight decay
         optimizer = optax.chain(optimizer, optax.masked(optax.set_to_zero(), routers))
@@ -226,10 +234,10 @@ def weight_decay_of(spec: OptimizerSpec) -> optax.ScalarOrSchedule:
 def decayed(spec: OptimizerSpec) -> Callable[[Any], Any]:
     """The mask of the parameters that weight decay applies to, of a tree of parameters.
 
-    The correction of a router and the scale of a layer's output are not trained: nothing moves them.
+    Nothing moves those of UNTRAINED.
     """
     return lambda params: jax.tree_util.tree_map_with_path(
-        lambda path, _: not path_name(path).endswith((*spec.no_decay, "mlp/correction", "/out_scale")), params
+        lambda path, _: not path_name(path).endswith((*spec.no_decay, *UNTRAINED)), params
     )
 
 

@@ -36,13 +36,19 @@ class ReferenceSpec:
 class Reference:
     """The reference policy of a run. `lora` is the shape of the policy's adapters.
 
-    It is part of a checkpoint where it follows the policy; otherwise it is the model that the run started from.
+    It is part of a checkpoint where it follows the policy, or did; otherwise it is the model that the run started from.
     """
 
     params: Params
     spec: ReferenceSpec
     lora: LoraConfig | None = None
     average: Average | None = None  # of the policy, in whose place the reference follows it
+    restored: bool = False  # from a checkpoint, in whose run it followed the policy
+
+    @property
+    def moves(self) -> bool:
+        """True where it may be another policy than the one that the run started from."""
+        return self.restored or self.spec.ref_sync_steps > 0
 
     def sync(self, state: State) -> None:
         """After every `ref_sync_steps` steps: reference = alpha * policy + (1 - alpha) * reference (TR-DPO,
@@ -68,12 +74,17 @@ class Reference:
 
     def arrays(self) -> dict[str, Any]:
         """The trees of arrays that a checkpoint holds, by name."""
-        return {"reference": split(self.params)[1]} if self.spec.ref_sync_steps else {}
+        return self.tree() if self.moves else {}
+
+    def tree(self) -> dict[str, Any]:
+        """The trees of arrays that `restore` takes up, by name."""
+        return {"reference": split(self.params)[1]}
 
     def restore(self, arrays: dict[str, Any]) -> None:
         """Take up the trees of `arrays`; without them (it did not follow then) the reference stays as it started."""
         if "reference" in arrays:
             self._put(combine(split(self.params)[0], arrays["reference"]))
+            self.restored = True
 
     def _put(self, params: Params) -> None:
         """Take these parameters, in the memory that the present ones are in."""

@@ -1,9 +1,9 @@
 """Reward models as graders: `model:<path>` and `prm:<path>` in `rewards.functions`, for every online algorithm.
 
 The path of the first names a sequence classification model with one score, that of the second a process reward model, a
-token classification model with two labels: a Hugging Face folder or hub id, or the `hf` folder of a reward_model or
-process_reward_model run. It may be of another family than the policy and has its own tokenizer and chat template, or
-those that options name.
+token classification model with two labels or a language model that writes one of two tokens: a Hugging Face folder or
+hub id, or the `hf` folder of a reward_model or process_reward_model run. It may be of another family than the policy
+and has its own tokenizer and chat template, or those that options name.
 """
 
 import copy
@@ -12,7 +12,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,18 @@ from jaxrl_llm.distributed.sharding import has_host_memory, make_mesh, on_device
 from jaxrl_llm.distributed.turns import turn
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.families.qwen2 import PROCESS_REWARD_MODEL
-from jaxrl_llm.models.logprobs import last_scores, step_logits
+from jaxrl_llm.models.logprobs import last_scores, next_logits, step_logits
 from jaxrl_llm.models.model import Model, check_ids, copied_model, load_model
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.rewards.judge import text_of_content
+from jaxrl_llm.rewards.signatures import text_of, text_of_content
 
 AGGREGATIONS: dict[str, Callable[[np.ndarray], float]] = {
     "min": np.min, "product": np.prod, "mean": np.mean, "last": lambda steps: steps[-1], "sum": np.sum,
 }  # fmt: skip
 STEP_TOKENS = {PROCESS_REWARD_MODEL: "<extra_0>"}  # of architectures that read one behind each step
+# What labels of right and of wrong steps are called.
+RIGHT = frozenset(("right", "correct", "good", "positive", "pos", "true", "yes", "+", "1"))
+WRONG = frozenset(("wrong", "incorrect", "bad", "negative", "neg", "false", "no", "-", "0"))
 NARROWEST = 32  # rows are padded to this width or one of its doubles, so that few programs are compiled
 
 
@@ -88,7 +91,7 @@ class RewardModel:
             tokenizer = copy.deepcopy(tokenizer)  # what is remembered of the model's folder is set on it
         with jax.set_mesh(self.mesh):
             if isinstance(path, Model):
-                if path.net.config.head == "lm":  # which would get a new head, and its scores be chance
+                if path.net.config.head == "lm" != self.head:  # which would get a new head, and its scores be chance
                     raise ConfigError(
                         f"{path.path or 'the model'} in memory has no {self.head} head: give one of a {self.kind} run"
                     )
@@ -101,7 +104,8 @@ class RewardModel:
                     path, dtype, mesh=self.mesh, head=self.head, tokenizer=tokenizer,
                     trust_remote_code=trust_remote_code,
                 )  # fmt: skip
-                self._check_architecture(path, model)
+                if self.head != "lm":  # which no other architecture is read with
+                    self._check_architecture(path, model)
         if model.tokenizer is None:
             raise ConfigError(
                 f"reward model {self.name} has no tokenizer: name the one that it was trained with, tokenizer='PATH'"
@@ -181,16 +185,25 @@ class ProcessRewardModel(RewardModel):
     Steps are the parts of a completion between `separator`s that are more than white space; of several messages, those
     of the last one. The model reads the prompt and the steps, `step_token` behind each, in place of the separator, as
     it was trained to: by default the separator itself, and `<extra_0>` for Qwen2.5-Math-PRM. At the last token of that
-    it gives the probability that the step is right. `aggregation` makes one number of those of a completion: min
-    (arXiv 2312.08935), product (2305.20050), mean, last or sum. A completion without steps has 0.
+    it gives the probability that the step is right. Which of its two labels means that, the names in its config.json
+    say (see `right_label`). `aggregation` makes one number of those of a completion: min (arXiv 2312.08935), product
+    (2305.20050), mean, last or sum. A completion without steps has 0.
+
+    With `labels`, the tokens of right and wrong, the model is a language model that writes one of them behind a step:
+    of the logits z where it would, the probability is `exp(z_right) / (exp(z_right) + exp(z_wrong))`. Then the text
+    stays as it is, with `step_token` before each separator and at its end (Math-Shepherd, arXiv 2312.08935). With
+    `turns` each step is a turn of the user, the first behind the prompt and a space, and the assistant's answer to it
+    the label of right (RLHFlow's models, arXiv 2405.07863): a `step_token` is not read.
 
     Prompts are rendered and tokenized as a process_reward_model run does, with the model's own tokenizer and chat
     template. Rows of more than `max_length` tokens lose their end, and the steps that end there. Other options, and
-    what it raises, are as in `RewardModel`.
+    what it raises, are as in `RewardModel`; and ConfigError for labels that are not a token each, and for those of a
+    token classification model that do not say which is right.
     """
 
     prefix, kind, head = "prm:", "process_reward_model", "step"
-    architecture, config = "TokenClassification", "configs/prm.py"
+    architecture = "TokenClassification"
+    config = "configs/prm.py, or name the tokens by which a language model rates, labels=('+', '-')"
 
     def __init__(
         self,
@@ -198,6 +211,8 @@ class ProcessRewardModel(RewardModel):
         separator: str = "\n",
         step_token: str | None = None,
         aggregation: str = "min",
+        labels: tuple[str, str] | None = None,
+        turns: bool = False,
         max_length: int | None = None,
         rows: int = 32,
         dtype: str = "auto",
@@ -213,9 +228,30 @@ class ProcessRewardModel(RewardModel):
             )
         if not separator:
             raise ConfigError(f"{self.prefix}{path}: separator is empty, but it is the text between steps")
+        if labels is not None:
+            if isinstance(labels, str) or len(labels) != 2 or not all(isinstance(label, str) for label in labels):
+                raise ConfigError(
+                    f"{self.prefix}{path}: labels is {labels!r}, but it takes two texts, a token of right and one of "
+                    "wrong, ('+', '-')"
+                )
+            self.head = "lm"
+        elif turns:
+            raise ConfigError(f"{self.prefix}{path}: turns is true, but labels is None: set labels=('+', '-')")
         super().__init__(
             path, max_length, rows, False, dtype, name, offload, tokenizer, chat_template, trust_remote_code
         )
+        self.labels, self.turns = labels, turns
+        if labels is None:
+            self._program = functools.partial(right_rows, right_label(self.model.hf_config or {}, self.name))
+        else:
+            ids = [self.model.tokenizer(label, add_special_tokens=False)["input_ids"] for label in labels]
+            if any(len(own) != 1 for own in ids) or ids[0] == ids[1]:
+                raise ConfigError(
+                    f"{self.prefix}{path}: labels is {labels!r}, of the tokens {ids}, but it takes a token of right "
+                    "and one of wrong"
+                )
+            self._label_ids = tuple(own[0] for own in ids)
+            self._program = functools.partial(label_rows, self._label_ids)
         named = (STEP_TOKENS.get(name) for name in (self.model.hf_config or {}).get("architectures") or ())
         self.separator, self.aggregation = separator, aggregation
         self.step_token = step_token or next(filter(None, named), separator)
@@ -237,14 +273,14 @@ class ProcessRewardModel(RewardModel):
     def steps(self, prompts: list[Any], completions: list[Any]) -> list[np.ndarray]:
         """The probability of each step of each completion to be right."""
         rows = [self._row(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        found = iter(self._computed(right_rows, [ids for ids, ends in rows if ends]))
+        found = iter(self._computed(self._program, [ids for ids, ends in rows if ends]))
         return [next(found)[ends] if ends else np.zeros(0, np.float32) for _, ends in rows]
 
     def _parts(self, completion: Any, rated: np.ndarray) -> list[tuple[int, float]]:
         """(letters, reward) of each step: the letters of the completion up to its end, with what separates it."""
         if not len(rated):
             return []
-        text = completion if isinstance(completion, str) else text_of_content(completion[-1]["content"])
+        text = text_of(completion)
         share = len(rated) if self.aggregation == "mean" else 1
         # Of a row that lost its end there are more steps than were rated.
         return [(end, float(right) / share) for (_, end), right in zip(self._split(text), rated, strict=False)]
@@ -264,11 +300,38 @@ class ProcessRewardModel(RewardModel):
                 prompt, completion = joined(prompt, before) if before else prompt, last.get("content") or ""
             else:
                 completion = ""  # of an episode that failed, or ended with an observation
-        steps = [step for step, _ in self._split(completion)]
-        tokenizer = self.model.tokenizer
-        ids, ends = with_steps(tokenizer, render_prompt(tokenizer, prompt), steps, self.step_token)
+        steps, tokenizer = [step for step, _ in self._split(completion)], self.model.tokenizer
+        if self.turns:
+            ids, ends = self._row_of_turns(prompt, steps)
+        else:
+            between = "" if self.labels is None else self.separator
+            ids, ends = with_steps(tokenizer, render_prompt(tokenizer, prompt), steps, self.step_token, between)
         length = self.max_length or len(ids)
         return ids[:length], [end for end in ends if end < length]
+
+    def _row_of_turns(self, prompt: Any, steps: list[str]) -> tuple[list[int], list[int]]:
+        """The token ids of a conversation of steps that are all told right, and the places before these answers."""
+        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        if said[-1]["role"] != "user":
+            raise ConfigError(
+                f"reward model {self.name}: turns is true, but a prompt ends with {said[-1]}: end it with the user's "
+                "turn, which the first step is put behind"
+            )
+        first, ids, ends = f"{text_of_content(said.pop()['content'])} ", list[int](), list[int]()
+        assert self.labels is not None
+        tokenizer, right = self.model.tokenizer, self.labels[0]
+        for step in steps:
+            said.append({"role": "user", "content": first + step.strip()})
+            before, first = ids, ""
+            ids = chat_ids(tokenizer, render_chat(tokenizer, said, add_generation_prompt=True))
+            if before and ids[: len(before) + 1] != [*before, self._label_ids[0]]:
+                raise ConfigError(
+                    f"reward model {self.name}: turns is true, but its chat template does not write {right!r} at once "
+                    "behind what opens the assistant's turn"
+                )
+            ends.append(len(ids) - 1)
+            said.append({"role": "assistant", "content": right})
+        return ids, ends
 
 
 KINDS: tuple[type[RewardModel], ...] = (RewardModel, ProcessRewardModel)
@@ -294,7 +357,7 @@ def with_reward_models(specs: Any) -> Any:
                 raise
             raise ConfigError(f"the reward {specs!r} was read as a reward model, model:{path}: {error}") from error
         except TypeError as error:
-            own = "separator, step_token, aggregation" if kind is ProcessRewardModel else "add_eos"
+            own = "separator, step_token, aggregation, labels, turns" if kind is ProcessRewardModel else "add_eos"
             raise ConfigError(
                 f"the options of {specs!r}: {error}; there are max_length, rows, {own}, dtype, name, offload, "
                 "tokenizer, chat_template and trust_remote_code"
@@ -309,6 +372,30 @@ def path_and_options(spec: str) -> tuple[type[RewardModel], str, dict[str, Any]]
     named = next((kind for kind in KINDS if spec.startswith(kind.prefix)), None)
     path, options = split_options(spec.removeprefix("" if named is None else named.prefix))
     return (named or RewardModel, path, options) if named is not None or _is_bare_path(path) else None
+
+
+def right_label(hf: Mapping[str, Any], name: str) -> int:
+    """The label that a token classification model of two labels gives to right steps, by their names in its config.json
+    `hf` (id2label, label2id): 1 where they are not named, or as transformers does (LABEL_0, LABEL_1), as in TRL.
+
+    Raises ConfigError, with the `name` of the model, where not one of them says right and the other wrong.
+    """
+    if not any(ProcessRewardModel.architecture in own for own in hf.get("architectures") or ()):
+        return 1
+    named = {int(number): str(label) for number, label in (hf.get("id2label") or {}).items()}
+    numbers = {str(label): int(number) for label, number in (hf.get("label2id") or {}).items()}
+    named = named or {number: label for label, number in numbers.items()}
+    if named in ({}, {0: "LABEL_0", 1: "LABEL_1"}):
+        return 1
+    words = {number: {label.casefold(), *re.split(r"[\W_]+", label.casefold())} for number, label in named.items()}
+    says = {(bool(own & RIGHT), bool(own & WRONG), "not" in own): number for number, own in words.items()}
+    agree = not numbers or numbers == {label: number for number, label in named.items()}
+    if says.keys() != {(True, False, False), (False, True, False)} or not agree:
+        raise ConfigError(
+            f"reward model {name}: the names of its labels do not say which is right (id2label {named}, label2id "
+            f"{numbers}): call one right and one wrong in both entries of its config.json"
+        )
+    return says[True, False, False]
 
 
 def offloaded(model: Model) -> Model:
@@ -340,7 +427,13 @@ def score_rows(net: Net, params: Params, tokens, segments) -> jax.Array:
     return last_scores(net, params, Inputs(tokens, segments))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def right_rows(net: Net, params: Params, tokens, segments) -> jax.Array:
-    """The probabilities `[N,T]` that a step which ends at a token of rows `[N,T]` is right."""
-    return jax.nn.softmax(step_logits(net, params, Inputs(tokens, segments)))[..., 1]
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def right_rows(label: int, net: Net, params: Params, tokens, segments) -> jax.Array:
+    """The probabilities `[N,T]` that a step which ends at a token of rows `[N,T]` is right, which has that label."""
+    return jax.nn.softmax(step_logits(net, params, Inputs(tokens, segments)))[..., label]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def label_rows(labels: tuple[int, int], net: Net, params: Params, tokens, segments) -> jax.Array:
+    """The probabilities `[N,T]` of the first of two tokens, `labels`, against the second, behind each token."""
+    return jax.nn.softmax(next_logits(net, params, Inputs(tokens, segments), labels))[..., 0]

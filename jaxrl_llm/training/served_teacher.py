@@ -6,6 +6,7 @@ Such are `python -m jaxrl_llm serve` and vLLM: `/v1/completions` with `prompt_lo
 import contextlib
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from jaxrl_llm.training.teacher import TeacherSpec
 
 CONCURRENT_REQUESTS = 16
 BYTES_PER_ENTRY = 4096  # of a reply, at most: a token's text and its log-prob
-NOWHERE = -1e4  # log-prob of entries that a server leaves out: exp of it is 0
+NOWHERE = -1e4  # the least log-prob, and that of entries that a server leaves out: exp of it is 0
 
 
 class TeacherError(ConfigError):
@@ -73,7 +74,7 @@ class ServedTeacher:
         shape = (*local_rows(inputs.tokens).shape, k)
         ids, logps = np.tile(np.arange(k, dtype=np.int32), (*shape[:2], 1)), np.full(shape, NOWHERE, np.float32)
         for row, column, _, entries in self._entries(inputs, k):
-            best = sorted(((self._logprob(entries, token), int(token)) for token in entries), reverse=True)[:k]
+            best = sorted(((self._logprob(entries, token), int(token)) for token in entries or ()), reverse=True)[:k]
             if len(best) < k:
                 raise TeacherError(
                     f"{self.key}: {self.server.url} gave {len(best)} likeliest tokens of teacher.top_k = {k}"
@@ -135,8 +136,11 @@ class ServedTeacher:
     def _logprob(self, entries: Any, token: str) -> float:
         """The log-prob of a token among those of its place."""
         try:
-            return float(entries[token]["logprob"])
+            if not math.isnan(logprob := float(entries[token]["logprob"])):
+                return max(logprob, NOWHERE)
+            cause = None
         except (LookupError, TypeError, ValueError) as error:
-            raise TeacherError(
-                f"{self.key}: {self.server.url} gave no log-prob of token {token}: {entries!r:.200}"
-            ) from error
+            cause = error
+        raise TeacherError(
+            f"{self.key}: {self.server.url} gave no log-prob of token {token}: {entries!r:.200}"
+        ) from cause

@@ -11,9 +11,8 @@ import numpy as np
 
 from jaxrl_llm.algorithms.turn_advantages import Turn, Turns, turn_table
 from jaxrl_llm.data.token_spans import token_places
-from jaxrl_llm.rewards.judge import text_of_content
 from jaxrl_llm.rewards.runner import Graded
-from jaxrl_llm.rewards.signatures import RewardError, shorten
+from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
 
 MOST_STEPS = 256  # of a row, as tables of turns have a column for each
 
@@ -69,7 +68,7 @@ class StepCredit:
             )
         if not steps:
             return [Turn(len(ids), 0.0)]
-        text = completion if isinstance(completion, str) else text_of_content(completion[-1].get("content"))
+        text = text_of(completion)
         places = token_places(text.encode(), [self.texts[token] for token in ids])
         for number in range(1, len(places)):  # special tokens write nothing
             places[number] = max(places[number], places[number - 1])

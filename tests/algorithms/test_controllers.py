@@ -38,3 +38,5 @@ def test_running_mean_of_batches_is_the_mean_of_all():
         state = jax.jit(lambda s, b: s.update(b))(state, batch)
     np.testing.assert_allclose(state.mean, np.concatenate(batches).mean(), rtol=1e-5)
     assert float(state.count) == 12
+    spoiled = state.update(np.array([np.nan, -np.inf, float(state.mean)]))
+    np.testing.assert_allclose([spoiled.mean, spoiled.count], [state.mean, 13], rtol=1e-6)

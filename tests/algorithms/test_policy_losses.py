@@ -166,6 +166,24 @@ def test_the_ratio_of_a_long_row_stays_finite(loss, options, advantage, moved):
     np.testing.assert_array_equal(slope, 0)
 
 
+def test_the_ratio_of_a_token_stays_finite():
+    """exp(200) is infinite in float32: its slope is 0 * inf where the clip takes the token out, and where A is 0."""
+    old, logps = jnp.full((3, 2), -200.0), jnp.full((3, 2), -0.1)
+    options = {"dppo": {"epsilon_low": 1.0, "epsilon_high": 1.0}, "opd": {"kl_coef": 0.0}, "m2po": {"threshold": 1e9}}
+    names = ("ppo_clip", "gspo", "gspo_token", "gmpo", "kl_cov", "dppo", "opd", "m2po")
+
+    @jax.jit
+    def found(logps):
+        def total(name, logps):
+            ranges = {"epsilon_low": 0.2, "epsilon_high": 0.2} | options.get(name, {})
+            return value_of(name)(logps, old, jnp.array([1.0, 0.0, -1.0]), mask=jnp.ones((3, 2)), **ranges).sum()
+
+        return {name: jax.value_and_grad(partial(total, name))(logps) for name in names}
+
+    for name, (value, slope) in found(logps).items():
+        assert jnp.isfinite(value) and jnp.isfinite(slope).all(), name
+
+
 def test_gmpo_clips_one_side_of_the_log_ratio(x64):
     up = np.exp((0.1 - 0.5 + 0) / 3)  # 0.2 clipped to 0.1, -0.5 left alone
     down = np.exp((0.2 - 0.1 + 0) / 3)  # -0.5 clipped to -0.1, 0.2 left alone

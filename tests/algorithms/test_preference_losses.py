@@ -231,7 +231,9 @@ def test_exo_is_the_kl_to_the_smoothed_label(x64):
     np.testing.assert_allclose(exo_pair(*PAIR, BETA, label_smoothing=e), [expected], rtol=1e-10)
 
 
-@pytest.mark.parametrize(("function", "value"), [(exo_pair, 0.0), (exo_pair, 1.0), (robust, 0.5), (robust, -0.1)])
+@pytest.mark.parametrize(
+    ("function", "value"), [(exo_pair, 0.0), (exo_pair, 1.0), (robust, 0.5), (robust, -0.1), (dpo, 1.5), (aot, -0.1)]
+)
 def test_label_smoothing_out_of_range(function, value):
     with pytest.raises(ValueError, match=f"got {value}"):
         function(*PAIR, BETA, label_smoothing=value)
@@ -277,8 +279,16 @@ def test_alpha_divergence_tends_to_reverse_kl(x64):
     np.testing.assert_array_equal(divergence_scores(u, "alpha_divergence", 1.0), u)
 
 
-def test_alpha_divergence_does_not_overflow():
-    assert np.isfinite(divergence_scores(np.float32(-1e4), "alpha_divergence", 0.5))
+def test_losses_far_from_the_reference_are_numbers():
+    """Log-ratios of long completions pass 89, beyond which float32 has no exponential."""
+    far = np.array([-1e4, -200.0, 200.0], np.float32)
+    for divergence in ("forward_kl", "alpha_divergence"):
+        assert np.isfinite(divergence_scores(far, divergence)).all()
+        slopes = jax.grad(lambda c, r: dpo(c, r, 0 * c, 0 * r, BETA, divergence=divergence).sum(), (0, 1))  # noqa: B023
+        assert np.isfinite(slopes(0.1 * far, 2 * far)).all() and np.isfinite(slopes(2 * far, 0.1 * far)).all()
+    value, slope = jax.vmap(jax.value_and_grad(lambda x: discopop(x[None], -x[None], None, None, 1.0)[0]))(far)
+    np.testing.assert_allclose(value, [2e4, 400.0, 0.0], rtol=1e-6, atol=1e-30)
+    np.testing.assert_allclose(slope, [-2.0, -2.0, 0.0], rtol=1e-6, atol=1e-30)
 
 
 def test_unknown_divergence():

@@ -111,6 +111,7 @@ def tiny(root, folder, **settings):
     return config
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_stops_when_nothing_can_be_learned(root, tmp_path):
     calls = []
 

@@ -1,10 +1,13 @@
 """From rewards to advantages inside a run: shaping, KL in the reward, rules and their options, by hand."""
 
+import inspect
 import math
 
 import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms import advantages as rules
+from jaxrl_llm.algorithms import turn_advantages
 from jaxrl_llm.algorithms.turn_advantages import Turn, Turns, rae_advantages, turn_table
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.rollout.slots import Rollout
@@ -233,6 +236,22 @@ def test_parts_with_rewards_of_their_own_are_compared_with_their_like():
     np.testing.assert_allclose(result.advantages, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("rule", ["turn", pytest.param("mt_grpo", marks=pytest.mark.slow), "process"])
+def test_shaping_and_the_kl_are_part_of_the_last_turn(rule):
+    """Two turns a row in the first group, one in the second; the row that did not end loses a half."""
+    ends = [[1, 3], [1, 2], [4], [1]]
+    turns = turn_table([[Turn(end, 0.0) for end in own] for own in ends], 2, 2, 2)
+    settings = {"missing_eos_penalty": 0.5, "beta": 0.5, "kl_in_reward": True, "scale_rewards": "none"}
+    step = step_of(configured(advantage=rule, **settings))
+    rewards, zeros = np.array([[1], [0], [2], [2]], np.float32), np.zeros_like(KL)
+    terms = {"logps": KL, "ref_logps": zeros, "kl_coef": 0.5, "turns": turns}
+    result = step(rollout(), MASK, rewards, np.ones(1, np.float32), **terms)
+    scores = np.array([1, 0, 1.5, 2]) - 0.5 * (KL * MASK).sum(1)
+    half = scores.reshape(2, 2).mean(1)[:, None]  # of steps and rewards 0 beside a score, the mean is its half
+    of_last = (scores.reshape(2, 2) - (half if rule != "process" else half * [[0.5], [1]])).reshape(-1)
+    np.testing.assert_allclose(np.asarray(result.advantages)[np.arange(4), 1 + LENGTHS], of_last, rtol=1e-5)
+
+
 def test_remax_compares_with_greedy():
     result = advantages_of([1, 0, 2, 1], advantage="remax", greedy=np.array([[0.5], [2.0]], np.float32))
     np.testing.assert_allclose(rows_of(result), [0.5, -0.5, 0, -1])
@@ -395,6 +414,8 @@ def test_wrong_rules_of_environments_are_refused(options, settings, message):
         ({"advantage": "groop"}, "the closest is group"),
         ({"advantage": "group(epsilon=1)"}, r"group has no option 'epsilon'; it takes eps$"),
         ({"advantage": "group(scale='none')"}, "group has no option 'scale'"),
+        ({"advantage": "pkpo(k=3)"}, r"advantage is 'pkpo\(k=3\)': pkpo .*: k is 3, but takes 2 to group_size = 2"),
+        ({"advantage": "group(eps='1e-6')"}, "group.* but an option takes a value of another type"),
         ({"advantage": "gdpo", "kl_in_reward": True, "beta": 0.1}, r"algorithm\.kl_in_reward is True.*gdpo"),
         ({"advantage": "gdpo", "reward_beta": 0.1, "beta": 0.1}, r"algorithm\.reward_beta is 0\.1.*gdpo"),
         ({"advantage": "gdpo", "overlong_buffer": 2}, r"algorithm\.overlong_buffer is 2.*soft_overlong"),
@@ -406,10 +427,23 @@ def test_wrong_rules_are_refused(settings, message):
         step_of(configured(**settings))
 
 
+def test_every_rule_takes_its_defaults():
+    """They are tried where a run is built; `turn_table` and the like are none of their names."""
+    for name, function in {**vars(rules), **vars(turn_advantages)}.items():
+        if name.endswith("_advantages"):
+            critic = {"name": "ppo"} if "values" in inspect.signature(function).parameters else {}
+            config = configured(advantage=name.removesuffix("_advantages"), **critic)
+            config.rollout.group_size = 4
+            step_of(config)
+
+
 def test_a_rule_of_the_users_own(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def centred(scores, lengths, power=1):\n    return (scores - scores.mean()) / lengths**power\n"
+        "def total(scores):\n    return scores.sum()\n"
     )
+    with pytest.raises(ConfigError, match=r"mine\.py:total'.* shape \(\), but it must return one number for each of 4"):
+        advantages_of([1, 0, 2, 1], advantage=f"{tmp_path}/mine.py:total")
     result = advantages_of([1, 0, 2, 1], advantage=f"{tmp_path}/mine.py:centred(power=2)")
     np.testing.assert_allclose(rows_of(result), np.array([0, -1, 1, 0]) / LENGTHS**2, rtol=1e-5)
 

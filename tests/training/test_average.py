@@ -189,6 +189,7 @@ def leaves(folder):
     return jax.tree.leaves(jax.device_get(load_model(folder).params))
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_average_and_a_resumed_one_the_same_bits(tmp_path):
     """DPO whose reference follows the average; evaluations are of the average, which is another model than hf/."""
     pairs = tasks.generate("sort_pairs", size=24)

@@ -120,7 +120,8 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "packed" else pytest.mark.slow) for x in FORMS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMS)
 def test_the_distance_in_the_loss(teacher, name):
     settings = FORMS[name]
     batch, metrics, update, _ = first_batch(config_of(teacher, teacher__coef=0.5, **settings))

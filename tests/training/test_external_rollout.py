@@ -163,6 +163,12 @@ GOOD = {"prompt_ids": [[1]] * 4, "completion_ids": [[2, 3]] * 4, "logprobs": [[-
         ({"prompt_ids": []}, "must return a dictionary"),
         ({**GOOD, "logprobs": [[-1.0]] * 4}, "row 0 has 2 completion_ids, 1 logprobs and 2 in env_mask"),
         ({**GOOD, "env_mask": [[1, 1]] * 3}, r"returned 3 env_mask, but there are 4 rows: rollout.group_size"),
+        ({**GOOD, "env_mask": [[1, 0.5]] * 4}, "returned 0.5 in env_mask of row 0; it takes 1 for tokens of the"),
+        ({**GOOD, "env_mask": [[1, 2]] * 4}, "returned 2 in env_mask of row 0"),
+        ({**GOOD, "logprobs": None}, "must return a dictionary with prompt_ids, completion_ids, logprobs"),
+        ({**GOOD, "logprobs": [[-1.0, None]] * 4}, r"\[\[-1.0, None\].* as logprobs, which are no lists of numbers"),
+        ({**GOOD, "completion_ids": ["ab"] * 4}, "as completion_ids, which are no lists of numbers"),
+        ({**GOOD, "score": 3.0}, "must return lists with an entry for each row"),
         (
             {**GOOD, "prompt_ids": [[1] * 17] * 4},
             "of 17 to 17 tokens, but they have 1 to rollout.max_prompt_length = 16",

@@ -108,7 +108,7 @@ def test_experts_on_a_mesh(run_python, root, tmp_path, shapes):
     folder = tmp_path / "experts"
     shutil.copytree(hf.locate("embedded:sort"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
     own = json.loads((folder / "config.json").read_text())
-    shape = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "router_aux_loss_coef": 0.1}
+    shape = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "router_aux_loss_coef": 0.1}
     experts = own | shape | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu"}
     (folder / "config.json").write_text(json.dumps(experts))
     check(run_python, root, shapes, model=folder)

@@ -13,6 +13,7 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.rollouts import Partial
 from jaxrl_llm.training.setup.objectives import objective_of
+from jaxrl_llm.training.setup.records import health_spec
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import old_logps_of
 from jaxrl_llm.training.step import improve
@@ -108,6 +109,12 @@ def test_auto_computes_only_what_differs():
     assert old_logps_of(config_of(old_logps="sampler", num_iterations=2)) == "sampler"
     assert old_logps_of(config_of(loss="dppo")) == "sampler"
     assert old_logps_of(config_of(loss="dppo", old_logps="trainer")) == "trainer"
+
+
+def test_a_policy_that_moves_in_a_step_is_no_mismatch_of_the_sampler():
+    """Compared with the sampler is then the policy as it is in each update, and the warning says what moved it."""
+    assert health_spec(config_of(loss="dppo", num_iterations=2)).older == ("algorithm.num_iterations",)
+    assert health_spec(config_of(loss="dppo")).older == health_spec(config_of(num_iterations=2)).older == ()
 
 
 def test_correction_with_sampler_is_refused():

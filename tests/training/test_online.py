@@ -356,6 +356,8 @@ def test_k1_in_the_loss_warns():
         ({"loss": "sapo(mask=1)"}, "sapo has no option 'mask'"),
         ({"loss": "sapo(2.0)"}, "cannot read the options"),
         ({"loss": "gspo(dual_clip=3.0)"}, "gspo has no option 'dual_clip'"),
+        ({"loss": "ppo_clip(dual_clip=0.5)"}, r"is 'ppo_clip\(dual_clip=0.5\)': dual_clip .* must exceed 1; got 0.5"),
+        ({"loss": "vespo(k_positive=None)"}, "vespo.* but an option takes a value of another type"),
         ({"loss": "ppo_clap"}, "the closest is ppo_clip"),
     ],
 )

@@ -293,6 +293,17 @@ def test_no_decay_names_what_is_not_decayed():
     assert not np.allclose(plain["layers"]["q"]["kernel"], without["layers"]["q"]["kernel"])
 
 
+def test_a_frozen_router_does_not_decay():
+    """Nor what else the router has, in the families where it has more than a matrix."""
+    ones, config = jnp.ones((2, 4)), config_of(weight_decay=0.1, no_decay=())
+    config.model.freeze_router = True
+    router = {"router": {"kernel": ones, "bias": ones}, "router_scale": ones, "weight_scale": ones}
+    params, optimizer = {"layers": {"mlp": {**router, "gate": {"kernel": ones}}}}, make_optimizer(config)
+    changes, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    moved = changes["layers"]["mlp"]
+    assert moved.pop("gate")["kernel"].all() and not any(x.any() for x in jax.tree.leaves(moved))
+
+
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon"])
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
 def test_weight_decay_moves_to_its_end(name, shape):
@@ -408,6 +419,19 @@ def test_a_critic_has_a_schedule_and_decays_of_its_own():
     assert (critic.b1, critic.b2) == (0.7, 0.95)
     rates = [float(learning_rate_schedule(critic)(count)) for count in (0, 30, 35, 40)]
     np.testing.assert_allclose(rates, [0.02, 0.02, 0.01, 0.0], rtol=1e-6, atol=1e-9)
+
+
+def test_the_policys_schedule_is_over_the_steps_in_which_it_is_trained():
+    """Of 20 steps the first 8 are the critic's alone: the policy's rate falls in the last 4 of its own 12."""
+    config = config_of(schedule="wsd", decay_steps=4)
+    config.algorithm.name, config.critic.warmup_steps, config.critic.learning_rate = "ppo", 8, 0.02
+    config.critic.schedule = "linear"
+    policy, critic = map(learning_rate_schedule, (optimizer_spec(config), critic_optimizer_spec(config)))
+    np.testing.assert_allclose([float(policy(i)) for i in (0, 8, 10, 12)], [0.01, 0.01, 0.005, 0], atol=1e-9)
+    np.testing.assert_allclose([float(critic(i)) for i in (0, 10, 20)], [0.02, 0.01, 0], atol=1e-9)
+    config.optimizer.schedule_steps, config.critic.schedule = 16, "constant"  # of the run: 8 of the policy's
+    ended = learning_rate_schedule(optimizer_spec(config))
+    np.testing.assert_allclose([float(ended(i)) for i in (4, 6, 8, 12)], [0.01, 0.005, 0, 0], atol=1e-9)
 
 
 def test_warm_up_starts_where_it_is_told():

@@ -137,6 +137,20 @@ def test_fixed_reference_is_not_saved():
     assert reference.arrays() == {}
 
 
+def test_a_reference_that_moves_no_more_stays_where_it_was():
+    """A run that goes on with ref_sync_steps = 0 compares with what the reference had become, and saves that."""
+    moved = Reference({"w": jnp.zeros(3)}, ReferenceSpec(ref_sync_steps=1))
+    moved.sync(state_at(1, 5.0))
+    for _ in range(2):
+        fixed = Reference({"w": jnp.zeros(3)}, ReferenceSpec())
+        assert fixed.tree().keys() == moved.arrays().keys()  # what is asked of a checkpoint
+        fixed.restore(moved.arrays())
+        fixed.sync(state_at(2, 9.0))
+        np.testing.assert_array_equal(fixed.params["w"], [5.0] * 3)
+        assert fixed.moves  # so that evaluations read it anew
+        moved = fixed
+
+
 def configured(**settings):
     config = default()
     config.rollout.group_size, config.rollout.max_completion_length = 2, 1
@@ -181,6 +195,7 @@ def test_no_kl_term_keeps_no_reference():
             run = build(config, MESH, train_dataset=rows, rewards=rewards)
         reference = run.source.learner.reference
         assert (reference is not None) == (beta > 0)
+        assert run.source.restorable().keys() == {"queue", *(("reference",) if beta else ())}
     weights = zip(jax.tree.leaves(reference.params), jax.tree.leaves(run.state.params), strict=True)
     assert all(x is not y for x, y in weights)  # updates donate the policy's buffers
 
@@ -205,6 +220,9 @@ def test_a_checkpoint_holds_the_arrays(tmp_path):
         assert numbers_of(replay.rows)[:2] == [1, 2]
         np.testing.assert_array_equal(replay.priority, [1, 0])
         assert checkpoints.restore_arrays(2, shapes, MESH) == {}
+        larger = empty_replay(groups=4, group_size=2, width=2, prompt_width=1, mesh=MESH)
+        with pytest.raises(ConfigError, match=r"the replay of .*/1 has other .*: priority is \[2\] there, and is \[4"):
+            checkpoints.restore_arrays(1, {"replay": get_arrays(larger)}, MESH)
 
 
 def sampled_of(numbers) -> Rollouts:

@@ -125,6 +125,21 @@ def test_answers_that_are_none(reply, status, words):
             teacher_at(url, **options).logps(inputs(), 1)
 
 
+def test_log_probs_that_are_no_numbers():
+    def reply(logprob):
+        return lambda body: {"choices": [{"prompt_logprobs": [
+            None, *({str(token): {"logprob": logprob}} for token in body["prompt"][1:])
+        ]}]}  # fmt: skip
+
+    with serving(reply(float("-inf"))) as (url, _), jax.set_mesh(MESH):
+        assert np.isfinite(teacher_at(url).logps(inputs(), 1)).all()
+    with serving(reply(float("nan"))) as (url, _), jax.set_mesh(MESH), pytest.raises(TeacherError, match="no log-prob"):
+        teacher_at(url).logps(inputs(), 1)
+    nothing = serving(lambda body: {"choices": [{"prompt_logprobs": [None] * len(body["prompt"])}]})
+    with nothing as (url, _), jax.set_mesh(MESH), pytest.raises(TeacherError, match="gave 0 likeliest tokens"):
+        teacher_at(url, top_k=1).with_distributions(Batch(inputs(), jnp.asarray(SEGMENTS)), inputs(), 1)
+
+
 def test_a_server_that_is_not_there():
     with serving() as (url, _):
         pass

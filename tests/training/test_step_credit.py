@@ -34,7 +34,7 @@ def graded(rows=3, **columns) -> Graded:
 
 def test_where_steps_end(tokenizer):
     """By tokens, which are bytes here; the last step has the end of the text, and those over the limit are joined."""
-    credit = StepCredit("prm", token_bytes(tokenizer, 320), 3)
+    credit = StepCredit("prm", token_bytes(tokenizer, 320, "steps need", "leave them out"), 3)
     end = tokenizer.eos_token_id
     texts = ["\u00e9\nbb\n\nc", "a\nb\nc\nd\n", "none"]
     ids = [[*tokenizer(text)["input_ids"], end] for text in texts]

@@ -92,7 +92,8 @@ def of_tokens(log_probs, batch):
     return np.take_along_axis(log_probs, np.asarray(batch.inputs.tokens)[..., None], axis=-1)[..., 0]
 
 
-@pytest.mark.parametrize("packing", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["false", "true"])
 def test_advantages_of_what_was_shown(packing):
     """Beside rewards: the teacher's log-probs behind another prompt, at the policy's tokens; none without success."""
     without = first_batch(config_of(teacher__path=None, batch__packing=packing))[1].batch

@@ -105,6 +105,8 @@ def test_names_are_those_of_torch_with_requires_grad(tmp_path):
 def test_experts_are_trained_together(tmp_path):
     make_oracle("qwen3_moe").save_pretrained(tmp_path)
     router = Trained(("model.layers.2.mlp.gate.",))
+    with pytest.raises(ConfigError, match=r"freeze_router is true: nothing is left to train, as these are routers"):
+        model.describe(tmp_path, trained=router, freeze_router=True)
     net = model.describe(tmp_path, trained=router).net
     _, trained = lora.split(net.shapes(), net.config.frozen)
     ((path, router),) = jax.tree_util.tree_leaves_with_path(trained)

@@ -1,6 +1,7 @@
 """The update: independent of micro-batches, donated, on schedule, and safe against a gradient that is no number."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -187,10 +188,8 @@ def test_gradients_of_microbatches_add_up_in_fp32(monkeypatch, backend):
     np.testing.assert_allclose(metrics["grad_norm"].value, 129 * 4 * (1 + 2**-7), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("scan", "tied"),
-    [(False, False), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((True, True), (True, False), (False, True)))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("scan", "tied"), itertools.product([False, True], repeat=2))
 def test_gradients_added_in_place_are_the_same(monkeypatch, scan, tied):
     """CPUs, and several GPUs, add those of a layer to its part of the sums, where the backward pass makes them."""
     net = Net(dataclasses.replace(NET.config, scan_layers=scan, tie_embeddings=tied, remat="block"))

@@ -1,8 +1,9 @@
 """Saving and restoring a run: asynchronous, sharded, atomic Orbax checkpoints that are restored on any mesh.
 
 A checkpoint holds the `State` (parameters, optimizer, step), a small JSON part (the data position and the counters of
-the host) and, where a run has them, a reference that follows the policy, the policy's average, a replay buffer and
-rollouts that were made ahead. Random numbers need no storage: every key is folded from the seed, the step and the row.
+the host) and, where a run has them, a reference that follows the policy, the policy's average, a replay buffer,
+rollouts that were made ahead, and the scores of the reference's completions. Random numbers need no storage: every key
+is folded from the seed, the step and the row.
 
 Before a checkpoint becomes final the hashes of its files are written beside them (`checksums`), and compared before it
 is used: one that is torn or has changed is named, and the one before it is used.
@@ -35,7 +36,7 @@ from jaxrl_llm.training.runtime.preemption import Preempted
 from jaxrl_llm.training.update import State
 
 # Optional trees of a checkpoint, each in a folder of its own.
-ARRAYS = ("reference", "average", "teacher", "replay", "queue", "partial")
+ARRAYS = ("reference", "average", "teacher", "replay", "queue", "partial", "reference_scores")
 FAILURES = (OSError, ValueError)  # raised by Orbax and its array storage when a disk is full, or gone
 RETRY_SECONDS = 30.0
 FINAL_TRIES = 3
@@ -308,6 +309,7 @@ class Checkpoints:
         Raises ConfigError when the checkpoint cannot be read or belongs to another model or optimizer.
         """
         tree = _in_memory_of(vars(like), mesh)
+        self._check_arrays(step, tree, self._shapes(step))
         try:
             restored = self._manager.restore(
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(tree), host=ocp.args.JsonRestore())
@@ -315,8 +317,7 @@ class Checkpoints:
         except (ValueError, KeyError, OSError) as error:
             raise ConfigError(
                 f"checkpoint {self.folder / str(step)} cannot be restored: {error}\nIf it is damaged, delete that "
-                "folder; if it is of another optimizer, begin this one with checkpoint.load=model,extra; if it is of "
-                "another model, use another output_dir or checkpoint.resume=never."
+                "folder; or use another output_dir or checkpoint.resume=never."
             ) from error
         return State(**restored["state"]), restored["host"]
 
@@ -346,15 +347,27 @@ class Checkpoints:
         """The host part of a step alone."""
         return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
 
+    def trees(self, step: int) -> set[str]:
+        """The names of the trees of ARRAYS that a step holds."""
+        return {name for name in ARRAYS if (self.folder / str(step) / name).is_dir()}
+
     def restore_arrays(self, step: int, like: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         """Those of the trees `like`, by name, that the step holds, sharded over `mesh`.
 
         None in place of a tree takes the one that was saved. Raises ConfigError when one cannot be read or has other
         shapes.
         """
-        named = {name: tree for name, tree in like.items() if (self.folder / str(step) / name).is_dir()}
+        held = self.trees(step)
+        named = {name: tree for name, tree in like.items() if name in held}
         if not named:
             return {}
+        other = "Go on with the settings of algorithm and rollout that the run had, or use checkpoint.resume=never"
+        for name, tree in named.items():
+            if tree and (found := _difference(self._shapes(step, name), tree)):
+                raise ConfigError(
+                    f"the {name} of checkpoint {self.folder / str(step)} has other arrays than this run's: {found[1]}. "
+                    + other
+                )
         items = {
             name: ocp.args.StandardRestore(tree and _sharded(jax.eval_shape(lambda tree=tree: tree), mesh))
             for name, tree in named.items()
@@ -364,7 +377,7 @@ class Checkpoints:
         except (ValueError, KeyError, OSError) as error:
             raise ConfigError(
                 f"the {' and the '.join(named)} of checkpoint {self.folder / str(step)} cannot be restored: {error}\n"
-                "Go on with the settings of algorithm and rollout that the run had, or use checkpoint.resume=never."
+                + other
             ) from error
         return {name: restored[name] for name in named}
 
@@ -397,16 +410,7 @@ class Checkpoints:
                 f"checkpoint {name} has no critic: write its model to a folder (python -m jaxrl_llm export) and train "
                 "from that with model.path, and a new critic with it"
             )
-        held, wanted = ({path_name(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(part)}
-                        for part in ({key: shapes[key] for key in tree}, tree))  # fmt: skip
-        for path in sorted(held | wanted):
-            if held.get(path) != wanted.get(path):  # Orbax would drop it, or leave its place empty
-                there, here = (f"is {[*x[path]]}" if path in x else "is not" for x in (held, wanted))
-                raise ConfigError(
-                    f"checkpoint {name} holds other trained parameters than model.path, model.trainable and lora ask "
-                    f"for: {path} {there} there, and {here} here. Set them as its run had them; or a run begins from "
-                    "its model, written to a folder (python -m jaxrl_llm export), as model.path"
-                )
+        self._check_arrays(step, tree, {key: shapes[key] for key in tree})
         arguments = ocp.checkpoint_utils.construct_restore_args(tree)
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
@@ -415,15 +419,38 @@ class Checkpoints:
         except (ValueError, KeyError, OSError) as error:
             raise ConfigError(f"the parameters of checkpoint {name} cannot be read: {error}") from error
 
+    def _check_arrays(self, step: int, tree: dict[str, Any], shapes: dict[str, Any]) -> None:
+        """Raises ConfigError where the arrays of a step, of these shapes, are not those of `tree`: Orbax lists two
+        trees, or would drop what is left over and leave the place of what is missing empty."""
+        if (found := _difference(shapes, tree)) is None:
+            return
+        path, words = found
+        what = "trained parameters than model.path, model.trainable and lora ask for"
+        back = "them as its run had them"
+        way_out = "a run begins from its model, written to a folder (python -m jaxrl_llm export), as model.path"
+        if "opt_state" in path.split("/"):
+            what = "moments than the optimizer of this run"
+            back = (
+                "optimizer.name as its run had it, and max_grad_norm, weight_decay_end and the b1 of sgd to none or 0 "
+                "only where they were"
+            )
+            way_out = "a new optimizer begins with checkpoint.load=model,extra"
+        raise ConfigError(f"checkpoint {self.folder / str(step)} holds other {what}: {words}. Set {back}; or {way_out}")
+
     def _parameter_shapes(self, step: int) -> dict[str, Any]:
         """The shapes of a step's `params` and, where it has a `critic`, of its `params`, in the tree of the state."""
-        name = self.folder / str(step)
-        try:
-            state: Any = ocp.PyTreeCheckpointHandler().metadata(epath.Path(name / "state")).tree
-        except (ValueError, KeyError, OSError) as error:
-            raise ConfigError(f"the parameters of checkpoint {name} cannot be read: {error}") from error
+        state = self._shapes(step)
         critic = state.get("critic")
         return {"params": state["params"]} | ({"critic": {"params": critic["params"]}} if critic else {})
+
+    def _shapes(self, step: int, part: str = "state") -> dict[str, Any]:
+        """The shapes of the state of a step, or of another tree that it holds, in their tree."""
+        name = self.folder / str(step)
+        try:
+            tree: Any = ocp.PyTreeCheckpointHandler().metadata(epath.Path(name / part)).tree
+        except (ValueError, KeyError, OSError) as error:
+            raise ConfigError(f"checkpoint {name} cannot be read: {error}") from error
+        return tree
 
 
 def find(path: str | Path) -> tuple[Checkpoints, int, list[str]]:
@@ -469,6 +496,18 @@ def _words(error: Exception) -> str:
     if code:
         return f"[Errno {code[1]}] {os.strerror(int(code[1]))}"
     return " ".join(str(error).split())[:400] or type(error).__name__
+
+
+def _difference(held: Any, wanted: Any) -> tuple[str, str] | None:
+    """The path of the first array that has another shape in one of two trees, or is in one alone, and both in words."""
+    theirs, own = ({path_name(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(part)}
+                   for part in (held, wanted))  # fmt: skip
+    differ = [path for path in sorted(theirs | own) if theirs.get(path) != own.get(path)]
+    if not differ:
+        return None
+    path = min(differ, key=lambda path: "opt_state" in path.split("/"))  # moments follow from the parameters
+    there, here = (f"is {[*x[path]]}" if path in x else "is not" for x in (theirs, own))
+    return path, f"{path} {there} there, and {here} here"
 
 
 def free(state: State) -> None:

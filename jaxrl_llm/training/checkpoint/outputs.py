@@ -120,7 +120,9 @@ def given_in_words(given: Mapping[str, Any]) -> dict[str, str]:
 def write_given(folder: Path, words: Mapping[str, str]) -> None:
     """Writes given.json: the arguments of `train` that replace names in its configuration, in words."""
     if words:
-        (folder / GIVEN).write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
+        unfinished = folder / f".{GIVEN}.part"  # a kill, or a full disk, leaves the former one as it was
+        unfinished.write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
+        unfinished.replace(folder / GIVEN)
     else:
         (folder / GIVEN).unlink(missing_ok=True)
 

@@ -22,6 +22,11 @@ OF_FROZEN = (  # what trained parameters, adapters above all, are trained beside
 )  # fmt: skip
 OF_FROZEN_CRITIC = ("critic.path", "critic.lora_rank", "critic.lora_alpha", "critic.lora_targets")
 OF_OPTIMIZER = {"optimizer.name", MOMENTS}  # of IDENTITY: a new optimizer may have others
+OF_ARRAYS = (  # of IDENTITY: which arrays are trained, and their shapes
+    "model.trainable", "model.frozen", "model.vision", "lora.rank", "lora.dora", "lora.targets",
+    "lora.layers_to_transform", "lora.exclude_modules", "lora.rank_pattern", "lora.modules_to_save", "critic.shared",
+    "critic.lora_rank", "critic.lora_targets",
+)  # fmt: skip
 
 Changes = dict[str, tuple[Any, Any]]  # by key, the former value and the present one
 
@@ -51,14 +56,22 @@ def as_computed(config: ConfigDict, former: ConfigDict) -> ConfigDict:
 
 
 def check_changes(folder: Path, changes: Changes, accepted: tuple[str, ...]) -> None:
-    """Raises ConfigError for changed settings that say what the run is, unless they are `accepted`."""
-    arrays = {MOMENTS} if "float8" in changes.get(MOMENTS, ()) else set()  # which are other ones then
+    """Raises ConfigError for changed settings that say what the run is, unless they are `accepted`, and for those with
+    which a checkpoint holds other arrays than the run, accepted or not."""
+    arrays = {name for name in OF_ARRAYS if name in changes}
+    arrays |= {MOMENTS} if "float8" in changes.get(MOMENTS, ()) else set()
     refused = [name for name in changes if name in IDENTITY and (name not in accepted or name in arrays)]
     if refused:
         names = ",".join(dict.fromkeys((*accepted, *refused)))
         other = f", or change them all the same with checkpoint.accept_changes={names}"
         if "float8" in changes.get(MOMENTS, ()):
             other = "; moments of other types are not converted to float8, nor back"
+        if trained := [name for name in OF_ARRAYS if name in changes]:
+            other = (
+                f"; with another {', '.join(trained)} other arrays are trained than its checkpoints hold, and a new "
+                f"run begins from its model: model.path={folder / 'hf'}, or that of a checkpoint (jaxrl-llm export "
+                f"--run={folder})"
+            )
         begun = ", begin a new optimizer (checkpoint.load=model,extra)" if {*refused} & OF_OPTIMIZER else ""
         raise ConfigError(
             f"the run in {folder} would go on as another one: {'; '.join(_words(x, changes[x]) for x in refused)}. Set "

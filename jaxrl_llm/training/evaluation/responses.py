@@ -1,5 +1,6 @@
 """Grades stored responses in place of a model's: the offline evaluation of verl's `main_eval`."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.data import sources
+from jaxrl_llm.data.collate import columns_of
 from jaxrl_llm.data.formats.lookup import find
 from jaxrl_llm.data.templates import is_conversational
 from jaxrl_llm.distributed.processes import all_or_none, gather
@@ -27,7 +29,7 @@ from jaxrl_llm.training.evaluation.metrics import (
 )
 from jaxrl_llm.training.logging.reward_metrics import add_logs
 
-ROWS_AT_ONCE = 1024  # responses in one call of a reward function
+ROWS_AT_ONCE = 1024  # responses in one call of a reward function, and those of its last prompt
 # The names under which rewards read these columns, whatever the file calls them.
 COLUMNS = {"prompt": "prompt", "responses": "responses", "data_source": SOURCE, "reward_model": "reward_model"}
 
@@ -118,20 +120,20 @@ def _graded(
     rewards: Rewards, stored: Sequence[StoredResponses], metrics: EvalMetrics, tokenizer: Any, state: TrainerState
 ) -> tuple[np.ndarray, list[str | None] | None, list[Numbers], Logged]:
     """The rewards `[N, F]` of all responses, their answers (None: not known), their numbers, and what is logged."""
-    pairs = [(row, response) for row in stored for response in row.responses]
-    prompt_numbers = [number for number, row in enumerate(stored) for _ in row.responses]
+    starts = np.cumsum([0, *(len(row.responses) for row in stored)])
+    by_start = itertools.groupby(enumerate(stored), lambda numbered: starts[numbered[0]] // ROWS_AT_ONCE)
     by_batch: list[np.ndarray] = [np.zeros((0, len(rewards.names)), np.float32)]
     answers: list[list[str | None] | None] = []
     numbers: list[Numbers] = []
     logged = NOTHING_LOGGED
-    for start in range(0, len(pairs), ROWS_AT_ONCE):
-        batch = pairs[start : start + ROWS_AT_ONCE]
-        texts = [text_of(response) for _, response in batch]
+    for _, rows in by_start:
+        batch = [(number, row, response) for number, row in rows for response in row.responses]
+        texts = [text_of(response) for _, _, response in batch]
         ids = [[] if tokenizer is None else tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        columns = {name: [row.columns.get(name) for row, _ in batch] for name in batch[0][0].columns}
-        prompts, completions = [row.prompt for row, _ in batch], [response for _, response in batch]
-        of_batch = prompt_numbers[start : start + ROWS_AT_ONCE]
-        graded = rewards.submit(prompts, completions, ids, columns, state, of_batch).result()
+        columns = columns_of([row.columns for _, row, _ in batch], ())
+        prompts, completions = [row.prompt for _, row, _ in batch], [response for _, _, response in batch]
+        prompt_numbers = [number for number, _, _ in batch]
+        graded = rewards.submit(prompts, completions, ids, columns, state, prompt_numbers).result()
         by_batch.append(graded.rewards)
         own, rest = by_row(rewards.names, graded.rewards, graded.logged)
         numbers, logged = numbers + own, add_logs(logged, rest)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxrl_llm.algorithms.losses import NEUTRAL
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.turns import yielded
 from jaxrl_llm.training.logging.health import HealthSpec, HealthWarnings, health_warnings
@@ -191,7 +192,7 @@ def merge(updates: list[Mapping[str, Any]]) -> Metrics:
     """The metrics of several updates as those of one step: means, and of minima and maxima the extreme.
 
     Each is that of the updates that have it: a critic may make updates of its own, and a minibatch whose rows are all
-    masked has no mean over tokens. An update that failed has the numbers with which it failed.
+    masked has neither a mean nor an extreme over tokens. An update that failed has the numbers with which it failed.
     """
     reduce, merged = {"max": max, "min": min, "sum": np.mean}, {}
     values = [{name: (x.reduce, float(x.value)) for name, x in each.items()} for each in jax.device_get(updates)]
@@ -199,6 +200,6 @@ def merge(updates: list[Mapping[str, Any]]) -> Metrics:
         failed = any(value for name, (_, value) in each.items() if name.endswith("nonfinite_gradient"))
         for name, (way, value) in each.items():
             way, known = merged.setdefault(name, (way, []))
-            if failed or not math.isnan(value):
+            if failed or not (math.isnan(value) or (way != "sum" and value == NEUTRAL[way])):
                 known.append(value)
     return {name: float(reduce[way](known)) if known else math.nan for name, (way, known) in merged.items()}

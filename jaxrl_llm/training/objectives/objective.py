@@ -8,8 +8,11 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.aggregation import loss_weights
 from jaxrl_llm.algorithms.batch import Batch
-from jaxrl_llm.algorithms.losses import Metric, Metrics
+from jaxrl_llm.algorithms.losses import NEUTRAL, Metric, Metrics, with_metrics
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.transformer import Params
+
+REDUCE: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
 
 
 class Positions(NamedTuple):
@@ -67,6 +70,35 @@ def token_metrics(metrics: Metrics, batch: Batch) -> Metrics:
         if metric.reduce == "row_mean":  # a row's number stands on each of its tokens
             share = batch.prepared.row_weights / jnp.maximum(batch.mask.sum(axis=1), 1.0)
             return Metric((batch.mask * share[:, None] * x).sum(), "sum")
-        return Metric({"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[metric.reduce](x), metric.reduce)
+        return Metric(REDUCE[metric.reduce](x), metric.reduce)
 
     return {name: scalar(metric) for name, metric in metrics.items()}
+
+
+def row_metrics(metrics: Metrics, share) -> Metrics:
+    """The metrics of rows or pairs of a micro-batch as scalars, without those whose `share` in a mean is 0."""
+
+    def scalar(metric: Metric) -> Metric:
+        x = metric.value
+        if metric.reduce in ("mean", "row_mean"):
+            return Metric(weighted(share, x), "sum")
+        counted = jnp.where(share > 0, x, NEUTRAL[metric.reduce]) if jnp.ndim(x) else x
+        return Metric(REDUCE[metric.reduce](counted), metric.reduce)
+
+    return {name: scalar(metric) for name, metric in metrics.items()}
+
+
+def weighted(weights, values) -> jax.Array:
+    """`sum(weights * values)` without reading rows of weight 0: those that fill up a batch may be no number."""
+    return (weights * jnp.where(weights > 0, values, 0.0)).sum()
+
+
+def checked_loss(result: Any, shape: tuple[int, ...], each: str) -> tuple[jax.Array, Metrics]:
+    """(loss, metrics) of what a loss returned; raises ConfigError unless it is one number for `each`, of that shape."""
+    loss, metrics = with_metrics(result)
+    if jnp.shape(loss) != shape:
+        raise ConfigError(
+            f"algorithm.loss returns an array of the shape {jnp.shape(loss)}, but it must return one number for each "
+            f"{each}, {shape}"
+        )
+    return loss, metrics

@@ -34,7 +34,7 @@ from jaxrl_llm.training.objectives.distillation import (
     teacher_term,
     weigh_spans,
 )
-from jaxrl_llm.training.objectives.objective import Objective, counted, share_of, token_metrics, weigh
+from jaxrl_llm.training.objectives.objective import Objective, checked_loss, counted, share_of, token_metrics, weigh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
             trainer = observed[0] if observed is not None and spec.old_logps_of_another else batch.old_logps
             weights, _ = _importance_weights(spec, trainer, batch)
             mean = mean_weight(weights, batch.mask, spec.importance_correction)
-            batch = batch.prepare(mean_weight=jnp.full(batch.rows, mean))
+            batch = batch.prepare(weight_scale=jnp.full(batch.rows, 1.0 / mean))
         batch = batch.prepare(row_weights=jnp.full(batch.rows, 1.0 / batch.rows))
         rows = spec.microbatch_rows or batch.rows
         options = {"max_completion_length": spec.max_completion_length, "microbatch_rows": rows}
@@ -153,12 +153,11 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
     loss is multiplied, in this order, by the off-policy sequence mask, by the top-entropy mask and by the
     importance weights of the sampler, which a loss that takes `importance_weights` gets instead.
     """
-    chosen, prepared, scalars, logps, kl = spec.loss, batch.prepared, batch.scalars, tokens.logps, tokens.kl
+    chosen, prepared, scalars, kl = spec.loss, batch.prepared, batch.scalars, tokens.kl
     mask, advantages = batch.mask, batch.advantages
-    if batch.observed is not None:
-        # Nothing else has log-probs of observation tokens, so no other term may see the policy's.
-        observed, logps = logps, jnp.where(mask > 0, logps, 0.0)
-    old_logps = old_logps_of(batch, logps)
+    # Tokens of environments, and of rows that are left out, may be so unlikely to the policy that ratios overflow.
+    logps = jnp.where(mask > 0, tokens.logps, 0.0)
+    old_logps = jnp.where(mask > 0, old_logps_of(batch, logps), 0.0)
     # Samples are weighed and rejected by the policy as it is where the old log-probs are none of the trainer's.
     trainer = jax.lax.stop_gradient(logps) if spec.old_logps_of_another else old_logps
     arguments = dict(chosen.options)
@@ -169,15 +168,14 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
     correction = None
     if spec.importance_correction != "none":
         correction, _ = _importance_weights(spec, trainer, batch)
-        if prepared.mean_weight is not None:
-            correction /= prepared.mean_weight[:, None]
+        if prepared.weight_scale is not None:
+            correction *= prepared.weight_scale[:, None]
     if correction is not None and "importance_weights" in chosen.takes:
         arguments["importance_weights"], correction = correction, None
-    per_token, metrics = with_metrics(
-        chosen.function(logps, old_logps, advantages, spec.epsilon_low, spec.epsilon_high, mask=mask, **arguments)
-    )
+    result = chosen.function(logps, old_logps, advantages, spec.epsilon_low, spec.epsilon_high, mask=mask, **arguments)
+    per_token, metrics = checked_loss(result, mask.shape, "token")
     # How far the policy is from the one that it is compared with: both KL estimates, and the ratio itself.
-    change = jax.lax.stop_gradient(jnp.where(mask > 0, logps - old_logps, 0.0))
+    change = jax.lax.stop_gradient(logps - old_logps)
     metrics = {
         "entropy": Metric(tokens.entropy),
         **metrics,
@@ -200,7 +198,7 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
     if batch.ref_logps is not None:
         ratio = None
         if spec.kl_bias_correction:
-            ratio = bounded_ratio(log_ratio_at(chosen.ratio, jnp.where(mask > 0, logps - old_logps, 0.0), mask))
+            ratio = bounded_ratio(log_ratio_at(chosen.ratio, logps - old_logps, mask))
         kl = kl_estimate(logps, batch.ref_logps, spec.kl, ratio=ratio)
     if kl is not None:
         metrics["kl"] = Metric(kl)
@@ -223,8 +221,8 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
             metrics["entropy_kept"] = Metric(share * tokens.entropy, "sum")
         value -= (coef * _weighed(counted(share, kept) * tokens.entropy, batch)).sum()
     if batch.observed is not None:
-        metrics["observations/nll"] = Metric(-prepared.observed_share * observed, "sum")
-        error = -counted(prepared.observed_share, batch.observed) * observed
+        metrics["observations/nll"] = Metric(-prepared.observed_share * tokens.logps, "sum")
+        error = -counted(prepared.observed_share, batch.observed) * tokens.logps
         value += spec.observation_coef * _weighed(error, batch).sum()
     return value, token_metrics(metrics | sampler_metrics(spec, trainer, batch), batch)
 
@@ -362,9 +360,9 @@ def sampler_metrics(spec: PolicySpec, trainer_logps, batch: Batch) -> Metrics:
         }
     return metrics | {
         "sampling/sampling_logp_difference/mean": Metric(difference),
-        "sampling/sampling_logp_difference/max": Metric(difference, "max"),
+        "sampling/sampling_logp_difference/max": Metric(jnp.where(live, difference, -jnp.inf), "max"),
         "sampling/importance_sampling_ratio/mean": Metric(ratio),
         "sampling/importance_sampling_ratio/min": Metric(jnp.where(live, ratio, jnp.inf), "min"),
-        "sampling/importance_sampling_ratio/max": Metric(jnp.where(live, ratio, 0.0), "max"),
+        "sampling/importance_sampling_ratio/max": Metric(jnp.where(live, ratio, -jnp.inf), "max"),
         "rollout_corr/kl": Metric(drift, "sum"),
     }

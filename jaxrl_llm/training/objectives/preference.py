@@ -14,12 +14,12 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms import preference_losses
 from jaxrl_llm.algorithms.batch import Batch
-from jaxrl_llm.algorithms.losses import Metric, Metrics, with_metrics
+from jaxrl_llm.algorithms.losses import Metric, Metrics
 from jaxrl_llm.algorithms.sequence_logps import sequence_logps, split_pairs, wpo_weights
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.logprobs import TokenStatistics, token_logps, token_statistics
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.training.objectives.objective import Objective, Positions
+from jaxrl_llm.training.objectives.objective import Objective, Positions, checked_loss, row_metrics, weighted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +116,7 @@ def _of_pairs(spec: PreferenceSpec, net: Net) -> Objective:
         reference = _reference(spec, batch)
         per_pair, metrics = _pair_losses(spec, separate, pairs, reference, lengths, batch.scalars.reward_shift)
         per_token = -batch.prepared.weights * tokens.logps
-        metrics |= _reward_metrics(spec, pairs, reference, lengths)
-        metrics = {name: Metric(_weighted(share, metric.value), "sum") for name, metric in metrics.items()}
+        metrics = row_metrics(metrics | _reward_metrics(spec, pairs, reference, lengths), share)
         chosen, rejected = (_is_on_side(spec, batch, side) for side in (0, 1))
         metrics |= _token_metrics(batch, chosen, rejected, tokens)
         of_chosen = _side_share(batch, chosen)
@@ -129,7 +128,7 @@ def _of_pairs(spec: PreferenceSpec, net: Net) -> Objective:
         if spec.use_weighting:
             pair_weights = wpo_weights(tokens.logps, tokens.log_sum_squares, batch.mask, together)
             per_pair, per_token = per_pair * pair_weights, per_token * jnp.repeat(pair_weights, together)[:, None]
-        value = _weighted(share, per_pair) + per_token.sum()
+        value = weighted(share, per_pair) + per_token.sum()
         if batch.prepared.tangent is not None:
             slope, height = batch.prepared.tangent.T
             value += (height + slope * (sums - jax.lax.stop_gradient(sums))).sum()
@@ -142,11 +141,6 @@ def _of_pairs(spec: PreferenceSpec, net: Net) -> Objective:
 def _is_on_side(spec: PreferenceSpec, batch: Batch, side: int) -> jax.Array:
     """True `[N]` on the rows of a side: 0 chosen, 1 rejected, 2 gold."""
     return jnp.arange(batch.rows) % spec.together == side
-
-
-def _weighted(weights, values) -> jax.Array:
-    """`sum(weights * values)` without reading rows of weight 0: those that fill up a batch may be no number."""
-    return (weights * jnp.where(weights > 0, values, 0.0)).sum()
 
 
 def _reference(spec: PreferenceSpec, batch: Batch) -> tuple[jax.Array, jax.Array] | None:
@@ -168,7 +162,7 @@ def _pair_losses(
         result = loss.function(
             *pairs, *(reference or (None, None)), spec.beta, lengths=lengths, **loss.options, **shift
         )
-        per_pair, own = with_metrics(result)
+        per_pair, own = checked_loss(result, total.shape, "pair")
         total += loss.weight * per_pair
         metrics |= own
     return total, metrics
@@ -181,8 +175,8 @@ def _nll_weights(spec: PreferenceSpec, batch: Batch) -> jax.Array:
     for loss in spec.losses:
         mask = batch.mask > 0
         if loss.nll_on_prompt:
-            first = jnp.arange(mask.shape[1]) == 0  # which nothing predicts
-            mask = mask.any(axis=1, keepdims=True) & (batch.inputs.segments != 0) & ~first
+            real = batch.inputs.segments != 0
+            mask = mask.any(axis=1, keepdims=True) & real & (real.cumsum(axis=1) > 1)  # nothing predicts the first
         side = _is_on_side(spec, batch, 2 if loss.rows == "triple" else 0)
         tokens = side[:, None] & mask
         weights += loss.weight * (loss.nll_weight or 0.0) * tokens / jnp.maximum(tokens.sum(), 1)
@@ -288,19 +282,19 @@ def _of_labels(spec: PreferenceSpec, net: Net) -> Objective:
             tokens = token_statistics(net, params, batch.inputs, mean_logit=True)
         sums, _ = sequence_logps(tokens.logps, batch.mask)
         reference = _sums(batch, None)
-        per_row = chosen.function(
-            sums, reference, batch.labels, spec.beta, kl=batch.prepared.baseline, **chosen.options
-        )
+        result = chosen.function(sums, reference, batch.labels, spec.beta, kl=batch.prepared.baseline, **chosen.options)
+        per_row, own = checked_loss(result, sums.shape, "row")
         ratio = sums if reference is None else sums - reference
         desirable, prepared = batch.labels > 0, batch.prepared
-        metrics = _label_metrics(batch, spec.beta, sums, ratio) | _token_metrics(batch, desirable, ~desirable, tokens)
+        metrics = row_metrics(own, prepared.row_weights) | _label_metrics(batch, spec.beta, sums, ratio)
+        metrics |= _token_metrics(batch, desirable, ~desirable, tokens)
         # Where rows of one label are all of the batch, there is no mean of the other: curves have a gap there.
         alone = (prepared.row_weights > 0) & (prepared.row_share == prepared.row_weights)
         for side, rows in (("chosen", desirable), ("rejected", ~desirable)):
             gap = jnp.where((alone & ~rows).any(), jnp.nan, 0.0)
             for name in (f"rewards/{side}", f"logps/{side}", f"logits/{side}", "rewards/margins"):
                 metrics[name] = Metric(metrics[name].value + gap, "sum")
-        return (batch.prepared.row_weights * with_metrics(per_row)[0]).sum(), metrics
+        return chosen.weight * weighted(prepared.row_weights, per_row), metrics
 
     return Objective(prepare, loss, observe if mismatched else None, Positions(alternate=mismatched))
 

@@ -11,7 +11,14 @@ from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.losses import Metric, Metrics
 from jaxrl_llm.models.logprobs import step_logits
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.training.objectives.objective import Objective, Positions, counted, share_of
+from jaxrl_llm.training.objectives.objective import (
+    Objective,
+    Positions,
+    checked_loss,
+    counted,
+    share_of,
+    token_metrics,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +38,18 @@ def process_reward_model(spec: ProcessRewardModelSpec, net: Net) -> Objective:
     def prepare(batch: Batch) -> Batch:
         right = batch.step_labels > 0.5
         of_labels = jnp.stack([share_of(batch.mask * ~right), share_of(batch.mask * right)], axis=-1)
-        return batch.prepare(token_share=share_of(batch.mask), label_share=of_labels)
+        live = (batch.mask > 0).any(axis=1)
+        row_weights = live / jnp.maximum(live.sum(), 1)
+        return batch.prepare(token_share=share_of(batch.mask), label_share=of_labels, row_weights=row_weights)
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         logits, share = step_logits(net, params, batch.inputs), batch.prepared.token_share
-        per_step = spec.function(logits, batch.step_labels, **spec.options)
+        result = spec.function(logits, batch.step_labels, **spec.options)
+        per_step, own = checked_loss(result, batch.mask.shape, "token")
         log_odds, right = logits[..., 1] - logits[..., 0], batch.step_labels > 0.5
         correct = (log_odds > 0) == right
         of_wrong, of_right = jnp.moveaxis(batch.prepared.label_share, -1, 0)
-        return (counted(share, batch.mask) * per_step).sum(), {
+        return (counted(share, batch.mask) * per_step).sum(), token_metrics(own, batch) | {
             "accuracy": Metric((share * correct).sum(), "sum"),
             "accuracy_wrong": Metric((of_wrong * correct).sum(), "sum"),
             "accuracy_right": Metric((of_right * correct).sum(), "sum"),

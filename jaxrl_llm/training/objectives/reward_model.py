@@ -12,7 +12,7 @@ from jaxrl_llm.algorithms.losses import Metric, Metrics
 from jaxrl_llm.algorithms.sequence_logps import split_pairs
 from jaxrl_llm.models.logprobs import last_scores
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.training.objectives.objective import Objective, Positions
+from jaxrl_llm.training.objectives.objective import Objective, Positions, checked_loss, row_metrics, weighted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,8 @@ def reward_model(spec: RewardModelSpec, net: Net) -> Objective:
         chosen, rejected = split_pairs(scores)
         share, counted = split_pairs(row_weights)[0], row_weights > 0
         margins = None if batch.margins is None else split_pairs(batch.margins)[0]
-        per_pair = spec.function(chosen, rejected, margins, **spec.options)
-        return (share * per_pair).sum(), {
+        per_pair, own = checked_loss(spec.function(chosen, rejected, margins, **spec.options), share.shape, "pair")
+        return weighted(share, per_pair), row_metrics(own, share) | {
             "accuracy": Metric((share * (chosen > rejected)).sum(), "sum"),
             "margin": Metric((share * (chosen - rejected)).sum(), "sum"),
             "mean_reward": Metric((row_weights * scores).sum() / 2, "sum"),

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.losses import Metric, Metrics
@@ -12,7 +13,7 @@ from jaxrl_llm.algorithms.sft_losses import nll
 from jaxrl_llm.models.chunked_softmax import Slopes
 from jaxrl_llm.models.logprobs import token_statistics
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.training.objectives.objective import Objective, token_metrics, weigh
+from jaxrl_llm.training.objectives.objective import Objective, checked_loss, token_metrics, weigh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +31,16 @@ def sft(spec: SFTSpec, net: Net) -> Objective:
     """
 
     def prepare(batch: Batch) -> Batch:
-        return weigh(batch, "token")
+        live = (batch.mask > 0).any(axis=1)
+        return weigh(batch, "token").prepare(row_weights=live / jnp.maximum(live.sum(), 1))
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         slopes = Slopes(-batch.prepared.weights) if spec.loss is nll else None
         tokens = token_statistics(net, params, batch.inputs, smoothing=spec.label_smoothing, slopes=slopes)
-        metrics = {"entropy": Metric(tokens.entropy), "mean_token_accuracy": Metric(tokens.is_top)}
-        return (batch.prepared.weights * spec.loss(tokens.logps)).sum(), token_metrics(metrics, batch)
+        # Padding has log-prob 0, at which the logarithm of 1 - p is infinite, and so is no weight of 0 times it.
+        read = jnp.where(batch.mask > 0, tokens.logps, -1.0)
+        per_token, own = checked_loss(spec.loss(read), batch.mask.shape, "token")
+        metrics = {"entropy": Metric(tokens.entropy), "mean_token_accuracy": Metric(tokens.is_top), **own}
+        return (batch.prepared.weights * per_token).sum(), token_metrics(metrics, batch)
 
     return Objective(prepare, loss)

@@ -245,6 +245,9 @@ def _index_arrays(rows: _Rows, packed: list[_Microbatch], sizes: Sizes, count: i
     out["row_idx"] = np.full((count, sizes.rows), rows.count, np.int32)
     out["logp_idx"] = np.full((count, sizes.rows, rows.width), most_read, np.int32)
     out["num_read"] = np.zeros(count, np.int32)
+    if not packed:  # a row of which nothing is read, as means over none are no numbers: rows that fill up are 0
+        together = sizes.group_size if sizes.whole_groups else 1
+        out["row_idx"][0, :together] = np.arange(together)
     for microbatch, clusters in enumerate(packed):
         held = 0
         for cluster, placements in clusters:

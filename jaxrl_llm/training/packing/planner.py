@@ -182,7 +182,9 @@ def tokens_in(room: float, net: ModelConfig, gradients: bool) -> int:
     products = (
         2 * max(net.head_dim, net.full_head_dim) * (net.heads + net.kv_heads) + net.width + 2 * ffn
     )  # the results of matmuls
-    layer = LAYER_RESULTS * size * (products + 2 * net.width)
+    routed = net.experts_per_token * (net.expert_width or net.width)  # a token's copies, and what experts make of them
+    products += routed
+    layer = LAYER_RESULTS * size * (products + 2 * net.width + routed)
     kept = {"none": layer, "dots": size * (products + net.width), "block": size * net.width, "offload": 0}[net.remat]
     token = 2 * layer + net.layers * kept if gradients else layer
     return 2 ** int(math.log2(max(ROOM_SHARE * room / token, 1)))

@@ -1,4 +1,4 @@
-"""The lock on a run's folder: one run at a time writes there.
+"""The lock on a run's folder: one run, or server of runs, at a time writes there.
 
 `.lock` in the folder names the process that holds it, with a counter that the process raises every BEAT_SECONDS. It is
 taken over at once when the process is known to be gone (it ran on this machine since that was started, as after
@@ -33,13 +33,14 @@ SETTLE_SECONDS = 2.0  # in which the last of two writers of an object in a bucke
 class RunLock:
     """A context manager that holds the lock on `folder`, which may be in an object store, for the run of this process.
 
-    `setting` names the folder in messages. Entering raises ConfigError when another run holds it, with its host,
-    process id and start. Files are made exclusively, which also holds on network file systems; object stores have no
-    such operation, and two runs that start there within SETTLE_SECONDS may both go on.
+    `setting` names the folder in messages, and `what` is a run there, or a server. Entering raises ConfigError when
+    another one holds it, with its host, process id and start. Files are made exclusively, which also holds on network
+    file systems; object stores have no such operation, and two runs that start there within SETTLE_SECONDS may both go
+    on.
     """
 
-    def __init__(self, folder: str | Path, setting: str = "output_dir"):
-        self.folder, self.setting = path_of(folder), setting
+    def __init__(self, folder: str | Path, setting: str = "output_dir", what: str = "run"):
+        self.folder, self.setting, self.what = path_of(folder), setting, what
         self.path = self.folder / LOCK
         self._own = {**_this_process(), "id": uuid.uuid4().hex}
         self._beats = 0
@@ -68,7 +69,7 @@ class RunLock:
         if self._taker is not None:
             raise ConfigError(
                 f"{self.setting} {self.folder} was taken over by {self._taker} while this process stood still for more "
-                f"than {WATCH_SECONDS:g} s: this run ends here, and writes nothing more"
+                f"than {WATCH_SECONDS:g} s: this {self.what} writes nothing more there"
             )
 
     def _text(self) -> str:
@@ -106,11 +107,11 @@ class RunLock:
             alive = _changes(self._read, text)
         if alive:
             raise ConfigError(
-                f"{self.setting} {self.folder} is in use by another run, {_name(holder)}; wait for it, stop it, or set "
-                f"another {self.setting}"
+                f"{self.setting} {self.folder} is in use by another {self.what}, {_name(holder)}; wait for it, stop "
+                f"it, or set another {self.setting}"
             )
         if self._remove(text):
-            _tell(f"{self.folder} was left locked by {_name(holder)}, which is gone; this run takes it over")
+            _tell(f"{self.folder} was left locked by {_name(holder)}, which is gone; this {self.what} takes it over")
 
     def _is_old(self) -> bool:
         """True when the last beat is older than OLD_SECONDS by the clock of the file system itself."""

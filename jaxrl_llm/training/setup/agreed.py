@@ -5,13 +5,17 @@ weights that belong to no data and no model, or wait for ever for a step that on
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrl_llm.data import Row
+from jaxrl_llm.data.loading import DataSource, digest_of
+from jaxrl_llm.data.sources import local_files
 from jaxrl_llm.data.tokenize import COLUMNS, STEP_LABELS
 from jaxrl_llm.distributed.processes import check_agreed
 from jaxrl_llm.models import hf
@@ -19,6 +23,7 @@ from jaxrl_llm.models.model import base_and_adapter
 
 LOOKED_AT = 4096  # rows whose tokens are compared, evenly spaced; of the others their lengths
 LABELS = {"labels": "label", "pairs": "margin", "triples": "margin", "steps": STEP_LABELS}  # of rows, by their kind
+FIRST = 16  # rows of a stream that are compared
 EDGE = 1 << 16  # bytes at each end of a file that are compared, beside its size
 
 
@@ -35,9 +40,23 @@ def check_same_rows(what: str, kind: str, rows: Sequence[Row]) -> None:
         digest.update(b"".join(np.array(row[name], np.int32).tobytes() for name in names))
         digest.update(b"".join(np.array(row[name], np.float64).tobytes() for name in learned if name in row))
     check_agreed(
-        {f"the number of {what}": len(rows), f"the checksum of {what}": digest.hexdigest()[:16]},
+        {f"the number of {what}": len(rows), f"the checksum of {what}": _short(digest)},
         "Give all processes the same data, and a format that makes a row's text of that row alone",
     )
+
+
+def check_same_streams(streams: Sequence[DataSource]) -> None:
+    """Raises AgreedError, in all processes, unless the rows that they stream begin alike and are of the same files."""
+    if jax.process_count() == 1:
+        return
+    facts: dict[str, str] = {}
+    for stream in streams:
+        rows: Iterable[Any] = stream.rows
+        first = b"".join(map(digest_of, islice(rows, FIRST)))
+        what = f"the checksum of the first {FIRST} rows of {stream.name or 'the data'}"
+        facts[what] = facts.get(what, "") + _short(hashlib.sha256(first))  # of several splits of one data set
+        facts |= {name: _edges(file) for name, file in local_files(stream.path).items()}
+    check_agreed(facts, "Give all processes the same data, in the same order")
 
 
 def check_same_model(path: str, revision: str | None, allow_pickle: bool, adapter: str | None = None) -> None:
@@ -64,4 +83,8 @@ def _edges(file: Path) -> str:
         digest = hashlib.sha256(opened.read(EDGE))
         opened.seek(max(size - EDGE, 0))
         digest.update(opened.read())
-    return f"{size} bytes, {digest.hexdigest()[:16]}"
+    return f"{size} bytes, {_short(digest)}"
+
+
+def _short(digest: "hashlib._Hash") -> str:
+    return digest.hexdigest()[:16]

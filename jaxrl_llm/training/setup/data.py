@@ -16,7 +16,7 @@ from jaxrl_llm.models.model import Model, base_and_adapter, check_ids
 from jaxrl_llm.models.safetensors import read_json
 from jaxrl_llm.training.evaluation.run import NamedSet, named_sets
 from jaxrl_llm.training.packing.documents import first_fit
-from jaxrl_llm.training.setup.agreed import check_same_rows
+from jaxrl_llm.training.setup.agreed import check_same_rows, check_same_streams
 from jaxrl_llm.training.setup.evaluation import eval_spec, open_eval
 from jaxrl_llm.training.setup.specs import algorithm_of, data_spec
 
@@ -42,7 +42,9 @@ def read_data(config, train_dataset: Any, eval_dataset: Any, tokenizer: Any, mod
     seen: set[bytes] = set()
     sources, tokens = loading.open_sources(spec, tokenizer, train_dataset, seen=seen), None
     notes: list[str] = []
-    if not spec.streaming:
+    if spec.streaming:
+        check_same_streams(sources)
+    else:
         kind = "prompts" if algorithm.online else algorithm.data
         tokens = loading.tokenized(spec, sources, kind, tokenizer)
         check_same_rows("rows of the data", kind, tokens.rows)
@@ -56,7 +58,8 @@ def read_data(config, train_dataset: Any, eval_dataset: Any, tokenizer: Any, mod
             )
         if config.num_epochs is not None:
             config = config.copy_and_resolve_references()
-            config.total_steps = math.ceil(config.num_epochs * count / prompts)
+            # Rounded, as 1.1 * 10 is more than 11 in floating point.
+            config.total_steps = math.ceil(round(config.num_epochs * count / prompts, 6))
             checked = config.copy_and_resolve_references()
             checked.num_epochs = None
             validate(checked)

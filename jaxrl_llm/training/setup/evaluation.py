@@ -54,23 +54,25 @@ def eval_metrics(config) -> EvalMetrics:
     return EvalMetrics(c.correct_at, answer, c.extremes, c.interval, c.estimate)
 
 
-def eval_sources(config, tokenizer: Any, named: NamedSet, prompts: bool = False) -> list[DataSource]:
-    """The first rows of a set, by source; with `prompts` they serve as prompts whatever the algorithm learns from."""
-    return loading.first_rows(open_eval(config, tokenizer, named, prompts), named.prompts)
+def eval_data(config, tokenizer: Any, rows: Any = None) -> list[tuple[NamedSet, list[DataSource]]]:
+    """Each set that is evaluated on outside of training, with its first rows by source; `rows` are those in memory."""
+    spec, trained_on = specs.data_spec(config), set[bytes]()
+    if spec.deduplicate and not spec.eval_fraction:
+        loading.open_sources(spec, tokenizer, seen=trained_on)
+    return [
+        (named, loading.first_rows(open_eval(config, tokenizer, named, trained_on), named.prompts))
+        for named in named_sets(eval_spec(config), rows)
+    ]
 
 
-def open_eval(
-    config, tokenizer: Any, named: NamedSet, prompts: bool = False, trained_on: Iterable[bytes] = ()
-) -> list[DataSource]:
+def open_eval(config, tokenizer: Any, named: NamedSet, trained_on: Iterable[bytes]) -> list[DataSource]:
     """All rows of a set, by source; none where `loading.open_sources` finds nothing to evaluate on.
 
     `trained_on` are the digests of rows that data.deduplicate leaves out.
     """
     spec = specs.data_spec(config)
     try:
-        return loading.open_sources(
-            spec, tokenizer, named.rows, held_out=True, prompts=prompts, named=named.sources, seen={*trained_on}
-        )
+        return loading.open_sources(spec, tokenizer, named.rows, held_out=True, named=named.sources, seen={*trained_on})
     except ConfigError as error:
         ways = "or evaluate on nothing (eval.every=-1)"
         if named.sources is not None:
@@ -104,13 +106,13 @@ def build_evaluate(
 ) -> Evaluations:
     """The evaluation during training: each set by the loss on its rows, by samples for its prompts, or both."""
     by_loss: list[tuple[str, list[DataSource]]] = []
-    by_samples: list[NamedSet] = []
+    by_samples: list[tuple[NamedSet, list[DataSource]]] = []
     for named, sources in held_out:
         measure = eval_measure(config, sources)
         if measure in ("loss", "both"):
             by_loss.append((named.name, sources))
         if measure in ("samples", "both"):
-            by_samples.append(named)
+            by_samples.append((named, sources))
     if compute is not None and not by_samples:
         raise ConfigError(
             "compute_metrics reads completions, but the evaluation measures the loss alone: set eval.measure to "
@@ -148,8 +150,8 @@ def kept_prompts(config, tokenizer: Any, eval_dataset: Any) -> list[bool]:
     spec = specs.data_spec(config)
     return [
         row is not None
-        for named in named_sets(eval_spec(config), eval_dataset)
-        for source in eval_sources(config, tokenizer, named, prompts=True)
+        for _, sources in eval_data(config, tokenizer, eval_dataset)
+        for source in loading.as_prompts(sources)
         for row in loading.token_rows(
             source, "prompts", loading.row_tokenizer(spec, "prompts", tokenizer, source.folder), workers=1
         )
@@ -160,7 +162,7 @@ def build_evaluations(
     config, model: Model, grader: Rewards, eval_dataset, mesh: Mesh, environments: Environments | Agents | None = None
 ) -> tuple[Evaluation, ...]:
     """The evaluation by samples of every set, outside of training."""
-    sets = named_sets(eval_spec(config), eval_dataset)
+    sets = eval_data(config, model.tokenizer, eval_dataset)
     return tuple(_sampled_evaluations(config, model, grader, sets, mesh, environments, None))
 
 
@@ -168,7 +170,7 @@ def _sampled_evaluations(
     config,
     model: Model,
     grader: Rewards,
-    sets: list[NamedSet],
+    sets: list[tuple[NamedSet, list[DataSource]]],
     mesh: Mesh,
     environments: Environments | Agents | None,
     watch: Stopwatch | None,
@@ -176,32 +178,34 @@ def _sampled_evaluations(
 ) -> list[Evaluation]:
     """The evaluation of each set by samples; `watch` sees its phases as signs of life."""
     spec, metrics = eval_spec(config), eval_metrics(config)
-    sources = [eval_sources(config, model.tokenizer, named, prompts=True) for named in sets]
-    if not all(sources):
+    if not all(sources for _, sources in sets):
         raise ConfigError(
             f"there is nothing to evaluate on: {config.data.path} has no split 'test'; name a split with "
             "data.eval_split, or other data with data.eval_path"
         )
-    rows = [loading.tokenized(specs.data_spec(config), own, "prompts", model.tokenizer).rows for own in sources]
+    data = specs.data_spec(config)
+    rows = [loading.tokenized(data, loading.as_prompts(own), "prompts", model.tokenizer).rows for _, own in sets]
     every: list[Row] = [row for examples in rows for row in examples]
     check_same_rows("prompts to evaluate on", "prompts", every)
 
-    def sampler(sampling: SamplingParams, group_size: int) -> RolloutWorker:
-        stopwatch = Stopwatch(within=watch)
-        return build_worker(config, model, grader, mesh, sampling, group_size, every, stopwatch, environments)
+    at_once = {count: max(spec.completions_at_once // count, 1) for count in {named.samples for named, _ in sets}}
 
-    greedy = sampler(spec.sampling.greedy, 1) if spec.greedy else None
+    def sampler(sampling: SamplingParams, group_size: int, prompts: int) -> RolloutWorker:
+        stopwatch, prompts = Stopwatch(within=watch), min(prompts, len(every))
+        return build_worker(config, model, grader, mesh, sampling, group_size, every, stopwatch, environments, prompts)
+
+    greedy = sampler(spec.sampling.greedy, 1, max(at_once.values())) if spec.greedy else None
     # Sets with as many samples share a sampler, and its compiled program.
-    sampled = {count: sampler(spec.sampling, count) for count in {named.samples for named in sets}}
+    sampled = {count: sampler(spec.sampling, count, prompts) for count, prompts in at_once.items()}
     return [
         Evaluation(
             sampled[named.samples],
             greedy,
             examples,
-            max(spec.completions_at_once // named.samples, 1),
+            at_once[named.samples],
             metrics,
             named.name,
             compute,
         )
-        for named, examples in zip(sets, rows, strict=True)
+        for (named, _), examples in zip(sets, rows, strict=True)
     ]

@@ -15,6 +15,7 @@ from jaxrl_llm.models.peft import read_config
 from jaxrl_llm.models.peft_patterns import AdapterPatterns
 from jaxrl_llm.models.trained import Trained
 from jaxrl_llm.training.objectives.value import shared_critic
+from jaxrl_llm.training.reward_models import right_label
 from jaxrl_llm.training.served_teacher import ServedTeacher, Server
 from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.setup.agreed import check_same_model
@@ -91,6 +92,11 @@ def check_trainable(config, model: Model) -> None:
         raise ConfigError(
             f"model.path = {config.model.path!r} is an adapter. Set lora.path to it and model.path to {model.path!r} "
             "to train it on; or merge it first, with jaxrl_llm.save_hf(jaxrl_llm.load_model(path), folder)"
+        )
+    if config.algorithm.name == "process_reward_model" and right_label(model.hf_config or {}, config.model.path) != 1:
+        raise ConfigError(
+            f"model.path = {config.model.path!r} gives right steps the label 0 (id2label of its config.json), and "
+            "process_reward_model trains label 1 to be that of right ones: swap the rows of its head and the names"
         )
     if config.model.vision != "frozen" and model.net.config.vision is None:
         raise ConfigError(

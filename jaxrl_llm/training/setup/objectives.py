@@ -6,6 +6,9 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jaxrl_llm.algorithms import policy_losses, preference_losses, sft_losses
 from jaxrl_llm.algorithms.losses import LEVELS
 from jaxrl_llm.algorithms.off_policy import Criterion, rejection_criteria
@@ -13,11 +16,12 @@ from jaxrl_llm.algorithms.preference_losses import bradley_terry
 from jaxrl_llm.algorithms.step_losses import step_cross_entropy
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.entries import environment_options
-from jaxrl_llm.config.resolve import resolve_with_options, split_options
+from jaxrl_llm.config.resolve import resolve_with_options, split_losses, split_options
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.models.chunked_softmax import UldOptions
 from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.training.advantages import check_options
 from jaxrl_llm.training.objectives.distillation import DivergenceSpec, UldSpec, distillation
 from jaxrl_llm.training.objectives.neftune import with_neftune
 from jaxrl_llm.training.objectives.objective import Objective
@@ -75,11 +79,18 @@ def objective_of(config, net: Net) -> Objective:
 
 
 def policy_spec(config) -> PolicySpec:
-    """The policy-gradient objective of the configuration."""
+    """The policy-gradient objective of the configuration; raises ConfigError for values that its loss does not take."""
+    loss, c = policy_loss(config), config.algorithm
+
+    def call(x):
+        random = {"key": jax.random.key(0)} if "key" in loss.takes else {}
+        return loss.function(x, x, x, c.epsilon_low, c.epsilon_high, mask=x, **loss.options, **random)
+
+    check_options("algorithm.loss", _written(config, "ppo_clip"), call, jax.ShapeDtypeStruct((2, 3), jnp.float32))
     return spec_of(
         PolicySpec,
-        config.algorithm,
-        loss=policy_loss(config),
+        c,
+        loss=loss,
         kl=kl_estimator(config),
         rejection=rejection(config),
         old_logps_of_another=old_logps_setting(config) in ("sampler", "reference"),
@@ -203,7 +214,7 @@ def kl_estimator(config) -> str:
 def preference_spec(config) -> PreferenceSpec:
     """The losses that `algorithm.loss` names, joined by +, with their weights and options; auto is dpo."""
     algorithm = config.algorithm
-    written = _written(config, "dpo").split("+")
+    written = split_losses(_written(config, "dpo"))
     weights = algorithm.loss_weights or (1.0,) * len(written)
     losses = tuple(_preference_loss(config, text, weight) for text, weight in zip(written, weights, strict=True))
     if len(losses) > 1:
@@ -239,8 +250,19 @@ def needs_reference(config, environments: Collection[str] = ()) -> bool:
 def _preference_loss(config, written: str, weight: float) -> PreferenceLoss:
     function, options = _resolve(config, written, preference_losses.LOSSES, OF_PREFERENCE_LOSSES, written)
     declared = {**getattr(function, "options", {})}
-    for name in declared:
-        declared[name] = options.pop(name, declared[name])
+    for name, default in declared.items():
+        declared[name] = value = options.pop(name, default)
+        if isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, int | float):
+            takes = "True or False" if isinstance(default, bool) else "a number"
+            raise ConfigError(f"algorithm.loss is {written!r}, but {name} takes {takes}")
+
+    def call(x):
+        beta = config.algorithm.beta or 1.0  # checks.py refuses 0
+        if getattr(function, "rows", "pair") in ("pair", "triple"):
+            return function(x, x, x, x, beta, lengths=(x, x), **options)
+        return function(x, x, x, beta, kl=x[0], **options)
+
+    check_options("algorithm.loss", written, call, jax.ShapeDtypeStruct((2,), jnp.float32))
     return PreferenceLoss(
         split_options(written)[0],
         weight,
@@ -257,8 +279,10 @@ def _preference_loss(config, written: str, weight: float) -> PreferenceLoss:
 
 def reward_model_spec(config) -> RewardModelSpec:
     """The loss of a pair's scores that `algorithm.loss` names; auto is bradley_terry."""
-    losses = {"bradley_terry": bradley_terry}
-    return RewardModelSpec(*_resolve(config, "bradley_terry", losses, OF_SCORE_LOSSES))
+    function, options = _resolve(config, "bradley_terry", {"bradley_terry": bradley_terry}, OF_SCORE_LOSSES)
+    scores = jax.ShapeDtypeStruct((2,), jnp.float32)
+    check_options("algorithm.loss", _written(config, "bradley_terry"), lambda x: function(x, x, **options), scores)
+    return RewardModelSpec(function, options)
 
 
 def process_reward_model_spec(config) -> ProcessRewardModelSpec:

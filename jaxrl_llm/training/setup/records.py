@@ -15,6 +15,7 @@ from jaxrl_llm.training.checkpoint.object_store import path_of
 from jaxrl_llm.training.logging.health import HealthSpec
 from jaxrl_llm.training.logging.logger import LoggingSpec
 from jaxrl_llm.training.logging.metric_names import TRL_PPO, MetricNames, verl_names
+from jaxrl_llm.training.setup.objectives import old_logps_setting
 
 # The keys that the arguments of `train` take the place of.
 GIVEN_KEYS = {
@@ -95,8 +96,11 @@ def metric_names(config) -> MetricNames:
 def health_spec(config) -> HealthSpec:
     """The limits beyond which a run is warned of, or ended."""
     c, policy = config.watch, config.algorithm.name not in OFFLINE
-    older = tuple(f"rollout.{key}" for key in ("staleness", "partial_prompts") if config.rollout[key])
-    return HealthSpec(policy, c.kl, c.entropy, c.mismatch, config.optimizer.max_skipped_steps, older)
+    older = [f"rollout.{key}" for key in ("staleness", "partial_prompts") if config.rollout[key]]
+    if policy and old_logps_setting(config) in ("sampler", "reference"):  # each update measures the policy as it is
+        several = (("algorithm", "num_iterations"), ("batch", "minibatches"))
+        older += [f"{section}.{key}" for section, key in several if config[section][key] > 1]
+    return HealthSpec(policy, c.kl, c.entropy, c.mismatch, config.optimizer.max_skipped_steps, tuple(older))
 
 
 def peak_of(config, mesh: Mesh) -> float:

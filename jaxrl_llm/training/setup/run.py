@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from jaxrl_llm.training.evaluation.run import Evaluations
 from jaxrl_llm.training.images import check_kept
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.mixed import MixedSource
-from jaxrl_llm.training.moments import schedules_further
+from jaxrl_llm.training.moments import schedules_further, schedules_scaled
 from jaxrl_llm.training.objectives.value import critic_params, value_regression
 from jaxrl_llm.training.offline import OfflineSource
 from jaxrl_llm.training.online import OnlineSource
@@ -102,6 +102,7 @@ class Run(NamedTuple):
     state: State
     average: Average | None  # of the policy
     begin: Callable[[Params, Params | None, int], State]  # the state at a step, of parameters that were trained before
+    updates_per_step: Mapping[str, int]  # of `policy`, and of a `critic` that is a network of its own
     stopwatch: Stopwatch
     rewards: Rewards
     environments: Environments | Agents | None
@@ -236,6 +237,8 @@ def build(
         state=begin(trainable, of_critic, 0),
         average=average,
         begin=begin,
+        updates_per_step={"policy": specs.optimizer_spec(config).updates_per_step}
+        | ({} if critic_optimizer is None else {"critic": specs.critic_optimizer_spec(config).updates_per_step}),
         stopwatch=stopwatch,
         rewards=graders,
         environments=environments,
@@ -277,6 +280,19 @@ def begin_state(
     critic = init_state(of_critic, critic_optimizer, mesh, specs.critic_update_spec(config).offload)
     updates = step * specs.critic_optimizer_spec(config).updates_per_step
     return replace(state, critic=replace(critic, opt_state=schedules_further(critic.opt_state, updates)))
+
+
+def rescheduled(state: State, before: Mapping[str, int], now: Mapping[str, int]) -> State:
+    """The state with its schedules where they are with the updates per step `now`, by `Run.updates_per_step`, that were
+    counted with those `before` (without an entry: as many)."""
+
+    def scaled(name: str, opt_state: optax.OptState) -> optax.OptState:
+        return schedules_scaled(opt_state, before.get(name, now[name]), now[name])
+
+    critic = state.critic
+    if critic is not None and "critic" in now:
+        critic = replace(critic, opt_state=scaled("critic", critic.opt_state))
+    return replace(state, opt_state=scaled("policy", state.opt_state), critic=critic)
 
 
 def critic_alone(config, update_critic: Update | None) -> CriticAlone | None:

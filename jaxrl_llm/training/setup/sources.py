@@ -194,8 +194,10 @@ def _first_stage(
             "each prompt: set it to the completions that the run samples before its first step, 8, or give the column"
         )
     sampling = specs.training_sampling(config)
-    worker = build_worker(config, model, rewards, mesh, sampling, samples, list(prompts.examples), watch, environments)
-    at_once = max(batch_rows(config) // samples, 1)
+    at_once, examples = max(batch_rows(config) // samples, 1), list(prompts.examples)
+    worker = build_worker(
+        config, model, rewards, mesh, sampling, samples, examples, watch, environments, min(at_once, len(examples))
+    )
     return FirstStage(worker, prompts, advantages, reference, at_once, config.seed, folder)
 
 

@@ -147,14 +147,19 @@ def packing_spec(config) -> PackingSpec:
 
 
 def optimizer_spec(config) -> OptimizerSpec:
-    """The optimizer of the policy, or of the model that is trained."""
-    c = config.optimizer
+    """The optimizer of the policy, or of the model that is trained.
+
+    Its schedule begins behind the steps in which a critic alone is trained, and ends where it would without them.
+    """
+    c, alone = config.optimizer, config.critic.warmup_steps if config.algorithm.name == "ppo" else 0
+    steps = max(config.total_steps - alone, 0)
     return spec_of(
         OptimizerSpec,
         c,
-        total_steps=config.total_steps,
+        total_steps=steps,
+        schedule_steps=c.schedule_steps and max(c.schedule_steps - alone, 1),
         updates_per_step=config.batch.minibatches * config.algorithm.num_iterations,
-        warmup_steps=min(c.warmup_steps, config.total_steps) or math.ceil(c.warmup_ratio * config.total_steps),
+        warmup_steps=min(c.warmup_steps, steps) or math.ceil(c.warmup_ratio * steps),
         no_decay=tuple(c.no_decay),
         freeze_router=config.model.freeze_router,
         seed=config.seed,
@@ -169,6 +174,8 @@ def critic_optimizer_spec(config) -> OptimizerSpec:
         learning_rate=c.learning_rate,
         max_grad_norm=c.max_grad_norm,
         schedule=c.schedule,
+        total_steps=config.total_steps,
+        schedule_steps=config.optimizer.schedule_steps,
         warmup_steps=min(c.lr_warmup_steps, config.total_steps),
         warmup_init=0.0,
         min_lr_ratio=policy.min_lr_ratio if c.min_lr_ratio is None else c.min_lr_ratio,

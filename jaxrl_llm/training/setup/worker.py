@@ -54,8 +54,12 @@ def build_worker(
     examples: list[Row] | None,
     stopwatch: Stopwatch,
     environments: Environments | Agents | None = None,
+    at_once: int | None = None,
 ) -> RolloutWorker:
-    """A rollout worker wide enough for the prompts of `examples` or, where they are not known before, for any."""
+    """A rollout worker wide enough for the prompts of `examples` or, where they are not known before, for any.
+
+    It samples up to `at_once` prompts in one rollout; None: as many as a training step.
+    """
     c, eos, limit = config.rollout, eos_ids(model), config.rollout.max_prompt_length
     for key in ("rollout_func", "agent"):
         if config.environment[key] and (size := RowGroup.of(mesh).size) > 1:
@@ -103,7 +107,8 @@ def build_worker(
     width = limit if examples is None else specs.padded_width(longest, limit)
     check_memory(config, model, engine, width, mesh)
     if c.memory_fraction is not None:
-        prompts, memory = config.batch.prompts + c.partial_prompts, device_memory(engine_mesh)
+        memory = device_memory(engine_mesh)
+        prompts = config.batch.prompts + c.partial_prompts if at_once is None else at_once
         engine = with_fitting_slots(engine, model.params, c.memory_fraction, memory, prompts, width, engine_mesh)
     function = load_rollout_function(config.environment.rollout_func)
     if function is not None:

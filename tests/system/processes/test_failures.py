@@ -58,7 +58,8 @@ from pathlib import Path
 from jaxrl_llm.config import default
 from jaxrl_llm.config.flags import run
 from jaxrl_llm.training.checkpoint import outputs
-from jaxrl_llm.training.setup.agreed import check_same_model, check_same_rows
+from jaxrl_llm.data.loading import DataSource
+from jaxrl_llm.training.setup.agreed import check_same_model, check_same_rows, check_same_streams
 
 def main(argv):
     from jaxrl_llm.distributed import processes
@@ -80,6 +81,7 @@ def main(argv):
         lambda: check_same_rows("rows", "prompts", rows[:-2] + [{"prompt_ids": [1, 2 + own]}] * 2),
         lambda: check_same_model("other", None, False),
         lambda: outputs.check_shared(Path("checkpoints").absolute()),
+        lambda: check_same_streams([DataSource("a", [{"own": own}], dict, None, None, None)]),
     )
     for number, check in enumerate(checks):
         try:
@@ -96,12 +98,13 @@ def test_files_of_each_machine_that_differ(together, tmp_path):
     """Processes that read or write other files of one name are told which, before they compute anything of them."""
     ended = together(2, "-c", FILES, str(tmp_path / "shared"))
     assert [process.code for process in ended] == [0, 0], ended[0].err + ended[1].err
-    assert [line.partition(" ")[0] for line in ended[0].out.splitlines()] == list("3456"), ended[0].out
+    assert [line.partition(" ")[0] for line in ended[0].out.splitlines()] == list("34567"), ended[0].out
     words = (
         "the number of rows is 4999 there, 5000 here; the checksum of rows is",
         "): the checksum of rows is",
         "model.safetensors of other is '3 bytes,",
         "checkpoints is not there for process 1 (",
+        "the checksum of the first 16 rows of a is",
     )
     assert all(x in line for x, line in zip(words, ended[0].out.splitlines(), strict=True)), ended[0].out
     assert not list((tmp_path / "shared").iterdir())

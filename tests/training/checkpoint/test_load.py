@@ -17,7 +17,7 @@ from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.distributed.orbax import ocp
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.moments import updates_made
-from jaxrl_llm.training.setup.run import begin_state
+from jaxrl_llm.training.setup.run import begin_state, rescheduled
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")  # of the reader that is the oracle
 
@@ -91,7 +91,13 @@ def test_another_optimizer_may_be_named(whole, tmp_path):
     config.optimizer.name = "sgd"
     with pytest.raises(ConfigError, match=r"adamw -> sgd\. Set them back, begin a new optimizer \(checkpoint\.load"):
         jaxrl_llm.train(config, ROWS)
-    config.checkpoint.load = ("model", "extra")
+    config.checkpoint.accept_changes = ("optimizer.name",)  # whose moments no checkpoint holds
+    with pytest.raises(ConfigError, match=r"/3 holds other moments than the optimizer .*: opt_state/0/count is"):
+        jaxrl_llm.train(config, ROWS)
+    config.model.trainable, config.checkpoint.accept_changes = ("lm_head",), ("optimizer.name", "model.trainable")
+    with pytest.raises(ConfigError, match=r"model.trainable: \(empty\) -> lm_head\. .*; with another model.trainable"):
+        jaxrl_llm.train(config, ROWS)
+    config.checkpoint.load, config.model.trainable, config.checkpoint.accept_changes = ("model", "extra"), (), ()
     (own,) = jaxrl_llm.train(config, ROWS).metrics
     assert own["loss"] == whole.metrics[3]["loss"]
     moved = vector(state_of(config.output_dir, 4)["params"]) - vector(state_of(config.output_dir, 3)["params"])
@@ -117,6 +123,15 @@ def test_the_weights_alone_start_at_step_0(whole, tmp_path):
     with pytest.raises(ConfigError, match=r"deletes what is in .*/run/checkpoints, but .* is there: set"):
         jaxrl_llm.train(config, ROWS)
     assert (result.output_dir / "checkpoints" / "1").is_dir()
+
+
+@pytest.mark.slow
+def test_the_learning_rate_stays_with_the_steps(whole, tmp_path):
+    """Whatever the number of updates that a step makes from there on."""
+    config = interrupted(whole, tmp_path / "run", 2)
+    config.batch.minibatches = 2
+    rates = [own["lr"] for own in jaxrl_llm.train(config, ROWS).metrics]
+    assert RATE * (1 - 2 / STEPS) >= rates[0] > RATE * (1 - 3 / STEPS) >= rates[1] > 0
 
 
 @pytest.mark.slow
@@ -150,6 +165,20 @@ def test_weights_alone_are_loaded_once(whole, tmp_path):
     np.testing.assert_array_equal(vector(state_of(config.output_dir, 2)), ended)
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())
     assert recorded["checkpoint"]["load"] == ["model"]  # the command's own settings
+
+
+@pytest.mark.slow
+def test_another_runs_checkpoint_is_loaded_once(whole, tmp_path, capsys):
+    """In full: a run that was preempted would begin there again, and delete what it has saved."""
+    config = config_of(tmp_path / "run")
+    config.total_steps, config.average.every = 3, 1
+    config.checkpoint.resume = str(whole.output_dir / "checkpoints" / "2")
+    assert [own["step"] for own in jaxrl_llm.train(config, ROWS).metrics] == [3]
+    config.average.every = 0
+    assert jaxrl_llm.train(config, ROWS).metrics == []
+    err = capsys.readouterr().err
+    assert "was done by an earlier start: the run goes on from the checkpoint of step 3" in err
+    assert "checkpoints/3 holds average, which is left, as this run has none" in err and "deleting" not in err
 
 
 def test_links_to_the_runs_own_checkpoints(whole, tmp_path):
@@ -282,12 +311,17 @@ def test_the_critic_is_loaded_and_begins_as_the_policy_does(tmp_path):
         alone = begin_state(config, mesh, optimizer, None, loaded[0], None, 5)
         injected = optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(1.0, 0.0, 20))
         given = begin_state(config, mesh, injected, None, loaded[0], None, 5)
+        moved = rescheduled(state, {"policy": 2, "critic": 4}, {"policy": 8, "critic": 1})
     jax.tree.map(np.testing.assert_array_equal, loaded, (params, of_critic))
     for begun, updates in ((state, (5 - 3) * 2), (state.critic, 5 * 4), (shared, 5 * 2), (alone, 5 * 2)):
         adam, decay, schedule = begun.opt_state
         assert (int(updates_made(begun.opt_state)), int(adam.count)) == (updates, 0)
         assert (int(decay.count), int(schedule.count)) == (updates, updates)
         assert not any(x.any() for x in jax.tree.leaves((adam.mu, adam.nu)))
+    for begun, updates in ((moved, (5 - 3) * 8), (moved.critic, 5 * 1)):  # a run that goes on with other minibatches
+        adam, decay, schedule = begun.opt_state
+        assert (int(adam.count), int(decay.count), int(schedule.count)) == (0, updates, updates)
+    assert rescheduled(state, {}, {"policy": 8, "critic": 1}).opt_state is state.opt_state
     assert int(optax.tree_utils.tree_get(given.opt_state, "hyperparams_states")["learning_rate"].count) == 5 * 2
     assert int(state.step) == int(shared.step) == 5 and shared.opt_state[0].mu.keys() == {"w", "v"}
     jax.tree.map(np.testing.assert_array_equal, shared.critic.params, of_critic)

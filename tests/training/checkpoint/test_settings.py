@@ -10,7 +10,8 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default, from_json, to_json
 from jaxrl_llm.config.schema import BY_NAME, IDENTITY, OF_A_START
-from jaxrl_llm.training.checkpoint.settings import HISTORY, changed_settings, check_changes, start_record
+from jaxrl_llm.training.checkpoint.outputs import given_to, write_given
+from jaxrl_llm.training.checkpoint.settings import HISTORY, OF_ARRAYS, changed_settings, check_changes, start_record
 
 
 @pytest.fixture
@@ -59,7 +60,18 @@ def test_moments_of_8_bits_are_not_converted(tmp_path):
             check_changes(tmp_path, changes, accepted)
 
 
-@pytest.mark.parametrize("name", IDENTITY)
+@pytest.mark.parametrize("name", OF_ARRAYS)
+def test_other_arrays_are_not_trained_on(tmp_path, name):
+    """No checkpoint can be read into them, whatever is accepted."""
+    assert name in IDENTITY
+    words = rf"{name}: a -> b; seed: 1 -> 2\. Set them back, .*; with another {name} other arrays are .*/hf, or that of"
+    with pytest.raises(ConfigError, match=words):
+        check_changes(tmp_path, {name: ("a", "b"), "seed": (1, 2)}, ())
+    with pytest.raises(ConfigError, match=rf"another one: {name}: a -> b\. Set them back"):
+        check_changes(tmp_path, {name: ("a", "b"), "seed": (1, 2)}, (name, "seed"))
+
+
+@pytest.mark.parametrize("name", sorted({*IDENTITY} - {*OF_ARRAYS}))
 def test_what_a_run_is_does_not_change_unasked(tmp_path, name):
     changes = {name: ("a", "b"), "optimizer.learning_rate": (1.0, 2.0)}
     with pytest.raises(ConfigError, match=rf"would go on as another one: {name}: a -> b\. .*accept_changes={name}$"):
@@ -126,6 +138,7 @@ def test_in_a_run(tiny_run, tmp_path, capsys):
 def test_a_kill_while_the_settings_are_written_leaves_the_former_ones(tmp_path, former, monkeypatch):
     """Without them the next start could not tell that it is another run."""
     before = (tmp_path / "config.json").read_text()
+    write_given(tmp_path, {"model": "embedded:sort, in memory"})
     write = Path.write_text
 
     def killed(path, text, **options):
@@ -135,4 +148,7 @@ def test_a_kill_while_the_settings_are_written_leaves_the_former_ones(tmp_path, 
     monkeypatch.setattr(Path, "write_text", killed)
     with pytest.raises(KeyboardInterrupt):
         start_record(tmp_path, former, {}, 3)
+    with pytest.raises(KeyboardInterrupt):
+        write_given(tmp_path, {"model": "another, in memory"})
     assert (tmp_path / "config.json").read_text() == before
+    assert given_to(tmp_path) == {"model": "embedded:sort, in memory"}

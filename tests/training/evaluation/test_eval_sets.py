@@ -22,7 +22,7 @@ from jaxrl_llm.training.evaluation import metrics, run
 from jaxrl_llm.training.evaluation.metrics import EvalMetrics, PromptResult, prompt_results, summary
 from jaxrl_llm.training.evaluation.run import check_best, named_sets
 from jaxrl_llm.training.logging.console import evaluation_line
-from jaxrl_llm.training.setup.evaluation import build_evaluations, eval_metrics, eval_sources, eval_spec
+from jaxrl_llm.training.setup.evaluation import build_evaluations, eval_data, eval_metrics, eval_spec
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import eval_sampling
 from tests.conftest import ROOT
@@ -149,7 +149,7 @@ def test_sets_as_texts_and_dictionaries():
     assert mixed.sources == [{"path": "task:sort", "name": "x"}, {"path": "task:sort_demos"}]
     assert named_sets(eval_spec(from_json(to_json(config)))) == [easy, mixed]
     tokenizer = load_model("embedded:sort").tokenizer
-    assert [len(part.rows) for part in eval_sources(config, tokenizer, mixed, prompts=True)] == [2, 1]
+    assert [len(part.rows) for part in eval_data(config, tokenizer)[1][1]] == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_set_that_is_not_there_is_named():
     config = default()
     config.eval.sets = ("a=task:sort(split='tset')",)
     with pytest.raises(ConfigError, match=r"no split 'tset'.*see eval.sets, a;"):
-        eval_sources(config, load_model("embedded:sort").tokenizer, named_sets(eval_spec(config))[0])
+        eval_data(config, load_model("embedded:sort").tokenizer)
 
 
 def test_a_file_of_one_split(tmp_path):
@@ -205,6 +205,7 @@ def test_own_sampling():
 # --- metrics of a model ---
 
 
+@pytest.mark.slow
 def test_sets_and_sources(config):
     """Each set is measured as if it were alone; data sources of a set are measured apart."""
     config.eval.extremes, config.eval.interval = True, 0.9
@@ -237,6 +238,7 @@ def test_the_spread_of_samples_as_verl_has_it():
     assert not {"reward_std", "accuracy_std"} & summary(rows, EvalMetrics()).keys()
 
 
+@pytest.mark.slow
 def test_what_is_right_how_it_is_sampled_and_estimated(config):
     """Samples of the smallest top_p are the greedy ones; two of four first rewards of 0.5 are right at 0.5."""
     seen = []

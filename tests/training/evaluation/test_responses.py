@@ -118,6 +118,32 @@ def test_each_function_and_what_it_logs(monkeypatch):
     assert set(steps) == {(7, 7)}
 
 
+def test_responses_of_a_prompt_are_graded_together(monkeypatch):
+    """However many there are: a function may compare them."""
+    calls = []
+
+    def best(completions, prompt_numbers):
+        calls.append(prompt_numbers)
+        return [float(x == max(y for y, m in zip(completions, prompt_numbers, strict=True) if n == m))
+                for x, n in zip(completions, prompt_numbers, strict=True)]  # fmt: skip
+
+    monkeypatch.setattr(responses, "ROWS_AT_ONCE", 4)
+    rows = [{"prompt": "a", "responses": ["1", "2", "3"]}, {"prompt": "a", "responses": ["9", "7", "8"]},
+            {"prompt": "b", "responses": "1"}]  # fmt: skip
+    assert evaluate_responses(default(), rows, best)["eval/reward"] == pytest.approx((1 / 3 + 1 / 3 + 1) / 3)
+    assert [len(numbers) for numbers in calls] == [6, 1]
+
+
+def test_a_response_without_content():
+    """A message that calls a tool has none; its text is empty."""
+    row = {"prompt": [{"role": "user", "content": "q"}], "answer": "2", "ground_truth": "2"}
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "2"}]}
+    names = ["exact_match", "boxed_accuracy", "gsm8k_accuracy", "numeric_answer", "think_format", "target_length"]
+    found = evaluate_responses(default(), [row | {"responses": [[calls], [parts]]}], names)
+    assert found["eval/rewards/exact_match/mean"] == found["eval/rewards/numeric_answer/mean"] == 0.5
+
+
 def test_what_graders_see():
     seen = {}
 

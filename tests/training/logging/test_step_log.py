@@ -78,6 +78,8 @@ def test_means_over_no_token_are_left_out_of_a_step():
     assert math.isnan(merge(updates_of(masked, masked))["entropy"])
     merged = merge(updates_of(whole, failed))
     assert math.isnan(merged["loss"]) and merged["nonfinite_gradient"] == 0.5
+    highest, none = ({"share": Metric(value, "max")} for value in (-0.5, -math.inf))
+    assert merge([none, highest]) == {"share": -0.5} and math.isnan(merge([none, none])["share"])
 
 
 @pytest.mark.parametrize(("of", "words"), [("", "the gradient is not"), ("critic/", "the critic has a gradient")])

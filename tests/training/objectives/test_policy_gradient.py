@@ -7,6 +7,7 @@ import pytest
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.models.logprobs import TokenStatistics
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.objectives import policy_gradient
@@ -145,7 +146,8 @@ def test_entropy_bonus_lowers_the_loss_by_the_mean_entropy():
 
 
 # With and without slopes that are known before the log-probs are.
-@pytest.mark.parametrize("beta", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_observation_tokens_are_predicted(beta):
     config = default()
     config.algorithm.beta = beta
@@ -263,6 +265,9 @@ def clipped(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=None):
 def plain(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=None):
     return -jnp.exp(logps - old_logps) * advantages
 
+def mean(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=None):
+    return plain(logps, old_logps, advantages, epsilon_low, epsilon_high).mean()
+
 def by_likelihood(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=None):
     return -jnp.exp(logps - old_logps) * advantages * (jax.lax.stop_gradient(logps) > -3)
 """
@@ -279,6 +284,9 @@ def test_a_loss_of_ones_own(tmp_path):
         objective = objective_of(config, NET)
         assert policy_gradient.reads_ratio_alone(policy_spec(config).loss) == (name != "by_likelihood")
         found[name] = jax.jit(jax.value_and_grad(objective.loss, has_aux=True))(PARAMS, objective.prepare(batch))
+    config.algorithm.loss = f"{tmp_path / 'own.py'}:mean"
+    with pytest.raises(ConfigError, match=r"mean returns .* the shape \(\), but it must return one .* token, \(4, 7\)"):
+        jax.eval_shape(objective_of(config, NET).loss, PARAMS, objective.prepare(batch))
     (value, metrics), gradient = found["clipped"]
     (expected, _), expected_gradient = found["ppo_clip"]
     np.testing.assert_allclose(value, expected, rtol=1e-6)
@@ -320,6 +328,49 @@ def test_rejected_tokens_and_normalised_weights():
     }
     for name, value in wanted.items():
         np.testing.assert_allclose(values[f"rollout_corr/{name}"], value, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_rows_that_fill_up_a_micro_batch_add_nothing():
+    """Packed micro-batches are filled up with rows that are 0 in every array, weights of the whole batch among them."""
+    config, batch = default(), jax.tree.map(jnp.asarray, make_batch())
+    config.algorithm.update(
+        {"beta": 0.1, "kl_bias_correction": True, "entropy_coef": 0.1, "importance_correction": "token_truncate",
+         "importance_normalize": True, "rejection": "seq_mean_k1", "rejection_bounds": "0.1_10.0",
+         "off_policy_mask_threshold": 0.1}
+    )  # fmt: skip
+    spec, prepared = policy_spec(config), objective_of(config, NET).prepare(batch)
+    filled = prepared.map_rows(lambda x: jnp.concatenate([x, jnp.zeros_like(x[:2])]))
+
+    def value(logps, batch):
+        return policy_gradient.policy_objective(spec, TokenStatistics(logps, -logps, -logps), batch)
+
+    @jax.jit
+    def found(logps):
+        of_both = ((logps, prepared), (jnp.concatenate([logps, jnp.zeros_like(logps[:2])]), filled))
+        return [jax.value_and_grad(value, has_aux=True)(*each) for each in of_both]
+
+    (rows, slopes), (more, slopes_of_more) = found(batch.old_logps + 0.1 * batch.mask)
+    np.testing.assert_allclose(more[0], rows[0], rtol=1e-5)
+    np.testing.assert_allclose(slopes_of_more[:4], slopes, rtol=1e-5)
+    np.testing.assert_array_equal(slopes_of_more[4:], 0)
+    for name, metric in rows[1].items():
+        np.testing.assert_allclose(more[1][name].value, metric.value, rtol=1e-5, err_msg=name)
+
+
+def test_tokens_outside_the_mask_may_have_any_probability():
+    """exp(100) is infinite in float32: what an environment wrote may be far less likely than to the reference."""
+    config, batch = default(), jax.tree.map(jnp.asarray, make_batch())
+    config.algorithm.update({"beta": 0.1, "kl_bias_correction": True})
+    spec, prepared = policy_spec(config), objective_of(config, NET).prepare(batch)
+
+    @jax.jit
+    def found(elsewhere):
+        def value(logps):
+            return policy_gradient.policy_objective(spec, TokenStatistics(logps, -logps, -logps), prepared)[0]
+
+        return jax.value_and_grad(value)(jnp.where(batch.mask > 0, batch.old_logps + 0.1, elsewhere))
+
+    jax.tree.map(np.testing.assert_array_equal, found(-100.0), found(-1.0))
 
 
 def test_rejection_against_the_sampler_reads_the_policy_itself():

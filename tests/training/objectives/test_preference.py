@@ -262,6 +262,8 @@ def test_apo_zero_unpaired_reads_every_row():
     sigmoid = 1 / (1 + np.exp(-u))
     value, metrics = evaluate(config_of("apo_zero_unpaired"), batch)
     np.testing.assert_allclose(value, np.where(batch.labels > 0, 1 - sigmoid, sigmoid).mean(), rtol=2e-5)
+    half, _ = evaluate(config_of("apo_zero_unpaired", loss_weights=(0.5,)), batch)
+    np.testing.assert_allclose(half, 0.5 * value, rtol=1e-6)
     np.testing.assert_allclose(metrics["rewards/rejected"], u[batch.labels == 0].mean(), rtol=2e-4)
 
 
@@ -316,10 +318,53 @@ def test_rewards_of_means_compare_with_means_of_the_reference(tmp_path):
     np.testing.assert_allclose(metrics["logps/rejected"], (policy / lengths)[1::2].mean(), rtol=1e-5)
 
 
+def test_metrics_of_a_loss_are_reduced_as_it_says(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from jaxrl_llm.algorithms.losses import Metric, declare\n\n\n"
+        "def numbers(x):\n"
+        "    names = ('mean', 'sum', 'max', 'min')\n"
+        "    return {f'own/{name}': Metric(x, name) for name in names} | {'own/one': Metric(0 * x[0] + 3.0)}\n\n\n"
+        "@declare(reference=True)\n"
+        "def pairs(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta, *, lengths):\n"
+        "    return policy_rejected, numbers(policy_chosen)\n\n\n"
+        "@declare(rows='label')\n"
+        "def labels(policy, ref, labels, beta, *, kl):\n"
+        "    return policy, numbers(policy)\n\n\n"
+        "def mean(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta, *, lengths):\n"
+        "    return policy_rejected.mean()\n"
+    )
+    policy, _, _ = sums_of()
+    blank = make_batch().mask * (np.arange(8) < 6)[:, None]  # the last pair fills up the batch
+    for name, rows, labels in (("pairs", slice(0, 6, 2), False), ("labels", slice(0, 6), True)):
+        batch = make_batch(labels=labels).replace(mask=blank)
+        _, metrics = evaluate(config_of(f"{tmp_path}/own.py:{name}"), batch)
+        for reduce in ("mean", "sum", "max", "min"):
+            expected = getattr(policy[rows], reduce)()
+            np.testing.assert_allclose(metrics[f"own/{reduce}"], expected, rtol=1e-5, err_msg=f"{name} {reduce}")
+        np.testing.assert_allclose(metrics["own/one"], 3.0, rtol=1e-6)
+    with pytest.raises(ConfigError, match=r"algorithm\.loss returns .* one number for each pair, \(4,\)"):
+        evaluate(config_of(f"{tmp_path}/own.py:mean"), make_batch())
+
+
 # --- reward model ---
 
 SCORE_NET = Net(ModelConfig(**SHAPE, init_scale=0.3, scan_layers=False, head="score"))
 SCORE_PARAMS = SCORE_NET.init(jax.random.key(2))
+
+
+@pytest.mark.slow
+def test_a_loss_of_scores_with_metrics(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from jaxrl_llm.algorithms.losses import Metric\n\n\n"
+        "def own(chosen, rejected, margin, share=1.0):\n"
+        "    return share * (rejected - chosen), {'own/most': Metric(chosen - rejected, 'max')}\n"
+    )
+    config = config_of(f"{tmp_path}/own.py:own(share=2.0)")
+    config.algorithm.name = "reward_model"
+    blank = make_batch().mask * (np.arange(8) < 6)[:, None]
+    value, metrics = evaluate(config, make_batch().replace(ref_logps=None, mask=blank), SCORE_NET, SCORE_PARAMS)
+    np.testing.assert_allclose(value, -2.0 * float(metrics["margin"]), rtol=1e-5)
+    assert float(metrics["margin"]) < float(metrics["own/most"]) < 100.0
 
 
 @pytest.mark.slow
@@ -505,15 +550,17 @@ def test_micro_batches_of_triples_change_nothing(loss):
         np.testing.assert_allclose(part_metrics[name], metrics[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_padding_on_the_left_and_order_change_no_triple():
-    batch, order = make_triples(), np.array([2, 0, 3, 1])
-    expected, metrics = evaluate(config_of("tpo"), batch)
-    rows = (order[:, None] * 3 + np.arange(3)).reshape(-1)
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss", "together"), [("tpo", 3), ("orpo", 2)])
+def test_padding_on_the_left_and_order_change_no_loss(loss, together):
+    batch, order = make_triples() if together == 3 else make_batch(), np.array([2, 0, 3, 1])
+    expected, metrics = evaluate(config_of(loss), batch)
+    rows = (order[:, None] * together + np.arange(together)).reshape(-1)
     moved = batch.take(rows)
     ends = np.asarray(moved.inputs.segments).sum(1)
     shift = (np.arange(8)[None] - (8 - ends)[:, None]) % 8
     moved = moved.map_rows(lambda x: np.take_along_axis(np.asarray(x), shift, axis=1))
-    value, other = evaluate(config_of("tpo"), moved)
+    value, other = evaluate(config_of(loss), moved)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for name in metrics:
         np.testing.assert_allclose(other[name], metrics[name], rtol=1e-5, atol=1e-6, err_msg=name)
@@ -531,6 +578,12 @@ def test_padding_on_the_left_and_order_change_no_triple():
         ("ppo_clip", {}, ["algorithm.loss", "'ppo_clip'", "dpo"]),
         ("dpo(gamma=1)", {}, ["algorithm.loss", "dpo has no option 'gamma'", "label_smoothing"]),
         ("dpo(beta=1)", {}, ["no option 'beta'"]),
+        ("dpo(divergence='kl')", {}, ["algorithm.loss is", "unknown divergence 'kl'"]),
+        ("sft+robust(label_smoothing=0.5)", {}, ["algorithm.loss is 'robust(label_smoothing=0.5)'", "[0, 0.5)"]),
+        ("discopop(temperature=0)", {}, ["algorithm.loss is", "above 0; got 0"]),
+        ("kto(desirable_weight='2')", {}, ["algorithm.loss is", "another type"]),
+        ("cpo(nll_weight='1')", {}, ["algorithm.loss is", "nll_weight takes a number"]),
+        ("orpo(nll_on_prompt='False')", {}, ["algorithm.loss is", "nll_on_prompt takes True or False"]),
         ("kto", {"ld_alpha": 0.5}, ["ld_alpha", "kto learns from labels"]),
         ("aot", {"use_weighting": True}, ["use_weighting", "aot"]),
         ("tpo(nll_weight=0.0)", {}, ["tpo reads gold completions (the column reference)", "write cpo(nll_weight=0)"]),

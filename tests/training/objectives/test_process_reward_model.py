@@ -68,10 +68,17 @@ def updated(config, batch: Batch, packed: bool = False):
         return state.params, metrics
 
 
-def test_by_hand():
-    """The mean over all steps of the batch, wherever their rows have their padding."""
-    batch = make_batch()
-    params, objective = NET.init(jax.random.key(1)), objective_of(config_of(), NET)
+def test_by_hand(tmp_path):
+    """The mean over all steps of the batch, wherever their rows have their padding, and a metric of one's own."""
+    (tmp_path / "own.py").write_text(
+        "from jaxrl_llm.algorithms.losses import Metric\n"
+        "from jaxrl_llm.algorithms.step_losses import step_cross_entropy\n\n\n"
+        "def own(logits, labels):\n"
+        "    return step_cross_entropy(logits, labels), {'own/log_odds': Metric(logits[..., 1] - logits[..., 0])}\n"
+    )
+    batch, config = make_batch(), config_of()
+    config.algorithm.loss = f"{tmp_path}/own.py:own"
+    params, objective = NET.init(jax.random.key(1)), objective_of(config, NET)
     logits = np.asarray(NET.bind(params)(batch.inputs.tokens, batch.inputs.segments), np.float64)
     steps, right = np.asarray(batch.mask) > 0, np.asarray(batch.step_labels) > 0
     log_odds = logits[..., 1] - logits[..., 0]
@@ -85,8 +92,10 @@ def test_by_hand():
     assert metrics["accuracy_wrong"] == pytest.approx(correct[steps & ~right].mean())
     assert metrics["margin"] == pytest.approx(np.where(right, log_odds, -log_odds)[steps].mean(), rel=1e-4)
     assert metrics["mean_reward"] == pytest.approx((1 / (1 + np.exp(-log_odds)))[steps].mean(), rel=1e-5)
+    assert metrics["own/log_odds"] == pytest.approx(log_odds[steps].mean(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_update_is_the_same_however_rows_lie():
     """In micro-batches, in another order with padding on the left, and packed."""
     params, metrics = updated(config_of(), make_batch())

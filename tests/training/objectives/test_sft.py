@@ -82,6 +82,27 @@ def test_dft_weighs_each_token_by_its_probability(params):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, by_params)
 
 
+def test_a_loss_of_ones_own_with_metrics(params, tmp_path):
+    """Its numbers are those of the tokens in the mask: on padding, of log-prob 0, this one is infinite."""
+    (tmp_path / "own.py").write_text(
+        "import jax.numpy as jnp\n\nfrom jaxrl_llm.algorithms.losses import Metric\n\n\n"
+        "def unlikely(logps):\n"
+        "    metrics = {'own/p': Metric(jnp.exp(logps)), 'own/rows': Metric(logps, 'row_mean')}\n"
+        "    return -jnp.log(-jnp.expm1(logps)), metrics\n\n\n"
+        "def mean(logps):\n    return -logps.mean()\n"
+    )
+    batch, objective = batch_of(), objective_of(config_of(loss=f"{tmp_path}/own.py:unlikely"), NET)
+    gradient, metrics = jax.jit(jax.grad(lambda p: objective.loss(p, objective.prepare(batch)), has_aux=True))(params)
+    logits = jax.nn.log_softmax(NET.bind(params)(batch.inputs.tokens, batch.inputs.segments))[:, :-1]
+    logps = np.asarray(jnp.take_along_axis(logits, batch.inputs.tokens[:, 1:, None], axis=-1)[..., 0])
+    mask = batch.mask[:, 1:]
+    np.testing.assert_allclose(metrics["own/p"], np.exp(logps)[mask > 0].mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["own/rows"], ((logps * mask).sum(1) / mask.sum(1)).mean(), rtol=1e-5)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
+    with pytest.raises(ConfigError, match=r"algorithm\.loss returns .* \(\), .* for each token, \(4, 9\)"):
+        loss_and_gradient(config_of(loss=f"{tmp_path}/own.py:mean"), params, batch)
+
+
 def test_losses_of_sft(params, tmp_path):
     plain, gradient = loss_and_gradient(config_of(), params, batch_of())
     (tmp_path / "own.py").write_text("def likelihood(logps, scale=1.0):\n    return -scale * logps\n")

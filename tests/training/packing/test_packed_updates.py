@@ -16,6 +16,7 @@ from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.rope import Rope
 from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.training.microbatch import microbatches_of
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.objectives.value import value_regression
 from jaxrl_llm.training.packing import planner
@@ -148,8 +149,11 @@ POLICY_CASES = {
     "an entropy bonus": ({"algorithm__entropy_coef": 0.1}, ON_POLICY),
     "top entropy": ({"algorithm__top_entropy_quantile": 0.5, "rollout__temperature": 0.7}, {}),
     "tokens chosen in the whole batch": ({"algorithm__loss": "clip_cov(fraction=0.3)"}, {"seeds": 3}),
+    "weights by their mean": (
+        {"algorithm__importance_correction": "token_truncate", "algorithm__importance_normalize": True}, {},
+    ),
     "one micro-batch": ({"batch__microbatch_tokens": 400}, {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -161,6 +165,18 @@ def test_policy_gradients(case):
         fields = fields | {"seeds": jnp.full(ROWS, 3, jnp.uint32)}
     config = config_of("grpo", **({"algorithm__beta": 0.1} | settings))
     check_same(config, online_batch(**fields))
+
+
+def test_a_batch_without_a_token_has_no_means():
+    """Packed rows leave rows out of which nothing is read; where that are all, shares of a mean are no numbers yet."""
+    net, mesh, batch = Net(SHAPE), make_mesh(devices=jax.devices()[:1]), online_batch(mask=jnp.zeros((ROWS, 9)))
+    config = config_of("grpo")
+    with jax.set_mesh(mesh):
+        objective = objective_of(config, net)
+        layout = packer_of(config, SHAPE, mesh, objective, sample_of(online_batch()))(batch).inputs.layout
+        micro = microbatches_of(objective.prepare(batch).with_layout(layout), 1, 1)
+        rows = micro.take(0)
+    assert micro.count == 1 and jnp.isnan(rows.prepared.token_share.sum()) and rows.prepared.weights.sum() == 0
 
 
 PREFERENCES = {
@@ -352,6 +368,9 @@ def test_micro_batches_are_as_large_as_memory_allows():
         planner.tokens_in(1e9, shape, gradients=True) for shape in kept
     )
     assert planner.tokens_in(1e9, SHAPE, gradients=False) > one
+    # Of a mixture as wide as the dense one, with a copy of each token and a result for each of its experts.
+    split = dataclasses.replace(SHAPE, experts=16, experts_per_token=8, expert_ffn=SHAPE.ffn // 8, ffn=0)
+    assert all(planner.tokens_in(1e9, split, x) < planner.tokens_in(1e9, SHAPE, x) for x in (True, False))
     room = next(2.0**n for n in range(50) if planner.tokens_in(2.0**n, SHAPE, gradients=True) == 16384)
     most, between = made(1e12), made(room)
     assert 3 <= most.used <= 4 and tokens(most) > tokens(between) > tokens(least) and tokens(most) > tokens(unknown)

@@ -1,7 +1,12 @@
 """The checksums by which processes see that they have read the same; tests/system/processes has real ones."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+from jaxrl_llm.data.loading import DataSource
+from jaxrl_llm.data.sources import RowList
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.training.setup import agreed
 
@@ -42,6 +47,35 @@ def test_labels_that_differ(of_two):
     ):
         same, other = (of_two(agreed.check_same_rows, "rows", kind, [row]) for row in (rows, rows | changes))
         assert same != other, kind
+
+
+def test_streams_that_differ(of_two, tmp_path, monkeypatch):
+    """In one of the first rows, or in a file's size or ends."""
+    found = []
+    rows = [{"prompt": f"{n:06d}", "completion": "x"} for n in range(40)]
+    changes = ({}, {}, {agreed.FIRST - 1: "y"}, {39: "y"}, {39: "yy"})
+    for number, changed in enumerate(changes):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(tmp_path / str(number))
+        own = [row | {"completion": changed.get(n, "x")} for n, row in enumerate(rows)]
+        Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+        source = DataSource("rows.jsonl", RowList(own), dict, None, None, None, path="rows.jsonl")
+        facts = of_two(agreed.check_same_streams, [source])
+        assert list(facts) == ["the checksum of the first 16 rows of rows.jsonl", "rows.jsonl of rows.jsonl"]
+        found.append(tuple(facts.values()))
+    assert found[0] == found[1] and len(set(found)) == len(found) - 1
+    assert [facts[0] == found[0][0] for facts in found] == [True, True, False, True, True]
+    in_memory = of_two(agreed.check_same_streams, [source._replace(name="", path=rows)])
+    assert in_memory == {"the checksum of the first 16 rows of the data": found[-1][0]}
+    # Files of one name in folders of one, and parts of one data set.
+    for part in ("a", "b"):
+        (tmp_path / "folder" / part).mkdir(parents=True)
+        (tmp_path / "folder" / part / "rows.jsonl").write_text(json.dumps(rows[0]))
+    both = [source._replace(rows=RowList(own), path=str(tmp_path / "folder")) for own in (rows[:1], rows[1:])]
+    facts = of_two(agreed.check_same_streams, both)
+    assert [name.partition(" of ")[0] for name in facts][1:] == ["a/rows.jsonl", "b/rows.jsonl"]
+    what = "the checksum of the first 16 rows of rows.jsonl"
+    assert of_two(agreed.check_same_streams, [both[1], both[1]])[what] != facts[what]
 
 
 def test_models_that_differ(of_two, tmp_path):

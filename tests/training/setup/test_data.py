@@ -33,6 +33,9 @@ def test_epochs_are_counted_in_rows_that_are_used(config):
     data = read(config)
     assert data.config.total_steps == 5  # 40 rows by 8
     assert "20 rows, all 20 used; 2.5 steps an epoch of 8 rows; 5 steps are 2 epochs" in data.notes[0]
+    config.num_epochs, config.batch.prompts = 1.1, 2
+    assert read(config).config.total_steps == 11  # 1.1 * 20 / 2 is 11.000000000000002
+    config.batch.prompts = 8
     config.data.max_length, config.data.overlong, config.num_epochs = 13, "filter", 0.4
     longer = [*ROWS, {"prompt": "sort:1000000=", "completion": "0000001"}]
     data = read(config, longer)

@@ -1,5 +1,6 @@
 """What a run asks of the devices' memory: slots by a share of it, and what is left for micro-batches."""
 
+import contextlib
 import dataclasses
 from types import SimpleNamespace
 
@@ -15,6 +16,8 @@ from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.training.packing.planner import tokens_in
 from jaxrl_llm.training.setup import memory, worker
+from jaxrl_llm.training.setup.evaluation import build_evaluations
+from jaxrl_llm.training.setup.sources import build_rewards
 from jaxrl_llm.training.setup.specs import rollout_spec
 
 PROMPTS, WIDTH, LONGEST = 4, 16, 24
@@ -80,6 +83,25 @@ def test_a_run_within_a_share_of_the_memory(root, tmp_path, monkeypatch, tiny_ru
     assert used[-1].slots == 9
     for name in ("loss", "reward", "grad_norm", "completions/mean_length"):
         assert found[name] == before[name]
+
+
+def test_evaluations_count_the_prompts_that_they_sample_at_once(model, monkeypatch):
+    """As many as give a step's rows: more than a step's prompts, where each has fewer samples."""
+    config, counts = default(), []
+    config.rollout.memory_fraction, config.rollout.group_size, config.batch.prompts = 0.5, 8, 4
+    config.eval.samples, config.eval.prompts = 4, 6
+
+    def watched(engine, params, share, total, prompts, *others):
+        counts.append((engine.group_size, prompts))
+        return engine
+
+    monkeypatch.setattr(worker, "with_fitting_slots", watched)
+    mesh, rewards = make_mesh(devices=jax.devices()[:1]), [lambda completions, **_: [0.0] * len(completions)]
+    with contextlib.closing(build_rewards(config, rewards)) as grader:
+        build_evaluations(config, model, grader, None, mesh)
+        config.eval.prompts = 40
+        build_evaluations(config, model, grader, None, mesh)
+    assert counts == [(1, 6), (4, 6), (1, 8), (4, 8)]
 
 
 def test_what_a_run_leaves_free(model, monkeypatch):
