@@ -189,7 +189,7 @@ def test_gradients_of_microbatches_add_up_in_fp32(monkeypatch, backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scan", "tied"), itertools.product([False, True], repeat=2))
+@pytest.mark.parametrize(("scan", "tied"), list(itertools.product([False, True], repeat=2)))
 def test_gradients_added_in_place_are_the_same(monkeypatch, scan, tied):
     """CPUs, and several GPUs, add those of a layer to its part of the sums, where the backward pass makes them."""
     net = Net(dataclasses.replace(NET.config, scan_layers=scan, tie_embeddings=tied, remat="block"))

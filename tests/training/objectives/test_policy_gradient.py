@@ -285,7 +285,7 @@ def test_a_loss_of_ones_own(tmp_path):
         assert policy_gradient.reads_ratio_alone(policy_spec(config).loss) == (name != "by_likelihood")
         found[name] = jax.jit(jax.value_and_grad(objective.loss, has_aux=True))(PARAMS, objective.prepare(batch))
     config.algorithm.loss = f"{tmp_path / 'own.py'}:mean"
-    with pytest.raises(ConfigError, match=r"mean returns .* the shape \(\), but it must return one .* token, \(4, 7\)"):
+    with pytest.raises(ConfigError, match=r"loss returns .* the shape \(\), but it must return one .* token, \(4, 7\)"):
         jax.eval_shape(objective_of(config, NET).loss, PARAMS, objective.prepare(batch))
     (value, metrics), gradient = found["clipped"]
     (expected, _), expected_gradient = found["ppo_clip"]
