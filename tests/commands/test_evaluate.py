@@ -94,6 +94,7 @@ def test_metrics_of_known_rewards(samples, ks, config):
     assert metrics["eval/greedy_accuracy"] == 0.5
 
 
+@pytest.mark.slow
 def test_completions_of_a_prompt_have_its_number(config):
     """Two rows of one text are two prompts."""
     seen = []

@@ -123,6 +123,7 @@ def test_a_narrow_filter_is_greedy(setting, model):
     assert jaxrl_llm.generate(model, PROMPTS, 8) != greedy
 
 
+@pytest.mark.slow
 def test_max_new_tokens_cuts(model):
     longer = jaxrl_llm.generate(model, PROMPTS, 8, temperature=0)
     assert jaxrl_llm.generate(model, PROMPTS, 2, temperature=0) == [text[:2] for text in longer]

@@ -577,10 +577,9 @@ def test_the_update_with_grouped_products(sizes, on_one_device, batch, monkeypat
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("way", ["dense", pytest.param("grouped", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sizes", [
-    {"fsdp": 2, "expert": 2, "tensor": 2}, pytest.param({"context": 2, "expert": 4}, marks=pytest.mark.slow),
-], ids=str)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["dense", "grouped"])
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "expert": 2, "tensor": 2}, {"context": 2, "expert": 4}], ids=str)
 def test_adapters_of_experts_are_those_of_one_device(sizes, way, batch, monkeypatch):
     """Sharded as the matrices they belong to; log-probs, gradients, and what is merged for the sampler."""
     monkeypatch.setattr(moe, "dense", getattr(moe, way))

@@ -268,6 +268,7 @@ def test_an_empty_grid_is_traced_once(model, monkeypatch):
         assert len(traced) == min(number + 1, 2)
 
 
+@pytest.mark.slow
 def test_a_cancelled_row_leaves_its_slot(queue):
     endless = [RowRequest([40 + i], LONGEST, SamplingParams(), (), i) for i in range(12)]
     rows = ask(queue, *endless)
@@ -416,6 +417,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["join", "kept_cache", "with_top"])
 def test_a_row_for_which_there_is_no_memory_is_told_alone(monkeypatch, name):
     """At any of its allocations: the grid is what it was. What would only be kept for later is not."""

@@ -189,6 +189,7 @@ def test_requests_do_not_wait_for_ever_for_one_that_never_comes(client, training
     assert "seq_id is 1, but the run is at 8" in late["error"]["message"]
 
 
+@pytest.mark.slow
 def test_saved_weights_are_a_model_of_every_endpoint(client, training):
     openai = pytest.importorskip("openai")
     run = made(client, rank=8)

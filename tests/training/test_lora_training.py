@@ -62,6 +62,7 @@ def reference_of(config, params, lora: LoraConfig) -> Reference:
     return Reference(start_reference(spec, params, lora), spec, lora)
 
 
+@pytest.mark.slow
 def test_only_adapters_are_trained():
     state, metrics, frozen = run_update(config_with(optimizer__weight_decay=0.1), steps=3)
     before = start()[1]

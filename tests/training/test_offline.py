@@ -115,6 +115,7 @@ def test_rows_of_a_batch():
     assert batch_rows(config_of("sft")) == 4
 
 
+@pytest.mark.slow
 def test_batches_of_rows_of_like_length_are_as_wide_as_their_own(tmp_path):
     """`data.group_by_length`: the loss of a batch is that of its rows in full width, and there are few widths."""
     rows = [{"prompt": f"sort:{'3' * n}=", "completion": "3" * n} for n in range(1, 25)] * 4

@@ -179,6 +179,7 @@ def test_a_temperature_that_the_server_does_not_take(key, settings):
         validate(config)
 
 
+@pytest.mark.slow
 def test_a_further_teacher_behind_a_server():
     """It rates the rows that name it, and what is wrong with it is said of its entry of teacher.others."""
     rows = [{**row, "teacher": name} for row, name in zip(tasks.generate("sort", size=2), "ab", strict=True)]

@@ -118,13 +118,14 @@ def test_advantages_of_what_was_shown(packing):
     assert [line["teacher_prompt"] for line in table] == shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("packing", "top"),
     [
-        pytest.param("false", {}, marks=pytest.mark.slow),
+        ("false", {}),
         ("true", {}),
-        pytest.param("true", {"top_k": 5}, marks=pytest.mark.slow),
-        pytest.param("true", {"top_k": 5, "top_of": "policy", "tail": False}, marks=pytest.mark.slow),
+        ("true", {"top_k": 5}),
+        ("true", {"top_k": 5, "top_of": "policy", "tail": False}),
     ],
 )
 def test_divergence_of_what_was_shown(packing, top):

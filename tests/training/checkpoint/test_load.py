@@ -154,6 +154,7 @@ def test_a_load_is_done_once(whole, tmp_path, capsys):
     np.testing.assert_array_equal(vector(state_of(config.output_dir, 4)), ended)
 
 
+@pytest.mark.slow
 def test_weights_alone_are_loaded_once(whole, tmp_path):
     config = config_of(tmp_path / "run")
     config.total_steps = 2

@@ -211,6 +211,7 @@ def test_a_shared_critic_reads_the_hidden_states_of_the_policy_once(root, tmp_pa
     assert all(float(jnp.abs(gradients[part]["kernel"]).max()) > 0 for part in ("score", "head"))
 
 
+@pytest.mark.slow
 def test_values_of_a_shared_critic_are_of_the_states_that_its_own_network_reads(root, tmp_path):
     """Granite divides the states that its head reads, `logit_divisor`; a critic reads them as they are."""
     config = ppo(root, tmp_path, 1)

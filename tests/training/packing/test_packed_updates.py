@@ -230,6 +230,7 @@ def test_policy_and_values_of_one_network():
     check_same(config, online_batch(), dataclasses.replace(SHAPE, head="lm"))
 
 
+@pytest.mark.slow
 def test_rows_that_share_no_prefix(monkeypatch):
     """As long rows are packed on accelerators: segments alone say what a token sees, so that no mask is read."""
     monkeypatch.setattr(planner, "MASKED_LENGTH", 0)
