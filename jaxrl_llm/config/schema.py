@@ -262,7 +262,7 @@ SAMPLING_OPTIONS: Mapping[str, tuple[type, Mapping[str, Any]]] = {
     "top_p": (float, {"above": 0, "maximum": 1}),
     "top_k": (int, {"minimum": 0}),
     "min_p": (float, {"minimum": 0, "maximum": 1}),
-    "repetition_penalty": (float, {"minimum": 0.01, "maximum": 100}),  # none makes logits infinite
+    "repetition_penalty": (float, {"minimum": 0.01, "maximum": 1e9}),  # none makes logits infinite
     "frequency_penalty": (float, {"minimum": -2, "maximum": 2}),
     "presence_penalty": (float, {"minimum": -2, "maximum": 2}),
     "min_tokens": (int, {"minimum": 0}),
