@@ -197,31 +197,23 @@ def _lfm2_vl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Map
     transformers has its processor for torchvision alone; Pillow resizes as that does, but for the last of 8 bits.
     """
     from PIL.Image import Resampling
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
     entries = {**_lfm2_vl_entries(folder), **settings}
     patch, merge, side = entries["encoder_patch_size"], entries["downsample_factor"], entries["tile_size"]
     _check_model(folder, "encoder_patch_size", patch, "patch_size", config["vision_config"].get("patch_size", patch))
     _check_model(folder, "downsample_factor", merge, "downsample_factor", config.get("downsample_factor", merge))
     unit, least, most = patch * merge, entries["min_image_tokens"], entries["max_image_tokens"]
-    grids = [
-        (rows, columns)
-        for tiles in range(entries["min_tiles"], entries["max_tiles"] + 1)
-        for columns in range(1, tiles + 1)
-        if tiles % columns == 0
-        for rows in [tiles // columns]
-    ]
-    splits, thumbnail = entries["do_image_splitting"] and grids != [(1, 1)], entries["use_thumbnail"]
+    thumbnail = entries["use_thumbnail"]
 
     def grid(height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tiles, (1, 1) for an image that is not cut."""
         area = math.prod(max(patch, round(side / unit) * unit) for side in (height, width))
-        if not splits or area <= most * unit**2 * entries["max_pixels_tolerance"]:
+        if not entries["do_image_splitting"] or area <= most * unit**2 * entries["max_pixels_tolerance"]:
             return 1, 1
-        distances = [abs(width / height - columns / rows) for rows, columns in grids]
-        # Of those that are equally near the largest whose area the image has half of.
-        near = [cells for cells, distance in zip(grids, distances, strict=True) if distance == min(distances)]
-        filled = [cells for cells in near[1:] if height * width > 0.5 * math.prod(cells) * side**2]
-        return filled[-1] if filled else near[0]
+        bounds = entries["min_tiles"], entries["max_tiles"]
+        columns, rows = get_optimal_tiled_canvas((height, width), (side, side), *bounds)
+        return rows, columns
 
     def resized(height: int, width: int) -> tuple[int, int]:
         """Height and width of the whole image."""

@@ -144,11 +144,15 @@ def local_files(path: Any) -> dict[str, Path]:
         if folder is None:
             continue
         if "*" in one:
-            files = Path(local.anchor).glob(str(local.relative_to(local.anchor)))
+            files = _matching(local)
         else:
             files = [local] if local.is_file() else folder.rglob("*")
         found |= {f"{os.path.relpath(file, folder)} of {one}": file for file in sorted(files) if file.is_file()}
     return found
+
+
+def _matching(pattern: Path) -> Iterator[Path]:
+    return Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
 
 
 def splits_of(path: Any) -> tuple[str, ...] | None:
@@ -228,7 +232,7 @@ def _load_path(
     if "://" in path:
         return _load_remote(path, split, name, streaming, ds_type)
     local = Path(path).expanduser()
-    if local.is_file() or ("*" in path and any(Path(local.anchor).glob(str(local.relative_to(local.anchor))))):
+    if local.is_file() or ("*" in path and any(_matching(local))):
         if name is not None:
             raise ConfigError(f"{path!r} is a file, which has no configuration {name!r}: leave the name out")
         return _load_files([str(local)], split, streaming, ds_type)

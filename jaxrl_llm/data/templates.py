@@ -307,8 +307,8 @@ def _in_form(message: dict[str, Any], reads: FormsRead) -> dict[str, Any]:
 
     Texts become a part, and parts that are all texts one text. Arguments of calls that are JSON text, as OpenAI writes
     them and columns of one type need them, become objects: a template would write them as a text within the call. Where
-    a template reads JSON text alone, as DeepSeek's, objects become that. The role developer
-    is system to a template that does not name it: it would leave the message out, or show a role that no model knows.
+    a template reads JSON text alone, as DeepSeek's, objects become that. The role developer is system to a template
+    that does not name it: it would leave the message out, or show a role that no model knows.
     """
     if message["role"] == "developer" and not reads.developers:
         message = {**message, "role": "system"}

@@ -7,9 +7,9 @@ With N_f and N_t the parameters that a token is multiplied with, frozen and trai
     backward  2 N_f + 4 N_t + 2 mixing
 
 which are the 6 N of full fine-tuning, and 4 N of what is frozen beside adapters; layers below the first one in which
-something is trained have no backward pass. N counts the k experts that a token
-goes to and the head, and no embedding, which is looked up. `mixing` is what mixers do besides: of attention,
-2 H (d_k + d_v) for each token that a token sees, itself included, and so half of the T^2 pairs of a row.
+something is trained have no backward pass. N counts the k experts that a token goes to and the head, and no embedding,
+which is looked up. `mixing` is what mixers do besides: of attention, 2 H (d_k + d_v) for each token that a token sees,
+itself included, and so half of the T^2 pairs of a row.
 """
 
 import collections

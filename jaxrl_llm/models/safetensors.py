@@ -63,9 +63,11 @@ def read_json(file: Path) -> dict[str, Any] | None:
     return value
 
 
-def write_json(file: Path, value: dict[str, Any]) -> None:
-    """Writes `value` as JSON."""
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+def write_json(file: Path, value: Any) -> None:
+    """Writes `value` as JSON: a kill, or a full disk, leaves a former file as it was."""
+    unfinished = file.with_name(f".{file.name}.part")
+    unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(file)
 
 
 class Stored(NamedTuple):

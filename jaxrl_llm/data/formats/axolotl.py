@@ -276,21 +276,22 @@ def argilla(row: Mapping[str, Any], tokenizer: Any = None) -> Row:
     prompt = chosen[:-1]
     if len(prompt) == 1 and isinstance(row.get("prompt"), str):
         prompt = [{"role": "user", "content": row["prompt"]}]
-    if row.get("system"):
-        prompt = [{"role": "system", "content": row["system"]}, *prompt]
-    return rendered(row, tokenizer, prompt, chosen[-1], rejected[-1], name)
+    return rendered(row, tokenizer, [*_system(row), *prompt], chosen[-1], rejected[-1], name)
 
 
 def bradley_terry(row: Mapping[str, Any], tokenizer: Any = None) -> Row:
     """`input`, with `system` before it where the row has it, and two answers, in the tokenizer's chat template."""
     name = "bradley_terry.chat_template"
-    prompt = [{"role": "user", "content": text_column(row, ("input",), name)}]
-    if row.get("system"):
-        prompt = [{"role": "system", "content": row["system"]}, *prompt]
+    prompt = [*_system(row), {"role": "user", "content": text_column(row, ("input",), name)}]
     chosen, rejected = (
         {"role": "assistant", "content": text_column(row, (column,), name)} for column in ("chosen", "rejected")
     )
     return rendered(row, tokenizer, prompt, chosen, rejected, name)
+
+
+def _system(row: Mapping[str, Any]) -> list[Row]:
+    """The system message of a row, where it has one."""
+    return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
 def rendered(row: Mapping[str, Any], tokenizer: Any, prompt: list[Any], chosen: Any, rejected: Any, name: str) -> Row:

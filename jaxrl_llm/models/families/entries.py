@@ -1,6 +1,7 @@
 """Reading single entries of config.json, and refusing what the network does not compute."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jaxrl_llm.config import ConfigError
@@ -19,6 +20,11 @@ KINDS = {
     (int, "an integer"): ("first_k_dense_replace", "decoder_sparse_step"),
 }  # fmt: skip
 OF_TEXTS = ("architectures", "layer_types", "mlp_layer_types", "layers_block_type")  # lists of them
+
+
+def sizes_of(entries: Mapping[str, Any], sizes: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
+    """Fields that are an integer from 1 each, of `sizes`: their entries, and what these are where they are left out."""
+    return {field: positive({entry: size, **entries}, entry) for field, (entry, size) in sizes.items()}
 
 
 def check_kinds(hf: dict[str, Any]) -> None:

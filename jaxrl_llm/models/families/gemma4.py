@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import gemma4_text, llava, qwen_vl, siglip
 from jaxrl_llm.models.families.decoder import TensorName
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.entries import number, refuse, sizes_of
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.clipped import BOUNDS
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
@@ -87,7 +87,7 @@ def _encoder(entries: Any) -> PatchRowsConfig:
     """The encoder of a `vision_config`; raises ConfigError for another network."""
     if not isinstance(entries, dict):
         refuse("vision_config", entries, "the entries of an encoder")
-    sizes: dict[str, Any] = {field: positive({entry: size} | entries, entry) for field, (entry, size) in SIZES.items()}
+    sizes = sizes_of(entries, SIZES)
     width, heads = sizes["width"], sizes["heads"]
     if width % (4 * heads):
         refuse("vision_config.hidden_size", width, f"multiples of 4 times num_attention_heads = {heads}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import lfm2, lfm2_moe, llava, qwen_vl, siglip
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.entries import number, positive, refuse, sizes_of
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 from jaxrl_llm.models.vision.tower import VisionConfig
@@ -72,7 +72,7 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
     entries = hf.get("vision_config") or {}
     if entries.get("vision_use_head", True):
         refuse("vision_config.vision_use_head", True, "false (an encoder without the head that pools its patches)")
-    sizes: dict[str, Any] = {field: positive({entry: size} | entries, entry) for field, (entry, size) in SIZES.items()}
+    sizes = sizes_of(entries, SIZES)
     if sizes["width"] % sizes["heads"]:
         refuse("vision_config.hidden_size", sizes["width"], f"multiples of num_attention_heads = {sizes['heads']}")
     side = math.isqrt(count := positive({"num_patches": 256} | entries, "num_patches"))

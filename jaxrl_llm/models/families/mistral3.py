@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, llava, ministral3, mistral, qwen_vl, siglip
 from jaxrl_llm.models.families.decoder import TensorName, linear
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.entries import number, positive, refuse, sizes_of
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 from jaxrl_llm.models.vision.tower import VisionConfig
@@ -66,7 +66,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
     """The encoder of a config.json; raises ConfigError for another network."""
     entries = hf.get("vision_config") or {}
-    sizes: dict[str, Any] = {field: positive({entry: size} | entries, entry) for field, (entry, size) in SIZES.items()}
+    sizes = sizes_of(entries, SIZES)
     if sizes["width"] % (4 * sizes["heads"]):
         refuse("vision_config.hidden_size", sizes["width"], f"multiples of 4 times {sizes['heads']} heads")
     if (activation := entries.get("hidden_act", "gelu")) not in ACTIVATIONS:

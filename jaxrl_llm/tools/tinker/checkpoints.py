@@ -155,8 +155,7 @@ class Store:
     def set_expiry(self, path: Any, ends: str | None) -> None:
         """Has a checkpoint end at another time, or never. Raises BadRequestError where there is none."""
         info, file = self.info(path), self._folder(place_of(path)) / INFO
-        write_json(file.with_suffix(".partial"), {**info, "expires_at": ends})
-        file.with_suffix(".partial").replace(file)
+        write_json(file, {**info, "expires_at": ends})
 
     def delete(self, path: Any) -> None:
         """Deletes a checkpoint. Raises BadRequestError where there is none."""

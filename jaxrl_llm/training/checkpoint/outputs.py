@@ -24,6 +24,7 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.lora import has_adapters
 from jaxrl_llm.models.model import Model, has_peft_adapter, save_adapter, save_hf
+from jaxrl_llm.models.safetensors import write_json
 
 GIVEN = "given.json"
 SHOWN_SECONDS = 10.0  # within which a file system of several machines shows each what another has written
@@ -120,9 +121,7 @@ def given_in_words(given: Mapping[str, Any]) -> dict[str, str]:
 def write_given(folder: Path, words: Mapping[str, str]) -> None:
     """Writes given.json: the arguments of `train` that replace names in its configuration, in words."""
     if words:
-        unfinished = folder / f".{GIVEN}.part"  # a kill, or a full disk, leaves the former one as it was
-        unfinished.write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(folder / GIVEN)
+        write_json(folder / GIVEN, words)
     else:
         (folder / GIVEN).unlink(missing_ok=True)
 

@@ -15,6 +15,7 @@ import jaxlib
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.version import __version__
+from jaxrl_llm.models.safetensors import write_json
 
 STARTS = "starts.json"
 
@@ -44,9 +45,7 @@ def write_start(folder: Path, step: int | None) -> None:
             },
         }
     )
-    unfinished = folder / f".{STARTS}.part"  # a kill leaves the file as it was
-    unfinished.write_text(json.dumps(starts, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(folder / STARTS)
+    write_json(folder / STARTS, starts)
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:

@@ -55,6 +55,12 @@ def share_of(mask) -> jax.Array:
     return mask / jnp.where(mask.any(), mask.sum(), jnp.nan)
 
 
+def row_share(mask) -> jax.Array:
+    """The share `[N]` of each row in a mean over the rows with a token in the mask `[N,T]`, 0 of all where none has."""
+    live = (mask > 0).any(axis=1)
+    return live / jnp.maximum(live.sum(), 1)
+
+
 def counted(share, mask) -> jax.Array:
     """The shares `[N,T]` as weights of a loss: 0 outside the mask, also where it is empty."""
     return jnp.where(mask > 0, share, 0.0)

@@ -16,6 +16,7 @@ from jaxrl_llm.training.objectives.objective import (
     Positions,
     checked_loss,
     counted,
+    row_share,
     share_of,
     token_metrics,
 )
@@ -38,9 +39,8 @@ def process_reward_model(spec: ProcessRewardModelSpec, net: Net) -> Objective:
     def prepare(batch: Batch) -> Batch:
         right = batch.step_labels > 0.5
         of_labels = jnp.stack([share_of(batch.mask * ~right), share_of(batch.mask * right)], axis=-1)
-        live = (batch.mask > 0).any(axis=1)
-        row_weights = live / jnp.maximum(live.sum(), 1)
-        return batch.prepare(token_share=share_of(batch.mask), label_share=of_labels, row_weights=row_weights)
+        mask = batch.mask
+        return batch.prepare(token_share=share_of(mask), label_share=of_labels, row_weights=row_share(mask))
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         logits, share = step_logits(net, params, batch.inputs), batch.prepared.token_share

@@ -13,7 +13,7 @@ from jaxrl_llm.algorithms.sft_losses import nll
 from jaxrl_llm.models.chunked_softmax import Slopes
 from jaxrl_llm.models.logprobs import token_statistics
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.training.objectives.objective import Objective, checked_loss, token_metrics, weigh
+from jaxrl_llm.training.objectives.objective import Objective, checked_loss, row_share, token_metrics, weigh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +31,7 @@ def sft(spec: SFTSpec, net: Net) -> Objective:
     """
 
     def prepare(batch: Batch) -> Batch:
-        live = (batch.mask > 0).any(axis=1)
-        return weigh(batch, "token").prepare(row_weights=live / jnp.maximum(live.sum(), 1))
+        return weigh(batch, "token").prepare(row_weights=row_share(batch.mask))
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         slopes = Slopes(-batch.prepared.weights) if spec.loss is nll else None
