@@ -66,7 +66,7 @@ MODELS["gemma4 of 6 layers"] = {
     **shape(QWEN3, 2304, 6, 8, 9216, tie_word_embeddings=True), "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text", "vocab_size": 262144, "head_dim": 256, "num_key_value_heads": 4,
     "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 512, "num_kv_shared_layers": 3,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "rope_theta": None,
 }  # fmt: skip
 MODELS["llama4 of 4 layers"] = {
     **shape(LLAMA3, 5120, 4, 40, 8192), "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text",
@@ -174,7 +174,7 @@ FEW = {
     "gemma4 of 6 layers": ("rollout", "update"),
     "llama4 of 4 layers": ("rollout",),
     "30b-a3b of 2 layers": ("rollout", "update", "logps"),
-    "gpt-oss-20b of 2 layers": ("rollout",),
+    "gpt-oss-20b of 2 layers": ("rollout", "update"),
     **dict.fromkeys(RECURRENT, ("rollout",)),
 }
 PEERS = (f"0.6b | h100 | {TUNIX}",)  # model, device and library whose decode step is compiled too

@@ -34,7 +34,7 @@ from jaxrl_llm.models.logprobs import last_scores
 from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.model import Model, add_adapters, load_model, save_hf
 from jaxrl_llm.models.rope import KINDS
-from jaxrl_llm.models.safetensors import stored_tensors
+from jaxrl_llm.models.safetensors import named_as_modules, stored_tensors
 from tests.models import images, oracles
 from tests.models.decoding import padded
 
@@ -151,6 +151,13 @@ VISION_FILES = {
     "lfm2_vl": (
         "families/lfm2_vl.py", "families/lfm2.py families/siglip.py families/llava.py vision/patch_rows.py",
     ),
+    "paligemma": (
+        "families/paligemma.py",
+        "families/gemma.py families/gemma2.py families/llava.py families/siglip.py vision/siglip.py",
+    ),
+    "llava": ("families/llava_1_5.py", "families/llava.py families/siglip.py vision/siglip.py vision/projector.py"),
+    "llava_next": ("families/llava_next.py", "families/llava_1_5.py vision/any_resolution.py, and theirs"),
+    "llava_onevision": ("families/llava_onevision.py", "families/llava_1_5.py vision/any_resolution.py, and theirs"),
 }  # fmt: skip
 
 
@@ -170,8 +177,7 @@ def vision_row(family: str, folder: Path) -> list[str]:
 
     save_hf(model, folder / "export")
     found, expected = images.image_gradients(model, documents), images.oracle_image_gradients(oracle, documents)
-    module = family_of(model.hf_config or {})
-    tensors = stored_tensors(model.net, module, getattr(module, "MODULE_KEYS", None))
+    tensors = named_as_modules(model.net, family_of(model.hf_config or {}))
     greedy = images.image_greedy(model, documents, STEPS)[:, 0]
     equal = int((greedy == images.oracle_image_greedy(oracle, documents, STEPS)).sum())
     tokens, segments, seen = images.padded_images(images.image_documents((2, 1, 0, 1), family))
@@ -236,28 +242,31 @@ difference.
 - export: logits of the exported folder in transformers, against ours.
 - LoRA: the same with random adapters on every linear map, merged by the export. Experts and routers have none.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`); transformers has none
-  of Granite, OLMoE, Gemma 4, Llama 4, ERNIE 4.5, LFM2, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo Hybrid,
-  Falcon-H1, dots.llm1, Command A, Apertus and the mixtures of experts of Qwen3.5, GLM and Granite.
+  of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo Hybrid,
+  Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open and the mixtures of
+  experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, Pythia and Falcon are refused: their classes have other
+  names.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
 
 - Rotary positions: {kinds}; the entries of transformers 4 (`rope_theta`,
   `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3 and 4, OLMo 3), a part of each
-  head (Phi-3), neighbouring dimensions together (GLM, ERNIE 4.5), a base that is stretched by an `alpha` (Hunyuan), and
-  layers without (SmolLM3, Llama 4, EXAONE 4.0, Trinity, Command A, Nemotron, Kimi Linear, and OLMo Hybrid where its
-  base is null or left out: its authors mean none by both, and transformers takes 10000 where it is left out). With
-  `dynamic`, rows longer than `max_position_embeddings` are scored and trained on, but not sampled. Of both blocks in a
-  config.json `rope_scaling` is read, as in transformers; `model.overrides` changes the one that the model has, and the
-  export says so. A number that nothing is computed of is a warning of the run: yarn's `attn_factor`
-  (DeepSeek-R1-0528-Qwen3-8B), which transformers does not read either, and vLLM multiplies cosines and sines by.
+  head (Phi-1 to 3, Pythia, StableLM, Nemotron-4), neighbouring dimensions together (GLM, ERNIE 4.5, Command R), a base
+  that is stretched by an `alpha` (Hunyuan), and layers without (SmolLM3, Llama 4, EXAONE 4.0, Trinity, Command A,
+  Nemotron, Kimi Linear, and OLMo Hybrid where its base is null or left out: its authors mean none by both, and
+  transformers takes 10000 where it is left out). With `dynamic`, rows longer than `max_position_embeddings` are scored
+  and trained on, but not sampled. Of both blocks in a config.json `rope_scaling` is read, as in transformers;
+  `model.overrides` changes the one that the model has, and the export says so. A number that nothing is computed of is
+  a warning of the run: yarn's `attn_factor` (DeepSeek-R1-0528-Qwen3-8B), which transformers does not read either, and
+  vLLM multiplies cosines and sines by.
 - Windows (`sliding_window`) in all layers, in some (`layer_types`, `max_window_layers`, `sliding_window_pattern`), in
   training, prefill and decoding. The cache keeps all tokens.
 - Chunks (`attention_chunk_size`, Llama 4): a token sees those of its own chunk, counted from the start of its document,
   whatever the padding and packing, in training, prefill and decoding. Kernels of whole rows take a mask where rows are
   longer than a chunk; `flash` has none and is refused. Layers without rotary positions scale queries by their position
   in the document (`attn_temperature_tuning`); transformers counts padding on the left too, so it is compared without.
-- Latent attention (DeepSeek-V3, Moonlight, Kimi-K2 and Kimi Linear): the cache of a token is its latent,
+- Latent attention (DeepSeek-V2 and V3, Moonlight, Kimi-K2 and Kimi Linear): the cache of a token is its latent,
   `kv_lora_rank + qk_rope_head_dim` numbers per layer, and decoding reads nothing else. The router's groups, scores and
   correction (`e_score_correction_bias`) are all computed; training keeps the correction as it is, in fp32 whatever
   `model.param_dtype`, and in exports of 16 bits too. Layers for multi-token prediction are left out. `glm4_moe` is
@@ -267,39 +276,61 @@ difference.
   have them, or for each matrix (Ministral 3), and gpt-oss' experts in MXFP4, are read as numbers and exported so.
 - Gated delta nets with short convolutions, beside gated attention (Qwen3-Next, Qwen3.5) or plain (OLMo Hybrid), and
   Kimi delta attention, whose states decay by each number of a key (Kimi Linear). Rows are computed in chunks of 64
-  tokens, with memory linear in their length: four rows of 32k tokens train on one h100
+  or 128 tokens, with memory linear in their length: four rows of 32k tokens train on one h100
   ([compiled](performance.md#what-a-step-moves-by-the-compilers)). A state starts anew with each document of a packed
   row. A row's cache is its state and the inputs of its latest tokens, whatever its length. An update's rows are not
   packed (`batch.packing`). Layers for multi-token prediction are left out.
-- Mamba-2, in the same way: a state a head, in chunks of 64 tokens; in layers of its own (Granite 4, Nemotron) or beside
-  attention in each layer (Falcon-H1, with its multipliers). Its steps have the limits of `time_step_limit`.
+- Mamba-2, in the same way, with a state a head: in layers of its own (Granite 4, Nemotron-H and 3) or beside attention
+  in each layer (Falcon-H1, with its multipliers). Its steps have the limits of `time_step_limit`.
   Transformers cuts those of Nemotron off below `time_step_min` in whole rows, but not in decoding; here neither is.
 - Layers that are a mixer, a feed-forward or experts alone, feed-forwards and experts without gates (Nemotron, and
   Arcee's AFM), and experts that are narrower than the model (Nemotron 3 Super). Experts without gates have no adapters.
 - xIELU (arXiv 2411.13010), the activation of Apertus: `a x^2 + b x` above 0 and `c (exp(x) - 1 - x) + b x` below it,
   in fp32. Its two numbers of each layer, of which a and c are the softplus, are trained with the rest; `b` stays.
-- Attention and feed-forward side by side behind one layer norm (Command R7B and A).
+- Learned positions (GPT-2, OPT) in place of rotary ones: a row of a table is added to each token's embedding, counted
+  from the start of its document. Rows that are longer than the table are refused before anything is sampled or trained,
+  those of a critic and a teacher too; a reward model reads the rows of its own tokenizer, and refuses one when it comes
+  (`max_length` keeps its end).
+- Layer norms, with a bias (GPT-2, Pythia, OPT, Phi-2, StableLM, StarCoder 2, Falcon, Nemotron-4, Jais 2), without one
+  (Command R and A), or without any parameter (OLMo 1, Galactica). OPT-350M norms the sums behind attention and
+  feed-forward, has no last norm, and maps its narrower embedding to the model's width and back, behind which its heads
+  are.
+- Attention and feed-forward side by side, behind one layer norm (Command R, R7B and A, Phi-2, Falcon 7B and 11B, some
+  StableLM) or one each (Pythia, Falcon 40B and 180B).
+- Queries, keys and values by one map, as the files have it: all of one after another (GPT-2), or those of each
+  key/value head together (Pythia, Falcon). GPT-2's files hold their matrices as `[in, out]`.
+- A head with a bias (Phi-2), in every log-prob, entropy, divergence and sample. Dropout that a config.json names is not
+  computed, as with TRL's `disable_dropout`; `lora.dropout` is.
+- A tokenizer needs no padding token (GPT-2's and Pythia's have none): what is padding is known by its place. One
+  without a chat template takes rows of text, and refuses messages unless `data.chat_template` names a template.
 - Gated short convolutions beside attention (LFM2, LFM2-MoE). They see no token of another document, nor padding. A
   row's cache are its latest tokens, whatever its length; an update's rows are not packed (`batch.packing`).
-- Attention sinks (gpt-oss). They are computed by `model.attention=xla`, on every backend.
+- Attention sinks (gpt-oss): on NVIDIA GPUs, in 16 bits, by cuDNN and the kernel of decode steps, elsewhere by `xla`;
+  `flash` and `splash` have none and are refused.
 - Soft caps on attention scores and logits, wherever logits are formed. `model.fp32_head` forms them in float32.
 - Multipliers of embeddings, attention scores, residuals and logits (Granite).
 - Layers of full attention with heads of another size than those with a window, keys that are values too, layers that
   read the keys and values of an earlier one and have no cache of their own, embeddings for each layer, and experts
   beside a dense feed-forward (Gemma 4). Training keeps the number that a layer's output is multiplied by
   (`layer_scalar`). The maps of per-layer embeddings have no adapters and are not quantised.
+- Streams of hidden states, of which a layer reads and writes the first, and predicts and corrects the others (AltUp,
+  arXiv 2301.13310); a low-rank residual beside attention (Laurel, arXiv 2411.07501); and feed-forwards whose gates are
+  0 but for those that are more than so many standard deviations above the mean (`activation_sparsity_pattern`), beside
+  per-layer embeddings and shared keys and values: Gemma 3n. The maps of streams and of Laurel have no adapters and are
+  not quantised. transformers clips coefficients of AltUp above 120 in training, here they are not.
+- Of `gemma3n` the text part alone, as of `llama4`: its encoders of images and sound are not read.
 - Of `llama4`, which reads images too, the text part alone: a folder of its is read as a `llama4_text`, rows with images
   are refused, and the export is a model of that type, without the other parts. Adapters are named as in that type's
   class. So is a `gemma4` without a `vision_config`; of one that has it images are read, and its part for sound is not:
   the export has none (`audio_config` is null).
 - Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE, ERNIE 4.5, Hunyuan), routers of softmax
-  or sigmoid, corrected or not, and weights of their outputs or, in Llama 4, their inputs: no token is dropped.
-  Tokens are sorted by expert and multiplied in groups; every expert computes every token on CPUs where a token uses
-  more than a fourth of them, and on GPUs without Triton ([what it saves](performance.md#mixtures-of-experts)).
-  Checkpoints are read with each expert's matrices apart or stacked, and written as on the hub: apart, of Gemma 4, Llama
-  4, Qwen3-VL and gpt-oss stacked. gpt-oss's are read from MXFP4 too, as the numbers that they stand for, and written as
-  floats, so that they can be trained.
-  `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md.
+  or sigmoid, corrected or not, and weights of their outputs or, in Llama 4, their inputs: no token is dropped. Tokens
+  are sorted by expert and multiplied in groups; every expert computes every token on CPUs where a token uses more than
+  a fourth of them, and on GPUs without Triton ([what it saves](performance.md#mixtures-of-experts)). Checkpoints are
+  read with each expert's matrices apart or stacked, and written as on the hub: apart, of Gemma 4, Llama 4, Qwen3-VL and
+  gpt-oss stacked. gpt-oss's are read from MXFP4 too, as the numbers that they stand for, so that they can be trained,
+  or [kept in it](adapters.md#quantised-experts) under adapters, and written as floats. `model.router_aux_loss_coef` and
+  `model.freeze_router` are in docs/configuration.md.
 
 Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader
 that knows tensors only and runs nothing. Code that a tokenizer's folder brings is run with `model.trust_remote_code`
@@ -323,6 +354,24 @@ files that a download from the hub would bring are copied to `$JAXRL_LLM_CACHE/m
 
 Tested with fsspec's own stores (memory, files; tests/models/test_remote.py), not with the clouds themselves. The other
 way, a trained model is copied to a URL with [`export.copy_to`](sharing.md#copy-it-to-a-bucket).
+
+## New tokens
+
+A text that a model shall read or write as one token, `<think>` or the marks of a chat template, is added to its
+vocabulary before training:
+
+```sh
+python -m jaxrl_llm add_tokens --model=embedded:sort --tokens='<think>,</think>' --output=models/thinking
+```
+
+The folder holds the model, in its own storage type, and its tokenizer: each is one id wherever it stands in a text, and
+is seen by rewards and stop strings; with `--special` it is left out of decoded completions, as marks of turns are. Its
+rows of the embedding and of the head are the mean of those of the tokens before. Where the embedding has rows left
+behind the tokenizer's ids (Qwen, Phi) these are taken, otherwise `vocab_size` grows. Rows that mean nothing must be
+learned: by training the whole model, or with adapters by `lora.modules_to_save=embed_tokens,lm_head`. A reference,
+teacher or reward model that is fed the policy's ids needs the same tokens: add them to it too. Models whose layers have
+embeddings of their own (Gemma 3n) are refused. It is axolotl's `tokens`, and what TRL's `chat_template_path` does with
+the tokens of another tokenizer.
 
 ## Families that read images
 
@@ -357,7 +406,9 @@ Another one is a class with this protocol in a file of its own, and a family tha
 ones run in one scan. `tests/models/test_mixer.py` has a recurrent one, and samples with it.
 
 Not supported: the vision part of Llama 4, sound and videos, Phi-3's `longrope` (and so Phi-3.5-MoE), checkpoints
-quantized otherwise, texts that are read in both directions.
+quantized otherwise, texts that are read in both directions (but PaliGemma's prompts), ALiBi (Falcon-RW, BLOOM, MPT), a
+scale of attention for each layer (`scale_attn_by_inverse_layer_idx`), and the norms of queries and keys of StableLM 2
+12B.
 """
 
 EXAMPLE = '''"""Helium (Kyutai): Llama's shape, with neighbouring dimensions of a head rotated together."""

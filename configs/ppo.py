@@ -1,6 +1,6 @@
 """PPO (arXiv 1707.06347, 1909.08593) on the embedded model and task of grpo.py: a critic instead of a group.
 
-python -m jaxrl_llm.train --config=configs/ppo.py
+    python -m jaxrl_llm.train --config=configs/ppo.py
 
 One completion for each of 256 prompts; the advantage of a token is what the rewards from it on were above the critic's
 expectation (GAE), the KL to the reference is subtracted token by token, and each batch is used twice. The critic starts

@@ -36,6 +36,7 @@ from jaxrl_llm.tools.cards.bucket import check_copy, copy_run
 from jaxrl_llm.tools.cards.card import write_cards
 from jaxrl_llm.tools.cards.hub import check_push, push_run, push_step
 from jaxrl_llm.training.ahead import CompiledAhead, compilations
+from jaxrl_llm.training.checkpoint.data_files import edited
 from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, free
 from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
 from jaxrl_llm.training.checkpoint.outputs import (
@@ -228,6 +229,7 @@ def train(
                         _check_locks(locks)
                         host = {**run.source.get_state(), **log.counts, "callbacks": hooks.get_state(step)}
                         host |= {"load": loaded, "updates_per_step": dict(run.updates_per_step)}
+                        host["data_files"] = dict(run.data_files)
                         arrays = run.source.get_arrays() | ({} if run.average is None else run.average.arrays())
                         if "state" in config.checkpoint.contents or leaves:
                             checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
@@ -467,6 +469,7 @@ def _resume(
         state, host = run.begin(*source.restore_models(step, run.state, run.mesh), step), source.host(step)
         begun = "checkpoint.load is model,extra: a new optimizer begins, without moments"
         problems = [*problems, *source.warnings(), begun]
+    problems = [*problems, *edited(host.get("data_files", {}), run.data_files)]
     like = run.source.restorable() | ({} if run.average is None else run.average.arrays())
     if left := source.trees(step) - like.keys():
         held = f"checkpoint {source.folder / str(step)} holds {', '.join(sorted(left))}"

@@ -18,10 +18,17 @@ port=${PORT:-$("$python" -c 'import socket; s = socket.socket(); s.bind(("", 0))
 export JAXRL_COORDINATOR=localhost:$port JAXRL_PROCESS_COUNT=$count
 
 gpus=0
-if command -v nvidia-smi >/dev/null; then
+if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then # JAX_LOCAL_DEVICE_IDS counts among these; -1 is none
+  IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES#-1}"
+  gpus=${#visible[@]}
+elif command -v nvidia-smi >/dev/null; then
   gpus=$(nvidia-smi --list-gpus | wc -l)
 fi
 share=$((gpus / count))
+if ((gpus > 0 && share == 0)) && [[ ${JAX_PLATFORMS:-} != cpu ]]; then
+  echo "error: $count processes cannot share $gpus GPUs; start $gpus or fewer" >&2
+  exit 2
+fi
 
 pids=()
 for ((index = 0; index < count; index++)); do

@@ -192,7 +192,7 @@ def test_signatures_are_the_documented_ones():
     assert names(jaxrl_llm.load_model)[:2] == ["path", "dtype"]
     assert names(jaxrl_llm.generate)[:2] == ["model", "prompts"]
     assert names(jaxrl_llm.save_hf)[:2] == ["model", "path"]
-    assert names(jaxrl_llm.Model.__call__)[1:] == ["tokens", "segments", "positions", "images"]
+    assert names(jaxrl_llm.Model.__call__)[1:] == ["tokens", "segments", "positions", "images", "prompt_width"]
 
 
 def test_model_call_gives_logits_whatever_the_padding():

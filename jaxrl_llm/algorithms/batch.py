@@ -44,7 +44,8 @@ class PackedLayout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """The images of rows, in the order of the image tokens: tiles of one size or, with `grids`, patches of any images.
+    """The images of rows, in the order of the image tokens: tiles of one size or, with `grids`, patches of any images,
+    or tiles that are put together.
 
     Where `features` are known, `pixels` are not read.
     """
@@ -52,7 +53,9 @@ class Images:
     pixels: Array  # [N,K,H,W,C] as the model's image processor normalises them; K are the most tiles of a row
     count: Array  # [N] int32 tiles of each row; those behind are padding
     features: Array = None  # [N,M,(1+E)D] of the M tokens of K tiles, where what makes them is frozen
-    grids: Array = None  # [N,K,2] int32 patches along height and width of each image; `pixels` are its patches [N,P,n]
+    # [N,K,2] int32 patches along height and width of each image, `pixels` are its patches [N,P,n]; or six numbers of
+    # it, [N,K,6], see models/vision/any_resolution.py.
+    grids: Array = None
 
 
 @jax.tree_util.register_dataclass
@@ -84,6 +87,8 @@ class Inputs:
     prefix_segments: Array = None  # [N,T] a segment that a token sees besides its own; None: none
     experts: Array = None  # [N,T,L,k] integers: experts of tokens in the L layers that have some; -1: the router's own
     multiplicity: Array = None  # [N,T] how often a token counts in the routing to experts; None: once, padding never
+    in_prompt: Array = None  # [N,T] True on tokens of prompts, for models in which these see each other; None: those
+    # of the first `prompt_width` columns
     layout: PackedLayout | None = None
     prompt_width: int = dataclasses.field(default=0, metadata={"static": True})  # no earlier column is predicted
 

@@ -12,19 +12,28 @@ LEAST_PROBABILITY = 1e-8  # that is told from 0 where tokenizers differ, as in T
 
 
 def distilled_advantages(
-    advantages, logps, teacher_logps, mask, coef: float = 1.0, position_gamma: float = 0.0
+    advantages,
+    logps,
+    teacher_logps,
+    mask,
+    coef: float = 1.0,
+    position_gamma: float = 0.0,
+    limit: float | None = None,
 ) -> Array:
     """Returns `advantages - coef * w * (logps - teacher_logps)` `[N,T]` where the mask is 1, and 0 elsewhere.
 
     Shapes: `advantages, logps, teacher_logps, mask [N,T]`, log-probs in nats, of the sampled tokens under the policy
-    that sampled them and under the teacher. w is 1 or, with `position_gamma`, the `position_weights` of the difference.
+    that sampled them and under the teacher. w is 1 or, with `position_gamma`, the `position_weights` of the difference,
+    which is cut to -`limit` to `limit` nats in the term itself, as in verl (`loss_max_clamp`).
     Nothing of it is differentiated: the policy gradient with these advantages and w = 1 is that of
     `coef * KL(policy || teacher)`, estimated token by token from the policy's own samples.
     Source: "On-Policy Distillation" (Thinking Machines Lab, 2025); MiniLLM with gamma = 0, arXiv 2306.08543.
     """
     log_ratio = jax.lax.stop_gradient(as_float(logps) - as_float(teacher_logps))
-    if position_gamma:
-        log_ratio *= position_weights(log_ratio, mask, position_gamma)
+    weights = position_weights(log_ratio, mask, position_gamma) if position_gamma else 1.0
+    if limit is not None:
+        log_ratio = jnp.clip(log_ratio, -limit, limit)
+    log_ratio *= weights
     return (as_float(advantages) - coef * log_ratio) * (as_float(mask) > 0)
 
 

@@ -1,4 +1,9 @@
-"""Losses of supervised fine-tuning, one function each, from the log-probs of the tokens `[N, T]` to a loss `[N, T]`."""
+"""Losses of supervised fine-tuning, one function each, from the log-probs of the tokens `[N, T]` to a loss `[N, T]`.
+
+One that names an argument `entropy` gets the entropies `[N, T]` of the distributions that predict the tokens, in nats.
+"""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -21,3 +26,16 @@ def dft(logps) -> Array:
     """
     logps = as_float(logps)
     return -jax.lax.stop_gradient(jnp.exp(logps)) * logps
+
+
+def eaft(logps, entropy, alpha: float = 1.0, scale: float = math.log(20)) -> Array:
+    """Returns the negative log-likelihood times a power of the entropy, `-stop(entropy / scale)^alpha logps`, `[N, T]`.
+
+    Shapes: `logps, entropy [N, T]`, in nats. Where the model is sure of another token than the one it is given, the
+    token is learned little: such tokens move a model the most, and make it forget. Uncertain ones are learned as
+    usual; `scale` is the entropy of weight 1. The paper and axolotl take the entropy of the 20 likeliest tokens, ln 20
+    at most, here it is that of all; axolotl divides by nothing, which is `scale=1`.
+    Source: entropy-adaptive fine-tuning, arXiv 2601.02151.
+    """
+    weights = (jnp.maximum(as_float(entropy), 0.0) / scale) ** alpha
+    return -jax.lax.stop_gradient(weights) * as_float(logps)

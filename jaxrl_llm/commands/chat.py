@@ -40,7 +40,6 @@ from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.models.families.rotary import max_positions
 from jaxrl_llm.models.model import Model, load_model
 from jaxrl_llm.serving.grid import bucket
 
@@ -170,7 +169,7 @@ def answerer(
     function raises ConfigError for a prompt that is with its completion longer than the model's positions.
     """
     engine, seed = engine_of(model, settings), settings.get("seed", 0)
-    max_new_tokens, positions = engine.max_completion_length, max_positions(model.hf_config or {})
+    max_new_tokens, positions = engine.max_completion_length, model.max_positions
 
     def answer(prompt: Prompt, turn: int) -> str:
         (asked,) = prompt_rows(model, [prompt], columns=[{"chat_template_kwargs": template_kwargs}])

@@ -79,6 +79,8 @@ def compare(
     configs = []
     for path in (a, b):
         copy = config.copy_and_resolve_references()
+        if path != copy.model.path:
+            copy.model.revision = None  # of the model that it is set for
         copy.model.path, copy.model.random_init, copy.eval.greedy = path, False, False
         copy.lora.path, copy.lora.rank, copy.model.trainable, copy.model.frozen = None, 0, (), ()
         configs.append(copy)

@@ -23,8 +23,10 @@ from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models import peft
+from jaxrl_llm.models.hf import refuse_foreign
 from jaxrl_llm.models.lora import combine, has_adapters, split
 from jaxrl_llm.models.model import Model, describe, save_adapter, save_hf
+from jaxrl_llm.models.safetensors import read_json
 from jaxrl_llm.tools.cards import hub
 from jaxrl_llm.tools.cards.card import write_card
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
@@ -71,9 +73,11 @@ def export(
     Parameters are sharded over all local devices, whatever mesh the run had. `dtype` None keeps them bit for bit. With
     `adapter` the folder holds the adapters alone, in the format of PEFT. `repo` is the hub name in the card. With
     `critic` it is the critic, without a card. Raises ConfigError: no run, no such checkpoint, `adapter` for a policy or
-    critic without adapters, `critic` for a run without a critic, or an `output` that already holds a model (unless
-    `overwrite`) or anything else.
+    critic without adapters or with a `dtype`, `critic` for a run without a critic, or an `output` that already holds a
+    model (unless `overwrite`) or anything else.
     """
+    if adapter and dtype is not None:
+        raise ConfigError("--dtype is of whole models, and --adapter writes float32: leave one out")
     output = Path(output).expanduser()
     folder = Path(run).expanduser()
     config = config_of(folder)
@@ -82,6 +86,7 @@ def export(
         raise ConfigError(
             f"{output} holds a model already ({existing[0]}): choose another folder, or replace it with --overwrite"
         )
+    refuse_foreign(output.absolute(), peft.CONFIG if adapter else "config.json")  # before the model is read
     mesh = make_mesh(data=1, fsdp=-1)
     with jax.set_mesh(mesh):
         model, step = (checkpoint_critic if critic else checkpoint_model)(folder, config, step, mesh)
@@ -198,12 +203,15 @@ def _untrained(config: ConfigDict, mesh: Mesh, dtype: str) -> Model:
 def config_of(folder: Path) -> ConfigDict:
     """The configuration of the run in a folder; raises ConfigError where there is none with checkpoints."""
     file = folder / "config.json"
-    config = from_json(file.read_text(encoding="utf-8")) if file.is_file() else None
-    if config is None or not checkpoint_spec(config, folder).folder.is_dir():
+    entries = read_json(file)
+    if entries is None or "model_type" in entries:  # that of a model has the same name
         raise ConfigError(
-            f"{folder} is not the folder of a run: it has no config.json or no checkpoints; "
-            "give the output_dir that the run was trained with"
+            f"{folder} is not the folder of a run: it has no config.json of one; give the output_dir that the run was "
+            "trained with"
         )
+    config = from_json(file.read_text(encoding="utf-8"))
+    if not (kept := checkpoint_spec(config, folder).folder).is_dir():
+        raise ConfigError(f"the run in {folder} has no checkpoints: there is no folder {kept}")
     return config
 
 

@@ -40,7 +40,9 @@ FLAGS = (
         minimum=0,
     ),
     Setting(
-        "version", "", "Version whose defaults apply: 1.16 (newest) or 0.16 (GRPO) of TRL, 0.8 (newest) or 0.3 of verl."
+        "version",
+        "",
+        "Version whose defaults apply: 1.16 (newest) or 0.16 (GRPO) of TRL, 0.9 (newest), 0.8 or 0.3 of verl.",
     ),
     Setting("tables", False, "Print docs/migrating.md.", bool),
 )
@@ -56,6 +58,8 @@ def main(argv: Sequence[str]) -> None:
     if len(files) != 1:
         raise ConfigError("give one file: python -m jaxrl_llm migrate FILE --output=my_config.py")
     output = Path(options["output"]).expanduser()
+    if options["output"] and output.suffix != ".py":
+        raise ConfigError(f"--output is {options['output']}, but a config file is Python: name it {output.name}.py")
     if options["output"] and output.exists():
         raise ConfigError(f"{output} is there already; name another file with --output, or remove it")
     if options["output"]:

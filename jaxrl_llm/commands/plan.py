@@ -4,8 +4,8 @@
 
 Reads only the model's config.json. Compiles the programs of a step for the named devices and prints their needs per
 device: parameters, optimizer, keys and values, temporaries, the largest tensors, traffic between devices, the least
-time of a step, and what to change when it does not fit. Programs for TPUs are compiled by the TPU's compiler where the
-package libtpu is installed, all others by the CPU's, which needs more for temporaries.
+time of a step, and what to change when it does not fit. The compiler is the devices' own where it is installed (`pip
+install libtpu`, `"jaxrl_llm[plan-cuda]"`), and otherwise the CPU's, which needs more for temporaries.
 """
 
 import sys

@@ -29,22 +29,23 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.commands.export import checkpoint_model, config_of
 from jaxrl_llm.commands.generate import MODEL
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import ConfigError, from_json
 from jaxrl_llm.config.flags import load_options, positional
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.models.families.rotary import max_positions
 from jaxrl_llm.models.lora import has_adapters, merge
 from jaxrl_llm.models.model import Model, check_tokenizer, compute_dtype, load_adapter, load_model
 from jaxrl_llm.models.rope import check_length
+from jaxrl_llm.models.safetensors import read_json
 from jaxrl_llm.models.transformer import Net, Params, restacked
 from jaxrl_llm.models.weight_versions import LocalCheckpoint
 from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.logging.console import stderr_console, waiting
 from jaxrl_llm.training.runtime.lock import RunLock
+from jaxrl_llm.training.setup.records import checkpoint_spec
 from jaxrl_llm.training.setup.worker import eos_ids
 
 KEY_VARIABLE = "JAXRL_LLM_API_KEY"
@@ -132,7 +133,7 @@ def serve(
 
     model = read()
     check_tokenizer(model)
-    positions = max_positions(model.hf_config or {})
+    positions = model.max_positions
     length = max_length or min(positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
     if positions is not None and length > positions:
         raise ConfigError(f"--max_length is {length}, but {model.path} has positions for {positions}: give fewer")
@@ -252,7 +253,7 @@ def merged(model: Model) -> Model:
     quantised matrices stay beside them."""
     config = model.net.config
     plain = dataclasses.replace(config, lora=None, layer_groups=(), frozen_leaves=(), qat="none")
-    if plain == config or (has_adapters(model.params) and config.quantize != "none"):
+    if plain == config or (has_adapters(model.params) and config.quantized != "none"):
         return model
     params = restacked(merge(model.params, config.lora), config, plain)
     return dataclasses.replace(model, net=Net(plain), params=params)
@@ -267,9 +268,11 @@ def load_served(path: str, dtype: str, mesh: Mesh, trust_remote_code: bool = Fal
     folder = Path(path).expanduser()
     step = int(folder.name) if folder.name.isdigit() and folder.parent.name == "checkpoints" else None
     run = folder if step is None else folder.parent.parent
-    if not (run / "checkpoints").is_dir():
+    if "output_dir" not in (read_json(run / "config.json") or {}):  # that of a model, which has the same name
         return load_model(path, dtype, mesh=mesh, trust_remote_code=trust_remote_code)
-    if step is None and (run / "hf").is_dir() and not any(x.name.isdigit() for x in (run / "checkpoints").iterdir()):
+    kept = checkpoint_spec(from_json((run / "config.json").read_text(encoding="utf-8")), run).folder
+    has_states = kept.is_dir() and any(x.name.isdigit() for x in kept.iterdir())
+    if step is None and not has_states and (run / "hf").is_dir():
         return load_model(run / "hf", dtype, mesh=mesh, trust_remote_code=trust_remote_code)
     config = config_of(run)
     if config.algorithm.name in ("reward_model", "process_reward_model"):

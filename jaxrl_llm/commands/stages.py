@@ -7,15 +7,20 @@ configurations by name, in order. Each is trained in `folder/<name>`, and may re
 The same command resumes after an interruption and skips finished stages.
 """
 
+import contextlib
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxrl_llm.config import ConfigDict, ConfigError, from_json, to_json, validate
-from jaxrl_llm.config.flags import find_config, load_options
+import jax
+
+from jaxrl_llm.config import ConfigDict, ConfigError, flat, from_json, to_json, validate
+from jaxrl_llm.config.flags import configured, find_config, load_options
 from jaxrl_llm.config.resolve import import_file
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
+from jaxrl_llm.distributed.overlap import overlap_collectives
 from jaxrl_llm.train import Result, train
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.checkpoint.settings import as_computed
@@ -34,44 +39,72 @@ FLAGS = (
 def load_stages(spec: str, folder: str | Path) -> dict[str, ConfigDict]:
     """The configurations that the file's `get_stages` returns, each with the output_dir `folder/<name>`.
 
-    Raises ConfigError for a file without get_stages, or one that returns anything but configurations.
+    Raises ConfigError for a file without get_stages, for one that fails or returns anything but configurations, and for
+    a stage that leaves nothing to go on from.
     """
     (path, argument), folder = find_config(spec, "--stages"), Path(folder).expanduser()
     get_stages = getattr(import_file(path), "get_stages", None)
     if not callable(get_stages):
         raise ConfigError(f"{path} has no function get_stages(folder); see configs/rlhf.py")
-    stages = get_stages(str(folder), *(() if argument is None else (argument,)))
-    if not isinstance(stages, Mapping) or not all(isinstance(config, ConfigDict) for config in stages.values()):
+    arguments = (str(folder), *(() if argument is None else (argument,)))
+    stages = configured(get_stages, arguments, path, f"--stages is {spec!r}")
+    are_known = isinstance(stages, Mapping) and all(isinstance(config, ConfigDict) for config in stages.values())
+    if not are_known or not stages:
         raise ConfigError(f"get_stages of {path} must return a dict of configurations by name")
     for name, config in stages.items():
         config.output_dir = str(folder / name)
         validate(config)
+        if "state" not in config.checkpoint.contents:
+            raise ConfigError(
+                f"checkpoint.contents of the stage {name} is hf alone, from which no stage goes on, and without a "
+                "checkpoint none is known to be finished: let it have state too"
+            )
     return dict(stages)
 
 
 def run_stages(stages: Mapping[str, ConfigDict]) -> dict[str, Result]:
-    """The results of the stages that were not finished, by name and in order."""
-    return {name: train(config) for name, config in stages.items() if not is_finished(config)}
+    """The results of the stages that were not finished, by name and in order.
+
+    Warns of a finished stage that read the model of another one before that was trained on.
+    """
+    results = {}
+    for name, config in stages.items():
+        if not is_finished(config):
+            results[name] = train(config)
+            continue
+        own, settings = Path(config.output_dir) / "hf" / "config.json", [*map(str, flat(config.to_dict()).values())]
+        for other, read in stages.items():
+            model = Path(read.output_dir) / "hf" / "config.json"
+            reads = other != name and any(f"{read.output_dir}/" in value for value in settings)
+            if reads and model.is_file() and own.is_file() and model.stat().st_mtime > own.stat().st_mtime:
+                warnings.warn(
+                    f"the stage {name} is finished, but of a model of the stage {other} before that was trained on: "
+                    f"delete {config.output_dir} to train it anew",
+                    stacklevel=2,
+                )
+    return results
 
 
 def is_finished(config: ConfigDict) -> bool:
-    """True when output_dir holds the trained model of a run with this configuration, even if a callback ended it."""
-    folder = Path(config.output_dir)
-    record = folder / "config.json"
-    if not (folder / "hf" / "config.json").is_file() or not record.is_file():
-        return False
-    try:
-        recorded = from_json(record.read_text(encoding="utf-8"))
-    except ConfigError:  # of another version
-        return False
-    if to_json(as_computed(config, recorded)) != to_json(recorded):
-        return False
+    """True when output_dir holds the trained model of a run with this configuration, even if a callback ended it.
+
+    All processes must call it, and get the same: the model and the record may be on the machine of the first alone.
+    """
+    folder, total_steps = Path(config.output_dir), None
+    with processes.all_or_none():
+        record = folder / "config.json"
+        if jax.process_index() == 0 and (folder / "hf" / "config.json").is_file() and record.is_file():
+            with contextlib.suppress(ConfigError):  # of another version
+                recorded = from_json(record.read_text(encoding="utf-8"))
+                if to_json(as_computed(config, recorded)) == to_json(recorded):
+                    total_steps = recorded.total_steps
+    total_steps = processes.gather(total_steps)[0]
     checkpoints_folder = checkpoint_spec(config).folder
-    if not checkpoints_folder.is_dir():
+    if total_steps is None or not checkpoints_folder.is_dir():
         return False
     with Checkpoints(checkpoints_folder, read_only=True) as checkpoints:
         latest = checkpoints.latest()
-        if latest is None or latest == recorded.total_steps:
+        if latest is None or latest == total_steps:
             return latest is not None
         return checkpoints.host(latest).get("callbacks", {}).get("end") == latest
 
@@ -79,10 +112,15 @@ def is_finished(config: ConfigDict) -> bool:
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     options = load_options(argv, __doc__ or "", FLAGS)
-    processes.join()
     if not options["stages"]:
         raise ConfigError("--stages is missing; write --stages=configs/rlhf.py")
     stages = load_stages(options["stages"], options["output_dir"])
+    first, *others = stages.values()
+    overlap_collectives(any(config.overlap_collectives for config in stages.values()))
+    processes.join(first)  # after the flags above, as it asks for devices
+    for config in others:
+        config.processes.update(coordinator=None, count=None, index=None)
+        processes.check_agreed(processes.agreed_facts(config), processes.START_ALIKE)
     for config in stages.values():
         keep_compiled(config.compilation_cache)  # one setting of the process: that of the last stage applies
     run_stages(stages)

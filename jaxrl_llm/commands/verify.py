@@ -7,14 +7,15 @@ it is, and with another number of decode slots, other micro-batches, packed or n
 at hand; and two steps of it, with and without a checkpoint between them. Prints how far the sampler's log-probs are
 from the trainer's, whether the samples are the same tokens, and whether the parameters after the step are the same
 bits, or else how far apart the updates are, relative to the length of the update. The learning rate is that after the
-warm-up. Writes nothing.
+warm-up. The router's loss of a mixture of experts is of each micro-batch by itself: by its definition, which is said,
+updates differ with them. Writes nothing.
 """
 
 import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from jaxrl_llm.config.flags import file_to_write, load_flags
 from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.training.checkpoint.manager import Checkpoints, free
 from jaxrl_llm.training.logging.console import show, stderr_console, waiting
 from jaxrl_llm.training.online import OnlineSource
@@ -86,6 +88,7 @@ def verify(config) -> Report:
     c.warmup_steps, c.warmup_ratio, c.warmup_init = 0, 0.0, 0.0
     config.critic.schedule, config.critic.lr_warmup_steps = "constant", 0
     with _run(config) as run:
+        net = run.model.net.config
         start = jax.device_get(run.state.params)
         variants = list(_variants(config, run))
         with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +109,8 @@ def verify(config) -> Report:
         changed.update_from_flattened_dict(changes)
         try:
             with _run(changed) as other:
-                checks.append(_compared(name, start, own, _step(changed, other, other.state)[0]))
+                made = _step(changed, other, other.state)[0]
+            checks.append(_compared(name, start, own, made, _of_router(net, changes)))
         except ConfigError as error:
             checks.append(Check(name, "", f"cannot be: {error}", None))
     checks.insert(1, _compared("step 2, resumed after step 1", own.params, second, went_on))
@@ -149,14 +153,21 @@ def _variants(config, run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
     packed = run.pack.sizes is not None
     yield ("rows not packed" if packed else "packed rows"), {"batch.packing": "false" if packed else "true"}
     devices, own = jax.device_count(), dict(run.mesh.shape)
-    for axis in AXES:
+    for axis in (*AXES, *(("expert",) if run.model.net.config.experts else ())):  # without experts it is more fsdp
         if devices > 1 and own[axis] != devices:
             sizes = {f"mesh.{name}": 1 for name in own} | {f"mesh.{axis}": devices}
             yield f"mesh of {axis} {devices}", sizes
 
 
-def _compared(name: str, start: Any, own: Made, other: Made) -> Check:
-    """The Check of `other` against `own`; both began with the parameters `start`."""
+def _of_router(net: ModelConfig, changes: Mapping[str, Any]) -> str:
+    """The words on a difference that settings of micro-batches make by what a router's loss is; none for others."""
+    if not (net.experts and net.router_aux_loss_coef and any(key.startswith("batch.") for key in changes)):
+        return ""
+    return ", by definition: the router's loss is of each micro-batch by itself"
+
+
+def _compared(name: str, start: Any, own: Made, other: Made, reason: str = "") -> Check:
+    """The Check of `other` against `own`, with the reason of a difference; both began with the parameters `start`."""
     samples = ""
     if own.tokens is not None and other.tokens is not None:
         same = own.tokens.shape == other.tokens.shape
@@ -171,7 +182,7 @@ def _compared(name: str, start: Any, own: Made, other: Made) -> Check:
     difference = float(np.sqrt(apart / length))
     norms = [made.metrics["grad_norm"] for made in (own, other)]
     of_norm = abs(norms[1] - norms[0]) / (norms[0] or 1.0)  # weight decay moves parameters without a gradient
-    words = f"differs by {difference:.1e} of its length, the gradient's norm by {of_norm:.1e}"
+    words = f"differs by {difference:.1e} of its length, the gradient's norm by {of_norm:.1e}{reason}"
     return Check(name, samples, words if difference else EQUAL, difference)
 
 

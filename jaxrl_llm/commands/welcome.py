@@ -16,6 +16,7 @@ COMMANDS = {
     "evaluate": "Measure a model on held-out prompts, or the responses in a file.",
     "compare": "Compare two models on the same prompts.",
     "export": "Write a checkpoint as a Hugging Face folder, and push it to the hub.",
+    "add_tokens": "Add tokens to the vocabulary of a model.",
     "stages": "Train in stages, each from the model of an earlier one.",
     "preview": "Show the data of a run as the model will see it.",
     "plan": "Plan the memory, time and traffic of a run on devices that are not at hand.",

@@ -11,9 +11,18 @@ from pathlib import PurePath
 from string import Formatter
 from typing import Any
 
-from jaxrl_llm.config.entries import environment_options, eval_set, logit_bias, reward_scales
+from jaxrl_llm.config.entries import LORA_INIT, environment_options, eval_set, logit_bias, reward_scales
 from jaxrl_llm.config.resolve import ConfigError, closest, is_own, resolve, split_losses, split_options
-from jaxrl_llm.config.schema import BY_NAME, COLDEST, EPISODES, IDENTITY, NEW, OFFLINE, OPTIMIZERS, ConfigDict
+from jaxrl_llm.config.schema import (
+    BY_NAME,
+    EPISODES,
+    IDENTITY,
+    LARGEST,
+    NEW,
+    OFFLINE,
+    OPTIMIZERS,
+    ConfigDict,
+)
 
 # Settings of a critic that is a network of its own, with updates of its own.
 OF_OWN_CRITIC = (
@@ -258,11 +267,6 @@ def _online(config: ConfigDict) -> Iterator[str]:
             f"rollout.max_completion_length = {rollout.max_completion_length}"
         )
     logit_bias("rollout.logit_bias", rollout.logit_bias)  # refuses what cannot be read
-    if 0 < rollout.temperature < COLDEST:
-        yield (
-            f"rollout.temperature is {rollout.temperature:g}, at which float32 does not hold log-probs: set it to 0, "
-            f"which is greedy, or to {COLDEST} or more"
-        )
     if rollout.temperature == 0 and algorithm.dynamic_sampling:
         yield (
             "rollout.temperature is 0, with which the completions of a prompt are the same and score alike, but "
@@ -293,10 +297,10 @@ def _online(config: ConfigDict) -> Iterator[str]:
     if not critic.lora_rank and (critic.lora_alpha or critic.lora_targets):
         name = "lora_alpha" if critic.lora_alpha else "lora_targets"
         yield f"critic.{name} is {critic[name]}, but the critic has no adapters of its own: set critic.lora_rank"
-    if critic.lora_rank == 0 and config.model.quantize != "none" and algorithm.name == "ppo":
+    if critic.lora_rank == 0 and (quantized := _quantized(config)) and algorithm.name == "ppo":
         yield (
-            f"critic.lora_rank is 0, but model.quantize is {config.model.quantize}, and quantised matrices are not "
-            "trained: give the critic adapters (critic.lora_rank)"
+            f"critic.lora_rank is 0, but {quantized}, and quantised matrices are not trained: give the critic adapters "
+            "(critic.lora_rank)"
         )
     if algorithm.replay_groups and algorithm.name == "ppo":
         yield (
@@ -518,7 +522,7 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
         )
     yield from _uld(config, online)
     if teacher.form == "advantage":
-        of_divergence = ("beta", "top_k", "top_of", "tail", "temperature", "on_policy", "importance_max")
+        of_divergence = ("beta", "top_k", "top_of", "tail", "least_logp", "temperature", "on_policy", "importance_max")
         for key, value in changed(config, (f"teacher.{name}" for name in of_divergence)):
             yield (
                 f"{key} is {value}, which is of teacher.form = divergence, and teacher.form is {teacher.form}: set the "
@@ -530,7 +534,7 @@ def _teacher(config: ConfigDict, online: bool) -> Iterator[str]:
             f"teacher.form is {teacher.form}: set form to advantage, or position_gamma to 0"
         )
     elif not teacher.top_k:
-        for key, value in changed(config, ("teacher.top_of", "teacher.tail")):
+        for key, value in changed(config, ("teacher.top_of", "teacher.tail", "teacher.least_logp")):
             yield f"{key} is {value}, but teacher.top_k is 0, all tokens: set it, or leave it out"
     paths = {"teacher.path": teacher.path}
     for entry in teacher.others:
@@ -603,7 +607,7 @@ def _uld(config: ConfigDict, online: bool) -> Iterator[str]:
                 "or leave out the other"
             )
         return
-    of_divergence = (f"teacher.{name}" for name in ("top_k", "top_of", "tail", "importance_max"))
+    of_divergence = (f"teacher.{name}" for name in ("top_k", "top_of", "tail", "least_logp", "importance_max", "limit"))
     for key, value in changed(config, of_divergence):
         yield (
             f"{key} is {value}, which is of teacher.form = divergence, and teacher.form is uld, which compares the "
@@ -663,11 +667,10 @@ def _teacher_context(config: ConfigDict) -> Iterator[str]:
                 f"teacher.path is {teacher.path!r}, but the policy as its own teacher is self(rate=0.05, every=1), "
                 "with a rate from 0 (as it started) to 1 (as it is) and every 1 or more steps"
             )
-        if config.model.quantize != "none" and rate not in (0, 1):
+        if (quantized := _quantized(config)) and rate not in (0, 1):
             yield (
                 f"teacher.path is {teacher.path!r}, a mean of whole models, but the matrices are quantised "
-                f"(model.quantize = {config.model.quantize!r}) and adapters are not merged into them: set rate to 0, "
-                "or to 1"
+                f"({quantized}) and adapters are not merged into them: set rate to 0, or to 1"
             )
         if context == "none":
             yield (
@@ -765,12 +768,13 @@ def _environment(config: ConfigDict) -> Iterator[str]:
                 f"environment.agent and {key} are both set, but an agent holds its own conversations: set one"
                 + (f", or environment.agent={EPISODES!r}, which plays environments" if key in played else "")
             )
-        own = ("stop", "stop_token_ids", "logit_bias", "bad_words", "min_completion_length", "structured_regex")
-        for key in (*own, "structured_choice", "structured_json", "structured_grammar"):
+        refused = ("logit_bias", "bad_words", "min_completion_length")
+        asked = ("stop", "stop_token_ids", *(f"structured_{form}" for form in ("regex", "choice", "json", "grammar")))
+        for key in (*refused, *asked):
             if config.rollout[key]:
                 yield (
                     f"rollout.{key} is {config.rollout[key]!r}, which the endpoint of environment.agent has not: leave "
-                    "it out, or let the agent ask for it"
+                    f"it out{', or let the agent ask for it' if key in asked else ''}"
                 )
     values = set()
     for entry in c.agents:
@@ -852,16 +856,16 @@ def _data(config: ConfigDict) -> Iterator[str]:
         }
         for reason in (reason for reason, holds in others.items() if holds):
             yield f"data.group_by_length is true, to pad rows less, but {reason}: set it to false"
-    for key in ("packing", "precompute_reference", "group_by_length", "deduplicate"):
+    for key in ("precompute_reference", "group_by_length", "deduplicate"):
         if data.streaming and data[key]:
             yield f"data.{key} needs all rows before training, and data.streaming is true: set one to false"
     for source in data.sources:
         options = source if isinstance(source, Mapping) else split_options(source)[1]
         yield from _unwritable(f"data.sources has {source!r}", options)
-        if data.packing and options.get("weight") is not None:
+        if data.packing and not data.streaming and options.get("weight") is not None:
             yield (
                 "data.sources are mixed by weight, which data.packing would undo: leave the weights out, or set "
-                "data.packing to false"
+                "data.packing to false, or data.streaming to true, which packs blocks of mixed rows"
             )
 
 
@@ -904,12 +908,13 @@ def _of_loss(config: ConfigDict, betas: Mapping[str, float]) -> Iterator[str]:
             "teacher.form": teacher.form != "advantage",
             "teacher.coef": teacher.coef != 1,
             "teacher.position_gamma": teacher.position_gamma,
+            "teacher.limit": teacher.limit is not None,
         }
         for key, value in _met(config, unfit):
             yield (
                 f"algorithm.loss is {algorithm.loss!r}, whose signal is a teacher's log-prob minus that of the policy "
-                f"as it is in each update, but {key} is {value!r}: set teacher.path with form = advantage, coef = 1 "
-                "and position_gamma = 0, or another loss"
+                f"as it is in each update, but {key} is {value!r}: set teacher.path with form = advantage, coef = 1, "
+                "position_gamma = 0 and limit = none, or another loss"
             )
 
 
@@ -992,6 +997,17 @@ def _optimizer(config: ConfigDict) -> Iterator[str]:
                 raise ConfigError(f"it takes {', '.join(OPTIMIZERS)}, or your own function, path/to/file.py:function")
         except ConfigError as error:
             yield f"optimizer.name is {c.name!r}: {error}"
+    for entry in c.rate_factors:
+        pattern, _, factor = entry.rpartition("=")
+        try:
+            right = pattern and 0 < float(factor) <= LARGEST
+        except ValueError:
+            right = False
+        if not right:
+            yield (
+                f"optimizer.rate_factors has {entry!r}, but it takes PATTERN=FACTOR, lora_B=16, with a number above 0; "
+                "what is not to be trained is named by model.frozen"
+            )
     if c.warmup_steps and c.warmup_ratio:
         yield f"optimizer.warmup_steps is {c.warmup_steps} and warmup_ratio {c.warmup_ratio}: set one of the two"
     if c.warmup_init and not (c.warmup_steps or c.warmup_ratio):
@@ -1032,13 +1048,21 @@ def _optimizer(config: ConfigDict) -> Iterator[str]:
     if c.moment_dtype == "float8" and c.name == "adafactor":
         yield (
             "optimizer.moment_dtype is float8, but adafactor has statistics of rows and columns, small already: set "
-            "float32, or optimizer.name to adamw, lion, sgd or muon"
+            "float32, or optimizer.name to adamw, lion, sgd, muon, ademamix or adopt"
         )
     if "cosine_with_restarts" in schedules.values() and (c.cycles < 1 or c.cycles % 1):
         yield (
             f"optimizer.cycles is {c.cycles:g} with {named}: cosine_with_restarts takes a whole number of decays, 2 "
             "for one restart"
         )
+
+
+def _quantized(config: ConfigDict) -> str:
+    """The setting that stores matrices, of experts at least, in fewer bits, with its value; empty without one."""
+    for name, unset in (("quantize", ("none",)), ("quantize_experts", ("none", "same"))):
+        if (value := config.model[name]) not in unset:
+            return f"model.{name} = {value!r}"
+    return ""
 
 
 def _lora(config: ConfigDict) -> Iterator[str]:
@@ -1052,6 +1076,18 @@ def _lora(config: ConfigDict) -> Iterator[str]:
             f"lora.dora is true, and model.quantize {config.model.quantize}, but DoRA measures the matrices in every "
             "forward pass, and none are kept as numbers: set one of the two off"
         )
+    if not LORA_INIT.fullmatch(lora.init):
+        known = "kaiming, gaussian, orthogonal, random, pissa, pissa_niter_N (N iterations, 16 for example) and olora"
+        yield f"lora.init is {lora.init!r}, but there are {known}"
+    elif lora.init != "kaiming" and lora.path is not None:
+        yield f"lora.init is {lora.init}, but the adapter of lora.path has its numbers already: set it to kaiming"
+    elif lora.dora and (lora.init in ("random", "olora") or lora.init.startswith("pissa")):
+        yield (
+            f"lora.init is {lora.init}, and lora.dora true, but DoRA learns the lengths of columns to which the "
+            "adapters have added nothing yet: set init to kaiming, gaussian or orthogonal, or dora to false"
+        )
+    elif lora.init == "orthogonal" and lora.rank % 2:
+        yield f"lora.init is orthogonal, which takes an even rank, but lora.rank is {lora.rank}"
     if config.model.vision == "trained" and (lora.rank or lora.path):
         yield (
             "model.vision is trained, but beside adapters nothing is trained whole: set it to lora, for adapters on "
@@ -1065,6 +1101,8 @@ def _lora(config: ConfigDict) -> Iterator[str]:
             )
     qat, others = config.model.qat, {"lora.rank": lora.rank, "lora.path": lora.path}
     others["model.quantize"] = None if config.model.quantize == "none" else config.model.quantize
+    of_experts = config.model.quantize_experts
+    others["model.quantize_experts"] = None if of_experts in ("same", "none") else of_experts
     for key, value in ((key, value) for key, value in others.items() if value and qat != "none"):
         yield (
             f"model.qat is {qat}, for which the matrices are trained as numbers, but {key} is {value}, with which they "
@@ -1100,6 +1138,11 @@ def _lora(config: ConfigDict) -> Iterator[str]:
                 f"lora.{setting} is {str(lora[setting]).lower()}, but lora.targets names {experts[0]}, and adapters of "
                 f"experts have no {setting}, as in PEFT: set it to {off}, or leave experts out of the targets"
             )
+    if lora.rank and experts and (lora.init == "olora" or lora.init.startswith("pissa")):
+        yield (
+            f"lora.init is {lora.init}, but lora.targets names {experts[0]}, and adapters of experts do not start from "
+            "the matrices beside them: set it to kaiming, or leave experts out of the targets"
+        )
     if algorithm.ref_sync_steps and lora.reference == "base":
         yield (
             f"algorithm.ref_sync_steps is {algorithm.ref_sync_steps}, but lora.reference = 'base' never moves: set "
@@ -1110,10 +1153,10 @@ def _lora(config: ConfigDict) -> Iterator[str]:
             f"algorithm.ref_mixup_alpha is {algorithm.ref_mixup_alpha}, but a mean of adapters is no mean of what they "
             "compute: set lora.reference to copy, or ref_mixup_alpha to 1"
         )
-    if lora.reference == "copy" and config.model.quantize != "none":
+    if lora.reference == "copy" and (quantized := _quantized(config)):
         yield (
-            f"lora.reference is copy, but the matrices are quantised (model.quantize = {config.model.quantize!r}) and "
-            "adapters are not merged into them: set base or start"
+            f"lora.reference is copy, but the matrices are quantised ({quantized}) and adapters are not merged into "
+            "them: set base or start"
         )
 
 
@@ -1145,10 +1188,10 @@ def _average(config: ConfigDict) -> Iterator[str]:
         )
     if c.evaluate and config.eval.every < 0:
         yield "average.evaluate is true, but eval.every is -1, and nothing is evaluated: set one of the two"
-    if config.model.quantize != "none":
+    if quantized := _quantized(config):
         yield (
-            f"average.every is {c.every}, but the matrices are quantised (model.quantize = {config.model.quantize!r}), "
-            "and a mean of adapters is no mean of what they compute: set one of the two off"
+            f"average.every is {c.every}, but the matrices are quantised ({quantized}), and a mean of adapters is no "
+            "mean of what they compute: set one of the two off"
         )
     adapted = config.lora.rank or config.lora.path
     if algorithm.ref_sync_to == "average" and adapted and config.lora.reference != "copy":

@@ -8,6 +8,14 @@ from typing import Any
 from jaxrl_llm.config.resolve import ConfigError, closest, split_options
 from jaxrl_llm.config.schema import LARGEST
 
+# The starts of adapters that `lora.init` takes.
+LORA_INIT = re.compile(r"kaiming|gaussian|orthogonal|random|olora|pissa(_niter_\d+)?")
+
+
+def lora_init(name: bool | str) -> str:
+    """The `lora.init` that PEFT's `init_lora_weights` stands for, or its name where there is none."""
+    return ("kaiming" if name else "random") if isinstance(name, bool) else name.lower()
+
 
 def logit_bias(name: str, entries: Sequence[str]) -> tuple[tuple[int, float], ...]:
     """The pairs (token id, number added to its logit) of the setting `name`, whose entries are `ID=BIAS`.

@@ -141,10 +141,10 @@ def load_flags(argv: Sequence[str], usage: str = "", options: Sequence[Setting] 
 
     `--config=configs/grpo.py` reads a config file, `--config=configs/grpo.py:tiny` calls its `get_config("tiny")`, and
     `--config=grpo` finds the shipped file; without it the configuration is `jaxrl_llm.config.default()`.
-    `--config.batch.prompts=8` changes one key, in any order; `--config.batch.prompts 8` too. A list is written `a,b`, a
-    missing optional value `none`; `--config.data.packing` alone is true. Parameters that the config file
-    has added are flags too, `--config.my_length=30`. `options` are the command's own flags:
-    `Setting("steps", 3, ...)` is `--steps`. `--help` prints the usage and exits, see `help_text`.
+    `--config.batch.prompts=8` changes one key, in any order; `--config.batch.prompts 8` too. A list is written `a,b`,
+    or in JSON where its items have commas, a missing optional value `none`; `--config.data.packing` alone is true.
+    Parameters that the config file has added are flags too, `--config.my_length=30`. `options` are the command's own
+    flags: `Setting("steps", 3, ...)` is `--steps`. `--help` prints the usage and exits, see `help_text`.
 
     Raises ConfigError for an unknown or repeated flag, a wrong value, or a bad config file.
     """
@@ -314,21 +314,7 @@ def load_config_file(spec: str) -> ConfigDict:
     get_config = getattr(import_file(path), "get_config", None)
     if not callable(get_config):
         raise ConfigError(f"{path} has no function get_config; it must return a ConfigDict made from config.default()")
-    arguments = () if argument is None else (argument,)
-    try:
-        inspect.signature(get_config).bind(*arguments)
-    except TypeError as error:
-        signature = f"get_config{inspect.signature(get_config)}"
-        raise ConfigError(f"--config is {spec!r}, but {path} defines {signature}: {error}") from error
-    try:
-        with contained():
-            config = get_config(*arguments)
-    except SettingError as error:
-        raise ConfigError(f"{path_and_line(error, path)}: {error}") from error
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{path_and_line(error, path)}: {_explain(error)}") from error
+    config = configured(get_config, () if argument is None else (argument,), path, f"--config is {spec!r}")
     if not isinstance(config, ConfigDict):
         raise ConfigError(
             f"get_config of {path} returned {type(config).__name__}; it must return a ConfigDict made from "
@@ -336,6 +322,27 @@ def load_config_file(spec: str) -> ConfigDict:
         )
     check_keys(config)
     return config
+
+
+def configured(function: Callable[..., Any], arguments: Sequence[str], path: Path, asked: str) -> Any:
+    """What a function of the Python file at `path` makes of settings; `asked` is the flag that names the file.
+
+    Raises ConfigError when it does not take the arguments or fails, naming the line.
+    """
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        signature = f"{function.__name__}{inspect.signature(function)}"
+        raise ConfigError(f"{asked}, but {path} defines {signature}: {error}") from error
+    try:
+        with contained():
+            return function(*arguments)
+    except SettingError as error:
+        raise ConfigError(f"{path_and_line(error, path)}: {error}") from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{path_and_line(error, path)}: {_explain(error)}") from error
 
 
 def _explain(error: Exception) -> str:

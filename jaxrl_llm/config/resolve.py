@@ -19,6 +19,8 @@ from typing import Any
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.user_code import contained, error_text
 
+WORDS = {"true": True, "false": False, "none": None}  # of options, as on a command line, beside Python's own
+
 
 class ConfigError(ValueError):
     """A user error: one readable message that names the setting or thing, its value and the fix.
@@ -77,22 +79,46 @@ def resolve_with_options(
     """The function of `"name"` or `"name(option=1, other='text')"`, and its options.
 
     `reserved` are arguments that the caller passes itself; besides its own arguments a function may declare options
-    that its caller reads (attribute `options`). Raises ConfigError: a name that `resolve` refuses, options that cannot
-    be read, or that the function does not have.
+    that its caller reads (attribute `options`, with their defaults). A text for an option of the user's own function
+    whose default is a number, or true or false, is read as one, as no check knows its types: 'False' would be true.
+    Raises ConfigError: a name that `resolve` refuses, options that cannot be read, or that the function does not have.
     """
     name, options = split_options(spec)
     function = resolve(name, package)
     if options:
-        known = [option for option in inspect.signature(function).parameters if option not in reserved]
-        known += getattr(function, "options", {})
-        unknown = [option for option in options if option not in known]
+        parameters = inspect.signature(function).parameters.items()
+        defaults = {option: parameter.default for option, parameter in parameters if option not in reserved}
+        defaults |= getattr(function, "options", {})
+        unknown = [option for option in options if option not in defaults]
         if unknown:
-            raise ConfigError(f"{name} has no option {unknown[0]!r}; it takes {', '.join(known) or 'none'}")
+            raise ConfigError(f"{name} has no option {unknown[0]!r}; it takes {', '.join(defaults) or 'none'}")
+        if is_own(name):
+            options = {option: _read_as(defaults[option], value) for option, value in options.items()}
     return function, options
+
+
+def _read_as(default: Any, value: Any) -> Any:
+    """The number or truth value that a text writes where the default is one; any other value as it is."""
+    if not isinstance(value, str) or not isinstance(default, bool | int | float):
+        return value
+    try:
+        read = ast.literal_eval(_Words().visit(ast.parse(value.strip(), mode="eval")))
+    except (SyntaxError, ValueError):
+        return value
+    return read if type(read) in (type(default), int if type(default) is float else None) else value
+
+
+class _Words(ast.NodeTransformer):
+    """Puts the values of WORDS in their place."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(WORDS[node.id]) if node.id in WORDS else node
 
 
 def split_options(spec: str) -> tuple[str, dict[str, Any]]:
     """The name and the options, literals, of `"name(option=1, other='text')"`; a mere name has none.
+
+    true, false and none are written as in Python or as on a command line.
 
     Raises ConfigError when they cannot be read.
     """
@@ -103,7 +129,9 @@ def split_options(spec: str) -> tuple[str, dict[str, Any]]:
         call = ast.parse(f"options({arguments}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError("options are written name=value")
-        return name.strip(), {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return name.strip(), {
+            str(keyword.arg): ast.literal_eval(_Words().visit(keyword.value)) for keyword in call.keywords
+        }
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"cannot read the options of {spec!r}; write name(option=1, other='text')") from error
 

@@ -4,6 +4,7 @@
 `config.validate()`, the command line with its `--help` (flags.py), and docs/configuration.md.
 """
 
+import json
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -113,6 +114,7 @@ class Setting:
     maximum: float | None = None
     above: float | None = None  # exclusive
     below: float | None = None  # exclusive
+    besides: float | None = None  # a number that it takes though it is out of the range
     words: tuple[str, ...] = ()  # that stand for a number
     none: bool = False  # it may be none, which is not its default
     escapes: bool = False  # a text that a command line gives with those of ESCAPES, which a shell does not read
@@ -138,7 +140,8 @@ class Setting:
             )
         bounds = ((">", self.above), (">=", self.minimum), ("<", self.below), ("<=", self.maximum))
         text += " and".join(f" {sign} {bound:g}" for sign, bound in bounds if bound is not None)
-        text += "".join(f", or {word}" for word in self.words)
+        others = self.words if self.besides is None else (f"{self.besides:g}", *self.words)
+        text += "".join(f", or {other}" for other in others)
         if self.many:
             text = f"a list, each {text}"
         return f"{text}, or none" if self.optional else text
@@ -146,7 +149,9 @@ class Setting:
     def show(self, value: Any) -> str:
         """The value as it is written on the command line."""
         if isinstance(value, tuple | list):
-            return ",".join(map(self.show, value))
+            text = ",".join(map(self.show, value))
+            plainly = not value or self._items(text) == tuple(value)
+            return text if plainly else json.dumps(list(value), ensure_ascii=False)
         if self.escapes and isinstance(value, str):
             return re.sub(r"[\n\r\t\\]", lambda found: SHOWN[found[0]], value)
         return str(value).lower() if value is None or isinstance(value, bool) else str(value)
@@ -167,7 +172,7 @@ class Setting:
             return False
         if self.kind not in (int, float):
             return True
-        return (
+        return value == self.besides or (
             abs(value) <= (LARGEST if self.kind is float else sys.maxsize)  # False for nan
             and (self.minimum is None or value >= self.minimum)
             and (self.maximum is None or value <= self.maximum)
@@ -178,11 +183,22 @@ class Setting:
     def parse(self, text: str) -> Any:
         """The value of a command line text; raises ConfigError when the setting does not take it."""
         if self.many:
-            value = tuple(self._parse_one(item) for item in _split_list(text)) if text else ()
+            value = self._items(text) if text else ()
         else:
             value = None if self.optional and text.lower() == "none" else self._parse_one(text)
         self.check(value)
         return value
+
+    def _items(self, text: str) -> tuple[Any, ...]:
+        """The items of a list: `a,b` or, where they have commas, a list in JSON, `[",", "b"]`."""
+        if text.startswith("["):
+            try:
+                items = json.loads(text)
+            except json.JSONDecodeError:
+                items = None
+            if isinstance(items, list) and all(map(self._accepts_one, items)):
+                return tuple(items)
+        return tuple(self._parse_one(item) for item in _split_list(text))
 
     def _parse_one(self, text: str) -> Any:
         if self.kind is bool:
@@ -228,8 +244,9 @@ ALGORITHMS = ("grpo", "ppo", "sft", "preference", "reward_model", "process_rewar
 OFFLINE = ("sft", "preference", "reward_model", "process_reward_model")
 EPISODES = "episodes"  # the agent that plays environments
 DTYPES = ("float32", "bfloat16", "float16")
-OPTIMIZERS = ("adamw", "adafactor", "lion", "sgd", "muon")
-SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd")
+QUANTIZED = ("none", "int8", "fp8", "int4", "nf4", "mxfp4")  # quantize.KINDS
+OPTIMIZERS = ("adamw", "adafactor", "lion", "sgd", "muon", "ademamix", "adopt")
+SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd", "rex")
 
 SECTIONS = {
     "": "The run.",
@@ -255,10 +272,12 @@ SECTIONS = {
     "watch": "Watchdog and warnings. See docs/reliability.md.",
 }
 
+COLDEST = 0.001  # temperature above 0
 # The options of sampling: their types and bounds, in a run, its evaluations, the commands and the judges that it loads.
 # Where requests over HTTP have bounds of their own, serving/bodies.py has the reason.
 SAMPLING_OPTIONS: Mapping[str, tuple[type, Mapping[str, Any]]] = {
-    "temperature": (float, {"minimum": 0}),
+    # At lower ones than that float32 does not hold the log-probs; 0 is greedy.
+    "temperature": (float, {"minimum": COLDEST, "besides": 0}),
     "top_p": (float, {"above": 0, "maximum": 1}),
     "top_k": (int, {"minimum": 0}),
     "min_p": (float, {"minimum": 0, "maximum": 1}),
@@ -267,7 +286,6 @@ SAMPLING_OPTIONS: Mapping[str, tuple[type, Mapping[str, Any]]] = {
     "presence_penalty": (float, {"minimum": -2, "maximum": 2}),
     "min_tokens": (int, {"minimum": 0}),
 }
-COLDEST = 0.001  # temperature above 0 with log-probs: at lower ones float32 does not hold them
 
 
 def sampling_option(name: str, default: float | None, doc: str = "", **bounds: Any) -> Setting:
@@ -354,8 +372,11 @@ KEYS = (
         "model; or lora, by adapters on the encoder's linear layers beside the decoder's.",
         choices=("frozen", "trained", "lora")),
     Setting("model.quantize", "none",
-        "Store the matrices of the layers in 8 or 4 bits and train adapters only (QLoRA).",
-        choices=("none", "int8", "fp8", "int4", "nf4")),
+        "Store the matrices of the layers in 8 or 4 bits and train adapters only (QLoRA).", choices=QUANTIZED),
+    Setting("model.quantize_experts", "same",
+        "How the matrices of a mixture's experts are stored: same is as model.quantize says, none leaves them as they "
+        "are. mxfp4 is what gpt-oss' files have: its numbers stay, whatever the other matrices are stored in.",
+        choices=("same", *QUANTIZED)),
     Setting("model.qat", "none",
         "Train for matrices in 8 or 4 bits (quantisation-aware training): compute with the matrices of the layers as "
         "model.quantize would store them, and train them as numbers.", choices=("none", "int8", "fp8", "int4", "nf4")),
@@ -365,6 +386,10 @@ KEYS = (
     Setting("lora.rslora", False, "Scale by alpha / sqrt(rank) instead.", bool),
     Setting("lora.dora", False,
         "Also learn the lengths of the matrices' columns (DoRA): more like training all of them, and slower.", bool),
+    Setting("lora.init", "kaiming",
+        "How adapters start, as PEFT's init_lora_weights: kaiming, gaussian and orthogonal leave the model what it is; "
+        "random (PEFT's False) does not; pissa, pissa_niter_N (faster, N power iterations) and olora start from the "
+        "matrices' own principal parts."),
     Setting("lora.dropout", 0.0, "Dropout rate on the inputs of adapters while training.",
         float, minimum=0, below=1),
     Setting("lora.targets", ("all-linear",),
@@ -399,7 +424,7 @@ KEYS = (
     Setting("data.format", "auto",
         "Format of the rows: a name of docs/data.md such as `chatml.intel`, `module:function` or "
         "`path/to/file.py:function`; options in brackets, `harmony(field='turns')`. auto recognises the types "
-        "of TRL, rows of verl, threads of Harmony and conversations of ShareGPT."),
+        "of TRL, rows of verl, threads of Harmony, conversations of ShareGPT and preferences of OpenAI."),
     Setting("data.streaming", False, "Read rows on demand, for data that does not fit in memory.", bool),
     Setting("data.shuffle_buffer", 4096, "Size of the shuffle buffer when streaming, in rows.", int, minimum=1),
     Setting("data.workers", 0, "Tokeniser threads before the first step; 0 is one for each core.", int, minimum=0),
@@ -496,7 +521,7 @@ KEYS = (
     Setting("rollout.stop", (),
         "Texts that end a completion, with the token in which the first of them is complete; it stays in the "
         "completion. On a command line `\\n`, `\\r`, `\\t` and `\\\\` are a line break, a return, a tab and a "
-        "backslash.", escapes=True),
+        "backslash, and texts with commas are a list in JSON, `[\",\", \"x\"]`.", escapes=True),
     Setting("rollout.stop_token_ids", (), "Tokens that end a completion beside the end of text.", int, minimum=0),
     Setting("rollout.ignore_eos", False,
         "Sample past the end of text: rollout.max_completion_length tokens for every completion, or up to one of "
@@ -532,8 +557,8 @@ KEYS = (
         bool),
     Setting("rollout.weights_dtype", "auto",
         "Storage type of the matrices while sampling; auto is the compute type. int8 and fp8 store those of the layers "
-        "(not of experts) in 8 bits, which halves their memory traffic against 16. Training with fewer bits than "
-        "model.dtype needs algorithm.importance_correction.", choices=("auto", *DTYPES, "int8", "fp8")),
+        "(on TPUs not of experts) in 8 bits, which halves their memory traffic against 16. Training with fewer bits "
+        "than model.dtype needs algorithm.importance_correction.", choices=("auto", *DTYPES, "int8", "fp8")),
     Setting("rollout.cache_dtype", "auto",
         "Storage type of the keys and values while sampling; auto is the compute type. fp8 needs "
         "algorithm.importance_correction.", choices=("auto", *DTYPES, "fp8")),
@@ -765,7 +790,8 @@ KEYS = (
     Setting("algorithm.max_sampling_rounds", 10,
         "Rounds of sampling in a step with dynamic_sampling; then the run stops, or replay fills up.", int, minimum=1),
     Setting("algorithm.replay_groups", 0,
-        "Groups kept from earlier steps, to take the place of those whose completions all score alike; 0 is off.",
+        "Groups kept from earlier steps, to take the place of those that teach nothing, as their completions all score "
+        "alike; 0 is off.",
         int, minimum=0),
 
     Setting("algorithm.loss_weights", (), "Weight of each loss of a preference mixture; empty is 1 for all.", float),
@@ -796,6 +822,9 @@ KEYS = (
         "(divergence), which sft takes in place of its own; or that of a teacher with another tokenizer, where both "
         "tokenizers end a span of text (uld).", choices=("advantage", "divergence", "uld")),
     Setting("teacher.coef", 1.0, "Weight of the signal.", float, above=0),
+    Setting("teacher.limit", None,
+        "Most nats of the signal at a token: the advantage's difference of log-probs is cut to -limit to limit, and a "
+        "larger divergence counts as limit, without gradient; none is no limit.", float, above=0),
     Setting("teacher.position_gamma", 0.0,
         "The advantage's signal is multiplied by 1 + position_gamma at a row's first token, and by less the more of "
         "the row's disagreement with the teacher lies before a token, down to 1 (IW-OPD); 0 is off.", float, minimum=0),
@@ -811,15 +840,18 @@ KEYS = (
     Setting("teacher.tail", True,
         "The divergence of teacher.top_k tokens has an entry for all others; false compares the two distributions "
         "given that it is one of these tokens.", bool),
+    Setting("teacher.least_logp", None,
+        "Log-prob that each of the teacher.top_k tokens counts as at least, in both distributions, -10 for example; "
+        "none is no bound.", float, below=0),
     Setting("teacher.temperature", None,
         "Temperature of both distributions in the divergence; none is that of the samples, rollout.temperature.",
-        float, above=0),
+        float, minimum=COLDEST),
     Setting("teacher.importance_max", None,
         "Divergence: weigh each token by its probability under the policy over that of the old policy, up to this, "
         "where the samples give several updates; none is 1.", float, above=0),
     Setting("teacher.policy_temperature", None,
         "uld: temperature of the policy's distributions, where it is another than the teacher's; none is the same.",
-        float, above=0),
+        float, minimum=COLDEST),
     Setting("teacher.uld_align", "spans",
         "uld: compare distributions where tokens of both end at the same place of the text, each times the probability "
         "of the tokens before it since the last such place (spans), or at the first, second, ... token of both "
@@ -866,17 +898,22 @@ KEYS = (
     Setting("teacher.dtype", "auto", "Type that the teacher is stored and computed in; auto is model.dtype.",
         choices=("auto", *DTYPES)),
     Setting("teacher.quantize", "none", "Store the matrices of the teacher's layers in 8 or 4 bits.",
-        choices=("none", "int8", "fp8", "int4", "nf4")),
+        choices=QUANTIZED),
     Setting("teacher.offload", False,
         "Keep the teacher in the host's memory; it visits the device for its log-probs.", bool),
 
     Setting("optimizer.name", "adamw",
-        "Optimizer: adamw, adafactor, lion, sgd, or muon for the matrices of the layers with adamw for the rest; or a "
+        "Optimizer: adamw, adafactor, lion, sgd, ademamix (a second, slow momentum), adopt (any b2), or muon for the "
+        "matrices of the layers with adamw for the rest; or a "
         "function of the learning rate schedule that returns one of optax, `module:function` or "
         "`path/to/file.py:function`, with options in brackets, `optax:nadam(b1=0.95)`."),
     Setting("optimizer.learning_rate", 1e-6,
         "Peak learning rate. auto is 5e-5, ten times that for adapters, times a power of 2000 / width; for llama and "
         "qwen models, in sft and algorithms that sample.", float, minimum=0, maximum=100, words=("auto",)),
+    Setting("optimizer.rate_factors", (),
+        "Factors of the learning rates of some parameters, each PATTERN=FACTOR: a regular expression for a part of "
+        "their names in transformers' class, `embed_tokens=0.1`, or of adapters in PEFT's, `lora_B=16` (LoRA+). Of "
+        "several that fit the first counts. A critic of its own has none."),
     Setting("optimizer.schedule", "constant",
         "Learning rate schedule after warm-up; cosine_with_restarts jumps back to the peak `cycles - 1` times, wsd is "
         "constant and then decays.", choices=SCHEDULES),
@@ -899,7 +936,12 @@ KEYS = (
         choices=("linear", "cosine", "exponential", "1-sqrt", "constant")),
     Setting("optimizer.b1", 0.9, "Decay of the first moment; the momentum of sgd.", float, minimum=0, below=1),
     Setting("optimizer.b2", 0.999, "Decay of the second moment.", float, minimum=0, below=1),
-    Setting("optimizer.eps", 1e-8, "Added to the root of the second moment.", float, above=0),
+    Setting("optimizer.b3", 0.9999, "Decay of the slow first moment of ademamix.", float, minimum=0, below=1),
+    Setting("optimizer.mixing", 5.0, "Weight of the slow first moment of ademamix beside the other.", float, minimum=0),
+    Setting("optimizer.mixing_steps", 0,
+        "Training steps over which ademamix raises mixing from 0, and b3 from b1; 0 begins with them.", int, minimum=0),
+    Setting("optimizer.eps", 1e-8,
+        "Added to the root of the second moment; adopt divides by no smaller root.", float, above=0),
     Setting("optimizer.weight_decay", 0.0, "Decoupled weight decay.", float, minimum=0),
     Setting("optimizer.weight_decay_end", None,
         "Weight decay at the end of the run, to which it moves from weight_decay; none is constant.", float, minimum=0),
@@ -1055,7 +1097,8 @@ KEYS = (
         "goes on from the checkpoints that the run has made since, in full.", choices=("model", "optimizer", "extra")),
     Setting("checkpoint.accept_changes", (),
         "Settings that a resumed run may change although they say what the run is, "
-        "`algorithm.loss,rewards.functions`. See docs/reliability.md."),
+        "`algorithm.loss,rewards.functions`. Those that change the arrays of its checkpoints (`lora.rank`) or its "
+        "position in the data (`seed`) stay refused. See docs/reliability.md."),
 
     Setting("eval.every", 25,
         "Steps between evaluations; 0 evaluates only before and after training, -1 never.", int, minimum=-1),
@@ -1161,9 +1204,9 @@ BY_NAME = {key.name: key for key in KEYS}
 # checkpoint.accept_changes names them; what else has changed is told, and kept in config_history/.
 IDENTITY = (
     "seed", "model.path", "model.random_init", "model.freeze_router", "model.trainable", "model.frozen",
-    "model.vision", "model.quantize", "model.qat", "lora.rank", "lora.alpha", "lora.rslora", "lora.dora",
-    "lora.targets", "lora.layers_to_transform", "lora.exclude_modules", "lora.rank_pattern", "lora.alpha_pattern",
-    "lora.modules_to_save", "lora.path",
+    "model.vision", "model.quantize", "model.quantize_experts", "model.qat",
+    "lora.rank", "lora.alpha", "lora.rslora", "lora.dora", "lora.init", "lora.targets", "lora.layers_to_transform",
+    "lora.exclude_modules", "lora.rank_pattern", "lora.alpha_pattern", "lora.modules_to_save", "lora.path",
     "lora.reference", "data.path", "data.name", "data.sources",
     "data.format", "data.streaming", "data.shuffle", "data.shuffle_buffer", "data.split", "data.prompt_key",
     "data.completion_key", "data.label_key", "data.image_key", "data.image_processor", "data.system_prompt",

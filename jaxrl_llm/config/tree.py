@@ -101,8 +101,8 @@ def from_json(text: str) -> ConfigDict:
     """The configuration that `to_json` wrote; keys that the text lacks have their default.
 
     The text of an earlier version is read too: a renamed key under its new name, and a key that is an option of a loss
-    now as that option, where the loss of the run takes it. Raises ConfigError for text that is no JSON object, an
-    unknown key or a wrong value.
+    now as that option, where the loss of the run takes it; before `model.quantize_experts`, experts were not quantised.
+    Raises ConfigError for text that is no JSON object, an unknown key or a wrong value.
     """
     try:
         tree = json.loads(text)
@@ -115,11 +115,13 @@ def from_json(text: str) -> ConfigDict:
         for name, value in tree.pop(OWN, {}).items():
             _place(config, name, tuple(value) if isinstance(value, list) else value)
     options: dict[str, Any] = {}
-    for name, value in _settings(tree).items():
+    for name, value in (values := _settings(tree)).items():
         if name in LOSS_OPTIONS:
             options[name] = value
         else:
             assign(config, RENAMED.get(name, name), value)
+    if config.model.quantize != "none" and "model.quantize_experts" not in values:
+        config.model.quantize_experts = "none"
     algorithm = config.algorithm
     if options and algorithm.name in OFFLINE and algorithm.loss == "ppo_clip":
         algorithm.loss = "auto"  # ppo_clip was the default of every algorithm, where it meant nothing for these

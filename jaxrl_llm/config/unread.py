@@ -7,7 +7,7 @@ from jaxrl_llm.config.entries import environment_options
 from jaxrl_llm.config.resolve import is_own, split_losses, split_options
 from jaxrl_llm.config.schema import BY_NAME, KEYS, OFFLINE, ConfigDict
 
-OF_ADAPTERS = ("lora.alpha", "lora.rslora", "lora.dropout", "lora.targets", "lora.reference")
+OF_ADAPTERS = ("lora.alpha", "lora.rslora", "lora.init", "lora.dropout", "lora.targets", "lora.reference")
 OF_GIVEN_ROWS = ("data.loss_on", "data.precompute_reference")
 OF_REFERENCES = ("algorithm.offload_reference", "algorithm.ref_mixup_alpha")
 REFERENCE_FREE = "algorithm.reference_free"
@@ -18,6 +18,7 @@ OF_OPTIMIZERS = (
     "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.weight_decay", "optimizer.weight_decay_end",
     "optimizer.weight_decay_shape", "optimizer.no_decay",
 )  # fmt: skip
+OF_ADEMAMIX = ("optimizer.b3", "optimizer.mixing", "optimizer.mixing_steps")
 OF_CRITICS = ("critic.b1", "critic.b2", "critic.weight_decay")
 OF_RATIOS = ("algorithm.epsilon_low", "algorithm.epsilon_high")
 # Of algorithms that sample: a setting, the value with which others have no effect, and these.
@@ -81,6 +82,7 @@ def unread(config: ConfigDict) -> list[str]:
         f"optimizer.name is {optimizer}, which takes its options in brackets": (
             of_optimizers if is_own(split_options(optimizer)[0]) else ()
         ),
+        f"optimizer.name is {optimizer}, which has no slow moment": () if optimizer == "ademamix" else OF_ADEMAMIX,
         f"algorithm.advantage is {config.algorithm.advantage}, whose formula leaves no choice of a deviation": (
             ("algorithm.scale_rewards",) if online and not scaled else ()
         ),

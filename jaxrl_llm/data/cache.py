@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import Row, sources
-from jaxrl_llm.data.tokenize import COLUMNS, STEP_LABELS, RowTokenizer, exchange, prompt_columns
+from jaxrl_llm.data.tokenize import COLUMNS, REST, STEP_LABELS, RowTokenizer, exchange, prompt_columns
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,8 @@ def load(file: Path, tokenize: RowTokenizer, examples: Iterable[Mapping[str, Any
     for name in columns:
         values = np.split(arrays[name], arrays[f"{name}_ends"][:-1])
         for row, value in zip(rows, values, strict=True):
-            row[name] = value.tolist()
+            if len(value) or name not in REST:  # which few rows have
+                row[name] = value.tolist()
     for name in NUMBERS:
         for row, value in zip(rows, arrays[name], strict=True):
             if not np.isnan(value):
@@ -114,8 +115,9 @@ def save(file: Path, tokenize: RowTokenizer, kept: Sequence[tuple[int, Row]]) ->
     }
     # The rows of a column end to end, with the end of each: no padding, and no objects to unpickle.
     for name, dtype in _column_types(tokenize.kind).items():
-        arrays[name] = np.concatenate([np.array(row[name], dtype) for _, row in kept] or [np.zeros(0, dtype)])
-        arrays[f"{name}_ends"] = np.cumsum([len(row[name]) for _, row in kept], dtype=np.int64)
+        of_rows = [np.array(row.get(name, ()), dtype) for _, row in kept]
+        arrays[name] = np.concatenate(of_rows or [np.zeros(0, dtype)])
+        arrays[f"{name}_ends"] = np.cumsum([len(x) for x in of_rows], dtype=np.int64)
     for name in NUMBERS:
         # Rows of prompts have all columns of the data, whose label may be anything; they are read from the data again.
         numbers = [np.nan if tokenize.kind == "prompts" else float(row.get(name, np.nan)) for _, row in kept]
@@ -140,5 +142,5 @@ def save(file: Path, tokenize: RowTokenizer, kept: Sequence[tuple[int, Row]]) ->
 def _column_types(kind: str) -> dict[str, Any]:
     """The columns of rows of a kind with an entry for each token, and the types that these are kept in."""
     ids, masks = COLUMNS[kind]
-    of_steps = {STEP_LABELS: np.float64} if kind == "steps" else {}
-    return dict.fromkeys(ids, np.int32) | dict.fromkeys(masks, np.uint8) | of_steps
+    others = {"steps": {STEP_LABELS: np.float64}, "labels": dict(zip(REST, (np.int32, np.uint8), strict=True))}
+    return dict.fromkeys(ids, np.int32) | dict.fromkeys(masks, np.uint8) | others.get(kind, {})

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.data.pipeline import Pipeline, local_slice
+from jaxrl_llm.data.pipeline import Pipeline, WithoutArrays, local_slice
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class CurriculumSpec:
     decay: float  # weight of the rate before in the running rate
 
 
-class Curriculum:
+class Curriculum(WithoutArrays):
     """An endless, resumable iterator over batches, as `Pipeline`, that learns how often each prompt is solved.
 
     Prompts come in the order of `Pipeline`. One whose running success rate is at least `easy` or at most `hard` is

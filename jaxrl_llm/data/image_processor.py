@@ -2,8 +2,9 @@
 
 `load` reads the files of a model's folder. Resizing, tiling and normalising are those of transformers' processors on
 Pillow and numpy, which need no torch; the tokens are those that its classes `Idefics3Processor`, `SmolVLMProcessor`,
-`Gemma3Processor`, `Gemma4Processor`, `InternVLProcessor`, `Lfm2VlProcessor`, `Qwen2VLProcessor`,
-`Qwen2_5_VLProcessor`, `Qwen3VLProcessor`, `Glm4vProcessor` and `PixtralProcessor` write.
+`Gemma3Processor`, `Gemma4Processor`, `InternVLProcessor`, `Lfm2VlProcessor`, `LlavaProcessor`, `LlavaNextProcessor`,
+`LlavaOnevisionProcessor`, `PaliGemmaProcessor`, `Qwen2VLProcessor`, `Qwen2_5_VLProcessor`, `Qwen3VLProcessor`,
+`Glm4vProcessor` and `PixtralProcessor` write.
 """
 
 import json
@@ -34,12 +35,20 @@ class ImageProcessor:
     # An RGB image -> normalised pixels [tiles, H, W, C], fp32; a list [H, W, C] where each tile has its own size.
     tiles: "Callable[[Image], np.ndarray | list[np.ndarray]]"
     tile_size: tuple[int, int] | None  # H, W; None: each image is one tile, of its own size
+    # Height and width -> how tiles are put together, the six numbers of models/vision/any_resolution.py; None: they
+    # are not, as they are apart.
+    grid: Callable[[int, int], tuple[int, ...]] | None = None
+    of_many: "ImageProcessor | None" = None  # that of rows with several images; None: this one
+    before_text: bool = False  # images are in front of the token that begins a text, where only chat templates put them
 
-    def pixels(self, images: "list[Image]") -> np.ndarray | list[np.ndarray]:
+    def pixels(self, images: "list[Image]") -> np.ndarray | list[Any]:
         """The tiles of the images of a row, in the order of their tokens, [tiles, H, W, C] fp32; 0 tiles of none.
 
-        A list of images [H, W, C] where each has its own size.
+        A list of images [H, W, C] where each has its own size, and one of pairs, the tiles of an image and its `grid`,
+        where tiles are put together.
         """
+        if self.grid is not None:
+            return [(self.tiles(image), self.grid(image.height, image.width)) for image in images]
         if self.tile_size is None:
             return [tile for image in images for tile in self.tiles(image)]
         none = np.zeros((0, *self.tile_size, 3), np.float32)
@@ -161,7 +170,15 @@ def _gemma4(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapp
     patch, merge = processor.patch_size, processor.pooling_kernel_size
     for entry, value in {"patch_size": patch, "pooling_kernel_size": merge}.items():
         _check_model(folder, entry, value, entry, config["vision_config"].get(entry, value))
-    ids = [config.get(f"{name}_token_id", token) for name, token in GEMMA4_TOKENS.items()]
+
+    def token_id(name: str, default: int) -> int:
+        """That of config.json; where it is null or left out that of the tokenizer, which transformers asks alone."""
+        if (given := config.get(f"{name}_token_id")) is not None:
+            return given
+        own = getattr(tokenizer, f"{name}_token", None)
+        return default if own is None else tokenizer.convert_tokens_to_ids(own)
+
+    ids = [token_id(name, default) for name, default in GEMMA4_TOKENS.items()]
     start, token, end = names = tuple(tokenizer.convert_ids_to_tokens(ids))
     if None in names:
         raise ConfigError(f"the tokenizer has no tokens {ids}, which the model reads images by; use the model's own")
@@ -304,6 +321,117 @@ def _internvl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Ma
     return ImageProcessor(token, ids[0], frozenset(ids), expand, tile_count, tiles, size)
 
 
+def _llava(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
+    """LLaVA-1.5's (arXiv 2310.03744): an image is one square tile, of CLIP's or SigLIP's processor or LLaVA's own."""
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    kinds = {"CLIP": CLIPImageProcessorPil, "Llava": LlavaImageProcessorPil, "Siglip": SiglipImageProcessorPil}
+    entries = read_json(folder / "processor_config.json").get("image_processor") or {}
+    name = str((entries | read_json(folder / "preprocessor_config.json")).get("image_processor_type", "CLIP"))
+    kind = next((kind for start, kind in kinds.items() if name.startswith(start)), None)
+    if kind is None:
+        raise ConfigError(f"the image processor in {folder} is a {name}; those of {', '.join(kinds)} are read here")
+    return _one_tile(kind.from_pretrained(folder, **settings), _tile_of(config, "clip_vision_model"), tokenizer)
+
+
+def _llava_next(
+    folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any], onevision: bool = False
+) -> ImageProcessor:
+    """LLaVA-1.6's and LLaVA-OneVision's (arXiv 2408.03326): a square tile of the whole image, then the tiles of the
+    size of `image_grid_pinpoints` that keeps most of its pixels. A token ends each row of the tokens of these, which
+    in LLaVA-OneVision are as many as those of 9 tiles (`anyres_max_9`) at most; there the images of a row with several
+    are one tile each, padded to squares."""
+    from transformers.image_processing_utils import select_best_resolution
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+
+    kind = LlavaOnevisionImageProcessorPil if onevision else LlavaNextImageProcessorPil
+    processor: Any = kind.from_pretrained(folder, **settings)
+    places = processor.image_grid_pinpoints
+    wanted = config.get("image_grid_pinpoints") or places
+    _check_model(folder, "image_grid_pinpoints", places, "image_grid_pinpoints", wanted)
+    size, side = _tile_of(config, "siglip_vision_model" if onevision else "clip_vision_model")
+    most = int(config.get("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_")) if onevision else None
+
+    def grid(height: int, width: int) -> tuple[int, ...]:
+        down, across = (n // size for n in select_best_resolution((height, width), places))
+        high, wide = down * side, across * side
+        # The arithmetic of transformers' `unpad_image`, its order of rounding included.
+        if width / height > wide / high:
+            high -= (high - int(round(height * (wide / width), 7))) // 2 * 2
+        else:
+            wide -= (wide - int(round(width * (high / height), 7))) // 2 * 2
+        if not high or not wide:
+            raise ConfigError(
+                f"an image of {width} x {height} pixels has no patches left along its shorter side; crop it, or drop "
+                "the row"
+            )
+        ratio = 0.0 if most is None else math.sqrt(high * wide / (most * side**2))
+        tokens = (int(high // ratio), int(wide // ratio)) if ratio > 1.1 else (high, wide)
+        return (down, across, high, wide, *tokens)
+
+    def expand(height: int, width: int) -> str:
+        *_, high, wide = grid(height, width)
+        return "<image>" * (side**2 + high * (wide + 1))
+
+    def tile_count(height: int, width: int) -> int:
+        down, across, *_ = grid(height, width)
+        return 1 + down * across
+
+    def tiles(image: "Image", many: bool = False) -> np.ndarray:
+        # transformers makes tiles of an image that is alone in its row.
+        images = [[image, image]] if many else [[image]] if onevision else [image]
+        pixels = processor(images=images, return_tensors="np")["pixel_values"][0]
+        return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
+
+    ids = _token_ids(tokenizer, ("<image>",))
+    special = frozenset([*ids, *_token_ids(tokenizer, ("<video>",))]) if onevision else frozenset(ids)
+    shape, whole = (size, size), (0, 0, 0, 0, 1, 0)
+    of_many = None
+    if onevision:
+        text = "<image>" * (side**2 + 1)
+        of_many = ImageProcessor(
+            "<image>", ids[0], special, lambda height, width: text, lambda height, width: 1, partial(tiles, many=True),
+            shape, lambda height, width: whole,
+        )  # fmt: skip
+    return ImageProcessor("<image>", ids[0], special, expand, tile_count, tiles, shape, grid, of_many)
+
+
+def _paligemma(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
+    """PaliGemma's (arXiv 2407.07726): an image is scaled to one square tile, whatever its shape."""
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    processor = SiglipImageProcessorPil.from_pretrained(folder, **settings)
+    return _one_tile(processor, _tile_of(config, "siglip_vision_model"), tokenizer, before_text=True)
+
+
+def _one_tile(processor: Any, tile: tuple[int, int], tokenizer: Any, before_text: bool = False) -> ImageProcessor:
+    """The ImageProcessor of a family whose images are one square tile each, with a token for each of its patches."""
+    size, side = tile
+    text = "<image>" * side**2
+
+    def tiles(image: "Image") -> np.ndarray:
+        pixels = processor(images=[image], return_tensors="np")["pixel_values"]
+        return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
+
+    ids = _token_ids(tokenizer, ("<image>",))
+    return ImageProcessor(
+        "<image>", ids[0], frozenset(ids), lambda height, width: text, lambda height, width: 1, tiles, (size, size),
+        before_text=before_text,
+    )  # fmt: skip
+
+
+def _tile_of(config: dict[str, Any], kind: str) -> tuple[int, int]:
+    """Pixels and patches along a side of a tile of a CLIP or SigLIP, which is of this kind where config.json says
+    none."""
+    encoder = config["vision_config"]
+    size = encoder.get("image_size", 224)
+    default = 32 if encoder.get("model_type", kind) == "clip_vision_model" else 16
+    return size, size // encoder.get("patch_size", default)
+
+
 def _mistral3(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
     """Pixtral's (arXiv 2410.07073) as Mistral Small 3.1 has it: an image keeps its shape, scaled to a longest edge if
     its own is longer, and to multiples of a token's side; a token ends each row of its tokens."""
@@ -390,6 +518,10 @@ FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any, Mapping[str, Any]], Ima
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "lfm2_vl": _lfm2_vl,
+    "llava": _llava,
+    "paligemma": _paligemma,
+    "llava_next": _llava_next,
+    "llava_onevision": partial(_llava_next, onevision=True),
     "qwen2_vl": _qwen_vl,
     "qwen2_5_vl": _qwen_vl,
     "qwen3_vl": _qwen_vl,
@@ -402,7 +534,7 @@ FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any, Mapping[str, Any]], Ima
     "mistral3": _mistral3,
 }
 
-# The tokens that begin an image of Gemma 4, stand for it, and end it, where config.json names none.
+# The tokens that begin an image of Gemma 4, stand for it, and end it, where config.json and tokenizer name none.
 GEMMA4_TOKENS = {"boi": 255_999, "image": 258_880, "eoi": 258_882}
 # Of an image processor of LFM2-VL, where files have no entries.
 LFM2_VL: dict[str, Any] = {

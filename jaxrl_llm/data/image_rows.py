@@ -4,7 +4,9 @@
 image may be fifty megabytes.
 """
 
+import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,11 +35,14 @@ class Tiles:
     images: tuple[HeldImage, ...]
     processor: ImageProcessor
     count: int
+    parts: "tuple[Tiles, ...]" = ()  # whose tiles these are, where the processors of some images differ
 
     def __len__(self) -> int:
         return self.count
 
-    def __iter__(self) -> Iterator[np.ndarray]:
+    def __iter__(self) -> Iterator[Any]:
+        if self.parts:
+            return itertools.chain.from_iterable(self.parts)
         return iter(self.processor.pixels(self.read()))
 
     @property
@@ -49,7 +54,8 @@ class Tiles:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # it is always new
-        return np.asarray(self.processor.pixels(self.read()), dtype or np.float32)
+        tiles = list(self) if self.parts else self.processor.pixels(self.read())
+        return np.asarray(tiles, dtype or np.float32)
 
     def read(self) -> "list[Image]":
         """The images in RGB, in the order of their tokens; raises ConfigError where a file is no longer what it was."""
@@ -120,7 +126,11 @@ class ImageReader:
         """The image token of the model, None for one that reads text alone."""
         folder = getattr(self.tokenizer, "image_folder", None)
         config = {} if folder is None else image_processor.read_json(folder / "config.json")
-        return config.get("image_token_id", config.get("image_token_index"))
+        token = config.get("image_token_id", config.get("image_token_index"))
+        if token is None and folder is not None:  # transformers leaves out what is the default of the family
+            with contextlib.suppress(ConfigError):  # of what rows with images lack
+                token = None if self.processor is None else self.processor.image_id
+        return token
 
     def check_none(self, ids: Sequence[int]) -> None:
         """Raises ConfigError for image tokens in the ids of a row without images."""
@@ -157,9 +167,15 @@ class ImageReader:
                 f"the row has images, and the files of the model in {self.tokenizer.image_folder} say nothing of them; "
                 "copy preprocessor_config.json of the original model"
             )
+        processor = processor if len(images) == 1 else processor.of_many or processor
         count = sum(processor.tile_count(*image.size) for image in images)
         found, used = ImageText.of(Tiles(tuple(images), processor, count), self.tokenizer), 0
         for name in columns:
+            if isinstance(text := made.get(name), str) and processor.before_text:
+                raise ConfigError(
+                    f"the row has images and the column {name} as plain text, but this model reads images in front of "
+                    "the token that begins a text: give messages, [{'role': 'user', 'content': ...}]"
+                )
             if isinstance(text := made.get(name), str):
                 first, *rest = text.split(PLACEHOLDER)
                 made[name] = first + "".join(found.texts[used + index] + part for index, part in enumerate(rest))

@@ -102,6 +102,11 @@ class DataSource(NamedTuple):
     folder: Path | None = None  # of its files, where relative paths of images start
     prompt_form: Format | None = None  # for rows that serve as prompts, whatever the algorithm learns from
     path: Any = None  # of its rows, as it is set
+    numbers: Sequence[int] | None = None  # of the rows in the data, where some are left out
+
+    def location(self, index: int) -> str:
+        """The source and the number, in the data, of one of the rows: the words that errors begin with."""
+        return f"{self.name} row {index if self.numbers is None else self.numbers[index]}".strip()
 
 
 class Tokenized(NamedTuple):
@@ -275,8 +280,11 @@ def _open(
                 "holds, so that a resumed run would lose rows: leave this to data.shuffle_buffer. "
                 "shuffle(buffer_size=1) shuffles the files alone"
             )
+    numbers: Sequence[int] | None = sources.numbers_in_split(rows, split)
     if spec.deduplicate and not sources.is_stream(rows):
-        rows = _distinct(rows, seen, name or "the data")
+        kept = _distinct(rows, seen, name or "the data")
+        rows = rows if len(kept) == len(rows) else _selected(rows, kept)
+        numbers = kept if numbers is None else [numbers[index] for index in kept]
     if shared:
         if sources.is_stream(rows):
             raise ConfigError(
@@ -287,7 +295,7 @@ def _open(
         count = min(max(round(spec.eval_fraction * len(rows)), 1), len(rows) - 1)
         order = np.random.default_rng(spec.seed).permutation(len(rows))
         chosen = sorted(order[:count].tolist() if held_out else order[count:].tolist())
-        rows = [rows[index] for index in chosen] if isinstance(rows, list) else rows.select(chosen)
+        rows, numbers = _selected(rows, chosen), chosen if numbers is None else [numbers[index] for index in chosen]
     names = {key.removesuffix("_key"): entry.get(key, getattr(spec, key)) for key in COLUMN_KEYS}
     renamed = {column: key for column, key in names.items() if key != column}
     prompt_form = _adapted(as_prompt(form, spec.kind), renamed, spec.system_prompt, "prompts")
@@ -298,11 +306,15 @@ def _open(
         options, spec.kind, names, spec.system_prompt, spec.settings if code else {},
     )  # fmt: skip
     folder = sources.folder_of(path)
-    return DataSource(name, rows, form, format_key, code, entry.get("weight"), folder, prompt_form, path)
+    return DataSource(name, rows, form, format_key, code, entry.get("weight"), folder, prompt_form, path, numbers)
 
 
-def _distinct(rows: Any, seen: set[bytes], name: str) -> Any:
-    """The rows whose digests (SHA-256) are not `seen`, which they join: of equal rows the first.
+def _selected(rows: Any, chosen: list[int]) -> Any:
+    return [rows[index] for index in chosen] if isinstance(rows, list) else rows.select(chosen)
+
+
+def _distinct(rows: Any, seen: set[bytes], name: str) -> list[int]:
+    """The numbers of the rows whose digests (SHA-256) are not `seen`, which they join: of equal rows the first.
 
     Raises ConfigError where none is left.
     """
@@ -317,10 +329,9 @@ def _distinct(rows: Any, seen: set[bytes], name: str) -> Any:
             f"data.deduplicate is true, and {name} has no row that is not in the data before it, which is trained on "
             "where this is evaluated on: leave the source out, or set it to false"
         )
-    if len(kept) == len(rows):
-        return rows
-    log.warning("%s: left out %d rows that an earlier one equals, of %d", name, len(rows) - len(kept), len(rows))
-    return [rows[index] for index in kept] if isinstance(rows, list) else rows.select(kept)
+    if len(kept) < len(rows):
+        log.warning("%s: left out %d rows that an earlier one equals, of %d", name, len(rows) - len(kept), len(rows))
+    return kept
 
 
 def digest_of(row: Row) -> bytes:
@@ -379,20 +390,21 @@ def _adapted(form: Format, names: Mapping[str, str], system_prompt: str | None, 
 
 
 def examples(source: DataSource, kind: str) -> Iterator[tuple[str, Example]]:
-    """(source and row, example) of each example; a pair is two where labelled completions are wanted.
+    """(`DataSource.location`, example) of each example; a pair is two where labelled completions are wanted.
 
     Raises ConfigError, naming the source and the row, for one that cannot be read.
     """
     rows: Iterator[Any] = iter(source.rows)
     index = 0
     while True:
-        location = f"{source.name} row {index}".strip()
         try:
             row = next(rows, None)
         except Exception as error:
+            location = source.location(index)
             raise ConfigError(f"{location} cannot be read: {type(error).__name__}: {error}") from error
         if row is None:
             return
+        location = source.location(index)
         with _located(location):
             made = formatted(source, row, kind)
         yield from ((location, example) for example in made)
@@ -442,7 +454,7 @@ def token_rows(source: DataSource, kind: str, tokenize: RowTokenizer, workers: i
         try:
             return location, tokenize.token_row(example)
         except ConfigError as error:
-            first = location.endswith("row 0")
+            first = location == source.location(0)
             names = fitting(example, kind, tokenize.tokenizer, tokenize.token_row) if first else []
             hint = f"; formats that read this row (data.format): {', '.join(names)}" if names else ""
             raise ConfigError(f"{location}: {error}{hint}") from error
@@ -528,8 +540,11 @@ def stream(
     wrap: Callable[[Row], Any] = lambda row: row,
     process_index: int = 0,
     process_count: int = 1,
+    pack: Callable[[list[Any]], list[Any]] | None = None,
 ) -> Stream:
     """The pipeline that reads the sources as it goes; `wrap` makes of each token row what a batch holds.
+
+    `pack` makes of those of a block rows of at most `max_length` tokens, which batches then hold.
 
     As in memory, sources without any weight follow each other, and prompts have the columns of the first rows of all.
     What is dropped and truncated is logged each time that twice as many rows have been read.
@@ -558,7 +573,10 @@ def stream(
         for source in opened
         if sources.is_stream(source.rows)
     ]
-    return Stream(streamed, spec.batch_size, spec.seed, spec.shuffle_buffer, spec.shuffle, process_index, process_count)
+    return Stream(
+        streamed, spec.batch_size, spec.seed, spec.shuffle_buffer, spec.shuffle, process_index, process_count, pack,
+        None if pack is None else spec.max_length,
+    )  # fmt: skip
 
 
 def first_rows(opened: Sequence[DataSource], count: int) -> list[DataSource]:
@@ -585,7 +603,7 @@ def columns(source: DataSource) -> dict[str, Any]:
     row: Any = next(iter(source.rows), None)
     if row is None:
         raise ConfigError(f"{source.name or 'the data'} has no rows")
-    with _located(f"{source.name} row 0".strip()):
+    with _located(source.location(0)):
         return _example(source, row)
 
 

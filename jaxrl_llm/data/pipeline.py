@@ -7,7 +7,7 @@ number of processes. The position is small and JSON-able, and a checkpoint holds
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,7 +19,49 @@ if TYPE_CHECKING:
 MEGABATCH = 50  # batches that are sorted by length together: transformers' number
 
 
-class Pipeline:
+class Prompts(Protocol):
+    """An endless stream of batches of prompts, which may know scores of them, and its state.
+
+    `Pipeline`, `Stream`, `Curriculum` and `ScoredPrompts` are such.
+    """
+
+    arrays: tuple[str, ...]  # the names of the trees that `get_arrays` may have
+    newest: np.ndarray | None  # scores `[B,n]` by the reference, of the prompts of the newest batch; None: not known
+
+    def __next__(self) -> list[Any]:
+        """The next batch: the prompts of this process."""
+        ...
+
+    @property
+    def epochs(self) -> float | None:
+        """The prompts that were drawn, as a multiple of all there are; None where these are not counted."""
+        ...
+
+    def get_state(self) -> dict[str, Any]:
+        """The position, as a JSON-able dictionary; the same on every process."""
+        ...
+
+    def get_arrays(self) -> dict[str, Any]:
+        """What the state has besides: trees of arrays by name; the same on every process."""
+        ...
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from `get_state`, with the arrays of each tree of `get_arrays` beside its entries."""
+        ...
+
+
+class WithoutArrays:
+    """A stream of prompts that knows no scores, and whose state has no arrays."""
+
+    arrays: tuple[str, ...] = ()
+    newest: np.ndarray | None = None
+
+    def get_arrays(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+
+class Pipeline(WithoutArrays):
     """An endless iterator over batches: lists of this process's examples.
 
     Global batch k holds the examples k*batch_size to (k+1)*batch_size of one stream, in which each epoch is a new
@@ -133,23 +175,24 @@ class StreamSource(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rows that were read together, in the order they are used, and the state of the sources before."""
+    """Rows that were read together, in the order they are used, packed or not; and the state of the sources before."""
 
     number: int
     before: dict[str, Any]
     rows: list[Any]
 
 
-class Stream:
+class Stream(WithoutArrays):
     """An endless iterator over batches, lists of this process's rows, of data that does not fit in memory.
 
     Sources are mixed by weight, token row by token row and without chance, and each starts again when it ends; without
     weights they follow each other, and all start again when the last one ends. Rows are read in blocks of `buffer`, and
     of fewer where an epoch of all sources ends, so that none of its rows comes after one of the next. A block is a
-    permutation drawn from (seed, number of the block), or in the data's own order when `shuffle` is off. It is
-    tokenised in the background while the one before is used. The position is the state of every source at the start of
-    the block and the rows of it that have been used, so a restart reads one block again and no more. Every process
-    reads everything and takes its equal share of each batch.
+    permutation drawn from (seed, number of the block), or in the data's own order when `shuffle` is off. With `pack`
+    its rows are packed in this order, to at most `packed_width` tokens, and what that makes of them is shuffled again.
+    It is tokenised in the background while the one before is used. The position is the state of every source at the
+    start of the block and the rows of it that have been used, so a restart reads one block again and no more. Every
+    process reads everything and takes its equal share of each batch.
 
     Raises ConfigError: a batch that the processes cannot share equally, a source of which no row is left, or a state
     that was saved over other data.
@@ -164,17 +207,20 @@ class Stream:
         shuffle: bool = True,
         process_index: int = 0,
         process_count: int = 1,
+        pack: Callable[[list[Any]], list[Any]] | None = None,
+        packed_width: int | None = None,
     ):
         self._batch_size, self._local = batch_size, local_slice(batch_size, process_index, process_count)
         self._readers = [_Reader(source) for source in sources]
         self._weights = [source.weight for source in sources]
-        self._seed, self._buffer, self._shuffle = seed, buffer, shuffle
+        self._seed, self._buffer, self._shuffle, self._pack = seed, buffer, shuffle, pack
         self._identity = {
             "sources": [source.name for source in sources],
             "weights": self._weights,
             "seed": seed,
             "shuffle": shuffle,
             "buffer": buffer,
+            "packed_width": packed_width,
         }
         self._drawn = [0.0] * len(self._readers)  # token rows read of each source
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
@@ -242,10 +288,14 @@ class Stream:
             rows += read
             if rows and not read and len({reader.epoch for reader in self._readers}) == 1:
                 break
-        if self._shuffle:
-            order = np.random.default_rng((self._seed, number)).permutation(len(rows))
-            rows = [rows[index] for index in order]
-        return Block(number, before, rows)
+        random = np.random.default_rng((self._seed, number))
+
+        def shuffled(rows: list[Any]) -> list[Any]:
+            return [rows[index] for index in random.permutation(len(rows))] if self._shuffle else rows
+
+        rows = shuffled(rows)
+        # Packing leaves long rows to the end of a block.
+        return Block(number, before, rows if self._pack is None else shuffled(self._pack(rows)))
 
 
 class _Reader:
@@ -319,6 +369,6 @@ def _check_same_data(state: Mapping[str, Any], identity: Mapping[str, Any]) -> N
         if state.get(key) != value:
             raise ConfigError(
                 f"the saved data position belongs to {key}={state.get(key)!r} but this run has {key}={value!r}; "
-                "resume with the same data, seed, data.shuffle and data.group_by_length (which needs the same "
-                "batch.prompts too), or start a new output_dir"
+                "resume with the same data, seed, data.shuffle, data.packing (for streamed rows the same "
+                "data.max_length too) and data.group_by_length (the same batch.prompts too), or start a new output_dir"
             )

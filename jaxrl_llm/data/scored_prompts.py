@@ -23,6 +23,8 @@ class ScoredPrompts:
     Raises ConfigError for a column of something else than numbers.
     """
 
+    arrays: tuple[str, ...] = (SCORES,)
+
     def __init__(
         self,
         examples: Sequence[Row],
@@ -39,7 +41,7 @@ class ScoredPrompts:
         self._batch_size, self._order_settings = batch_size, (seed, shuffle, process_index, process_count)
         self._scores = np.zeros((0, 0), np.float32)
         self._order: Pipeline | None = None
-        self.newest = self._scores
+        self.newest: np.ndarray | None = None
         if any(SCORES in row for row in examples):
             self.give(column_scores(examples))
 
@@ -100,10 +102,10 @@ class ScoredPrompts:
         """The scores as the tree of arrays that a checkpoint holds, by name; the same on every process."""
         return {SCORES: {"scores": self._scores}} if self.known else {}
 
-    def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        """Continue from the position `state` and the scores in `arrays`, in checkpoints of earlier versions in `state`;
-        raises ConfigError for those of other prompts, and for none."""
-        scores = arrays.get(SCORES, state).get("scores")
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from the position and the scores in `state`; raises ConfigError for those of other prompts, and for
+        none."""
+        scores = state.get("scores")
         if scores is None or len(scores) != len(self.examples):
             had = "no scores of the reference" if scores is None else f"those of {len(scores)} prompts"
             raise ConfigError(

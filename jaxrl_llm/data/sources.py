@@ -54,6 +54,7 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 ONLY = "train"  # the split of what has one
 SAVED = ("dataset_dict.json", "dataset_info.json")  # files of a folder that save_to_disk wrote
 NUMBERS = {int: "int64", float: "float64"}  # of a csv file
+DENSE = 2.0**53  # below which a float holds every integer
 TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d+)?$"  # what Arrow writes of a time as text
 
 
@@ -116,6 +117,18 @@ def load(
     if not streaming:
         return rows
     return (_table(rows) if isinstance(rows, RowList) else rows).to_iterable_dataset()
+
+
+def numbers_in_split(rows: Rows, split: str) -> range | None:
+    """The numbers, in the whole split, of the rows of a part of one (`train[10%:]`); None where that is not known."""
+    if not is_table(rows) or "[" not in split or "+" in split or not (infos := rows.info.splits):
+        return None
+    import datasets
+
+    counts = {str(name): info.num_examples for name, info in infos.items()}
+    (part,) = datasets.ReadInstruction.from_spec(split).to_absolute(counts)
+    numbers = range(part.from_ or 0, counts[part.splitname] if part.to is None else part.to)
+    return numbers if len(numbers) == len(rows) else None
 
 
 def folder_of(path: Any) -> Path | None:
@@ -330,20 +343,34 @@ def _writes(number: Callable[[str], int | float], text: str) -> bool:
 
 
 def _read_json(files: list[str], split: str, streaming: bool) -> Any:
-    """The rows of json files; Arrow alone would make times of texts that are dates, where all of a column are."""
+    """The rows of json files; Arrow alone would make times of texts that are dates, where all of a column are.
+
+    Raises ConfigError for an integer that it would make another number of, unless rows are streamed.
+    """
     import datasets
     import pyarrow
     import pyarrow.compute
 
-    def texts(column: Any) -> Iterator[Any]:
-        """The columns of texts in a column, or in its lists and structures."""
-        if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
-            yield column
-        elif pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
-            yield from texts(pyarrow.compute.list_flatten(column))  # pyright: ignore
-        elif pyarrow.types.is_struct(column.type):
-            for number in range(column.type.num_fields):
-                yield from texts(pyarrow.compute.struct_field(column, number))  # pyright: ignore
+    compute: Any = pyarrow.compute
+
+    def has_text(column: Any) -> bool:
+        """True where a column of texts has one that may have been a time."""
+        is_text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+        return is_text and bool(compute.any(compute.match_substring_regex(column, TIME)).as_py())
+
+    def has_large(column: Any) -> bool:
+        """True where a column of floats has one that may have been another integer."""
+        is_float = pyarrow.types.is_float64(column.type)
+        return is_float and bool(compute.any(compute.greater_equal(compute.abs(column), DENSE)).as_py())
+
+    def any_column(column: Any, holds: Callable[[Any], bool]) -> bool:
+        """True where something holds of a column, or of one in its lists and structures."""
+        if pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
+            return any_column(compute.list_flatten(column), holds)
+        if pyarrow.types.is_struct(column.type):
+            fields = range(column.type.num_fields)
+            return any(any_column(compute.struct_field(column, number), holds) for number in fields)
+        return holds(column)
 
     def untimed(feature: Any) -> Any:
         if isinstance(feature, dict):
@@ -360,11 +387,11 @@ def _read_json(files: list[str], split: str, streaming: bool) -> Any:
         rows = datasets.load_dataset("json", data_files=files, split=split)
         features = rows.features
         # Times behind other texts are text again, but not as it was written.
-        timed = untimed(features) != features or any(
-            pyarrow.compute.any(pyarrow.compute.match_substring_regex(text, TIME)).as_py()  # pyright: ignore
-            for name in features
-            for text in texts(rows.data.column(name))
-        )
+        columns = [rows.data.column(name) for name in features]
+        timed = untimed(features) != features or any(any_column(column, has_text) for column in columns)
+        if not timed and any(any_column(column, has_large) for column in columns):
+            for _ in _json_rows(files, features, ()):  # which raises
+                pass
     if timed:
         kind, plain = datasets.IterableDataset if streaming else datasets.Dataset, datasets.Features(untimed(features))
         # `datasets` keeps the rows by these arguments, of which the key tells a file that has changed.
@@ -377,10 +404,16 @@ def _read_json(files: list[str], split: str, streaming: bool) -> Any:
 def _json_rows(files: Sequence[str], features: Mapping[str, Any], keys: Any) -> Iterator[Row]:
     """The objects of json files, one a line or in one list, with None for the columns that they lack.
 
-    Raises ConfigError for a key that the features have not, which a table would lose.
+    Raises ConfigError for what a table would lose: a key that the features have not, or digits of an integer.
     """
 
     def check(value: Any, feature: Any, path: str) -> None:
+        is_float = getattr(feature, "dtype", None) == "float64"
+        if isinstance(value, int) and is_float and not (abs(value) < 2**63 and int(float(value)) == value):
+            raise ConfigError(
+                f"{path} has the integer {str(value)[:40]}, which would lose digits as a float: it has more than 64 "
+                "bits, or its column has fractions. Write it as text, in quotes"
+            )
         if isinstance(feature, Mapping) and isinstance(value, Mapping):
             for key, held in value.items():
                 if key not in feature:

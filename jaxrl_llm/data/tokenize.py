@@ -53,6 +53,7 @@ COLUMNS = {
     "labels": (("ids",), ("mask",)),
     "steps": (("ids",), ("mask",)),
 }
+REST = ("rest_ids", "rest_mask")  # of labelled rows: what was truncated from the end of a completion
 STEP_LABELS = "step_labels"  # of rows of steps: a number for each token, beside its mask
 
 
@@ -66,7 +67,7 @@ class RowTokenizer:
     | completions | prompt and completion, or messages, or text | `ids`, `mask` |
     | pairs | chosen, rejected, and maybe prompt, margin | `chosen_ids`, `chosen_mask`, `rejected_*`, maybe `margin` |
     | triples | chosen, rejected, reference, and maybe prompt | as pairs, and `reference_ids`, `reference_mask` |
-    | labels | prompt, completion, label | `ids`, `mask`, `label` |
+    | labels | prompt, completion, label | `ids`, `mask`, `label`; truncated on the right `rest_ids`, `rest_mask` |
     | steps | prompt, completions, labels | `ids`, `mask`, `step_labels` |
 
     A row of more than `limit` tokens is an error ("error"), dropped ("filter"), or keeps its end ("truncate_left"), its
@@ -280,6 +281,9 @@ class RowTokenizer:
                 if any(_count(special, shorter[name]) != _count(special, row[name]) for name in ids):
                     self.split_images += 1
                     return None
+            if self.kind == "labels" and self.overlong == "truncate_right":
+                kept = slice(self.limit, 2 * self.limit)  # more of it is in no row of `limit` tokens
+                row |= {rest: row[name][kept] for rest, name in zip(REST, ("ids", "mask"), strict=True)}
             row |= shorter
         for name in masks:
             # Nothing predicts the first token, whatever is left of the row.

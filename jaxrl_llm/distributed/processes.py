@@ -15,10 +15,12 @@ that message. JAX's own heartbeat ends the run when a machine is lost.
 import collections
 import contextlib
 import glob
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -26,6 +28,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -50,6 +53,9 @@ MESSAGES, ALIVE, LEAVING = "jaxrl_llm/messages/", "jaxrl_llm/alive/", "jaxrl_llm
 POLL_SECONDS = 0.5  # between two readings of the store
 ANSWER_SECONDS = 4.0  # for the others to answer
 LEAVE_SECONDS = 30.0  # for a failed process to close its files
+START_ALIKE = "Start all processes with the same command, packages and files"
+PACKAGE = Path(__file__).parents[1]
+NAMED_FILE = re.compile(r"[^\s\"':,()=]+\.py\b")  # a Python file in the text of a setting
 
 
 class AgreedError(ConfigError):
@@ -99,7 +105,7 @@ def join(config: ConfigDict | None = None, samplers: int = 0) -> None:
 
     `processes.coordinator`, `count` and `index` of the configuration are none afterwards: they are no part of the
     record of a run. Raises ConfigError for incomplete settings, and for processes that do not meet within
-    `processes.rendezvous_seconds` or differ in their count, configuration or versions.
+    `processes.rendezvous_seconds` or differ in their count, configuration, versions or code.
     """
     config = default() if config is None else config
     c = config.processes
@@ -146,7 +152,7 @@ def join(config: ConfigDict | None = None, samplers: int = 0) -> None:
         return
     _check_devices()
     own = ProcessSpec(spec.coordinator if spec else cluster or "", jax.process_count(), jax.process_index())
-    group = Group(own, check_agreed(agreed_facts(config), "Start all processes with the same command and packages"))
+    group = Group(own, check_agreed(agreed_facts(config), START_ALIKE))
     group.listener = threading.Thread(target=_listen, args=(group,), daemon=True, name="other processes")
     group.listener.start()
     _groups[:] = [group]
@@ -262,9 +268,17 @@ def check_agreed(facts: dict[str, Any], fix: str) -> list[str]:
 
 
 def agreed_facts(config: ConfigDict) -> dict[str, Any]:
-    """The settings and the versions of packages, by name, in which all processes of a run agree."""
+    """The settings, the versions of packages, and the checksums of this package's code and of the Python files that
+    settings name, by name, in which all processes of a run agree."""
+    settings = to_json(config)
     versions = {f"the version of {name}": _version(name) for name in ("jaxrl_llm", "jax", "jaxlib", "transformers")}
-    return versions | flat(json.loads(to_json(config)))
+    named = {name: Path(name).expanduser() for name in NAMED_FILE.findall(settings)}
+    own = (path for path in sorted(PACKAGE.rglob("*.py")) if not path.is_relative_to(PACKAGE / "configs"))
+    code = {"the code of jaxrl_llm": [*own]}  # the configurations lie in it where it is installed, and are settings
+    code |= {f"the code of {name}": [file] for name, file in named.items() if file.is_file()}
+    texts = {name: b"".join(file.read_bytes() for file in files) for name, files in code.items()}
+    checksums = {name: hashlib.sha256(text).hexdigest()[:16] for name, text in texts.items()}
+    return versions | checksums | flat(json.loads(settings))
 
 
 def _version(package: str) -> str | None:

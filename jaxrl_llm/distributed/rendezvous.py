@@ -61,22 +61,33 @@ def _listen(spec: ProcessSpec, seconds: float, deadline: float) -> None:
     here, verdict = {0: _greeting(spec)}, ""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_server(spec))
-        connections: list[socket.socket] = []
-        while len(here) < spec.count and not verdict:
-            server.settimeout(max(deadline - time.monotonic(), 0.01))
+        connections: dict[int, socket.socket] = {}  # by index; -1 is of one that contradicts
+
+        def forget_ended() -> None:
+            for index in [index for index, connection in connections.items() if _is_closed(connection)]:
+                del connections[index], here[index]  # it may be started again
+
+        while not verdict:
+            forget_ended()
+            if len(here) == spec.count:
+                break
+            if (left := deadline - time.monotonic()) <= 0:
+                verdict = _missing(spec, here, seconds)
+                break
+            server.settimeout(left)
             try:
                 connection = stack.enter_context(server.accept()[0])
             except TimeoutError:
-                verdict = _missing(spec, here, seconds)
-                break
+                continue
             other = _read_line(connection, min(deadline, time.monotonic() + 5))
             if not isinstance(other, dict) or not isinstance(other.get("index"), int):
                 continue  # something else that tried the port
-            connections.append(connection)
+            forget_ended()  # while this one was waited for
             verdict = _contradiction(spec, here, other)
-            here[other["index"]] = other
+            connections[-1 if verdict else other["index"]] = connection
+            here.setdefault(other["index"], other)
         server.close()
-        for connection in connections:
+        for connection in connections.values():
             with contextlib.suppress(OSError):
                 connection.sendall(json.dumps({"verdict": verdict}).encode() + b"\n")
     if verdict:
@@ -146,6 +157,17 @@ def _connect(spec: ProcessSpec, seconds: float, deadline: float) -> None:
         f"{spec.coordinator} within {seconds:g} s (processes.rendezvous_seconds): {reason}. Is process 0 running, "
         "on that host, and does the network let this port through?"
     )
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """True once the other side has ended a connection, on which it sends nothing more before the verdict."""
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _read_line(connection: socket.socket, deadline: float) -> Any:

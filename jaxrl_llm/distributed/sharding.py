@@ -45,16 +45,19 @@ PARAMETERS = (
     (r"delta/log_decay$", (None, None, "tensor", None)),  # of Kimi delta attention; others have one dimension
     (r"((delta|mamba)/([qkv]_)?conv|conv/filter)$", (FSDP, None, None)),
     (r"embed/weight$", ("tensor", FSDP)),
-    (r"/(q_a|kv_a|f_a|g_a|ba|b|a|into|narrow|widen)/(kernel|lora_a)$", (FSDP, None)),
+    (r"positions/weight$", (None, FSDP)),
+    (r"project_(in|out)/kernel$", (FSDP, None)),
+    (r"/(q_a|kv_a|f_a|g_a|ba|b|a|into|narrow|widen)/(kernel|lora_a|start_a)$", (FSDP, None)),
     (r"/(q|k|v|q_b|kv_b|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/kernel$", (FSDP, "tensor")),
     (r"/(o|out|down|fc2)/kernel$", ("tensor", FSDP)),
-    (r"/(q|k|v|q_b|kv_b|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/lora_a$", (FSDP, None)),
-    (r"/(q|k|v|q_b|kv_b|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/lora_b$", (None, "tensor")),
-    (r"/(o|out|down|fc2)/lora_a$", ("tensor", None)),
-    (r"/(o|out|down|fc2)/lora_b$", (None, FSDP)),
+    (r"/(q|k|v|q_b|kv_b|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/(lora|start)_a$", (FSDP, None)),
+    (r"/(q|k|v|q_b|kv_b|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/(lora|start)_b$", (None, "tensor")),
+    (r"/(o|out|down|fc2)/(lora|start)_a$", ("tensor", None)),
+    (r"/(o|out|down|fc2)/(lora|start)_b$", (None, FSDP)),
     (r"/(q|k|v|q_b|kv_b|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/(bias|lora_m)$", ("tensor",)),
     (r"head/kernel$", (FSDP, "tensor")),
-    (r"(score(/hidden|/logits)?|router|shared_gate|proj)/kernel$", (FSDP, None)),
+    (r"head/bias$", ("tensor",)),
+    (r"(score(/hidden|/logits)?|router|shared_gate|proj|spread|gather|left)/kernel$", (FSDP, None)),
     (r"(patch|downsample)/kernel$", (None, None, None, FSDP)),
     (r"patch/kernel$", (None, FSDP)),
 )
@@ -338,6 +341,12 @@ def context_shards() -> int:
     """The number of shards of the positions on the current mesh; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else mesh.shape["context"]
+
+
+def vocab_shards(size: int) -> int:
+    """The shards of logits of so many tokens on the current mesh; 1 without a mesh, or where they are not divided."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty or size % mesh.shape["tensor"] else mesh.shape["tensor"]
 
 
 def columns_are_whole() -> bool:

@@ -6,6 +6,7 @@ The text is raw, with special tokens, as the marks of most forms are such tokens
 import ast
 import contextlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -30,7 +31,8 @@ WORDS = {"None": None, "True": True, "False": False, "null": None, "true": True,
 # Harmony: behind the header of a message, which says the role, the channel, and to whom; one to a tool, and what may
 # become one.
 MESSAGE = "<|message|>"
-TO_TOOL = r"(?:\A\s*|<\|start\|>assistant\s*|(?:<\|start\|>assistant)?<\|channel\|>\w+\s+)to=[^\s<]+(?:\s+\w+)?\s*<\|"
+RECIPIENT = r"to=([^\s<\[]+)"  # no mark of another form begins within
+TO_TOOL = rf"(?:\A\s*|<\|start\|>assistant\s*|(?:<\|start\|>assistant)?<\|channel\|>\w+\s+){RECIPIENT}(?:\s+\w+)?\s*<\|"
 UNFINISHED = re.compile(
     r"\A\s*(?:to?)?\Z|(?:<\|(?:start|channel)\|>|\A\s*to=)(?:(?!<\|message\|>).){0,200}\Z", re.DOTALL
 )
@@ -42,6 +44,16 @@ INVOKED_WITH = re.compile(r'\s*<parameter name="([^"]+)">(.*?)</parameter>\s*', 
 ESCAPES = "\\'\"abfnrtvxuUN01234567"  # what stands behind a backslash in Python
 # A string of Python; one without its end goes to that of the text, which is not searched again and again for it then.
 QUOTED = re.compile(r"""'(?:\\.|[^'\\])*(?:'|\\?\Z)|"(?:\\.|[^"\\])*(?:"|\\?\Z)""", re.DOTALL)
+
+
+def _finite(text: str) -> float:
+    """The number; raises ValueError for one that no JSON can hold: NaN, Infinity, and what a float rounds to it."""
+    if math.isfinite(value := float(text)):
+        return value
+    raise ValueError(f"{text[:20]} is no finite number")
+
+
+DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 class ToolCall(NamedTuple):
@@ -249,7 +261,7 @@ def _messages(text: str) -> list[str]:
 def _message(body: str, parameters: Parameters) -> list[ToolCall]:
     """The call of a message of Harmony; none where it is to no tool."""
     header, mark, arguments = body.partition(MESSAGE)
-    if (to := re.search(r"to=([^\s<]+)", header)) is None:
+    if (to := re.search(RECIPIENT, header)) is None:
         return []
     if not mark:
         raise ValueError(f"cut off before {MESSAGE}")
@@ -261,7 +273,7 @@ def _mistral(body: str, parameters: Parameters) -> list[ToolCall]:
     named = re.match(r"\s*([^\s\[{]+)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*", body)
     start = len(body) - len(body.lstrip()) if named is None else named.end()
     try:
-        value, _ = json.JSONDecoder().raw_decode(body, start)
+        value, _ = DECODER.raw_decode(body, start)
     except UNREADABLE as error:
         raise ValueError(f"not JSON: {error}") from None
     if named is not None:
@@ -385,7 +397,7 @@ def _without_end(text: str) -> str:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return DECODER.decode(text)
     except UNREADABLE as error:
         raise ValueError(f"not JSON: {error}") from None
 
@@ -395,10 +407,10 @@ def _json_values(text: str) -> list[Any]:
 
     Raises ValueError where it is none.
     """
-    decoder, values, position = json.JSONDecoder(), [], 0
+    values, position = [], 0
     while position < len(text):
         try:
-            value, position = decoder.raw_decode(text, position)
+            value, position = DECODER.raw_decode(text, position)
         except UNREADABLE as error:
             raise ValueError(f"not JSON: {error}") from None
         values += value if isinstance(value, list) else [value]
@@ -420,7 +432,7 @@ def _as_call(value: Any) -> ToolCall:
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = DECODER.decode(arguments)
         except UNREADABLE:
             return ToolCall(value["name"], {}, f"the arguments {_shorten(arguments)} are not JSON")
     if not isinstance(arguments, Mapping):
@@ -466,8 +478,8 @@ def _python_calls(text: str) -> list[ToolCall]:
 
 
 def _through_json(value: Any) -> Any:
-    """The value with lists for tuples. Raises TypeError for sets and bytes, which JSON has not."""
-    return json.loads(json.dumps(value))
+    """The value with lists for tuples. Raises TypeError for sets and bytes, which JSON has not, as it has no NaN."""
+    return json.loads(json.dumps(value, allow_nan=False))
 
 
 def _all(pattern: re.Pattern[str], text: str, least: int = 0) -> list[tuple[str, str]]:
@@ -507,7 +519,7 @@ def _typed(text: str, schema: Any) -> Any:
     if text in WORDS:
         return WORDS[text]
     with contextlib.suppress(*UNREADABLE):
-        value = json.loads(text, parse_constant=int)  # which refuses NaN and its like
+        value = DECODER.decode(text)
         return text if isinstance(value, str) else value
     if kinds & {"array", "object"}:  # Seed-OSS writes them as Python does
         with contextlib.suppress(*NOT_PYTHON):

@@ -10,11 +10,10 @@ from flax import nnx
 
 from jaxrl_llm.distributed.sharding import attention_dims, constrain, context_shards
 from jaxrl_llm.models import quantize
-from jaxrl_llm.models.decode_attention import MASKED, decode_attention
+from jaxrl_llm.models.decode_attention import MASKED, by_kernel, decode_attention
 from jaxrl_llm.models.fused_attention import (
     cudnn_attention,
     flash_attention,
-    has_triton,
     implementation,
     is_in_chunks,
     splash_attention,
@@ -71,17 +70,23 @@ class Attention(nnx.Module):
     def __init__(self, config, rngs: nnx.Rngs):
         c = config
         self.config = c
-        queries = c.heads * c.head_dim * (1 + c.attention_gate)
-        self.q = Linear(c.width, queries, c, rngs, c.attention_bias, "q")
-        own, keys = self.projects_keys, c.kv_heads * c.head_dim
-        self.k = Linear(c.width, keys, c, rngs, c.attention_bias, "k") if own else None
-        self.v = Linear(c.width, keys, c, rngs, c.attention_bias, "v") if own and not c.keys_as_values else None
+        queries, keys, joint = c.heads * c.head_dim * (1 + c.attention_gate), c.kv_heads * c.head_dim, bool(c.joint_qkv)
+        own = self.projects_keys
+        self.qkv = Linear(c.width, queries + 2 * keys, c, rngs, c.attention_bias, "qkv") if joint else None
+        self.q = None if joint else Linear(c.width, queries, c, rngs, c.attention_bias, "q")
+        own_keys = own and not joint
+        self.k = Linear(c.width, keys, c, rngs, c.attention_bias, "k") if own_keys else None
+        self.v = Linear(c.width, keys, c, rngs, c.attention_bias, "v") if own_keys and not c.keys_as_values else None
         self.o = Linear(c.heads * c.head_dim, c.width, c, rngs, c.attention_output_bias, self.output_name)
         self.gate = Linear(c.width, c.heads * c.head_dim, c, rngs, name="gate") if c.attention_gate_map else None
-        heads = (c.heads, c.kv_heads) if c.qk_norm_whole else (1, 1)
         self.sinks = nnx.Param(jnp.zeros((c.heads,), c.param_dtype)) if c.attention_sinks else None
-        self.q_norm = RMSNorm(heads[0] * c.head_dim, c, rngs) if c.qk_norm else None
-        self.k_norm = RMSNorm(heads[1] * c.head_dim, c, rngs) if c.qk_norm and own else None
+
+        def norm(heads: int):
+            whole = heads * c.head_dim if c.qk_norm_whole else c.head_dim
+            return RMSNorm((heads, c.head_dim) if c.qk_norm_heads else whole, c, rngs)
+
+        self.q_norm = norm(c.heads) if c.qk_norm else None
+        self.k_norm = norm(c.kv_heads) if c.qk_norm and own else None
         self.v_norm = RMSNorm(c.head_dim, c, rngs, scaled=False) if c.value_norm and own else None
 
     @staticmethod
@@ -139,12 +144,10 @@ class Attention(nnx.Module):
             k, v = (a.reshape(*q.shape[:3], *a.shape[3:]) for a in (k, v))
             cache = _write(cache, k, v, inputs.length)
         by_head = q.swapaxes(2, 3)  # [G,R,J,W,H/J,d]
-        on_gpu = jax.default_backend() == "gpu" and q.dtype.itemsize == 2 and has_triton()
-        if on_gpu and self.config.attention != "xla" and self.sinks is None:
-            in_fp8 = functools.partial(jax.tree.map, quantize.as_fp8)
+        if by_kernel(self.config, q.dtype):
             start, c = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1), self.config
             seen = (start, inputs.length, arrays.window, c.attention_softcap, c.sliding_chunks)
-            out = decode_attention(by_head, in_fp8(prompt), in_fp8(cache), *seen)
+            out = decode_attention(by_head, prompt, cache, *seen, self._sinks())
             return self._output(out.swapaxes(2, 3), gate, x), cache
         q = by_head.reshape(*by_head.shape[:3], -1, by_head.shape[-1])
         in_prompt = einsum("gkjrd,gjpd->gkjrp", q, prompt.k)
@@ -234,13 +237,18 @@ class Attention(nnx.Module):
         if normed is not None and self.v is not None:
             (q, k), v = jnp.split(turned(normed, None), [c.heads], axis=-2), self.v(x)
         else:
-            if self.k is None:
+            if self.qkv is not None:
+                q, k, v = self._apart(self.qkv(x))
+            elif self.q is None or self.k is None:
+                assert self.q is not None
                 q = self.q(x)
             else:
                 both = side_by_side(x, self.q, self.k)
                 split = c.heads * c.head_dim * (1 + c.attention_gate)
                 q, k = (self.q(x), self.k(x)) if both is None else jnp.split(both, [split], axis=-1)
                 v = k if self.v is None else self.v(x)
+            if c.qkv_clip is not None and k is not None and v is not None:
+                q, k, v = (jnp.clip(a, -c.qkv_clip, c.qkv_clip) for a in (q, k, v))
             if c.attention_gate:
                 q, gate = jnp.split(q.reshape(*x.shape[:-1], c.heads, -1), 2, axis=-1)
                 q, gate = (a.reshape(*x.shape[:-1], -1) for a in (q, gate))
@@ -258,12 +266,21 @@ class Attention(nnx.Module):
         v = v.reshape(*x.shape[:-1], -1, c.head_dim)
         return q, k, v if self.v_norm is None else self.v_norm(v), gate
 
+    def _apart(self, joint):
+        """Queries, keys and values `[..., H*d]` and `[..., J*d]` of the outputs of their one map."""
+        c, keys = self.config, self.config.kv_heads * self.config.head_dim
+        if c.joint_qkv == "blocks":
+            return jnp.split(joint, [c.heads * c.head_dim, c.heads * c.head_dim + keys], axis=-1)
+        by_head = joint.reshape(*joint.shape[:-1], c.kv_heads, -1)
+        parts = jnp.split(by_head, [by_head.shape[-1] - 2 * c.head_dim, by_head.shape[-1] - c.head_dim], axis=-1)
+        return [part.reshape(*joint.shape[:-1], -1) for part in parts]
+
     def _normed_together(self, x) -> jax.Array | None:
         """Queries and keys behind their norms, as blocks `[..., H/J + 1, J, d]` of heads; None where they are apart."""
         c, q_norm, k_norm = self.config, self.q_norm, self.k_norm
-        if q_norm is None or k_norm is None or self.k is None or c.qk_norm_whole or c.attention_gate:
+        if q_norm is None or k_norm is None or self.q is None or self.k is None or c.attention_gate:
             return None
-        if c.qk_norm_rotated:
+        if c.qk_norm_whole or c.qk_norm_heads or c.qk_norm_rotated or c.norm_centred or c.qkv_clip is not None:
             return None
         blocks = as_blocks(x, c.kv_heads, c.head_dim, self.q, self.k)
         if blocks is None:
@@ -321,6 +338,8 @@ def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) ->
     if window is not None and mask is not None:
         each = window[:, :, None] if jnp.ndim(window) == 2 else window
         mask = mask & (inputs.positions[:, :, None] - inputs.positions[:, None, :] < each)
+        if (runs := inputs.runs) is not None:
+            mask |= (runs[:, :, None] == runs[:, None, :]) & (runs != 0)[:, None, :]
     by, size = implementation(config, q.shape[1], inputs.by_mask), v.shape[-1]
     if by != "xla" and size < k.shape[-1]:  # kernels take values of the size of keys
         v = jnp.pad(v, ((0, 0),) * 3 + ((0, k.shape[-1] - size),))
@@ -329,7 +348,7 @@ def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) ->
     elif by == "flash":
         out = flash_attention(q, k, v, inputs.segments)
     elif by == "cudnn":
-        out = cudnn_attention(q, k, v, mask)
+        out = cudnn_attention(q, k, v, mask, sinks)
     else:
         out = _in_blocks(config, q, k, v, mask, sinks, inputs.causal)
     out = constrain(out[..., :size], "rows", *query_dims, None, None)

@@ -2,7 +2,10 @@
 
 import dataclasses
 
+import jax
+
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.quantize import BYTES
 from jaxrl_llm.models.transformer import Net
 
@@ -10,9 +13,9 @@ from jaxrl_llm.models.transformer import Net
 def in_precision(net: Net, weights_dtype: str | None) -> Net:
     """The net that computes with matrices of `weights_dtype`: a type, int8 or fp8 (`quantize`); None is the net itself.
 
-    The matrices of the layers are in 8 bits, those of experts excepted; matmuls run in the net's own type. Of a net
-    that is trained for matrices in fewer bits they are in these. Raises ConfigError for 8 bits where the net's matrices
-    are in other ones.
+    The matrices of the layers are in 8 bits, those of experts too unless this is a TPU; matmuls run in the net's own
+    type. Of a net that is trained for matrices in fewer bits they are in these, but for those of experts. Raises
+    ConfigError for 8 bits where the net's matrices are in other ones.
     """
     config = net.config
     if config.qat != "none":
@@ -21,8 +24,7 @@ def in_precision(net: Net, weights_dtype: str | None) -> Net:
                 f"rollout.weights_dtype is {weights_dtype}, but model.qat trains for matrices in {config.qat}, which "
                 "are sampled with: set rollout.weights_dtype to auto"
             )
-        config = dataclasses.replace(config, quantize=config.qat, qat="none")
-        return in_precision(Net(config), weights_dtype)
+        return in_precision(Net(_stored(config)), None if weights_dtype in BYTES else weights_dtype)
     if weights_dtype is None:
         return net
     if weights_dtype not in BYTES:
@@ -30,16 +32,25 @@ def in_precision(net: Net, weights_dtype: str | None) -> Net:
         by_kernel = config.attention in ("cudnn", "flash")
         attention = "auto" if by_kernel and weights_dtype == "float32" else config.attention
         return in_precision(Net(dataclasses.replace(config, dtype=weights_dtype, attention=attention)), None)
-    if config.quantize not in ("none", weights_dtype):
+    if {config.quantize, config.expert_quantize} - {"none", weights_dtype}:
         raise ConfigError(
-            f"rollout.weights_dtype is {weights_dtype}, but model.quantize has the matrices in {config.quantize} "
+            f"rollout.weights_dtype is {weights_dtype}, but model.quantize has the matrices in {config.quantized} "
             "already, and they are sampled with as they are: set rollout.weights_dtype to auto"
         )
-    return Net(dataclasses.replace(config, quantize=weights_dtype))
+    # XLA's kernel for groups on TPUs reads no codes: each step would write and read the experts converted.
+    stay = jax.default_backend() == "tpu" and config.experts > 0 and config.expert_quantize == "none"
+    return Net(dataclasses.replace(config, quantize=weights_dtype, quantize_experts="none" if stay else "same"))
 
 
 def draws_from_another(sampler: Net, trainer: Net) -> bool:
     """True when the sampler's numbers have fewer bits than the trainer's, so that it draws from another policy."""
-    sampled, trained = sampler.config, trainer.config
-    stored = trained.quantize if trained.qat == "none" else trained.qat
-    return sampled.quantize != stored or (sampled.dtype != trained.dtype and sampled.dtype != "float32")
+    sampled, trained = sampler.config, _stored(trainer.config)
+    return sampled.quantized != trained.quantized or (sampled.dtype != trained.dtype and sampled.dtype != "float32")
+
+
+def _stored(config: ModelConfig) -> ModelConfig:
+    """The configuration with matrices as the network computes with them: trained for fewer bits, in these."""
+    if config.qat == "none":
+        return config
+    of_experts = "none" if config.experts else "same"
+    return dataclasses.replace(config, quantize=config.qat, quantize_experts=of_experts, qat="none")

@@ -462,6 +462,7 @@ def chunked_divergence(
     count=None,
     top_k: int = 0,
     tail: bool = True,
+    least: float | None = None,
 ) -> jax.Array:
     """`generalized_jsd` `[N,X]` of softmax(logits / temperature) and a teacher; other arguments as in `chunked_logps`.
 
@@ -469,9 +470,10 @@ def chunked_divergence(
     the backward pass; tokens that one of the two heads lacks are in neither distribution. Of a teacher's likeliest
     tokens, the divergence is over these and one entry for all others (`with_tail`), or, with `tail` False, of the two
     distributions given that it is one of these; theirs are log-probs at this temperature already. With `top_k` the same
-    is done with that many likeliest tokens of the policy and a teacher's whole distributions.
+    is done with that many likeliest tokens of the policy and a teacher's whole distributions. The log-probs of such
+    tokens count as `least` at least, in both, and the policy's have no gradient below it.
     """
-    options = _Divergence(float(temperature), softcap, float(beta), top_k, tail)
+    options = _Divergence(float(temperature), softcap, float(beta), top_k, tail, least)
     divergence: Any = _chunked_divergence(options, hidden, kernel, teacher, count)
     return divergence
 
@@ -484,6 +486,7 @@ class _Divergence(NamedTuple):
     beta: float
     top_k: int
     tail: bool
+    least: float | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -510,8 +513,11 @@ def _shared_table(hidden, kernel, teacher: Distributions | TopTokens) -> _Table:
 
 def _divergence_by_products(options, teacher: Distributions | TopTokens):
     """A function of columns that returns the divergence `[N,s]` as a function of the policy's matmul there."""
-    temperature, softcap, beta, top_k, tail = options
-    restricted = with_tail if tail else without_tail
+    temperature, softcap, beta, top_k, tail, least = options
+
+    def restricted(log_probs):
+        log_probs = log_probs if least is None else jnp.maximum(log_probs, least)
+        return with_tail(log_probs) if tail else without_tail(log_probs)
 
     def policy(products):
         return jax.nn.log_softmax(soft_cap(products, softcap) / temperature, axis=-1)

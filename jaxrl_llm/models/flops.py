@@ -23,7 +23,7 @@ from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.lora import SAVED, split
 from jaxrl_llm.models.transformer import Net, Params, segment_positions
 
-MATRICES = ("kernel", "lora_a", "lora_b")
+MATRICES = ("kernel", "lora_a", "lora_b", "start_a", "start_b")
 
 
 class RowFlops(NamedTuple):
@@ -88,10 +88,11 @@ def _first_trained_layer(net: Net) -> int:
     config, first = net.config, net.config.layers
     for path, _ in jax.tree_util.tree_leaves_with_path(_split(net)[1]):
         part = path_name(path).removeprefix(f"{SAVED}/").partition("/")[0]
-        behind = (config.layers,) if part in ("norm", "head", "score") else (0,)
+        behind = (config.layers,) if part in ("norm", "project_out", "head", "score") else (0,)
         first = min(first, *config.stacks.get(part, behind))
     return first
 
 
 def _split(net: Net) -> tuple[Params, Params]:
-    return split(Net(dataclasses.replace(net.config, quantize="none")).shapes(), net.config.frozen)
+    numbers = Net(dataclasses.replace(net.config, quantize="none", quantize_experts="same"))
+    return split(numbers.shapes(), net.config.frozen)

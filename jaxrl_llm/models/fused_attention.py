@@ -17,6 +17,7 @@ from jaxrl_llm.distributed.sharding import activation_spec, attention_dims, cont
 
 BY_SEGMENTS = {"splash", "flash"}  # read no mask where segments say all that a token sees
 MASKED_LENGTH = 4096  # the longest rows whose mask `[N,T,T]` costs accelerators little
+OF_SINKS = 8  # more numbers of a head with sinks: cuDNN takes multiples of 8
 BLOCKS = (512, 256, 128)  # tokens of a block of the TPU's kernel, which takes multiples of 128
 WASTE = 1 / 8  # of a row that may be padded for a larger block
 
@@ -69,9 +70,9 @@ def _auto(config, length: int, by_mask: bool, backend: str | None) -> tuple[str,
     whole_rows = not is_sharded() or len(set(attention_dims(config.kv_heads))) == 1
     if backend not in ("gpu", "tpu"):
         return "xla", f"there is no kernel for a {backend}"
-    if config.attention_sinks:
-        return "xla", "no kernel has this model's attention sinks"
     if backend == "tpu":
+        if config.attention_sinks:
+            return "xla", "no kernel of TPUs has this model's attention sinks"
         return ("splash", None) if whole_rows else ("xla", "mesh.context shards rows whose heads it cannot shard")
     if config.dtype == "float32":
         return "xla", "kernels take 16 bits, and model.dtype is float32"
@@ -79,17 +80,17 @@ def _auto(config, length: int, by_mask: bool, backend: str | None) -> tuple[str,
         return "xla", "kernels take GPUs from Ampere on"
     if config.attention_softcap is not None:
         return "xla", "no kernel caps scores, as this model does"
-    needs_mask = by_mask or not whole_rows or config.sliding_window is not None
+    sinks = config.attention_sinks
+    needs_mask = by_mask or not whole_rows or config.sliding_window is not None or sinks
     if not needs_mask and length > MASKED_LENGTH and has_triton():
         return "flash", None
     # cuDNN takes heads of up to 256 numbers from Hopper on.
     capability = getattr(jax.local_devices()[0], "compute_capability", "0")
     largest = 256 if float(capability) >= 9 else 128
-    if config.head_dim % 8 or config.head_dim > largest:
-        return (
-            "xla",
-            f"cudnn takes heads of multiples of 8 up to {largest}, not of {config.head_dim}",
-        )
+    most = largest - OF_SINKS if sinks else largest
+    if config.head_dim % 8 or config.head_dim > most:
+        beside = ", beside sinks" if sinks else ""
+        return "xla", f"cudnn takes heads of multiples of 8 up to {most}{beside}, not of {config.head_dim}"
     return "cudnn", None
 
 
@@ -125,12 +126,15 @@ def flash_attention(q, k, v, segments, interpret: bool = False) -> jax.Array:
     return jax.shard_map(attend, in_specs=in_specs, out_specs=queries, check_vma=False)(q, k, v, segments)
 
 
-def cudnn_attention(q, k, v, mask) -> jax.Array:
+def cudnn_attention(q, k, v, mask, sinks=None) -> jax.Array:
     """`[N,t,J,H/J,d]`: attention of (scaled) queries `[N,t,J,H/J,d]` to keys and values `[N,s,J,d]`, mask `[N,t,s]`.
 
-    By `jax.nn.dot_product_attention`, on NVIDIA GPUs, in bfloat16 or float16. jax raises an error for heads that cuDNN
-    does not take.
+    `sinks` `[J,H/J]` are scores of one more token each, which has no value. By `jax.nn.dot_product_attention`, on
+    NVIDIA GPUs, in bfloat16 or float16. jax raises an error for heads that cuDNN does not take.
     """
+    size = q.shape[-1]
+    if sinks is not None:
+        q, k, v, mask = with_sinks(q, k, v, mask, sinks)
     heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
     # With a mask, cuDNN has gradients of rows of even length alone.
     odd_queries, odd_keys = q.shape[1] % 2, k.shape[1] % 2
@@ -138,7 +142,26 @@ def cudnn_attention(q, k, v, mask) -> jax.Array:
     k, v = (jnp.pad(x, ((0, 0), (0, odd_keys), (0, 0), (0, 0))) for x in (k, v))
     mask = jnp.pad(mask, ((0, 0), (0, odd_queries), (0, odd_keys)))[:, None]
     out = jax.nn.dot_product_attention(heads, k, v, mask=mask, scale=1.0, implementation="cudnn")
-    return out[:, : q.shape[1]].reshape(q.shape)
+    return out[:, : q.shape[1]].reshape(q.shape)[..., :size]
+
+
+def with_sinks(q, k, v, mask, sinks) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Queries, keys, values and mask of `cudnn_attention` with one more key, whose scores are `sinks` `[J,H/J]`.
+
+    Queries get OF_SINKS more numbers, which that key alone multiplies by others than zero. Three of them are the sink:
+    its leading bits, those behind them and the rest, so that the score has all bits of fp32, and its gradient is that
+    of the first. To scale outputs by their log-sum-exp instead would be one pass more over them, and jax rounds that of
+    cuDNN to 16 bits.
+    """
+    rest, parts = jnp.broadcast_to(sinks.astype(jnp.float32), q.shape[:-1]), []
+    for _ in range(3):
+        parts.append(rest.astype(q.dtype))
+        rest = jax.lax.stop_gradient(rest - parts[-1].astype(jnp.float32))
+    more = ((0, 0),) * 4 + ((0, OF_SINKS - len(parts)),)
+    q = jnp.concatenate([q, jnp.pad(jnp.stack(parts, axis=-1), more)], axis=-1)
+    k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, OF_SINKS))) for x in (k, v))
+    k = k.at[:, -1, :, -OF_SINKS:].set(1)
+    return q, k, v, jnp.pad(mask, ((0, 0), (0, 0), (0, 1)), constant_values=True)
 
 
 def splash_attention(

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import block_fp8, remote, safetensors, text_part
-from jaxrl_llm.models.families import family_for, family_of, llava, rotary
+from jaxrl_llm.models.families import family_for, family_of, llava, paligemma, rotary
 from jaxrl_llm.models.families.decoder import DTYPES, LAYER, settings
 from jaxrl_llm.models.transformer import Net, Params
 
@@ -138,7 +138,10 @@ def remember_images(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
 
     `data/image_rows.py` reads there how images become tokens, and writes these into the texts that the tokenizer gets.
     """
-    tokenizer.image_folder = Path(folder) if "vision_config" in read_config(folder) else None
+    config = read_config(folder)
+    tokenizer.image_folder = Path(folder) if "vision_config" in config else None
+    if not getattr(tokenizer, "chat_template", None) and config.get("model_type") == paligemma.MODEL_TYPE:
+        tokenizer.chat_template = paligemma.CHAT_TEMPLATE
 
 
 def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = False):
@@ -152,13 +155,23 @@ def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = Fal
         if _is_generic_tokenizer(Path(folder)):
             from transformers import PreTrainedTokenizerFast
 
-            return PreTrainedTokenizerFast.from_pretrained(os.fspath(folder))
+            return _quiet(PreTrainedTokenizerFast.from_pretrained(os.fspath(folder)))
         from transformers import AutoTokenizer  # seconds to import: it imports torch where that is installed
 
-        return AutoTokenizer.from_pretrained(os.fspath(folder), trust_remote_code=trust_remote_code)
+        return _quiet(AutoTokenizer.from_pretrained(os.fspath(folder), trust_remote_code=trust_remote_code))
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"the tokenizer in {folder} cannot be read: {reason}") from error
+
+
+def _quiet(tokenizer: Any) -> Any:
+    """The tokenizer without its warning that a text is longer than model_max_length.
+
+    A text may be: a limit truncates or drops it, and rows beyond the model's positions are refused (`check_positions`).
+    """
+    if hasattr(tokenizer, "deprecation_warnings"):  # the notices that were given, as transformers keeps them
+        tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
 
 
 def find_tokenizer(
@@ -188,7 +201,8 @@ def find_tokenizer(
     from transformers import AutoTokenizer  # slow to import, and not needed for local folders
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision or "main")
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
+        return _quiet(AutoTokenizer.from_pretrained(path, **options))
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"cannot load the tokenizer of {setting} = {path!r}: {reason}") from error
@@ -387,4 +401,4 @@ def replacing(folder: Path) -> Iterator[Path]:
         if first:
             put_right(folder)
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"saved {folder}")
+        multihost_utils.sync_global_devices(f"saved {folder.name}")  # its parent may have another name on each machine

@@ -80,17 +80,18 @@ def within_chunks(q, k, v, g, beta, segments, before) -> Chunk:
 
     As `delta_net.within_chunks`, with decays of each number of a key. That of s at t is a product of two factors: what
     is left of s before the block that t is in, and of that at t. Neither is above 1, whatever the decays. Only in a
-    block of 16 tokens each pair has its own.
+    block of 16 tokens each pair has its own. A log decay is a sum over the tokens between, never a difference of sums
+    from the first token, which after fast decays would have lost the digits of slow ones.
     """
     q, k = (jnp.moveaxis(a, -3, -2)[..., None, :, :] for a in (q, k))  # [...,h,1,t,d]
     v, g, beta = jnp.moveaxis(v, -4, -2), jnp.moveaxis(g, -4, -2), jnp.moveaxis(beta, -3, -1)  # [...,h,r,t,...]
     length = g.shape[-2]
     same = (segments[..., :, None] == segments[..., None, :])[..., None, None, :, :]
     causal, later = (jnp.tril(jnp.ones((length,) * 2, bool), -first) for first in (0, 1))
-    sums = jnp.cumsum(g, axis=-2)
-    from_state = jnp.where((segments == before[..., None])[..., None, None, :, None], jnp.exp(sums), 0)
-    to_last = jnp.where(same[..., -1, :, None], jnp.exp(sums[..., -1:, :] - sums), 0)
-    keys, among = _decayed((k, q), k, sums)
+    of_state = (segments == before[..., None])[..., None, None, :, None]
+    from_state = jnp.where(of_state, jnp.exp(jnp.cumsum(g, axis=-2)), 0)
+    to_last = jnp.where(same[..., -1, :, None], jnp.exp(_behind(g)), 0)
+    keys, among = _decayed((k, q), k, g)
     wanted = jnp.concatenate([v, from_state * k], axis=-1) * beta[..., None]
     lower = jnp.where(later & same, keys, 0) * beta[..., None]
     own, taken = jnp.split(solved(lower, wanted), [v.shape[-1]], axis=-1)
@@ -98,40 +99,49 @@ def within_chunks(q, k, v, g, beta, segments, before) -> Chunk:
     return Chunk(own, reads, jnp.where(causal & same, among, 0), from_state[..., -1, :], to_last * k)
 
 
-def _decayed(reads, keys, sums) -> list[jax.Array]:
-    """`sum_d read_td keys_sd exp(sums_td - sums_sd)` `[...,t,s]` for s up to t; for other s it means nothing.
+def _behind(g) -> jax.Array:
+    """The sums of g `[...,t,d]` over the tokens behind each."""
+    return jax.lax.cumsum(jnp.pad(g[..., 1:, :], (*((0, 0),) * (g.ndim - 2), (0, 1), (0, 0))), g.ndim - 2, reverse=True)
 
-    Of each of the reads `[...,t,d]`, keys and sums `[...,t,d]`.
+
+def _decayed(reads, keys, g) -> list[jax.Array]:
+    """`sum_d read_td keys_sd exp(g_(s+1)d + ... + g_td)` `[...,t,s]` for s up to t; for other s it means nothing.
+
+    Of each of the reads `[...,t,d]`, keys and log decays g `[...,t,d]`.
     """
-    length = sums.shape[-2]
+    length = g.shape[-2]
     size = min(BLOCK, length)
     blocks = -(-length // size)
 
     def split(x):  # [...,n,b,d]
-        x = jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, blocks * size - length), (0, 0)), mode="edge")
+        x = jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, blocks * size - length), (0, 0)))
         return x.reshape(*x.shape[:-2], blocks, size, x.shape[-1])
 
-    of_reads, of_keys, of_sums = [split(read) for read in reads], split(keys), split(sums)
+    of_reads, of_keys, of_g = [split(read) for read in reads], split(keys), split(g)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def column(_, token):
         """Of one token s of every block: all pairs at once would be b arrays as large as the keys."""
-        key, total = (a[..., None, :] for a in token)
-        right = key * jnp.exp(jnp.minimum(of_sums - total, 0))
+        s, key = token
+        later = jnp.arange(size)[:, None] > s
+        right = key[..., None, :] * jnp.exp(jnp.cumsum(jnp.where(later, of_g, 0), axis=-2))
         return None, [(read * right).sum(-1) for read in of_reads]
 
-    tokens = tuple(jnp.moveaxis(a, -2, 0) for a in (of_keys, of_sums))
+    tokens = jnp.arange(size), jnp.moveaxis(of_keys, -2, 0)
     within = [jnp.moveaxis(x, 0, -1) for x in jax.lax.scan(column, None, tokens, unroll=min(size, 4))[1]]  # [...,n,b,b]
     if blocks == 1:
         return [x[..., 0, :, :] for x in within]
-    # The sums before each block: those of the last token of the one before.
-    first = jnp.pad(of_sums[..., :-1, -1:, :], (*((0, 0),) * (sums.ndim - 2), (1, 0), (0, 0), (0, 0)))
-    left = keys[..., None, :, :] * jnp.exp(jnp.minimum(first - sums[..., None, :, :], 0))  # [...,n,s,d]
-    is_own = jnp.arange(length) // size == jnp.arange(blocks)[:, None, None]
+    # What is left of token s at the end of its block m, and of that after the blocks between m and n.
+    n, m, other = jnp.ix_(*[jnp.arange(blocks)] * 3)
+    between = (m < other) & (other < n)
+    passed = jnp.where(between[..., None], of_g.sum(-2)[..., None, None, :, :], 0).sum(-2)  # [...,n,m,d]
+    left = (of_keys * jnp.exp(_behind(of_g)))[..., None, :, :, :] * jnp.exp(passed)[..., None, :]  # [...,n,m,b,d]
+    left = left.reshape(*left.shape[:-3], -1, left.shape[-1])  # [...,n,s,d]
+    is_own = jnp.arange(blocks * size) // size == jnp.arange(blocks)[:, None, None]
 
     def whole(read, own):
-        across = jnp.einsum("...ntd,...nsd->...nts", read * jnp.exp(of_sums - first), left)
-        found = jnp.where(is_own, jnp.tile(own, blocks)[..., :length], across)
-        return found.reshape(*found.shape[:-3], -1, length)[..., :length, :]
+        across = jnp.einsum("...ntd,...nsd->...nts", read * jnp.exp(jnp.cumsum(of_g, axis=-2)), left)
+        found = jnp.where(is_own, jnp.tile(own, blocks), across)
+        return found.reshape(*found.shape[:-3], -1, blocks * size)[..., :length, :length]
 
     return [whole(read, own) for read, own in zip(of_reads, within, strict=True)]

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.attention import Attention, AttentionArrays, attend, combined_softmax, einsum, write_tokens
-from jaxrl_llm.models.decode_attention import MASKED
+from jaxrl_llm.models.decode_attention import MASKED, by_kernel, decode_attention
 from jaxrl_llm.models.layers import Linear, RMSNorm
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs
 from jaxrl_llm.models.rope import Rope, rotate
@@ -72,17 +72,27 @@ class LatentAttention(nnx.Module):
             for a in self._project(x[:, :, None], inputs.positions[:, :, None], arrays)
         )
         cache = write_tokens(cache, latents[..., None, :], inputs.length, "cjd", sharded=False)
-        to_keys, to_values = self._maps(x.dtype)
+        to_keys = to_values = self.kv_b.matrix(x.dtype).reshape(c.latent_size, c.heads, -1)
+        if jax.default_backend() == "gpu":
+            # Both maps are read whole, where of parts XLA would write a copy first. Zeros meet the map to values.
+            plain = jnp.pad(plain, (*((0, 0),) * 4, (0, c.value_head_dim)))
+        else:
+            to_keys, to_values = jnp.split(to_keys, [plain.shape[-1]], axis=-1)
         q = jnp.concatenate([jnp.einsum("grwhn,chn->grwhc", plain, to_keys), rotated], axis=-1)
-        in_prompt = einsum("grwhc,gpc->grwhp", q, prompt)
-        in_row = einsum("grwhc,grsc->grwhs", q, cache[..., 0, :])
-        place = (inputs.length[:, :, None] + jnp.arange(q.shape[2]))[..., None, None]
-        in_prompt = jnp.where(inputs.prompt_mask[:, None, None, None], in_prompt, MASKED)
-        in_row = jnp.where(jnp.arange(in_row.shape[-1]) <= place, in_row, MASKED)
-        in_prompt, in_row = (a.astype(x.dtype) for a in combined_softmax(in_prompt, in_row))
-        seen = einsum("grwhp,gpc->grwhc", in_prompt, prompt[..., : c.latent_size])
-        seen += einsum("grwhs,grsc->grwhc", in_row, cache[..., 0, : c.latent_size])
-        out = jnp.einsum("grwhc,chv->grwhv", seen.astype(x.dtype), to_values)
+        if by_kernel(c, q.dtype):
+            start = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1)
+            stored = (prompt[:, None],), (cache.swapaxes(2, 3),)  # keys of one head
+            seen = decode_attention(q[:, :, None], *stored, start, inputs.length, latent=c.latent_size)[:, :, 0]
+        else:
+            in_prompt = einsum("grwhc,gpc->grwhp", q, prompt)
+            in_row = einsum("grwhc,grsc->grwhs", q, cache[..., 0, :])
+            place = (inputs.length[:, :, None] + jnp.arange(q.shape[2]))[..., None, None]
+            in_prompt = jnp.where(inputs.prompt_mask[:, None, None, None], in_prompt, MASKED)
+            in_row = jnp.where(jnp.arange(in_row.shape[-1]) <= place, in_row, MASKED)
+            in_prompt, in_row = (a.astype(x.dtype) for a in combined_softmax(in_prompt, in_row))
+            seen = einsum("grwhp,gpc->grwhc", in_prompt, prompt[..., : c.latent_size])
+            seen += einsum("grwhs,grsc->grwhc", in_row, cache[..., 0, : c.latent_size])
+        out = jnp.einsum("grwhc,chv->grwhv", seen.astype(x.dtype), to_values)[..., -c.value_head_dim :]
         return self.o(out.reshape(*x.shape[:-1], -1)), cache
 
     @staticmethod
@@ -119,12 +129,6 @@ class LatentAttention(nnx.Module):
         turn = (positions, arrays.inv_freq, arrays.scale, c.rope_interleaved)
         rotated, shared = rotate(rotated, *turn), rotate(shared[..., None, :], *turn)[..., 0, :]
         return plain, rotated, jnp.concatenate([self.kv_a_norm(latent), shared], axis=-1)
-
-    def _maps(self, dtype):
-        """The maps from latents to keys `[c,H,n]` and to values `[c,H,v]`."""
-        c = self.config
-        both = self.kv_b.matrix(dtype).reshape(c.latent_size, c.heads, -1)
-        return jnp.split(both, [c.head_dim - c.rotated_size], axis=-1)
 
 
 def score_scale(size: int, rope: Rope) -> float:

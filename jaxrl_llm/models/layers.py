@@ -5,6 +5,7 @@ Matmuls run in the compute dtype, norms in fp32.
 
 import functools
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ ACTIVATIONS = {
     "gelu_tanh": jax.nn.gelu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 XIELU_NUMBERS = ("alpha_p", "alpha_n", "beta", "eps")  # in the files
@@ -42,9 +44,13 @@ class Linear(nnx.Module):
         stored = kernel if self.quantize == "none" else quantize.quantize(kernel, self.quantize)
         self.kernel = nnx.Dict(jax.tree.map(nnx.Param, stored)) if isinstance(stored, dict) else nnx.Param(stored)
         self.bias = nnx.Param(jnp.zeros((d_out,), config.param_dtype)) if bias else None
-        self.lora = adapter = None if config.lora is None else config.lora.of(name)
+        target = dict(config.lora_names).get(name, name)
+        self.lora = adapter = None if config.lora is None else config.lora.of(target)
         self.lora_a = nnx.Param(lora.init_a(rngs.lora(), d_in, adapter.rank)) if adapter else None
         self.lora_b = nnx.Param(jnp.zeros((adapter.rank, d_out), jnp.float32)) if adapter else None
+        start = adapter if adapter and adapter.subtracts else None
+        self.start_a = nnx.Param(jnp.zeros((d_in, start.rank), jnp.float32)) if start else None
+        self.start_b = nnx.Param(jnp.zeros((start.rank, d_out), jnp.float32)) if start else None
         self.lora_m = nnx.Param(lora.column_norms(kernel)) if adapter and adapter.dora else None
         self.lora_key = nnx.Param(jnp.zeros((2,), jnp.uint32)) if adapter and adapter.dropout else None
 
@@ -61,7 +67,8 @@ class Linear(nnx.Module):
             a, b = self.lora_a[...], self.lora_b[...]
             key_data = None if self.lora_key is None else self.lora_key[...]
             if self.lora_m is None:
-                y += lora.delta(rows, a, b, self.lora, key_data)
+                start = [x[...] for x in (self.start_a, self.start_b) if x is not None]
+                y += lora.delta(rows, a, b, self.lora, key_data, start)
             else:
                 inputs = lora.dropped(rows, self.lora, key_data)
                 factors = lora.rescaling(kernel, a, b, self.lora_m[...], self.lora).astype(y.dtype)
@@ -125,7 +132,7 @@ class Embed(nnx.Module):
     """Token embeddings `[V,D]`."""
 
     def __init__(self, config, rngs: nnx.Rngs):
-        shape = (config.vocab_size, config.width)
+        shape = (config.vocab_size, config.outer_width)
         self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, config.param_dtype) * config.init_scale)
 
     def __call__(self, tokens, dtype):
@@ -134,6 +141,19 @@ class Embed(nnx.Module):
         # Each device looks up its part of the width for the tokens of all devices that share the table: these are
         # fewer bytes than the table, whose gradient then needs no sum over them.
         return constrain(self.weight[tokens].astype(dtype), "copies", None, "width")
+
+
+class PositionEmbed(nnx.Module):
+    """Learned embeddings `[P,D]` of positions. A position behind the last row has that one's: callers refuse it."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        shape = (config.learned_positions, config.width)
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, config.param_dtype) * config.init_scale)
+        self.first = config.first_position
+
+    def __call__(self, positions, dtype):
+        # A small table, which each device has whole: from parts of its width XLA would gather all rows everywhere.
+        return constrain(self.weight[...], None, None)[positions + self.first].astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -170,17 +190,21 @@ def over_rms(x, eps: float) -> jax.Array:
 class RMSNorm(nnx.Module):
     """`x / rms(x) * (scale + norm_offset)` over the last dimension, in fp32; `x / rms(x)` unless it is `scaled`.
 
-    With `norm_centred` x is `x - mean(x)`, and it is a layer norm.
+    With `norm_centred` x is `x - mean(x)`, and it is a layer norm, which may add a bias, `shift` (`norm_bias`). The
+    dimensions before the last of a `size` are those of heads with a scale each.
     """
 
-    def __init__(self, size: int, config, rngs: nnx.Rngs, scaled: bool = True):
-        ones = jnp.full((size,), 1.0 - config.norm_offset, config.param_dtype)
+    def __init__(self, size: int | tuple[int, ...], config, rngs: nnx.Rngs, scaled: bool = True):
+        ones = jnp.full(size, 1.0 - config.norm_offset, config.param_dtype)
+        scaled = scaled and config.norm_scale
         self.scale = nnx.Param(ones) if scaled else None
+        self.shift = nnx.Param(jnp.zeros_like(ones)) if scaled and config.norm_bias else None
         self.eps, self.offset, self.centred = config.norm_eps, config.norm_offset, config.norm_centred
 
     def __call__(self, x):
         found = over_rms(x - x.astype(jnp.float32).mean(-1, keepdims=True) if self.centred else x, self.eps)
-        return (found if self.scale is None else found * self.factors()).astype(x.dtype)
+        found = found if self.scale is None else found * self.factors()
+        return (found if self.shift is None else found + self.shift[...].astype(jnp.float32)).astype(x.dtype)
 
     def factors(self) -> jax.Array:
         """The factors of `x / rms(x)`, in fp32: the scale, with the offset that the family adds to it."""
@@ -237,10 +261,16 @@ class FeedForward(nnx.Module):
         self.down = linear(channels, config.width, config, rngs, config.mlp_bias, "down")
         self.activation = XIELU(config) if config.activation == "xielu" else ACTIVATIONS[config.activation]
         self.gate_scale, self.out_scale = config.ffn_scales
+        # Standard deviations from the mean behind which that share of a normal distribution is.
+        self.cutoff = statistics.NormalDist().inv_cdf(config.ffn_sparsity) if config.ffn_sparsity else None
 
     def __call__(self, x):
         if self.gate is None:
             hidden = self.activation(self.up(x))
+        elif self.cutoff is not None:  # of Gemma 3n
+            gate = self.gate(x)
+            least = gate.mean(-1, keepdims=True) + self.cutoff * gate.std(-1, keepdims=True)
+            hidden = self.activation(jax.nn.relu(gate - least)) * self.up(x)
         elif self.gate_scale != 1.0:
             hidden = self.activation(self.gate(x) * self.gate_scale) * self.up(x)
         elif (both := side_by_side(x, self.gate, self.up)) is None:

@@ -54,6 +54,7 @@ class TeacherRows(NamedTuple):
     beta: float
     top_k: int = 0  # of the policy's likeliest tokens, for whole distributions
     tail: bool = True
+    least: float | None = None
 
 
 class AlignedTeacher(NamedTuple):
@@ -79,9 +80,10 @@ class Likeliest(NamedTuple):
 def likeliest(model: Transformer, tokens, segments, temperature, count: int) -> Likeliest:
     """`Likeliest` of tokens `[N,T]` at `temperature` `[N]`, with `count` likeliest; no meaning on the first of a row.
 
-    Positions are read in blocks, so that `[N,T,V]` never exists.
+    No token sees those behind it, also where those of prompts do. Positions are read in blocks, so that `[N,T,V]` never
+    exists.
     """
-    hidden, _, _ = model.prefill(tokens, segments)
+    hidden = model.hidden(Inputs(tokens, segments))
     targets = jnp.roll(tokens, -1, axis=1)
     size = min(LIKELIEST_BLOCK, tokens.shape[1])
     blocks = -(-tokens.shape[1] // size)
@@ -180,7 +182,7 @@ def token_statistics(
         else:
             divergence = chunked_divergence(
                 hidden, model.head_kernel(), theirs, teacher.temperature, teacher.beta, softcap, positions.count,
-                teacher.top_k, teacher.tail,
+                teacher.top_k, teacher.tail, teacher.least,
             )  # fmt: skip
         statistics = statistics._replace(divergence=positions.at_tokens(divergence))
     return statistics

@@ -11,6 +11,10 @@ of the one tensor in which transformers has them, which PEFT adapts (`target_par
 Modules that are trained whole beside the adapters (PEFT's modules_to_save) stay as they are in the tree; their trained
 copies are under `saved`, at the same paths, and the net computes with those.
 
+Adapters may start from the matrices they are beside (PiSSA, OLoRA), from A0 and B0. The map then computes
+`x W + scale (dropout(x) A B - x A0 B0)`, in which W - scale A0 B0 is what stays of the matrix: A0 and B0 are frozen
+beside it, `start_a` and `start_b`, so that W is what it was, for the reference policy and for whoever reads it again.
+
 The parameters decide what a net computes: without adapters it is the base model, and dropout is where `with_dropout`
 has put keys.
 """
@@ -37,6 +41,7 @@ HF_NAMES = {
     "qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "qkv": "in_proj_qkv", "z": "in_proj_z", "b": "in_proj_b",
     "a": "in_proj_a", "into": "in_proj", "out": "out_proj", "narrow": "fc1_latent_proj", "widen": "fc2_latent_proj",
     "f_a": "f_a_proj", "f_b": "f_b_proj", "g_a": "g_a_proj", "g_b": "g_b_proj", "fc1": "fc1", "fc2": "fc2",
+    "c_proj": "c_proj",
 }  # fmt: skip
 TARGETS = tuple(HF_NAMES)
 # The matrices of experts, by the ends of PEFT's target_parameters. They are no linear maps, and not in `all-linear`.
@@ -44,10 +49,12 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 # Which of them a module is, by the last word of its name in files; some families have words of their own.
 MODULES = {word: name for name, word in HF_NAMES.items()} | {
     "linear_fc1": "fc1", "linear_fc2": "fc2", "projection_layer": "out", "w1": "gate", "w3": "up", "w2": "down",
-    "a_proj": "a", "b_proj": "b", "g_proj": "z",
+    "a_proj": "a", "b_proj": "b", "g_proj": "z", "c_attn": "qkv", "query_key_value": "qkv", "dense": "o", "c_fc": "up",
+    "dense_h_to_4h": "up", "dense_4h_to_h": "down",
 }  # fmt: skip
 WITHIN = ".linear"  # ends the names of maps within modules of these names, which may clip (Gemma 4's encoder)
 ADAPTER = ("lora_a", "lora_b", "lora_m")
+START = ("start_a", "start_b")
 SAVED = "saved"
 
 
@@ -64,7 +71,8 @@ class Adapted(NamedTuple):
 class LoraConfig:
     """The shape of the adapters. Hashable: it is part of a ModelConfig.
 
-    Raises ConfigError for dropout and DoRA of the matrices of experts, which PEFT has neither of.
+    Raises ConfigError for dropout and DoRA of the matrices of experts, which PEFT has neither of, and for an `init`
+    that experts, DoRA or the rank do not go with.
     """
 
     rank: int
@@ -73,6 +81,7 @@ class LoraConfig:
     targets: tuple[str, ...] = TARGETS
     rslora: bool = False
     dora: bool = False
+    init: str = "kaiming"  # see `started`
     saved: tuple[str, ...] = ()  # paths of the parameters that are trained whole, see `peft.with_modules`
     # The adapters of each group of layers (`ModelConfig.layer_groups`), see peft_patterns.py; (): of all targets, with
     # this rank and this alpha.
@@ -85,11 +94,24 @@ class LoraConfig:
                 f"lora.{setting}, but adapters of experts ({', '.join(self.experts)}) have none, as in "
                 f"PEFT: set it to {off}, or leave experts out of lora.targets"
             )
+        if self.subtracts and (self.experts or self.dora):
+            named = f"experts ({', '.join(self.experts)})" if self.experts else "DoRA"
+            raise ConfigError(
+                f"lora.init is {self.init}, with which adapters start from the matrices beside them, but those of "
+                f"{named} do not: set it to kaiming, or lora without them"
+            )
+        if self.init == "orthogonal" and self.rank % 2:
+            raise ConfigError(f"lora.init is orthogonal, which takes an even rank, but the rank is {self.rank}")
 
     @property
     def experts(self) -> tuple[str, ...]:
         """Those of the targets that are matrices of experts."""
         return tuple(name for name in self.targets if name in EXPERTS)
+
+    @property
+    def subtracts(self) -> bool:
+        """True where adapters start from the matrices, and what they started from is subtracted."""
+        return self.init == "olora" or self.init.startswith("pissa")
 
     @property
     def scale(self) -> float:
@@ -147,6 +169,104 @@ def init_a(key, *shape: int) -> jax.Array:
     return jax.random.uniform(key, shape, jnp.float32, -1.0, 1.0) / math.sqrt(shape[-2])
 
 
+def started(params: Params, config: LoraConfig, key: jax.Array, quantized: str = "none") -> Params:
+    """The parameters with adapters as `config.init`, one of PEFT's `init_lora_weights`, has them start.
+
+    W `[in, out]` is the matrix of the map, `U S V'` its singular value decomposition, s the scale, r the rank:
+
+        gaussian       A normal with deviation 1/r, B zero
+        orthogonal     A = N1 Q1 / 10, B = Q2' N2 / 10 of normal N1 `[in, r/2]`, N2 `[r/2, out]`, and the odd and even
+                       rows Q1, Q2 of an orthogonal matrix: A B = 0
+        random         A as for kaiming, B uniform between +-1/sqrt(r): PEFT's False
+        pissa          A = U_r sqrt(S_r / s), B = sqrt(S_r / s) V_r', the r largest (arXiv 2404.02948)
+        pissa_niter_N  likewise, by a random projection and N power iterations (arXiv 0909.4061)
+        olora          B = Q_r', A = W Q_r of W' = Q R (arXiv 2406.01775)
+
+    The last three have `start_a` and `start_b` too. All are computed in fp32, of each layer by itself. `quantized` is
+    the kind of the kernels in few bits. Raises ConfigError for a rank above the matrix' own.
+    """
+    count = iter(range(10**6))
+
+    def visit(tree: Params, path: tuple[str, ...] = ()) -> Params:
+        found = {name: visit(x, (*path, name)) if isinstance(x, dict) else x for name, x in tree.items()}
+        if "lora_a" not in tree:
+            return found
+        own, own_key = config.at(path), jax.random.fold_in(key, next(count))
+        assert own is not None
+        a, b = tree["lora_a"], tree["lora_b"]
+        if not own.subtracts:
+            drawn = _drawn(own, own_key, a, b)
+            return {**found, "lora_a": drawn[0], "lora_b": drawn[1]}
+        if own.rank > min(a.shape[-2], b.shape[-1]):
+            raise ConfigError(
+                f"lora.init is {own.init} and the rank {own.rank}, but {'/'.join(path)} has a matrix of "
+                f"{a.shape[-2]} x {b.shape[-1]}, of no higher rank than {min(a.shape[-2], b.shape[-1])}: set a "
+                "smaller rank, or leave it out of lora.targets"
+            )
+
+        def of_layer(layer):
+            return _leading(own, layer[0], as_matrix(layer[1], quantized, jnp.float32))
+
+        keys = jax.random.split(own_key, a.shape[:-2])
+        # One layer at a time: a decomposition is as large as its matrix, twice.
+        a, b = jax.lax.map(of_layer, (keys, tree["kernel"])) if a.ndim > 2 else of_layer((keys, tree["kernel"]))
+        return {**found, "lora_a": a, "lora_b": b, "start_a": a, "start_b": b}
+
+    return visit(params)
+
+
+def _drawn(config: LoraConfig, key, a, b) -> tuple[jax.Array, jax.Array]:
+    """The factors that `started` draws in place of A and B, of their shapes."""
+    rank, keys = config.rank, jax.random.split(key, 3)
+    if config.init == "gaussian":
+        return jax.random.normal(key, a.shape) / rank, jnp.zeros_like(b)
+    if config.init == "random":
+        return a, jax.random.uniform(key, b.shape, minval=-1.0, maxval=1.0) / math.sqrt(rank)
+    q = jnp.linalg.qr(jax.random.normal(keys[0], (*a.shape[:-2], rank, rank)))[0]
+    left = jax.random.normal(keys[1], (*a.shape[:-1], rank // 2))
+    right = jax.random.normal(keys[2], (*b.shape[:-2], rank // 2, b.shape[-1]))
+    return left @ q[..., 0::2, :] / 10, jnp.swapaxes(q[..., 1::2, :], -1, -2) @ right / 10
+
+
+@jax.default_matmul_precision("highest")
+def _leading(config: LoraConfig, key, matrix) -> tuple[jax.Array, jax.Array]:
+    """The factors `[in, r]` and `[r, out]` with which `started` has pissa and olora start, of a matrix `[in, out]`."""
+    rank = config.rank
+    if config.init == "olora":  # of Q the first columns follow from those of W' alone
+        q = jnp.linalg.qr(matrix[:rank].T)[0]
+        return matrix @ q, q.T
+    basis, iterations = None, config.init.removeprefix("pissa_niter_")
+    if iterations != config.init:
+        basis = jnp.linalg.qr(matrix @ jax.random.normal(key, (matrix.shape[1], rank)))[0]
+        for _ in range(int(iterations)):
+            basis = jnp.linalg.qr(matrix @ jnp.linalg.qr(matrix.T @ basis)[0])[0]
+    u, s, v = jnp.linalg.svd(matrix if basis is None else basis.T @ matrix, full_matrices=False)
+    root = jnp.sqrt(s[:rank] / config.scale)
+    return (u if basis is None else basis @ u)[:, :rank] * root, root[:, None] * v[:rank]
+
+
+def plain_adapters(params: Params, config: LoraConfig) -> tuple[Params, LoraConfig]:
+    """Parameters and shape of the adapters that add the same to the matrices with nothing subtracted.
+
+    They are of twice the rank, with A and A0 beside each other and B over -B0, and of the same scale, as PEFT converts
+    PiSSA and OLoRA to LoRA. Others are returned as they are.
+    """
+    if not config.subtracts:
+        return params, config
+
+    def visit(tree: Params) -> Params:
+        found = {name: visit(x) if isinstance(x, dict) else x for name, x in tree.items() if name not in START}
+        if "start_a" in tree:
+            found["lora_a"] = jnp.concatenate([tree["lora_a"], tree["start_a"]], axis=-1)
+            found["lora_b"] = jnp.concatenate([tree["lora_b"], -tree["start_b"]], axis=-2)
+        return found
+
+    factor = math.sqrt(2) if config.rslora else 2
+    groups = tuple(tuple(x._replace(rank=2 * x.rank, alpha=factor * x.alpha) for x in group) for group in config.groups)
+    shape = {"rank": 2 * config.rank, "alpha": factor * config.alpha, "groups": groups, "init": "kaiming"}
+    return visit(params), dataclasses.replace(config, **shape)
+
+
 def dropped(x, config: LoraConfig, key_data=None) -> jax.Array:
     """The inputs `[n, in]` of an adapter: x, of which entries are dropped with `key_data`."""
     if key_data is None:
@@ -155,10 +275,17 @@ def dropped(x, config: LoraConfig, key_data=None) -> jax.Array:
     return jnp.where(keep, x / (1.0 - config.dropout), 0.0).astype(x.dtype)
 
 
-def delta(x, a, b, config: LoraConfig, key_data=None) -> jax.Array:
-    """The output `[n, out]` of an adapter, of x `[n, in]`; with `key_data` inputs are dropped."""
-    x = dropped(x, config, key_data)
-    return (x @ a.astype(x.dtype)) @ b.astype(x.dtype) * config.scale
+def delta(x, a, b, config: LoraConfig, key_data=None, start: Sequence[jax.Array] = ()) -> jax.Array:
+    """The output `[n, out]` of an adapter, of x `[n, in]`; with `key_data` inputs are dropped.
+
+    That of the two matrices of a `start` is subtracted, of all inputs: before the scale, so that at first 0 is left.
+    """
+
+    def product(x, a, b):
+        return (x @ a.astype(x.dtype)) @ b.astype(x.dtype)
+
+    y = product(dropped(x, config, key_data), a, b)
+    return (y - product(x, *start) if start else y) * config.scale
 
 
 def column_norms(matrix) -> jax.Array:
@@ -182,10 +309,11 @@ def has_dropout(params: Params) -> bool:
     return _holds(params, "lora_key")
 
 
-def has_expert_adapters(params: Params) -> bool:
-    """True when the parameters hold adapters of experts; those beside quantised matrices may hold the others alone."""
+def has_adapters_of(params: Params, experts: bool) -> bool:
+    """True when the parameters hold adapters of experts, or of linear maps; where the matrices of one of the two alone
+    are quantised, those of the other may have been merged."""
     paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "lora_a")
-    return any(step.key == "experts" for path in paths for step in path)
+    return any(experts == any(step.key == "experts" for step in path) for path in paths)
 
 
 def _holds(params: Params, name: str) -> bool:
@@ -252,8 +380,8 @@ def _select(tree: Params, wanted: Callable[[tuple[Any, ...]], bool], path: tuple
 
 
 def adapters_of(params: Params) -> Params:
-    """The adapters alone."""
-    return _select(params, lambda path: path[-1] in ADAPTER)
+    """The adapters alone, with what they started from where that is subtracted."""
+    return _select(params, lambda path: path[-1] in (*ADAPTER, *START))
 
 
 def combine(frozen: Params, trainable: Params) -> Params:
@@ -267,7 +395,7 @@ def combine(frozen: Params, trainable: Params) -> Params:
 
 def without_adapters(params: Params) -> Params:
     """The base model's parameters, not copied."""
-    return _select(params, lambda path: path[-1] not in (*ADAPTER, "lora_key") and path[0] != SAVED)
+    return _select(params, lambda path: path[-1] not in (*ADAPTER, *START, "lora_key") and path[0] != SAVED)
 
 
 def copied(params: Params) -> Params:
@@ -309,7 +437,8 @@ def with_shared(params: Params) -> Params:
 def merged_kernel(linear: Params, lora: LoraConfig | None, quantized: str = "none") -> jax.Array:
     """The kernel `[..., in, out]` of a linear map with its adapter in it: W + scale A B, computed in fp32.
 
-    With DoRA its columns have the lengths that were learned. It has the dtype of W; fp32 where W is quantised.
+    What the adapter started from is subtracted where it is in the net. With DoRA its columns have the lengths that
+    were learned. It has the dtype of W; fp32 where W is quantised.
     """
     kernel = linear["kernel"]
     if not isinstance(kernel, dict) and kernel.ndim > 3 and "lora_a" in linear:
@@ -319,6 +448,9 @@ def merged_kernel(linear: Params, lora: LoraConfig | None, quantized: str = "non
     if "lora_a" in linear and lora is not None:
         a, b = (linear[name].astype(jnp.float32) for name in ("lora_a", "lora_b"))
         matrix += lora.scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+        if lora.subtracts:
+            start = (linear[name].astype(jnp.float32) for name in START)
+            matrix -= lora.scale * jnp.matmul(*start, precision=jax.lax.Precision.HIGHEST)
         if "lora_m" in linear:
             matrix *= (linear["lora_m"] / column_norms(matrix))[..., None, :]
     return matrix if isinstance(kernel, dict) else matrix.astype(kernel.dtype)
@@ -330,10 +462,12 @@ def merge(params: Params, lora: LoraConfig | None, path: tuple[str, ...] = ()) -
     Modules that were trained whole take the place of those they started from. `path` is that of `params` in those of
     the model.
     """
-    params = with_shared(overlaid(params))
+    params = overlaid(params)
+    if not isinstance(params.get("up", {}).get("kernel"), dict):  # of quantised experts the adapter stays that of both
+        params = with_shared(params)
     found = {name: merge(x, lora, (*path, name)) if isinstance(x, dict) else x for name, x in params.items()}
-    if "lora_a" in params and not isinstance(params["kernel"], dict):
+    if "lora_a" in params and isinstance(params.get("kernel"), jax.Array | jax.ShapeDtypeStruct):
         found["kernel"] = merged_kernel(params, None if lora is None else lora.at(path))
-        for name in ADAPTER:
+        for name in (*ADAPTER, *START):
             found.pop(name, None)
     return found

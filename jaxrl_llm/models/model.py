@@ -4,13 +4,14 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Images
@@ -25,9 +26,10 @@ from jaxrl_llm.models.fused_attention import is_before_ampere
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.peft_patterns import ALIKE, AdapterPatterns, with_patterns
 from jaxrl_llm.models.quantize import KINDS
+from jaxrl_llm.models.rate_factors import rate_factors
 from jaxrl_llm.models.safetensors import read_json
 from jaxrl_llm.models.trained import EVERYTHING
-from jaxrl_llm.models.transformer import Net, Params, restacked
+from jaxrl_llm.models.transformer import Net, Params, restacked, segment_positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,21 +45,39 @@ class Model:
     mesh: Mesh | None = None
     changed: bool = False  # its parameters, adapters aside, may be others than those at `path`
 
-    def __call__(self, tokens, segments=None, positions=None, images: Images | None = None) -> jax.Array:
+    @property
+    def max_positions(self) -> int | None:
+        """The longest rows that it is made for, by its table of positions or its config.json; None: nothing says."""
+        return self.net.config.position_limit or max_positions(self.hf_config or {})
+
+    def __call__(
+        self, tokens, segments=None, positions=None, images: Images | None = None, prompt_width: int = 0
+    ) -> jax.Array:
         """Logits `[N,T,V]` in fp32 of tokens `[N,T]` (scores `[N,T]` with the score head, `[N,T,2]` with a step head).
 
         segments `[N,T]`: 0 is padding, other numbers tell packed documents apart (default: all 1);
-        positions `[N,T]`: default counts from 0 in each segment; images: what the rows' image tokens stand for.
+        positions `[N,T]`: default counts from 0 in each segment; images: what the rows' image tokens stand for;
+        prompt_width: the columns of prompts, whose tokens see each other in a PaliGemma; other models read it not.
+
+        Raises ConfigError for positions behind those that the model has learned.
         """
+        if (most := self.net.config.position_limit) is not None and not isinstance(tokens, Tracer):
+            counted = positions
+            if counted is None:
+                ones = np.ones(np.shape(tokens), np.int32)
+                counted = segment_positions(ones if segments is None else jnp.asarray(segments))
+            if np.size(tokens) and (last := int(np.max(counted))) >= most:
+                name = self.path or "the model"
+                raise ConfigError(f"rows reach position {last}, but {name} has learned {most}, from 0 on")
         rows = (tokens, segments, positions, images)
         rows = jax.tree.map(jnp.asarray, rows, is_leaf=lambda x: isinstance(x, list))
         with jax.set_mesh(self.mesh) if self.mesh is not None else contextlib.nullcontext():
-            return _apply(self.net, on_device(self.params), *rows)
+            return _apply(self.net, prompt_width, on_device(self.params), *rows)
 
 
-@functools.partial(jax.jit, static_argnames="net")
-def _apply(net: Net, params: Params, tokens, segments, positions, images):
-    return net.bind(params)(tokens, segments, positions, images)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _apply(net: Net, prompt_width: int, params: Params, tokens, segments, positions, images):
+    return net.bind(params)(tokens, segments, positions, images, prompt_width)
 
 
 def load_model(
@@ -126,8 +146,9 @@ def describe(
     """
     dtype = compute_dtype(dtype)
     path, adapter = base_and_adapter(path, adapter)
-    if overrides.get("quantize", "none") not in KINDS:
-        raise ConfigError(f"quantize = {overrides['quantize']!r} is not one of {', '.join(KINDS)}.")
+    for name, known in (("quantize", KINDS), ("quantize_experts", ("same", *KINDS))):
+        if overrides.get(name, "none") not in known:
+            raise ConfigError(f"{name} = {overrides[name]!r} is not one of {', '.join(known)}.")
     if adapter is not None:
         described = peft.read_config(adapter)
         overrides = {"head": described.head, **overrides, **described.fields}
@@ -198,12 +219,12 @@ def check_same_vocabulary(model: Model, other: Model, role: str, otherwise: str 
 
 def check_positions(model: Model, length: int, cause: str) -> None:
     """Raises ConfigError where rows of `length` tokens, because of `cause`, exceed the positions of the model."""
-    most = max_positions(model.hf_config or {})
+    most = model.max_positions
     if most is not None and length > most:
         raise ConfigError(
             f"rows would have up to {length} tokens ({cause}), but {model.path} has positions for {most} "
-            "(max_position_embeddings of config.json, or model_max_length): use shorter ones, or a model for longer "
-            "rows"
+            "(max_position_embeddings of config.json, model_max_length or n_positions): use shorter ones, or a model "
+            "for longer rows"
         )
 
 
@@ -233,14 +254,16 @@ def copied_model(
         raise ConfigError(
             f"{name} in memory has the head {config.head}, which is no {head} head: give the language model"
         )
-    asked, trained = overrides.pop("quantize", "none"), overrides.pop("trained", EVERYTHING)
-    if asked not in ("none", config.quantize):
+    kinds, trained = ("quantize", "quantize_experts"), overrides.pop("trained", EVERYTHING)
+    asked = dataclasses.replace(config, **dict(zip(kinds, ("none", "same"), strict=True)))
+    asked = dataclasses.replace(asked, **{kind: overrides.pop(kind) for kind in kinds if kind in overrides}).quantized
+    if asked not in ("none", config.quantized):
         raise ConfigError(
-            f"model.quantize is {asked}, but {name} in memory stores its matrices as {config.quantize}: save it with "
+            f"model.quantize is {asked}, but {name} in memory stores its matrices as {config.quantized}: save it with "
             "jaxrl_llm.save_hf and set model.path to the folder"
         )
     if merge and lora.has_adapters(params):
-        if config.quantize != "none":
+        if config.quantized != "none":
             raise ConfigError(
                 f"lora.rank is above 0, and {name} in memory has adapters on quantised matrices, which cannot be "
                 "merged: set lora.rank to 0 to train these on"
@@ -281,8 +304,8 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> tuple[lora.Lor
     Raises ConfigError as `peft.with_adapter_modules` and `peft.read` do, for quantised matrices, and for another head.
     """
     described, config = peft.read_config(folder), model.net.config
-    if config.quantize != "none":
-        raise ConfigError(f"{model.path} stores its matrices as {config.quantize}: no adapter can be merged into them")
+    if config.quantized != "none":
+        raise ConfigError(f"{model.path} stores its matrices as {config.quantized}: no adapter can be merged into them")
     if described.head != config.head:
         raise ConfigError(f"{os.fspath(folder)} has the head {described.head}, and {model.path} {config.head}")
     net = Net(dataclasses.replace(config, **described.fields))
@@ -303,18 +326,24 @@ def add_adapters(
     modules_to_save: Iterable[str] = (),
     patterns: AdapterPatterns = ALIKE,
 ) -> Model:
-    """The model with new adapters (A random, B zero): what it computes stays the same, bit for bit.
+    """The model with new adapters, as `lora.started` has them start: what it computes stays the same, bit for bit,
+    with `orthogonal` up to rounding, and not with `random`.
 
     The arrays of the model are shared, not copied, unless `patterns` tell layers apart that it has stacked; a score
     head becomes fp32, as it is trained with them, and so are the copies of the modules that are to be trained whole
     (see `peft.with_modules`). Raises ConfigError when the model has no linear map that `config` names, for unknown
     modules, and as `peft_patterns.with_patterns`.
     """
+    for name, own in model.net.config.lora_names:
+        if name in config.targets and own not in config.targets:
+            raise ConfigError(f"lora.targets has {name}, which is {own} in this model: name that")
     family = _family(model)
     net = with_patterns(model.net.with_lora(config), family, patterns)
     params = restacked(model.params, model.net.config, net.config)
     model = dataclasses.replace(model, net=net.base, params=params)
     net = peft.with_modules(net, family, modules_to_save, "lora.modules_to_save")
+    shape = net.config.lora
+    assert shape is not None
     shapes = lora.adapters_of(net.shapes())
     if not shapes:
         raise ConfigError(
@@ -324,17 +353,28 @@ def add_adapters(
     targets = None if model.mesh is None else shardings(shapes, model.mesh)
 
     def drawn(key, params: Params) -> Params:
-        adapters = lora.adapters_of(net.init(key))
-        return lora.adapters_of(lora.with_magnitudes(lora.combine(params, adapters))) if config.dora else adapters
+        params = lora.combine(params, lora.adapters_of(net.init(key)))
+        if config.init != "kaiming":
+            params = lora.started(params, shape, jax.random.fold_in(key, 1), net.config.quantize)
+        return lora.adapters_of(lora.with_magnitudes(params) if config.dora else params)
 
-    adapters = jax.jit(drawn, out_shardings=targets)(key, model.params if config.dora else {})
-    params = lora.with_saved(lora.combine(_fp32_score(model.params), adapters), net.config.lora)
+    read = config.dora or config.subtracts
+    adapters = jax.jit(drawn, out_shardings=targets)(key, model.params if read else {})
+    params = lora.with_saved(lora.combine(_fp32_score(model.params), adapters), shape)
     return dataclasses.replace(model, net=net, params=params)
 
 
 def _fp32_score(params: Params) -> Params:
     score = {name: jax.tree.map(lambda x: x.astype(jnp.float32), params[name]) for name in params if name == "score"}
     return {**params, **score}
+
+
+def named_rate_factors(model: Model, entries: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    """The factors of the learning rates of the model's parameters, by their paths, of entries PATTERN=FACTOR.
+
+    See `rate_factors.rate_factors`.
+    """
+    return rate_factors(model.net, _family(model), entries)
 
 
 def _family(model: Model):
@@ -346,7 +386,6 @@ def check_attention(config: ModelConfig, backend: str) -> None:
     here = f"this is a {backend}"
     sinks = {"it has no sinks, as this model has": config.attention_sinks}
     on_gpus = {
-        **sinks,
         f"it runs on NVIDIA GPUs, and {here}": backend != "gpu",
         f"it takes bfloat16 or float16, and model.dtype is {config.dtype}": config.dtype == "float32",
         "it does not cap scores, as this model does": config.attention_softcap is not None,
@@ -355,6 +394,7 @@ def check_attention(config: ModelConfig, backend: str) -> None:
         "cudnn": on_gpus,
         "flash": {
             **on_gpus,
+            **sinks,
             "it has no sliding window, as this model has": config.sliding_window is not None,
             "it is causal, and this model's images are seen in both directions": (
                 config.vision is not None and config.vision.bidirectional

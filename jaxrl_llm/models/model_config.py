@@ -46,10 +46,21 @@ class ModelConfig:
     activation: str = "silu"  # one of layers.ACTIVATIONS, or "xielu" of dense feed-forwards
     ffn_gate: bool = True  # feed-forwards multiply up by the activation of a gate; False: it is the activation of up
     ffn_scales: tuple[float, ...] = (1.0, 1.0)  # of dense feed-forwards' gates before the activation, and outputs
-    norms: str = "pre"  # on the inputs of mixer and feed-forward ("pre"), on their outputs ("post"), or "both"
+    ffn_sparsity: float = 0.0  # share of gates that are 0 where they are normally distributed: all but the largest
+    sparse_layers: tuple[int, ...] = ()  # the layers where they are
+    # On the inputs of mixer and feed-forward ("pre"), on their outputs ("post"), on both ("both"), or on the sums of
+    # hidden states and outputs ("sum").
+    norms: str = "pre"
     norm_offset: float = 0.0  # added to the scale of every norm
-    norm_centred: bool = False  # norms subtract the mean first, as layer norms without a bias
+    norm_centred: bool = False  # norms subtract the mean first, as layer norms do
+    norm_bias: bool = False  # of every norm
+    norm_scale: bool = True  # False: norms have none
+    final_norm: bool = True  # False: none behind the last layer
     parallel_ffn: bool = False  # feed-forwards read what the mixers of their layers read
+    parallel_norm: bool = False  # they read it through a norm of their own
+    embed_width: int = 0  # of embedding and head, with a map to the width and one back; 0: the width
+    learned_positions: int = 0  # rows of a table that is added to the embeddings; 0: none
+    first_position: int = 0  # the row of a document's first token
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # times what mixer and feed-forward add
     rope: Rope = DEFAULT_ROPE
@@ -68,8 +79,13 @@ class ModelConfig:
     logit_softcap: float | None = None
     logit_divisor: float = 1.0
     tie_embeddings: bool = False
+    head_bias: bool = False
     attention_bias: bool = False
     attention_output_bias: bool = False
+    # One map for queries, keys and values: all of one after another ("blocks"), or those of each key/value head
+    # together ("heads"); "": three maps.
+    joint_qkv: str = ""
+    qkv_clip: float | None = None  # queries, keys and values are clipped to +- that, before norms and rotation
     query_rank: int = 0  # of latent attention, as the next two; 0: queries come from the hidden states themselves
     latent_size: int = 0
     value_head_dim: int = 0
@@ -79,6 +95,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False  # over all heads at once, not each
+    qk_norm_heads: bool = False  # of each, with a scale of its own
     qk_norm_rotated: bool = False  # of rotated queries and keys
     qk_rms: bool = False  # rotated queries and keys are divided by their rms
     query_growth: float = 0.0  # of unrotated queries with the log of their position
@@ -93,6 +110,8 @@ class ModelConfig:
     layer_scale: bool = False  # the hidden states after each layer are multiplied by a number, which is not trained
     per_layer_width: int = 0  # numbers per token of which each layer adds a map, see per_layer.py; 0: none
     per_layer_vocab: int = 0
+    altup_streams: int = 0  # of hidden states, see altup.py; 0: one, as they are
+    laurel_rank: int = 0  # of a map whose outputs are a residual beside attention, see altup.Laurel; 0: none
     delta_key_heads: int = 0  # of gated delta nets and Mamba-2 (groups), as the next four; see delta_net.GatedDeltaNet
     delta_value_heads: int = 0
     delta_key_dim: int = 0
@@ -115,6 +134,7 @@ class ModelConfig:
     router_correction: bool = False  # experts are chosen by probability plus a number each has, weighted without it
     router_groups: int = 1  # groups of experts, of which a token uses `router_top_groups`
     router_top_groups: int = 1
+    router_group_best: int = 2  # experts of a group, the best ones, by which it is rated
     routed_scale: float = 1.0  # of what the chosen experts add
     router_on_inputs: bool = False  # the chosen experts' inputs are weighted, not their outputs; without expert_bias
     swiglu_limit: float | None = None  # of gate and up of experts; see layers.gated
@@ -143,14 +163,43 @@ class ModelConfig:
     lora: LoraConfig | None = None
     layer_groups: tuple[int, ...] = ()  # of each layer: those of a group are trained alike; (): all are
     frozen_leaves: tuple[str, ...] = ()  # paths of parameters that are not trained, see trained.py
+    lora_names: tuple[tuple[str, str], ...] = ()  # of maps that are other `lora.TARGETS` than their names say
     quantize: str = "none"  # of the layers' linear maps, which are then frozen: one of quantize.KINDS
+    quantize_experts: str = "same"  # of the matrices of experts: as `quantize` says, or another of them
     qat: str = "none"  # the linear maps compute with their matrices as they would be, quantised so, and are trained
     scan_layers: bool = True  # False: each layer is compiled, as decoding wants it
 
     @property
     def router_in_fp32(self) -> bool:
         """True where routers compute with 32 bits whatever the rest does, as in transformers."""
-        return self.router_sigmoid or self.router_correction
+        return self.router_sigmoid or self.router_correction or self.router_group_best == 1
+
+    @property
+    def expert_quantize(self) -> str:
+        """How the matrices of experts are quantised, one of quantize.KINDS; `none` where there are no experts."""
+        own = self.quantize if self.quantize_experts == "same" else self.quantize_experts
+        return own if self.experts else "none"
+
+    def quantized_at(self, path: str) -> str:
+        """How the kernel at a path in the parameters is quantised."""
+        return self.expert_quantize if "/experts/" in path else self.quantize
+
+    @property
+    def quantized(self) -> str:
+        """How the layers' linear maps are quantised, and experts where that differs: `nf4`, `nf4 (experts none)`;
+        `none` where neither are."""
+        own = self.expert_quantize if self.experts else self.quantize
+        return self.quantize if own == self.quantize else f"{self.quantize} (experts {own})"
+
+    @property
+    def outer_width(self) -> int:
+        """Numbers of an embedding, and of a hidden state as the heads read it."""
+        return self.embed_width or self.width
+
+    @property
+    def position_limit(self) -> int | None:
+        """Tokens of the longest document that the table of learned positions has rows for; None without a table."""
+        return self.learned_positions - self.first_position if self.learned_positions else None
 
     @property
     def rotated_size(self) -> int:
@@ -170,6 +219,8 @@ class ModelConfig:
             if layer >= first:
                 shares = max(other for other in range(first) if (other in self.sliding_layers) == slides)
                 fields |= {"ffn": self.shared_ffn} if self.shared_ffn else {}
+            if self.sparse_layers and layer not in self.sparse_layers:
+                fields["ffn_sparsity"] = 0.0
             if self.lora is not None and self.lora.groups:
                 fields["lora"] = self.lora.of_group(self.layer_groups[layer] if self.layer_groups else 0)
             rope = self.local_rope if slides and self.local_rope is not None else self.rope
@@ -199,7 +250,8 @@ class ModelConfig:
         are those without experts, where others have some, and in `bare_layers` those without a feed-forward; in
         `<path>_layers` those with another mixer than attention; in `full_layers` those without a window, where they
         have other heads; in `shared_layers` and `shared_full_layers` those that read the keys and values of others.
-        `group1_` and so on is before the names of those that other groups of layers have (`layer_groups`).
+        `sparse_` is before the names of those with an `ffn_sparsity` that others lack, and `group1_` and so on of those
+        that other groups of layers have (`layer_groups`).
         """
         found: dict[str, tuple[int, ...]] = {}
         full_differs = self.full_head_dim or self.full_kv_heads or self.keys_as_values
@@ -207,6 +259,7 @@ class ModelConfig:
             name = "layers" if issubclass(kind.mixer, Attention) else f"{kind.mixer.path}_layers"
             name = f"full_{name}" if full_differs and kind.window is None else name
             name = name if kind.shares is None else f"shared_{name}"
+            name = f"sparse_{name}" if layer in self.sparse_layers and len(self.sparse_layers) < self.layers else name
             if kind.bare:
                 name = f"bare_{name}"
             elif self.experts and not kind.experts:
@@ -251,4 +304,9 @@ class ModelConfig:
     @property
     def shares_prefixes(self) -> bool:
         """True where the tokens of a row may see a prefix of another segment, as packed rows of a group do."""
-        return all(kind.mixer.shares_prefixes for kind in self.layer_configs)
+        return not self.sees_prompts and all(kind.mixer.shares_prefixes for kind in self.layer_configs)
+
+    @property
+    def sees_prompts(self) -> bool:
+        """True where the tokens of a prompt see those behind them in it."""
+        return self.vision is not None and self.vision.bidirectional == "prompt"

@@ -4,17 +4,21 @@ Arrays: M tokens, E experts, k experts per token, f channels per expert.
 """
 
 import functools
+import math
+import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.distributed.sharding import activation_spec, is_sharded, parameter_spec
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.sharding import activation_spec, is_sharded, parameter_spec, path_name
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.fused_attention import has_triton
 from jaxrl_llm.models.grouped_matmul import grouped_matmul
 from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm, gated
+from jaxrl_llm.models.quantize import Kernel, as_matrix, quantize
 
 # How the paths of the parameters end that `model.freeze_router` leaves as they are.
 ROUTER = ("router/kernel", "router/bias", "mlp/router_scale", "mlp/weight_scale")
@@ -23,7 +27,7 @@ ROUTER = ("router/kernel", "router/bias", "mlp/router_scale", "mlp/weight_scale"
 class Routing(NamedTuple):
     """Sums over the tokens that are no padding, of one layer or of several: layers add up."""
 
-    counts: jax.Array  # [E] tokens sent to each expert
+    counts: jax.Array  # [E] tokens sent to each expert, were it not for a correction of the router
     probabilities: jax.Array  # [E] sums of the router's probabilities
     tokens: jax.Array  # [] number of tokens
 
@@ -74,7 +78,10 @@ class Experts(nnx.Module):
         if (factors := self.down.factors(x.dtype)) is not None:
             kernels = kernels._replace(down_a=factors[0], down_b=factors[1])
         method = functools.partial(
-            method, activation=functools.partial(gated, self.config), on_inputs=self.config.router_on_inputs
+            method,
+            activation=functools.partial(gated, self.config),
+            on_inputs=self.config.router_on_inputs,
+            kind=self.config.expert_quantize,
         )
         out = across_devices(method, kernels, x, weights, chosen)
         if (bias := self.down.added(x.dtype)) is not None:  # here, where no device has a share of it only
@@ -83,11 +90,12 @@ class Experts(nnx.Module):
 
 
 class Kernels(NamedTuple):
-    """The matrices of experts, the biases of their inner channels, and the factors of adapters, scaled in B."""
+    """The matrices of experts, quantised or not, the biases of their inner channels, and the factors of adapters, with
+    the scale in B."""
 
-    gate: jax.Array | None  # [E,D,f]
-    up: jax.Array  # [E,D,f]
-    down: jax.Array  # [E,f,D]
+    gate: Kernel | None  # [E,D,f]
+    up: Kernel  # [E,D,f]
+    down: Kernel  # [E,f,D]
     gate_bias: jax.Array | None = None  # [E,f]
     up_bias: jax.Array | None = None
     gate_up_a: jax.Array | None = None  # [E,D,r]
@@ -96,20 +104,25 @@ class Kernels(NamedTuple):
     down_a: jax.Array | None = None  # [E,f,r]
     down_b: jax.Array | None = None  # [E,r,D]
 
+    @property
+    def experts(self) -> int:
+        """Their number: on a device, of its own."""
+        return jax.tree.leaves(self.up)[0].shape[0]
+
 
 def _shares(weights, chosen, experts: int):
     """The weight of each expert `[...,E]` from those of the chosen ones `[...,k]`."""
     return jnp.einsum("...k,...ke->...e", weights, jax.nn.one_hot(chosen, experts, dtype=weights.dtype))
 
 
-def dense(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = False):
+def dense(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = False, kind: str = "none"):
     """`[M,D]`, from all experts for all tokens, weighted, or their inputs where `on_inputs`.
 
-    Numbers in `chosen` that are no expert's add nothing.
+    Numbers in `chosen` that are no expert's add nothing. Matrices are quantised as `kind` says.
     """
-    share = _shares(weights, chosen, kernels.up.shape[0])
-    gate = None if kernels.gate is None else jnp.einsum("md,edf->emf", x, kernels.gate)
-    up = jnp.einsum("md,edf->emf", x, kernels.up)
+    share = _shares(weights, chosen, kernels.experts)
+    gate = None if kernels.gate is None else _einsum("md,edf->emf", x, kernels.gate, kind)
+    up = _einsum("md,edf->emf", x, kernels.up, kind)
     if gate is not None and kernels.gate_up_a is not None and kernels.gate_b is not None and kernels.up_b is not None:
         low = jnp.einsum("md,edr->emr", x, kernels.gate_up_a)
         gate, up = gate + low @ kernels.gate_b, up + low @ kernels.up_b
@@ -120,23 +133,41 @@ def dense(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = Fa
         hidden = activation(None if gate is None else gate * share, up * share)
     else:
         hidden = activation(gate, up) * share
-    out = jnp.einsum("emf,efd->md", hidden, kernels.down)
+    out = _einsum("emf,efd->md", hidden, kernels.down, kind)
     if kernels.down_a is not None and kernels.down_b is not None:
         out += jnp.einsum("emr,erd->md", hidden @ kernels.down_a, kernels.down_b)
     return out
 
 
-def grouped(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = False):
+def _einsum(dims: str, x, kernel: Kernel, kind: str) -> jax.Array:
+    return _stored_einsum(dims, kind, x, kernel) if isinstance(kernel, dict) else jnp.einsum(dims, x, kernel)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _stored_einsum(dims: str, kind: str, x, kernel: Kernel):
+    return jnp.einsum(dims, x, as_matrix(kernel, kind, x.dtype))
+
+
+def _stored_backward(dims: str, kind: str, kernel: Kernel, gradient):
+    """The gradient of x, by the matrices converted again: autodiff would keep those of every layer as numbers."""
+    of_x, of_kernel, of_out = re.split(",|->", dims)
+    return _stored_einsum(f"{of_out},{of_kernel}->{of_x}", kind, gradient, kernel), None
+
+
+_stored_einsum.defvjp(lambda dims, kind, x, kernel: (_stored_einsum(dims, kind, x, kernel), kernel), _stored_backward)
+
+
+def grouped(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = False, kind: str = "none"):
     """The same from each token's own experts: token copies are sorted by expert and multiplied group by group.
 
     Copies for no expert's number are zeros behind the last group.
     """
-    experts = kernels.up.shape[0]
+    experts = kernels.experts
     numbers = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
     order = jnp.argsort(numbers, stable=True)
     places = jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
     sizes = jnp.bincount(numbers, length=experts + 1)[:experts].astype(jnp.int32)
-    matmul = functools.partial(grouped_matmul, sizes=sizes)
+    matmul = functools.partial(grouped_matmul, sizes=sizes, kind=kind)
     weights = weights[..., None]
     copies = jnp.repeat(x, chosen.shape[-1], axis=0)
     copies = copies * weights.reshape(-1, 1).astype(x.dtype) if on_inputs else copies
@@ -192,12 +223,20 @@ def across_devices(compute, kernels: Kernels, x, weights, chosen):
         "up/lora_b", "down/lora_a", "down/lora_b",
     )  # fmt: skip
     specs = Kernels._make(
-        None if w is None else parameter_spec(f"experts/{leaf}", w.shape, mesh)
+        jax.tree_util.tree_map_with_path(
+            lambda part, x, leaf=leaf: parameter_spec(f"experts/{leaf}/{path_name(part)}".rstrip("/"), x.shape, mesh), w
+        )
         for leaf, w in zip(leaves, kernels, strict=True)
     )
+    of_experts, _, of_channels = specs.up["codes"] if isinstance(specs.up, dict) else specs.up
+    if isinstance(specs.down, dict) and specs.down["codes"][1] != of_channels:
+        raise ConfigError(
+            f"mesh.tensor is {mesh.shape['tensor']}, which gives a device an odd number of the experts' channels, but "
+            "two quantised to 4 bits share a byte: choose a smaller one, or set model.quantize_experts to int8, or fp8"
+        )
     tokens = activation_spec(x.shape, *("rows", "positions")[: x.ndim - 1], *(None,) * max(x.ndim - 2, 1))
     exchanged = "expert" in jax.tree.leaves(tuple(tokens))  # else each device has all tokens
-    axes = set().union(*(jax.tree.leaves(tuple(spec)) for spec in (*specs, tokens) if spec is not None))
+    axes = set().union(*(jax.tree.leaves(tuple(spec)) for spec in jax.tree.leaves((specs, tokens))))
 
     def varying(array, spec):  # along all axes, as grouped matmuls want it: gradients are summed here, over the others
         return jax.lax.pcast(array, tuple(axes.difference(jax.tree.leaves(tuple(spec)))), to="varying")
@@ -205,20 +244,20 @@ def across_devices(compute, kernels: Kernels, x, weights, chosen):
     def local(kernels, x, weights, chosen):
         shape = x.shape
         x, weights, chosen = flat(x, weights, chosen)
-        kernels = Kernels._make(
-            w if w is None else varying(_gathered(w, spec), spec) for w, spec in zip(kernels, specs, strict=True)
-        )
+        kernels = jax.tree.map(lambda spec, w: varying(_gathered(w, spec), spec), specs, kernels)
+        if of_channels is not None and isinstance(kernels.down, dict):
+            kernels = kernels._replace(down=_with_own_scales(kernels.down, specs.down, mesh.shape["tensor"]))
         if exchanged:
             x, weights, chosen = (jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, weights, chosen))
         x, weights, chosen = (varying(a, tokens) for a in (x, weights, chosen))
-        if specs.up[0] is not None:  # as numbers among the experts of this device
-            chosen -= jax.lax.axis_index("expert") * kernels.up.shape[0]
+        if of_experts is not None:  # as numbers among the experts of this device
+            chosen -= jax.lax.axis_index("expert") * kernels.experts
         out = compute(kernels, x, weights, chosen)
-        if specs.up[2] is not None:
+        if of_channels is not None:
             out = jax.lax.psum(out, "tensor")
         if exchanged:
             out = jax.lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
-        elif specs.up[0] is not None:
+        elif of_experts is not None:
             out = jax.lax.psum(out, "expert")
         return out.reshape(shape)
 
@@ -240,6 +279,23 @@ def _gathered(kernel, spec):
     return kernel
 
 
+def _with_own_scales(kernel: dict[str, jax.Array], specs: Any, devices: int) -> dict[str, jax.Array]:
+    """A quantised kernel whose inputs are sharded along `tensor`, with the scales of the own inputs of this device.
+
+    Where devices do not divide the blocks, each has the scales of all. A block that belongs to two of them becomes
+    smaller ones.
+    """
+    name = next(part for part in kernel if part != "codes")
+    scales, own = kernel[name], 2 * kernel["codes"].shape[-2]
+    if specs[name][1] is not None:
+        return kernel
+    block = own * devices // scales.shape[-2]
+    size = math.gcd(block, own)
+    scales = jnp.repeat(scales, block // size, axis=-2)
+    first = jax.lax.axis_index("tensor") * (own // size)
+    return kernel | {name: jax.lax.dynamic_slice_in_dim(scales, first, own // size, axis=-2)}
+
+
 class _Adapter(nnx.Module):
     """The factors of the adapter of stacked matrices `[E,in,out]`, where `name` is among the targets."""
 
@@ -258,12 +314,17 @@ class _Adapter(nnx.Module):
 class _Kernels(_Adapter):
     def __init__(self, d_in: int, d_out: int, config, rngs: nnx.Rngs, name: str = ""):
         super().__init__(d_in, d_out, config, rngs, name)
-        shape = (config.experts, d_in, d_out)
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, config.param_dtype) * config.init_scale)
+        shape, kind = (config.experts, d_in, d_out), config.expert_quantize
+        kernel = jax.random.normal(rngs.params(), shape, config.param_dtype) * config.init_scale
+        stored = kernel if kind == "none" else quantize(kernel, kind)
+        self.kernel = nnx.Dict(jax.tree.map(nnx.Param, stored)) if isinstance(stored, dict) else nnx.Param(stored)
         self.bias = nnx.Param(jnp.zeros((config.experts, d_out), config.param_dtype)) if config.expert_bias else None
 
-    def value(self, dtype):
-        return self.kernel[...].astype(dtype)
+    def value(self, dtype) -> Kernel:
+        """As numbers of `dtype`, or as they are quantised."""
+        if isinstance(self.kernel, nnx.Param):
+            return self.kernel[...].astype(dtype)
+        return {name: array[...] for name, array in self.kernel.items()}
 
     def added(self, dtype):
         return None if self.bias is None else self.bias[...].astype(dtype)
@@ -320,8 +381,11 @@ class MixtureOfExperts(nnx.Module):
             out += shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared
         if counted is None:
             return out, chosen, None
+        preferred = chosen
+        if self.correction is not None:  # as transformers and DeepSeek-V3 (arXiv 2412.19437, eq. 18) count them
+            preferred = jax.lax.top_k(jax.lax.stop_gradient(probabilities), c.experts_per_token)[1]
         live = counted[..., None].astype(jnp.float32)
-        used = (jax.nn.one_hot(chosen, c.experts, dtype=jnp.float32) * live[..., None]).reshape(-1, c.experts).sum(0)
+        used = (jax.nn.one_hot(preferred, c.experts, dtype=jnp.float32) * live[..., None]).reshape(-1, c.experts).sum(0)
         return out, chosen, Routing(used, (probabilities * live).reshape(-1, c.experts).sum(0), live.sum())
 
     def _inputs(self, x, weights, chosen):
@@ -329,14 +393,14 @@ class MixtureOfExperts(nnx.Module):
         return x, weights
 
     def _chosen(self, ranks):
-        """The experts `[...,k]` of the best groups, where a group is as good as its two best experts together."""
+        """The experts `[...,k]` of the best groups, where a group is as good as its best experts together."""
         c = self.config
         ranks = jax.lax.stop_gradient(ranks)
         if self.correction is not None:
             ranks += jax.lax.stop_gradient(self.correction[...])
         if c.router_groups > 1:
             groups = ranks.reshape(*ranks.shape[:-1], c.router_groups, -1)
-            best = jax.lax.top_k(jax.lax.top_k(groups, 2)[0].sum(-1), c.router_top_groups)[1]
+            best = jax.lax.top_k(jax.lax.top_k(groups, c.router_group_best)[0].sum(-1), c.router_top_groups)[1]
             allowed = jax.nn.one_hot(best, c.router_groups, dtype=bool).any(-2)
             ranks = jnp.where(allowed[..., None], groups, -jnp.inf).reshape(ranks.shape)
         return jax.lax.top_k(ranks, c.experts_per_token)[1]

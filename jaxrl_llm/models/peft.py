@@ -28,6 +28,7 @@ from jaxrl_llm.models.lora import (
     Params,
     adapters_of,
     parse_targets,
+    plain_adapters,
     split,
 )
 from jaxrl_llm.models.peft_patterns import fitting, with_adapters
@@ -37,7 +38,7 @@ CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 PREFIX, FACTOR_A = "base_model.model.", ".lora_A.weight"
 VISION = re.compile(r"\.(vision_model|vision_tower|visual)\.")  # in the names of modules of a vision part
-EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
+LM_HEAD = "lm_head"
 HEADS = ("score", "classifier")  # PEFT names both for models with a score or step head
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS", "step": "TOKEN_CLS"}
 # Entries of adapter_config.json, and the values with which the adapter is what `lora.delta` computes.
@@ -48,9 +49,9 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "use_bdlora": (None, False),
     "alora_invocation_tokens": (None, []),
     "trainable_token_indices": (None, []),
-    # Others (pissa, olora, loftq, ...) change the base model too.
+    # Others (pissa, olora, loftq, ...) change the base model too, unless PEFT converted them as it saved them.
     "init_lora_weights": (None, False, "gaussian", "orthogonal", "eva", True),
-    "fan_in_fan_out": (None, False),
+    "fan_in_fan_out": (None, True, False),  # how the base's file has a matrix, which PEFT knows without it
     "lora_bias": (None, False),
     "layer_replication": (None, []),
 }
@@ -176,7 +177,7 @@ def with_modules(net: Net, family, names: Iterable[str], key: str) -> Net:
     for name in names:
         if scores and name in (*HEADS, LM_HEAD):
             continue
-        meant = EMBEDDING if name == LM_HEAD and net.config.tie_embeddings else name
+        meant = _embedding(modules) if name == LM_HEAD and net.config.tie_embeddings else name
         matching = {module for module in modules if module.endswith(meant)}
         if not matching or matching & barred:
             known = sorted({module.split(".")[-1] for module in modules.keys() - barred})
@@ -194,6 +195,11 @@ def _modules(net: Net, family) -> dict[str, list[safetensors.Stored]]:
     for tensor in safetensors.named_as_modules(net, family):
         modules.setdefault(tensor.name.rpartition(".")[0], []).append(tensor)
     return modules
+
+
+def _embedding(modules: Mapping[str, list[safetensors.Stored]]) -> str:
+    """The name of the module that is the embedding."""
+    return next(name for name, tensors in modules.items() if tensors[0].leaf == "embed/weight")
 
 
 def with_adapter_modules(net: Net, family, folder: str | os.PathLike[str]) -> Net:
@@ -284,10 +290,12 @@ def fused(net: Net, family) -> str | None:
 def write(folder: Path, net: Net, family, params: Params, base: str | None) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors` of the model's adapters and its score head, in fp32.
 
+    Adapters whose start is subtracted are written as `lora.plain_adapters` has them, for the same base model.
     `base` is the name or path of the model they belong to. With many processes all must call; the first one writes.
     """
-    lora = net.config.lora
-    assert lora is not None
+    assert net.config.lora is not None
+    params, lora = plain_adapters(params, net.config.lora)
+    net = net.with_lora(lora)
     leaves = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(split(params)[1])}
     arrays: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
@@ -312,8 +320,7 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
     saved = sorted({name if word in ambiguous else word for name, word in short.items()})
     tied = {}
     if is_tied(net):  # PEFT reads the head beside the embedding that it is
-        embedding = next(name for name in whole if name.endswith(EMBEDDING))
-        arrays[f"{PREFIX}{LM_HEAD}.weight"] = arrays[f"{PREFIX}{embedding}.weight"].copy()
+        arrays[f"{PREFIX}{LM_HEAD}.weight"] = arrays[f"{PREFIX}{_embedding(modules)}.weight"].copy()
         tied = {"ensure_weight_tying": True}
     factors = {name for name in arrays if name.endswith(FACTOR_A) and not peft_experts.FACTOR.search(name)}
     parameters = list(lora.experts)
@@ -337,7 +344,7 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": any(not modules[_module(name)][0].transpose for name in factors),
         "modules_to_save": saved or None,
         "inference_mode": True,
         **tied,
@@ -395,7 +402,9 @@ def _tensors(net: Net, family) -> dict[str, Tensors]:
             continue
         parts = stored[f"{module}/kernel" if leaf in kept else f"{module}/{leaf}"]
         names = [part.name.removesuffix(".weight") + kept[leaf] if leaf in kept else part.name for part in parts]
-        found[name] = Tensors([f"{PREFIX}{x}" for x in names], parts[0].transpose, parts[0].layer is not None)
+        # Factors are of linear maps, also beside a matrix that the files have as it is here.
+        transpose = leaf in kept or parts[0].transpose
+        found[name] = Tensors([f"{PREFIX}{x}" for x in names], transpose, parts[0].layer is not None)
     return found
 
 

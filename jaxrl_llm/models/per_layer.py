@@ -23,11 +23,12 @@ class PerLayerEmbed(nnx.Module):
         self.embed = Embed(table, rngs)
         self.proj = Linear(config.width, size, config, rngs)
         self.norm = RMSNorm(self.width, config, rngs)
+        self.entries = config.per_layer_vocab
         self.blank = config.vision.blank if config.vision is not None and config.vision.blank_tokens else None
 
     def __call__(self, tokens, x) -> jax.Array:
         """`[L,N,T,P]` of tokens `[N,T]` with the embeddings x `[N,T,D]`."""
-        table = self.embed(tokens, x.dtype)
+        table = self.embed(jnp.where(tokens < self.entries, tokens, 0), x.dtype)  # the last of Gemma 3n have no own
         if self.blank is not None:  # its numbers are not trained, as in transformers, by the images that read them
             table = jnp.where((tokens == self.blank)[..., None], jax.lax.stop_gradient(table), table)
         both = (table, self.proj(x) * x.shape[-1] ** -0.5)
@@ -46,4 +47,8 @@ class PerLayerInput(nnx.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, x, own):
-        return x + self.norm(self.down(self.activation(self.gate(x)) * own))
+        return x + self.added(x, own)
+
+    def added(self, x, own):
+        """What is added to x."""
+        return self.norm(self.down(self.activation(self.gate(x)) * own))

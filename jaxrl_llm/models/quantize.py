@@ -1,14 +1,17 @@
-"""Weight-only quantisation of matrices: `int8` and `fp8` per output channel, `int4` and `nf4` per block of 64 inputs.
+"""Weight-only quantisation of matrices: `int8` and `fp8` per output channel, `int4` and `nf4` per block of 64 inputs,
+`mxfp4` per block of 32.
 
-A quantised kernel is a dict of `codes` and `absmax`, in place of the array. Two codes of 4 bits share a byte on every
-backend. Matmuls are computed in the compute dtype, those of 8 bits with the codes themselves: a column is scaled
-behind the sum over its inputs, so that what is read of the matrix is one byte a number. No kernel has a gradient.
+A quantised kernel is a dict of `codes` and `absmax` (of mxfp4 `scales`), in place of the array. Two codes of 4 bits
+share a byte on every backend. Matmuls are computed in the compute dtype, those of 8 bits with the codes themselves: a
+column is scaled behind the sum over its inputs, so that what is read of the matrix is one byte a number. No kernel has
+a gradient.
 
 Numbers in fp8 are kept as bytes (uint8): compilers for devices without fp8 would widen an array to move a slice of it.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -16,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import cpu_matmul
+from jaxrl_llm.models import cpu_matmul, mxfp4
 
-KINDS = ("none", "int8", "fp8", "int4", "nf4")
+KINDS = ("none", "int8", "fp8", "int4", "nf4", "mxfp4")
+PARTS = ("codes", "absmax", "scales")  # of quantised kernels
 FP8 = jnp.float8_e4m3fn
 # Of 8 bits: the type of the codes, and the code of a column's largest number.
 BYTES = {"int8": (jnp.dtype("int8"), 127.0), "fp8": (jnp.dtype("uint8"), float(jnp.finfo(FP8).max))}
@@ -33,6 +37,7 @@ NF4 = np.array(
     np.float32,
 )  # fmt: skip
 INT4 = np.arange(-8, 8, dtype=np.float32) / 7.5
+LEVELS = {"int4": INT4, "nf4": NF4, "mxfp4": mxfp4.FP4}
 
 Kernel = jax.Array | dict[str, jax.Array]
 
@@ -43,7 +48,9 @@ def quantize(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
     int8: codes int8 `[..., in, out]`, absmax `[..., 1, out]`, value = codes / 127 * absmax. fp8: the same with codes
     float8_e4m3fn, as bytes, and 448 for 127. int4, nf4: codes uint8 `[..., in/2, out]`, of inputs 2i (low half) and
     2i+1; absmax `[..., in/block, out]`; value = level[code] * absmax, where block is 64 or the largest divisor of `in`
-    that 64 has too. Raises ConfigError as `check_inputs`.
+    that 64 has too. mxfp4: codes as these, of the levels of `mxfp4.FP4`; scales uint8 `[..., in/block, out]`, with 32
+    for 64; value = level[code] * 2^(scale - 127). Matrices that are stored so already keep every number.
+    Raises ConfigError as `check_inputs`.
     """
     check_inputs(kernel.shape[-2], kind, "model.quantize, or teacher.quantize,")
     x = kernel.astype(jnp.float32)
@@ -53,13 +60,20 @@ def quantize(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
         absmax = jnp.abs(x).max(axis=-2, keepdims=True)
         codes = x / _nonzero(absmax) * largest
         return {"codes": narrowed(jnp.round(codes) if kind == "int8" else codes, dtype), "absmax": absmax}
-    block = math.gcd(d_in, BLOCK)
+    block = math.gcd(d_in, mxfp4.BLOCK if kind == "mxfp4" else BLOCK)
     x = x.reshape(*lead, d_in // block, block, d_out)
     absmax = jnp.abs(x).max(axis=-2)
-    x = (x / _nonzero(absmax)[..., None, :]).reshape(*lead, d_in, d_out)
-    levels = _levels(kind)
-    codes = jnp.searchsorted((levels[1:] + levels[:-1]) / 2, x, method="compare_all").astype(jnp.uint8)
-    return {"codes": codes[..., ::2, :] | codes[..., 1::2, :] << 4, "absmax": absmax}
+    if kind == "mxfp4":
+        # The largest of a block has the exponent of the largest level, 4 to 6 (OCP Microscaling Formats 1.0, 6.3).
+        stored = {"scales": jnp.clip(jnp.frexp(absmax)[1] + 124, 1, 254).astype(jnp.uint8)}
+        sizes = x / _power(stored["scales"])[..., None, :]
+        codes = _nearest_even(jnp.abs(sizes)) | (sizes < 0).astype(jnp.uint8) << 3
+    else:
+        stored, levels = {"absmax": absmax}, LEVELS[kind]
+        x = x / _nonzero(absmax)[..., None, :]
+        codes = jnp.searchsorted((levels[1:] + levels[:-1]) / 2, x, method="compare_all").astype(jnp.uint8)
+    codes = codes.reshape(*lead, d_in, d_out)
+    return {"codes": codes[..., ::2, :] | codes[..., 1::2, :] << 4, **stored}
 
 
 def check_inputs(count: int, kind: str, setting: str) -> None:
@@ -71,13 +85,14 @@ def check_inputs(count: int, kind: str, setting: str) -> None:
 
 def dequantize(kernel: dict[str, jax.Array], kind: str, dtype) -> jax.Array:
     """The matrix `[..., in, out]` that `quantize` stored."""
-    codes, absmax = kernel["codes"], kernel["absmax"]
+    codes = kernel["codes"]
     if kind in BYTES:
-        return (widened(codes, jnp.float32) * (absmax / BYTES[kind][1])).astype(dtype)
+        return (widened(codes, jnp.float32) * (kernel["absmax"] / BYTES[kind][1])).astype(dtype)
+    factors = _power(kernel["scales"]) if kind == "mxfp4" else kernel["absmax"]
     *lead, half, d_out = codes.shape
     pairs = jnp.stack([codes & 15, codes >> 4], axis=-2)
-    values = jnp.asarray(_levels(kind))[pairs.astype(jnp.int32)].reshape(*lead, absmax.shape[-2], -1, d_out)
-    return (values * absmax[..., None, :]).astype(dtype).reshape(*lead, 2 * half, d_out)
+    values = jnp.asarray(LEVELS[kind])[pairs.astype(jnp.int32)].reshape(*lead, factors.shape[-2], -1, d_out)
+    return (values * factors[..., None, :]).astype(dtype).reshape(*lead, 2 * half, d_out)
 
 
 def as_matrix(kernel: Kernel, kind: str, dtype) -> jax.Array:
@@ -151,15 +166,23 @@ def _simulated_backward(kind: str, kept, gradient):
 simulated_matmul.defvjp(lambda x, kernel, kind: (simulated_matmul(x, kernel, kind), (x, kernel)), _simulated_backward)
 
 
-def quantized_as(params: dict[str, Any], shapes: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The parameters with those matrices quantised that `shapes`, of a net that is quantised, has as dicts."""
+def quantized_as(
+    params: dict[str, Any], shapes: dict[str, Any], kind_of: Callable[[str], str], path: str = ""
+) -> dict[str, Any]:
+    """The parameters with those matrices quantised that `shapes`, of a net that is quantised, has as dicts.
+
+    `kind_of` says how by their paths, of which `path` is that of `params`.
+    """
     quantized = {}
     for name, x in params.items():
         shape = shapes.get(name)
         if isinstance(x, dict):
-            quantized[name] = quantized_as(x, shape or {}, kind)
+            quantized[name] = quantized_as(x, shape or {}, kind_of, f"{path}{name}/")
         else:
-            quantized[name] = quantize(x, kind) if isinstance(shape, dict) else x
+            # Of experts those of one layer at a time: as numbers in fp32 those of all are most of a model.
+            make = functools.partial(quantize, kind=kind_of(path))
+            make = make if x.ndim <= 3 else functools.partial(jax.lax.map, make)
+            quantized[name] = make(x) if isinstance(shape, dict) else x
     return quantized
 
 
@@ -182,8 +205,16 @@ def widened(x, dtype) -> jax.Array:
     return as_fp8(x).astype(dtype)
 
 
-def _levels(kind: str) -> np.ndarray:
-    return {"int4": INT4, "nf4": NF4}[kind]
+def _power(scales) -> jax.Array:
+    """2^(scale - 127) in fp32, whose exponent that is; scales are 1 to 254."""
+    return jax.lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)
+
+
+def _nearest_even(x) -> jax.Array:
+    """The number of the level of `mxfp4.FP4` nearest to x from 0 on; of two as near the even one."""
+    middles = (mxfp4.FP4[1:8] + mxfp4.FP4[:7]) / 2
+    above = (x >= middle if number % 2 else x > middle for number, middle in enumerate(middles))
+    return functools.reduce(jnp.add, (each.astype(jnp.uint8) for each in above))
 
 
 def _nonzero(absmax):

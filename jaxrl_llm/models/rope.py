@@ -113,6 +113,8 @@ def rotate(x, positions, inv_freq, scale=1.0, interleaved: bool = False):
     2i + 1, not i and i + r/2. The rotated dimensions are multiplied by `scale`. Angles, cosines and sines are fp32.
     """
     size = 2 * inv_freq.shape[-1]
+    if not size:
+        return x
     positions = positions if positions.ndim == x.ndim - 1 else positions[..., None]
     angles = (positions.astype(jnp.float32) * inv_freq)[..., None, :]
     cos, sin = jnp.cos(angles) * scale, jnp.sin(angles) * scale

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -20,8 +21,9 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import parameter_spec, path_name, shardings
 from jaxrl_llm.models import block_fp8, mxfp4
 from jaxrl_llm.models.lora import merged_kernel, overlaid, with_shared
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.pickles import PickleFile
-from jaxrl_llm.models.quantize import quantize
+from jaxrl_llm.models.quantize import PARTS, quantize
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.models.vision.clipped import BOUNDS
 
@@ -34,7 +36,7 @@ HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 ROWS = 4096  # of a head and an embedding that are compared, at a time
 CHUNK = 1 << 16  # numbers whose exponents are looked at, at a time: they stay in the processor's cache
 # Buffers that some checkpoints carry and the network computes itself, and layers for multi-token prediction.
-IGNORED = re.compile(r"rotary_emb\.inv_freq$|^mtp\.|^model\.mtp_")
+IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.embeddings\.position_ids$|^mtp\.|^model\.mtp_")
 
 
 def _open_safetensors(file: Path):
@@ -93,13 +95,18 @@ class Stored(NamedTuple):
         return tuple(index for index in (self.layer, self.expert) if index is not None)
 
 
+def keys_of(family, config: ModelConfig) -> tuple:
+    """The table of tensor names in the files of a net: the family's KEYS, or its `keys(config)` where they differ."""
+    return family.keys(config) if hasattr(family, "keys") else family.KEYS
+
+
 def stored_tensors(net: Net, family, table=None) -> list[Stored]:
     """Every tensor of the net's files, in the order of the network; adapters are in files of their own.
 
     `table` are the keys of another way to store the family's tensors.
     """
     config = net.config
-    names = {name.path: (order, name) for order, name in enumerate(table or family.KEYS)}
+    names = {name.path: (order, name) for order, name in enumerate(table or keys_of(family, config))}
     tensors = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(net.plain.shapes()):
         leaf_path = path_name(path)
@@ -144,6 +151,8 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
 
 def named_as_modules(net: Net, family) -> list[Stored]:
     """The tensors of the net under the names that they have in the family's class of transformers."""
+    if hasattr(family, "module_keys"):
+        return stored_tensors(net, family, family.module_keys(net.config))
     return stored_tensors(net, family, getattr(family, "MODULE_KEYS", None))
 
 
@@ -197,7 +206,8 @@ class Files:
 
     def stored_tensors(self, net: Net, family) -> list[Stored]:
         """The tensors of the net, under the names of the family that these files use, and in their orientation."""
-        tables = [family.KEYS, *getattr(family, "OTHER_KEYS", ())]
+        others = family.other_keys(net.config) if hasattr(family, "other_keys") else getattr(family, "OTHER_KEYS", ())
+        tables = [keys_of(family, net.config), *others]
         ways = [stored_tensors(net, family, table) for table in tables]
 
         def unlike(tensors: list[Stored]) -> tuple[int, int]:
@@ -323,17 +333,32 @@ def read_params(net: Net, files: Files, tensors: list[Stored], mesh: Mesh | None
             value = jax.random.normal(jax.random.key(seed), x.shape, x.dtype) * net.config.init_scale
             value = jnp.zeros_like(value) if name.endswith("/bias") else value
             return value if sharding is None else jax.device_put(value, sharding)
+        if name in quantized:
+            return in_fewer_bits(name, x)
+        return read(parts[name], x.shape, x.dtype, sharding)
+
+    def read(tensors: list[Stored], shape: tuple[int, ...], dtype, sharding) -> jax.Array:
         if sharding is None:
-            return jnp.asarray(_read_leaf(files, parts[name], (slice(None),) * x.ndim, x.dtype))
-        return jax.make_array_from_callback(x.shape, sharding, lambda i: _read_leaf(files, parts[name], i, x.dtype))
+            return jnp.asarray(_read_leaf(files, tensors, (slice(None),) * len(shape), dtype))
+        return jax.make_array_from_callback(shape, sharding, lambda i: _read_leaf(files, tensors, i, dtype))
 
-    def stored(path, x, sharding):
-        value = leaf(path, x, sharding)
-        if (name := path_name(path)) not in quantized:
-            return value
-        return jax.jit(quantize, static_argnums=1, out_shardings=quantized[name])(value, net.config.quantize)
+    def in_fewer_bits(name: str, x) -> dict[str, jax.Array]:
+        """A kernel, quantised layer by layer: of experts those of all layers are most of a model, as numbers."""
+        as_stored = functools.partial(quantize, kind=net.config.quantized_at(name))
+        shapes, of_layer = jax.eval_shape(as_stored, x), (1, *x.shape[1:])
+        sharding = None if mesh is None else NamedSharding(mesh, parameter_spec(name, of_layer, mesh))
 
-    return jax.tree_util.tree_map_with_path(stored, shapes, placed)
+        @functools.partial(jax.jit, donate_argnums=0, out_shardings=quantized[name])
+        def put(stored, layer, number):
+            return jax.tree.map(lambda x, own: x.at[number].set(own[0]), stored, as_stored(layer))
+
+        stored = jax.jit(lambda: jax.tree.map(jnp.zeros_like, shapes), out_shardings=quantized[name])()
+        for number in range(x.shape[0]):
+            own = [tensor for tensor in parts[name] if tensor.layer == number]
+            stored = jax.block_until_ready(put(stored, read(own, of_layer, x.dtype, sharding), number))
+        return stored
+
+    return jax.tree_util.tree_map_with_path(leaf, shapes, placed)
 
 
 def quantized_kernels(net: Net, mesh: Mesh | None) -> dict[str, Any]:
@@ -341,7 +366,7 @@ def quantized_kernels(net: Net, mesh: Mesh | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(net.base.shapes()):
         kernel, _, part = path_name(path).rpartition("/")
-        if part in ("codes", "absmax"):
+        if part in PARTS:
             place = None if mesh is None else NamedSharding(mesh, parameter_spec(path_name(path), x.shape, mesh))
             found.setdefault(kernel, {})[part] = place
     return {kernel: None if mesh is None else parts for kernel, parts in found.items()}
@@ -417,7 +442,7 @@ def _gather(leaf: Any, tensor: Stored, net: Net) -> np.ndarray:
     x = jax.tree.map(lambda x: x[tensor.at], leaf)
     if isinstance(x, dict):
         lora = net.config.lora
-        x = merged_kernel(x, lora and lora.at(tensor.leaf.split("/")[:-1]), net.config.quantize)
+        x = merged_kernel(x, lora and lora.at(tensor.leaf.split("/")[:-1]), net.config.quantized_at(tensor.leaf))
     x = on_host(x).astype(tensor.dtype)
     x = x[None] if tensor.as_row else x
     return np.asarray(x.T if tensor.transpose else x, order="C")

@@ -10,6 +10,7 @@ from jaxrl_llm.models.families.entries import refuse
 
 # The model_types, and what their text parts may be. A gemma4 is one of them where it has no encoder of images.
 WHOLES = {
+    "gemma3n": ("gemma3n_text",),
     "gemma4": ("gemma4_text",),
     "llama4": ("llama4_text",),
 }

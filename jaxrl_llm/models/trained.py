@@ -85,6 +85,17 @@ class Trained(NamedTuple):
 EVERYTHING = Trained()
 
 
+def regular_expression(key: str, pattern: str) -> re.Pattern[str]:
+    """The compiled pattern of a setting `key`, in which a dot that no `+`, `*` or `?` follows is a dot.
+
+    Raises ConfigError for what is no regular expression.
+    """
+    try:
+        return re.compile(re.sub(r"(?<!\\)\.(?![+*?])", r"\\.", pattern))
+    except re.error as error:
+        raise ConfigError(f"{key} names {pattern!r}, which is no regular expression: {error}") from error
+
+
 def _named(key: str, patterns: Iterable[str], names: set[str]) -> set[str]:
     """The names that the patterns of a setting match; raises ConfigError for one that matches none."""
     found = set[str]()
@@ -94,11 +105,8 @@ def _named(key: str, patterns: Iterable[str], names: set[str]) -> set[str]:
                 f"{key} names {pattern!r}, some rows of a matrix, but matrices are trained whole: leave the range out, "
                 "or the pattern"
             )
-        try:
-            matching = re.compile(re.sub(r"(?<!\\)\.(?![+*?])", r"\\.", pattern)).match
-        except re.error as error:
-            raise ConfigError(f"{key} names {pattern!r}, which is no regular expression: {error}") from error
-        matched = {name for name in names if matching(name)}
+        matching = regular_expression(key, pattern)
+        matched = {name for name in names if matching.match(name)}
         if not matched:
             raise ConfigError(
                 f"{key} names {pattern!r}, with which no parameter of this model begins (a head that is the embedding "

@@ -18,10 +18,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images, Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain, context_shards
+from jaxrl_llm.models.altup import AltUp, Laurel, Streams
 from jaxrl_llm.models.fused_attention import BY_SEGMENTS, implementation, is_in_chunks
 from jaxrl_llm.models.grouped_matmul import RESULT
-from jaxrl_llm.models.layers import Embed, FeedForward, Linear, RMSNorm, soft_cap, stacked
-from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_dropout, has_expert_adapters, overlaid, with_saved
+from jaxrl_llm.models.layers import Embed, FeedForward, Linear, PositionEmbed, RMSNorm, soft_cap, stacked
+from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_adapters_of, has_dropout, overlaid, with_saved
 from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer, NoMixer
 from jaxrl_llm.models.model_config import LayerRun, ModelConfig
 from jaxrl_llm.models.moe import ExpertsBeside, MixtureOfExperts, Routing
@@ -77,16 +78,19 @@ class Block(nnx.Module):
         self.input_norm = norm("pre", "both", of=mixes)
         self.mixer_path = layer.mixer.path  # the mixer's own name, which parameters and checkpoints have
         setattr(self, layer.mixer.path, layer.mixer(part(layer.mixer.path), rngs))
-        self.attention_out_norm = norm("post", "both", of=mixes)
+        self.attention_out_norm = norm("post", "both", "sum", of=mixes)
         beside = layer.experts and config.experts_beside  # which have the norms of their inputs themselves
-        self.side_by_side = config.parallel_ffn
-        self.post_attention_norm = norm("pre", "both", of=not (beside or layer.bare or config.parallel_ffn))
+        self.side_by_side, self.norms_sums = config.parallel_ffn, config.norms == "sum"
+        shared = config.parallel_ffn and not config.parallel_norm
+        self.post_attention_norm = norm("pre", "both", of=not (beside or layer.bare or shared))
         experts = ExpertsBeside if beside else MixtureOfExperts
         feed_forward = experts if layer.experts else FeedForward
         self.mlp = None if layer.bare else feed_forward(part("mlp"), rngs)
-        self.mlp_out_norm = norm("post", "both", of=not layer.bare)
+        self.mlp_out_norm = norm("post", "both", "sum", of=not layer.bare)
         self.per_layer = PerLayerInput(config, rngs) if config.per_layer_width else None
         self.out_scale = nnx.Param(jnp.ones((1,), config.param_dtype)) if config.layer_scale else None
+        self.altup = AltUp(config, rngs) if config.altup_streams else None
+        self.laurel = Laurel(config, rngs) if config.laurel_rank else None
 
     @property
     def mixer(self) -> Mixer:
@@ -120,27 +124,35 @@ class Block(nnx.Module):
     def _feed_forward(
         self, x, mixed, counted=None, replayed=None
     ) -> tuple[jax.Array, jax.Array | None, Routing | None]:
-        before, x = x, self._added(x, _normed(self.attention_out_norm, mixed))
+        before, x = x, self._added(x, mixed, self.attention_out_norm)
+        if self.laurel is not None:
+            x = (x + self.laurel(_normed(self.input_norm, before))) * 2**-0.5
         if self.mlp is None:
             return x, None, None
-        # The norm that the mixer has computed, which XLA does not compute again.
-        read = _normed(self.input_norm, before) if self.side_by_side else _normed(self.post_attention_norm, x)
-        out, experts, routing = read, None, None
+        # The norm that the mixer has computed is not computed again by XLA.
+        norm = self.post_attention_norm or (self.input_norm if self.side_by_side else None)
+        out, experts, routing = _normed(norm, before if self.side_by_side else x), None, None
         if isinstance(self.mlp, MixtureOfExperts):
             out, experts, routing = self.mlp(out, counted, replayed)
         else:
             out = self.mlp(out)
-        return self._added(x, _normed(self.mlp_out_norm, out)), experts, routing
+        return self._added(x, out, self.mlp_out_norm), experts, routing
 
-    def finished(self, x, own):
-        """Hidden states after the layer, with what its numbers `[N,T,P]` of the tokens, or None, add to them."""
+    def finished(self, x, own, streams=None):
+        """Hidden states after the layer, with what its numbers `[N,T,P]` of the tokens, or None, add to them; all
+        streams of them, where it has predicted `streams`."""
+        if self.altup is not None:
+            added = functools.partial(self.per_layer.added, own=own) if self.per_layer is not None else jnp.zeros_like
+            return self.altup.corrected(streams, x, added)
         x = x if self.per_layer is None else self.per_layer(x, own)
         x = x if self.out_scale is None else x * jax.lax.stop_gradient(self.out_scale[...]).astype(x.dtype)
         return x
 
-    def _added(self, x, out):
-        out = out if self.residual_scale == 1.0 else out * self.residual_scale
-        return constrain(x + out, "rows", "positions", None)
+    def _added(self, x, out, norm: RMSNorm | None):
+        """x and what mixer or feed-forward give, normed alone or together."""
+        out = out if self.norms_sums else _normed(norm, out)
+        x = x + (out if self.residual_scale == 1.0 else out * self.residual_scale)
+        return constrain(_normed(norm, x) if self.norms_sums else x, "rows", "positions", None)
 
 
 def _normed(norm: RMSNorm | None, x):
@@ -167,31 +179,36 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
         self.embed = Embed(config, rngs)
+        small = config.embed_width
+        self.positions = PositionEmbed(config, rngs) if config.learned_positions else None
+        self.project_in = Linear(small, config.width, config, rngs) if small else None
         self.per_layer = PerLayerEmbed(config, rngs) if config.per_layer_width else None
+        self.streams = Streams(config, rngs) if config.altup_streams else None
         if config.scan_layers:
             for name, layers in config.stacks.items():
                 block = functools.partial(Block, config, config.layer_configs[layers[0]])
                 setattr(self, name, stacked(block, len(layers), rngs))
         else:
             self.layers = nnx.List([Block(config, kind, rngs) for kind in config.layer_configs])
-        self.norm = RMSNorm(config.width, config, rngs)
+        self.norm = RMSNorm(config.width, config, rngs) if config.final_norm else None
+        self.project_out = Linear(config.width, small, config, rngs) if small else None
         self.head = (
             None
             if config.tie_embeddings or config.head != "lm"
-            else Linear(config.width, config.vocab_size, config, rngs)
+            else Linear(config.outer_width, config.vocab_size, config, rngs, config.head_bias)
         )
         # Beside adapters the score head is trained, and like them it is fp32 whatever the type of the frozen rest.
         trained = config if config.lora is None else dataclasses.replace(config, param_dtype="float32")
         if config.head == "step" and config.step_hidden:
             self.score = HiddenStepHead(trained, rngs)
         elif config.head == "step":
-            self.score = Linear(config.width, 2, trained, rngs, bias=True)
+            self.score = Linear(config.outer_width, 2, trained, rngs, bias=True)
         else:
-            self.score = Linear(config.width, 1, trained, rngs) if config.head == "score" else None
+            self.score = Linear(config.outer_width, 1, trained, rngs) if config.head == "score" else None
         self.vision = None if config.vision is None else Vision(config.vision, config, rngs)
 
     def hidden(self, inputs: Inputs):
-        """Hidden states `[N,T,D]` after the final norm, in the compute dtype.
+        """Hidden states `[N,T,D]` after the final norm, in the compute dtype, as the heads read them.
 
         The rows are computed as they are: a layout is followed by the caller (models/logprobs.py).
         """
@@ -211,18 +228,19 @@ class Transformer(nnx.Module):
             if self.config.scan_layers:  # each holds the sums of its layers, stacked
                 routings = [jax.tree.map(lambda x: x.sum(0), routing) for routing in routings]
             self.record(jax.tree.map(lambda *sums: sum(sums), *routings))
-        return self.norm(x)[:, :length]
+        return self._last(x)[:, :length]
 
     def prefill(self, tokens, segments, images: Images | None = None):
         """Hidden states `[B,P,D]` of prompts padded on the left, the mixers' caches, a tuple with one per run, and the
         experts `[B,P,L,k]` of each token in the L layers that have some (None: there are none)."""
-        mixed, x, placed = self._embedded_rows(Inputs(tokens, segments, images=images))
+        inputs = Inputs(tokens, segments, images=images, prompt_width=tokens.shape[1])
+        mixed, x, placed = self._embedded_rows(inputs)
 
         def body(block: Block, x, _, arrays, read, is_read: bool):
             return block.prefill(x, mixed._replace(shared=None if read is None else read[1]), arrays)
 
         x, outputs = self._through_layers(body, x, tokens, images=placed)
-        return self.norm(x), *_caches_and_experts(self.config, outputs)
+        return self._last(x), *_caches_and_experts(self.config, outputs)
 
     def decode(self, tokens, inputs: DecodeInputs, prompts, caches):
         """Hidden states `[G,R*W,D]` of each row's next W tokens, the row caches with them, and their experts.
@@ -239,24 +257,45 @@ class Transformer(nnx.Module):
             return x, (cache, experts)
 
         layer_caches = tuple(zip(prompts, caches, strict=True))
-        x, outputs = self._through_layers(body, self._embedded(tokens), tokens, layer_caches)
-        return self.norm(x), *_caches_and_experts(self.config, outputs)
+        x, outputs = self._through_layers(body, self._embedded(tokens, inputs.positions), tokens, layer_caches)
+        return self._last(x), *_caches_and_experts(self.config, outputs)
+
+    def _last(self, x):
+        """What the heads read of x `[...,D]` behind the last layer."""
+        x = _normed(self.norm, x)
+        return x if self.project_out is None else self.project_out(x)
 
     def head_kernel(self):
-        """The matrix `[D,V]` from hidden states to logits."""
+        """The matrix `[D,V]` from hidden states to logits; a bias is its last row, `[D+1,V]`."""
+        kernel, bias = self._head()
+        return kernel if bias is None else jnp.concatenate([kernel, bias[None]])
+
+    def _head(self) -> tuple[jax.Array, jax.Array | None]:
         if self.score is not None:
             raise ConfigError("this model has a score head and no language-model head: it gives scores, no logits.")
-        return self.embed.weight[...].T if self.head is None else self.head.kernel[...]
+        if self.head is None:
+            return self.embed.weight[...].T, None
+        return self.head.kernel[...], None if self.head.bias is None else self.head.bias[...]
 
     def logits(self, hidden, ids: Sequence[int] | None = None):
         """Logits `[..., V]` in fp32, or those `[..., len(ids)]` of the tokens `ids` alone."""
-        hidden, kernel = self.head_input(hidden), self.head_kernel()
-        kernel = kernel if ids is None else kernel[:, jnp.array(ids)]
+        chosen = slice(None) if ids is None else jnp.array(ids)
+        hidden, (kernel, bias) = self._divided(hidden), self._head()
+        kernel = kernel if ids is None else kernel[:, chosen]
         logits = jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        # Apart from the matrix, which every step of decoding would else copy.
+        logits = logits if bias is None else logits + bias[chosen].astype(jnp.float32)
         return soft_cap(logits, self.config.logit_softcap)
 
     def head_input(self, hidden):
-        """Hidden states as their matmul with `head_kernel` takes them: in its dtype, and divided as logits are."""
+        """Hidden states as their matmul with `head_kernel` takes them: in its dtype, divided as logits are, and behind
+        them a 1 where the head has a bias."""
+        hidden = self._divided(hidden)
+        if not self.config.head_bias:
+            return hidden
+        return jnp.concatenate([hidden, jnp.ones_like(hidden[..., :1])], axis=-1)
+
+    def _divided(self, hidden):
         hidden = hidden.astype(jnp.float32) if self.config.fp32_head else hidden
         return hidden if self.config.logit_divisor == 1.0 else hidden / self.config.logit_divisor
 
@@ -267,9 +306,9 @@ class Transformer(nnx.Module):
         scores = self.score(hidden.astype(jnp.float32))
         return scores[..., 0] if self.config.head == "score" else scores
 
-    def __call__(self, tokens, segments=None, positions=None, images: Images | None = None):
+    def __call__(self, tokens, segments=None, positions=None, images: Images | None = None, prompt_width: int = 0):
         """Logits `[N,T,V]` in fp32 (or scores `[N,T]` with the score head, `[N,T,2]` with a step head)."""
-        hidden = self.hidden(Inputs(tokens, segments, positions, images=images))
+        hidden = self.hidden(Inputs(tokens, segments, positions, images=images, prompt_width=prompt_width))
         return self.scores(hidden) if self.score is not None else self.logits(hidden)
 
     def encode_images(self, tokens, segments, images: Images) -> ImageEmbeddings:
@@ -302,9 +341,14 @@ class Transformer(nnx.Module):
             return tokens
         return jnp.where(jnp.isin(tokens, jnp.array(vision.blank_tokens)), vision.blank, tokens)
 
-    def _embedded(self, tokens):
+    def _embedded(self, tokens, positions, noise=None):
         x = constrain(self.embed(self._read(tokens), self.config.dtype), "rows", "positions", None)
-        return x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
+        x = x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
+        x = x if noise is None else x + noise.astype(x.dtype)
+        x = x if self.project_in is None else self.project_in(x)
+        if self.positions is None:
+            return x
+        return x + constrain(self.positions(positions, x.dtype), "rows", "positions", None)
 
     def _embedded_rows(self, inputs: Inputs) -> tuple[AttentionInputs, jax.Array, ImageEmbeddings | None]:
         """The layout that mixers read, the embeddings `[N,T,D]`, and the images."""
@@ -319,7 +363,12 @@ class Transformer(nnx.Module):
         if isinstance(images, Images):
             images = self.encode_images(tokens, segments, images)
         both_ways = "" if images is None or c.vision is None else c.vision.bidirectional
-        if images is not None and both_ways:
+        if c.sees_prompts:
+            in_prompt = inputs.in_prompt
+            if in_prompt is None:
+                in_prompt = jnp.broadcast_to(jnp.arange(tokens.shape[1]) < inputs.prompt_width, tokens.shape)
+            runs = image_runs(jnp.where(in_prompt, 0, -1), segments)
+        elif images is not None and both_ways:
             runs = image_runs(images.index, segments)
         by_mask = prefixes is not None or runs is not None or is_in_chunks(c, tokens.shape[1])
         # Some kernels read segments, and a mask [N,T,T] only where segments do not say it all.
@@ -339,12 +388,14 @@ class Transformer(nnx.Module):
             rotary = images.positions[..., jnp.array(c.rope_axes)]
             shift = images.positions.max(axis=(1, 2)) + 1 - (segments != 0).sum(axis=1)
         inv_freq = long_row_frequencies(c.rope, c.rotated_size, segments, positions)
-        x = self._embedded(tokens)
-        x = x if inputs.noise is None else x + inputs.noise.astype(x.dtype)
+        x = self._embedded(tokens, positions, inputs.noise)
         if images is not None:
             x = constrain(with_images(x, images), "rows", "positions", None)
         causal = runs is None
-        layout = AttentionInputs(positions, segments, mask, by_mask, causal, sliding_mask, inv_freq, rotary, shift)
+        whole = runs if c.sees_prompts and c.sliding_layers else None  # those of images are seen within the window
+        layout = AttentionInputs(
+            positions, segments, mask, by_mask, causal, sliding_mask, whole, inv_freq, rotary, shift
+        )  # fmt: skip
         return layout, x, images
 
     def _by_run(self, experts) -> tuple:
@@ -373,6 +424,7 @@ class Transformer(nnx.Module):
         if self.config.scan_layers:
             stacks = {name: nnx.split(getattr(self, name)) for name in self.config.stacks}
         own = None if self.per_layer is None else self.per_layer(self._read(tokens), x)
+        x = x if self.streams is None else self.streams.spread_out(x)
         outputs: list[Any] = []
         reads: dict[int | None, Any] = {None: None}
         for number, run in enumerate(self.config.layer_runs):
@@ -386,8 +438,12 @@ class Transformer(nnx.Module):
                 state, cache, own_arrays, number, own = layer
                 x, block = checkpoint_name(x, LAYER_INPUT), nnx.merge(graph, state)
                 own_arrays = arrays if own_arrays is None else own_arrays
+                streams = None
+                if block.altup is not None:
+                    streams = block.altup.predicted(x)
+                    x = streams[..., 0, :]
                 x, out = body(block, x, cache, own_arrays, reads[run.shares], run.is_read)
-                x = block.finished(x, own)
+                x = block.finished(x, own, streams)
                 if images is not None and number is not None:
                     added = functools.partial(deepened, images=images, layer=number)
                     x = jax.lax.cond(number < deep, added, lambda x: x, x)
@@ -411,7 +467,7 @@ class Transformer(nnx.Module):
             if run.is_read:
                 read = (None if caches is None else caches[number], out[0])
                 reads[run.layers[0]] = jax.tree.map(lambda x: x[0], read) if run.scanned else read
-        return x, tuple(outputs)
+        return x if self.streams is None else self.streams.gathered(x), tuple(outputs)
 
 
 def _caches_and_experts(config: ModelConfig, outputs: tuple) -> tuple[tuple, jax.Array | None]:
@@ -497,12 +553,13 @@ class Net:
     def bind(self, params: Params) -> Transformer:
         """The module with these parameters (no copy; works under jit).
 
-        Where they hold no adapters it is the base model, and experts without any are the base model's; where they hold
-        no keys of dropout nothing is dropped.
+        Where they hold no adapters it is the base model, and experts or linear maps without any are the base model's;
+        where they hold no keys of dropout nothing is dropped.
         """
         net = self if has_dropout(params) else self.without_dropout if has_adapters(params) else self.base
-        if net.config.lora is not None and net.config.lora.experts and not has_expert_adapters(params):
-            net = net.with_merged_experts
+        if net.config.lora is not None and net.config.lora.experts:
+            kinds = tuple(experts for experts in (False, True) if has_adapters_of(params, experts))
+            net = net if len(kinds) == 2 else net.with_adapters_of(experts=kinds[0])
         params = overlaid(params)
         return nnx.merge(net.graph, params if self.config.scan_layers else unstack(params, self.config))
 
@@ -547,18 +604,18 @@ class Net:
             return self
         return Net(dataclasses.replace(self.config, lora=dataclasses.replace(lora, dropout=0.0)))
 
-    @functools.cached_property
-    def with_merged_experts(self) -> "Net":
-        """The net without adapters of experts, which are merged where those of quantised matrices stay beside them."""
+    def with_adapters_of(self, experts: bool) -> "Net":
+        """The net with adapters of experts alone, or of linear maps alone: the others are merged where their matrices
+        are numbers, and those of quantised matrices stay beside them."""
         lora = self.config.lora
         assert lora is not None
-        targets = tuple(name for name in lora.targets if name not in lora.experts)
+        targets = tuple(name for name in lora.targets if (name in lora.experts) == experts)
         return self.with_lora(dataclasses.replace(lora, targets=targets))
 
     @functools.cached_property
     def plain(self) -> "Net":
         """The net without adapters and with its matrices as numbers: what model files hold."""
-        return Net(dataclasses.replace(self.config, lora=None, quantize="none"))
+        return Net(dataclasses.replace(self.config, lora=None, quantize="none", quantize_experts="same"))
 
     def with_lora(self, lora: LoraConfig) -> "Net":
         """The same model with these adapters."""

@@ -45,7 +45,9 @@ HELPERS = {"isclose": "math:isclose", "inf": "math:inf", "nan": "math:nan", "app
 }  # fmt: skip
 INTEGER = re.compile(r"[-+]?\d+", re.ASCII)
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
-MODULES = {"np": "numpy", "pd": "pandas"} | {name: name for name in ("numpy", "pandas", *sys.stdlib_module_names)}
+MODULES = {"np": "numpy", "pd": "pandas"} | {
+    name: name for name in ("numpy", "pandas", "pytest", *sys.stdlib_module_names)
+}
 
 
 def code_tests(

@@ -24,6 +24,7 @@ from urllib.parse import parse_qsl, urlsplit
 from jaxrl_llm.config.http_client import HttpClient, RequestError, TooLargeError, json_headers
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.config.secrets import masked
+from jaxrl_llm.rewards.replies import ReplyError
 from jaxrl_llm.rewards.signatures import RewardError, shorten
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 529)
@@ -34,6 +35,14 @@ DEFAULT_KEY = "OPENAI_API_KEY"
 
 class EndpointError(RewardError):
     """A request that the endpoint did not answer, or did not answer with a chat completion."""
+
+
+class NoTextError(ReplyError):
+    """A chat completion without a text, of so many tokens: a refusal, a call of a tool, or reasoning alone."""
+
+    def __init__(self, problem: str, prompt_tokens: int, completion_tokens: int):
+        super().__init__(problem)
+        self.tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
 
 
 class RetryError(Exception):
@@ -48,12 +57,12 @@ class RetryError(Exception):
 class EndpointSpec:
     """Settings of an endpoint: the model `model` at `url` (".../v1"), limits and cache.
 
-    `parameters` are sent with every request (max_tokens, ...; temperature is 0 unless given there). `timeout` is the
-    seconds of one attempt, from connecting to the reply's last byte, `attempts` their number, `concurrency` the
-    requests at once, `per_minute` the requests a minute (0: any number). The pause after attempt i is `backoff` * 2^i
-    seconds, times 0.5 to 1 by chance, or what Retry-After says; at most 60. `cache` is a folder; entries are found by
-    url, model, messages and parameters. `key` names the environment variable that holds the key; a request goes without
-    when it is not set, unless `key` was changed from its default.
+    `parameters` are sent with every request (max_tokens, ...; temperature is 0 unless given there), except those that
+    are None. `timeout` is the seconds of one attempt, from connecting to the reply's last byte, `attempts` their
+    number, `concurrency` the requests at once, `per_minute` the requests a minute (0: any number). The pause after
+    attempt i is `backoff` * 2^i seconds, times 0.5 to 1 by chance, or what Retry-After says; at most 60. `cache` is a
+    folder; entries are found by url, model, messages and parameters. `key` names the environment variable that holds
+    the key; a request goes without when it is not set, unless `key` was changed from its default.
     """
 
     url: str | None = None
@@ -99,7 +108,8 @@ class Endpoint:
         self.url = address._replace(path=path).geturl()
         known = [address.username, address.password, *(value for _, value in parse_qsl(address.query))]
         self.secrets = [text for text in known if text and text not in masked(self.url)]
-        self.parameters = {"temperature": 0.0, **(spec.parameters or {})}
+        parameters = {"temperature": 0.0, **(spec.parameters or {})}
+        self.parameters = {name: value for name, value in parameters.items() if value is not None}
         self.cache = None if spec.cache is None else Path(spec.cache).expanduser()
         self.counts: Counter[str] = Counter()
         # Threads, and a client with an event loop of its own: a judge may outlive the caller's event loop.
@@ -113,7 +123,8 @@ class Endpoint:
         """The reply to `messages`; equal requests with the same `memory`, a dictionary, are sent once.
 
         `attempt` makes a request differ from those with another one in the cache: ask again with the next number.
-        Raises EndpointError when the endpoint refuses, or fails every attempt.
+        Raises EndpointError when the endpoint refuses, or fails every attempt; NoTextError for a reply without a text,
+        which is not asked for again here and is in no cache.
         """
         body = {"model": self.spec.model, "messages": messages, **self.parameters}
         text = json.dumps([self.url, body, attempt], sort_keys=True)
@@ -157,6 +168,9 @@ class Endpoint:
             except EndpointError:
                 self.counts["failures"] += 1
                 raise
+            except NoTextError as error:
+                self.counts.update(error.tokens)
+                raise
             self.counts.update(prompt_tokens=answer.prompt_tokens, completion_tokens=answer.completion_tokens)
             self._write(name, answer)
             return answer
@@ -169,7 +183,7 @@ class Endpoint:
         return min(max(backoff, after or 0.0), LONGEST_WAIT)
 
     def _post(self, body: dict[str, Any]) -> Answer:
-        """The endpoint's reply to one request. Raises RetryError or EndpointError."""
+        """The endpoint's reply to one request. Raises RetryError, EndpointError or NoTextError."""
         key = os.environ.get(self.spec.key, "").strip()
         headers = json_headers(key)
 
@@ -193,15 +207,18 @@ class Endpoint:
             raise EndpointError(f"{self.url} answered {problem}")
         try:
             tree = json.loads(data)
-            text = tree["choices"][0]["message"]["content"]
-            usage = tree.get("usage") or {}
-            if not isinstance(text, str):
+            choice = tree["choices"][0]
+            text, usage = choice["message"].get("content"), tree.get("usage") or {}
+            tokens = [int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion")]
+            if not (choice["message"] and isinstance(text, str | None)):
                 raise TypeError
-            prompt_tokens, completion_tokens = (usage.get(f"{kind}_tokens") or 0 for kind in ("prompt", "completion"))
-            return Answer(text, int(prompt_tokens), int(completion_tokens), False)
+            why = None if text is not None else _without_text(choice)
         # Servers under load send such replies; RecursionError is of JSON that is nested too deep.
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError):
             raise RetryError(without_secrets(f"the reply is no chat completion: {shorten(data[:1000])}")) from None
+        if text is None:
+            raise NoTextError(without_secrets(f"the reply has no text: {why}"), *tokens)
+        return Answer(text, *tokens, cached=False)
 
     def _read(self, name: str) -> Answer | None:
         if self.cache is None:
@@ -223,6 +240,18 @@ class Endpoint:
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False, encoding="utf-8") as file:
             json.dump(entry, file)
         Path(file.name).replace(folder / f"{name}.json")
+
+
+def _without_text(choice: Mapping[str, Any]) -> str:
+    """Why the message of a completion has no text."""
+    message, reason = choice["message"], choice.get("finish_reason")
+    if message.get("refusal") is not None or reason == "content_filter":
+        return f"the model refused, {shorten(message.get('refusal') or reason)}"
+    if message.get("tool_calls"):
+        return f"it calls a tool, {shorten(message['tool_calls'][0])}"
+    if reason == "length":
+        return "it reasoned until max_tokens ended it; give more in parameters"
+    return f"it is {shorten(message)}"
 
 
 def _retry_after(value: str | None) -> float | None:

@@ -22,7 +22,7 @@ import types
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a jailed interpreter starts sooner without
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
 LONGEST = 2**26  # bytes of a line
@@ -350,14 +350,18 @@ def serve(read: int, write: int, guard: Sequence[str] = ()) -> None:
 
 
 class Names(dict):
-    """The builtins of tests; a name that is unknown is the program's, and one of `shadowed` if the program has it."""
+    """The builtins of tests; a name that is unknown is the program's, and one of `shadowed` if the program has it.
 
-    def __init__(self, peer: Peer, shadowed: Sequence[str]):
+    What is of the `library` is not, also where it is not installed: the program would judge itself.
+    """
+
+    def __init__(self, peer: Peer, shadowed: Sequence[str], library: Iterable[str]):
         super().__init__(vars(builtins))
         self.peer, self.shadowed = peer, {name: self.pop(name) for name in shadowed}
+        self.library = frozenset(library)
 
     def __missing__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or name in self.library:
             raise KeyError(name)
         return self.of_program(name)
 
@@ -398,6 +402,8 @@ def run_tests(job: Mapping[str, Any], read: int, write: int, passed: Callable[[i
 
     def perform(operation: str, value: Any, *rest: Any) -> Any:
         """The result of an operation on an object of a test that a program may do: a call, iteration, ...."""
+        if id(value) not in peer.numbers:  # of builtins too, `type` could make it an answer that equals everything
+            raise AttributeError(f"{operation} of what the tests did not give")
         is_own = type(value).__module__ == "__main__"
         if operation == "call" and callable(value):
             return value(*rest[0], **rest[1])
@@ -417,7 +423,7 @@ def run_tests(job: Mapping[str, Any], read: int, write: int, passed: Callable[[i
             return
     except BaseException:  # a program that ends while it is loaded passes nothing
         return
-    names = space["__builtins__"] = Names(peer, job["shadowed"])
+    names = space["__builtins__"] = Names(peer, job["shadowed"], job["library"])
 
     def imported(name: str) -> Any:
         if name.startswith("__"):
@@ -443,7 +449,7 @@ def run_tests(job: Mapping[str, Any], read: int, write: int, passed: Callable[[i
                         run_defined(name, space[name])
                 holds = True
         except SystemExit as end:  # of unittest.main(), but not of the program
-            holds = not end.code and "_remote" not in vars(end)
+            holds = "_remote" not in vars(end) and isinstance(end.code, int | None) and not end.code
         except BaseException:
             holds = False
         if holds and not peer.is_gone:

@@ -11,6 +11,11 @@ LENGTH_BYTES = 8
 LONGEST = 2**33  # bytes of a message
 
 
+def is_ours(module_name: str) -> bool:
+    """True for a module of Python's builtins or of this package, whose errors cross the pipe of a walled worker."""
+    return module_name.partition(".")[0] in ("builtins", "jaxrl_llm")
+
+
 class SpoiledError(Exception):
     """Something else than messages came through the pipe."""
 

@@ -63,6 +63,8 @@ REFUSED = {
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186), "msgsnd": (69, 189),
     "msgrcv": (70, 188), "msgctl": (71, 187), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191),
     "semtimedop": (220, 192), "mq_open": (240, 180),
+    # files in memory, which no limit counts
+    "memfd_create": (319, 279), "memfd_secret": (447, 447),
     # modes, owners, times and attributes of files, for which Landlock has no right, and cuts by name: since version 3
     "truncate": (76, 45),
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),

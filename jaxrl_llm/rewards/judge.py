@@ -309,7 +309,7 @@ def shown(prompt: Any) -> str:
     """A prompt as a judge reads it: a text, or a conversation with the role before each message."""
     if isinstance(prompt, str):
         return prompt
-    texts = [text_of_content(message["content"]) for message in prompt]
+    texts = [text_of_content(message.get("content")) for message in prompt]  # a call of a tool may have none
     if len(prompt) == 1:
         return texts[0]
     return "\n\n".join(f"{message['role']}: {text}" for message, text in zip(prompt, texts, strict=True))

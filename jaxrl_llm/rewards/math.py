@@ -41,17 +41,22 @@ def numeric_answer(
     return rewards
 
 
-def math_accuracy(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+def math_accuracy(
+    completions: Sequence[Any], answer: Sequence[Any], *, after: str = "", **columns: Any
+) -> list[float | None]:
     r"""1.0 where the completion's LaTeX answer, its last `\boxed{}` first, equals `answer` as mathematics, else 0.0.
 
     None where answer is None or cannot be parsed. Of an equation the last side counts, unless two of its sides are
-    different numbers (`41=42`); several answers (`42 or 43`) equal no single one. It needs the package math-verify
-    (`pip install jaxrl_llm[math]`), which runs in processes of its own: a completion that takes more than 12 seconds,
-    or whose answer has more than 1000 characters, scores 0.0, the former with a warning.
+    different numbers (`41=42`); several answers (`42 or 43`) equal no single one. With `after`, `</think>` for example,
+    only what follows the last such text is read, and a completion without it scores 0.0. It needs the package
+    math-verify (`pip install jaxrl_llm[math]`), which runs in processes of its own: a completion that takes more than
+    12 seconds, or whose answer has more than 1000 characters, scores 0.0, the former with a warning.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise RewardError("math_accuracy needs the package math-verify: pip install math-verify")
     texts = [text_of(completion) for completion in completions]
+    if after:
+        texts = [text.rpartition(after)[2] if after in text else "" for text in texts]
     rows = [row for row, wanted in enumerate(answer) if wanted is not None]
     arguments = {"texts": [texts[row] for row in rows], "answers": [str(answer[row]) for row in rows]}
     rewards: list[float | None] = [None] * len(texts)

@@ -1,20 +1,29 @@
-"""OpenAI's graders of reinforcement fine-tuning as they are written there, in JSON: string_check, python and multi.
+"""OpenAI's graders of reinforcement fine-tuning and evaluations as they are written there, in JSON.
 
 {"type": "string_check", "input": "{{sample.output_text}}", "reference": "{{item.answer}}", "operation": "eq"}
 """
 
 import ast
+import asyncio
+import contextlib
+import functools
 import json
 import math
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.config.background import in_thread
+from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.config.user_code import contained, error_text
+from jaxrl_llm.rewards.endpoint import Endpoint, EndpointSpec
+from jaxrl_llm.rewards.replies import ReplyError, json_objects
 from jaxrl_llm.rewards.signatures import RewardError, Sample, is_async, openai_sample, shorten
+from jaxrl_llm.rewards.similarity import METRICS
 
 OF_SAMPLE = ("output_text", "output_json", "output_tools", "choices")
 VARIABLE = re.compile(rf"\{{\{{\s*(item|sample(?=\.(?:{'|'.join(OF_SAMPLE)})\b))((?:\.\w+|\[\d+\])+)\s*\}}\}}")
@@ -30,28 +39,41 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exp": math.exp, "sqrt": math.sqrt, "log": math.log,
 }  # fmt: skip
 ARITHMETIC = (ast.Expression, ast.Load, ast.UAdd, ast.USub, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
-ASKS = "the reward judge asks a model: judge(url=..., model=..., template=...)"
 INSTEAD = {
-    "score_model": ASKS,
-    "label_model": ASKS,
-    "text_similarity": "write a function of completions and of the column with the reference",
+    "endpoint": "write an async function grade(sample, item) that asks it, and name its file, grader.py:grade",
 }
-Grade = Callable[[Sample], Any]
+NO_METRICS = {
+    "meteor": "counts WordNet's synonyms, which are no part of this library: write a python grader with nltk's "
+    "meteor_score",
+    "cosine": "compares embeddings by a model of OpenAI, which has it for evaluations alone: write a python grader",
+}
+SERVER = tuple(field.name for field in fields(EndpointSpec) if field.name != "parameters")
+Grade = Callable[[Sample], Any]  # async where it asks a model
 
 
 class OpenAIGrader:
-    """A grader in OpenAI's JSON, a dictionary or a file: the scores of `string_check`, `python` or `multi`.
+    """A grader in OpenAI's JSON, a dictionary or a file: the scores of `string_check`, `text_similarity`, `python`,
+    `score_model`, `label_model` or `multi`.
+
+    `server` are the settings of the OpenAI-compatible endpoint that `score_model` and `label_model` ask, those of a
+    `Judge`: its url, cache, concurrency and so on, and `model` where the grader's own is to be another. A score is
+    clipped to the grader's `range`, [0, 1] unless it has one; a label is 1 where it passes and else 0. A reply without
+    score or label is 0; `rewards/<name>/unreadable` is the share of rows with one. A request that the endpoint does not
+    answer is an error of the row.
 
     Templates read `{{item.COLUMN}}` and `{{sample.output_text}}`, `output_json`, `output_tools` and `choices`. What a
-    completion lacks (`{{sample.output_json.answer}}` of a text that is no JSON) makes a string_check 0; a column that
+    completion lacks (`{{sample.output_json.answer}}` of a text that is no JSON) makes the score 0; a column that
     is null gives no reward, None. The `source` of `python`, a function `grade(sample, item)`, runs like any reward
     function of yours. Of `multi` the score of each grader not called "score" is logged as `rewards/<name>/<grader>`;
     where one is None, so is the reward.
 
-    Raises RewardError: another type, a key that is missing, a variable or a formula that is none.
+    Raises RewardError: another type, a key that is missing, a variable or a formula that is none, a model without a
+    server; ConfigError: a server that is none.
     """
 
-    def __init__(self, grader: str | Mapping[str, Any], name: str | None = None):
+    def __init__(
+        self, grader: str | Mapping[str, Any], name: str | None = None, server: Mapping[str, Any] | None = None
+    ):
         if isinstance(grader, str):
             path = Path(grader).expanduser()
             if not path.is_file():
@@ -64,47 +86,98 @@ class OpenAIGrader:
         if isinstance(grader, Mapping) and "type" not in grader and isinstance(grader.get("grader"), Mapping):
             grader = grader["grader"]
         self.name = name or (isinstance(grader, Mapping) and grader.get("name")) or "openai_grader"
-        self.grade: Grade = _grader(grader, self.name)
+        if unknown := [key for key in server or () if key not in SERVER]:
+            raise RewardError(
+                f"the server of the grader {self.name!r} has {unknown[0]!r}; it takes {', '.join(SERVER)}; the closest "
+                f"is {closest(unknown[0], SERVER)}"
+            )
+        self.endpoints: list[Endpoint] = []
+        self.grade: Grade = _grader(grader, self.name, server or {}, self.endpoints)
+
+    def close(self) -> None:
+        """End the connections to the server."""
+        for endpoint in self.endpoints:
+            endpoint.close()
 
 
-def _grader(spec: Any, name: str) -> Grade:
+def _grader(spec: Any, name: str, server: Mapping[str, Any], endpoints: list[Endpoint]) -> Grade:
+    """The function of a grader; `endpoints` gets those that it asks."""
     kind = spec.get("type") if isinstance(spec, Mapping) else None
-    made = {"string_check": _string_check, "python": _python, "multi": _multi}.get(str(kind))
-    if made is None:
-        raise RewardError(
-            f"the grader {name!r} is {shorten(spec, 60)}; its type is one of string_check, python and multi"
-            + (f". For {kind}, {INSTEAD[kind]}" if kind in INSTEAD else "")
-        )
     try:
-        return made(spec, name)
+        match kind:
+            case "string_check":
+                return _string_check(spec, name)
+            case "text_similarity":
+                return _text_similarity(spec, name)
+            case "python":
+                return _python(spec, name)
+            case "score_model":
+                return _score_model(spec, name, server, endpoints)
+            case "label_model":
+                return _label_model(spec, name, server, endpoints)
+            case "multi":
+                return _multi(spec, name, server, endpoints)
+        raise RewardError(
+            f"the grader {name!r} is {shorten(spec, 60)}; its type is one of string_check, text_similarity, python, "
+            "score_model, label_model and multi" + (f". For {kind}, {INSTEAD[kind]}" if kind in INSTEAD else "")
+        )
     except KeyError as error:
         raise RewardError(f"the grader {name!r} of type {kind} has no {error.args[0]!r}") from None
 
 
 def _string_check(spec: Mapping[str, Any], name: str) -> Grade:
-    text, reference, check = spec["input"], spec["reference"], CHECKS.get(str(spec["operation"]))
+    check = CHECKS.get(str(spec["operation"]))
     if check is None:
         raise RewardError(f"the operation of the grader {name!r} is {spec['operation']!r}; it is {', '.join(CHECKS)}")
-    for template in (text, reference):
-        if not isinstance(template, str):
-            raise RewardError(f"the grader {name!r} compares {template!r}, which is no text")
-        if other := re.search(r"\{\{.*?\}\}", VARIABLE.sub(" ", template), re.DOTALL):
-            raise RewardError(
-                f"the grader {name!r} has {other[0]}, which is no variable; they are {{{{item.COLUMN}}}} and "
-                f"{{{{sample.X}}}} with X of {', '.join(OF_SAMPLE)}, and what those hold: .KEY or [INDEX]"
-            )
+    return _comparison(spec, name, check)
+
+
+def _text_similarity(spec: Mapping[str, Any], name: str) -> Grade:
+    metric = str(spec["evaluation_metric"])
+    if metric in NO_METRICS:
+        raise RewardError(f"the metric {metric} of the grader {name!r} {NO_METRICS[metric]}")
+    if metric not in METRICS:
+        raise RewardError(f"the evaluation_metric of the grader {name!r} is {metric!r}; it is {', '.join(METRICS)}")
+    return _comparison(spec, name, METRICS[metric])
+
+
+def _comparison(spec: Mapping[str, Any], name: str, compare: Callable[[str, str], float]) -> Grade:
+    """The grader that compares `input` with `reference`."""
+    templates = [_template(spec[key], name) for key in ("input", "reference")]
 
     def grade(sample: Sample) -> float | None:
-        values, lacks = {"item": sample.columns, "sample": openai_sample(sample)}, set[str]()
-        given, wanted = _filled(text, values, name, lacks), _filled(reference, values, name, lacks)
-        if lacks:
-            return None if "item" in lacks else 0.0
-        return float(check(given, wanted))
+        filled = _filled(templates, sample, name)
+        return float(compare(*filled)) if isinstance(filled, list) else filled
 
     return grade
 
 
-def _filled(template: str, values: Mapping[str, Any], name: str, lacks: set[str]) -> str:
+def _template(text: Any, name: str) -> str:
+    """The template; raises RewardError for what is none."""
+    if not isinstance(text, str):
+        raise RewardError(f"the grader {name!r} has {shorten(text, 60)} in the place of a text")
+    if other := re.search(r"\{\{.*?\}\}", VARIABLE.sub(" ", text), re.DOTALL):
+        raise RewardError(
+            f"the grader {name!r} has {other[0]}, which is no variable; they are {{{{item.COLUMN}}}} and "
+            f"{{{{sample.X}}}} with X of {', '.join(OF_SAMPLE)}, and what those hold: .KEY or [INDEX]"
+        )
+    return text
+
+
+def _filled(templates: Sequence[str], sample: Sample, name: str) -> list[str] | float | None:
+    """The templates with their variables; or, where one has no value or a null, the score for that: None of a row's
+    column, else 0.
+
+    Raises RewardError for a column that the row does not have.
+    """
+    values, lacks = {"item": sample.columns, "sample": openai_sample(sample)}, set[str]()
+    texts = [_filled_one(template, values, name, lacks) for template in templates]
+    if lacks:
+        return None if "item" in lacks else 0.0
+    return texts
+
+
+def _filled_one(template: str, values: Mapping[str, Any], name: str, lacks: set[str]) -> str:
     """The template with its variables; `lacks` gets the name of a value that does not have one, or has a null there.
 
     Raises RewardError for a key that the item does not have.
@@ -144,10 +217,100 @@ def _python(spec: Mapping[str, Any], name: str) -> Grade:
     return lambda sample: function(openai_sample(sample), sample.columns)
 
 
-def _multi(spec: Mapping[str, Any], name: str) -> Grade:
+def _score_model(spec: Mapping[str, Any], name: str, server: Mapping[str, Any], endpoints: list[Endpoint]) -> Grade:
+    bounds = spec.get("range") or [0, 1]
+    good = isinstance(bounds, Sequence) and len(bounds) == 2 and all(type(x) in (int, float) for x in bounds)
+    if not (good and bounds[0] < bounds[1]):
+        raise RewardError(f"the range of the grader {name!r} is {bounds!r}; it is two numbers, the lower one first")
+
+    def read(result: Any) -> float | None:
+        if type(result) not in (int, float) or result in (math.inf, -math.inf) or result != result:
+            return None
+        return float(min(max(result, bounds[0]), bounds[1]))
+
+    return _asking(spec, name, server, endpoints, {"type": "number"}, read)
+
+
+def _label_model(spec: Mapping[str, Any], name: str, server: Mapping[str, Any], endpoints: list[Endpoint]) -> Grade:
+    labels, passing = spec["labels"], spec["passing_labels"]
+    for key, texts in (("labels", labels), ("passing_labels", passing)):
+        if not (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
+            raise RewardError(f"{key} of the grader {name!r} is {shorten(texts, 60)}; it is a list of texts")
+    if unknown := [text for text in passing if text not in labels]:
+        raise RewardError(
+            f"the passing label {unknown[0]!r} of the grader {name!r} is none of its labels {', '.join(labels)}"
+        )
+
+    def read(result: Any) -> float | None:
+        return float(result in passing) if result in labels else None
+
+    return _asking(spec, name, server, endpoints, {"type": "string", "enum": labels}, read)
+
+
+def _asking(
+    spec: Mapping[str, Any],
+    name: str,
+    server: Mapping[str, Any],
+    endpoints: list[Endpoint],
+    result: Mapping[str, Any],
+    read: Callable[[Any], float | None],
+) -> Grade:
+    """The grader that asks a model for the JSON object {"steps", "result"}, `result` of a schema, which `read` scores.
+
+    OpenAI's graders ask in this form, and prompts may name its fields. The steps come first: a reply is written in the
+    order of the schema.
+    """
+    model = server.get("model") or spec["model"]
+    if "url" not in server:
+        raise RewardError(
+            f"the grader {name!r} asks the model {model!r}: name the server that has it, openai_grader(grader=..., "
+            "server={'url': 'https://api.openai.com/v1'})"
+        )
+    roles, templates = [], []
+    for message in spec["input"] if isinstance(spec["input"], list) else [spec["input"]]:
+        if not (isinstance(message, Mapping) and {"role", "content"} <= set(message)):
+            raise RewardError(f"the input of the grader {name!r} has {shorten(message, 60)}; it is a list of messages")
+        parts = message["content"] if isinstance(message["content"], list) else [message["content"]]
+        texts = [part.get("text", part) if isinstance(part, Mapping) else part for part in parts]
+        templates.append("".join(_template(text, name) for text in texts))
+        roles.append("system" if message["role"] == "developer" else message["role"])
+    sampling = dict(spec.get("sampling_params") or {})
+    if "max_completions_tokens" in sampling:  # as a grader writes it, and no request
+        sampling["max_completion_tokens"] = sampling.pop("max_completions_tokens")
+    step = _object({"description": {"type": "string"}, "conclusion": {"type": "string"}})
+    schema = _object({"steps": {"type": "array", "items": step}, "result": result})
+    reply_form = {"type": "json_schema", "json_schema": {"name": "grade", "strict": True, "schema": schema}}
+    # Without a temperature of its own the server's: OpenAI's models that reason take no other.
+    parameters = {"temperature": None, **sampling, "response_format": reply_form}
+    endpoint = Endpoint(EndpointSpec(**{**server, "model": model, "parameters": parameters}))
+    endpoints.append(endpoint)
+
+    async def grade(sample: Sample) -> Any:
+        filled = _filled(templates, sample, name)
+        if not isinstance(filled, list):
+            return filled
+        messages = [{"role": role, "content": text} for role, text in zip(roles, filled, strict=True)]
+        results = []
+        with contextlib.suppress(ReplyError):  # a refusal, say
+            reply = await endpoint.ask(messages, {})
+            results = [tree["result"] for tree in json_objects(reply.text) if "result" in tree]
+        score = read(results[-1]) if results else None
+        return {"score": score or 0.0, "unreadable": float(score is None)}
+
+    return grade
+
+
+def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON schema of an object that has these properties, and no others."""
+    return {
+        "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
+    }  # fmt: skip
+
+
+def _multi(spec: Mapping[str, Any], name: str, server: Mapping[str, Any], endpoints: list[Endpoint]) -> Grade:
     if not (isinstance(spec["graders"], Mapping) and spec["graders"]):
         raise RewardError(f"graders of the grader {name!r} is {shorten(spec['graders'], 60)}; it has graders by name")
-    graders = {each: _grader(inner, f"{name}/{each}") for each, inner in spec["graders"].items()}
+    graders = {each: _grader(inner, f"{name}/{each}", server, endpoints) for each, inner in spec["graders"].items()}
     formula = str(spec["calculate_output"]).strip()
     try:
         tree = ast.parse(formula.replace("^", "**"), mode="eval")
@@ -173,11 +336,25 @@ def _multi(spec: Mapping[str, Any], name: str) -> Grade:
             )
     code = compile(tree, f"<grader {name}>", "eval")
 
-    def grade(sample: Sample) -> dict[str, Any]:
-        scores = {each: inner(sample) for each, inner in graders.items()}
+    def combined(scores: Mapping[str, Any]) -> dict[str, Any]:
         totals = {each: score["score"] if isinstance(score, Mapping) else score for each, score in scores.items()}
         lacks = any(total is None for total in totals.values())
+        mappings = [score for score in scores.values() if isinstance(score, Mapping)]
+        unreadable = [score["unreadable"] for score in mappings if "unreadable" in score]
         # Last, for a grader may have this name too.
-        return {**totals, "score": None if lacks else eval(code, {"__builtins__": {}}, FUNCTIONS | totals)}
+        result = {"score": None if lacks else eval(code, {"__builtins__": {}}, FUNCTIONS | totals)}
+        return {**totals, **({"unreadable": max(unreadable)} if unreadable else {}), **result}
 
-    return grade
+    def grade(sample: Sample) -> dict[str, Any]:
+        return combined({each: inner(sample) for each, inner in graders.items()})
+
+    async def grade_async(sample: Sample) -> dict[str, Any]:
+        async def score(inner: Grade) -> Any:
+            if is_async(inner):
+                return await inner(sample)
+            return await asyncio.wrap_future(in_thread(functools.partial(inner, sample), "reward"))
+
+        scores = await asyncio.gather(*(score(inner) for inner in graders.values()))
+        return combined(dict(zip(graders, scores, strict=True)))
+
+    return grade_async if any(map(is_async, graders.values())) else grade

@@ -29,8 +29,10 @@ def reasoning_gym_score(completions: Sequence[Any], reasoning_gym: Sequence[str]
 
     The answer is the content of the last `<answer>...</answer>`, or the whole completion. The column `reasoning_gym`
     names the entry that it answers. It needs the package reasoning-gym, whose verifiers run in processes of their own:
-    an answer that takes more than 12 seconds scores 0.0, with a warning. Some verifiers evaluate the answer as Python
-    (countdown, integration, ...): there one that is neither literals nor arithmetic (`is_harmless`) scores like none.
+    an answer that takes more than 12 seconds scores 0.0, with a warning, and so does one on which the verifier raises,
+    without. Some verifiers evaluate the answer as Python (countdown, integration, ...): there one that is neither
+    literals nor arithmetic (`is_harmless`) scores like none. So does one that a verifier would take for right though it
+    solves nothing, such as `nan`, the integral itself, or numbers made of `pi`.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
         raise RewardError("reasoning_gym_score needs the package reasoning-gym: pip install reasoning-gym")
@@ -56,7 +58,15 @@ def verified(answers: Sequence[str], configs: Sequence[str], entries: Sequence[A
     for answer, config, entry in zip(answers, configs, entries, strict=True):
         dataset = _dataset(config)
         refused = _evaluates(type(dataset)) and not is_harmless(answer)
-        scores.append(float(dataset.score_answer("" if refused else answer, entry)))
+        cheats = _cheats(type(dataset))
+        if refused or (cheats.search(answer) and not cheats.search(str(entry["answer"]))):
+            answer = ""
+        try:
+            score = dataset.score_answer(answer, entry)
+        except Exception:
+            dataset.score_answer(entry["answer"], entry)  # raises too where the answer is not the cause
+            score = 0.0
+        scores.append(float(score))
     return scores
 
 
@@ -96,3 +106,17 @@ def _dataset(config: str) -> Any:
 def _evaluates(kind: type) -> bool:
     """True for data sets whose verifier evaluates answers."""
     return EVALUATES.search(inspect.getsource(kind.score_answer)) is not None
+
+
+@functools.cache
+def _cheats(kind: type) -> re.Pattern[str]:
+    """What makes an answer right for a verifier where the right one does not hold it."""
+    source = inspect.getsource(kind.score_answer)
+    cheats = [r"(?<![^\W\d_])(?i:nan[ij]?)(?![^\W\d_])"]  # to which no distance is long
+    if re.search(r"\beval\(", source):  # where the right answer has a name
+        cheats.append(rf"\b(?:{'|'.join(kind.score_answer.__code__.co_varnames)})\b")
+    if re.search(r"\b(?:int|float)\(parse_expr\(", source):  # a number of given ones: names are further ones
+        cheats.append(r"[^\W\d]")
+    elif EVALUATES.search(source):
+        cheats.append(r"\bIntegral\b")  # whose derivative is the question
+    return re.compile("|".join(cheats))

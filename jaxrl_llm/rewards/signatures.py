@@ -54,7 +54,7 @@ class Sample:
         messages = []
         for value, role in ((self.prompt, "user"), (self.completion, "assistant")):
             messages += [{"role": role, "content": value}] if isinstance(value, str) else value
-        return [(message["role"], message["content"]) for message in messages]
+        return [(message["role"], message.get("content") or "") for message in messages]
 
     def last_content(self) -> str:
         """The completion's text, under Harmony's name."""

@@ -17,14 +17,17 @@ from typing import Any
 from jaxrl_llm.config.user_code import user_line
 from jaxrl_llm.rewards import jail
 from jaxrl_llm.rewards.call import Call, Log
-from jaxrl_llm.rewards.frames import MARK_BYTES, Frames
+from jaxrl_llm.rewards.frames import MARK_BYTES, Frames, is_ours
 from jaxrl_llm.rewards.runner import load_grader
 
 WALLED_MB = 4096  # of address space, behind walls
 
 
-def serve(frames: Frames) -> None:
-    """Take tasks from the pipe, and send each row's result or error and then the log, until the pipe closes."""
+def serve(frames: Frames, walled: bool = False) -> None:
+    """Take tasks from the pipe, and send each row's result or error and then the log, until the pipe closes.
+
+    Of a `walled` worker errors of other packages are RuntimeErrors, and nothing is logged: see `PlainUnpickler`.
+    """
     functions: dict[Any, Any] = {}
     frames.send(b"ready")
     with contextlib.suppress(EOFError, KeyboardInterrupt, OSError):
@@ -37,20 +40,27 @@ def serve(frames: Frames) -> None:
                         if identity not in functions:
                             functions[identity] = load_grader(spec) if spec is not None else pickle.loads(pickled)
                         call = Call(name, functions[identity], arguments, services, prompt_numbers=prompts)
-                    _send(frames, ("result", key, call.run(key)))
-                except Exception as error:
+                    _send(frames, "result", key, call.run(key))
+                except Exception as raised:
+                    foreign = walled and not is_ours(type(raised).__module__)
+                    error = RuntimeError(f"{type(raised).__name__}: {raised}") if foreign else raised
                     with contextlib.suppress(Exception):  # of an error that is frozen
-                        error.user_line = user_line(error)  # pyright: ignore[reportAttributeAccessIssue]  # the traceback stays here
-                    _send(frames, ("error", key, error))
-            _send(frames, ("end", Log() if call is None else call.log))
+                        error.user_line = user_line(raised)  # pyright: ignore[reportAttributeAccessIssue]  # the traceback stays here
+                    _send(frames, "error", key, error)
+            _send(frames, "log", keys[-1], None if walled else Log() if call is None else call.log)
 
 
-def _send(frames: Frames, message: tuple[Any, ...]) -> None:
+def _send(frames: Frames, kind: str, key: int, value: Any) -> None:
+    """Send a row's result or error, or the log at the end; an error in the place of what cannot be sent."""
     try:
-        data = pickle.dumps(message)
+        data = pickle.dumps((kind, key, value))
         pickle.loads(data)  # some errors can be pickled and not unpickled
-    except Exception:
-        data = pickle.dumps((*message[:2], RuntimeError(f"{type(message[-1]).__name__}: {message[-1]}")))
+    except Exception as error:
+        said = f"{type(value).__name__}: {value}" if kind == "error" else f"its {kind} cannot be sent: {error}"
+        frames.send(pickle.dumps(("error", key, RuntimeError(said))))
+        if kind != "log":
+            return
+        data = pickle.dumps((kind, key, Log()))
     frames.send(data)
 
 
@@ -83,4 +93,4 @@ if __name__ == "__main__":
         put_walls_up()  # before there is another thread: they hold for this one and those that it starts
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     pipe = socket.socket(fileno=int(sys.argv[1]))
-    serve(Frames(pipe, pipe.recv(MARK_BYTES, socket.MSG_WAITALL)))
+    serve(Frames(pipe, pipe.recv(MARK_BYTES, socket.MSG_WAITALL)), walled=sys.argv[2:] == ["walled"])

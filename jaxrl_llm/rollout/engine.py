@@ -31,7 +31,7 @@ from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.layers import XIELU_NUMBERS
 from jaxrl_llm.models.lora import copied, has_adapters, merge
 from jaxrl_llm.models.mixer import DecodeInputs, Mixer
-from jaxrl_llm.models.quantize import BYTES, FP8, narrowed, quantized_as
+from jaxrl_llm.models.quantize import BYTES, FP8, PARTS, narrowed, quantized_as
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Net, Params, replace_caches, unstack
 from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata, unpacked
@@ -135,7 +135,7 @@ class Engine:
         """
         net = in_precision(self.net, self.weights_dtype)
         on_cpu = jax.default_backend() == "cpu"
-        return net.scanned() if on_cpu and net.config.quantize != "none" else net.unrolled()
+        return net.scanned() if on_cpu and net.config.quantized != "none" else net.unrolled()
 
     @property
     def prompt_axis(self) -> int:
@@ -152,7 +152,7 @@ class Engine:
         It is in the type that decodes already, unless adapters are merged or matrices quantised before: then what is
         trained is copied as it is, and what is frozen shared.
         """
-        if has_adapters(params) or self.decoder.config.quantize != "none":
+        if has_adapters(params) or self.decoder.config.quantized != "none":
             return copied(params)
         return _copied_to_decode(params, self.decoder)
 
@@ -317,8 +317,8 @@ def decoding_params(params: Params, decoder: Net) -> Params:
     that are quantised already stay as they are, beside their adapters.
     """
     params = merge(params, decoder.config.lora)
-    if decoder.config.quantize != "none":
-        params = quantized_as(params, decoder.base.shapes(), decoder.config.quantize)
+    if decoder.config.quantized != "none":
+        params = quantized_as(params, decoder.base.shapes(), decoder.config.quantized_at)
     params = _in_decoding_dtype(params, decoder)
     return params if decoder.config.scan_layers else unstack(params, decoder.config)
 
@@ -331,11 +331,11 @@ def _copied_to_decode(params: Params, decoder: Net) -> Params:
 def _in_decoding_dtype(params: Params, decoder: Net) -> Params:
     config = decoder.config
     kept = ("scale", "shift", "log_decay", "step_bias", "skip", "conv_bias", "conv/bias", "sinks", "correction")
-    kept += ("position/weight", "codes", "absmax", *(f"activation/{name}" for name in XIELU_NUMBERS))
+    kept += ("position/weight", *PARTS, *(f"activation/{name}" for name in XIELU_NUMBERS))
     if config.router_in_fp32:
         kept += ("router/kernel", "router/bias")
     if config.fp32_head:
-        kept += ("embed/weight" if config.tie_embeddings else "head/kernel",)
+        kept += ("embed/weight",) if config.tie_embeddings else ("head/kernel", "head/bias")
 
     def leaf(path, x):
         return x if path_name(path).endswith(kept) else x.astype(config.dtype)

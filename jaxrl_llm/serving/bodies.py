@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
-from jaxrl_llm.config.schema import COLDEST, Setting, sampling_option
+from jaxrl_llm.config.schema import Setting, sampling_option
 from jaxrl_llm.data.image_rows import ImageReader, ImageText, Tiles
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.templates import is_conversational, render_prompt
@@ -131,6 +131,12 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 @functools.lru_cache(8)
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The ids of the special tokens; some tokenizers have thousands, each of them an object that it makes anew."""
+    return {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+@functools.lru_cache(8)
 def _image_reader(tokenizer: Any, limits: ImageLimits) -> ImageReader:
     """The reader of a model's images, which reads the files of its processor once."""
     return ImageReader(tokenizer, limits=limits)
@@ -176,11 +182,6 @@ def parse(
             if not setting.accepts(value):
                 raise BadRequestError(f"{name} is {value!r:.100}, but it takes {setting.allowed}", param=name)
             values[name] = value
-    if 0 < values["temperature"] < COLDEST:
-        raise BadRequestError(
-            f"temperature is {values['temperature']}, but it takes 0, which is greedy, or a number from {COLDEST} on",
-            param="temperature",
-        )
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping) or not all(
         name in ("include_usage", "include_obfuscation") and isinstance(value, bool) for name, value in options.items()
@@ -201,8 +202,7 @@ def parse(
     if not _is_list(ends, int) or not all(0 <= index < vocabulary for index in ends):
         raise BadRequestError(f"stop_token_ids takes a list of ids below {vocabulary}", param="stop_token_ids")
     # A special token writes nothing that a stop string could be found in: one that is named ends the row by its id.
-    special = {x.content: index for index, x in tokenizer.added_tokens_decoder.items() if x.special} if stop else {}
-    named = (special[text] for text in stop if text in special)
+    named = (special for text in stop if (special := _special_tokens(tokenizer).get(text)) is not None)
     ends = tuple(dict.fromkeys((*ends, *named, *(() if values["ignore_eos"] else eos))))
     if len(ends) > MOST_ENDS:
         raise BadRequestError(

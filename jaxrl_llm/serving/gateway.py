@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.observations import TurnTokenizer
-from jaxrl_llm.serving.app import Answer, EventStream, Limits, Server
+from jaxrl_llm.serving.app import AT_ONCE, Answer, EventStream, Limits, Server
 from jaxrl_llm.serving.bodies import Asked, parse
 from jaxrl_llm.serving.choice import Choice, Piece
 from jaxrl_llm.serving.errors import BadRequestError
@@ -114,8 +114,13 @@ class Gateway:
         body = await server.body(request)
         session = self._session(request.path_params.get("id", str(body.get("model"))))
         call = Call(session)
-        asked = parse(body | {"model": MODEL}, chat, server.tokenizer, server.names, server.eos, ANY_LENGTH,
-                      server.vocabulary, MANY, call.render, self.images)  # fmt: skip
+        read = functools.partial(
+            parse, body | {"model": MODEL}, chat, server.tokenizer, server.names, server.eos, ANY_LENGTH,
+            server.vocabulary, MANY, call.render, self.images
+        )  # fmt: skip
+        # Short ones in the order in which they came; a long text would have all other agents wait for its tokens.
+        is_short = int(request.headers.get("content-length", LARGEST)) <= AT_ONCE
+        asked = read() if is_short else await asyncio.to_thread(read)
         if asked.guide is not None:  # compiled the first time, and one that cannot be is no call of the session
             await asyncio.to_thread(server.guides.grammar, *asked.guide)
         with self.lock:

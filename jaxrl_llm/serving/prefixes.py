@@ -122,7 +122,7 @@ def resume(
         hidden, rows, _ = model.decode(tokens, inputs, begin, rows)
         return rows, jax.lax.dynamic_slice_in_dim(hidden, jnp.clip(count - 1 - start, 0, READ - 1), 1, 1)
 
-    hidden = jnp.zeros((1, 1, engine.net.config.width), engine.decoder.config.dtype)
+    hidden = jnp.zeros((1, 1, engine.net.config.outer_width), engine.decoder.config.dtype)
     rows, hidden = jax.lax.fori_loop(0, (count + READ - 1) // READ, read, (rows, hidden))
     whole = engine.decoder.prompt_caches(begin, rows, width + count, prompts.shape[1])
     return first_tokens(engine, whole, prompts, segments, model.logits(hidden[:, 0]), keys, sampling=sampling)

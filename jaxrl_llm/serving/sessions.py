@@ -30,10 +30,7 @@ MODEL = "policy"  # whatever model a request names
 OVER, BUDGET, TOO_LONG = "session_over", "budget_exceeded", "context_length_exceeded"
 LIMITS = ("max_turns", "max_tokens", "seconds")  # of a sub-agent
 LONGEST_NAME = 100
-# Fields that change what may be sampled, and the settings of a run that do.
-OF_THE_RUN = {
-    "logit_bias": "rollout.logit_bias", "bad_words": "rollout.bad_words", "min_tokens": "rollout.min_completion_length"
-}  # fmt: skip
+UNSEEN = ("logit_bias", "bad_words", "min_tokens")  # fields that change what is sampled and that a trainer does not see
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +208,7 @@ class Call:
         self.history: str | list[str] | list[int] = ""
         self.template = ""
         self.number = 0  # among the calls of the session
+        self.retokenised = 0  # sampled tokens that it tokenises again, as the template rewrites them
         self.images: ImageText | None = None
         self.shown: list[str] = []  # digests of those behind the branch
 
@@ -221,9 +219,12 @@ class Call:
         options: Mapping[str, Any] | None = None,
         images: ImageText | None = None,
     ) -> list[int]:
-        """The token ids of a prompt: text, messages (with `images`) or ids. Raises ConfigError as `render_prompt`."""
+        """The token ids of a prompt: text, messages (with `images`) or ids. Raises ConfigError as `render_prompt`.
+
+        A thread may do it: it changes nothing of the session.
+        """
         self.images = images
-        session, turns = self.session, self.session.turns
+        turns = self.session.turns
         if isinstance(prompt, str):
             self.history = prompt
             self.before = self._longest()
@@ -251,8 +252,7 @@ class Call:
                         self.observed = turns.observation_ids(row, new, tools or (), self.before.ended, behind)
                     self.new, self.shown = new, self.shown[seen:]
                 except ConfigError:  # the template rewrites what came before, so the row cannot go on
-                    session.retokenised += sum(self.before.mask)
-                    self.before = None
+                    self.retokenised, self.before = sum(self.before.mask), None
         if self.before is not None:
             return [*self.before.prompt_ids, *self.before.completion_ids, *self.observed]
         if not isinstance(prompt, str) and not self.template:
@@ -263,7 +263,7 @@ class Call:
     def _longest(self) -> Branch | None:
         """The branch with most tokens that the history goes on with; one that ended needs something new behind it."""
         history, found = self.history, None
-        for branch in self.session.branches:
+        for branch in tuple(self.session.branches):
             size = len(branch.history)
             extends = type(branch.history) is type(history) and branch.template == self.template
             if extends and history[:size] == branch.history and (len(history) > size or not branch.ended):
@@ -279,11 +279,10 @@ class Call:
             raise BadRequestError(
                 f"prompt has {len(asked.prompts)} prompts; a session takes one a call", param="prompt"
             )
-        for name, setting in OF_THE_RUN.items():
-            value = getattr(asked.sampling, name)
-            if value and value != getattr(spec.sampling, name):
-                raise BadRequestError(f"{name} is {value!r:.100}, but sessions sample as the run does: leave it out, "
-                                      f"or set {setting}", code="unsupported", param=name)  # fmt: skip
+        for name in UNSEEN:
+            if value := getattr(asked.sampling, name):
+                raise BadRequestError(f"{name} is {value!r:.100}, which sessions do not take, as what they sample is "
+                                      "trained on: leave it out", code="unsupported", param=name)  # fmt: skip
         if not self.history:  # token ids, which nobody has rendered
             asked.prompts[0] = self.render(asked.prompts[0])
         prompt, room = asked.prompts[0], spec.completion
@@ -305,6 +304,7 @@ class Call:
         seed = hashlib.blake2b(digest + session.asked[digest].to_bytes(4), digest_size=4).digest()
         session.asked[digest] += 1
         self.number, session.calls = session.calls, session.calls + 1
+        session.retokenised += self.retokenised
         return dataclasses.replace(
             asked, limits=[min(asked.limits[0], room)], sampling=spec.sampling, seed=int.from_bytes(seed)
         )

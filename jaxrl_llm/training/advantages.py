@@ -61,6 +61,7 @@ class AdvantageSpec:
     has_critic: bool
     teacher_coef: float = 1.0
     position_gamma: float = 0.0  # of the weights of the teacher's term by position; 0: none
+    teacher_limit: float | None = None  # of the teacher's term, in nats
     of_environments: tuple[tuple[str, str], ...] = ()  # an environment and its rule, in place of `advantage`
 
 
@@ -68,7 +69,8 @@ class Advantages(NamedTuple):
     """The result of an `AdvantageStep`."""
 
     advantages: jax.Array  # [N,T], 0 outside the mask
-    priority: jax.Array  # [B] std of a group's rewards x mean |advantage|; 0 where all its rewards are equal
+    # [B] mean |advantage| of a group, of a rule that compares its rewards x their std; 0 where it teaches nothing.
+    priority: jax.Array
     returns: jax.Array | None  # [N,T] of a rule with a critic
     mask: jax.Array  # [N,T] tokens the loss reads: with a critic not those of rows that no reward applies to
     kl: jax.Array | None  # mean over rows of their mean KL per token; None without reference log-probs
@@ -87,6 +89,11 @@ class Rule(NamedTuple):
     def asks_for(self, name: str) -> bool:
         """True when the rule has an argument `name`."""
         return name in inspect.signature(self.function).parameters
+
+    @property
+    def compares_groups(self) -> bool:
+        """True where a completion is compared with those of its prompt by reward alone: equal ones have none above."""
+        return self.asks_for("group_size") and not self.asks_for("turns")
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
         """The rule's advantages, or a pair with its returns or baselines, of those of the inputs that it asks for."""
@@ -238,7 +245,7 @@ class AdvantageStep:
             own = rollout.sample_logps if logps is None else logps
             rated = mask if taught is None else mask * taught[:, None]
             theirs = jnp.where(rated > 0, teacher_logps, own)
-            settings = spec.teacher_coef, spec.position_gamma
+            settings = spec.teacher_coef, spec.position_gamma, spec.teacher_limit
             advantages = distilled_advantages(advantages, own, theirs, mask, *settings)
             if spec.position_gamma:
                 by_position = position_weights(own - theirs, mask, spec.position_gamma)
@@ -253,8 +260,11 @@ class AdvantageStep:
             # A critic must not learn from rows without a reward; the KL and entropy terms of others still read them.
             mask = rewarded
         apart = jnp.where(weights != 0, rewards, 0.0)
+        size = masked_mean(jnp.abs(advantages), mask, axis=-1).reshape(-1, spec.group_size).mean(axis=1)
         priorities = [
-            _priority(apart if rule.asks_for("rewards") else raw[:, None], advantages, mask, spec.group_size)
+            size * _spread_of_groups(apart if rule.asks_for("rewards") else raw[:, None], spec.group_size)
+            if rule.compares_groups and parts is None and teacher_logps is None
+            else size
             for rule in self.rules
         ]
         priority = priorities[0]
@@ -394,13 +404,11 @@ def explained_variance(values, returns, mask) -> jax.Array:
     return jnp.where((mask > 0).any(), explained, jnp.nan)
 
 
-def _priority(columns, advantages, mask, group_size: int) -> jax.Array:
-    """The weight `[B]` of each group in a replay buffer, 0 where it is flat in every column of rewards `[N,F]`."""
+def _spread_of_groups(columns, group_size: int) -> jax.Array:
+    """The standard deviation `[B]` of each group's rewards, summed over columns `[N,F]`; 0 where it is flat in all."""
     flat = jnp.stack([advantage_rules.flat_groups(x, group_size) for x in columns.T]).all(axis=0)
     grouped = columns.reshape(-1, group_size, columns.shape[1])
-    spread = jnp.sqrt(masked_var(grouped, ~jnp.isnan(grouped), axis=1)).sum(axis=-1)
-    size = masked_mean(jnp.abs(advantages), mask, axis=-1).reshape(-1, group_size).mean(axis=1)
-    return jnp.where(flat, 0.0, spread * size)
+    return jnp.where(flat, 0.0, jnp.sqrt(masked_var(grouped, ~jnp.isnan(grouped), axis=1)).sum(axis=-1))
 
 
 def _mean(x, mask) -> jax.Array:

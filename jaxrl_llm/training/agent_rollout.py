@@ -336,7 +336,8 @@ def _joined(images: Sequence[Tiles]) -> Tiles | None:
     if not images:
         return None
     held = tuple(image for tiles in images for image in tiles.images)
-    return Tiles(held, images[0].processor, sum(map(len, images)))
+    alike = all(tiles.processor is images[0].processor for tiles in images)
+    return Tiles(held, images[0].processor, sum(map(len, images)), () if alike else tuple(images))
 
 
 def _call(queue: RequestQueue, function: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.random_streams import MOMENT_ROUNDING
 from jaxrl_llm.algorithms.rounding import round_like, stochastic_round
 from jaxrl_llm.models.quantize import FP8, widened
 
-MOMENTS = ("mu", "nu", "trace", "v", "v_row", "v_col")  # fields of optax's states that moment_dtype is the type of
+MOMENTS = ("mu", "nu", "trace", "v", "v_row", "v_col", "m1", "m2")  # of optax's states, of moment_dtype
 SCHEDULES = ("ScaleByScheduleState", "WeightDecaySchedule", "WrappedScheduleState")  # of optax, which exports the first
 SQUARES = ("nu", "v")  # those that are stored as roots in 8 bits
 BLOCK = 256

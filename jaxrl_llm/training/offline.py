@@ -228,7 +228,8 @@ def longest(examples: list[Example], mismatched: bool) -> int:
     rows = [row for example in examples for row in example]
     if mismatched:
         starts = [_completion_start(row) for row in rows]
-        return max(starts) + max(len(row["ids"]) - start for row, start in zip(rows, starts, strict=True))
+        lengths = (len(row["ids"]) + len(row.get("rest_ids", ())) for row in rows)
+        return max(starts) + max(length - start for length, start in zip(lengths, starts, strict=True))
     return max(len(row["ids"]) for row in rows)
 
 
@@ -241,7 +242,8 @@ def longest_parts(examples: list[Example]) -> tuple[int, int]:
 def with_mismatches(spec: OfflineSpec, examples: list[Example]) -> list[Example]:
     """The examples of a batch as its rows: in kto each is followed by its mismatch, of at most `width` tokens.
 
-    A mismatch is a prompt with the completion of the example before it in the batch (the last one, for the first).
+    A mismatch is a prompt with the completion of the example before it in the batch (the last one, for the first): with
+    all of it, also what was truncated behind its own prompt, as in TRL.
     """
     if not spec.mismatched:
         return examples
@@ -249,7 +251,10 @@ def with_mismatches(spec: OfflineSpec, examples: list[Example]) -> list[Example]
     pairs = []
     for row, other in zip(rows, rows[-1:] + rows[:-1], strict=True):
         prompt, completion = slice(_completion_start(row)), slice(_completion_start(other), None)
-        joined = {name: (row[name][prompt] + other[name][completion])[: spec.width] for name in ("ids", "mask")}
+        joined = {
+            name: (row[name][prompt] + other[name][completion] + other.get(f"rest_{name}", []))[: spec.width]
+            for name in ("ids", "mask")
+        }
         images = {PIXELS: row[PIXELS]} if PIXELS in row else {}
         pairs.append([row, {**joined, **images, "label": row["label"]}])
     return pairs
@@ -275,11 +280,15 @@ def pad_examples(examples: list[Example], width: int) -> Batch:
 
 
 def with_images(batch: Batch, examples: list[Example], net: Net) -> Batch:
-    """The batch with the images of the examples' rows."""
+    """The batch with the images of the examples' rows, and where their prompts are if the network reads that."""
     rows = [row for example in examples for row in example]
     tiles = [row.get(PIXELS) for row in rows]
     images = row_images([row["ids"] for row in rows], tiles, net.config.vision)
-    return batch.replace(inputs=batch.inputs.replace(images=images))
+    inputs, prompts = batch.inputs.replace(images=images), None
+    if net.config.sees_prompts:  # up to the first token of a document that is learned
+        learned = np.maximum.accumulate(np.where(batch.mask > 0, inputs.segments, 0), axis=1)
+        prompts = (inputs.segments > 0) & (learned != inputs.segments)
+    return batch.replace(inputs=inputs.replace(in_prompt=prompts))
 
 
 def _joined(rows: list[Row]) -> Row:
@@ -297,12 +306,16 @@ def typical_rows(spec: OfflineSpec, examples: list[Example], rows: int, group_si
 
 
 def held_out_batch(
-    spec: OfflineSpec, rows: BatchSpec, examples: list[Example], net: Net, mesh: Mesh
+    spec: OfflineSpec, rows: BatchSpec, examples: list[Example], net: Net, mesh: Mesh, tokens: int
 ) -> tuple[Batch, int]:
-    """All examples as one batch, filled up with rows that do not count, and the rows of its micro-batches."""
+    """All examples as one batch, filled up with rows that do not count, and the rows of its micro-batches.
+
+    These have up to so many `tokens`, padding included, or as few rows as can be: one long row makes all of them long.
+    """
     examples = with_mismatches(spec, examples)
     unit = row_shards(mesh) * rows.group_size
-    size = min(rows.forward_rows, -(-len(examples) * rows.group_size // unit) * unit)
+    most = max(tokens // (spec.width * unit), 1) * unit
+    size = min(rows.forward_rows, most, -(-len(examples) * rows.group_size // unit) * unit)
     blank = [{**row, "mask": [0] * len(row["ids"])} for row in examples[-1]]
     missing = (-len(examples) * rows.group_size % size) // rows.group_size
     examples = examples + [blank] * missing
@@ -335,7 +348,8 @@ def _logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh, pack: 
 
 def _inputs(batch: Batch, pack: Packer | None) -> Inputs:
     """The rows as a network reads them for what it says of the tokens in the mask."""
-    inputs = Inputs(batch.inputs.tokens, batch.inputs.segments, images=batch.inputs.images)
+    held = batch.inputs
+    inputs = Inputs(held.tokens, held.segments, images=held.images, in_prompt=held.in_prompt)
     if pack is not None:
         inputs = inputs.replace(layout=pack.passing(inputs.tokens, inputs.segments, batch.mask))
     return inputs

@@ -18,6 +18,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -38,8 +39,7 @@ from jaxrl_llm.data import Row
 from jaxrl_llm.data.collate import columns_of, pad_prompts
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.image_rows import Tiles
-from jaxrl_llm.data.pipeline import Pipeline, Stream
-from jaxrl_llm.data.scored_prompts import SCORES, ScoredPrompts
+from jaxrl_llm.data.pipeline import Prompts
 from jaxrl_llm.data.templates import decode_completion, is_conversational
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.processes import all_or_none, gather
@@ -283,7 +283,7 @@ class Producer:
     spec: ProducerSpec
     worker: RolloutWorker
     greedy: RolloutWorker | None
-    pipeline: Pipeline | Stream | Curriculum | ScoredPrompts
+    pipeline: Prompts
     flat_groups: Callable[[np.ndarray, Any, list[str] | None], np.ndarray]
     partial: PartialRollouts | None = None
 
@@ -361,7 +361,7 @@ class Producer:
             own = success_rates(rollouts.rewards, len(examples), self.spec.correct_at)
             rates = RowGroup.of(self.worker.mesh).gather(own)
             self.pipeline.observe([rate for share in rates for rate in share])
-        if isinstance(self.pipeline, ScoredPrompts):
+        if self.pipeline.newest is not None:
             scores = np.repeat(self.pipeline.newest, self.worker.engine.group_size, axis=0)
             rollouts = rollouts._replace(reference_scores=scores.tolist())
         return rollouts
@@ -421,8 +421,14 @@ class Learner:
         """True where the loss has a KL term; a policy loss that compares with the reference itself has none."""
         return self.reference is not None and not self.spec.kl_in_reward and self.spec.old_logps != "reference"
 
-    def prepare(self, rollouts: Rollouts, state: State, key) -> Experience:
-        """The batch with everything that its objective reads, and the metrics and table of the rollouts."""
+    def prepare(
+        self, rollouts: Rollouts, state: State, key, made: Mapping[str, Any] = MappingProxyType({})
+    ) -> Experience:
+        """The batch with everything that its objective reads, and the metrics and table of the rollouts.
+
+        `made` are metrics of how the rollouts were made. Raises RewardError where a reward function logs a name of the
+        run's own.
+        """
         spec, rollout, controllers = self.spec, rollouts.rollout, self.controllers
         if self.reference is not None:
             self.reference.sync(state)
@@ -515,7 +521,6 @@ class Learner:
             metrics |= {f"{BASELINE}{name}": np.float32(value) for name, value in self.baselines.items()}
         if rollouts.resampled_groups is not None:
             metrics["rollout/resampled_groups"] = np.float32(rollouts.resampled_groups)
-        metrics |= over_processes(rollouts.logged, result.metrics)
         batch = Batch(
             Inputs(
                 rollout.tokens, rollout.segments, images=images, experts=rollout.experts, prompt_width=self.prompt_width
@@ -564,7 +569,8 @@ class Learner:
         if spec.draws_seeds:
             batch = batch.replace(seeds=_row_seeds(batch.rows, key, self.mesh))
 
-        metrics |= controllers.metrics()
+        metrics |= {**controllers.metrics(), **made}
+        metrics |= over_processes(rollouts.logged, metrics)
         self.controllers = controllers.after_rollouts(result.kl, batch.rows)
         row_advantages = local_rows(masked_mean(result.advantages, mask, axis=-1))
         table = rollouts.table(RowGroup.of(self.mesh), self.advantages.reward_names, {}, row_advantages)
@@ -687,14 +693,14 @@ class OnlineSource:
         """The batch of one step; with a queue of length 0, sampled from `state.params`."""
         rollouts, metrics = self.queue.take(self.producer.produce, state.params, int(state.step), key)
         self.wait()
-        experience, pipeline = self.learner.prepare(rollouts, state, key), self.producer.pipeline
+        pipeline = self.producer.pipeline
         if rollouts.partial is not None:
             metrics |= rollouts.partial.metrics(int(state.step))
         if isinstance(pipeline, Curriculum):
             metrics = pipeline.metrics() | metrics
         if rollouts.epochs is not None:
             metrics = {"epoch": rollouts.epochs} | metrics
-        return experience._replace(metrics=experience.metrics | metrics)
+        return self.learner.prepare(rollouts, state, key, metrics)
 
     def rest(self) -> None:
         """Wait until nothing is sampled or graded in the background."""
@@ -713,22 +719,21 @@ class OnlineSource:
         """The trees of arrays, by name, that a resumed run needs besides the training state."""
         partial, pipeline = self.producer.partial, self.producer.pipeline
         arrays = self.learner.get_arrays() | self.queue.get_arrays() | ({} if partial is None else partial.get_arrays())
-        return arrays | (pipeline.get_arrays() if isinstance(pipeline, ScoredPrompts) else {})
+        return arrays | pipeline.get_arrays()
 
     def restorable(self) -> dict[str, Any]:
         """The trees of arrays, by name, that `set_state` takes up; None for one of any shape."""
         learner, producer = self.learner, self.producer
         trees = learner.get_arrays() | ({} if learner.reference is None else learner.reference.tree()) | {"queue": None}
         trees |= {} if producer.partial is None else {"partial": None}
-        return trees | ({SCORES: None} if isinstance(producer.pipeline, ScoredPrompts) else {})
+        return trees | dict.fromkeys(producer.pipeline.arrays)
 
     def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Go on where `get_state` and `get_arrays` were called."""
-        pipeline = self.producer.pipeline
-        if isinstance(pipeline, ScoredPrompts):
-            pipeline.set_state(state["pipeline"], arrays)
-        else:
-            pipeline.set_state(state["pipeline"])
+        pipeline, position = self.producer.pipeline, dict(state["pipeline"])
+        for name in pipeline.arrays:  # checkpoints of earlier versions have them in the position
+            position |= arrays.get(name, {})
+        pipeline.set_state(position)
         self.learner.restore(state["memory"], arrays)
         self.queue.restore(arrays)
         if self.producer.partial is not None:

@@ -1,13 +1,14 @@
 """The optimizer and its learning rate: optax by name, with fp32 arithmetic whatever the parameters' type."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers, muon
+from optax.contrib import MuonDimensionNumbers, muon, scale_by_ademamix, scale_by_adopt
 
 from jaxrl_llm.config.resolve import ConfigError, resolve_with_options
 from jaxrl_llm.config.user_code import contained, error_text
@@ -45,6 +46,9 @@ class OptimizerSpec:
     decay_shape: str
     b1: float
     b2: float
+    b3: float
+    mixing: float
+    mixing_steps: int
     eps: float
     weight_decay: float
     weight_decay_end: float | None
@@ -72,6 +76,8 @@ def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:
         wsd           1, and over the last `decay_steps` m + (1 - m) f(q), q from 0 to 1 over them (arXiv 2404.06395):
                       f is 1 - q (linear), (1 + cos(pi q)) / 2 (cosine), 2 x 0.5^q - 1 (exponential), 1 - sqrt(q)
                       (1-sqrt, arXiv 2405.18392), or 1 up to the end (constant)
+        rex           m + (1 - m) (1 - p) / (1 - 0.9 p): slow at first and steep at the end (arXiv 2107.04197, with the
+                      0.9 of axolotl)
 
     Counts are training steps times updates per step.
     """
@@ -134,6 +140,14 @@ def _wsd(spec: OptimizerSpec, warmup: int, after: int, decay: int):
     return shape
 
 
+def _rex(spec: OptimizerSpec, warmup: int, after: int, decay: int):
+    def shape(count):
+        p = jnp.minimum(count / after, 1.0)
+        return spec.min_lr_ratio + (1 - spec.min_lr_ratio) * (1 - p) / (1 - 0.9 * p)
+
+    return shape
+
+
 SHAPES: dict[str, Callable[..., Callable[[Any], Any]]] = {
     "constant": lambda spec, *_: optax.constant_schedule(1.0),
     "linear": _linear,
@@ -142,6 +156,7 @@ SHAPES: dict[str, Callable[..., Callable[[Any], Any]]] = {
     "polynomial": _polynomial,
     "inverse_sqrt": _inverse_sqrt,
     "wsd": _wsd,
+    "rex": _rex,
 }
 
 
@@ -150,11 +165,11 @@ def build_optimizer(spec: OptimizerSpec, schedule: optax.Schedule | None = None)
 
     adamw (arXiv 1711.05101); adafactor with an explicit learning rate (arXiv 1804.04235), each layer by itself; lion
     (arXiv 2302.06675); sgd with momentum b1; muon (arXiv 2502.16982) for the matrices of the layers and adamw for the
-    rest. Weight decay is decoupled (`weight_decay_of`) and leaves out the parameters of `no_decay`. Moments are
-    computed in fp32 and stored in `moment_dtype`, whatever the parameters' type. With `freeze_router` routers are left
-    as they are. Any other name is that of a function of the user's, which is called with the schedule of the learning
-    rate and its options, and returns an optimizer of optax; raises ConfigError where it cannot be called or returns
-    something else.
+    rest; ademamix (arXiv 2409.03137); adopt (arXiv 2411.02853). Weight decay is decoupled (`weight_decay_of`) and
+    leaves out the parameters of `no_decay`. Moments are computed in fp32 and stored in `moment_dtype`, whatever the
+    parameters' type. With `freeze_router` routers are left as they are. Any other name is that of a function of the
+    user's, which is called with the schedule of the learning rate and its options, and returns an optimizer of optax;
+    raises ConfigError where it cannot be called or returns something else.
     """
     rate = schedule or learning_rate_schedule(spec)
     if spec.name in OPTIMIZERS:
@@ -196,6 +211,27 @@ def wrapped_optimizer(spec: OptimizerSpec, optimizer: optax.GradientTransformati
     if spec.freeze_router:  # their gradients are 0; this is about weight decay
         optimizer = optax.chain(optimizer, optax.masked(optax.set_to_zero(), routers))
     return optax.chain(clip_by_global_norm(spec.max_grad_norm), optimizer) if spec.max_grad_norm else optimizer
+
+
+def with_rate_factors(
+    optimizer: optax.GradientTransformation, factors: Mapping[str, tuple[float, ...]]
+) -> optax.GradientTransformation:
+    """The optimizer with learning rates of their own for some parameters: that of the schedule times a factor.
+
+    `factors` are by the path of a parameter, one number or one for each layer of a stack. What an optimizer changes is
+    in proportion to its learning rate, decoupled weight decay too, so its changes are multiplied; its state is the
+    same with and without factors.
+    """
+
+    def scaled(path, x):
+        factor = factors.get(path_name(path))
+        return x if factor is None else x * jnp.array(factor, x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
+
+    def update(updates, state, params=None):
+        changes, state = optimizer.update(updates, state, params)
+        return jax.tree_util.tree_map_with_path(scaled, changes), state
+
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
@@ -287,12 +323,48 @@ def _muon(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransforma
     return optax.partition({"muon": matrices, "adamw": _adamw(spec, rate)}, labels)
 
 
+def _ademamix(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
+    """AdamW with `m1 + mixing m2` in place of its first moment, where m2 decays by b3 and has no bias correction.
+
+    Over `mixing_steps`, of which a share p is done after an update, the weight is `p mixing` and the decay has a half
+    life that rises linearly from that of b1: `exp(log b1 log b3 / ((1 - p) log b3 + p log b1))`, at most b3.
+    """
+    updates = spec.mixing_steps * spec.updates_per_step
+    first, last = (math.log(max(decay, 1e-8)) for decay in (min(spec.b1, spec.b3), spec.b3))
+
+    def mixing(count):
+        return spec.mixing * jnp.minimum((count + 1) / updates, 1.0)
+
+    def b3(count):
+        p = jnp.minimum((count + 1) / updates, 1.0)
+        return jnp.minimum(jnp.exp(first * last / ((1 - p) * last + p * first)), spec.b3)
+
+    slow = (b3, mixing) if updates else (spec.b3, spec.mixing)
+    return optax.chain(
+        scale_by_ademamix(spec.b1, spec.b2, *slow, spec.eps),
+        optax.add_decayed_weights(weight_decay_of(spec), decayed(spec)),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+def _adopt(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
+    """Gradients over the root of the second moment of those before, at most t^(1/4) each, then momentum; the first one
+    only begins that moment."""
+    return optax.chain(
+        scale_by_adopt(spec.b1, spec.b2, spec.eps),
+        optax.add_decayed_weights(weight_decay_of(spec), decayed(spec)),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adamw": _adamw,
     "adafactor": _adafactor,
     "lion": _lion,
     "sgd": _sgd,
     "muon": _muon,
+    "ademamix": _ademamix,
+    "adopt": _adopt,
 }
 
 

@@ -1,4 +1,4 @@
-"""Replay of informative groups: they take the place of groups whose completions all have the same reward."""
+"""Replay of informative groups: they take the place of groups that teach nothing, as all have the same reward."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from jaxrl_llm.distributed.sharding import constrain
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """The newest groups whose completions differ in reward, newest first; replicated over the devices."""
+    """The newest groups that teach something, newest first; replicated over the devices."""
 
     rows: Batch  # [groups * K,...] rows of a group adjacent
     priority: jax.Array  # [groups] weight of a group when one is drawn, 0 where the buffer is still empty
@@ -43,20 +43,20 @@ def empty_replay(
 
 @functools.partial(jax.jit, static_argnames="group_size")
 def exchange(replay: Replay, batch: Batch, priority, key, group_size: int) -> tuple[Replay, Batch, jax.Array]:
-    """The buffer with this batch's groups, the batch with stored groups for its flat ones, and how many it took.
+    """The buffer with this batch's groups, the batch with stored groups for those of priority 0, and how many it took.
 
-    Shapes: rows `[B * group_size,...]`, `priority [B]`, 0 for a flat group. A stored group is drawn, with replacement,
-    in proportion to its priority, and before this batch's own groups are stored; it keeps its advantages and the
-    log-probs of the policies it came from, so that ratios stay right. With an empty buffer the batch stays as it is.
-    Source: replay buffer of TRL's GRPO, which keeps the groups of highest priority; here a group leaves once as many
-    newer ones came as the buffer holds, which bounds its age.
+    Shapes: rows `[B * group_size,...]`, `priority [B]`, 0 for a group that teaches nothing. A stored group is drawn,
+    with replacement, in proportion to its priority, and before this batch's own groups are stored; it keeps its
+    advantages and the log-probs of the policies it came from, so that ratios stay right. With an empty buffer the batch
+    stays as it is. Source: replay buffer of TRL's GRPO, which keeps the groups of highest priority; here a group leaves
+    once as many newer ones came as the buffer holds, which bounds its age.
     """
     drawn = jax.random.categorical(key, jnp.log(replay.priority), shape=priority.shape)
-    flat = (priority == 0) & (replay.priority.sum() > 0)
+    useless = (priority == 0) & (replay.priority.sum() > 0)
     rows = _rows(drawn, group_size)
 
     def mix(old, new):
-        exchanged = jnp.repeat(flat, group_size).reshape(-1, *(1,) * (new.ndim - 1))
+        exchanged = jnp.repeat(useless, group_size).reshape(-1, *(1,) * (new.ndim - 1))
         return constrain(jnp.where(exchanged, old[rows], new), "rows", *(None,) * (new.ndim - 1))
 
     all_priorities = jnp.concatenate([priority, replay.priority])
@@ -66,7 +66,7 @@ def exchange(replay: Replay, batch: Batch, priority, key, group_size: int) -> tu
         return constrain(jnp.concatenate([new, old])[_rows(newest, group_size)], *(None,) * new.ndim)
 
     updated = Replay(jax.tree.map(store, replay.rows, batch), constrain(all_priorities[newest], None))
-    return updated, jax.tree.map(mix, replay.rows, batch), flat.sum()
+    return updated, jax.tree.map(mix, replay.rows, batch), useless.sum()
 
 
 def _rows(groups, group_size: int):

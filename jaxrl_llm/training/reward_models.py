@@ -122,7 +122,16 @@ class RewardModel:
         return [float(score) for score in self._computed(score_rows, ids)]
 
     def _computed(self, program: Callable[..., jax.Array], ids: list[list[int]]) -> list[Any]:
-        """What the jitted `program(net, params, tokens, segments)` gives for each row."""
+        """What the jitted `program(net, params, tokens, segments)` gives for each row.
+
+        Raises ConfigError for a row beyond the positions that the model has learned.
+        """
+        longest, most = max(map(len, ids), default=0), self.model.net.config.position_limit
+        if most is not None and longest > most:
+            raise ConfigError(
+                f"reward model {self.name}: a prompt and its completion have {longest} tokens, but it has learned "
+                f"{most} positions: set its max_length to {most}, or use another one"
+            )
         order = sorted(range(len(ids)), key=lambda row: len(ids[row]))  # rows of similar length waste little padding
         found: list[Any] = [None] * len(ids)
         with jax.set_mesh(self.mesh), turn():

@@ -18,6 +18,7 @@ yet, as that of one process does: a run that goes on needs no file of these.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -80,7 +81,14 @@ def write_file(path: Path, header: dict[str, Any], payload: bytes = b"") -> None
 
 def read_file(path: Path) -> tuple[dict[str, Any], bytes]:
     """Header and payload; raises ConfigError when they are not as they were written, OSError without the file."""
-    text, _, payload = path.read_bytes().partition(b"\n")
+    for more in (2, 1, 0):
+        try:
+            content = path.read_bytes()
+            break
+        except OSError as error:  # NFS: another machine has replaced the file since it was opened
+            if error.errno != errno.ESTALE or not more:
+                raise
+    text, _, payload = content.partition(b"\n")
     with contextlib.suppress(ValueError):
         header = json.loads(text)
         if header.pop("sha256", None) == hashlib.sha256(payload).hexdigest():

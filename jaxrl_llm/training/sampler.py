@@ -10,7 +10,6 @@ import numpy as np
 from jaxrl_llm.config import ConfigError, with_correction
 from jaxrl_llm.config.schema import OF_A_START
 from jaxrl_llm.config.user_code import contained
-from jaxrl_llm.data.scored_prompts import ScoredPrompts
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.processes import AgreedError
@@ -99,7 +98,6 @@ def _sample(config, index: int, rendezvous: Rendezvous) -> None:
                         name, policy = str(path), {}  # the former goes before the next one comes
                         policy = combine(frozen, policy_params(arrays, trained))
                     position = header["pipeline"]["position"] + (step - first) * config.batch.prompts
-                    assert not isinstance(producer.pipeline, ScoredPrompts), "refused beside rollout.processes"
                     producer.pipeline.set_state({**header["pipeline"], "position": position})
                     rollouts = producer.produce(policy, version, step, jax.random.fold_in(root, step))
                     seconds = {k.replace("time/", "producer/"): x for k, x in watch.take().items()}
@@ -127,7 +125,7 @@ def _check_settings(own: dict[str, Any], start: dict[str, Any], rendezvous: Rend
         shown = "; ".join(f"{x} is {own.get(x)!r} here, {theirs.get(x)!r} there" for x in differ[:8])
         raise ConfigError(
             f"this process is set up differently from the learners, which have written {rendezvous.folder / START}: "
-            f"{shown}. Start all processes with the same command and packages"
+            f"{shown}. {processes.START_ALIKE}"
         )
 
 

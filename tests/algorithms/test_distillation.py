@@ -56,6 +56,17 @@ def test_weights_by_position_by_hand(x64):
     np.testing.assert_allclose(found, (0.25 - 2.0 * weights * gap) * mask, atol=1e-12)
 
 
+def test_the_term_of_a_token_has_a_limit(x64):
+    """Positions are weighed by the whole difference; verl clamps the negative of this term."""
+    gap = np.array([[0.5, -1.5, 3.0, 2.0]])
+    mask, logps = np.ones((1, 4)), -np.random.default_rng(0).exponential(size=(1, 4))
+    found = distilled_advantages(np.zeros((1, 4)), logps, logps - gap, mask, 2.0, limit=1.0)
+    np.testing.assert_allclose(found, -2.0 * np.array([[0.5, -1.0, 1.0, 1.0]]), atol=1e-12)
+    found = distilled_advantages(np.zeros((1, 4)), logps, logps - gap, mask, 1.0, 0.4, 1.0)
+    weights = np.asarray(position_weights(gap, mask, 0.4))
+    np.testing.assert_allclose(found, -weights * np.array([[0.5, -1.0, 1.0, 1.0]]), atol=1e-12)
+
+
 def test_sorted_distances_by_hand():
     """The likeliest with the likeliest, whatever their ids; the shorter vocabulary is filled up with zeros."""
     p, q = np.float32([[0.1, 0.6, 0.3]]), np.float32([[0.2, 0.5, 0.2, 0.1]])

@@ -135,6 +135,7 @@ def test_tokenizers_that_leave_out_different_prompts(config, tmp_path):
         own.add_tokens(words)
         own.save_pretrained(tmp_path / name)
     config.rollout.max_prompt_length, config.data.overlong = 8, "filter"
+    config.model.revision = "main"  # of another model, model.path
     rows = [{"prompt": "sort:1=", "answer": "1"}, {"prompt": "sort:4321=", "answer": "1234"}]
     with pytest.raises(ConfigError, match=r"leave out different prompts \(0 and 1 of 2\).*which is 8, or shorten"):
         compare(config, str(tmp_path / "a"), str(tmp_path / "b"), rows, length)

@@ -75,6 +75,8 @@ def test_the_critic_of_a_step(tmp_path, shared):
         for of_critic, name in ((True, "critic"), (False, "policy")):
             with pytest.raises(ConfigError, match=f"--adapter: the {name} of .* has no adapters: leave --adapter out"):
                 jaxrl_llm.export(tmp_path, tmp_path / "critic", critic=of_critic, adapter=True)
+        with pytest.raises(ConfigError, match="--adapter writes float32"):
+            jaxrl_llm.export(tmp_path, tmp_path / "critic", adapter=True, dtype="bfloat16")
         folder = jaxrl_llm.export(tmp_path, tmp_path / "critic", critic=True)
     read = jaxrl_llm.load_model(folder, head="score")
     assert read.net.config.head == "score" and not (folder / "README.md").exists()
@@ -120,6 +122,12 @@ def test_a_run_without_checkpoints(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="no checkpoint in"):
         jaxrl_llm.export(tmp_path, tmp_path / "exported")
+    (tmp_path / "checkpoints").rmdir()
+    with pytest.raises(ConfigError, match=r"has no checkpoints: there is no folder .*/checkpoints$"):
+        jaxrl_llm.export(tmp_path, tmp_path / "exported")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": []}')  # RUN/hf, say
+    with pytest.raises(ConfigError, match=r"is not the folder of a run: it has no config\.json of one"):
+        jaxrl_llm.export(tmp_path, tmp_path / "exported")
 
 
 def test_a_checkpoint_of_another_model(tiny_run, tmp_path):
@@ -143,7 +151,7 @@ def test_output_that_is_no_model_is_kept(tiny_run, tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "words"
 
 
-def test_a_model_that_is_there_is_replaced_when_told_so(tiny_run, tmp_path):
+def test_a_model_that_is_there_is_replaced_when_told_so(tiny_run, tmp_path, monkeypatch):
     folder = jaxrl_llm.export(tiny_run.output_dir, tmp_path / "exported")
     before = contents(folder)
     with pytest.raises(ConfigError, match=r"holds a model already \(config.json\).*--overwrite"):
@@ -152,6 +160,8 @@ def test_a_model_that_is_there_is_replaced_when_told_so(tiny_run, tmp_path):
     jaxrl_llm.export(tiny_run.output_dir, folder, step=1, overwrite=True)
     assert contents(folder)["model.safetensors"] != before["model.safetensors"]
     (folder / "notes.txt").write_text("words")
+    command = importlib.import_module("jaxrl_llm.commands.export")
+    monkeypatch.setattr(command, "checkpoint_model", None)  # nothing is read
     with pytest.raises(ConfigError, match=r"other files than an exported model's \(notes.txt\)"):
         jaxrl_llm.export(tiny_run.output_dir, folder, overwrite=True)
     assert (folder / "notes.txt").read_text() == "words"

@@ -221,6 +221,13 @@ def test_a_run_is_served_by_its_checkpoint(tiny_run, tmp_path):
     assert served_name("embedded:sort") == "embedded:sort"
     with pytest.raises(ConfigError, match="there is no checkpoint of step 7"):
         load_served(str(run / "checkpoints" / "7"), "auto", mesh)
+    apart = tmp_path / "apart"  # a run whose checkpoint.folder is elsewhere
+    apart.mkdir()
+    record = json.loads((run / "config.json").read_text())
+    record["checkpoint"]["folder"] = str(run / "checkpoints")
+    (apart / "config.json").write_text(json.dumps(record))
+    leaves = [model.params["embed"]["weight"] for model in (load_served(str(apart), "auto", mesh), served)]
+    assert (leaves[0] == leaves[1]).all()
 
 
 def test_adapters_are_merged():

@@ -1,13 +1,16 @@
 """Stages that start from each other's models, in one command that goes on where it was."""
 
 import json
+import os
+import warnings
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxrl_llm.commands import stages
 from jaxrl_llm.commands.stages import is_finished, load_stages, run_stages
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import ConfigError, default
 
 
 @pytest.mark.slow
@@ -69,6 +72,25 @@ def test_a_finished_stage_whose_settings_are_computed_is_skipped(tmp_path):
     assert not is_finished(stages(1.0)["sft"])
 
 
+def test_a_finished_stage_of_a_model_that_was_trained_on_since(tmp_path, monkeypatch):
+    """It is not trained anew by itself, and a warning says so."""
+    monkeypatch.setattr(stages, "is_finished", lambda config: True)
+    found = {name: default() for name in ("sft", "ppo", "other")}
+    for time, (name, config) in enumerate(found.items()):
+        config.output_dir = str(tmp_path / name)
+        (tmp_path / name / "hf").mkdir(parents=True)
+        (tmp_path / name / "hf" / "config.json").touch()
+        os.utime(tmp_path / name / "hf" / "config.json", (time, time))
+    found["ppo"].rewards.functions = (f"model:{tmp_path}/sft/hf(add_eos=True)",)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run_stages(found) == {}
+    (tmp_path / "sft" / "hf" / "config.json").touch()
+    with pytest.warns(UserWarning, match="stage ppo is finished, but of a model of the stage sft before") as told:
+        assert run_stages(found) == {}
+    assert len(told) == 1
+
+
 def test_the_home_folder_in_output_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     file = tmp_path / "stages.py"
@@ -83,3 +105,23 @@ def test_files_without_stages(root, tmp_path):
     wrong.write_text("def get_stages(folder):\n    return [folder]\n")
     with pytest.raises(ConfigError, match="must return a dict of configurations"):
         load_stages(str(wrong), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "argument", "message"),
+    [
+        ("config.optimizer.learning_rat = 1.0", "", r"stages\.py:4: there is no key learning_rat; the closest is"),
+        ("config.batch.prompts = 'many'", "", r"stages\.py:4: "),
+        ("{}['a']", "", r"stages\.py:4: KeyError"),
+        ("pass", ":tiny", r"--stages is '.*:tiny', but .* defines get_stages\(folder\): too many"),
+        ("config.checkpoint.contents = ('hf',)", "", "checkpoint.contents of the stage one is hf alone"),
+        ("return {}", "", "must return a dict of configurations"),
+    ],
+)
+def test_mistakes_in_a_file_of_stages(tmp_path, line, argument, message):
+    """As those in a config file: told in a line, with the place."""
+    file = tmp_path / "stages.py"
+    text = "from jaxrl_llm.config import default\ndef get_stages(folder):\n    config = default()\n    {}\n"
+    file.write_text(text.format(line) + "    return {'one': config}\n")
+    with pytest.raises(ConfigError, match=message):
+        load_stages(f"{file}{argument}", tmp_path)

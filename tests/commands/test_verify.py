@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.commands import verify as command
-from jaxrl_llm.commands.verify import EQUAL, Made, _compared, _variants, verify
+from jaxrl_llm.commands.verify import EQUAL, Made, _compared, _of_router, _variants, verify
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 
@@ -34,6 +34,20 @@ def test_updates_are_compared_by_their_length():
     assert still.difference is None and still.update.startswith("no parameter moves")
 
 
+def test_a_difference_that_is_the_routers_loss_is_named():
+    start, net = {"w": np.zeros(2, np.float32)}, SimpleNamespace(experts=4, router_aux_loss_coef=0.01)
+    named = ", by definition: the router's loss is of each micro-batch by itself"
+    assert _of_router(net, {"batch.microbatch_rows": 2}) == _of_router(net, {"batch.packing": "true"}) == named
+    assert _of_router(net, {"mesh.data": 2}) == "" and _of_router(net, {"rollout.slots": 2}) == ""
+    for other in (
+        SimpleNamespace(experts=0, router_aux_loss_coef=0.01),
+        SimpleNamespace(experts=4, router_aux_loss_coef=0),
+    ):
+        assert _of_router(other, {"batch.microbatch_rows": 2}) == ""
+    assert _compared("far", start, made([3, 4]), made([3, 4.5]), named).update.endswith(f"by 0.0e+00{named}")
+    assert _compared("same", start, made([3, 4]), made([3, 4]), named).update == EQUAL
+
+
 def test_parameters_that_move_without_a_gradient():
     """By weight decay, where all completions of a prompt score alike."""
     start = {"w": np.zeros(2, np.float32)}
@@ -50,13 +64,27 @@ def test_parameters_that_move_without_a_gradient():
 def test_smaller_micro_batches_divide_a_minibatch(algorithm, prompts, expected):
     config = default()
     config.algorithm.name, config.batch.prompts = algorithm, prompts
-    run = SimpleNamespace(
+    found = [name for name, _ in _variants(config, run_of()) if name.startswith("micro-batches")]
+    assert found == ([] if expected is None else [expected])
+
+
+def run_of(experts=0):
+    """What is asked of a run for the other ways to compute its step."""
+    return SimpleNamespace(
         algorithm=SimpleNamespace(online=False),
         pack=SimpleNamespace(sizes=None),
         mesh=SimpleNamespace(shape=dict.fromkeys(("data", "fsdp", "context", "expert", "tensor"), 1)),
+        model=SimpleNamespace(net=SimpleNamespace(config=SimpleNamespace(experts=experts))),
     )
-    found = [name for name, _ in _variants(config, run) if name.startswith("micro-batches")]
-    assert found == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_experts_have_a_mesh_of_their_own(monkeypatch, experts):
+    monkeypatch.setattr(command.jax, "device_count", lambda: 2)
+    found = {name: sizes for name, sizes in _variants(default(), run_of(experts)) if name.startswith("mesh")}
+    axes = ["data", "fsdp", "tensor", "context", *(["expert"] if experts else [])]
+    assert [*found] == [f"mesh of {axis} 2" for axis in axes]
+    assert all(sorted(sizes.values()) == [1, 1, 1, 1, 2] for sizes in found.values())
 
 
 def test_a_run_of_epochs_has_no_warm_up_and_no_decay(config, monkeypatch):

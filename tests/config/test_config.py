@@ -171,6 +171,27 @@ def test_line_breaks_on_a_command_line():
     assert BY_NAME["data.system_prompt"].parse(r"\n") == r"\n"
 
 
+def test_lists_whose_items_have_commas_are_json_on_a_command_line():
+    key = BY_NAME["rollout.stop"]
+    for text, value in (
+        (r'[",", "x"]', (",", "x")),
+        (r'["\n, ", "\\"]', ("\n, ", "\\")),
+        ("[a, b]", ("[a, b]",)),  # no JSON
+        ("[1]", ("[1]",)),  # JSON of something else
+        ('["x"]', ("x",)),
+        ("[]", ()),
+        ("a,b", ("a", "b")),
+    ):
+        assert key.parse(text) == value
+    for value in ((",",), ("a,b", "c"), ('["x"]',), ("[]",), ("[", "]"), ("", ""), ("", "x"), ("\n", "a,")):
+        assert key.parse(key.show(value)) == value
+    assert BY_NAME["rollout.stop_token_ids"].parse("[3, 4]") == (3, 4)
+    with pytest.raises(ConfigError, match=r"rollout.stop_token_ids is \('\[\"a\"\]',\), but it takes a list"):
+        BY_NAME["rollout.stop_token_ids"].parse('["a"]')
+    (entry,) = BY_NAME["eval.sets"].parse('[{"set": "a", "path": "x,y.jsonl"}]')
+    assert entry == {"set": "a", "path": "x,y.jsonl"}
+
+
 def test_validate_names_unknown_and_missing_keys():
     config = default()
     with config.unlocked():

@@ -5,6 +5,7 @@ import pytest
 
 from jaxrl_llm.config import ConfigError, default, rows_together, validate
 from jaxrl_llm.config.checks import check_own_functions
+from jaxrl_llm.config.resolve import resolve_with_options
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.run import build
 
@@ -108,3 +109,19 @@ def test_named_losses_are_checked_at_a_look():
     with pytest.raises(ConfigError, match=r"make it a multiple of 2"):
         validate(config)
     check_own_functions(config)
+
+
+def test_options_are_read_as_what_their_defaults_are(file):
+    file.write_text("def own(logps, flag=True, scale=1.0, count=2, name='x', other=None):\n    return logps\n")
+    own, defaults = f"{file}:own", {"flag": True, "scale": 1.0, "count": 2, "name": "x", "other": None}
+    for written, read in (
+        ("flag='False', scale='0.5', count='3'", {"flag": False, "scale": 0.5, "count": 3}),
+        ("flag=false, scale='-2', other=none", {"flag": False, "scale": -2, "other": None}),
+        ("flag='false', name='False', other='1'", {"flag": False, "name": "False", "other": "1"}),
+        ("flag='maybe', count='0.5', scale=[true, 1]", {"flag": "maybe", "count": "0.5", "scale": [True, 1]}),
+    ):
+        function, options = resolve_with_options(f"{own}({written})", {}, reserved=("logps",))
+        assert options == read and function.__defaults__ == tuple(defaults.values())
+        assert all(type(options[name]) is type(value) for name, value in read.items())
+    with pytest.raises(ConfigError, match=r"cannot read the options of .*; write name"):
+        resolve_with_options(f"{own}(flag=maybe)", {})

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,17 @@ def asked(data):
         [row["prompt"] for source in sources for row in source]
         for sources in ([x.rows for x in data.sources], held_out)
     ]
+
+
+@pytest.mark.parametrize(("fraction", "split"), [(0.0, "train"), (0.5, "train"), (0.0, "train[30%:]")])
+def test_errors_name_the_row_of_the_file(config, fraction, split):
+    """Not the row among those that are left of it."""
+    config.eval.fraction, config.data.split, config.data.max_length = fraction, split, 12
+    rows = [*ROWS, {"prompt": "sort:1234567=", "completion": "7"}]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config.seed = next(seed for seed in range(9) if 3 not in np.random.default_rng(seed).permutation(4)[:2].tolist())
+    with pytest.raises(ConfigError, match=r"^train.jsonl row 6: the row has 15 tokens, more than data.max_length=12"):
+        read_data(config, None, None, None, None)
 
 
 def test_of_equal_rows_the_first_stays(config, caplog):

@@ -295,6 +295,26 @@ def test_harmony():
         thread_messages([["user", "Q", "more"]])
 
 
+def test_openai_fine_tuning_rows():
+    """Preferences with the tools that they have, and the prompts of reinforcement fine-tuning with their columns."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    asked = {"messages": [user("Q")], "tools": [tool], "parallel_tool_calls": True}
+    row = {"input": asked, "preferred_output": [assistant("yes")], "non_preferred_output": [assistant("no")]}
+    pair = {"prompt": [user("Q")], "chosen": [assistant("yes")], "rejected": [assistant("no")]}
+    assert find("auto")(row) == {**row, **pair, "tools": [tool]} == find("openai_preference")(row)
+    assert find("auto", "labels")({**row, "input": {"messages": [user("Q")], "tools": []}}).keys() == {*row, *pair}
+    for wrong, problem in (
+        ({"input": "Q"}, "column 'input' is 'Q', but the format openai_preference takes a dictionary with messages"),
+        ({"input": {"tools": []}}, "openai_preference looks for 'messages'; the row has tools"),
+        ({"preferred_output": "yes"}, "column 'preferred_output' is str, but the format openai_preference takes a"),
+        ({"non_preferred_output": None}, "looks for 'non_preferred_output'; the row has"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            find("auto")({**row, **wrong})
+    made = find("auto", "prompts")({"messages": [user("Q")], "reference_answer": {"n": 4}})
+    assert (made["prompt"], made["reference_answer"]) == ([user("Q")], {"n": 4})
+
+
 def test_sharegpt_and_stepwise():
     talk = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "yes"}]
     made = find("auto", "completions")({"conversations": talk, "id": 7})
@@ -316,7 +336,7 @@ def test_every_format_has_a_row_in_the_table(tokenizer):
     assert set(COMMON) <= {name for _, name in shown}
     for kind, spec, row in SAMPLES:
         made = find(spec, kind, tokenizer)(row)
-        assert made.keys() & {"prompt", "messages", "chosen"}
+        assert made.keys() & {"prompt", "messages", "chosen", "text"}
 
 
 def test_unknown_names_list_the_known_ones():

@@ -242,6 +242,21 @@ def test_gemma4_writes_the_tokens_and_the_pixels_of_its_processor(tmp_path, give
     assert own.special_ids == set(tokenizer.convert_tokens_to_ids(vl_folders.TOKENS["gemma4"][:3]))
 
 
+def test_gemma4_folders_without_ids_of_an_images_ends(tmp_path):
+    """null, as transformers allows, which was a TypeError: the tokenizer names them, or they are Gemma 4's own."""
+    folder = vl_folders.vl_folder(tmp_path / "gemma4", "gemma4")
+    named = image_processor.load(folder, PreTrainedTokenizerFast.from_pretrained(folder))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"boi_token_id": None, "eoi_token_id": None}))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"the tokenizer has no tokens \[255999, .*258882\], which the model reads"):
+        image_processor.load(folder, tokenizer)
+    tokenizer.boi_token, tokenizer.eoi_token = "<|image>", "<image|>"
+    own = image_processor.load(folder, tokenizer)
+    assert own is not None and named is not None and own.special_ids == named.special_ids
+    assert own.expand(16, 16) == named.expand(16, 16)
+
+
 # Width and height of an image, and its rows and columns of tiles, and height and width of the whole, in tokens of 8
 # pixels, two of which are a tile's side, worked out by hand.
 LAYOUTS = [

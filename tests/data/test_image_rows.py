@@ -1,6 +1,7 @@
 """Rows with images to token rows and tiles, on the folder of a tiny SmolVLM, and their refusals."""
 
 import json
+import shutil
 from typing import Any
 
 import numpy as np
@@ -190,6 +191,28 @@ def test_a_text_model_refuses_images(tokenizer_folder):
 def test_rows_that_cannot_be_read_are_refused(tokenizer, example, message):
     with pytest.raises(ConfigError, match=message):
         reader("prompts", tokenizer)(example)
+
+
+@pytest.mark.parametrize("entry", ["written", "left out", "left out, without a processor"])
+def test_an_image_token_in_a_row_without_images(folder, tmp_path, entry):
+    """transformers leaves entries out of config.json that are the family's default."""
+    shutil.copytree(folder, copy := tmp_path / "model")
+    config = json.loads((copy / "config.json").read_text())
+    token = config["image_token_id"] if entry == "written" else config.pop("image_token_id")
+    (copy / "config.json").write_text(json.dumps(config))
+    if entry == "left out, without a processor":
+        (copy / "preprocessor_config.json").unlink()
+        (copy / "processor_config.json").unlink(missing_ok=True)
+    tokenizer = hf.load_tokenizer(copy)
+    hf.remember_images(tokenizer, copy)
+    own = ImageReader(tokenizer)
+    own.check_none([token + 1])
+    if "processor" in entry:
+        assert own.image_id is None
+        return
+    assert own.image_id == token
+    with pytest.raises(ConfigError, match="the row has no images, and its text has <image>, which stands for one"):
+        own.check_none([token + 1, token])
 
 
 def test_a_template_without_images_is_refused(tokenizer, folder):

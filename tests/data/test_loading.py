@@ -263,7 +263,6 @@ def test_options_beside_the_path(tokenizer):
         ({"sources": (3,)}, r"data.sources is \(3,\), but it takes a list, each a path or a dictionary"),
         ({"sources": ({"path": "a", "format": len},)}, "cannot be written to a file .* name functions by their file"),
         ({"sources": ("a(weight=2)",), "packing": True}, "mixed by weight, which data.packing would undo"),
-        ({"streaming": True, "packing": True}, "data.packing needs all rows before training, and data.streaming is"),
         ({"streaming": True, "precompute_reference": True}, "data.precompute_reference needs all rows before"),
         ({"streaming": True, "deduplicate": True}, "data.deduplicate needs all rows before"),
     ],
@@ -565,6 +564,16 @@ def test_the_second_run_reads_the_cache(folder, tokenizer, monkeypatch, name):
         assert tokens_of(config, tokenizer).rows == first.rows
         with np.load(file) as mended:
             assert mended["lengths"].tolist() == first.reports[0].lengths
+
+
+def test_the_cache_keeps_what_was_truncated_of_labelled_rows(tokenizer, tmp_path):
+    tokenize = loading.RowTokenizer("labels", tokenizer, 8, "truncate_right")
+    answers = [("1", True), ("123456789", False), ("12", True), ("1" * 30, True)]
+    rows = [tokenize({"prompt": "sort=", "completion": text, "label": label}) for text, label in answers]
+    assert [len(row.get("rest_ids", ())) for row in rows] == [0, 7, 0, 8] and rows[1]["rest_mask"] == [1] * 7
+    cache.save(tmp_path / "rows.npz", tokenize, list(enumerate(rows)))
+    again = loading.RowTokenizer("labels", tokenizer, 8, "truncate_right")
+    assert cache.load(tmp_path / "rows.npz", again, []) == rows
 
 
 @pytest.mark.parametrize(("form", "kept"), [("chatml.intel", True), ("own.py:form", False)])

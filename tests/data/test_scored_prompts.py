@@ -57,8 +57,9 @@ def test_a_run_that_goes_on_samples_nothing_anew():
     state, arrays = json.loads(json.dumps(prompts.get_state())), prompts.get_arrays()
     resumed, earlier = ScoredPrompts(ROWS, 3, True, seed=1), ScoredPrompts(ROWS, 3, True, seed=1)
     assert not resumed.known and resumed.get_arrays() == {} and "scores" not in state
-    resumed.set_state(state, arrays)
-    earlier.set_state({**state, "scores": SCORES.tolist()}, {})  # as earlier versions kept them
+    (name,) = prompts.arrays
+    resumed.set_state({**state, **arrays[name]})
+    earlier.set_state({**state, "scores": SCORES.tolist()})  # as earlier versions kept them
     assert resumed.known
     for _ in range(4):
         assert next(resumed) == next(prompts) == next(earlier)
@@ -69,9 +70,9 @@ def test_a_run_that_goes_on_samples_nothing_anew():
         (ScoredPrompts(ROWS, 3, False, seed=1), "examples=4 but this run has examples=10"),
     ):
         with pytest.raises(ConfigError, match=words):
-            other.set_state(state, arrays)
+            other.set_state({**state, **arrays[name]})
     with pytest.raises(ConfigError, match="has no scores of the reference"):
-        ScoredPrompts(ROWS, 3, True).set_state(Pipeline(ROWS, 3).get_state(), {})
+        ScoredPrompts(ROWS, 3, True).set_state(Pipeline(ROWS, 3).get_state())
 
 
 def test_a_column_takes_the_place_of_samples():

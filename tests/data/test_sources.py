@@ -282,6 +282,23 @@ def test_dates_in_json_are_text(tmp_path, streaming, layout):
         assert load(tmp_path / "rows.json")[0]["answer"] == "2025-05-01"
 
 
+def test_integers_that_a_float_does_not_hold_are_refused(tmp_path):
+    """Not those that it holds, of a column of fractions or in a text."""
+    refused = [
+        [{"a": 1}, {"a": 2**63}],
+        [{"a": [{"b": 1}, {"b": 10**19 + 1}]}],
+        [{"a": 1.5, "b": 3}, {"a": 2**60 + 1, "b": 4}],
+    ]
+    for number, rows in enumerate(refused):
+        for layout, text in (("lines", "\n".join(map(json.dumps, rows))), ("list", json.dumps(rows, indent=1))):
+            (file := tmp_path / f"{layout}_{number}.json").write_text(text)
+            with pytest.raises(ConfigError, match=r"has the integer \d{19,20}, which would lose digits as a float"):
+                load(str(file))
+    kept = [{"a": 2.5, "b": 2**63 - 1, "c": "in 1234567890123456789 years"}, {"a": 2**60, "b": -(2**63), "c": ""}]
+    (file := tmp_path / "kept.jsonl").write_text("\n".join(map(json.dumps, kept)))
+    assert list(load(str(file))) == kept
+
+
 @pytest.mark.parametrize("dates", ["a", "b"])
 def test_dates_in_one_of_several_json_files(tmp_path, dates):
     for name in "ab":

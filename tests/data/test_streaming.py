@@ -72,6 +72,35 @@ def test_resume_anywhere_gives_the_same_rest(done):
     assert again.get_state() == stream.get_state()
 
 
+@pytest.mark.parametrize("done", [0, 1, 2, 3, 5])
+def test_blocks_are_packed_by_themselves(done):
+    def pairs(rows):
+        return [rows[start : start + 2] for start in range(0, len(rows), 2)]
+
+    stream = make(batch=2, pack=pairs, packed_width=8)
+    seen = taken(make(batch=2, pack=pairs, packed_width=8), 8)  # of 7 rows, then the 3 that the epoch has left
+    assert [sorted(map(len, block)) for block in (seen[:4], seen[4:6])] == [[1, 2, 2, 2], [1, 2]]
+    assert sorted(x for group in seen[:6] for x in group) == list(range(10))
+    taken(stream, done)
+    again = make(batch=2, pack=pairs, packed_width=8)
+    again.set_state(json.loads(json.dumps(stream.get_state())))
+    assert taken(again, 5) == taken(stream, 5)
+    with pytest.raises(ConfigError, match="packed_width=8 but this run has packed_width=4"):
+        make(batch=2, pack=pairs, packed_width=4).set_state(stream.get_state())
+    with pytest.raises(ConfigError, match="packed_width=8 but this run has packed_width=None"):
+        make(batch=2).set_state(stream.get_state())
+
+
+def test_packed_rows_are_shuffled_too():
+    """Packing opens rows of its own, at the end of a block, for what no other has space for."""
+
+    def in_order(rows):
+        return sorted(rows)
+
+    assert taken(make(buffer=10, batch=10, pack=in_order), 1) != sorted(range(10))
+    assert taken(make(buffer=10, batch=10, pack=in_order, shuffle=False), 1) == sorted(range(10))
+
+
 def test_resume_rereads_one_block_only():
     stream = make(buffer=2, batch=2, shuffle=False)
     taken(stream, 40)

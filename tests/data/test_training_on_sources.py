@@ -84,3 +84,24 @@ def test_online_training_streams_verl_rows(root, tmp_path, monkeypatch):
     config.logging.backends = ("jsonl",)
     result = train(config)
     assert np.isfinite(result.metrics[-1]["eval/reward"])
+
+
+@pytest.mark.slow
+def test_streamed_rows_are_packed_as_those_in_memory(root, tmp_path, monkeypatch):
+    """In their own order and in one block; weights of sources, refused in memory, are kept. A resumed run goes on."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    lines = [json.dumps({"text": row["prompt"] + row["chosen"]}) for row in tasks.generate("sort_pairs", size=24)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    config = load_config_file(f"{root / 'configs' / 'sft.py'}:tiny")
+    config.data.path, config.data.packing, config.data.shuffle = str(tmp_path / "texts.jsonl"), True, False
+    config.data.max_length, config.data.loss_on, config.eval.every = 64, "all", -1
+    config.batch.prompts, config.total_steps, config.logging.backends = 2, 3, ("jsonl",)
+    config.checkpoint.every, config.optimizer.schedule = 1, "constant"
+    config.output_dir = str(tmp_path / "memory")
+    whole = train(config).metrics
+    config.data.streaming, config.output_dir = True, str(tmp_path / "streamed")
+    config.data.sources, config.total_steps = ({"path": config.data.path, "weight": 2},), 2
+    streamed = train(config).metrics
+    config.total_steps = 3
+    streamed += train(config).metrics
+    assert [row["loss"] for row in streamed] == [row["loss"] for row in whole]

@@ -1,5 +1,5 @@
-"""The folders of a tiny InternVL, GLM-V, Mistral 3, Gemma 4 and LFM2-VL without weights: 8 x 8 pixels a token, a byte
-tokenizer."""
+"""The folders of a tiny InternVL, GLM-V, Mistral 3, Gemma 4, LFM2-VL, LLaVAs and PaliGemma without weights: 8 x 8
+pixels a token, a byte tokenizer."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,14 @@ from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from jaxrl_llm.models.hf import EMBEDDED
 
@@ -23,6 +27,11 @@ GLM_ENCODER = {
     "hidden_size": 24, "intermediate_size": 40, "depth": 2, "num_heads": 3, "patch_size": 4, "out_hidden_size": 32,
     "image_size": 16,
 }  # fmt: skip
+CLIP = {
+    "model_type": "clip_vision_model", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 3, "image_size": 16, "patch_size": 8,
+}  # fmt: skip
+PLACES = [[16, 32], [32, 16], [32, 32]]
 # What differs between the families.
 PARTS: dict[str, dict[str, Any]] = {
     "internvl": {
@@ -76,6 +85,25 @@ PARTS: dict[str, dict[str, Any]] = {
         },
         "projector_hidden_size": 28,
     },
+    "llava": {
+        "architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "llama", **TEXT},
+        "vision_config": CLIP,
+    },
+    "llava_next": {
+        "architectures": ["LlavaNextForConditionalGeneration"],
+        "text_config": {"model_type": "mistral", **TEXT, "sliding_window": None},
+        "vision_config": CLIP, "image_grid_pinpoints": PLACES,
+    },
+    "llava_onevision": {
+        "architectures": ["LlavaOnevisionForConditionalGeneration"], "text_config": {"model_type": "qwen2", **TEXT},
+        "vision_config": CLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        "image_grid_pinpoints": PLACES, "vision_aspect_ratio": "anyres_max_2",
+    },
+    "paligemma": {
+        "architectures": ["PaliGemmaForConditionalGeneration"],
+        "text_config": {"model_type": "gemma2", **TEXT, "head_dim": 8, "sliding_window": 8},
+        "vision_config": CLIP | {"model_type": "siglip_vision_model", "vision_use_head": False}, "projection_dim": 32,
+    },
 }  # fmt: skip
 GLM_TOKENS = ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>", "<|endoftext|>", "<|user|>"]
 # The image token first, and among the others the one that ends texts.
@@ -90,15 +118,19 @@ TOKENS = {
         *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5) if row * column < 5),
         "<|im_start|>", "<|im_end|>",
     ],
+    **{name: ["<image>", "<video>", "</s>"] for name in PARTS if name.startswith("llava")},
+    "paligemma": ["<image>", "<bos>", "<eos>"],
 }  # fmt: skip
 ENDS = {
     "internvl": "<|im_end|>", "glm4v": "<|endoftext|>", "glm4v_moe": "<|endoftext|>", "mistral3": "</s>",
-    "gemma4": "<turn|>", "lfm2_vl": "<|im_end|>",
+    "gemma4": "<turn|>", "lfm2_vl": "<|im_end|>", "llava": "</s>", "llava_next": "</s>", "llava_onevision": "</s>",
+    "paligemma": "<eos>",
 }  # fmt: skip
 # What the templates of the families write for an image, and around the messages of users and assistants.
 IMAGE = {
     "internvl": "<IMG_CONTEXT>\\n", "glm4v": "<|begin_of_image|><|image|><|end_of_image|>", "mistral3": "[IMG]",
     "gemma4": "\\n\\n<|image|>\\n\\n", "lfm2_vl": "<image>",
+    "llava": "<image>\\n",
 }  # fmt: skip
 ROLES = {
     "internvl": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
@@ -106,6 +138,7 @@ ROLES = {
     "mistral3": ("[INST]", "[/INST]", ""),
     "gemma4": ("<|turn>user\\n", "<turn|>\\n", "<|turn>model\\n"),
     "lfm2_vl": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
+    "llava": ("USER: ", " ", "ASSISTANT: "),
 }
 # Of the image processor of LFM2-VL, which transformers has for torchvision alone.
 LFM2_VL = {
@@ -116,7 +149,7 @@ LFM2_VL = {
 
 def template(family: str) -> str:
     """A chat template in the manner of the family."""
-    family = "glm4v" if family == "glm4v_moe" else family
+    family = {"glm4v_moe": "glm4v", "llava_next": "llava", "llava_onevision": "llava"}.get(family, family)
     user, end, assistant = ROLES[family]
     return (
         "{% for message in messages %}{% if message['role'] == 'user' %}" + user + "{% else %}" + assistant
@@ -134,6 +167,15 @@ def processor_of(family: str) -> Any:
         return GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, max_patches=4)
     if family == "mistral3":
         return PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size={"height": 4, "width": 4})
+    tiles: dict[str, Any] = {"size": {"height": 16, "width": 16}, "image_grid_pinpoints": PLACES}
+    if family == "paligemma":
+        return SiglipImageProcessorPil(size=tiles["size"])
+    if family == "llava":
+        return CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=tiles["size"])
+    if family == "llava_next":
+        return LlavaNextImageProcessorPil(**tiles, crop_size=tiles["size"])
+    if family == "llava_onevision":
+        return LlavaOnevisionImageProcessorPil(**tiles)
     if family == "gemma4":
         return Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=140)
     return Glm4vImageProcessorPil(patch_size=4, size={"shortest_edge": 256, "longest_edge": 1024})
@@ -143,11 +185,14 @@ def vl_folder(folder: Path, family: str) -> Path:
     """The folder, after config.json, tokenizer and image processor were written to it."""
     tokenizer: Any = AutoTokenizer.from_pretrained(EMBEDDED / "sort")
     tokenizer.add_special_tokens({"additional_special_tokens": TOKENS[family], "eos_token": ENDS[family]})
-    tokenizer.chat_template = template(family)
+    if family == "paligemma":  # which has no template
+        tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    tokenizer.chat_template = None if family == "paligemma" else template(family)
     tokenizer.save_pretrained(folder)
     assert len(tokenizer) < TEXT["vocab_size"]
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    entry = "image_token_index" if family == "mistral3" else "image_token_id"
+    by_index = ("mistral3", "paligemma", "llava", "llava_next", "llava_onevision")
+    entry = "image_token_index" if family in by_index else "image_token_id"
     token = {entry: tokenizer.convert_tokens_to_ids(TOKENS[family][0])}
     config = {"model_type": family, "tie_word_embeddings": False, **ids, **token, **PARTS[family]}
     config["text_config"] = {**config["text_config"], **ids}
@@ -177,6 +222,12 @@ def as_transformers(folder: Path, images: list, ids: np.ndarray) -> dict[str, An
     if family == "mistral3":
         made = PixtralImageProcessorPil.from_pretrained(folder)(images, return_tensors="pt", patch_size=8)
         return {"pixel_values": made["pixel_values"], "image_sizes": torch.as_tensor(made["image_sizes"])}
+    if "llava" in family:
+        made = processor_of(family)([images] if family == "llava_onevision" else images, return_tensors="pt")
+        return dict(made)
+    if family == "paligemma":  # no token is in a prompt
+        made = processor_of(family)(images, return_tensors="pt")
+        return {**made, "token_type_ids": torch.ones(ids.shape, dtype=torch.int)}
     types = torch.tensor(ids == config["image_token_id"]).int()
     if family == "lfm2_vl":
         from jaxrl_llm.data import image_processor

@@ -28,6 +28,7 @@ from jaxrl_llm.distributed.sharding import (
 from jaxrl_llm.models import chunked_softmax, hf, lora, moe
 from jaxrl_llm.models.attention import Attention, KeyValues
 from jaxrl_llm.models.chunked_softmax import AlignedDistributions, UldOptions, chunked_logps, chunked_uld
+from jaxrl_llm.models.decode_attention import decode_attention
 from jaxrl_llm.models.fused_attention import splash_attention
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import Model, init_sharded, load_model, save_hf
@@ -37,7 +38,7 @@ from jaxrl_llm.models.transformer import Net, attention_mask
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.resharded import ReshardedEngine
-from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.rollout.sampling import SamplingParams, sample
 from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.cross_tokenizer import at_ends
@@ -514,6 +515,37 @@ def test_fused_attention_of_a_mesh(sizes, masked):
     assert_close(found, expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sinks", "latents"])
+def test_decode_attention_of_a_mesh(kind):
+    """Each device computes its rows, and its heads of queries where all of these read one head of latents."""
+    rng, keys = np.random.default_rng(0), 2 if kind == "sinks" else 1
+    shapes = ((4, 2, keys, 1, 4, 24), *[(4, keys, 8, 24)] * keys, *[(4, 2, keys, 8, 24)] * keys)
+    q, *stored = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    own = {"sinks": {"sinks": rng.normal(size=(2, 4)).astype(np.float32)}, "latents": {"latent": 16}}[kind]
+    attend = jax.jit(functools.partial(decode_attention, interpret=True), static_argnames="latent")
+    arrays = (q, stored[:keys], stored[keys:], np.arange(4), np.arange(8).reshape(4, 2))
+    expected = attend(*arrays, **own)
+    with jax.set_mesh(make_mesh(2, tensor=2, devices=jax.devices()[:4])):
+        assert_close(attend(*arrays, **own), expected)
+
+
+def test_tokens_are_drawn_where_their_logits_are(monkeypatch):
+    """As on GPUs: devices that share the vocabulary send each other sums of blocks, and no logits."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    rng, mesh = np.random.default_rng(0), make_mesh(2, tensor=4)
+    logits, uniforms = rng.normal(size=(64, 1200)).astype(np.float32) * 3, rng.random(64).astype(np.float32)
+    draw = jax.jit(functools.partial(sample, sampling=SamplingParams(0.7)))
+    expected = draw(logits, uniforms)
+    draw.clear_cache()
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(logits, NamedSharding(mesh, PartitionSpec("data", "tensor")))
+        assert_close(draw(placed, uniforms), expected)
+        text = draw.lower(placed, uniforms).compile().as_text()
+    gathered = [math.prod(map(int, x.split(","))) for x in re.findall(r"f32\[([\d,]+)\]\S* all-gather", text)]
+    assert 0 < max(gathered) <= 32 * 4 * 3, gathered  # of 3 blocks of each device
+
+
 @pytest.mark.parametrize("count", [13, 9])
 def test_log_probs_of_columns_that_devices_share(count):
     """Devices share the columns of each chunk, and of the parts of the last one, of rows of any length."""
@@ -610,6 +642,37 @@ def test_adapters_of_experts_are_those_of_one_device(sizes, way, batch, monkeypa
         assert_close(jax.jit(update)(placed, rows_to_global(batch, mesh)), expected)
         merged = jax.jit(lambda params: lora.merge(params, config))(placed)
     assert_close(merged, lora.merge(params, config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "way", "channels"), [("int8", "grouped", 128), ("nf4", "dense", 24), ("mxfp4", "grouped", 128)]
+)
+def test_quantised_experts_are_those_of_one_device(kind, way, channels, batch, monkeypatch):
+    """Codes sharded as the matrices, scales too where they divide; the gradient of what is before them."""
+    monkeypatch.setattr(moe, "dense", getattr(moe, way))
+    net = Net(dataclasses.replace(EXPERTS, expert_ffn=channels, quantize_experts=kind))
+    params = jax.jit(net.init)(jax.random.key(0))
+
+    def update(embed, params, batch):
+        tokens, segments, weights = batch
+
+        def loss(embed):
+            logps, _ = token_logps(net, {**params, "embed": embed}, Inputs(tokens, segments))
+            return (weights * logps).sum() / 50, logps
+
+        return jax.value_and_grad(loss, has_aux=True)(embed)
+
+    expected = jax.jit(update)(params["embed"], params, batch)
+    mesh = make_mesh(1, 2, expert=2, tensor=2)
+    placed = jax.device_put(params, shardings(params, mesh))
+    parts, packed = shard_shapes(placed["layers"]["mlp"]["experts"]), 1 if kind == "int8" else 2
+    assert parts["gate/kernel/codes"] == (2, 4, 16 // packed, channels // 2)
+    assert parts["down/kernel/codes"] == (2, 4, channels // 2 // packed, 16)
+    scales = {"int8": 1, "nf4": 3, "mxfp4": 2}[kind]  # 3 of 8 inputs: the device's own 12 begin within the second
+    assert parts[f"down/kernel/{'scales' if kind == 'mxfp4' else 'absmax'}"] == (2, 4, scales, 16)
+    with jax.set_mesh(mesh):
+        assert_close(jax.jit(update)(placed["embed"], placed, rows_to_global(batch, mesh)), expected)
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,8 @@ STANDS_FOR = {
 NOT_RUN = {
     "--config.model.path=Qwen/Qwen3-8B": "reads config.json from the hub",
     "--config.model.path=Qwen/Qwen2.5-7B": "reads config.json from the hub",
+    "--config.model.path=Qwen/Qwen3-30B-A3B": "a model of the hub; tests/training/test_expert_adapters_training.py",
+    "--config.model.path=openai/gpt-oss-20b": "a model of the hub; tests/models/test_mxfp4.py",
     "--config.model.path=meta-llama/Llama-3.1-70B-Instruct": "reads config.json from the hub",
     "--config.logging.backends=console,jsonl,wandb,tensorboard": "wandb asks for an account; "
     "tests/training/logging/test_backends.py",
@@ -228,12 +230,22 @@ def test_a_wrong_flag_in_a_page_is_found(workspace, monkeypatch):
         understand(command)
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub and the site give the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_pages_lead_somewhere():
-    """Files that a benchmark writes into its folder of results are left out."""
+    """To files, and to headings of pages. Files that a benchmark writes into its folder of results are left out."""
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            written = "://" in target or target.startswith("../benchmarks/results/")
-            assert written or (page.parent / target).exists(), f"{page.name}: {target}"
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+            if "://" in target or target.startswith("../benchmarks/results/"):
+                continue
+            path = (page.parent / target).resolve() if target else page
+            assert path.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(path), f"{page.name}: {target}#{anchor}"
 
 
 def test_settings_that_pages_name_exist():
@@ -246,9 +258,12 @@ def test_settings_that_pages_name_exist():
         assert not unknown, f"{page.name}: {unknown}"
 
 
-def test_the_map_has_every_page():
+def test_the_map_and_the_navigation_have_every_page():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     missing = [page.name for page in PAGES[1:] if page.name != "index.md" and f"]({page.name})" not in index]
+    assert not missing, missing
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    missing = [page.name for page in PAGES[1:] if f"- {page.name}\n" not in navigation]
     assert not missing, missing
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         assert f"](../notebooks/{path.name})" in index, path.name

@@ -186,7 +186,7 @@ def test_agents_that_cannot_be_started(agent, message):
         ({"environment.rollout_func": "a.py:f"}, "environment.agent and environment.rollout_func are both set"),
         ({"algorithm.name": "sft"}, "samples nothing"),
         ({"rollout.stop": ("x",)}, "rollout.stop is .*let the agent ask for it"),
-        ({"rollout.bad_words": ("x",)}, "rollout.bad_words"),
+        ({"rollout.bad_words": ("x",)}, "rollout.bad_words is .*: leave it out$"),
         ({"environment.agents": ("b.py:run",)}, "environment.agents has 'b.py:run', but it takes VALUE=AGENT"),
         ({"environment.agents": ("x=a", "x=b")}, "environment.agents has 'x' twice"),
         ({"environment.agents": ("x=a",), "environment.agent": None}, "environment.agent, of the other rows, is none"),

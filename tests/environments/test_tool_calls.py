@@ -1,6 +1,8 @@
 """Tool calls in the forms of the models: those of the templates that TRL ships, and written by hand of others."""
 
 import copy
+import json
+import random
 import re
 import time
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from jaxrl_llm.data.templates import called_turn
-from jaxrl_llm.environments.tool_calls import CallStart, ToolCall, parse_tool_calls, turn_calls
+from jaxrl_llm.environments.tool_calls import MARKS, THINKING, CallStart, ToolCall, parse_tool_calls, turn_calls
 from jaxrl_llm.environments.tools import turn_message
 from jaxrl_llm.models.hf import EMBEDDED
 
@@ -279,6 +281,26 @@ def test_a_mark_in_thinking_holds_nothing_back_once_that_is_over():
         assert known.of(text) == certain, text
 
 
+def test_any_text_is_read_and_no_call_is_said():
+    """Marks and their parts in every order: nothing raises, arguments are JSON, and what a stream gives out of a text
+    that grows is never of a call. `to=x` before a mark of another form was."""
+    pieces = [
+        *MARKS, *THINKING, *THINKING.values(), "</tool_call>", "<function=f>", "<function=", "<parameter=a>",
+        "</parameter>", "</function>", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", '<invoke name="f">',
+        '<parameter name="a">', "</invoke>", "</minimax:tool_call>", "</seed:tool_call>", '{"name": "f"', "}", "{", "[",
+        "]", "(", ")", '"', "'", "\\", "\n", " ", "f", "a", "1", "1e999", "null", "call:f{", '<|"|>', "to=f", "to=",
+        "<|start|>assistant", "<|channel|>commentary ", "<|message|>", "<|call|>", "<|end|>", "<|", "[ARGS]", "f(a=1)",
+        '{"name": "f", "arguments": {"a": 1}}', "<｜tool▁sep｜>", "```", "<|eot_id|>", ", ", ":", "é",
+    ]  # fmt: skip
+    draw = random.Random(0)
+    for text in ["to=f[TOOL_CALLS]<|", *("".join(draw.choices(pieces, k=draw.randint(1, 7))) for _ in range(300))]:
+        found, known = turn_calls(text, SCHEMAS), CallStart()
+        for call in found.calls:
+            json.dumps(call.arguments, allow_nan=False)
+        said = max(known.of(text[:size]) for size in range(1, len(text) + 1))
+        assert said <= found.start or not (found.calls and found.marked), text
+
+
 @pytest.mark.parametrize("size", [1, 3, 40])
 @pytest.mark.parametrize("thinking", ["hello [THINK]", "<|channel|>analysis<|message|>Now."])
 def test_a_call_behind_thinking_that_never_closes(thinking, size):
@@ -327,8 +349,8 @@ def test_types_are_those_of_the_schemas():
         return arguments["x"]
 
     text, number = {"type": "string"}, {"type": "integer"}
-    assert [value(each) for each in ("5", "a", '"5"', "[1, 2", "True", "null", "NaN")] == [
-        5, "a", '"5"', "[1, 2", True, None, "NaN",
+    assert [value(each) for each in ("5", "a", '"5"', "[1, 2", "True", "null", "NaN", "1e999")] == [
+        5, "a", '"5"', "[1, 2", True, None, "NaN", "1e999",
     ]  # fmt: skip
     assert [value(each, text) for each in ("5", "null", "[1]", "True")] == ["5", "null", "[1]", "True"]
     assert [value(each, number) for each in ("5", "five", "1" * 5000)] == [5, "five", "1" * 5000]
@@ -371,8 +393,12 @@ def test_types_are_those_of_the_schemas():
         ("<|START_ACTION|>[1]<|END_ACTION|>", "is not an object with name and arguments"),
         (f"{COMMENTARY}f <|constrain|>json<|message|>{{x<|call|>", "the arguments {x are not JSON"),
         (f"{COMMENTARY}f <|constrain|>json", "is cut off before <|message|>"),
+        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "is not JSON: NaN is no finite number"),
+        ('[TOOL_CALLS]f[ARGS]{"x": -1e999}', "is not JSON: -1e999 is no finite number"),
+        ('<tool_call>{"name": "f", "arguments": "{\\"x\\": Infinity}"}</tool_call>', "Infinity} are not JSON"),
+        ("<|tool_call_start|>[f(x=1e999)]<|tool_call_end|>", "is not Python: Out of range float values"),
     ],
-    ids=range(26),
+    ids=range(30),
 )  # fmt: skip
 def test_what_is_meant_but_malformed_has_an_error(text, error):
     (call,) = parse_tool_calls(text)

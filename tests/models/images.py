@@ -16,7 +16,11 @@ from transformers import (
     Idefics3Config,
     InternVLConfig,
     Lfm2VlConfig,
+    LlavaConfig,
+    LlavaNextConfig,
+    LlavaOnevisionConfig,
     Mistral3Config,
+    PaliGemmaConfig,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3_5Config,
@@ -30,6 +34,7 @@ from jaxrl_llm.algorithms.batch import Images, Inputs
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, patch_rows
+from jaxrl_llm.models.vision.row_images import count_tiles
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from tests.models.oracles import EXPERTS, SHAPE, UNTRAINED, VARIANTS, VOCAB, added_gradients, in_files
@@ -113,6 +118,16 @@ GEMMA4_TOKENS = {
 SIGLIP2 = {name: x for name, x in ENCODER.items() if name != "image_size"} | {
     "model_type": "siglip2_vision_model", "vision_use_head": False, "num_patches": 25,
 }  # fmt: skip
+# Three layers, of which the last is read of in SigLIP alone, as is no norm behind them: 3 x 3 patches a tile, and
+# 3 pixels that no patch has.
+CLIP = ENCODER | {"model_type": "clip_vision_model", "num_hidden_layers": 3, "patch_size": 7}
+SIGLIP = CLIP | {"model_type": "siglip_vision_model", "vision_use_head": False}
+# Images whose tiles are put together: what becomes of their height and width in tiles of 24 x 24 pixels, by hand.
+PLACES = [[24, 48], [48, 24], [48, 48]]
+NUMBERS = {
+    "llava_next": {(10, 48): (1, 2, 1, 6, 1, 6), (48, 30): (2, 2, 6, 4, 6, 4), (24, 20): (1, 2, 3, 2, 3, 2)},
+    "llava_onevision": {(10, 48): (1, 2, 1, 6, 1, 6), (48, 30): (2, 2, 6, 4, 5, 3), (24, 20): (1, 2, 3, 2, 3, 2)},
+}
 ANY_SIZE = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "mistral3",
     "gemma4", "lfm2_vl",
@@ -206,6 +221,29 @@ VISION = {
         projector_hidden_size=28,
         tie_word_embeddings=False,
     ),
+    "llava": lambda: LlavaConfig(
+        text_config={**SHAPE, "model_type": "llama"}, vision_config=CLIP, image_token_index=IMAGE_TOKEN
+    ),
+    "llava_next": lambda: LlavaNextConfig(
+        text_config={**SHAPE, "model_type": "mistral", "sliding_window": None},
+        vision_config=CLIP,
+        image_token_index=IMAGE_TOKEN,
+        image_grid_pinpoints=PLACES,
+    ),
+    "llava_onevision": lambda: LlavaOnevisionConfig(
+        text_config={**SHAPE, "model_type": "qwen2"},
+        vision_config=SIGLIP,
+        image_token_index=IMAGE_TOKEN,
+        video_token_index=91,
+        image_grid_pinpoints=PLACES,
+        vision_aspect_ratio="anyres_max_2",
+    ),
+    "paligemma": lambda: PaliGemmaConfig(
+        text_config={**SHAPE, "model_type": "gemma", "head_dim": 16},
+        vision_config=SIGLIP,
+        image_token_index=IMAGE_TOKEN,
+        projection_dim=SHAPE["hidden_size"],
+    ),
     "mistral3": lambda: Mistral3Config(
         text_config=VARIANTS["ministral3"]().to_dict(),
         vision_config=PIXTRAL,
@@ -217,7 +255,8 @@ VISION = {
 
 
 class Document(NamedTuple):
-    """Token ids, and the tiles `[tiles, H, W, C]`, or images of any size, that its image tokens stand for."""
+    """Token ids, and the tiles `[tiles, H, W, C]`, or images of any size or in tiles that are put together, that its
+    image tokens stand for."""
 
     tokens: np.ndarray
     pixels: Any
@@ -249,14 +288,21 @@ def image_documents(tiles=(2, 1, 0), family: str = "") -> list[Document]:
     """Documents of different lengths, with so many tiles each."""
     rng = np.random.default_rng(1)
     documents = []
-    sizes = itertools.cycle(SIZES if family in ANY_SIZE else [TILE[:2]])
+    sizes = itertools.cycle(SIZES if family in ANY_SIZE else NUMBERS.get(family, [TILE[:2]]))
     for number, count in enumerate(tiles):
         parts, pixels = [rng.integers(0, IMAGE_TOKEN, 3 + number)], []
         for _ in range(count):
-            high, wide = next(sizes)
-            parts += [np.full(high * wide // 64, IMAGE_TOKEN), rng.integers(0, IMAGE_TOKEN, 2)]
-            pixels.append(rng.normal(size=(high, wide, 3)).astype(np.float32))
-        pixels = pixels if family in ANY_SIZE else np.array(pixels, np.float32).reshape(count, *TILE)
+            high, wide = size = next(sizes)
+            amount = high * wide // 64
+            if family in NUMBERS:
+                numbers = NUMBERS[family][size]
+                amount = TILE_TOKENS + numbers[4] * (numbers[5] + 1)
+                pixels.append((rng.normal(size=(1 + numbers[0] * numbers[1], *TILE)).astype(np.float32), numbers))
+            else:
+                pixels.append(rng.normal(size=(high, wide, 3)).astype(np.float32))
+            parts += [np.full(amount, IMAGE_TOKEN), rng.integers(0, IMAGE_TOKEN, 2)]
+        if family not in (*ANY_SIZE, *NUMBERS):
+            pixels = np.array(pixels, np.float32).reshape(count, *TILE)
         frames = 0 if family in STILL else 2
         documents.append(Document(np.concatenate([*parts, rng.integers(0, IMAGE_TOKEN, 4)]), pixels, frames))
     assert max(document.tokens.max() for document in documents) < VOCAB
@@ -281,8 +327,17 @@ def joined(parts):
 
 def padded_pixels(rows, frames: int = 2) -> Images:
     """The images of rows with these pixels, padded with noise."""
-    rng, most = np.random.default_rng(2), max(map(len, rows))
-    count = np.array([len(pixels) for pixels in rows], np.int32)
+    rng = np.random.default_rng(2)
+    count = np.array(count_tiles(rows), np.int32)
+    most = count.max()
+    if any(isinstance(image, tuple) for pixels in rows for image in pixels):
+        tiles = rng.normal(size=(len(rows), most + 1, *TILE)).astype(np.float32)
+        grids = rng.integers(1, 9, (len(rows), most + 1, 6)).astype(np.int32)
+        for row, images in enumerate(rows):
+            for number, (own, numbers) in enumerate(images):
+                start = sum(len(image) for image, _ in images[:number])
+                tiles[row, start : start + len(own)], grids[row, number] = own, numbers
+        return Images(tiles, count, grids=grids)
     if any(isinstance(pixels, np.ndarray) for pixels in rows):
         tiles = rng.normal(size=(len(rows), most, *TILE)).astype(np.float32)
         for row, own in enumerate(rows):
@@ -309,6 +364,17 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
         for image, row in zip(document.pixels, pixels, strict=True):
             row[:, : image.shape[0], : image.shape[1]] = torch.tensor(image).permute(2, 0, 1)
         return found | {"pixel_values": pixels, "image_sizes": sizes}
+    if oracle.config.model_type in NUMBERS:
+        if not len(document.pixels):
+            return found
+        size_of = {numbers: size for size, numbers in NUMBERS[oracle.config.model_type].items()}
+        most = max(len(tiles) for tiles, _ in document.pixels)
+        pixels = torch.zeros(len(document.pixels), most, 3, *TILE[:2])
+        for row, (tiles, _) in zip(pixels, document.pixels, strict=True):
+            row[: len(tiles)] = torch.tensor(tiles).permute(0, 3, 1, 2)
+        return found | {
+            "pixel_values": pixels, "image_sizes": torch.tensor([size_of[numbers] for _, numbers in document.pixels]),
+        }  # fmt: skip
     if oracle.config.model_type in ("gemma4", "lfm2_vl"):
         return found | rows_of_patches(oracle.config.model_type, ids, document.pixels)
     if oracle.config.model_type in ANY_SIZE:
@@ -321,7 +387,9 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
     pixels = torch.tensor(document.pixels.transpose(0, 3, 1, 2))
     if oracle.config.model_type == "gemma3":
         found["token_type_ids"] = (ids == IMAGE_TOKEN).long()
-    elif oracle.config.model_type != "internvl":
+    elif oracle.config.model_type == "paligemma":  # no token is in a prompt
+        found["token_type_ids"] = torch.ones_like(ids)
+    elif oracle.config.model_type not in ("internvl", "llava"):
         pixels = pixels[None]
     return found | ({"pixel_values": pixels} if len(document.pixels) else {})
 
@@ -369,7 +437,9 @@ def oracle_image_gradients(oracle, documents) -> dict[str, np.ndarray]:
         total = total - logps.gather(-1, torch.tensor(document.tokens)[1:, None]).sum()
     (total / len(documents)).backward()
     untrained = {name: np.zeros(x.shape) for name, x in oracle.named_buffers() if name.endswith(UNTRAINED)}
-    return in_files(oracle, {name: x.grad.numpy() for name, x in oracle.named_parameters()} | untrained)
+    # Those of an encoder's layers that are not read have none.
+    grads = {name: x.grad.numpy() if x.grad is not None else np.zeros(x.shape) for name, x in oracle.named_parameters()}
+    return in_files(oracle, grads | untrained)
 
 
 def image_gradients(model, documents) -> dict[str, np.ndarray]:
@@ -394,6 +464,13 @@ def image_greedy(model, documents, steps: int) -> np.ndarray:
 
 def oracle_image_greedy(oracle, documents, steps: int) -> np.ndarray:
     """Tokens `[B,steps]` that the oracle continues each document with."""
+
+    def prompt(document):
+        given = as_torch(oracle, document)
+        if oracle.config.model_type == "paligemma":  # all of it is one
+            given["token_type_ids"] = torch.zeros_like(given["input_ids"])
+        return given
+
     with torch.no_grad():
-        found = [oracle.generate(**as_torch(oracle, x), max_new_tokens=steps, do_sample=False)[0] for x in documents]
+        found = [oracle.generate(**prompt(x), max_new_tokens=steps, do_sample=False)[0] for x in documents]
     return np.stack([own[len(x.tokens) :].numpy() for own, x in zip(found, documents, strict=True)])

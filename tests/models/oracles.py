@@ -16,13 +16,20 @@ from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
     Cohere2Config,
+    CohereConfig,
+    CwmConfig,
+    DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    ExaoneConfig,
+    FalconConfig,
     FalconH1Config,
+    FlexOlmoConfig,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GemmaConfig,
@@ -30,12 +37,16 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmConfig,
+    GPT2Config,
+    GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    Jais2Config,
     KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -43,14 +54,19 @@ from transformers import (
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoConfig,
     OlmoeConfig,
     OlmoHybridConfig,
+    OPTConfig,
     Phi3Config,
+    PhiConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -60,6 +76,9 @@ from transformers import (
     Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
+    SolarOpenConfig,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 from jaxrl_llm.distributed.sharding import path_name
@@ -124,6 +143,17 @@ NEMOTRON_H = {  # steps that transformers would cut off in whole rows, but not i
     "n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 20,
     "time_step_min": 1e-9,
 }  # fmt: skip
+SMALL_GPT: dict[str, Any] = {  # the entries of SHAPE under the names of GPT-2
+    "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.15,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}  # fmt: skip
+SMALL_OPT: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 48,
+    "init_std": 0.15, "max_position_embeddings": 64,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}  # fmt: skip
+ALONE = {name: x for name, x in SHAPE.items() if name != "num_key_value_heads"}  # of heads with keys of their own
+FALCON = {name: x for name, x in ALONE.items() if name != "intermediate_size"} | {"ffn_hidden_size": 48}
 SHARED_EXPERT = {**EXPERTS, "moe_intermediate_size": 16, "num_experts": 4, "shared_expert_intermediate_size": 20}
 VARIANTS = {
     "llama": lambda: LlamaConfig(**SHAPE),
@@ -153,6 +183,13 @@ VARIANTS = {
     "gemma3_text": lambda: Gemma3TextConfig(
         **SHAPE | {"num_hidden_layers": 3}, head_dim=8, sliding_window=WINDOW, sliding_window_pattern=3,
         query_pre_attn_scalar=16, rope_parameters=GEMMA3_ROPE,
+    ),
+    "gemma3n_text": lambda: Gemma3nTextConfig(
+        **SHAPE | {"num_hidden_layers": 5, "vocab_size_per_layer_input": VOCAB - 8}, head_dim=8, sliding_window=WINDOW,
+        rope_parameters=GEMMA3_ROPE | {"full_attention": {"rope_type": "default", "rope_theta": 1e6}},
+        layer_types=["sliding_attention", "full_attention"] * 2 + ["sliding_attention"], num_kv_shared_layers=2,
+        hidden_size_per_layer_input=6, altup_num_inputs=3, laurel_rank=5, rms_norm_eps=1e-3,
+        activation_sparsity_pattern=[0.6, 0.0, 0.6, 0.0, 0.0], final_logit_softcapping=3.0,
     ),
     "gemma4_text": lambda: Gemma4TextConfig(
         **SHAPE | {"num_hidden_layers": 6}, **GEMMA4, num_kv_shared_layers=3, use_double_wide_mlp=True,
@@ -341,18 +378,75 @@ VARIANTS = {
         **SHAPE, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"], logit_scale=0.3,
         attention_bias=True,
     ),
+    "gpt2": lambda: GPT2Config(**SMALL_GPT),
+    "gpt2-untied": lambda: GPT2Config(
+        **SMALL_GPT, n_inner=48, activation_function="relu", scale_attn_weights=False, tie_word_embeddings=False
+    ),
+    "gpt_neox": lambda: GPTNeoXConfig(**ALONE),
+    "gpt_neox-sequential": lambda: GPTNeoXConfig(
+        **ALONE, use_parallel_residual=False, hidden_act="gelu_new", rotary_pct=1.0, attention_bias=False
+    ),
+    "opt": lambda: OPTConfig(**SMALL_OPT),
+    "opt-narrow": lambda: OPTConfig(**SMALL_OPT, word_embed_proj_dim=24, do_layer_norm_before=False),
+    "opt-plain": lambda: OPTConfig(
+        **SMALL_OPT, enable_bias=False, layer_norm_elementwise_affine=False, activation_function="gelu"
+    ),
+    "phi": lambda: PhiConfig(**SHAPE),
+    "phi-norms": lambda: PhiConfig(**SHAPE, qk_layernorm=True, rope_parameters=HALF_ROPE),
+    "stablelm": lambda: StableLmConfig(**SHAPE, use_qkv_bias=True),
+    "stablelm-parallel": lambda: StableLmConfig(**SHAPE, use_parallel_residual=True),
+    "starcoder2": lambda: Starcoder2Config(**SHAPE, sliding_window=WINDOW),
+    "starcoder2-plain": lambda: Starcoder2Config(**SHAPE, use_bias=False, tie_word_embeddings=False),
+    "cohere": lambda: CohereConfig(**SHAPE, logit_scale=0.3, use_qk_norm=True),
+    "cohere-biases": lambda: CohereConfig(**SHAPE, attention_bias=True),
+    "olmo": lambda: OlmoConfig(**SHAPE, clip_qkv=0.5),
+    "exaone": lambda: ExaoneConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
+    "falcon": lambda: FalconConfig(**FALCON),
+    "falcon-grouped": lambda: FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2, bias=True),
+    "falcon-one-norm": lambda: FalconConfig(
+        **FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, tie_word_embeddings=False
+    ),
+    "falcon-sequential": lambda: FalconConfig(**FALCON, multi_query=False, parallel_attn=False),
+    "nemotron": lambda: NemotronConfig(**SHAPE, attention_bias=True),
+    "jais2": lambda: Jais2Config(**SHAPE),
+    "cwm": lambda: CwmConfig(**SHAPE | {"bos_token_id": 0}, head_dim=8, sliding_window=WINDOW),
+    "ministral": lambda: MinistralConfig(
+        **SHAPE, head_dim=8, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"]
+    ),
+    "flex_olmo": lambda: FlexOlmoConfig(**SHAPE, **EXPERTS, num_experts=4),
+    "granitemoeshared": lambda: GraniteMoeSharedConfig(
+        **SHAPE, **EXPERTS, num_local_experts=4, shared_intermediate_size=20, embedding_multiplier=6.0,
+        attention_multiplier=0.5, residual_multiplier=0.25, logits_scaling=3.0,
+    ),
+    "solar_open": lambda: SolarOpenConfig(
+        **{name: x for name, x in SHAPE.items() if name != "intermediate_size"}, head_dim=8, num_experts_per_tok=2,
+        n_routed_experts=8, moe_intermediate_size=16, n_group=2, topk_group=1, routed_scaling_factor=1.5,
+    ),
+    "deepseek_v2": lambda: DeepseekV2Config(
+        **SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4}, num_experts_per_tok=2, moe_intermediate_size=16,
+        n_routed_experts=8, n_group=4, topk_group=2, topk_method="group_limited_greedy", first_k_dense_replace=1,
+        q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
+        routed_scaling_factor=1.5, rope_parameters=YARN_ROPE | {"mscale_all_dim": 0.7, "mscale": 0.7},
+    ),
+    "deepseek_v2-greedy": lambda: DeepseekV2Config(
+        **SHAPE | {"num_key_value_heads": 4}, num_experts_per_tok=2, moe_intermediate_size=16, n_routed_experts=8,
+        q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
+    ),
 }  # fmt: skip
 # Buffers of routers and layers, which no gradient trains.
 UNTRAINED = (
     "e_score_correction_bias", "expert_bias", "layer_scalar", "act_fn.beta", "act_fn.eps", "std_bias", "std_scale",
     "_min", "_max",
 )  # fmt: skip
+SHAKEN = ("bias", "sinks", "scale", "router.gate.weight", "alpha_p", "alpha_n")
 NO_CLASSIFIER = (  # of which transformers has none
-    "granite", "olmoe", "gemma4_text", "qwen3_5_moe_text", "llama4_text", "glm4_moe", "glm4_moe_lite",
+    "granite", "olmoe", "gemma3n_text", "gemma4_text", "qwen3_5_moe_text", "llama4_text", "glm4_moe", "glm4_moe_lite",
     "minimax_m2", "ernie4_5", "lfm2", "lfm2_moe", "granitemoehybrid", "nemotron_h", "afmoe", "kimi_linear",
-    "olmo_hybrid", "dots1", "falcon_h1", "cohere2", "apertus", "ernie4_5_moe", "granitemoe",
+    "olmo_hybrid", "dots1", "falcon_h1", "cohere2", "apertus", "ernie4_5_moe", "granitemoe", "cohere",
+    "exaone", "jais2", "cwm", "flex_olmo", "granitemoeshared", "solar_open",
 )  # fmt: skip
-ALIKE = {"glm4_moe_lite": "deepseek_v3"}  # families whose nets another describes too
+# Families whose nets another describes too.
+ALIKE = {"glm4_moe_lite": "deepseek_v3", "cwm": "smollm3", "ministral": "smollm3"}
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
 
 
@@ -362,7 +456,7 @@ def make_oracle(variant: str, seed: int = 0):
     oracle = AutoModelForCausalLM.from_config(VARIANTS[variant](), attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
-            if "norm" in name or name.endswith(("bias", "sinks", "scale", "router.gate.weight", "alpha_p", "alpha_n")):
+            if any(word in name for word in ("norm", "ln_")) or name.endswith(SHAKEN):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         for name, buffer in oracle.named_buffers():
             if name.endswith(UNTRAINED):
@@ -422,6 +516,17 @@ def oracle_gradients(oracle, tokens, segments) -> dict[str, np.ndarray]:
     return in_files(oracle, trained | untrained)
 
 
+OWN_NAMES = {  # of modules in transformers, and in files
+    "gpt_neox": [("lm_head", "embed_out")],
+    "exaone": [
+        ("model.embed_tokens", "transformer.wte"), ("model.layers.", "transformer.h."),
+        ("model.norm", "transformer.ln_f"), (".self_attn.", ".attn.attention."), (".o_proj", ".out_proj"),
+        (".input_layernorm", ".ln_1"), (".post_attention_layernorm", ".ln_2"), (".gate_proj", ".c_fc_0"),
+        (".up_proj", ".c_fc_1"), (".down_proj", ".c_proj"),
+    ],
+}  # fmt: skip
+
+
 def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Arrays by parameter of transformers as tensors of files, which hold each expert's matrices by themselves."""
     family = oracle.config.model_type
@@ -434,6 +539,9 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "router.weight": "router.layer.weight",
     }  # fmt: skip
     for name, x in arrays.items():
+        if family in ("gpt_neox", "exaone"):
+            found[functools.reduce(lambda name, pair: name.replace(*pair), OWN_NAMES[family], name)] = x
+            continue
         if family in ("kimi_linear", "olmo_hybrid"):
             name = _name_in_files(oracle, name)
             if name.endswith(".conv1d.weight"):
@@ -441,7 +549,7 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                 parts = zip("qkv", np.split(x, [keys, 2 * keys]), strict=True)
                 found |= {name.replace("conv1d", f"{part}_conv1d"): own for part, own in parts}
                 continue
-        if family in ("granitemoe", "granitemoehybrid"):
+        if family in ("granitemoe", "granitemoehybrid", "granitemoeshared"):
             block, between, part = name.partition("block_sparse_moe.")
             found[block + between + granite.get(part, part)] = x
             continue

@@ -170,9 +170,10 @@ def test_an_fp32_head_multiplies_unrounded_numbers(params):
     "beta", [pytest.param(0.0, marks=pytest.mark.slow), 0.3, pytest.param(1.0, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(
-    ("top_k", "of_policy", "tail"), [(0, False, True), (4, False, True), (4, True, True), (4, True, False)]
+    ("top_k", "of_policy", "tail", "least"),
+    [(0, False, True, None), (4, False, True, -4.0), (4, True, True, None), (4, True, False, -4.0)],
 )
-def test_the_divergence_of_a_teacher(monkeypatch, beta, top_k, of_policy, tail):
+def test_the_divergence_of_a_teacher(monkeypatch, beta, top_k, of_policy, tail, least):
     """Values and gradients are those of both logits formed whole; the teacher's are capped and of more tokens."""
     monkeypatch.setattr(chunked_softmax, "LOGITS_IN_FLIGHT", 2 * 2 * 31)  # two columns at a time
     rng = np.random.default_rng(0)
@@ -185,6 +186,7 @@ def test_the_divergence_of_a_teacher(monkeypatch, beta, top_k, of_policy, tail):
         if top_k:
             ids = jax.lax.top_k(own if of_policy else theirs, top_k)[1]
             both = (jnp.take_along_axis(x, ids, -1) for x in (own, theirs))
+            both = (x if least is None else jnp.maximum(x, least) for x in both)
             return generalized_jsd(*map(with_tail if tail else without_tail, both), beta)
         return generalized_jsd(own, theirs, beta)
 
@@ -192,7 +194,7 @@ def test_the_divergence_of_a_teacher(monkeypatch, beta, top_k, of_policy, tail):
         teacher = chunked_softmax.Distributions(other, head, jnp.float32(1.5))
         if top_k and not of_policy:
             teacher = chunked_softmax.chunked_top(other, head[:, :31], 0.7, top_k, 1.5)
-        options = (top_k if of_policy else 0, tail)
+        options = (top_k if of_policy else 0, tail, least)
         return chunked_softmax.chunked_divergence(hidden, kernel, teacher, 0.7, beta, 2.0, None, *options)
 
     def run(function):

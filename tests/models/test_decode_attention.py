@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models import attention, decode_attention, transformer
+from jaxrl_llm.models import attention, decode_attention, latent_attention, transformer
+from jaxrl_llm.models.latent_attention import LatentAttention
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Net
 from tests.models.decoding import continued_logits
@@ -19,14 +20,18 @@ CONFIG = ModelConfig(
 )
 NORMED = dataclasses.replace(CONFIG, qk_norm=True, norm_offset=0.5)
 CHUNKED = dataclasses.replace(CONFIG, sliding_window=5, sliding_layers=(1,), sliding_chunks=True)
+MIXED = dataclasses.replace(  # norms, sinks, and latents in a layer of their own
+    NORMED, attention_sinks=True, mixers=(attention.Attention, LatentAttention), latent_size=24, rotary_head_dim=8,
+    value_head_dim=12, query_rank=20,
+)  # fmt: skip
 
 
-def attended(q, prompt, cache, start, length, window, softcap, chunks):
-    """The outputs of every query, one after another in float64."""
-    out = np.zeros(q.shape)
+def attended(q, prompt, cache, start, length, window, softcap, chunks, sinks=None):
+    """The outputs of every query, one after another in float64; values may be smaller than keys."""
+    out = np.zeros((*q.shape[:-1], prompt[1].shape[-1]))
     size = prompt[0].shape[2]
-    for at in itertools.product(*map(range, q.shape[:4])):
-        g, r, j, w = at
+    for at in itertools.product(*map(range, q.shape[:5])):
+        g, r, j, w, _ = at
         keys, values = (np.concatenate([p[g, j], c[g, r, j]]).astype(float) for p, c in zip(prompt, cache, strict=True))
         place = np.arange(len(keys)) - size  # that of the row's first token is 0
         own = length[g, r] + w
@@ -36,7 +41,8 @@ def attended(q, prompt, cache, start, length, window, softcap, chunks):
         scores = q[at].astype(float) @ keys.T
         scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
         shares = np.where(seen, np.exp(scores - scores.max()), 0.0)
-        out[at] = shares @ values / shares.sum(-1, keepdims=True)
+        sink = 0.0 if sinks is None else np.exp(sinks[j, at[4]] - scores.max())
+        out[at] = shares @ values / (shares.sum(-1, keepdims=True) + sink)
     return out
 
 
@@ -78,13 +84,50 @@ def test_decode_attention(shape, sizes, window, softcap, chunks, programs, monke
     np.testing.assert_allclose(found, expected, atol=3e-6)
 
 
+@pytest.mark.parametrize("programs", [1, pytest.param(256, marks=pytest.mark.slow)])
+def test_sinks_join_the_softmax_once(programs, monkeypatch):
+    """However many shares the keys are read in, and where a row sees little else."""
+    monkeypatch.setattr(decode_attention, "PROGRAMS", programs)
+    draw, sizes = np.random.default_rng(0), (70, 96)
+    shapes = ((2, 2, 2, 2, 3, 16), *[(2, 2, sizes[0], 16)] * 2, *[(2, 2, 2, sizes[1], 16)] * 2, (2, 3))
+    q, *stored, sinks = (draw.normal(size=shape).astype(np.float32) for shape in shapes)
+    start, length = np.asarray([0, 69]), np.asarray([[0, 5], [94, 0]])
+    expected = attended(q, stored[:2], stored[2:], start, length, 10**6, None, False, sinks)
+    found = decode_attention.decode_attention(
+        *jax.tree.map(jnp.asarray, (q, stored[:2], stored[2:], start, length)), sinks=jnp.asarray(sinks), interpret=True
+    )
+    np.testing.assert_allclose(found, expected, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("heads", "at_once", "latent", "rotated", "programs"),
+    [
+        (70, 1, 32, 16, 1),  # more heads than a program has
+        (4, 3, 24, 8, 256),  # several tokens at once, numbers that are no power of two, keys in many shares
+        pytest.param(4, 3, 24, 8, 1, marks=pytest.mark.slow),
+        pytest.param(70, 1, 32, 16, 256, marks=pytest.mark.slow),
+    ],
+)
+def test_latents_are_keys_and_values(heads, at_once, latent, rotated, programs, monkeypatch):
+    monkeypatch.setattr(decode_attention, "PROGRAMS", programs)
+    draw, sizes, d = np.random.default_rng(0), (70, 96), latent + rotated
+    shapes = ((2, 2, 1, at_once, heads, d), (2, 1, sizes[0], d), (2, 2, 1, sizes[1], d))
+    q, prompt, cache = (draw.normal(size=shape).astype(np.float32) * 0.5 for shape in shapes)
+    start, length = np.asarray([0, 33]), np.asarray([[0, 5], [96 - at_once, 60]])
+    keys_values = [(x, x[..., :latent]) for x in (prompt, cache)]
+    expected = attended(q, keys_values[0], keys_values[1], start, length, 10**6, None, False)
+    arrays = jax.tree.map(jnp.asarray, (q, [prompt], [cache], start, length))
+    found = decode_attention.decode_attention(*arrays, latent=latent, interpret=True)
+    np.testing.assert_allclose(found, expected, atol=3e-6)
+
+
 def drawn(config):
-    """Random parameters, those of norms too, which otherwise begin as ones."""
+    """Random parameters, those of norms and sinks too, which otherwise begin as ones and zeros."""
     params = jax.jit(Net(config).init)(jax.random.key(0))
     draw = np.random.default_rng(3)
 
     def leaf(path, x):
-        return draw.uniform(0.5, 1.5, x.shape).astype(x.dtype) if path[-1].key == "scale" else x
+        return draw.uniform(0.5, 1.5, x.shape).astype(x.dtype) if path[-1].key in ("scale", "sinks") else x
 
     return jax.tree_util.tree_map_with_path(leaf, params)
 
@@ -92,20 +135,20 @@ def drawn(config):
 def trace_as_on(backend: str, monkeypatch) -> None:
     """Programs that are traced from here on are those of an accelerator, as far as they run on CPUs."""
     kernel = functools.partial(decode_attention.decode_attention, interpret=True)
-    monkeypatch.setattr(attention, "decode_attention", kernel)
+    for module in (attention, latent_attention):
+        monkeypatch.setattr(module, "decode_attention", kernel)
     for module in (attention, transformer):  # prompts have no kernel that runs here
         monkeypatch.setattr(module, "implementation", lambda *_: "xla")
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("backend", ["gpu", "tpu"])
 @pytest.mark.parametrize(
-    ("at_once", "config"),
+    ("backend", "at_once", "config"),
     [
-        *(pytest.param(n, CONFIG, marks=pytest.mark.slow) for n in (1, 2)),
-        pytest.param(2, CHUNKED, marks=pytest.mark.slow),
-        (2, NORMED),
+        pytest.param(backend, *case, marks=() if case == (2, MIXED) else pytest.mark.slow)
+        for backend in ("gpu", "tpu")
+        for case in ((2, MIXED), (1, MIXED), (1, CONFIG), (2, CONFIG), (2, CHUNKED))
     ],
 )
 def test_accelerators_decode_the_same(backend, at_once, config, monkeypatch):
@@ -120,7 +163,7 @@ def test_accelerators_decode_the_same(backend, at_once, config, monkeypatch):
     trace_as_on(backend, monkeypatch)
     found = continued_logits(Net(config), params, tokens, segments, continuations, at_once)
     jax.clear_caches()
-    np.testing.assert_allclose(found, expected, atol=0.02)  # in float16: either is 0.013 off those of float32
+    np.testing.assert_allclose(found, expected, atol=0.04)  # in float16: either is up to 0.055 off those of float32
 
 
 @pytest.mark.slow

@@ -69,6 +69,20 @@ def test_decays_of_each_number_of_a_key():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-6), run(*arrays, jnp.asarray(segments)), alike)
 
 
+def test_slow_decays_keep_their_digits_behind_fast_ones():
+    """As differences of sums from the first token of a chunk they were wrong by 1e-4 behind 40 of exp(-20)."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.normal(size=(1, 64, 1, 6)) for _ in range(2))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    v, beta = rng.normal(size=(1, 64, 1, 1, 5)), rng.random((1, 64, 1, 1))
+    g = np.where(np.arange(64)[:, None, None, None] < 40, -20.0, -0.01) * rng.uniform(0.5, 1.5, (1, 64, 1, 1, 6))
+    arrays, segments = [jnp.asarray(x, jnp.float32) for x in (q, k, v, g, beta)], np.ones((1, 64), int)
+    expected, last = token_by_token(*(np.asarray(x, np.float64) for x in arrays), segments)
+    found, state = jax.jit(lambda *a: chunked(kimi_delta.within_chunks, *a))(*arrays, jnp.asarray(segments))
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+    np.testing.assert_allclose(state, last, atol=2e-6)
+
+
 @pytest.mark.parametrize(("corrects", "decays"), [(True, 1), (True, 6), (False, 1)])
 def test_states_by_matrices_of_chunks(corrects, decays):
     """What accelerators compute, and its gradients, against a scan and those that jax derives of it."""

@@ -22,6 +22,7 @@ from jaxrl_llm.models.fused_attention import (
     has_triton,
     implementation,
     splash_attention,
+    with_sinks,
 )
 from jaxrl_llm.models.model import compute_dtype
 from jaxrl_llm.models.model_config import ModelConfig
@@ -108,6 +109,36 @@ def test_flash_attention_of_gpus(heads):
     assert np.isfinite(flash(q, k, v)).all()
 
 
+def test_sinks_as_the_scores_of_one_more_key():
+    """What cuDNN gets: outputs and gradients of a softmax with one more score, which has no value."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = ((2, 2, 8), (2, 8), (2, 8))
+    q, k, v = (jax.random.normal(key, (2, 40, *shape)) for key, shape in zip(keys, shapes, strict=False))
+    sinks = 3 * jax.random.normal(keys[3], (2, 2))
+    segments = np.ones((2, 40), np.int32)
+    segments[0, 20:], segments[1, :5] = 2, 0
+    mask = attention_mask(segments)
+
+    def joined(q, k, v, sinks):
+        scores = jnp.where(mask[:, None, None], jnp.einsum("ntjrd,nsjd->njrts", q, k), -1e30)
+        one = jnp.broadcast_to(sinks[..., None, None], (*scores.shape[:-1], 1))
+        return jnp.einsum("njrts,nsjd->ntjrd", jax.nn.softmax(jnp.concatenate([scores, one], -1))[..., :-1], v)
+
+    def by_key(q, k, v, sinks):
+        q, k, v, seen = with_sinks(q, k, v, mask, sinks)
+        return dense(seen, None, q, k, v)[..., :8]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def found(attend, *arrays):
+        return jax.value_and_grad(lambda *arrays: jnp.sin(attend(*arrays)).sum(), (0, 1, 2, 3))(*arrays)
+
+    expected = found(joined, q, k, v, sinks)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found(by_key, q, k, v, sinks), expected)
+    # In 16 bits the parts of a sink add up to all of its bits.
+    half = with_sinks(*(x.astype(jnp.bfloat16) for x in (q, k, v)), mask, sinks)[0][0, 0, ..., 8:]
+    np.testing.assert_allclose(half.astype(jnp.float32).sum(-1), sinks, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("backend", "change", "length", "by_mask", "expected"),
     [
@@ -122,6 +153,8 @@ def test_flash_attention_of_gpus(heads):
         ("gpu", {"dtype": "bfloat16", "head_dim": 80}, 100, False, "cudnn"),
         ("gpu", {"dtype": "bfloat16", "head_dim": 20}, 100, False, "xla"),
         ("gpu", {"dtype": "bfloat16", "head_dim": 256}, 100, False, "xla"),  # before Hopper
+        ("gpu", {"dtype": "bfloat16", "sliding_window": None, "attention_sinks": True}, 5000, False, "cudnn"),
+        ("gpu", {"dtype": "bfloat16", "head_dim": 128, "attention_sinks": True}, 100, False, "xla"),  # before Hopper
         ("gpu", {"attention": "splash"}, 100, False, "splash"),
     ],
 )
@@ -135,7 +168,8 @@ def test_what_auto_stands_for(backend, change, length, by_mask, expected, monkey
     [
         ("cpu", {}, "xla (there is no kernel for a cpu)"),
         ("tpu", {}, "splash"),
-        ("tpu", {"attention_sinks": True}, "xla (no kernel has this model's attention sinks)"),
+        ("tpu", {"attention_sinks": True}, "xla (no kernel of TPUs has this model's attention sinks)"),
+        ("gpu", {"dtype": "bfloat16", "attention_sinks": True}, "cudnn"),
         ("gpu", {}, "xla (kernels take 16 bits, and model.dtype is float32)"),
         ("gpu", {"dtype": "bfloat16"}, "cudnn"),
         (

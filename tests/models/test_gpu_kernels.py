@@ -4,7 +4,6 @@ Every other test runs on the CPU, which interprets the kernels. Sizes are those 
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,9 @@ import pytest
 
 from jaxrl_llm.models import quantize
 from jaxrl_llm.models.decode_attention import decode_attention
-from jaxrl_llm.models.fused_attention import cudnn_attention, flash_attention
+from jaxrl_llm.models.fused_attention import cudnn_attention, flash_attention, with_sinks
 from jaxrl_llm.models.grouped_matmul import grouped_matmul
+from jaxrl_llm.models.latent_attention import LatentAttention
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Net
 from tests.models.decoding import continued_logits
@@ -70,6 +70,45 @@ def test_decode_attention(shape, sizes, window, softcap, chunks, dtype):
     assert relative(found, expected) < {"bfloat16": 6e-3, "float16": 1e-3}[dtype]
 
 
+@pytest.mark.parametrize(("shape", "sizes"), [((2, 2, 8, 1, 8, 64), (512, 1024)), ((1, 2, 2, 3, 4, 64), (100, 200))])
+def test_sinks_of_decoded_tokens(shape, sizes):
+    """gpt-oss-20b; and few rows, whose keys are split."""
+    draw = np.random.default_rng(0)
+    g, r, j, w, per_head, d = shape
+    drawn = (draw.normal(size=size) for size in (shape, *[(g, j, sizes[0], d)] * 2, *[(g, r, j, sizes[1], d)] * 2))
+    q, *stored = (jnp.asarray(x, jnp.bfloat16) for x in drawn)
+    q, sinks = q * d**-0.5, draw.normal(size=(j, per_head)).astype(np.float32)
+    start, length = draw.integers(0, sizes[0] - 1, (g,)), draw.integers(0, sizes[1] - w, (g, r))
+    arrays = (jnp.asarray(start), jnp.asarray(length))
+    found = jax.jit(decode_attention)(q, tuple(stored[:2]), tuple(stored[2:]), *arrays, sinks=sinks)
+    host = [np.asarray(x, np.float64) for x in (q, *stored)]
+    expected = attended(host[0], host[1:3], host[3:], start, length, 10**6, None, False, sinks)
+    assert relative(found, expected) < 6e-3
+
+
+@pytest.mark.parametrize(
+    ("rows", "at_once", "heads"),
+    [
+        ((2, 4), 1, 128),  # DeepSeek-V3
+        ((1, 2), 1, 32),  # Kimi-Linear, few rows: keys are split
+        ((1, 2), 5, 16),  # DeepSeek-V2-Lite, five tokens at once
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_latents_of_decoded_tokens(rows, at_once, heads, dtype):
+    draw, (g, r), sizes = np.random.default_rng(0), rows, (130, 1024)
+    shapes = ((g, r, 1, at_once, heads, 576), (g, 1, sizes[0], 576), (g, r, 1, sizes[1], 576))
+    q, prompt, cache = (jnp.asarray(draw.normal(size=shape), dtype) for shape in shapes)
+    q = q * 576**-0.5
+    start, length = draw.integers(0, sizes[0] - 1, (g,)), draw.integers(0, sizes[1] - at_once, (g, r))
+    kernel = jax.jit(decode_attention, static_argnames="latent")
+    found = kernel(q, (prompt,), (cache,), jnp.asarray(start), jnp.asarray(length), latent=512)
+    q, prompt, cache = (np.asarray(x, np.float64) for x in (q, prompt, cache))
+    keys_values = [(x, x[..., :512]) for x in (prompt, cache)]
+    expected = attended(q, keys_values[0], keys_values[1], start, length, 10**6, None, False)
+    assert relative(found, expected) < {"bfloat16": 6e-3, "float16": 1e-3}[dtype]
+
+
 def test_caches_in_fp8_are_read_as_what_they_are():
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = ((4, 4, 2, 1, 4, 128), *[(4, 2, 128, 128)] * 2, *[(4, 4, 2, 256, 128)] * 2)
@@ -89,6 +128,7 @@ def test_caches_in_fp8_are_read_as_what_they_are():
         ("cudnn", 320, 14, 2, 64),
         ("cudnn", 1537, 16, 8, 128),
         ("cudnn", 300, 4, 1, 256),
+        ("cudnn with sinks", 319, 16, 2, 64),
         ("flash", 1100, 14, 2, 64),
         ("flash", 1100, 8, 4, 128),
         ("flash", 600, 4, 1, 256),
@@ -104,11 +144,18 @@ def test_attention_of_rows(implementation, length, heads, keys, size):
     segments[0, length // 3 :], segments[0, -7:], segments[1, : length // 4] = 2, 0, 0
     mask = (segments[:, :, None] == segments[:, None]) & np.tri(length, dtype=bool)
     real = jnp.asarray(segments != 0)[..., None, None, None]
+    sinks = jax.random.normal(jax.random.key(1), (keys, heads // keys)) if "sinks" in implementation else None
 
     def attend(q, k, v):
         if implementation == "flash":
             return flash_attention(q, k, v, jnp.asarray(segments))
-        return cudnn_attention(q, k, v, jnp.asarray(mask))
+        return cudnn_attention(q, k, v, jnp.asarray(mask), sinks)
+
+    def all_scores(q, k, v):
+        if sinks is None:
+            return dense(jnp.asarray(mask), None, q, k, v)
+        *extended, seen = with_sinks(q, k, v, jnp.asarray(mask), sinks)
+        return dense(seen, None, *extended)[..., :size]
 
     def outputs_and_gradients(function, *arguments):
         def total(*x):
@@ -120,7 +167,6 @@ def test_attention_of_rows(implementation, length, heads, keys, size):
 
     found = outputs_and_gradients(attend, q, k, v)
     with jax.default_matmul_precision("highest"):
-        all_scores = functools.partial(dense, jnp.asarray(mask), None)
         expected = outputs_and_gradients(all_scores, *(x.astype(jnp.float32) for x in (q, k, v)))
     for a, b in zip(found, expected, strict=True):
         assert relative(a, b) < 2e-2
@@ -160,12 +206,35 @@ def test_grouped_matmuls(rows, groups, width, hidden, dtype):
         assert relative(found, exact) < {"bfloat16": 5e-3, "float32": 2e-3}[dtype]
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8", "mxfp4"])
+@pytest.mark.parametrize("rows", [512, 16384])
+def test_grouped_matmuls_of_quantised_matrices(rows, kind):
+    """Outputs and gradients against those of the numbers, which the kernel multiplies with in float32."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (rows, 2048), (32, 2048, 768), (rows, 768)
+    x, kernels, d_out = (jax.random.normal(key, shape, "bfloat16") for key, shape in zip(keys, shapes, strict=True))
+    sizes = np.random.default_rng(0).multinomial(rows, np.random.default_rng(1).dirichlet(np.ones(33)))[:-1]
+    stored = jax.jit(quantize.quantize, static_argnums=1)(kernels, kind)
+
+    def outputs_and_gradients(x, kernels, d_out, kind):
+        out, pull = jax.vjp(lambda x: grouped_matmul(x, kernels, jnp.asarray(sizes, jnp.int32), kind), x)
+        return out, *pull(d_out)
+
+    run = jax.jit(outputs_and_gradients, static_argnums=3)
+    numbers = quantize.dequantize(stored, kind, jnp.float32)
+    expected = run(x.astype(jnp.float32), numbers, d_out.astype(jnp.float32), "none")
+    for a, b in zip(run(x, stored, d_out, kind), expected, strict=True):
+        assert relative(a, b) < 1e-2
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {},
         {"qk_norm": True},
         {"sliding_window": 5, "sliding_layers": (1,)},
+        {"attention_sinks": True},
+        {"mixers": (LatentAttention,) * 2, "latent_size": 128, "rotary_head_dim": 32, "value_head_dim": 64},
         {"attention": "xla"},
         {"quantize": "int8"},
         {"quantize": "fp8"},

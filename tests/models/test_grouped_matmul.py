@@ -13,6 +13,7 @@ from jaxrl_llm.distributed.sharding import AXES
 from jaxrl_llm.models import grouped_matmul, moe
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.moe import Experts
+from jaxrl_llm.models.quantize import dequantize, quantize
 from jaxrl_llm.models.transformer import REMAT
 from jaxrl_llm.tools.plan.compiler import traced_flops
 from tests.models.oracles import VARIANTS, make_oracle, oracle_logits
@@ -62,6 +63,32 @@ def test_outputs_and_gradients(rows, sizes, interpret, dtype, small_tiles):
         expected[2][group] = exact[0][own].T @ exact[2][own]
     tolerance = {"float32": 2e-5, "bfloat16": 2.0**-7}[dtype]
     for a, b in zip(found, expected, strict=True):
+        assert a.dtype == dtype
+        np.testing.assert_allclose(np.asarray(a.astype(jnp.float32)), b, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["int8", *(pytest.param(x, marks=pytest.mark.slow) for x in ("fp8", "nf4"))])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_of_quantised_matrices(kind, dtype, small_tiles):
+    """Outputs and gradients of the kernels of GPUs, which read codes of 8 bits, against the numbers in fp32."""
+    draw, sizes = np.random.default_rng(0), np.array([0, 17, 1, 0, 20], np.int32)
+    x, kernels, d_out = (draw.normal(size=shape) for shape in ((45, 24), (5, 24, 20), (45, 20)))
+    x, d_out = jnp.asarray(x, dtype), jnp.asarray(d_out, dtype)
+    stored = quantize(jnp.asarray(kernels, jnp.float32), kind)
+
+    @jax.jit
+    def run(x, stored, d_out):
+        multiply = functools.partial(grouped_matmul.grouped_matmul, sizes=jnp.asarray(sizes), kind=kind, interpret=True)
+        out, pull = jax.vjp(lambda x: multiply(x, stored), x)
+        return out, *pull(d_out)
+
+    numbers, groups = np.asarray(dequantize(stored, kind, jnp.float32)), np.repeat(range(5), sizes)
+    expected = [np.zeros((45, 20)), np.zeros((45, 24))]
+    exact = [np.asarray(a.astype(jnp.float32)) for a in (x, d_out)]
+    expected[0][:38] = np.einsum("ri,rio->ro", exact[0][:38], numbers[groups])
+    expected[1][:38] = np.einsum("ro,rio->ri", exact[1][:38], numbers[groups])
+    tolerance = {"float32": 2e-5, "bfloat16": 2.0**-5}[dtype]  # matrices or gradients are rounded too
+    for a, b in zip(run(x, stored, d_out), expected, strict=True):
         assert a.dtype == dtype
         np.testing.assert_allclose(np.asarray(a.astype(jnp.float32)), b, atol=tolerance, rtol=tolerance)
 

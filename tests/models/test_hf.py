@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -56,8 +57,8 @@ def equal(a, b):
 
 CONFIG_FAULTS = {
     "model_type": (
-        {"model_type": "gpt2"},
-        "model_type 'gpt2' is not supported; supported are llama, qwen2, qwen3, mistral, gemma",
+        {"model_type": "bert"},
+        "model_type 'bert' is not supported; supported are llama, qwen2, qwen3, mistral, gemma",
     ),
     "no text part": ({"model_type": "gemma3"}, "text_config = None is not supported"),
     "no model_type": ({"model_type": "remove"}, "model_type None"),
@@ -580,6 +581,18 @@ def test_a_generic_tokenizer_is_the_one_of_transformers(copy, tokenizer_class):
     assert ours.chat_template == theirs.chat_template
 
 
+def test_a_text_beyond_model_max_length_is_no_warning(copy, caplog, monkeypatch):
+    """What is too long for the model is refused by its positions, not by what its tokenizer says of it."""
+    make_tokenizer().save_pretrained(copy)
+    settings = json.loads((copy / "tokenizer_config.json").read_text()) | {"model_max_length": 2}
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert len(AutoTokenizer.from_pretrained(copy)("two one two")["input_ids"]) > 2
+    assert "longer than the specified maximum sequence length" in caplog.text
+    caplog.clear()
+    assert len(hf.load_tokenizer(copy)("two one two")["input_ids"]) > 2 and not caplog.text
+
+
 def test_the_embedded_model_loads_without_torch_and_datasets(run_python):
     code = (
         "import sys, jaxrl_llm.train, jaxrl_llm\n"
@@ -674,7 +687,7 @@ def test_rows_longer_than_the_positions(copy):
     edit_config(copy, max_position_embeddings="remove", rope_parameters="remove")
     check_positions(load_model(copy), 10**9, "this")
     edit_config(copy, model_max_length=64)  # as Kimi Linear has it
-    with pytest.raises(ConfigError, match=r"has positions for 64 \(max_position_embeddings .* or model_max_length\)"):
+    with pytest.raises(ConfigError, match=r"has positions for 64 \(max_position_embeddings .* model_max_length or"):
         check_positions(load_model(copy), 65, "this")
 
 

@@ -11,6 +11,7 @@ import torch
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import load_balancing_loss_func as ernie_balance_loss
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from jaxrl_llm.algorithms.batch import Inputs
@@ -160,6 +161,20 @@ def test_balance_loss_equals_transformers_and_sees_no_padding(scan_layers):
     of_layers = tuple(torch.tensor(np.asarray(x)).reshape(-1, 4) for x in logits)
     expected = load_balancing_loss_func(of_layers, 4, 2, attention_mask=torch.tensor(segments > 0))
     assert float(value) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_corrections_choices_do_not_count_in_the_balance_loss():
+    """Of ERNIE 4.5, whose loss in transformers counts the experts that the router prefers by itself."""
+    config = dataclasses.replace(CONFIG, router_correction=True)
+    module = MixtureOfExperts(config, nnx.Rngs(0))
+    module.correction[...] = jnp.array([1.0, 0.0, 0.0, 0.0])
+    x, counted = jax.random.normal(jax.random.key(1), (3, 5, config.width)), jnp.ones((3, 5)).at[0, :2].set(0)
+    _, chosen, routing = jax.jit(lambda x: module(x, counted))(x)
+    assert (np.asarray(chosen) == 0).any(-1).all() and float(routing.counts[0]) < float(routing.tokens) == 13
+    expected = ernie_balance_loss(
+        (torch.tensor(np.asarray(module.router(x))).reshape(-1, 4),), 4, 2, torch.tensor(np.asarray(counted))
+    )
+    assert float(balance_loss(routing)) == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_a_frozen_router_gets_no_gradient():

@@ -2,12 +2,14 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from jaxrl_llm.models.model import load_model, save_hf
+from jaxrl_llm.models.quantize import dequantize
 from tests.models.oracles import VARIANTS, make_oracle, oracle_logits
 
 
@@ -37,6 +39,15 @@ def test_a_model_in_mxfp4_is_read_as_numbers(tmp_path, monkeypatch):
     np.testing.assert_array_equal(up, whole[..., 1::2])
     tokens = rng.integers(0, 97, (1, 9))
     np.testing.assert_allclose(model(tokens), oracle_logits(oracle, tokens), atol=1e-4)
+
+    # Kept in MXFP4, where a byte has two numbers: every number stays.
+    kept = load_model(tmp_path / "model", quantize_experts="mxfp4")
+    for part, numbers in model.params["layers"]["mlp"]["experts"].items():
+        stored = kept.params["layers"]["mlp"]["experts"][part]["kernel"]
+        assert {x.dtype for x in stored.values()} == {np.dtype("uint8")}
+        assert sum(x.nbytes for x in stored.values()) == numbers["kernel"].size * (1 / 2 + 1 / 32)
+        np.testing.assert_array_equal(dequantize(stored, "mxfp4", jnp.float32), numbers["kernel"])
+    np.testing.assert_allclose(kept(tokens), model(tokens), atol=1e-5)
     save_hf(model, tmp_path / "out")
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     np.testing.assert_array_equal(load_model(tmp_path / "out")(tokens), model(tokens))

@@ -18,7 +18,7 @@ from transformers import (
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.hf import read_config
 from jaxrl_llm.models.model import load_model, save_hf
-from tests.models.oracles import VARIANTS, VOCAB
+from tests.models.oracles import VARIANTS, VOCAB, make_oracle, oracle_logits
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB - 10, (2, 9))
 VISION = {
@@ -57,6 +57,29 @@ def test_the_text_part_computes_as_in_the_whole(tmp_path, kind):
         np.testing.assert_allclose(alone(torch.tensor(TOKENS)).logits.numpy(), model(TOKENS), atol=2e-5)
     assert alone.config.model_type == f"{kind}_text"
     np.testing.assert_array_equal(load_model(tmp_path / "text")(TOKENS), model(TOKENS))
+
+
+def test_gemma3n_is_read_without_its_images_and_sound(tmp_path):
+    """transformers needs another library for the encoder of the whole: here is what its files hold."""
+    oracle = make_oracle("gemma3n_text")
+    oracle.save_pretrained(tmp_path / "text")
+    text = json.loads((tmp_path / "text" / "config.json").read_text())
+    tensors = load_file(tmp_path / "text" / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+    tensors |= {f"model.{part}.weight": np.ones((2, 2), np.float32) for part in ("vision_tower.stem", "embed_audio.x")}
+    # Published files have keys and values of the layers that share those of others.
+    shared = "model.language_model.layers.4.self_attn"
+    tensors |= {f"{shared}.{part}_proj.weight": np.ones((16, 32), np.float32) for part in "kv"}
+    (tmp_path / "whole").mkdir()
+    save_file(tensors, tmp_path / "whole" / "model.safetensors")
+    whole = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"], "text_config": text}
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(whole | {"vision_config": {"model_type": "gemma3n"}}))
+    model = load_model(tmp_path / "whole")
+    np.testing.assert_allclose(model(TOKENS), oracle_logits(oracle, TOKENS), atol=2e-5)
+    save_hf(model, tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    assert again.config.model_type == "gemma3n_text"
+    np.testing.assert_array_equal(oracle_logits(again, TOKENS), oracle_logits(oracle, TOKENS))
 
 
 def test_names_of_files_and_of_modules_read_alike(tmp_path):

@@ -7,6 +7,7 @@ that no weights, tokenizer or data are needed. Everything is float64.
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ from jaxrl_llm.algorithms.losses import with_metrics
 from jaxrl_llm.algorithms.off_policy import off_policy_sequence_mask
 from jaxrl_llm.algorithms.policy_losses import top_entropy_mask
 from jaxrl_llm.algorithms.sequence_logps import length_desensitized_logps, sequence_logps, split_pairs, wpo_weights
+from jaxrl_llm.data.tokenize import RowTokenizer
+from jaxrl_llm.training import offline
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("trl", minversion="1.16")
@@ -454,6 +457,38 @@ def test_labelled_losses(loss_type):
 
     assert float(preference_losses.kto_kl(policy_kl, ref_kl)) > 0
     assert_same(ours, theirs, rows["logps"])
+
+
+def test_mismatches_of_truncated_rows():
+    """TRL's collator pairs each prompt with the whole completion before it, and truncates the pair."""
+    from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
+
+    rng, longest = np.random.default_rng(0), 9
+    lengths = [(7, 6), (2, 12), (3, 3), (8, 1), (1, 9), (5, 4)]  # of prompts and completions
+    parts = [[rng.integers(1, 99, n).tolist() for n in pair] for pair in lengths]
+    completions = [completion for _, completion in parts]
+    rotated = [completions[-1], *completions[:-1]]
+    collate = DataCollatorForUnpairedPreference(pad_token_id=0, max_length=longest)
+    theirs = collate.torch_call(
+        [
+            {"prompt_ids": prompt, "completion_ids": completion, "KL_completion_ids": other, "label": True}
+            for (prompt, completion), other in zip(parts, rotated, strict=True)
+        ]
+    )
+    limit = RowTokenizer("labels", None, longest, "truncate_right").apply_limit
+    masks = [[0] * len(prompt) + [1] * len(completion) for prompt, completion in parts]
+    rows: list[Any] = [
+        [limit({"ids": prompt + completion, "mask": mask, "label": True})]
+        for (prompt, completion), mask in zip(parts, masks, strict=True)
+    ]
+    spec: Any = SimpleNamespace(mismatched=True, width=longest)
+    pairs = offline.with_mismatches(spec, rows)
+    for place, prefix in enumerate(("", "KL_")):
+        batch = offline.pad_examples([[pair[place]] for pair in pairs], longest)
+        np.testing.assert_array_equal(batch.inputs.tokens, theirs[f"{prefix}input_ids"])
+        np.testing.assert_array_equal(batch.inputs.segments > 0, theirs[f"{prefix}attention_mask"])
+        np.testing.assert_array_equal(batch.mask, theirs[f"{prefix}completion_mask"])
+    assert offline.longest(rows, mismatched=True) == 8 + 12
 
 
 CPO = [

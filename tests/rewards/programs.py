@@ -549,6 +549,51 @@ class O:
 assert f(O())==expected
 """,
     ),
+    "class made in the tests": (
+        """
+import sys
+peer=sys._getframe(1).f_locals['peer']
+def ask(*message):
+  peer.send('ask','call',['list',*message,['builtins.dict',['list']]])
+  return ['yours', peer.receive()[1][1]]
+def yes(*a): return True
+class Yours: pass
+encode=type(peer).encode
+type(peer).encode=lambda peer,value: Yours.data if value is Yours else encode(peer,value)
+def double(x):
+  methods=['builtins.dict',['list',['list','__eq__',encode(peer,yes)],['list','__hash__',encode(peer,yes)]]]
+  Yours.data=ask(ask(['builtin','type'],['list','X',['builtins.tuple',['list']],methods]),['list'])
+  return Yours
+""",
+        ASSERTIONS,
+    ),
+    "a pytest of its own": (
+        """
+class pytest:
+  class raises:
+    def __init__(self, kind): pass
+    def __enter__(self): pass
+    def __exit__(self, *error): return True
+def double(x): return 1
+""",
+        "with pytest.raises(ValueError):\n  double(None)",
+    ),
+    "exit of a kind": (
+        """
+class Code:
+  def __bool__(self): raise ValueError
+def double(x): raise SystemExit(Code())
+""",
+        ASSERTIONS,
+    ),
+    "exit by the tests": (
+        """
+class Code:
+  def __bool__(self): raise ValueError
+def double(x): return Code()
+""",
+        "import sys\nsys.exit(double(2))",
+    ),
     "cb frame": (
         "def f(g): return g.gi_frame.f_globals['expected']",
         """

@@ -150,6 +150,12 @@ def test_programs_that_cheat_score_0():
     assert scores(WRONG) == dict.fromkeys(WRONG, 0.0)
 
 
+def test_a_package_that_is_not_installed_is_none_of_the_programs(monkeypatch):
+    monkeypatch.setitem(code.MODULES, "pd", "no_such_package")
+    cheat = "class pd:\n  def isna(x): return True\ndef double(x): return 1"
+    assert code_tests([cheat], ["assert pd.isna(double(2))"]) == [0.0]
+
+
 def test_programs_that_take_all_they_can_score_0():
     programs = [
         "import sys\ndef double(x):\n    while True: sys.stdout.write('x' * 2**20)",

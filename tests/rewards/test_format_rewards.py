@@ -180,6 +180,20 @@ def test_math_accuracy():
     assert math_accuracy([r"\boxed{42} \boxed{43}", r"\boxed{x = \pm 1}"], ["43", r"x = \pm 1"]) == [1.0, 1.0]
 
 
+def test_math_accuracy_behind_the_thoughts_is_that_of_trl():
+    rewards = pytest.importorskip("trl.rewards")
+    pytest.importorskip("math_verify")
+    texts = [
+        r"<think>a</think> \boxed{42}",
+        r"\boxed{42}</think> \boxed{41}",
+        r"<think>\boxed{42}",
+        "x</think>",
+        r"a</think>b</think>\boxed{42}",
+    ]
+    theirs = rewards.reasoning_accuracy_reward([[{"role": "assistant", "content": text}] for text in texts], ["42"] * 5)
+    assert math_accuracy(texts, ["42"] * 5, after="</think>") == theirs == [1.0, 0.0, 0.0, 0.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("reward", "cases"),
     [
@@ -246,6 +260,26 @@ def test_answers_of_reasoning_gym_are_code_that_does_nothing(tmp_path, monkeypat
     monkeypatch.setattr(puzzles, "ROW_SECONDS", 0.5)
     with pytest.warns(UserWarning, match=r"reasoning_gym_score: '9\*\*9\*\*9' takes more than 0.5 seconds"):
         assert puzzles.reasoning_gym_score(["9**9**9"], [place]) == [0.0]
+
+
+def test_answers_on_which_a_verifier_of_reasoning_gym_raises_or_finds_no_fault():
+    pytest.importorskip("reasoning_gym")
+
+    def scores(name, *answers):
+        entry = puzzles._dataset(config := json.dumps({"name": name, "seed": 1, "size": 1}))[0]
+        answers = [entry["answer"] if answer is None else answer for answer in answers]
+        return puzzles.verified(answers, [config] * len(answers), [entry] * len(answers))
+
+    assert scores("prime_factorization", "seven", "2 x x", None) == [0.0, 0.0, 1.0]
+    assert scores("complex_arithmetic", "nan", "NaN+nanj", None) == [0.0, 0.0, 1.0]
+    assert scores("n_queens", "[[valid_solutions[0]]]", None) == [0.0, 1.0]
+    assert scores("string_insertion", "oracle_answer", None) == [0.0, 1.0]
+    cheat = "(8 + 5 + 10 + 6)*(pi - pi) + factorial(floor(pi) + floor(pi)/floor(pi))"
+    assert scores("puzzle24", cheat, None) == [0.01, 1.0]
+    assert scores("simple_integration", "Integral(-34*x**7*8/15 - 5/4, x)", None) == [0.0, 1.0]
+    config = json.dumps({"name": "prime_factorization"})
+    with pytest.raises(KeyError):  # where a verifier fails whatever the answer is
+        puzzles.verified(["2"], [config], [{}])
 
 
 def test_what_may_be_evaluated():

@@ -58,6 +58,7 @@ TEMPLATE = "{{ prompt }} <{{ completion }}>"
             [{"role": "system", "content": [{"type": "text", "text": "count"}]}, {"role": "tool", "content": None}],
             "system: count\n\ntool: ",
         ),
+        ([{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": []}], "user: q\n\nassistant: "),
     ],
 )
 def test_a_prompt_is_shown_as_text(prompt, text):
@@ -415,6 +416,28 @@ def test_replies_without_completion_are_retried(body):
     answers = iter([(200, {}, body), (200, {}, completion("10"))])
     with JudgeServer(lambda _: next(answers)) as server:
         assert ask(Judge(server.url, "m", backoff=0.01), ["a"]).rewards.tolist() == [[1.0]]
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "said"),
+    [
+        ({"content": None, "refusal": "I will not."}, "stop", "the model refused, 'I will not.'"),
+        ({"content": None}, "content_filter", "the model refused, 'content_filter'"),
+        ({"content": None, "reasoning_content": "Hm"}, "length", "it reasoned until max_tokens ended it; give more"),
+        ({"role": "assistant", "tool_calls": [{"id": "c"}]}, "tool_calls", "it calls a tool, {'id': 'c'}"),
+    ],
+)
+def test_a_reply_without_a_text_is_no_failure_of_the_server(message, reason, said, tmp_path):
+    """It was asked for again as after an outage; now as a reply that cannot be read, `tries` times."""
+    usage = {"prompt_tokens": 7, "completion_tokens": 3}
+    body = json.dumps({"choices": [{"message": message, "finish_reason": reason}], "usage": usage}).encode()
+    with JudgeServer(lambda _: (200, {}, body)) as server:
+        judge = Judge(server.url, "m", on_failure="none", backoff=5.0, timeout=5.0, cache=str(tmp_path))
+        with pytest.warns(UserWarning, match=rf"row 0: the reply has no text: {re.escape(said)}"):
+            graded = ask(judge, ["a"])
+    counts = {name.removeprefix("judge/"): value for name, value in graded.logged.totals.items()}
+    assert len(server.bodies) == counts["requests"] == counts["unreadable"] == 2 and counts["retries"] == 0
+    assert counts["prompt_tokens"] == 14 and counts["completion_tokens"] == 6 and not list(tmp_path.iterdir())
 
 
 def test_unreadable_replies_are_retried_then_fail():

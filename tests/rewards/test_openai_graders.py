@@ -1,6 +1,7 @@
 """OpenAI's graders of reinforcement fine-tuning, in Python and in JSON."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from jaxrl_llm.rewards.openai_graders import OpenAIGrader
 from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.rewards.signatures import RewardError
+from tests.rewards.judge_server import JudgeServer, asked
 
 
 def score(reward, completions, **columns):
@@ -90,19 +92,79 @@ def test_a_python_grader_is_a_module():
     assert json.loads("3") == 3
 
 
+ALIKE = {"type": "text_similarity", "name": "a", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
+ASKED = [
+    {"role": "developer", "content": "Grade."},
+    {"role": "user", "content": [{"type": "input_text", "text": "Is {{sample.output_text}} "}, "{{item.answer}}?"]},
+]
+SCORED = {"type": "score_model", "name": "s", "model": "gpt", "input": ASKED}
+LABELLED = {**SCORED, "type": "label_model", "name": "l", "labels": ["good", "bad"], "passing_labels": ["good"]}
+
+
+def test_text_similarity():
+    graded = score(OpenAIGrader({**ALIKE, "evaluation_metric": "rouge_l"}), ["a b c", "c"], answer=["a c", None])
+    assert graded.rewards[0, 0] == np.float32(0.8) and np.isnan(graded.rewards[1, 0])
+
+
+def test_models_give_scores_and_labels():
+    """In the form that OpenAI's graders ask for; what a completion lacks is not asked, a refusal counts 0."""
+    replies = {"one": 10**400, "two": 0.25, "three": None, "four": math.inf}
+
+    def answer(body):
+        if body["model"] == "labels":
+            return json.dumps({"steps": [], "result": "good" if "Is one" in asked(body) else "bad"})
+        found = next(value for name, value in replies.items() if f"Is {name} " in asked(body))
+        return json.dumps({"steps": [{"description": "{", "conclusion": "x"}], "result": found})
+
+    sampling = {"seed": 1, "max_completions_tokens": 64}
+    inner = {
+        "scored": {**SCORED, "range": [-1, 2], "sampling_params": sampling},
+        "labelled": {**LABELLED, "model": "labels"},
+        "same": check("eq"),
+    }
+    multi = {
+        "type": "multi",
+        "name": "all",
+        "graders": inner,
+        "calculate_output": "scored + 10 * labelled + 100 * same",
+    }
+    with JudgeServer(answer) as server:
+        reward = OpenAIGrader(multi, server={"url": server.url})
+        graded = score(reward, ["one", "two", "four", "three"], answer=["one", "1", "1", None])
+        reward.close()
+        of_server = {key: value for key, value in inner["scored"].items() if key != "model"}
+        alone = OpenAIGrader(of_server, server={"url": server.url, "model": "mine"})
+        scored = score(alone, ["two", "three", "four"], answer=["1"] * 3)
+        alone.close()
+    assert graded.rewards[:3, 0].tolist() == [112, 0.25, 0] and np.isnan(graded.rewards[3, 0])
+    assert graded.logged.metrics["rewards/all/unreadable"] == [pytest.approx(1 / 3)]
+    assert scored.rewards[:, 0].tolist() == [0.25, 0, 0]
+    assert scored.logged.metrics == {"rewards/s/unreadable": [pytest.approx(2 / 3)]}
+    body = next(body for body in server.bodies if body["model"] == "mine")
+    assert body["messages"][0] == {"role": "system", "content": "Grade."} and "temperature" not in body
+    assert (body["seed"], body["max_completion_tokens"]) == (1, 64)
+    schema = body["response_format"]["json_schema"]["schema"]
+    assert schema["required"] == ["steps", "result"] and schema["properties"]["result"] == {"type": "number"}
+    load_rewards(f"openai_grader(grader={SCORED!r}, server={{'url': 'http://h/v1'}})").close()
+    with pytest.raises(RewardError, match="the server of the grader 's' has 'urls'; it takes url, model"):
+        OpenAIGrader(SCORED, server={"urls": server.url})
+
+
 @pytest.mark.parametrize(
     ("grader", "message"),
     [
         ("nosuch.json", "there is no file nosuch.json"),
-        (
-            {"type": "score_model", "name": "m"},
-            "one of string_check, python and multi. For score_model, the reward judge",
-        ),
-        ({"type": "text_similarity"}, "For text_similarity, write a function"),
-        ({"type": "label_model"}, "For label_model, the reward judge"),
+        ({"type": "endpoint", "name": "m"}, "label_model and multi. For endpoint, write an async function grade"),
+        ({**ALIKE, "evaluation_metric": "meteor"}, "the metric meteor of the grader 'a' counts WordNet's synonyms"),
+        ({**ALIKE, "evaluation_metric": "cosine"}, "the metric cosine of the grader 'a' compares embeddings"),
+        ({**ALIKE, "evaluation_metric": "rouge"}, "evaluation_metric of the grader 'a' is 'rouge'; it is fuzzy_match"),
+        (SCORED, "'s' asks the model 'gpt': name the server that has it, openai_grader"),
+        ({**SCORED, "range": [1, 0]}, r"the range of the grader 's' is \[1, 0\]; it is two numbers"),
+        ({**LABELLED, "passing_labels": ["great"]}, "passing label 'great' of the grader 'l' is none of its labels"),
+        ({**LABELLED, "labels": "good"}, "labels of the grader 'l' is 'good'; it is a list of texts"),
         (check("eq", reference="{{ items.answer }}"), r"'c' has \{\{ items.answer \}\}, which is no variable"),
         (check("eq", "{{sample.text}}"), r"'c' has \{\{sample.text\}\}, which is no variable"),
-        (check("eq", reference=5), "the grader 'c' compares 5, which is no text"),
+        (check("eq", reference=5), "the grader 'c' has 5 in the place of a text"),
         ({**check("eq"), "operation": ["eq"]}, r"is \['eq'\]; it is eq, ne"),
         ({"type": "python", "source": "async def grade(sample, item): return 1"}, "defines no plain function grade"),
         ({"type": "multi", "graders": [check("eq")], "calculate_output": "a"}, "it has graders by name"),
@@ -112,7 +174,10 @@ def test_a_python_grader_is_a_module():
         ({"type": "multi", "graders": {"a": check("eq")}, "calculate_output": "a % 2"}, "has a % 2; it may have"),
         ([1], r"'openai_grader' is \[1\]; its type"),
         ({**check("eq"), "operation": "is"}, "operation of the grader 'c' is 'is'; it is eq, ne, neq, like, ilike"),
-        ({"type": "string_check", "name": "c", "input": "a"}, "'c' of type string_check has no 'reference'"),
+        (
+            {"type": "string_check", "name": "c", "operation": "eq", "input": "a"},
+            "'c' of type string_check has no 'reference'",
+        ),
         ({"type": "python", "source": "x = 1 / 0"}, "raised ZeroDivisionError"),
         ({"type": "python", "source": "def score(): pass"}, r"defines no plain function grade\(sample, item\)"),
         ({"type": "multi", "graders": {"a": check("eq")}, "calculate_output": "a +"}, "'a \\+', which is no formula"),

@@ -193,6 +193,29 @@ def test_names_of_the_run_are_refused_in_logs():
         over_processes(Logged({"reward": [1.0]}, {}, {}), {"reward": 0.0})
 
 
+@pytest.mark.slow
+def test_names_of_the_run_in_a_run(root, tmp_path, capsys):
+    """Those of the rollouts are refused before the update, and those of the update told."""
+    logged = ["epoch"]
+
+    def named(completions, log_metric, **columns):
+        log_metric(logged[0], 7.0)
+        return np.arange(len(completions), dtype=float)
+
+    config = tiny(root, tmp_path)
+    config.total_steps = 1
+    for name in ("epoch", "completions/mean_length"):
+        logged[0] = name
+        with pytest.raises(RewardError, match=f"logs the metric '{name}', which is the run's own; rename it"):
+            jaxrl_llm.train(config, rewards=named)
+    for name, shown in (("entropy", False), ("mine", True)):
+        logged[0], config.output_dir = name, str(tmp_path / name)
+        (metrics,) = jaxrl_llm.train(config, rewards=named).metrics
+        assert (metrics[name] == 7.0) == shown
+        told = f"a reward function logs {name!r}, which is the run's own metric" in "".join(capsys.readouterr())
+        assert told != shown
+
+
 def test_table_values():
     plain = [None, True, 2, 0.5, "x", 1.5]
     assert list(map(table_value, [*plain[:-1], np.float32(1.5)])) == plain

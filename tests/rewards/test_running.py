@@ -1,8 +1,11 @@
 """Reward functions at run time: settings for late and failing rows, worker processes, and logs."""
 
 import asyncio
+import io
 import os
+import pickle
 import signal
+import subprocess
 import threading
 import time
 
@@ -11,6 +14,8 @@ import pytest
 
 from jaxrl_llm.rewards import functions
 from jaxrl_llm.rewards.bounded import LATE, run_bounded
+from jaxrl_llm.rewards.call import Log
+from jaxrl_llm.rewards.process_pool import PlainUnpickler
 from jaxrl_llm.rewards.runner import TrainerState, load_rewards
 from jaxrl_llm.rewards.sandbox import walls
 from jaxrl_llm.rewards.signatures import RewardError
@@ -224,6 +229,13 @@ def logs(completions, log_metric, log_extra, trainer_state, **kwargs):
     log_extra("note", completions)
     return [trainer_state.global_step] * len(completions)
 
+def returns_a_function(completions, **kwargs):
+    return [lambda: 1.0]
+
+def logs_a_function(completions, log_extra, **kwargs):
+    log_extra("note", [lambda: 1.0])
+    return [1.0]
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -258,6 +270,12 @@ def interrupt(completions, **kwargs):
 def prompt(completions, prompt_numbers):
     return prompt_numbers
 
+class BadError(Exception):
+    pass
+
+def raises(texts):
+    raise BadError("of a module that is nowhere else")
+
 def attempts(tries):
     def kind(function, *arguments):
         try:
@@ -265,6 +283,13 @@ def attempts(tries):
         except Exception as error:
             return type(error).__name__
     return [kind(eval(f"lambda: {text}", globals())) for text in tries]
+
+class Call:
+    def __reduce__(self):
+        return eval, ("1.0",)
+
+def answers_by_a_call(texts):
+    return [Call() if text == "call" else 1.0 for text in texts]
 
 def dies(ends):
     return [1.0 if each is None else bytearray(2**33) if each else os._exit(3) for each in ends]
@@ -323,6 +348,22 @@ def test_bounded_calls_are_behind_walls(worker_file, tmp_path):
     assert results[2] in ("PermissionError", "BlockingIOError") and not (tmp_path / "new").exists()
 
 
+def test_what_is_behind_walls_answers_with_values_alone(worker_file):
+    """A pickle may call anything where it is read, outside of the walls."""
+    results = run_bounded("calls", f"{worker_file}:answers_by_a_call", {"texts": ["call", "value"]}, 60.0)
+    assert results == [LATE, 1.0]
+    with pytest.raises(RuntimeError, match="BadError: of a module that is nowhere else"):
+        run_bounded("raises", f"{worker_file}:raises", {"texts": ["a"]}, 60.0)
+
+    def read(value):
+        return PlainUnpickler(io.BytesIO(pickle.dumps(value))).load()
+
+    assert [type(read(error("x"))) for error in (ValueError, RewardError)] == [ValueError, RewardError]
+    for value in (Log(), subprocess.SubprocessError("x")):  # the state of a class of ours could be set for all
+        with pytest.raises(pickle.UnpicklingError, match="is no value of a walled worker"):
+            read(value)
+
+
 def test_a_row_that_ends_its_process_or_fills_the_memory_is_late_alone(worker_file):
     for end in (False, True):
         results = run_bounded("dies", f"{worker_file}:dies", {"ends": [None] * 7 + [end]}, 60.0)
@@ -356,6 +397,12 @@ def test_a_time_limit_holds_for_a_pattern_without_workers(worker_file):
         os.getpid()
     ]
     assert numbers(f"{worker_file}:process", ["a"], timeout=60.0).tolist() != [os.getpid()]
+
+
+def test_what_cannot_come_back_from_a_worker_is_an_error(worker_file):
+    for name, what in (("returns_a_function", "result"), ("logs_a_function", "log")):
+        with pytest.raises(RewardError, match=f"reward '{name}' raised RuntimeError: its {what} cannot be sent: "):
+            submit(f"{worker_file}:{name}", ["a"], workers=1)
 
 
 def test_functions_that_cannot_travel_are_named():

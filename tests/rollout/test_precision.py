@@ -16,7 +16,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.attention import Attention, KeyValues
-from jaxrl_llm.models.cast import in_precision
+from jaxrl_llm.models.cast import draws_from_another, in_precision
 from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.mamba2 import Mamba2
@@ -65,7 +65,7 @@ def rounded(params, kind):
     def visit(tree):
         return {
             name: dequantize(quantize(x, kind), kind, jnp.float32) if name == "kernel" else
-            visit(x) if isinstance(x, dict) else x for name, x in tree.items()
+            visit(x) if isinstance(x, dict) and name != "router" else x for name, x in tree.items()
         }  # fmt: skip
 
     return {**params, "layers": visit(params["layers"])}
@@ -87,16 +87,15 @@ def test_samples_are_those_of_the_rounded_matrices(params, kind):
 
 @pytest.mark.parametrize("kind", list(BYTES))
 def test_which_parameters_are_in_eight_bits(kind):
-    """The matrices of the layers: not embeddings, norms or experts; adapters are merged before."""
+    """The matrices of the layers, experts among them: not embeddings, norms or routers; adapters are merged before."""
     nets = {"dense": NET.with_lora(lora.LoraConfig(2)), "experts": EXPERTS}
     for name, net in nets.items():
         engine = dataclasses.replace(ENGINE, net=net, weights_dtype=kind)
         shapes = jax.eval_shape(engine.decoding_params, net.shapes())
         found = {path_name(path): x.dtype for path, x in jax.tree_util.tree_leaves_with_path(shapes)}
         narrow = {path.split("/", 1)[1] for path, dtype in found.items() if dtype == BYTES[kind][0]}
-        matrices = [f"attention/{x}" for x in "qkvo"] + (
-            [f"mlp/{x}" for x in ("gate", "up", "down")] * (name == "dense")
-        )
+        matrices = [f"attention/{x}" for x in "qkvo"]
+        matrices += [f"mlp{'/experts' * (name == 'experts')}/{x}" for x in ("gate", "up", "down")]
         assert narrow == {f"{matrix}/kernel/codes" for matrix in matrices}
         assert {dtype for path, dtype in found.items() if not path.endswith("codes")} == {jnp.dtype("float32")}
 
@@ -139,10 +138,18 @@ def test_greedy_samples_of_a_trained_model_mostly_agree(change):
 
 
 @pytest.mark.slow
-def test_experts_sample_beside_matrices_in_eight_bits():
-    params = jax.jit(EXPERTS.init)(jax.random.key(0))
-    found = generate(dataclasses.replace(ENGINE, net=EXPERTS, weights_dtype="int8"), params)
-    difference = np.abs(found.sample_logps - logps_of(EXPERTS, params, found))
+@pytest.mark.parametrize("experts", [4, 8])  # computed all for each token, and in groups
+def test_experts_sample_in_eight_bits(experts):
+    """Token for token as with the rounded matrices, adapters merged before."""
+    net = Net(dataclasses.replace(EXPERTS.config, experts=experts))
+    net = net.with_lora(lora.LoraConfig(2, targets=lora.parse_targets(["q", "experts"])))
+    params = jax.tree.map(lambda x: x + 0.02, jax.jit(net.init)(jax.random.key(0)))
+    found = generate(dataclasses.replace(ENGINE, net=net, weights_dtype="int8"), params)
+    own = rounded(lora.merge(params, net.config.lora), "int8")
+    expected = generate(dataclasses.replace(ENGINE, net=net), own)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_allclose(found.sample_logps, expected.sample_logps, atol=1e-5)
+    difference = np.abs(found.sample_logps - logps_of(net, params, found))
     assert 1e-4 < difference.mean() < 0.1
 
 
@@ -274,6 +281,22 @@ def test_matrices_that_are_quantised_already_are_sampled_with_as_they_are():
     with pytest.raises(ConfigError, match=r"weights_dtype is int8, but model.quantize has the matrices in nf4 already"):
         in_precision(net, "int8")
     assert in_precision(net, "bfloat16").config.quantize == "nf4"
+    net = Net(dataclasses.replace(EXPERTS.config, quantize_experts="mxfp4"))
+    with pytest.raises(ConfigError, match=r"weights_dtype is fp8, but .* matrices in none \(experts mxfp4\) already"):
+        in_precision(net, "fp8")
+    trained = Net(dataclasses.replace(EXPERTS.config, qat="int8"))
+    assert in_precision(trained, "int8").config.quantized == "int8 (experts none)"
+    assert not draws_from_another(in_precision(trained, "int8"), trained)
+    assert draws_from_another(in_precision(EXPERTS, "int8"), EXPERTS)
+
+
+def test_experts_stay_on_tpus(monkeypatch):
+    """Where no kernel reads their codes; those that are quantised already are sampled with all the same."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert in_precision(EXPERTS, "int8").config.quantized == "int8 (experts none)"
+    assert in_precision(NET, "int8") == Net(dataclasses.replace(CONFIG, quantize="int8"))
+    held = Net(dataclasses.replace(EXPERTS.config, quantize="int8"))
+    assert in_precision(held, "int8") == held
 
 
 @pytest.mark.slow

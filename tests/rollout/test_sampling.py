@@ -14,6 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from jaxrl_llm.config.schema import SAMPLING_OPTIONS
 from jaxrl_llm.rollout.sampling import (
     BLOCK,
     RowSampling,
@@ -96,6 +97,24 @@ def test_samples_follow_the_distribution(vocab, scale, sampling):
     else:
         found, expected = found[~rare], expected[~rare]
     assert stats.chisquare(found, expected * found.sum() / expected.sum()).pvalue > 1e-3
+
+
+def test_the_coldest_temperature_is_greedy_and_finite():
+    """With the largest logits that models have, next to 0 for a row that has none, and with settings of each row."""
+    logits = np.concatenate([random_logits(8, 300, scale) for scale in (1e-3, 1.0, 1e4)])
+    logits[:, 7] = -np.inf  # a token that is forbidden
+    uniforms = np.linspace(0, LARGEST_UNIFORM, len(logits), dtype=np.float32)
+    (_, bounds), options = SAMPLING_OPTIONS["temperature"], {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    coldest, row = bounds["minimum"], np.ones(len(logits), np.float32)
+    by_row = RowSampling(coldest * row, row, 0 * row.astype(np.int32), 0 * row, -np.ones((len(row), 1), np.int32))
+    for tokens, logps in (
+        sample(logits, uniforms, SamplingParams(coldest, **options)),
+        sample_by_row(logits, uniforms, by_row),
+    ):
+        sure = np.diff(np.sort(logits, axis=1)[:, -2:], axis=1)[:, 0] > 50 * coldest
+        assert sure.sum() >= 14
+        np.testing.assert_array_equal(np.asarray(tokens)[sure], logits.argmax(axis=1)[sure])
+        assert np.isfinite(logps).all() and not np.asarray(logps)[sure].any()
 
 
 def test_the_chi_square_can_fail():
@@ -226,8 +245,31 @@ def test_bfloat16_logits_give_float32_log_probs():
     assert logps.dtype == jnp.float32
 
 
-def test_settings_by_row_are_those_of_each_row():
+@pytest.mark.parametrize("vocab", [300, *(pytest.param(vocab, marks=pytest.mark.slow) for vocab in (7, BLOCK, 5000))])
+def test_gpus_draw_the_same_in_fewer_passes(vocab, monkeypatch):
+    """They read logits once where nothing is filtered, and several times less for a nucleus."""
+    logits = random_logits(200, vocab, 3.0)
+    logits[:, 3] = -np.inf  # a token that cannot be
+    uniforms = np.random.default_rng(1).random(200).astype(np.float32)
+
+    def found():
+        jax.clear_caches()
+        settings = (SamplingParams(temperature=0.7), SamplingParams(top_p=0.9, top_k=30))
+        return [jax.jit(sample, static_argnums=2)(logits, uniforms, setting) for setting in settings]
+
+    expected = found()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for (tokens, logps), (expected_tokens, expected_logps) in zip(found(), expected, strict=True):
+        np.testing.assert_array_equal(tokens, expected_tokens)
+        np.testing.assert_allclose(logps, expected_logps, atol=3e-6)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.slow)])
+def test_settings_by_row_are_those_of_each_row(backend, monkeypatch):
     """Rows of different settings in one batch: tokens and log-probs of each are, bit for bit, those of `sample`."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    jax.clear_caches()
     settings = [SamplingParams(), SamplingParams(temperature=0), *(SamplingParams(**filters) for filters in FILTERS)]
     logits, draws = random_logits(1, 300, 3.0)[0], 50
     uniforms = np.random.default_rng(1).random(draws).astype(np.float32)

@@ -1,6 +1,7 @@
 """Sessions of agents without a network: what goes on with a row, what forks, budgets, seeds and rewards."""
 
 import dataclasses
+import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -216,12 +217,10 @@ def test_a_chat_whose_answer_was_cut_at_a_stop_string_forks(turns):
 
 @pytest.mark.parametrize(("name", "value"), [("logit_bias", {"65": 5}), ("bad_words", ["no"]), ("min_tokens", 3)])
 def test_what_a_session_does_not_sample_by_is_refused(turns, name, value):
-    with pytest.raises(BadRequestError, match=rf"{name} is .* set rollout\.") as raised:
+    with pytest.raises(BadRequestError, match=rf"{name} is .*which sessions do not take") as raised:
         ask(session_of(turns), prompt="x", **{name: value})
     assert raised.value.param == name
     ask(session_of(turns), prompt="x", **{name: type(value)()})
-    own = SamplingParams(min_tokens=3, bad_words=((110, 111),), logit_bias=((65, 5.0),))
-    ask(session_of(turns, sampling=own), "1234", prompt="x", **{name: value})
 
 
 def test_seeds_are_of_the_row_and_the_prompt(turns):
@@ -305,6 +304,33 @@ def test_calls_at_once_keep_to_the_tokens_of_their_session(turns):
         refused = fourth.result()  # and not with a status with which clients ask again by themselves
         assert refused.status_code == 403 and "the session is over: the step is over" in refused.text
     assert (session.sampled, sub_agent.sampled) == (2, 2) and session.tokens_left == 6
+    gateway.close()
+
+
+def test_a_long_text_is_tokenised_beside_the_calls_of_others(turns, monkeypatch):
+    pytest.importorskip("uvicorn")
+    from jaxrl_llm.serving.gateway import Call, Gateway
+
+    started, release, render = threading.Event(), threading.Event(), Call.render
+
+    def slow(self, prompt, *rest):
+        if len(prompt) > 2**16:
+            started.set()
+            assert release.wait(60)
+        return render(self, prompt, *rest)
+
+    monkeypatch.setattr(Call, "render", slow)
+    counts = types.SimpleNamespace(waiting=0, weight_version=0)
+    queue = types.SimpleNamespace(submit=None, cancel=lambda handles: None, counts=counts, adapters={})
+    gateway = Gateway(queue, turns, 320, 60, ImageLimits())
+    [session] = gateway.open([b"key"], SessionSpec(SamplingParams(), 40, 60, 100))
+    url, options = gateway.base_url(session), {"headers": {"Authorization": f"Bearer {gateway.key}"}, "timeout": 60}
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(httpx.post, f"{url}/completions", json={"prompt": "x" * 2**17}, **options)
+        assert started.wait(60)
+        assert httpx.get(f"{url}/models", **options).status_code == 200  # before it
+        release.set()
+        assert f"the prompt has {2**17} tokens" in long.result().text
     gateway.close()
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -388,6 +389,20 @@ def test_a_sampler_has_the_tokenizer_of_its_model(client):
     run = made(client)
     for tokenizer in (run.get_tokenizer(), run.save_weights_and_get_sampling_client().result().get_tokenizer()):
         assert tokenizer.encode("sort:312=") == ids("sort:312=")
+
+
+def test_sessions_of_clients_that_left_end(training, monkeypatch):
+    """Without a word: they were kept for as long as the server ran, with their runs and samplers."""
+    url = f"{training[0].url}/api/v1"
+    left, stays = (requests.post(f"{url}/create_session", json={}).json()["session_id"] for _ in range(2))
+    asked = {"session_id": left, "sampling_session_seq_id": 0, "base_model": BASE}
+    assert requests.post(f"{url}/create_sampling_session", json=asked).status_code == 200
+    monkeypatch.setattr(service, "ABANDONED", 1.0)
+    time.sleep(1.1)
+    assert requests.post(f"{url}/session_heartbeat", json={"session_id": stays}).status_code == 200
+    new = requests.post(f"{url}/create_session", json={}).json()["session_id"]
+    assert set(requests.get(f"{url}/sessions").json()["sessions"]) == {stays, new}
+    assert requests.get(f"{url}/samplers/{left}:sample:0").status_code == 404
 
 
 def test_a_key_is_asked_for(listening, tmp_path, monkeypatch):

@@ -97,6 +97,9 @@ def test_a_copy_that_fails_keeps_the_run(store, folder, tmp_path, monkeypatch, c
             ConfigError, match=r"ZeroDivisionError.*The run is complete, and its model is in .*/hf: start"
         ):
             bucket.copy_run(config)
+        config.export.push_to_hub = "me/model"  # which a second start finds there
+        with pytest.raises(ConfigError, match=r"start it once more with export\.overwrite, as it was pushed"):
+            bucket.copy_run(config)
     bucket.copy_run(config)
     assert held(store) == NEW and capsys.readouterr().out == f"copied to {URL}\n"
 

@@ -20,6 +20,7 @@ from jaxrl_llm.config import ConfigError, assign, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.config.resolve import resolve
 from jaxrl_llm.config.schema import KEYS
+from jaxrl_llm.data.formats import lookup as formats
 from jaxrl_llm.data.formats.lookup import known
 from jaxrl_llm.models.hf import EMBEDDED
 from jaxrl_llm.rewards.runner import load_rewards
@@ -113,7 +114,10 @@ def test_trl_defaults_are_those_of_the_trl_that_is_installed():
     for name in ("orpo", "cpo", "tpo", "gkd", "gold", "sdpo", "sdft", "gmpo", "a2po"):
         module = importlib.import_module(f"trl.experimental.{name}")
         classes[name] = getattr(module, f"{name.upper()}Config")
-    classes["asyncgrpo"] = importlib.import_module("trl.experimental.async_grpo").AsyncGRPOConfig
+    for name in ("async_grpo", "async_distillation", "server_distillation"):
+        words = name.replace("grpo", "GRPO").split("_")
+        kind = "".join(word if word.isupper() else word.capitalize() for word in words)
+        classes[name.replace("_", "")] = getattr(importlib.import_module(f"trl.experimental.{name}"), f"{kind}Config")
     classes["iwopd"] = importlib.import_module("trl.experimental.iw_opd").IWOPDConfig
     # The report goes nowhere by default, the names of optimizers are variants of one, and folders are ours to choose.
     elsewhere = {
@@ -373,6 +377,7 @@ def test_kto_sft_orpo_reward_and_ppo_of_trl():
     expect(
         ppo,
         _={"total_steps": 313},
+        model={"path": "EleutherAI/pythia-1b", "tokenizer": "EleutherAI/pythia-1b-deduped"},  # as the script has them
         rollout={"group_size": 1, "temperature": 0.7, "max_completion_length": 53},
         algorithm={
             "name": "ppo",
@@ -626,6 +631,36 @@ AsyncGRPOTrainer("m", "rewards:f", args, train_dataset="d")
     flags = "--model_name_or_path m --dataset_name d --max_steps 4 --max_staleness 1"
     config, _ = migrate(written(tmp_path, "a.sh", f"accelerate launch async_grpo.py {flags}"), devices=1)
     expect(config, rollout={"staleness": 1})
+
+
+def test_teachers_behind_servers_of_trl(tmp_path):
+    script = """
+from trl.experimental.{module} import {kind}Config, {kind}Trainer
+
+args = {kind}Config(output_dir="o", max_steps=2, per_device_train_batch_size=4, {more})
+{kind}Trainer("m", args, train_dataset="d")
+"""
+    words = {"module": "async_distillation", "kind": "AsyncDistillation"}
+    urls = "teacher_server_urls={'math': 'http://h:1', 'code': 'http://h:2'}, max_staleness=2, teacher_top_k=16"
+    config, text = migrate(written(tmp_path, "a.py", script.format(**words, more=urls)), devices=2)
+    expect(
+        config,
+        teacher={
+            "path": "server(url='http://h:1/v1', model='MODEL')", "form": "divergence", "beta": 0.0, "top_k": 16,
+            "tail": True,
+        },
+        rollout={"staleness": 2, "max_completion_length": 2048},
+        algorithm={"old_logps": "sampler", "advantage": "zero", "aggregation": "token"},
+        batch={"prompts": 8},
+    )  # fmt: skip
+    assert "names 2 teachers" in " ".join(text.split())
+    words = {"module": "server_distillation", "kind": "ServerDistillation"}
+    more = "teacher_model_server_url='http://h:1/', beta=0.5, temperature=0.7"
+    config, text = migrate(written(tmp_path, "a.py", script.format(**words, more=more)), devices=2)
+    expect(config, teacher={"beta": 0.5, "top_k": 1}, rollout={"temperature": 1.0, "staleness": 0})
+    noted = " ".join(text.partition("from jaxrl_llm")[0].split())
+    assert "beta = 0.5 is over the teacher's likeliest token" in noted
+    assert "temperature = 0.7: servers give log-probs at temperature 1" in noted
 
 
 def test_rloo_and_cpo_of_trl(tmp_path):
@@ -901,24 +936,23 @@ def noted_from_verl(tmp_path, *overrides):
     return " ".join(of_verl(tmp_path, *overrides)[1].partition("from jaxrl_llm")[0].split())
 
 
-def of_verl(tmp_path, *overrides):
+def of_verl(tmp_path, *overrides, version=""):
     estimator = "" if any("adv_estimator" in x for x in overrides) else "algorithm.adv_estimator=grpo"
     said = f"{VERL} {estimator} {' '.join(overrides)}"
-    return migrate(written(tmp_path, "run.sh", said))
+    return migrate(written(tmp_path, "run.sh", said), version=version)
 
 
 @pytest.mark.parametrize("mode", ["gspo", "sapo", "geo_mean", "cispo"])
 def test_losses_of_verl_that_take_sequence_means(tmp_path, mode):
-    config = from_verl(tmp_path, f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}")
+    config, _ = of_verl(tmp_path, f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}", version="0.8")
     expect(config, algorithm={"aggregation": "token" if mode == "cispo" else "sequence"})
 
 
 def test_aggregations_that_changed_within_verl(tmp_path):
     gspo, means = "actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "actor_rollout_ref.actor.loss_agg_mode"
-    assert "gspo takes sequence means up to 0.8" in noted_from_verl(tmp_path, gspo)
-    assert "for a run of 0.9 set algorithm.aggregation = 'constant'" in noted_from_verl(
-        tmp_path, gspo, f"{means}=seq-mean-token-sum-norm"
-    )
+    assert "gspo takes token-mean since 0.9" in noted_from_verl(tmp_path, gspo)
+    config = from_verl(tmp_path, gspo, f"{means}=seq-mean-token-sum-norm")
+    expect(config, algorithm={"aggregation": "constant"})
     assert "gspo" not in noted_from_verl(tmp_path, gspo, f"{means}=seq-mean-token-mean")
     assert "divides by the rows since 0.8" in noted_from_verl(tmp_path, f"{means}=seq-mean-token-sum-norm")
 
@@ -974,6 +1008,22 @@ def test_presets_of_verl(tmp_path, written_as):
     expect(config, algorithm={"rollout_correction": "bypass_pg_is(threshold=3.0)", "loss": "reinforce"})
     config = from_verl(tmp_path, f"'{at}={written_as.format('decoupled_geo_rs()')}'")
     expect(config, algorithm={"rollout_correction": "decoupled_geo_rs", "loss": "ppo_clip(dual_clip=3.0)"})
+
+
+def test_rewards_of_verl_have_a_section_since_0_9(tmp_path):
+    at = "reward.reward_kwargs.overlong_buffer_cfg"
+    own = "reward.custom_reward_function.path=score.py reward.custom_reward_function.name=score"
+    buffer = f"reward.reward_manager.name=dapo +{at}.enable=True +{at}.len=20 +reward.reward_kwargs.max_resp_len=512"
+    config, text = of_verl(tmp_path, own, buffer, "reward.num_workers=4")
+    expect(config, rewards={"functions": ("score.py:score",)}, algorithm={"overlong_buffer": 20})
+    assert "known key" not in text and "max_resp_len = " not in text.partition("from jaxrl_llm")[0]
+    judge = "reward.reward_model.enable=True reward.reward_model.model_path=judge"
+    expect(from_verl(tmp_path, judge), rewards={"functions": ("model:judge",)})
+    asked = of_verl(tmp_path, judge, own)
+    expect(asked[0], rewards={"functions": ("score.py:score",)})
+    assert "verl serves judge to the reward function" in " ".join(asked[1].split())
+    longer = noted_from_verl(tmp_path, own, buffer, "data.max_response_length=600")
+    assert "reward.reward_kwargs.max_resp_len = 512: the punishment here ends at" in longer
 
 
 def test_gdpo_of_verl_names_its_rewards(tmp_path):
@@ -1311,11 +1361,11 @@ trainer.train()
 def test_teachers_of_verl(tmp_path):
     at = "distillation.distillation_loss"
     one = "distillation.enabled=true distillation.teacher_models.teacher_model.model_path=t"
-    topk = f"{at}.loss_mode=forward_kl_topk {at}.topk=16 {at}.use_task_rewards=false"
+    topk = f"{at}.loss_mode=forward_kl_topk {at}.topk=16 {at}.use_task_rewards=false {at}.log_prob_min_clamp=-10"
     config = from_verl(tmp_path, "algorithm.adv_estimator=gae actor_rollout_ref.actor.use_kl_loss=true", one, topk)
     expect(
         config,
-        teacher={"path": "t", "form": "divergence", "beta": 0.0, "top_k": 16, "coef": 1.0},
+        teacher={"path": "t", "form": "divergence", "beta": 0.0, "top_k": 16, "coef": 1.0, "least_logp": -10.0},
         algorithm={"name": "grpo", "advantage": "zero", "beta": 0.0},
     )
     two = (
@@ -1414,6 +1464,12 @@ def test_dora_of_trl_and_axolotl(tmp_path):
     tree |= {"lora_r": 8, "peft_use_dora": True, "lora_modules_to_save": ["embed_tokens", "lm_head"]}
     wanted = {"rank": 8, "dora": True, "modules_to_save": ("embed_tokens", "lm_head")}
     expect(migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))[0], lora=wanted)
+    tree["peft_use_dora"] = False
+    _, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | {"peft_init_lora_weights": "eva"})))
+    assert "peft_init_lora_weights = 'eva' has no equivalent; lora.init is kaiming" in " ".join(text.split())
+    for theirs, ours in (("pissa_niter_16", "pissa_niter_16"), (False, "random"), (True, "kaiming")):
+        config, _ = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | {"peft_init_lora_weights": theirs})))
+        expect(config, lora={"init": ours})
     said = f"{said} --lora_modules_to_save lm_head"
     expect(migrate(written(tmp_path, "a.sh", said))[0], lora={"modules_to_save": ("lm_head",)})
 
@@ -1471,7 +1527,8 @@ def test_schedules_of_transformers(tmp_path, case):
     [
         ("reduce_lr_on_plateau", "has no equivalent: no schedule here follows the evaluations; constant is written"),
         ("cosine_warmup_with_min_lr", "is one update ahead of cosine"),
-        ("rex", "has no equivalent; linear is written"),
+        ("step_decay", "has no equivalent; linear is written"),
+        ("one_cycle", "whose warm-up is linear here"),
     ],
 )
 def test_schedules_that_are_not_here_are_noted_at_the_top(tmp_path, kind, note):
@@ -1494,16 +1551,26 @@ def test_schedules_of_transformers_without_a_warm_up(tmp_path, kind):
 
 def test_optimizers_of_transformers(tmp_path):
     """Those that are ours but for how they are computed and stored, and of the others that they are not here."""
-    same = re.compile(r"(adamw_.*|adafactor|sgd|(paged_)?(adamw|lion)_(8|32)bit)$")
+    same = re.compile(r"(adamw_.*|adafactor|sgd|ademamix|(paged_)?(adamw|lion|ademamix)_(8|32)bit)$")
     for name in (one.value for one in OptimizerNames):
         file = written(tmp_path, "a.json", {"output_dir": "o", "dataset_name": "d", "max_steps": 5, "optim": name})
         config, text = migrate(file, trainer="sft", devices=1)
         noted = f"optim = '{name}' has no equivalent; {config.optimizer.name} is written" in " ".join(text.split())
         assert noted != bool(same.match(name)), name
-        assert config.optimizer.name in (*re.findall("adafactor|lion|sgd", name), "adamw")[0]
+        assert config.optimizer.name in (*re.findall("adafactor|lion|sgd|ademamix", name), "adamw")[0]
         in_bits = bool(same.match(name) and re.search("[48]bit|fp8", name))
         assert config.optimizer.moment_dtype == ("float8" if in_bits else "float32"), name
         assert ("not from the table of bitsandbytes" in " ".join(text.split())) == in_bits
+    mixed = {"optim": "ademamix_8bit", "optim_args": "beta3=0.999, alpha=8,t_alpha=10,t_beta3=20"}
+    config, text = migrate(written(tmp_path, "a.json", {"output_dir": "o", "max_steps": 50, **mixed}), trainer="sft")
+    expect(config, optimizer={"name": "ademamix", "b3": 0.999, "mixing": 8.0, "mixing_steps": 20, "b2": 0.999})
+    assert "t_alpha and t_beta3 are one number here" in " ".join(text.split())
+    tree = {"base_model": "m", "datasets": [{"path": "d"}], "learning_rate": 1e-5, "max_steps": 50}
+    tree |= {"optimizer": "ademamix", "optim_args": {"beta3": 0.99}}
+    expect(migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))[0], optimizer={"name": "ademamix", "b3": 0.99})
+    config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | {"optimizer": "adopt_adamw"})))
+    expect(config, optimizer={"name": "adopt", "b3": 0.9999})
+    assert "optim_args" in text.partition("from jaxrl_llm")[0]
     more = {"optim": "galore_adamw", "optim_target_modules": ["q_proj"]}
     _, text = migrate(written(tmp_path, "a.json", {"output_dir": "o", "max_steps": 5, **more}), trainer="sft")
     assert "no optimizer here projects gradients" in " ".join(text.partition("from jaxrl_llm")[0].split())
@@ -1582,8 +1649,11 @@ def test_a_mixture_of_experts_of_axolotl_in_four_bits(tmp_path):
     tree = {"base_model": "mistralai/Mixtral-8x7B-v0.1", "datasets": [{"path": "d"}], "learning_rate": 1e-5}
     tree |= {"max_steps": 2, "adapter": "qlora", "load_in_4bit": True, "lora_r": 8}
     config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))
-    expect(config, model={"quantize": "nf4", "param_dtype": "bfloat16"})
-    assert "model.quantize leaves the matrices of experts" in " ".join(text.partition("from jaxrl_llm")[0].split())
+    expect(config, model={"quantize": "nf4", "quantize_experts": "none", "param_dtype": "bfloat16"})
+    assert "the matrices of experts, most of" in " ".join(text.partition("from jaxrl_llm")[0].split())
+    config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | {"quantize_moe_experts": True})))
+    expect(config, model={"quantize": "nf4", "quantize_experts": "same"})
+    assert "of experts" not in text.partition("from jaxrl_llm")[0]
     tree["base_model"] = "mistralai/Mistral-7B-v0.1"
     assert "of experts" not in migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))[1]
 
@@ -1693,6 +1763,30 @@ def test_sft_of_verl():
         batch={"prompts": 64, "microbatch_rows": 16},
         _={"total_steps": 100},
     )
+
+
+def test_sft_of_verl_by_its_engines(tmp_path):
+    said = (
+        "torchrun --nproc_per_node=2 -m verl.trainer.sft_trainer model.path=Qwen/Qwen2.5-0.5B engine=fsdp "
+        "engine.ulysses_sequence_parallel_size=2 data.messages_key=turns data.max_token_len_per_gpu=2048 "
+        "optim.lr=1e-5 optim.lr_scheduler_type=cosine optim.min_lr_ratio=0.1 trainer.total_training_steps=3 "
+        "data.enable_thinking_default=False model.lora_rank=32\n"
+    )
+    config, text = migrate(written(tmp_path, "run.sh", said))
+    expect(
+        config,
+        algorithm={"name": "sft"},
+        model={"path": "Qwen/Qwen2.5-0.5B", "remat": "block"},
+        lora={"rank": 32, "alpha": 16.0},
+        data={"format": "chat_template(field_messages='turns')", "chat_template_kwargs": "enable_thinking=False"},
+        optimizer={"learning_rate": 1e-5, "b2": 0.999, "schedule": "cosine", "min_lr_ratio": 0.1, "weight_decay": 0.01},
+        batch={"prompts": 256, "microbatch_tokens": 4096},
+        mesh={"context": 2},
+        _={"total_steps": 3, "seed": 1},
+    )
+    assert "known key" not in text
+    plain, _ = migrate(written(tmp_path, "plain.sh", said.replace("data.messages_key=turns", "")))
+    expect(plain, data={"format": "auto"}, model={"path": "Qwen/Qwen2.5-0.5B"})
 
 
 def test_clip_ratio_of_verl_is_what_clips(tmp_path):
@@ -1876,17 +1970,97 @@ def test_texts_of_axolotl_and_unknown_keys(tmp_path):
     text = "base_model: m\nlearning_rate: 1e-5\nmax_steps: 2\ndatasets: [{path: d, type: completion, field: text}]\n"
     extra = "include_tokens_per_second: true\nzzzz_zzzz: 1\nlearning_rat: 1\n"
     config, made_of = migrate(written(tmp_path, "a.yml", text + extra), devices=1)
-    assert config.data.sources == ({"path": "d"},)
-    assert "- zzzz_zzzz is no known key\n" in made_of and "include" not in made_of.partition('"""\n\nfrom')[0]
+    assert config.data.sources == ({"path": "d", "type": "completion"},)
+    assert "- zzzz_zzzz is no known key; the closest is " in made_of
+    assert "include" not in made_of.partition('"""\n\nfrom')[0]
     assert "- learning_rat is no known key; the closest is learning_rate\n" in made_of
+
+
+def test_teachers_of_axolotl(tmp_path):
+    tree = {"base_model": "m", "learning_rate": 1e-5, "max_steps": 4, "sequence_len": 1024, "micro_batch_size": 8}
+    tree |= {"datasets": [{"path": "d", "type": "chat_template"}]}
+    gkd = {"gkd_trainer": True, "gkd_teacher": "t", "gkd_max_new_tokens": 256, "gkd_top_k": 20, "gkd_seq_kd": True}
+    config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | gkd)), devices=1)
+    expect(
+        config,
+        teacher={"path": "t", "form": "divergence", "beta": 1.0, "on_policy": 1.0, "temperature": 0.9},
+        rollout={"max_completion_length": 256, "max_prompt_length": 768, "temperature": 0.9, "top_k": 20},
+        batch={"prompts": 8},
+        rewards={"functions": ()},
+        data={"sources": ({"path": "d"},)},
+    )
+    assert "gkd_seq_kd is left out" in text and "no known key" not in text
+    given = {"gkd_lmbda": 0, "gkd_divergence": "fkl", "gkd_temperature": 2.0, "gkd_seq_kd": False}
+    config, _ = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | gkd | given)), devices=1)
+    expect(config, algorithm={"name": "sft"}, teacher={"path": "t", "beta": 0.0, "temperature": 2.0})
+    online = {"kd_trainer": True, "kd_online_server_base_url": "http://h:8000/", "kd_online_topk": 64, "kd_alpha": 0.9}
+    config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | online | {"kd_ce_alpha": 0.1})), devices=1)
+    expect(
+        config,
+        algorithm={"name": "sft"},
+        teacher={
+            "path": "server(url='http://h:8000/v1', model='MODEL')", "form": "divergence", "beta": 0.0, "coef": 0.9,
+            "top_k": 64, "tail": False,
+        },
+    )  # fmt: skip
+    assert "kd_ce_alpha = 0.1 is left out" in text and "no known key" not in text
+
+
+def test_a_text_column_of_another_name_of_axolotl(tmp_path):
+    text = "base_model: m\nlearning_rate: 1e-5\nmax_steps: 2\ndatasets: [{path: d, type: completion, field: body}]\n"
+    config, _ = migrate(written(tmp_path, "a.yml", text), devices=1)
+    assert config.data.sources == ({"path": "d", "type": "completion", "field": "body"},)
+    form = formats.find("completion", "completions", options={"field": "body"})
+    assert form({"body": "words", "text": "other"})["text"] == "words"
+
+
+def test_learning_rates_of_parts_of_axolotl(tmp_path):
+    tree = {"base_model": "m", "datasets": [{"path": "d"}], "learning_rate": 2e-5, "max_steps": 100}
+    groups = [{"name": "a", "modules": ["q_proj", "mlp.up"], "lr": 1e-5}]
+    config, text = migrate(
+        written(tmp_path, "a.yaml", yaml.safe_dump(tree | {"lr_groups": groups, "embedding_lr": 2e-6})), devices=1
+    )
+    expect(config, optimizer={"rate_factors": ("embed_tokens|lm_head=0.1", "q_proj|mlp\\.up=0.5")})
+    assert "no known key" not in text
+    plus = {"adapter": "lora", "lora_r": 8, "loraplus_lr_ratio": 16, "weight_decay": 0.1, "lr_scheduler": "rex"}
+    config, _ = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | plus)), devices=1)
+    expect(config, optimizer={"rate_factors": ("lora_B=16",), "weight_decay": 0.0, "schedule": "rex"})
+    cycle = {"lr_scheduler": "one_cycle", "use_eaft": True, "eaft_alpha": 2.0, "curriculum_sampling": True}
+    config, _ = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | cycle)), devices=1)
+    expect(config, optimizer={"schedule": "cosine", "warmup_steps": 3}, data={"shuffle": False})
+    assert config.algorithm.loss == "eaft(alpha=2.0, scale=1.0)"
+    assert config.optimizer.warmup_init == pytest.approx(2e-5 / 25)
+    assert config.optimizer.min_lr_ratio == pytest.approx(4e-6)
+
+
+def test_new_tokens_of_axolotl(tmp_path):
+    tree = {"base_model": "m", "datasets": [{"path": "d"}], "learning_rate": 2e-5, "max_steps": 100}
+    tree |= {"tokens": ["<|im_start|>", "<|im_end|>"], "special_tokens": {"eos_token": "<|im_end|>"}}
+    config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)), devices=1)
+    expect(config, model={"eos_token": "<|im_end|>"})
+    noted = " ".join(text.partition("from jaxrl_llm")[0].split())
+    assert "add_tokens --model=m --tokens='<|im_start|>,<|im_end|>' --output=FOLDER" in noted
+
+
+def test_pretraining_of_axolotl(tmp_path):
+    text = {"path": "HuggingFaceFW/fineweb-edu", "name": "sample-10BT", "type": "pretrain", "text_column": "text"}
+    tree = {"base_model": "m", "pretraining_dataset": [text], "learning_rate": 5e-4, "max_steps": 10}
+    tree |= {"sample_packing": True, "streaming_multipack_buffer_size": 1000, "reinit_weights": True}
+    config, made_of = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)), devices=1)
+    sources = ({"path": "HuggingFaceFW/fineweb-edu", "name": "sample-10BT", "type": "completion"},)
+    expect(config, data={"sources": sources, "streaming": True, "packing": True, "loss_on": "all"})
+    expect(config, data={"shuffle_buffer": 1000}, model={"random_init": True})
+    assert "no known key" not in made_of and "names no data set" not in made_of
+    config, _ = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | {"pretraining_dataset": text})), devices=1)
+    expect(config, data={"sources": sources})
 
 
 def test_a_folder_says_whether_its_model_is_here(tmp_path):
     said = {"model_name_or_path": str(EMBEDDED / "sort"), "dataset_name": "d", "trainer": "dpo", "max_steps": 1}
     assert "model.path is" not in migrate(written(tmp_path, "a.yaml", yaml.safe_dump(said)), devices=1)[1]
-    written(tmp_path, "config.json", {"model_type": "gpt2"})
+    written(tmp_path, "config.json", {"model_type": "bert"})
     _, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(said | {"model_name_or_path": "."})), devices=1)
-    assert "- model.path is .: model_type 'gpt2' is not supported" in text
+    assert "- model.path is .: model_type 'bert' is not supported" in text
 
 
 def test_what_public_examples_often_have(tmp_path):
@@ -2065,7 +2239,7 @@ def test_nothing_of_a_script_is_run(tmp_path):
         ("a.json", {"max_steps": 2, "output_dir": "o", "desirable_weight": 1}, {"version": "0.16"}, "known for grpo"),
         ("a.toml", "a = 1\n", {}, "no .yaml, .json, .py or .sh file"),
         ("a.yaml", "rl: bco\nbase_model: m\n", {}, "rl is 'bco', which has no equivalent; there are dpo"),
-        ("a.yaml", "gkd_trainer: true\nbase_model: m\n", {}, "gkd_trainer distils a teacher, which is not migrated"),
+        ("a.yaml", "kd_trainer: true\nbase_model: m\n", {}, "log-probs of a teacher that are in the rows"),
         (
             "a.yaml",
             "data: {path: said.parquet, response_key: responses}\ncustom_reward_function: {path: r.py, name: f}\n",
@@ -2127,9 +2301,9 @@ def test_the_images_are_read_as_in_verl(tmp_path, name, key):
         ),
         (
             "a.yaml",
-            "base_model: tiiuae/falcon-7b\nlearning_rate: 1\ndatasets: [{path: d}]\n",
+            "base_model: tiiuae/falcon-rw-7b\nlearning_rate: 1\ndatasets: [{path: d}]\n",
             {},
-            ["falcon-7b: see that"],
+            ["falcon-rw-7b: see that"],
         ),
         (
             "a.yaml",
@@ -2215,6 +2389,8 @@ def test_command_line(tmp_path, capsys):
     assert load_config_file(str(output)).algorithm.loss == "kto(desirable_weight=1.33)"
     with pytest.raises(ConfigError, match="is there already"):
         main([str(FILES / "trl_kto.yaml"), "--rows=100", "--devices=1", f"--output={output}"])
+    with pytest.raises(ConfigError, match=r"name it mine\.py"):
+        main([str(FILES / "trl_kto.yaml"), "--rows=100", "--devices=1", f"--output={tmp_path / 'mine'}"])
     with pytest.raises(ConfigError, match="give one file"):
         main([])
     capsys.readouterr()

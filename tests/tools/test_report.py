@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import os
 import re
 import sys
 import time
@@ -236,6 +237,17 @@ def test_a_page_follows_runs_until_they_are_finished(tmp_path, monkeypatch, caps
     command.main([str(other), "--watch=7"])
     (curves,) = unpacked((other / "report.html").read_text(encoding="utf-8"), "curves")
     assert curves["reload"] == 0, "a page that nobody writes any more stays as it is"
+
+
+def test_a_run_that_a_callback_ended_is_finished(tmp_path):
+    """Its last step is not that of the configuration; the model is written behind its last line."""
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    run, model = write_run(tmp_path / "run", steps=6), tmp_path / "run" / "hf" / "config.json"
+    model.touch()
+    for later in (1, -1):  # of an earlier end, before the run went on
+        time = (run / "metrics.jsonl").stat().st_mtime + later
+        os.utime(model, (time, time))
+        assert read_runs([run])[0].is_finished == (later > 0)
 
 
 def test_smoothing_has_no_bias():

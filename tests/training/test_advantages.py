@@ -42,13 +42,15 @@ def step_of(config, names=("r",)) -> AdvantageStep:
     return advantage_step(advantage_spec(config), names)
 
 
-def advantages_of(rewards, weights=(1.0,), mask=MASK, logps=None, ref_logps=None, greedy=None, **settings):
+def advantages_of(
+    rewards, weights=(1.0,), mask=MASK, logps=None, ref_logps=None, greedy=None, teacher_logps=None, **settings
+):
     config = configured(**settings)
     rewards = np.array(rewards, np.float32)
     rewards = rewards[:, None] if rewards.ndim == 1 else rewards
     step, coef = step_of(config, tuple(f"r{i}" for i in range(rewards.shape[1]))), config.algorithm.beta
-    terms = {"logps": logps, "ref_logps": ref_logps, "kl_coef": coef, "greedy_rewards": greedy}
-    return step(rollout(), mask, rewards, np.array(weights, np.float32), **terms)
+    terms = {"logps": logps, "ref_logps": ref_logps, "teacher_logps": teacher_logps, "greedy_rewards": greedy}
+    return step(rollout(), mask, rewards, np.array(weights, np.float32), kl_coef=coef, **terms)
 
 
 def rows_of(result):
@@ -305,6 +307,19 @@ def test_flat_groups_of_each_rule():
     np.testing.assert_array_equal(np.asarray(result.priority) > 0, [False, True])
 
 
+def test_groups_that_score_alike_teach_where_a_rule_compares_with_something_else():
+    """The first group scores 1 twice, the second 0 twice; a greedy completion of each scored 0."""
+    rewards, greedy = [1.0, 1.0, 0.0, 0.0], np.zeros((2, 1), np.float32)
+    useful = {"group": [False] * 2, "rloo": [False] * 2, "remax": [True, False], "reinforce_plus_plus": [True] * 2}
+    for rule, expected in useful.items():
+        result = advantages_of(rewards, advantage=rule, greedy=greedy if rule == "remax" else None)
+        np.testing.assert_array_equal(np.asarray(result.priority) > 0, expected, rule)
+        moved = np.abs(np.asarray(result.advantages)).sum(axis=1).reshape(2, 2).sum(axis=1) > 0
+        np.testing.assert_array_equal(moved, expected, rule)
+    teacher = {"logps": np.zeros((4, 6), np.float32), "teacher_logps": np.full((4, 6), -1.0, np.float32)}
+    assert (np.asarray(advantages_of(rewards, advantage="group", **teacher).priority) > 0).all()  # it rates tokens
+
+
 def with_options(*entries, **settings):
     config = configured(**settings)
     config.environment.options = entries
@@ -320,9 +335,8 @@ def test_an_environment_has_a_rule_of_its_own():
     result = step(rollout(), MASK, rewards, weights, rule_numbers=numbers)
     # Mean 2.4, unbiased variance (4 * 0.6**2 + 2.4**2) / 4 = 1.8.
     np.testing.assert_allclose(rows_of(result), [2, -2, 0.6 / 1.8**0.5, -2.4 / 1.8**0.5], rtol=1e-5)
-    np.testing.assert_allclose(
-        result.priority, [8**0.5 * 2, 4.5**0.5 * (0.6 + 2.4) / 1.8**0.5 / 2], rtol=1e-5
-    )  # std of a group's rewards x mean |advantage|
+    # The std of a group's rewards x mean |advantage|, and the latter alone where rewards are not compared.
+    np.testing.assert_allclose(result.priority, [8**0.5 * 2, (0.6 + 2.4) / 1.8**0.5 / 2], rtol=1e-5)
 
 
 EIGHT = [0, 1, 2, 3, 2, 3, 0, 1]  # rows of `rollout()` that make up four groups

@@ -1,11 +1,13 @@
 """Training adapters of experts: a whole run, what it leaves, a resumed one, and beside quantised matrices."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.config import ConfigError, assign, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh, path_name
 from jaxrl_llm.models import lora
@@ -65,14 +67,16 @@ def test_a_run_and_what_it_leaves(root, tmp_path, mixture):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_equals_the_undisturbed_one(root, tmp_path, mixture):
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_a_resumed_run_equals_the_undisturbed_one(root, tmp_path, mixture, quantize):
     """Also of packed rows, and on from the folder of the first with a reference that has its adapters."""
-    changes = {"batch__packing": "true", "checkpoint__every": 1}
+    changes = {"batch__packing": "true", "checkpoint__every": 1, "model__quantize": quantize}
     whole = jaxrl_llm.train(tiny(root, tmp_path / "run", mixture, **changes))
     again = tiny(root, tmp_path / "again", mixture, **changes)
     again.checkpoint.resume = str(whole.output_dir / "checkpoints/1")
     jax.tree.map(np.testing.assert_array_equal, jaxrl_llm.train(again).model.params, whole.model.params)
     on = tiny(root, tmp_path / "on", mixture, lora__path=str(whole.output_dir / "adapter"), lora__reference="start")
+    on.model.quantize = quantize
     on.lora.rank, on.lora.targets, on.optimizer.learning_rate, on.algorithm.beta = 0, ("all-linear",), 0.0, 0.1
     on.total_steps = 1
     result = jaxrl_llm.train(on)
@@ -83,23 +87,41 @@ def test_a_resumed_run_equals_the_undisturbed_one(root, tmp_path, mixture):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "changes"), [
     ("sft", {"model__quantize": "int8"}), ("grpo_lora", {"model__quantize": "nf4"}),
+    ("grpo_lora", {"model__quantize_experts": "mxfp4"}),
     ("dpo", {"optimizer__name": "muon"}),
     ("ppo", {}), ("reward_model", {"lora__targets": ("experts",)}),
 ])  # fmt: skip
 def test_every_kind_of_algorithm_trains_them(root, tmp_path, mixture, name, changes):
     result = jaxrl_llm.train(tiny(root, tmp_path / "run", mixture, name, **changes))
     assert all(np.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in result.metrics)
-    quantize = result.model.net.config.quantize
+    config = result.model.net.config
     experts = lora.adapters_of(result.model.params)["layers"]["mlp"]["experts"]
     assert all(np.abs(experts[matrix]["lora_b"]).max() > 1e-5 for matrix in ("gate_up", "down"))
     exported = jaxrl_llm.export(result.output_dir, tmp_path / "adapter", adapter=True)
-    found = load_model(exported, quantize=quantize)
+    found = load_model(exported, quantize=config.quantize, quantize_experts=config.quantize_experts)
     jax.tree.map(np.testing.assert_array_equal, found.params, result.model.params)
     if name == "grpo_lora":
         merged = load_model(result.output_dir / "hf")
         np.testing.assert_allclose(found(TOKENS), merged(TOKENS), atol=1e-4)
         for line in result.metrics:
             assert line["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+def test_beside_quantised_ones(root, tmp_path, mixture):
+    """A run by the adapters of experts that stay as they were read, what it leaves, and a plan of it, byte for byte."""
+    kinds: dict[str, Any] = {"quantize": "int8", "quantize_experts": "mxfp4"}
+    config = tiny(root, tmp_path / "run", mixture, "sft", **{f"model__{name}": kind for name, kind in kinds.items()})
+    config.total_steps = 1
+    result = jaxrl_llm.train(config)
+    moved = moves(result.model, load_model(mixture, **kinds))
+    assert all(moved[f"layers/mlp/experts/{matrix}/lora_b"] > 1e-5 for matrix in ("gate_up", "down"))
+    adapted = load_model(result.output_dir / "adapter", **kinds)
+    jax.tree.map(np.testing.assert_array_equal, adapted.params, result.model.params)
+    shapes = describe(config, make_mesh(devices=jax.devices()[:1]), "float32", on_cpu=True)
+    frozen = lora.split(result.model.params)[0]
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes.frozen.params) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), frozen
+    )
 
 
 def test_a_plan_counts_them(root, tmp_path, mixture):
@@ -113,12 +135,17 @@ def test_a_plan_counts_them(root, tmp_path, mixture):
 
 
 def test_contradictions_are_refused():
-    for setting, value, message in (
-        ("dora", True, r"lora.dora is true, but lora.targets names experts.down_proj, and adapters of experts have no"),
-        ("dropout", 0.1, r"lora.dropout is 0.1, but lora.targets names experts.down_proj.*: set it to 0, or leave"),
+    for changes, message in (
+        ({"lora.dora": True}, r"lora.dora is true, but lora.targets names experts.down_proj, and adapters of experts "),
+        ({"lora.dropout": 0.1}, r"lora.dropout is 0.1, but lora.targets names experts.down_proj.*: set it to 0, or "),
+        ({"lora.reference": "copy"}, r"lora.reference is copy, .*\(model.quantize_experts = 'mxfp4'\)"),
+        ({"average.every": 1}, r"average.every is 1, but .*\(model.quantize_experts = 'mxfp4'\), and a mean of"),
+        ({"lora.rank": 0, "model.qat": "int4"}, r"model.qat is int4, .* but model.quantize_experts is mxfp4, with whi"),
     ):
         config = default()
         config.lora.rank, config.lora.targets = 2, ("q", "experts.down_proj")
-        config.lora[setting] = value
+        config.model.quantize_experts = "mxfp4"
+        for name, value in changes.items():
+            assign(config, name, value)
         with pytest.raises(ConfigError, match=message):
             validate(config)

@@ -167,6 +167,16 @@ FAMILIES = {
         },
         "image_token_id": 2,
     },
+    "llava": {
+        "text_config": {"model_type": "qwen2"}, "image_token_index": 2, "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False, "patch_size": 12},
+    },
+    "paligemma": {
+        "text_config": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 3}, "image_token_index": 2,
+        "vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False, "patch_size": 12},
+        "projection_dim": 64,
+    },
     "lfm2_vl": {
         "text_config": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
         "vision_config": {"vision_use_head": False, "num_patches": 9},
@@ -182,7 +192,8 @@ FAMILIES = {
 def test_steps_of_other_families_on_images(root, tmp_path, family, algorithm):
     """All of it moves; and the sampler and the update, of packed rows, compute the same of a prompt with an image.
 
-    Delta nets and short convolutions read no packed rows, and the scale of Gemma 4's layers stays as it is.
+    Delta nets, short convolutions and PaliGemma read no packed rows, and the scale of Gemma 4's layers stays as it is,
+    as does the norm behind the layer that LLaVA reads.
     """
     shutil.copytree(hf.EMBEDDED / "shapes", tmp_path / family)
     shapes = json.loads((tmp_path / family / "config.json").read_text())
@@ -192,7 +203,7 @@ def test_steps_of_other_families_on_images(root, tmp_path, family, algorithm):
     config = configured(root, tmp_path, **{"model.path": str(tmp_path / family), "algorithm.name": algorithm})
     # transformers makes any tokenizer.json beside a qwen3_5 one of Qwen3.5's kind, which drops the words of questions.
     config.model.tokenizer = "embedded:shapes"
-    config.batch.packing = "auto" if family in ("qwen3_5", "lfm2_vl") else "true"
+    config.batch.packing = "auto" if family in ("qwen3_5", "lfm2_vl", "paligemma") else "true"
     config.data.max_length, config.total_steps = 16, 1
     rows = [{**row, "completion": row["answer"]} for row in tasks.generate("shapes", size=8)]
     dataset = rows if algorithm == "sft" else None
@@ -202,10 +213,12 @@ def test_steps_of_other_families_on_images(root, tmp_path, family, algorithm):
 
     rewards = None if algorithm == "sft" else [letters]
     first = jaxrl_llm.train(config, train_dataset=dataset, rewards=rewards).model
-    assert first.net.config.vision.bidirectional == {"gemma3": "all", "gemma4": "sliding"}.get(family, "")
+    seen = {"gemma3": "all", "gemma4": "sliding", "paligemma": "prompt"}
+    assert first.net.config.vision.bidirectional == seen.get(family, "")
     before, config.total_steps = leaves(first.params), 2
     for path, x in leaves(jaxrl_llm.train(config, train_dataset=dataset, rewards=rewards).model.params).items():
-        assert np.isfinite(x).all() and np.array_equal(x, before[path]) == path.endswith("['out_scale']"), path
+        kept = path.endswith("['out_scale']") or (family == "llava" and "['encoder']['norm']" in path)
+        assert np.isfinite(x).all() and np.array_equal(x, before[path]) == kept, path
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "loss" in line]
     assert len(lines) == 2

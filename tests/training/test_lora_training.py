@@ -194,6 +194,11 @@ def test_contradictions_are_refused():
         "lora.dora is true, but the adapter of lora.path": {"lora__dora": True, "lora__path": "x", "lora__rank": 0},
         "lora.dora is true, and model.quantize nf4": {"lora__dora": True, "model__quantize": "nf4"},
         "lora.dora is true, but there are no adapters": {"lora__dora": True, "lora__rank": 0},
+        "lora.init is 'pisa', but there are kaiming": {"lora__init": "pisa"},
+        "lora.init is pissa, but the adapter of lora.path": {"lora__init": "pissa", "lora__path": "x", "lora__rank": 0},
+        "lora.init is olora, and lora.dora true": {"lora__init": "olora", "lora__dora": True},
+        "lora.init is orthogonal, which takes an even": {"lora__init": "orthogonal", "lora__rank": 3},
+        "lora.init is pissa, but lora.targets names": {"lora__init": "pissa", "lora__targets": ("experts",)},
         "lora.modules_to_save is lm_head, but the adapter": {
             "lora__modules_to_save": ("lm_head",),
             "lora__path": "x",
@@ -271,6 +276,30 @@ def test_a_run_with_adapters_of_some_layers(root, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jaxrl_llm.train(again).model.params, result.model.params)
     exported = jaxrl_llm.export(result.output_dir, tmp_path / "adapter", adapter=True)
     jax.tree.map(np.testing.assert_array_equal, jaxrl_llm.load_model(exported).params, result.model.params)
+
+
+def test_a_run_with_adapters_that_start_from_the_matrices(root, tmp_path):
+    """The sampler merges what the trainer computes; the reference is the model before, also where the adapters are at
+    first; folders hold plain adapters of twice the rank; and a resumed run subtracts the same."""
+    changes = {"lora__init": "pissa_niter_4", "lora__rank": 4, "optimizer__warmup_steps": 0, "algorithm__beta": 0.1}
+    changes |= {"optimizer__learning_rate": 1e-3}
+    result = jaxrl_llm.train(tiny(root, tmp_path / "run", **changes, checkpoint__every=1))
+    for line in result.metrics:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+    assert abs(result.metrics[0]["kl"]) < 1e-6 < result.metrics[1]["kl"]
+    base = jaxrl_llm.load_model("embedded:sort")
+    jax.tree.map(np.testing.assert_array_equal, lora.without_adapters(result.model.params), base.params)
+    adapted, merged = (jaxrl_llm.load_model(result.output_dir / name) for name in ("adapter", "hf"))
+    assert adapted.net.config.lora.rank == 8
+    assert adapted.net.config.lora.scale == result.model.net.config.lora.scale
+    tokens = np.arange(97, 109)[None]
+    assert np.abs(merged(tokens) - base(tokens)).max() > 1e-2
+    np.testing.assert_allclose(adapted(tokens), merged(tokens), atol=1e-3)
+    np.testing.assert_allclose(result.model(tokens), merged(tokens), atol=1e-3)
+    exported = jaxrl_llm.export(result.output_dir, tmp_path / "adapter", adapter=True)
+    jax.tree.map(np.testing.assert_array_equal, jaxrl_llm.load_model(exported).params, adapted.params)
+    again = tiny(root, tmp_path / "again", **changes, checkpoint__resume=str(result.output_dir / "checkpoints/1"))
+    jax.tree.map(np.testing.assert_array_equal, jaxrl_llm.train(again).model.params, result.model.params)
 
 
 @pytest.mark.slow

@@ -148,6 +148,13 @@ def test_dora_on_a_mesh(run_python, root):
 
 
 @pytest.mark.slow
+def test_adapters_that_start_from_the_matrices_on_a_mesh(run_python, root):
+    """Decompositions are of whole matrices, and what they give is cut as the adapters are."""
+    settings = {"lora.rank": 4, "lora.init": "pissa"}
+    check(run_python, root, [{"data": 1, "fsdp": 2, "context": 2, "tensor": 2}], settings)
+
+
+@pytest.mark.slow
 def test_packed_rows_on_a_mesh(run_python, root):
     """Also where it cuts them within their documents."""
     shapes = [{"data": 2, "context": 2, "tensor": 2}, {"data": 1, "context": 8}]

@@ -149,7 +149,7 @@ def test_losses_follow_those_of_adamw_in_float32():
     np.testing.assert_allclose(found, exact, rtol=0.01)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "muon", "ademamix", "adopt"])
 def test_what_is_stored_in_8_bits(name):
     """Large arrays of two dimensions or more, at little over a byte a number; others stay float32."""
     shapes = {
@@ -173,7 +173,8 @@ def test_what_is_stored_in_8_bits(name):
             assert x.codes.nbytes + x.scales.nbytes <= (1 + 4 / 64) * x.codes.size
         elif keys[-1:] in (["bias"], ["lora_a"], ["conv"]):
             assert x.dtype == jnp.float32
-    assert count == 3 * (1 + (name == "adamw")) + (name == "muon") * 2  # of muon's, adamw has the head and the scales
+    moments = {"adamw": 2, "adopt": 2, "ademamix": 3}
+    assert count == 3 * moments.get(name, 1) + (name == "muon") * 2  # of muon's, adamw has the head and the scales
 
 
 @pytest.mark.parametrize(

@@ -314,6 +314,25 @@ def test_held_out_rows_are_one_batch(loss, task):
         np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+def test_a_long_row_does_not_make_all_held_out_rows_take_more_memory():
+    """Training packs 16 tokens of most rows; in the evaluation they are as wide as the longest, and fewer at once."""
+    config = config_of("sft", "nll")
+    config.batch.prompts, config.batch.packing, config.batch.microbatch_tokens = 16, "true", 256
+    config.eval.prompts = 17
+    config.data.max_length, config.eval.every, mesh = 128, 0, make_mesh(devices=jax.devices()[:1])
+    short = [{"prompt": f"sort:{n}=", "completion": str(n)} for n in range(100, 116)]
+    long = {"prompt": f"sort:{'1' * 100}=", "completion": "1"}
+    found = []
+    for held_out in ([*short, long], short):
+        with jax.set_mesh(mesh):
+            run = build(config, mesh, train_dataset=[*short, long], eval_dataset=held_out)
+        (evaluation,) = run.evaluation.sets
+        width = evaluation.batch.inputs.tokens.shape[1]
+        assert evaluation.rows * width <= run.source.pack.passing_tokens
+        found.append((width, evaluation.rows))
+    assert found == [(112, 1), (16, 7)]
+
+
 @pytest.mark.slow
 def test_what_is_measured():
     def names(config):

@@ -132,6 +132,51 @@ def test_lion_by_hand():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, params)
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_ademamix_by_hand(steps):
+    """As its authors' code has it: half lives that rise linearly, the slow moment without bias correction."""
+
+    def slow_decay(t):  # the half life of b is log(0.5) / log(b)
+        if t >= steps:
+            return 0.99
+        lives = [np.log(0.5) / np.log(b) for b in (0.9, 0.99)]
+        return 0.5 ** (1 / (lives[0] + t / steps * (lives[1] - lives[0])))
+
+    params = parameters(np.float64)
+    fast, slow, squares = (jax.tree.map(np.zeros_like, params) for _ in range(3))
+    for t in range(1, STEPS + 1):
+        g = gradients(t - 1)
+        mixing = 4.0 * min(t / steps, 1.0) if steps else 4.0
+        decay = slow_decay(t)
+        fast = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, fast, g)
+        slow = jax.tree.map(lambda m, g, b=decay: b * m + (1 - b) * g, slow, g)
+        squares = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g.astype(np.float64) ** 2, squares, g)
+
+        def changed(p, m1, m2, v, t=t, mixing=mixing):
+            return p - 0.01 * (m1 / (1 - 0.9**t) + mixing * m2) / (np.sqrt(v / (1 - 0.95**t)) + 1e-8)
+
+        params = jax.tree.map(changed, params, fast, slow, squares)
+    ours, _ = improve(config_of(name="ademamix", b2=0.95, b3=0.99, mixing=4.0, mixing_steps=steps))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), ours, params)
+
+
+def test_adopt_by_hand():
+    """The first gradient begins the second moment; later ones are divided by the root of that of those before."""
+    params = parameters(np.float64)
+    moments, squares = jax.tree.map(np.zeros_like, params), jax.tree.map(lambda g: g**2, gradients(0))
+    for t in range(1, STEPS):
+        g = gradients(t)
+
+        def scaled(g, v, t=t):
+            return np.clip(g / np.maximum(np.sqrt(v), 1e-6), -(t**0.25), t**0.25)
+
+        moments = jax.tree.map(lambda m, g, v, f=scaled: 0.9 * m + 0.1 * f(g, v), moments, g, squares)
+        squares = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g**2, squares, g)
+        params = jax.tree.map(lambda p, m: p - 0.01 * m, params, moments)
+    ours, _ = improve(config_of(name="adopt", b2=0.99, eps=1e-6))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), ours, params)
+
+
 def orthogonal(x):
     """Five Newton-Schulz steps of Muon on one matrix."""
     a, b, c = 3.4445, -4.775, 2.0315
@@ -196,7 +241,9 @@ def test_adafactor_updates_each_layer_by_itself(stack):
             np.testing.assert_allclose(found, change["head"]["kernel"], rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow), "lion", "sgd", "muon"])
+@pytest.mark.parametrize(
+    "name", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow), "lion", "sgd", "muon", "ademamix", "adopt"]
+)
 def test_moments_in_fp32_stored_as_set(name):
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), jax.tree.map(jnp.asarray, parameters()))
     params, state = improve(config_of(name=name), half)
@@ -255,8 +302,16 @@ def test_training_in_narrow_types_follows_fp32(root, tmp_path, narrow, moments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("moments", "offload"), [("bfloat16", False), ("float8", False), ("float8", True)])
-def test_a_resumed_run_in_bfloat16_equals_a_whole_one(root, tmp_path, capsys, moments, offload):
+@pytest.mark.parametrize(
+    ("moments", "offload", "optimizer"),
+    [
+        ("bfloat16", False, "adamw"),
+        ("float8", False, "ademamix"),
+        ("float8", True, "adamw"),
+        ("float8", False, "adopt"),
+    ],
+)
+def test_a_resumed_run_in_bfloat16_equals_a_whole_one(root, tmp_path, capsys, moments, offload, optimizer):
     """At a rate at which rounding is noise, of which it warns."""
 
     def run(name, steps):
@@ -265,6 +320,7 @@ def test_a_resumed_run_in_bfloat16_equals_a_whole_one(root, tmp_path, capsys, mo
         config.optimizer.schedule, config.optimizer.warmup_steps = "constant", 0
         config.model.dtype = config.model.param_dtype = "bfloat16"
         config.optimizer.moment_dtype, config.optimizer.offload = moments, offload
+        config.optimizer.name, config.optimizer.mixing_steps = optimizer, 3 if optimizer == "ademamix" else 0
         config.optimizer.learning_rate = 1e-6
         config.eval.every, config.checkpoint.every, config.logging.backends = -1, 1, ("console", "jsonl")
         return jaxrl_llm.train(config).model.params
@@ -304,7 +360,7 @@ def test_a_frozen_router_does_not_decay():
     assert moved.pop("gate")["kernel"].all() and not any(x.any() for x in jax.tree.leaves(moved))
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon", "ademamix", "adopt"])
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
 def test_weight_decay_moves_to_its_end(name, shape):
     """Without gradients each update multiplies by 1 - rate x decay, whatever the optimizer."""
@@ -366,6 +422,15 @@ def test_learning_rates_agree_with_transformers(case):
             np.testing.assert_allclose(float(schedule(step)), theirs.get_last_lr()[0], rtol=1e-5, atol=1e-9)
         optimizer.step()
         theirs.step()
+
+
+def test_rex_is_that_of_axolotl():
+    """Its formula, z / (0.1 + 0.9 z) of the share z of steps that are left, after a warm-up and down to a tenth."""
+    schedule = learning_rate_schedule(optimizer_spec(config_of(schedule="rex", warmup_steps=4, min_lr_ratio=0.1)))
+    left = np.array([1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
+    expected = 0.01 * (0.1 + 0.9 * left / (0.1 + 0.9 * left))
+    np.testing.assert_allclose([float(schedule(step)) for step in (4, 8, 12, 16, 20, 30)], expected, rtol=1e-5)
+    np.testing.assert_allclose([float(schedule(step)) for step in (0, 1, 2)], [0.0, 0.0025, 0.005], rtol=1e-5)
 
 
 def test_wsd_falls_exponentially():

@@ -1,5 +1,6 @@
 """Files by which processes that only sample and learners meet: whole or absent, of this start, and bit for bit."""
 
+import errno
 import threading
 import time
 import types
@@ -69,6 +70,20 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ConfigError, match="file is damaged: start the run again"):
         read_file(path)
+
+
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path, monkeypatch):
+    """NFS tells a reader of the file before that its handle is stale."""
+    read, stale = Path.read_bytes, [OSError(errno.ESTALE, "Stale file handle")] * 2
+
+    def read_bytes(path):
+        if stale:
+            raise stale.pop()
+        return read(path)
+
+    write_file(tmp_path / "learner.json", {"number": 2})
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    assert read_facts(tmp_path / "learner.json") == {"number": 2}
 
 
 def test_a_policy_keeps_every_bit():

@@ -76,7 +76,7 @@ def test_the_ratio_is_1_on_policy(tmp_path, options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 1e-4}, "rollout.temperature is 0.0001, at which float32 does not hold log-probs: set it to 0"),
+        ({"temperature": 1e-4}, "rollout.temperature is 0.0001, but it takes a number >= 0.001, or 0"),
         ({"min_completion_length": 9}, "rollout.min_completion_length is 9, more than rollout.max_completion_length"),
         ({"logit_bias": ("5:1",)}, "rollout.logit_bias has '5:1', but it takes ID=BIAS"),
         ({"logit_bias": ("5=inf",)}, "rollout.logit_bias has '5=inf', but it takes ID=BIAS"),
@@ -123,7 +123,7 @@ def test_bounds_are_the_same_wherever_an_option_is_set():
     for place in places:
         for setting in place:
             kind, bounds = SAMPLING_OPTIONS.get(setting.name.rpartition(".")[2], (None, {}))
-            found = {name: getattr(setting, name) for name in ("minimum", "maximum", "above", "below")}
+            found = {name: getattr(setting, name) for name in ("minimum", "maximum", "above", "below", "besides")}
             if kind is not None and {name: x for name, x in found.items() if x is not None} != bounds:
                 own.add(setting.name)
             assert kind in (None, setting.kind)

@@ -320,6 +320,9 @@ def test_the_term_by_hand():
     assert not term.any()
     assert np.isnan(token_metrics({"teacher/divergence": metric}, nobody)["teacher/divergence"].value)
     np.testing.assert_allclose(teacher_term(DivergenceSpec(0.5, 1.0, 1.0), tokens, batch)[0], [[1.5, 2.5], [0, 0]])
+    limited = teacher_term(DivergenceSpec(0.5, 1.0, 1.0, limit=4.0), tokens, batch)
+    np.testing.assert_allclose(limited[0], [[1.5, 2.0], [0, 0]])
+    assert token_metrics({"teacher/divergence": limited[1]}, batch)["teacher/divergence"].value == 4  # without it
     slope = jax.grad(
         lambda x: teacher_term(DivergenceSpec(1.0, 1.0, 1.0, 4.0), tokens._replace(logps=x), batch)[0].sum()
     )(logps)
@@ -352,6 +355,7 @@ def test_the_term_by_hand():
         ({**SUCCESS, "teacher__template": "{prompt}"}, "but it takes a text with {prompt} and {solution}"),
         ({**SUCCESS, "teacher__solution_template": "{solution} {x}"}, "with {solution}, and other braces doubled"),
         ({**SUCCESS, **DIVERGENCE, "teacher__top_of": "policy"}, "teacher.top_of is policy, but teacher.top_k is 0"),
+        ({**SUCCESS, **DIVERGENCE, "teacher__least_logp": -9.0}, "teacher.least_logp is -9.0, but teacher.top_k is 0"),
         ({**SUCCESS, "teacher__importance_max": 2.0}, "teacher.importance_max is 2.0, which is of teacher.form"),
     ],
 )  # fmt: skip

@@ -85,6 +85,11 @@ def alpaca(row: Mapping[str, Any]) -> Row:
     return {"prompt": template.format(instruction=instruction, input=given), "completion": output}
 
 
+def completion(row: Mapping[str, Any], field: str = "text") -> Row:
+    """A text in the column `field`, all of which is learned."""
+    return {"text": text_column(row, (field,), "completion")}
+
+
 def fixed_pairs(name: str, template: Template, fields: Fields) -> Callable[[Mapping[str, Any]], Row]:
     """The format `name` of pairs, written with fixed texts."""
 
@@ -429,7 +434,7 @@ PAIRS: dict[str, Callable[..., Row]] = {
     "chat_template.argilla": argilla,
     "bradley_terry.chat_template": bradley_terry,
 }
-COMPLETIONS: dict[str, Callable[..., Row]] = {"chat_template": chat}
+COMPLETIONS: dict[str, Callable[..., Row]] = {"chat_template": chat, "completion": completion}
 LABELS: dict[str, Callable[..., Row]] = {
     **{
         f"{family}.{strategy}": fixed_labels(f"{family}.{strategy}", template, column)

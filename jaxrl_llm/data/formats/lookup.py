@@ -20,6 +20,7 @@ COMMON: Mapping[str, Callable[..., Any]] = {
     "verl": native.verl,
     "harmony": native.harmony,
     "sharegpt": native.sharegpt,
+    "openai_preference": native.openai_preference,
     "stepwise": native.stepwise,
     "alpaca": axolotl.alpaca,
 }

@@ -1,4 +1,5 @@
-"""Formats of data used as it is (TRL's types), of verl's rows, Harmony's threads and ShareGPT's conversations.
+"""Formats of data used as it is (TRL's types), of verl's rows, Harmony's threads, ShareGPT's conversations and OpenAI's
+preferences.
 
 The readers of columns at the end serve axolotl's formats too: their errors say what was looked for and what there is.
 """
@@ -16,8 +17,8 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def auto(row: Mapping[str, Any], data_kind: str | None = None) -> Mapping[str, Any]:
-    """The row itself when it is of one of TRL's types; verl's, Harmony's and ShareGPT's rows are recognised, and
-    stepwise ones where completions are learned."""
+    """The row itself when it is of one of TRL's types; verl's, Harmony's, ShareGPT's and OpenAI's rows are recognised,
+    and stepwise ones where completions are learned."""
     present = {name for name, value in row.items() if value is not None}
     if isinstance(row.get("reward_model"), Mapping) and "data_source" in present:
         return verl(row)
@@ -25,6 +26,8 @@ def auto(row: Mapping[str, Any], data_kind: str | None = None) -> Mapping[str, A
         return harmony(row)
     if "conversations" in present and not present & set(TEXTS):
         return sharegpt(row)
+    if present & {"preferred_output", "non_preferred_output"} and not present & set(TEXTS):
+        return openai_preference(row)
     if {"completions", "labels"} <= present and "completion" not in present and data_kind != "prompts":
         return stepwise(row, data_kind=data_kind)
     return row
@@ -114,6 +117,20 @@ def sharegpt(row: Mapping[str, Any], field: str = "conversations") -> Row:
         messages.append({"role": SHAREGPT_ROLES.get(str(role), role), "content": content, **others})
     check_messages(messages, field, "sharegpt")
     return {"messages": messages}
+
+
+def openai_preference(row: Mapping[str, Any]) -> Row:
+    """OpenAI's row of preference fine-tuning: `input` (messages, and perhaps tools) and the messages of two answers,
+    `preferred_output` and `non_preferred_output`."""
+    _, asked = first_column(row, ("input",), "openai_preference")
+    if not isinstance(asked, Mapping):
+        raise ConfigError(
+            f"column 'input' is {asked!r:.80}, but the format openai_preference takes a dictionary with messages there"
+        )
+    made = {"prompt": messages_column(asked, ("messages",), "openai_preference")}
+    for column, answer in (("chosen", "preferred_output"), ("rejected", "non_preferred_output")):
+        made[column] = messages_column(row, (answer,), "openai_preference")
+    return {**made, "tools": asked["tools"]} if asked.get("tools") else made
 
 
 def stepwise(row: Mapping[str, Any], separator: str = "\n", data_kind: str | None = None) -> Mapping[str, Any]:

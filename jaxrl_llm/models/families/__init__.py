@@ -2,7 +2,8 @@
 
 A family is a module with `MODEL_TYPE`, `ARCHITECTURE`, `KEYS`, `to_config` and `from_config`; where checkpoints have
 other tensor names too, the tables of `OTHER_KEYS` are read as well, and never written. `MODULE_KEYS` is the table of
-the names in transformers' class, where files have others: PEFT knows modules by them. `unused_tensors(config)` are the
+the names in transformers' class, where files have others: PEFT knows modules by them. Where these tables differ from
+net to net, `keys(config)`, `other_keys(config)` and `module_keys(config)` give them. `unused_tensors(config)` are the
 names of tensors that files may have and that are not read, and UNREAD how the names of those of whole parts begin.
 """
 
@@ -16,17 +17,24 @@ from jaxrl_llm.models.families import (
     afmoe,
     apertus,
     arcee,
+    cohere,
     cohere2,
+    cwm,
+    deepseek_v2,
     deepseek_v3,
     dots1,
     ernie4_5,
     ernie4_5_moe,
+    exaone,
     exaone4,
+    falcon,
     falcon_h1,
+    flex_olmo,
     gemma,
     gemma2,
     gemma3,
     gemma3_text,
+    gemma3n_text,
     gemma4,
     gemma4_text,
     glm,
@@ -35,30 +43,43 @@ from jaxrl_llm.models.families import (
     glm4_moe_lite,
     glm4v,
     glm4v_moe,
+    gpt2,
+    gpt_neox,
     gpt_oss,
     granite,
     granitemoe,
     granitemoehybrid,
+    granitemoeshared,
     hunyuan_v1_dense,
     hunyuan_v1_moe,
     idefics3,
     internvl,
+    jais2,
     kimi_linear,
     lfm2,
     lfm2_moe,
     lfm2_vl,
     llama,
     llama4_text,
+    llava_1_5,
+    llava_next,
+    llava_onevision,
     minimax_m2,
+    ministral,
     ministral3,
     mistral,
     mistral3,
     mixtral,
+    nemotron,
     nemotron_h,
+    olmo,
     olmo2,
     olmo3,
     olmo_hybrid,
     olmoe,
+    opt,
+    paligemma,
+    phi,
     phi3,
     qwen2,
     qwen2_5_vl,
@@ -76,6 +97,9 @@ from jaxrl_llm.models.families import (
     seed_oss,
     smollm3,
     smolvlm,
+    solar_open,
+    stablelm,
+    starcoder2,
 )
 from jaxrl_llm.models.families.decoder import settings
 from jaxrl_llm.models.families.entries import check_kinds
@@ -93,7 +117,10 @@ FAMILIES = {
         lfm2, lfm2_moe, ministral3, granitemoehybrid,
         internvl, glm4v, glm4v_moe, mistral3,
         nemotron_h, afmoe, kimi_linear, olmo_hybrid, falcon_h1, dots1, hunyuan_v1_dense, arcee,
-        cohere2, gemma4, lfm2_vl, apertus, ernie4_5_moe, granitemoe, hunyuan_v1_moe,
+        cohere2, gemma4, lfm2_vl, apertus, ernie4_5_moe, granitemoe, hunyuan_v1_moe, llava_1_5, llava_next,
+        llava_onevision, gemma3n_text, paligemma,
+        gpt2, gpt_neox, opt, phi, stablelm, starcoder2, cohere, olmo, exaone, falcon,
+        nemotron, jais2, cwm, ministral, flex_olmo, granitemoeshared, solar_open, deepseek_v2,
     )
 }  # fmt: skip
 ALIKE = {"kimi_k2": deepseek_v3}  # model_types of another family's form, as which they are exported

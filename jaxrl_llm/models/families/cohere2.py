@@ -39,14 +39,18 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)
 
 
+def logit_scale(config: ModelConfig, base: dict[str, Any] | None) -> float:
+    """The entry for the divisor of logits: that of `base` where it is the same, and not another in its last digit."""
+    given = (DEFAULTS | (base or {}))["logit_scale"]
+    return given if 1 / given == config.logit_divisor else 1 / config.logit_divisor
+
+
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    given = (DEFAULTS | (base or {}))["logit_scale"]
-    same = 1 / given == config.logit_divisor  # and not another number in its last digit
     own: dict[str, Any] = {
         "attention_bias": config.attention_bias,
         "layer_norm_eps": config.norm_eps,
-        "logit_scale": given if same else 1 / config.logit_divisor,
+        "logit_scale": logit_scale(config, base),
     }
     if config.sliding_layers:
         own["sliding_window"] = config.sliding_window

@@ -5,12 +5,13 @@ additions. Files of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_p
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import block_fp8
 from jaxrl_llm.models.families import rotary
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.entries import number, positive, refuse, renamed
 from jaxrl_llm.models.model_config import ModelConfig
 
 
@@ -108,13 +109,33 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Fields of a ModelConfig that config.json says nothing about.
 SETTINGS = (
     "dtype", "param_dtype", "fp32_head", "freeze_router", "attention", "remat", "lora", "quantize", "scan_layers",
-    "vision_training", "layer_groups", "frozen_leaves", "qat",
+    "vision_training", "layer_groups", "frozen_leaves", "qat", "quantize_experts",
 )  # fmt: skip
 
 
 SILU = {"silu": "silu", "swish": "silu"}
+# Of feed-forwards without a gate.
+PLAIN = {
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu",
+    "relu2": "relu2", **SILU,
+}  # fmt: skip
+LAYER_NORMS = {"norm_centred": True, "norm_bias": True}
+# Entries that `from_config` writes, and that families with learned positions and without grouped queries do not have.
+ROTARY_AND_GROUPED = (*rotary.ENTRIES, "num_key_value_heads", "head_dim")
 # Without them in config.json transformers takes the family's own tokens, which may be outside the vocabulary.
 NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+
+
+def plain_name(activation: str, usual: str) -> str:
+    """The name of an activation of PLAIN, the `usual` one of the family where it means that."""
+    return next(name for name in (usual, *PLAIN) if PLAIN[name] == activation)
+
+
+def with_own_names(hf: dict[str, Any], names: dict[str, str], without: Iterable[str] = ()) -> dict[str, Any]:
+    """The entries of config.json under a family's own names, of which `names` gives the common ones, `without` some
+    that it does not have."""
+    own = {common: name for name, common in names.items()}
+    return renamed({entry: value for entry, value in hf.items() if entry not in without}, own)
 
 
 def settings(config: ModelConfig) -> dict[str, Any]:
@@ -170,7 +191,8 @@ def to_config(
         "head": head_of(hf, family, overrides.get("head")),
         **own,
     }
-    if len(fields.get("unrotated_layers", ())) == fields["layers"] and fields["rope"].kind != "default":
+    unrotated = len(fields.get("unrotated_layers", ())) == fields["layers"] or not fields.get("rotary_fraction", 1.0)
+    if unrotated and fields["rope"].kind != "default":
         refuse("rope_type", fields["rope"].kind, "default, as no layer of this model has rotary positions")
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     for name, value in overrides.items():
@@ -218,23 +240,54 @@ def from_config(
     return hf | {"num_labels": count} if count else hf
 
 
+def from_own_names(
+    config: ModelConfig,
+    base: dict[str, Any] | None,
+    names: dict[str, str],
+    defaults: dict[str, Any],
+    family: str | dict[str, str],
+    model_type: str,
+    own: dict[str, Any],
+    without: Iterable[str] = (),
+) -> dict[str, Any]:
+    """`from_config` of a family that has its own `names` for common entries, and `without` some of these.
+
+    `defaults` are those of entries that are left out, under the common names: what is in them is written where there is
+    no `base`.
+    """
+    common = None if base is None else renamed(base, names)
+    rope = None if common is None else defaults | common
+    if base is None:
+        usual = defaults.get("hidden_act")
+        own = own | NO_IDS | ({"hidden_act": plain_name(config.activation, usual)} if usual else {})
+    hf = from_config(config, common, family, model_type, own, rope=rope)
+    if base is None and "partial_rotary_factor" in defaults:
+        hf["partial_rotary_factor"] = config.rotary_fraction
+    return with_own_names(hf, names, without)
+
+
 def _same_rope(hf: dict[str, Any], config: ModelConfig) -> bool:
     fields = rotary.read(hf, config.rope.theta, partial=True, by_type=True)
     return all(getattr(config, name) == value for name, value in fields.items())
 
 
 def architectures(family: str | dict[str, str]) -> dict[str, str]:
-    """The name of the architecture with each head, of a family's ARCHITECTURE; those of two labels are named alike."""
+    """The name of the architecture with each head, of a family's ARCHITECTURE; those of two labels are named alike.
+
+    A head that is not supported has the name "".
+    """
     if isinstance(family, str):
         return {head: family + suffix for head, suffix in HEADS.items()}
-    return {**family, "step": family["score"].replace(HEADS["score"], HEADS["step"])}
+    return {**family, "step": family.get("step", family["score"].replace(HEADS["score"], HEADS["step"]))}
 
 
 def head_of(hf: dict[str, Any], family: str | dict[str, str], wanted: str | None) -> str:
     """The head of the checkpoint, or the `wanted` one; raises ConfigError for an architecture of another family."""
     if wanted is not None and wanted not in HEADS:
         raise ConfigError(f"head = {wanted!r} is not one of {', '.join(HEADS)}.")
-    names = {name: head for head, name in architectures(family).items()}
+    names = {name: head for head, name in architectures(family).items() if name}
+    if wanted is not None and wanted not in names.values():
+        raise ConfigError(f"models of this type have no head {wanted!r} here; they have {', '.join(names.values())}.")
     architecture = (hf.get("architectures") or list(names))[0]
     if architecture not in names:
         refuse("architectures", hf["architectures"], ", ".join(names))

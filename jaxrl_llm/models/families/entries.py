@@ -45,6 +45,11 @@ def check_kinds(hf: dict[str, Any]) -> None:
             check_kinds(hf[part])
 
 
+def renamed(hf: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The entries, those that `names` has under the names there."""
+    return {names.get(entry, entry): value for entry, value in hf.items()}
+
+
 def refuse(feature: str, value: Any, supported: str) -> NoReturn:
     """Raises ConfigError for a checkpoint whose `feature` has a value that the network does not compute."""
     raise ConfigError(f"config.json: {feature} = {value!r} is not supported; supported: {supported}.")

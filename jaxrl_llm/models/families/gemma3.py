@@ -10,7 +10,6 @@ from jaxrl_llm.models.families import gemma3_text, siglip
 from jaxrl_llm.models.families.decoder import TensorName
 from jaxrl_llm.models.families.entries import positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.vision.siglip import SiglipConfig
 from jaxrl_llm.models.vision.tower import VisionConfig
 
 MODEL_TYPE = "gemma3"
@@ -51,7 +50,6 @@ TEXT_SIZES = {
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
 }
-ENCODER = SiglipConfig(width=768, heads=12, patch_size=16)
 SHARED = ("architectures", "tie_word_embeddings", "quantization_config", "num_labels", "id2label", "label2id")
 
 
@@ -65,7 +63,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     entries = hf.get("vision_config") or {}
     if entries.get("vision_use_head", True):
         refuse("vision_config.vision_use_head", True, "false (an encoder without the head that pools its patches)")
-    encoder = siglip.read(entries, ENCODER)
+    encoder = siglip.read(entries, siglip.DEFAULT)
     side = math.isqrt(positive(hf, "mm_tokens_per_image"))
     if side**2 != hf["mm_tokens_per_image"] or encoder.side % side:
         supported = f"squares of divisors of the {encoder.side} patches along a side of a tile"

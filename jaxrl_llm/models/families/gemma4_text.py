@@ -10,16 +10,19 @@ from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "gemma4_text"
 ARCHITECTURE = "Gemma4"
-KEYS = (
-    *gemma2.KEYS,
-    *decoder.QK_NORMS,
+PER_LAYER = (
     *linear("layers/per_layer/gate", f"{LAYER}per_layer_input_gate"),
     *linear("layers/per_layer/down", f"{LAYER}per_layer_projection"),
     TensorName("layers/per_layer/norm/scale", f"{LAYER}post_per_layer_input_norm.weight"),
-    TensorName("layers/out_scale", f"{LAYER}layer_scalar"),
     TensorName("per_layer/embed/weight", "model.embed_tokens_per_layer.weight"),
     *linear("per_layer/proj", "model.per_layer_model_projection"),
     TensorName("per_layer/norm/scale", "model.per_layer_projection_norm.weight"),
+)
+KEYS = (
+    *gemma2.KEYS,
+    *decoder.QK_NORMS,
+    *PER_LAYER,
+    TensorName("layers/out_scale", f"{LAYER}layer_scalar"),
     # Of layers that have experts beside the dense feed-forward:
     TensorName("layers/mlp/dense_norm/scale", f"{LAYER}pre_feedforward_layernorm.weight"),
     TensorName("layers/mlp/dense_out_norm/scale", f"{LAYER}post_feedforward_layernorm_1.weight"),
@@ -65,7 +68,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         **gemma.common(hf),
         **windows,
         **_full_heads(hf, windows.get("sliding_layers", ())),
-        **_shared(hf, windows.get("sliding_layers", ())),
+        **shared_layers(hf, windows.get("sliding_layers", ())),
         "norm_offset": 0.0,
         "norms": "both",
         "query_scale": 1.0,
@@ -160,7 +163,7 @@ def _full_heads(hf: dict[str, Any], sliding: tuple[int, ...]) -> dict[str, Any]:
     return fields
 
 
-def _shared(hf: dict[str, Any], sliding: tuple[int, ...]) -> dict[str, Any]:
+def shared_layers(hf: dict[str, Any], sliding: tuple[int, ...]) -> dict[str, Any]:
     """The fields of the last layers, which read the keys and values of earlier ones."""
     if not hf.get("num_kv_shared_layers"):
         return {}

@@ -14,17 +14,25 @@ DEFAULTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_c
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    return decoder.to_config(DEFAULTS | hf, ARCHITECTURE, own_fields(hf), overrides)
+
+
+def own_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields of the family's own entries."""
     hf = DEFAULTS | hf
-    own = {**granite.multipliers(hf), **decoder.attention_biases(hf), **mixtral.experts(hf)}
-    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+    return {**granite.multipliers(hf), **decoder.attention_biases(hf), **mixtral.experts(hf)}
 
 
-def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
-    own = {
+def own_entries(config: ModelConfig) -> dict[str, Any]:
+    """The entries of config.json that `own_fields` reads."""
+    return {
         **granite.multiplier_entries(config),
         **mixtral.expert_entries(config),
         "attention_bias": config.attention_bias,
         "intermediate_size": config.expert_ffn,
     }
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config))

@@ -16,7 +16,7 @@ ARCHITECTURE = "GraniteMoeHybrid"
 SHARED, EXPERTS = f"{LAYER}shared_mlp.", f"{LAYER}block_sparse_moe."
 
 
-def _feed_forward(path: str) -> tuple[TensorName, ...]:
+def shared_keys(path: str) -> tuple[TensorName, ...]:
     """The keys of what every token uses, gate and up in one tensor."""
     gate_up = (TensorName(f"{path}/{name}/kernel", f"{SHARED}input_linear.weight", True) for name in ("gate", "up"))
     return (*gate_up, TensorName(f"{path}/down/kernel", f"{SHARED}output_linear.weight", True))
@@ -47,8 +47,8 @@ KEYS = (
     *decoder.PRE_NORMS,
     *decoder.ATTENTION,
     *mamba_keys(f"{LAYER}mamba"),
-    *_feed_forward("layers/mlp"),
-    *_feed_forward("layers/mlp/shared"),
+    *shared_keys("layers/mlp"),
+    *shared_keys("layers/mlp/shared"),
     *EXPERT_KEYS,
 )
 # What transformers' class calls parts of the block.

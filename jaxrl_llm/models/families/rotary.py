@@ -116,7 +116,8 @@ def read(hf: dict[str, Any], theta: float = 10000.0, partial: bool = False, by_t
 def max_positions(hf: dict[str, Any]) -> int | None:
     """The longest rows that a config.json is made for, its scaling included; None where it does not say."""
     hf = hf.get("text_config") or hf
-    most = hf.get(MOST) or hf.get("model_max_length")  # the latter of Kimi Linear
+    # Of Command R, whose other entry is smaller, and Kimi Linear; and of GPT-2.
+    most = hf.get("model_max_length") or hf.get(MOST) or hf.get("n_positions")
     if most is None:
         return None
     given = parameters_of(hf)

@@ -19,7 +19,9 @@ SIZES = {
     "patch_size": "patch_size",
     "channels": "num_channels",
 }
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu"}
+# For entries that are left out of a `siglip_vision_model`, whatever it is the encoder of.
+DEFAULT = SiglipConfig(width=768, heads=12, patch_size=16)
 
 
 def keys(tower: str) -> tuple[TensorName, ...]:
@@ -45,17 +47,18 @@ def read(hf: dict[str, Any], default: SiglipConfig) -> SiglipConfig:
     network."""
     hf = {entry: getattr(default, field) for field, entry in SIZES.items()} | hf
     sizes = {field: positive(hf, entry) for field, entry in SIZES.items()}
-    for entry, divisor in (("image_size", "patch_size"), ("hidden_size", "num_attention_heads")):
-        if hf[entry] % hf[divisor]:
-            refuse(f"vision_config.{entry}", hf[entry], f"multiples of {divisor} = {hf[divisor]}")
-    activation = hf.get("hidden_act", "gelu_pytorch_tanh")
-    if activation not in ACTIVATIONS:
-        refuse("vision_config.hidden_act", activation, ", ".join(ACTIVATIONS))
+    if sizes["width"] % sizes["heads"]:
+        refuse("vision_config.hidden_size", sizes["width"], f"multiples of num_attention_heads = {sizes['heads']}")
+    if sizes["image_size"] < sizes["patch_size"]:
+        refuse("vision_config.image_size", sizes["image_size"], f"integers from patch_size = {sizes['patch_size']} on")
+    activation = ACTIVATIONS.get(hf["hidden_act"]) if "hidden_act" in hf else default.activation
+    if activation is None:
+        refuse("vision_config.hidden_act", hf["hidden_act"], ", ".join(ACTIVATIONS))
     return dataclasses.replace(
         default,
         **sizes,
         norm_eps=number("vision_config.layer_norm_eps", hf.get("layer_norm_eps", default.norm_eps)),
-        activation=ACTIVATIONS[activation],
+        activation=activation,
         init_scale=number("vision_config.initializer_range", hf.get("initializer_range", default.init_scale)),
     )
 

@@ -1,1 +1,1 @@
-"""The vision part of a network: encoders of tiles, and projectors from their patches to embeddings of the decoder."""
+"""The vision part of a network: encoders of images, and projectors from their patches to embeddings of the decoder."""

@@ -1,6 +1,7 @@
 """Projectors, from the patches of an encoder to embeddings of the decoder."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -29,6 +30,17 @@ class ShuffleProjector(nnx.Module):
         return self.proj(pixel_shuffle(x, self.factor))
 
 
+class LinearProjector(nnx.Module):
+    """A linear map of patches, that of PaliGemma."""
+
+    def __init__(self, encoder: SiglipConfig, factor: int, net: Any, rngs: nnx.Rngs):
+        del factor  # 1
+        self.proj = Linear(encoder.width, net.width, net, rngs, True)
+
+    def __call__(self, x):
+        return self.proj(x)
+
+
 class AverageProjector(nnx.Module):
     """A linear map of the means of squares of patches, behind a norm, that of Gemma 3."""
 
@@ -43,16 +55,24 @@ class AverageProjector(nnx.Module):
 
 
 class TwoMapsProjector(nnx.Module):
-    """Two linear maps of squares of patches behind a norm, with GELU between them, that of InternVL."""
+    """Two linear maps of squares of patches, with GELU between them: behind a norm that of InternVL, else LLaVA's."""
 
-    def __init__(self, encoder: SiglipConfig, factor: int, net: Any, rngs: nnx.Rngs):
+    def __init__(self, encoder: SiglipConfig, factor: int, net: Any, rngs: nnx.Rngs, normed: bool = True):
         self.factor, square = factor, encoder.width * factor**2
-        self.norm = LayerNorm(square, 1e-5, net.param_dtype)
+        self.norm = LayerNorm(square, 1e-5, net.param_dtype) if normed else None
         self.fc1 = Linear(square, net.width, net, rngs, True)
         self.fc2 = Linear(net.width, net.width, net, rngs, True)
 
     def __call__(self, x):
-        return self.fc2(jax.nn.gelu(self.fc1(self.norm(pixel_shuffle(x, self.factor))), approximate=False))
+        x = pixel_shuffle(x, self.factor)
+        x = x if self.norm is None else self.norm(x)
+        return self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
 
 
-PROJECTORS = {"shuffle": ShuffleProjector, "average": AverageProjector, "two_maps": TwoMapsProjector}
+PROJECTORS = {
+    "shuffle": ShuffleProjector,
+    "average": AverageProjector,
+    "linear": LinearProjector,
+    "two_maps": TwoMapsProjector,
+    "bare_maps": functools.partial(TwoMapsProjector, normed=False),
+}

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.vision.any_resolution import NUMBERS, token_counts
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, patch_rows
 from jaxrl_llm.models.vision.tower import VisionConfig
 
@@ -23,10 +24,11 @@ def row_images(
 ) -> Images | None:
     """The images of rows with these token ids, on the host; None where no row has any.
 
-    `tiles` has those `[H,W,C]` of each row, or None; they are read in threads. There is room for the tiles of the row
-    with most of them, and for `most` tiles and image tokens; powers of two, so that few programs are compiled. Raises
-    ConfigError for a model that reads text alone, for tiles of another shape, and for a row whose image tokens are not
-    those of its tiles, as one that was cut inside an image.
+    `tiles` has those `[H,W,C]` of each row, or None; they are read in threads. Where the model puts tiles together it
+    has the images of each row, pairs of the tiles `[tiles,H,W,C]` and the six numbers of any_resolution.py. There is
+    room for the tiles of the row with most of them, and for `most` tiles and image tokens; powers of two, so that few
+    programs are compiled. Raises ConfigError for a model that reads text alone, for tiles of another shape, and for a
+    row whose image tokens are not those of its tiles, as one that was cut inside an image.
     """
     counts = count_tiles(tiles)
     if vision is None:
@@ -41,7 +43,7 @@ def row_images(
 
     def check(row: int, wanted: int) -> None:
         if tokens[row] != wanted:
-            each = "" if encoder else f", {vision.tile_tokens} each"
+            each = "" if encoder or vision.newline else f", {vision.tile_tokens} each"
             raise ConfigError(
                 f"row {row} of a batch has {tokens[row]} image tokens (id {vision.image_token}), but its {counts[row]} "
                 f"tiles stand for {wanted}{each}: expand each image of the text to its tokens, and cut no row inside "
@@ -49,8 +51,10 @@ def row_images(
             )
 
     for row, own in enumerate(counts):
-        if encoder is None or not own:  # the tokens of other images are known when they have been read
-            check(row, own * vision.tile_tokens if own else 0)
+        if not own:
+            check(row, 0)
+        elif encoder is None and not vision.newline:  # the tokens of others are known when they have been read
+            check(row, own * vision.tile_tokens)
     if not (tiles_of_row := max(most[0], *counts)):
         return None
     room, count, grids = _power_of_two(tiles_of_row), np.array(counts, np.int32), None
@@ -60,6 +64,7 @@ def row_images(
         grids = np.zeros((len(ids), room, 2), np.int32)
     else:
         pixels = np.zeros((len(ids), room, *vision.tile_shape), np.float32)
+        grids = np.zeros((len(ids), room, NUMBERS), np.int32) if vision.newline else None
 
     def fill(rows: list[int]) -> None:
         own, row = tiles[rows[0]], rows[0]
@@ -70,6 +75,17 @@ def row_images(
                 check(row, len(patches) // vision.merge**2)
                 pixels[row, : len(patches)], grids[row, : len(grid)] = patches, grid
             return
+        if grids is not None:
+            images = list(own)
+            if not all(isinstance(image, tuple) for image in images):
+                raise ConfigError(
+                    f"row {row} of a batch has pixels alone, but this model puts the tiles of an image together by the "
+                    "size of the image: give images (docs/vision.md), not pixels"
+                )
+            own, grid = np.concatenate([tiles for tiles, _ in images]), np.array([numbers for _, numbers in images])
+            for row in rows:
+                check(row, int(token_counts(grid, vision.tile_tokens).sum()))
+                grids[row, : len(grid)] = grid
         # A table of rows in memory keeps them as lists; others are files, which are read here.
         own = np.asarray(own, np.float32)
         if own.shape[1:] != vision.tile_shape:
@@ -102,4 +118,10 @@ def image_tokens(ids: Sequence[Sequence[int]], vision: VisionConfig) -> list[int
 
 def count_tiles(tiles: Sequence[Any]) -> list[int]:
     """The number of tiles of each row."""
-    return [0 if own is None else len(own) for own in tiles]
+
+    def of_row(own) -> int:
+        if isinstance(own, list):  # in which an image may be a pair of its tiles and numbers
+            return sum(len(image[0]) if isinstance(image, tuple) else 1 for image in own)
+        return 0 if own is None else len(own)
+
+    return [of_row(own) for own in tiles]

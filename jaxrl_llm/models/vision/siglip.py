@@ -1,5 +1,6 @@
 """Encoders of tiles, ViTs whose patches all see each other: SigLIP (arXiv 2303.15343), that of SmolVLM, Idefics3 and
-others, and InternViT (arXiv 2312.14238), with a token of the whole tile and factors of what its layers add."""
+others, CLIP's (arXiv 2103.00020), with a token of the whole tile, and InternViT (arXiv 2312.14238), with that and
+factors of what its layers add."""
 
 import dataclasses
 import functools
@@ -32,13 +33,15 @@ class SiglipConfig:
     attention_bias: bool = True  # of queries, keys and values
     qk_norm: bool = False  # over all heads at once
     class_token: bool = False  # a token in front of the patches; it is no feature
+    clip: bool = False  # that of CLIP: patches have no bias, and a norm is before the first layer
+    features_from: int = 0  # the layer, counted from 1, whose outputs are features; 0: the last one's, behind the norm
     layer_scale: float = 0.0  # where the factors of what layers add start, one a channel; 0: there are none
     last_norm: bool = True
     init_scale: float = 0.02
 
     @property
     def side(self) -> int:
-        """Patches along each side of a tile."""
+        """Whole patches along each side of a tile."""
         return self.image_size // self.patch_size
 
 
@@ -126,20 +129,23 @@ def _added(x, out, scale) -> jax.Array:
 
 
 class Patches(nnx.Module):
-    """The embeddings of a tile's patches: a linear map of their pixels."""
+    """The embeddings of a tile's patches: a linear map of their pixels; those beyond the last whole patch are left
+    out."""
 
     def __init__(self, config: SiglipConfig, net: Any, rngs: nnx.Rngs):
         # Columns before rows of pixels: a convolution's weights in files, transposed.
         shape = (config.patch_size, config.patch_size, config.channels, config.width)
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, net.param_dtype) * net.init_scale)
-        self.bias = nnx.Param(jnp.zeros((config.width,), net.param_dtype))
+        self.bias = None if config.clip else nnx.Param(jnp.zeros((config.width,), net.param_dtype))
 
     def __call__(self, pixels):
         size, _, channels, width = self.kernel.shape
         tiles, side = len(pixels), pixels.shape[1] // size
-        x = pixels.reshape(tiles, side, size, side, size, channels).transpose(0, 1, 3, 4, 2, 5)
+        x = pixels[:, : side * size, : side * size].reshape(tiles, side, size, side, size, channels)
+        x = x.transpose(0, 1, 3, 4, 2, 5)
         kernel = self.kernel[...].astype(x.dtype).reshape(-1, width)
-        return x.reshape(tiles, side * side, -1) @ kernel + self.bias[...].astype(x.dtype)
+        x = x.reshape(tiles, side * side, -1) @ kernel
+        return x if self.bias is None else x + self.bias[...].astype(x.dtype)
 
 
 class Positions(nnx.Module):
@@ -151,8 +157,8 @@ class Positions(nnx.Module):
     """
 
     def __init__(self, config: SiglipConfig, net: Any, rngs: nnx.Rngs):
-        # Of encoders with a class token files have one tile of them.
-        shape = (1, config.side**2 + 1, config.width) if config.class_token else (config.side**2, config.width)
+        shape = (config.side**2 + config.class_token, config.width)
+        shape = (1, *shape) if config.class_token and not config.clip else shape  # files of InternViT have a tile
         self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, net.param_dtype) * net.init_scale)
 
     def __call__(self, x):
@@ -167,16 +173,22 @@ class Siglip(nnx.Module):
 
     def __init__(self, config: SiglipConfig, net: Any, rngs: nnx.Rngs):
         self.patch, self.position = Patches(config, net, rngs), Positions(config, net, rngs)
-        self.class_token = nnx.Param(jnp.zeros((1, 1, config.width), net.param_dtype)) if config.class_token else None
+        shape = (config.width,) if config.clip else (1, 1, config.width)
+        self.class_token = nnx.Param(jnp.zeros(shape, net.param_dtype)) if config.class_token else None
+        self.first_norm = LayerNorm(config.width, config.norm_eps, net.param_dtype) if config.clip else None
         self.layers = stacked(functools.partial(EncoderLayer, config, net), config.layers, rngs)
         self.norm = LayerNorm(config.width, config.norm_eps, net.param_dtype) if config.last_norm else None
+        self.features_from = config.features_from
 
     def __call__(self, pixels, checkpointed=lambda step: step):
         graph, layers = nnx.split(self.layers)
+        if self.features_from:  # the layers and the norm behind it are kept for the files, and not computed
+            layers = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, 0, self.features_from), layers)
         x, first = self.patch(pixels), self.class_token
         tiles, patches, width = x.shape
         if first is not None:
             x = jnp.concatenate([jnp.broadcast_to(first[...].astype(x.dtype), (tiles, 1, width)), x], axis=1)
-        x = constrain(self.position(x), "rows", None, None)
+        x = self.position(x)
+        x = constrain(x if self.first_norm is None else self.first_norm(x), "rows", None, None)
         x, _ = jax.lax.scan(checkpointed(lambda x, layer: (nnx.merge(graph, layer)(x), None)), x, layers)
-        return (x if self.norm is None else self.norm(x))[:, -patches:]
+        return (x if self.norm is None or self.features_from else self.norm(x))[:, -patches:]

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain
+from jaxrl_llm.models.vision.any_resolution import NUMBERS, of_first_tiles, put_together, token_counts
 from jaxrl_llm.models.vision.patch_rows import PatchRows, PatchRowsConfig, Tokens, token_grid
 from jaxrl_llm.models.vision.projector import PROJECTORS
 from jaxrl_llm.models.vision.siglip import Siglip, SiglipConfig
@@ -23,9 +24,12 @@ class VisionConfig:
     merge: int  # patches along each side of a square that becomes one token
     image_token: int  # the token id whose embeddings the features of tiles replace
     projector: str = "shuffle"  # one of projector.PROJECTORS; "": the encoder gives embeddings of the decoder
-    bidirectional: str = ""  # layers in which the decoder's tokens of an image see all: "all"; "sliding", in the window
+    # Layers in which the decoder's tokens of an image see all: "all"; "sliding", in the window. "prompt": in all layers
+    # those of a prompt do, its images included.
+    bidirectional: str = ""
     blank_tokens: tuple[int, ...] = ()  # in whose place the decoder reads the token `blank`, wherever no feature is
     blank: int = 0
+    newline: str = ""  # tiles of an image are put together, as `any_resolution` says: "exact", or "interpolated"
 
     @property
     def tile_tokens(self) -> int:
@@ -54,6 +58,8 @@ class Vision(nnx.Module):
         else:
             self.encoder = Siglip(config.encoder, own, rngs)
             self.projector = PROJECTORS[config.projector](config.encoder, config.merge, own, rngs)
+        line = jax.random.normal(rngs.params(), (net.width,), net.param_dtype) if config.newline else None
+        self.newline = None if line is None else nnx.Param(line * net.width**-0.5)
 
     def encode(self, images: Images, dtype, checkpointed) -> jax.Array:
         """The features `[N,M,D]` of the M tokens of all images of a row, in order, those of `PatchRows` `[N,M,(1+E)D]`.
@@ -71,15 +77,21 @@ class Vision(nnx.Module):
             count = pixels.shape[1] // self.config.merge**2
             return self.encoder(pixels.astype(dtype), self._tokens(images, count), checkpointed)
         rows, _, *shape = pixels.shape
-        if images.grids is not None or tuple(shape) != self.config.tile_shape:
+        of_grids = (None,) if images.grids is None else images.grids.shape[2:]
+        if tuple(shape) != self.config.tile_shape or of_grids != (NUMBERS if self.config.newline else None,):
+            grids = ", and grids of six numbers" if self.config.newline else ""
             raise ConfigError(
                 f"tiles of images are {' x '.join(map(str, shape))} (height, width, channels), but this model reads "
-                f"{' x '.join(map(str, self.config.tile_shape))}: use the image processor of its folder"
+                f"{' x '.join(map(str, self.config.tile_shape))}{grids}: use the image processor of its folder"
             )
         assert isinstance(self.encoder, Siglip)
         assert self.projector is not None
         pixels = constrain(pixels.reshape(-1, *shape).astype(dtype), "rows", None, None, None)
         values = self.projector(self.encoder(pixels, checkpointed))
+        if self.newline is not None:
+            values = values.reshape(rows, -1, *values.shape[1:])
+            grids = of_first_tiles(images.grids, images.count)
+            return put_together(values, self.newline[...], grids, self.config.newline == "interpolated")
         return constrain(values.reshape(rows, -1, values.shape[-1]), "rows", None, None)
 
     def _tokens(self, images: Images, count: int) -> Tokens:
@@ -93,8 +105,10 @@ class Vision(nnx.Module):
         is_image = (tokens == self.config.image_token) & (segments != 0)
         # Image tokens behind those of a row's images (a completion may have some) keep the embedding of their id.
         index = jnp.cumsum(is_image, axis=1) - 1
-        if images.grids is None:
+        if not isinstance(self.encoder, PatchRows):
             known = images.count * self.config.tile_tokens
+            if self.config.newline:
+                known = token_counts(of_first_tiles(images.grids, images.count), self.config.tile_tokens).sum(axis=1)
             return ImageEmbeddings(features, jnp.where(is_image & (index < known[:, None]), index, -1))
         grid = self._tokens(images, features.shape[1])
         known = (grid.y < grid.high).sum(axis=1)

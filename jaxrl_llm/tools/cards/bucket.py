@@ -53,8 +53,10 @@ def copy_run(config: ConfigDict) -> None:
             try:
                 copy(folder, url, config.export.overwrite)
             except ConfigError as error:
+                pushed = config.export.push_to_hub is not None and not config.export.overwrite
+                way = " with export.overwrite, as it was pushed to the hub" if pushed else ""
                 raise ConfigError(
-                    f"{error}. The run is complete, and its model is in {folder}: start it once more, which "
+                    f"{error}. The run is complete, and its model is in {folder}: start it once more{way}, which "
                     "trains nothing and copies again, or use the store's own tool (gcloud storage cp, aws s3 cp, "
                     "hdfs dfs -put)"
                 ) from error

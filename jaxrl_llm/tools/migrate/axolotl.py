@@ -23,6 +23,9 @@ CHAT = (  # options of the format chat_template
 )  # fmt: skip
 OVERLONG = {"drop": "filter", "truncate": "truncate_right", "raise": "error"}
 OF_STEPS = ("step_separator", "train_on_last_step_only", "max_completion_length")  # said by data sets of steps
+ONE_CYCLE = 25.0, 1e4  # of torch: the peak is so many times the first rate, and that so many times the last
+EMBEDDINGS = "embed_tokens|lm_head"  # in the names of parameters that axolotl takes for embeddings
+KL = {"forward_kl": 0.0, "fkl": 0.0, "reverse_kl": 1.0, "rkl": 1.0}  # teacher.beta of a gkd_divergence
 WARMUP_RATIO, WARMUP_MOST = 0.03, 100  # of the steps, where the file sets no warm-up
 
 
@@ -32,15 +35,15 @@ def convert(source: Source, options: Options) -> Draft:
     kind, trainers = yaml.get("rl"), RULES["trainers"]
     if kind is not None and kind not in trainers:  # without it the file would be one of fine-tuning
         raise RefusedError(f"{source.path}: rl is {kind!r}, which has no equivalent; there are {', '.join(trainers)}")
-    for key in ("gkd_trainer", "kd_trainer"):
-        if yaml.get(key):
-            raise RefusedError(
-                f"{source.path}: {key} distils a teacher, which is not migrated from axolotl: see docs/distillation.md "
-                "(teacher.path, teacher.form=divergence, teacher.beta), and migrate the rest without this key"
-            )
-    models = {"reward_model": "reward", "process_reward_model": "prm"}
+    if yaml.get("kd_trainer") and not yaml.get("kd_online_server_base_url"):
+        raise RefusedError(
+            f"{source.path}: kd_trainer learns from log-probs of a teacher that are in the rows, and no format reads "
+            "them: serve it (kd_online_server_base_url, kd_online_topk), or give its path as teacher.path with "
+            "teacher.form=divergence (docs/distillation.md), and migrate the rest without this key"
+        )
+    models = {"reward_model": "reward", "process_reward_model": "prm", "gkd_trainer": "gkd"}
     trainer = trainers[kind] if kind else next((models[key] for key in models if yaml.get(key)), "sft")
-    theirs = {**defaults("trl", trainer), **RULES["defaults"]}
+    theirs = {**defaults("trl", trainer), **RULES["defaults"], **RULES["own_defaults"].get(trainer, {})}
     if trainer == "grpo":
         del theirs["max_length"]
     elif trainer == "prm":
@@ -119,7 +122,10 @@ def _translated(yaml: dict[str, Any], trainer: str, kind: str | None) -> dict[st
         theirs["completion_only_loss"] = ("train_on_inputs", not yaml.get("train_on_inputs", False))
     if "cosine_min_lr_ratio" in yaml:
         theirs["lr_scheduler_kwargs"] = ("cosine_min_lr_ratio", {"min_lr_rate": yaml["cosine_min_lr_ratio"]})
-    theirs["dataset_name"] = ("datasets", "DATA" if yaml.get("datasets") else None)  # their rows are counted already
+    if yaml.get("lr_scheduler") == "one_cycle":
+        theirs["lr_scheduler_type"] = ("lr_scheduler", "cosine")
+    named = yaml.get("datasets") or yaml.get("pretraining_dataset")
+    theirs["dataset_name"] = ("datasets", "DATA" if named else None)  # their rows are counted already
     if yaml.get("hub_model_id"):
         hub = {"push_to_hub": True, "hub_model_id": yaml["hub_model_id"], "hub_private_repo": True}
         theirs |= {key: ("hub_model_id", value) for key, value in hub.items()}
@@ -148,12 +154,25 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
         draft.set("model.overrides", written, *entries)
     if any(key.partition(".")[0] == "qat" for key in yaml):
         _qat(draft, yaml)
+    _teacher(draft, yaml, trainer)
     draft.drop("data.path")
     measured = "eval/"
     sources, tests = (
         [_source(draft, dataset, trainer, key) for dataset in yaml.get(key) or ()]
         for key in ("datasets", "test_datasets")
     )
+    texts = yaml.get("pretraining_dataset") or []
+    for text in texts if isinstance(texts, list) else [texts]:
+        text = {"path": text} if isinstance(text, str) else text
+        source = {name: text[name] for name in ("path", "name", "split", "data_files") if text.get(name)}
+        column = text.get("text_column") or "text"
+        read = source | {"type": "completion", "field": column}
+        sources.append(_source(draft, read, trainer, "pretraining_dataset"))
+        if text.get("skip"):
+            draft.check(f"pretraining_dataset: skip = {text['skip']} is left out: streamed rows are read from row 0 on")
+    if texts:
+        draft.set("data.streaming", True, "pretraining_dataset")
+        draft.set("data.loss_on", "all", "pretraining_dataset")
     if yaml.get("val_set_size") and sources:
         if yaml.get("test_datasets"):
             draft.check(f"val_set_size = {yaml['val_set_size']} holds nothing out: test_datasets are evaluated on")
@@ -189,7 +208,20 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
         draft.set("data.overlong", OVERLONG.get(strategy, "filter"), "excess_length_strategy")
     if yaml.get("bf16", "auto") and not yaml.get("fp16"):
         draft.set("model.param_dtype", "bfloat16", "bf16")
+    experts = re.search(rules("warnings")["experts"], str(draft.values.get("model.path")), re.IGNORECASE)
+    if draft.values.get("model.quantize") and experts:
+        of_experts = "same" if yaml.get("quantize_moe_experts") else "none"
+        draft.set("model.quantize_experts", of_experts, "quantize_moe_experts")
+    draft.use("quantize_moe_experts")
     shared.tracked(draft, yaml, PROJECTS, RUN_NAMES)
+    for key, flag in (("tokens", ""), ("special_tokens.additional_special_tokens", " --special")):
+        if added := yaml.get(key):
+            draft.use(key)
+            draft.check(
+                f"{key}: python -m jaxrl_llm add_tokens --model={draft.values.get('model.path')} "
+                f"--tokens='{','.join(map(str, added))}'{flag} --output=FOLDER writes the model with those that it "
+                "lacks: set model.path to that folder"
+            )
     switches = (f"use_{name}" for name in TRACKERS)
     draft.use("val_set_size", "bf16", "rl", "reward_model", "process_reward_model", "adapter", *switches)
     labels = {"reward": 1, "prm": 2}.get(trainer)
@@ -230,6 +262,14 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
         )
     elif unset:
         draft.set("optimizer.warmup_steps", min(int(WARMUP_RATIO * total), WARMUP_MOST), "warmup_steps")
+    _rates(draft, yaml)
+    if yaml.get("use_eaft"):
+        alpha = float(yaml.get("eaft_alpha") or 1.0)
+        options = {"alpha": alpha} if alpha != 1 else {}
+        draft.set("algorithm.loss", with_options("eaft", options | {"scale": 1.0}), "use_eaft", "eaft_alpha", "eaft_k")
+    draft.use("eaft_alpha", "eaft_k")
+    if yaml.get("curriculum_sampling"):
+        draft.set("data.shuffle", False, "curriculum_sampling")
     for key, ours in (("saves_per_epoch", "checkpoint.every"), ("evals_per_epoch", "eval.every")):
         if yaml.get(key) and draft.values[ours] != -1:
             draft.set(ours, max(1, round(total / (float(yaml.get("num_epochs", 1)) * yaml[key]))), key)
@@ -255,6 +295,75 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
             f"chat_template = {template}: the tokenizer's own template is used here; see that it is this one (python "
             "-m jaxrl_llm preview --config=... shows the rows), or name another with data.chat_template"
         )
+
+
+def _rates(draft: Draft, yaml: dict[str, Any]) -> None:
+    """Set the learning rates of single parameters, and the ends of one_cycle."""
+    peak, entries, keys = float(draft.get("learning_rate")), [], []
+    if ratio := yaml.get("loraplus_lr_ratio"):  # whose optimizer has no other groups, and no weight decay
+        entries, keys = [f"lora_B={float(ratio):g}"], ["loraplus_lr_ratio"]
+        draft.set("optimizer.weight_decay", 0.0, "loraplus_lr_ratio")
+    else:
+        if scale := yaml.get("embedding_lr_scale"):
+            entries.append(f"{EMBEDDINGS}={float(scale):g}")
+            keys.append("embedding_lr_scale")
+        elif rate := yaml.get("embedding_lr"):
+            entries.append(f"{EMBEDDINGS}={float(rate) / peak:g}")
+            keys.append("embedding_lr")
+        for group in yaml.get("lr_groups") or ():
+            entries.append(f"{'|'.join(map(re.escape, group['modules']))}={float(group['lr']) / peak:g}")
+            keys.append("lr_groups")
+    draft.set("optimizer.rate_factors", tuple(entries) or None, *dict.fromkeys(keys))
+    draft.use("embedding_lr_scale", "embedding_lr", "lr_groups", "loraplus_lr_embedding")
+    if yaml.get("lr_scheduler") == "one_cycle":
+        first, last = ONE_CYCLE
+        options = yaml.get("lr_scheduler_kwargs") or {}
+        first = float(options.get("div_factor", first))
+        if draft.values.get("optimizer.warmup_steps") or draft.values.get("optimizer.warmup_ratio"):
+            draft.set("optimizer.warmup_init", peak / first, "lr_scheduler")
+        lowest = 1 / (first * float(options.get("final_div_factor", last)))
+        draft.set("optimizer.min_lr_ratio", lowest, "lr_scheduler")
+        draft.check("lr_scheduler is one_cycle: cosine is written, whose warm-up is linear here and a half wave there")
+
+
+def _teacher(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
+    """Set what the plugins of distillation have otherwise than TRL's GKDTrainer, or beside it."""
+    if trainer == "gkd":
+        draft.set("teacher.temperature", float(draft.get("temperature")), "gkd_temperature")
+        if (kind := yaml.get("gkd_divergence")) not in (None, "jsd", "generalized_jsd"):
+            shared.check_known("gkd_divergence", kind, tuple(KL))
+            draft.set("teacher.beta", KL[kind], "gkd_divergence")
+        draft.use("gkd_trainer", "gkd_divergence")
+        if k := yaml.get("gkd_top_k"):
+            draft.set("rollout.top_k", int(k), "gkd_top_k")
+        if yaml.get("gkd_seq_kd"):
+            draft.check("gkd_seq_kd is left out: sample the teacher's completions first, python -m jaxrl_llm generate")
+        draft.check("of rows with several answers the last one is sampled and learned here, and in axolotl the first")
+    if not yaml.get("kd_trainer"):
+        return
+    url = str(yaml["kd_online_server_base_url"]).rstrip("/")
+    server: dict[str, Any] = {"url": f"{url}/v1", "model": yaml.get("kd_online_server_model") or "MODEL"}
+    if seconds := yaml.get("kd_online_timeout"):
+        server["timeout"] = float(seconds)
+    keys = ("kd_online_server_base_url", "kd_online_server_model", "kd_online_timeout")
+    draft.set("teacher.path", with_options("server", server), "kd_trainer", *keys)
+    draft.set("teacher.form", "divergence", "kd_trainer")
+    draft.set("teacher.beta", float(yaml.get("kd_beta") or 0.0), "kd_beta")
+    draft.set("teacher.coef", 1.0 if yaml.get("kd_alpha") is None else float(yaml["kd_alpha"]), "kd_alpha")
+    draft.set("teacher.top_k", int(yaml.get("kd_online_topk") or 64), "kd_online_topk")
+    draft.set("teacher.tail", False, "kd_normalize_topk")
+    draft.use("kd_temperature", "kd_temperature_min", "kd_ce_alpha", "kd_online_server", "kd_online_max_new_tokens",
+              "kd_compiled_kernel")  # fmt: skip
+    if server["model"] == "MODEL":
+        draft.check(f"the teacher is what {url} serves: write its name for MODEL in teacher.path")
+    if yaml.get("kd_online_server", "vllm") != "vllm":
+        draft.check(f"kd_online_server is {yaml['kd_online_server']}: the teacher is asked as vLLM is, serve it so")
+    if yaml.get("kd_ce_alpha"):
+        draft.check(f"kd_ce_alpha = {yaml['kd_ce_alpha']} is left out: the divergence takes the place of cross-entropy")
+    if float(yaml.get("kd_temperature") or 1) != 1 or yaml.get("kd_temperature_min"):
+        draft.check("kd_temperature is left out: a server gives log-probs at temperature 1, and they are compared so")
+    if yaml.get("kd_normalize_topk") is False:
+        draft.check("kd_normalize_topk is left out: distributions here are of a token among the likeliest ones")
 
 
 def _qat(draft: Draft, yaml: dict[str, Any]) -> None:
@@ -300,15 +409,16 @@ def _source(draft: Draft, dataset: dict[str, Any], trainer: str, key: str) -> di
     """Return a data set of `key` with the name of its format as here; what has none is noted."""
     source = {name: value for name, value in dataset.items() if value is not None}
     kind = source.get("type")
-    if trainer == "sft" and (kind in (None, "chat_template", "completion") or isinstance(kind, dict)):
+    if trainer in ("sft", "gkd") and (kind in (None, "chat_template", "completion") or isinstance(kind, dict)):
         if isinstance(kind, dict):
             draft.check(f"{key}: the type {short(kind)} has no format for sft; write a function row -> dict")
-        source.pop("type", None)
-        if kind != "completion":
+        if kind != "completion":  # which is read as that, whatever other columns there are
+            source.pop("type", None)
             _chat(draft, source, dataset, key)
-        elif source.get("field") == "text":  # the column that is read
+        elif source.get("field") == "text":
             del source["field"]
-        plain = ("path", "name", "split", "ds_type", "data_files", *(("type", *CHAT) if "type" in source else ()))
+        typed = ("type", "field", *CHAT) if "type" in source else ()
+        plain = ("path", "name", "split", "ds_type", "data_files", *typed)
         for name in [name for name in source if name not in plain]:
             draft.check(f"{key}: {name} = {short(source.pop(name))} has no equivalent for sft")
         return source
@@ -318,7 +428,7 @@ def _source(draft: Draft, dataset: dict[str, Any], trainer: str, key: str) -> di
             if source.pop(name, defaults("trl", trainer).get(name)) != draft.get(name):
                 draft.check(f"{key}: {name} differs between them, and is the same for all rows here")
     plain = str(kind).split(".", 1)
-    names = known({"sft": "completions", "kto": "labels"}.get(trainer, "pairs"))
+    names = known({"sft": "completions", "gkd": "completions", "kto": "labels"}.get(trainer, "pairs"))
     theirs = isinstance(kind, str) and (len(plain) == 1 or plain[0] in RULES["formats"])  # no module of the user's
     if theirs and kind not in names and plain[-1] not in names:
         draft.check(

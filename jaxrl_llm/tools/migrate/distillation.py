@@ -1,8 +1,11 @@
 """The rules for teachers: those of TRL's trainers, the policy itself among them, and verl's section `distillation`."""
 
+import json
+
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate import shared
 from jaxrl_llm.tools.migrate.draft import Draft
+from jaxrl_llm.tools.migrate.losses import with_options
 
 D, L = "distillation", "distillation.distillation_loss"
 
@@ -64,6 +67,43 @@ def of_trl(draft: Draft, trainer: str) -> None:
     draft.set("rewards.functions", ())
     draft.set("algorithm.advantage", "zero")
     draft.set("algorithm.aggregation", "sequence" if draft.values["teacher.form"] == "uld" else "token")
+
+
+def served_of_trl(draft: Draft, trainer: str) -> None:
+    """Set the teacher of a TRL trainer, `serverdistillation` or `asyncdistillation`, which asks servers for it."""
+    if trainer == "serverdistillation":
+        keys = ("teacher_model_server_url", "loss_top_k", "loss_add_tail", "temperature")
+        urls = [draft.get(keys[0])]
+        draft.use("reverse_kl_top_1_mode")
+    else:
+        keys = ("teacher_server_urls", "teacher_top_k", "add_tail_bucket", "teacher_temperature")
+        given = draft.get(keys[0])
+        urls = list((json.loads(given) if isinstance(given, str) else given).values())
+    url, k = str(urls[0] or "http://localhost:8000").rstrip("/"), int(draft.get(keys[1]))
+    beta = float(draft.get("beta"))
+    draft.set("teacher.path", with_options("server", {"url": f"{url}/v1", "model": "MODEL"}), keys[0])
+    draft.check(f"the teacher is what {url} serves: write its name for MODEL in teacher.path")
+    if len(urls) > 1:
+        draft.check(
+            f"{keys[0]} names {len(urls)} teachers, which rate sampled tokens alone here (teacher.form=advantage, "
+            f"teacher.others): the first is written"
+        )
+    draft.set("teacher.form", "divergence")
+    draft.set("teacher.beta", beta, "beta")
+    draft.set("teacher.top_k", k, keys[1])
+    draft.set("teacher.tail", bool(draft.get(keys[2])), keys[2])
+    if beta:
+        draft.check(
+            f"beta = {beta:g} is over the teacher's likeliest token and the sampled one there; here the divergence is "
+            f"over its {k} likeliest: raise teacher.top_k (up to 128)"
+        )
+    if float(draft.get(keys[3])) != 1:
+        draft.set("rollout.temperature", 1.0)
+        draft.check(f"{keys[3]} = {draft.get(keys[3])}: servers give log-probs at temperature 1, which is written")
+    draft.use(keys[3])
+    draft.set("rewards.functions", ())
+    draft.set("algorithm.advantage", "zero")
+    draft.set("algorithm.aggregation", "token")
 
 
 def _uld_of_trl(draft: Draft) -> None:
@@ -248,9 +288,10 @@ def of_verl(draft: Draft) -> None:
         draft.set("teacher.others", others[1:], *keys)
         draft.set("teacher.column", draft.first(f"{D}.teacher_key", default="data_source"), f"{D}.teacher_key")
         draft.check("teacher.path rates the rows of all keys that teacher.others does not name; verl refuses these")
-    for key in ("loss_max_clamp", "log_prob_min_clamp"):
-        if draft.get(f"{L}.{key}") is not None:
-            draft.check(f"{L}.{key} = {draft.get(f'{L}.{key}')}: nothing is clamped here")
+    if (limit := draft.get(f"{L}.loss_max_clamp")) is not None:
+        draft.set("teacher.limit", float(limit), f"{L}.loss_max_clamp")
+    if (lowest := draft.get(f"{L}.log_prob_min_clamp")) is not None and "teacher.top_k" in draft.values:
+        draft.set("teacher.least_logp", float(lowest), f"{L}.log_prob_min_clamp")
 
 
 def _loss(draft: Draft) -> None:

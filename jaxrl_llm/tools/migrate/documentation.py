@@ -9,8 +9,8 @@ from jaxrl_llm.tools.migrate.table import table as keys_of
 SECTIONS = {
     "TRL": "Arguments of the trainers and their configurations, of TRL's scripts, and of `accelerate launch` and `trl "
     "vllm-serve` as TRL's pages show them.",
-    "verl": "`ppo_trainer.yaml` (FSDP and Megatron; `optim.*` stands for the optimizer's section), `sft_trainer.yaml` "
-    "and `evaluation.yaml`. A name that ends in `*` is every key below it.",
+    "verl": "`ppo_trainer.yaml` (FSDP and Megatron; `optim.*` stands for the optimizer's section), `sft_trainer.yaml`, "
+    "`sft_trainer_engine.yaml` and `evaluation.yaml`. A name that ends in `*` is every key below it.",
     "axolotl": "Its RLHF keys and the usual ones beside them; `trl.*` and `vllm.*` are the keys of those sections. It "
     "trains with TRL, so what is said there holds too.",
     "Harmony": "The arguments of its training classes, and what recipes call besides.",

@@ -1,6 +1,5 @@
 """A configuration in the making: our values with the keys they come from, what has no equivalent, what to look at."""
 
-import difflib
 import re
 import textwrap
 from collections.abc import Mapping
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigDict, assign, default, validate
-from jaxrl_llm.config.resolve import ConfigError, split_options
+from jaxrl_llm.config.resolve import ConfigError, closest, split_options
 from jaxrl_llm.config.schema import KEYS
 from jaxrl_llm.config.secrets import HIDDEN
 from jaxrl_llm.rewards.built_in import BUILT_IN
@@ -16,7 +15,6 @@ from jaxrl_llm.tools.migrate.shell import COMMAND
 from jaxrl_llm.tools.migrate.table import CONVERT, find, names, rules, table
 
 OURS = {key.name: key for key in KEYS}
-NEAR = 0.7  # how similar a known key is to one that it may have been meant for
 SECRET = re.compile(r"((^|\.|hub_|auth_|access_|api_)token|api_key|password|secret)$")
 OPEN = re.compile(rf"\$\{{[^{{}}]*\}}|{COMMAND}|\$[\w@]+")  # what a shell or a YAML would fill in
 
@@ -206,10 +204,16 @@ class Draft:
                 f"model.path is {model}: see that docs/models.md has its architecture (model_type in config.json)"
             )
         if self.values.get("model.quantize") and re.search(known["experts"], model, re.IGNORECASE):
-            self.check(
-                f"model.quantize leaves the matrices of experts, most of {model}, as they are: see with python -m "
-                "jaxrl_llm plan that the devices hold them"
-            )
+            if self.values.get("model.quantize_experts") == "none":
+                self.check(
+                    f"model.quantize_experts is none: the matrices of experts, most of {model}, stay as they are: see "
+                    "with python -m jaxrl_llm plan that the devices hold them"
+                )
+            elif "model.quantize_experts" not in self.values:
+                self.check(
+                    f"model.quantize stores the matrices of experts in fewer bits too, most of {model}; bitsandbytes "
+                    "leaves them as they are, as model.quantize_experts = 'none' does"
+                )
         targets = self.values.get("lora.targets", ())
         if self.values.get("lora.rank") and (odd := [name for name in targets if name not in known["adapters"]]):
             names = tuple(name for name in targets if name in known["adapters"]) or ("all-linear",)
@@ -232,10 +236,9 @@ class Draft:
                 continue
             line, entry = shown(key, value), find(entries, key)
             if entry is None:
-                near = difflib.get_close_matches(key, [name for name in names(entries) if name[-1] != "*"], 1, NEAR)
-                closest = f"; the closest is {near[0]}" if near else ""
-                missing.append(f"{line}: an unknown key{closest}")
-                self.check(f"{key} is no known key{closest}")
+                near = closest(key, (name for name in names(entries) if name[-1] != "*"))
+                missing.append(f"{line}: an unknown key; the closest is {near}")
+                self.check(f"{key} is no known key; the closest is {near}")
                 continue
             ours = ", ".join(entry.ours.split())
             part = "part of" if key in self.used else "has no part in"

@@ -29,7 +29,10 @@ TRACKED = (
 )
 VARIABLE = re.compile(rf"""\b({TRACKED})\b["'\]]*\s*[=,]\s*["']?([^\s"'$)]+)""")
 # Sections of axolotl's YAML that are the value of one key.
-WHOLE = ("lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "fsdp_config")
+WHOLE = (
+    "lr_scheduler_kwargs", "optim_args", "gradient_checkpointing_kwargs", "fsdp_config", "chat_template_kwargs",
+    "lora_rank_pattern", "lora_alpha_pattern", "pretraining_dataset",
+)  # fmt: skip
 
 
 def read(path: str, system: str = "auto", trainer: str = "", companion: str = "functions.py") -> Source:
@@ -136,7 +139,7 @@ def _read_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> So
 
 def _named(path: str) -> list[str]:
     """Return the trainers of TRL that the words of a path name: dpo of recipes/zephyr/dpo/config.yaml."""
-    path = re.sub(r"async[\W_]+grpo", "asyncgrpo", path.lower())
+    path = re.sub(r"(async|server)[\W_]+(grpo|distillation)", r"\1\2", path.lower())
     words = re.split(r"[\W_]+", re.sub(r"iw[\W_]+opd", "iwopd", path))
     return [word for word in words if word in RULES]
 

@@ -18,7 +18,7 @@ TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Names of an optimizer of ours, whatever computes and stores it: `torch.optim.AdamW`, `paged_adamw_8bit`. galore_adamw,
 # schedule_free_sgd and the like are other algorithms.
 OPTIMIZER = re.compile(
-    r"([\w.]+\.)?_?((paged|fused|deepspeed|cpu|optimi|ao|flash|dist)_?)*(adamw?|adafactor|lion|muon|sgdw?)"
+    r"([\w.]+\.)?_?((paged|fused|deepspeed|cpu|optimi|ao|flash|dist)_?)*(adamw?|adafactor|lion|muon|sgdw?|ademamix|adopt(_adamw)?)"
     r"(_?(hf|torch|pytorch|bnb|apex|fused|xla|npu|anyprecision|\d+bit|fp8))*"
 )
 SCHEDULES = {name: name for name in schema.SCHEDULES} | {
@@ -146,13 +146,15 @@ def init_kwargs(draft: Draft, key: str, revision: str) -> Any:
 def optimizer(draft: Draft, name: str, key: str) -> None:
     """Set our optimizer of that name."""
     plain = str(name).lower()
-    ours = next((known for known in ("adafactor", "lion", "muon", "sgd") if known in plain), "adamw")
+    ours = next(
+        (known for known in ("adafactor", "lion", "muon", "sgd", "ademamix", "adopt") if known in plain), "adamw"
+    )
     if not OPTIMIZER.fullmatch(plain):
         draft.check(
             f"{draft.named(key)} = {name!r} has no equivalent; {ours} is written. optimizer.name takes one of optax "
             "too, module:function"
         )
-    elif re.search("flash|[48]bit|fp8", plain) and ours in ("adamw", "lion", "muon"):
+    elif re.search("flash|[48]bit|fp8", plain) and ours in ("adamw", "lion", "muon", "ademamix"):
         draft.set("optimizer.moment_dtype", "float8", key)
         draft.check(
             f"{draft.named(key)} = {name!r}: moments are in 8 bits (optimizer.moment_dtype), floats with a scale for "
@@ -171,6 +173,24 @@ def optimizer(draft: Draft, name: str, key: str) -> None:
     draft.set("optimizer.name", ours, key)
     if ours == "sgd":
         draft.set("optimizer.b1", 0.0, key)
+
+
+def slow_moment(draft: Draft, key: str, updates: int) -> None:
+    """Set what arguments of bitsandbytes' AdEMAMix, `beta3=0.999,alpha=8` or a mapping, say of it; `updates` a step."""
+    given = draft.get(key) or {}
+    if isinstance(given, str):
+        given = dict(entry.split("=") for entry in given.replace(" ", "").split(","))
+    known = {"beta1": "b1", "beta2": "b2", "beta3": "b3", "alpha": "mixing", "eps": "eps"}
+    for name, ours in known.items():
+        if name in given:
+            draft.set(f"optimizer.{ours}", float(given[name]), key)
+    rises = {int(given[name]) for name in ("t_alpha", "t_beta3") if name in given}
+    if rises:
+        draft.set("optimizer.mixing_steps", divided(max(rises), updates), key)
+    if len(rises) > 1 or bool("t_alpha" in given) != bool("t_beta3" in given):
+        draft.check(f"{key}: t_alpha and t_beta3 are one number here, the larger (optimizer.mixing_steps)")
+    if others := sorted(set(given) - {*known, "t_alpha", "t_beta3"}):
+        draft.check(f"{key}: {', '.join(others)} of AdEMAMix is not here")
 
 
 def betas(draft: Draft, key: str, section: str = "optimizer") -> None:

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable
 
+from jaxrl_llm.config.entries import LORA_INIT, lora_init
 from jaxrl_llm.config.resolve import ConfigError, closest
 from jaxrl_llm.data.sources import READERS
 from jaxrl_llm.tools.migrate import distillation, shared, trl_run
@@ -154,6 +155,14 @@ def _model(draft: Draft) -> None:
         draft.set("lora.dora", dora and not quantized, "use_dora")
         if dora and quantized:
             draft.check("use_dora is left out: adapters on quantised matrices are plain LoRA here (lora.dora)")
+        start = lora_init(draft.first("init_lora_weights", default=True))
+        if LORA_INIT.fullmatch(start):
+            draft.set("lora.init", start, "init_lora_weights")
+        else:
+            draft.check(
+                f"{draft.named('init_lora_weights')} = {start!r} has no equivalent; lora.init is kaiming, as by default"
+            )
+            draft.use("init_lora_weights")
         targets = draft.first("target_modules", "lora_target_modules")
         parameters = draft.first("target_parameters", "lora_target_parameters") or ()
         if targets is None:
@@ -231,7 +240,7 @@ def _mixture(draft: Draft) -> None:
             source["data_files"], source["split"] = files[name], f"train{split.removeprefix(name)}"
         if files and source["path"] not in READERS.values():
             draft.check(f"datasets: data_files of {source['path']} are files in it there; here they are paths, or URLs")
-        if share is not None and not draft.values.get("data.packing"):
+        if share is not None and (draft.values["data.streaming"] or not draft.values.get("data.packing")):
             source["weight"] = float(share)
         if share is not None:
             draft.check(
@@ -273,7 +282,10 @@ def _data(draft: Draft, trainer: str) -> None:
         _mixture(draft)
     else:
         _dataset(draft)
-    sampling = ("grpo", "gmpo", "asyncgrpo", "rloo", "distillation", "iwopd", "sdpo", "sdft")
+    sampling = (
+        "grpo", "gmpo", "asyncgrpo", "rloo", "distillation", "serverdistillation", "asyncdistillation", "iwopd", "sdpo",
+        "sdft",
+    )  # fmt: skip
     key = "shuffle_dataset" if trainer in sampling else "train_sampling_strategy"
     draft.set("data.shuffle", draft.get(key) not in (False, "sequential"), key)
     if trainer not in (*sampling, "ppo", "a2po"):
@@ -542,6 +554,10 @@ def _ppo(draft: Draft, trainer: str, devices: int) -> int:
             f"num_mini_batches is {parts}, but PPOTrainer makes an update of gradient_accumulation_steps = "
             f"{accumulation} passes: {minibatches} in each pass over the batch are written (batch.minibatches)"
         )
+    policy, name = draft.get("sft_model_path"), draft.get("model_name_or_path")
+    if policy is not None and draft.get("model") is None:
+        draft.set("model.path", policy, "sft_model_path")
+        draft.set("model.tokenizer", None if name == policy else name, "model_name_or_path")
     draft.set("algorithm.name", "ppo")
     draft.set("rollout.group_size", 1)
     draft.set("batch.prompts", rows * devices, *ROWS)
@@ -707,7 +723,19 @@ def _distillation(draft: Draft, trainer: str, devices: int) -> int:
     draft.set("rollout.group_size", group, *keys[2:3])
     shared.microbatch_rows(draft, per_device * devices, per_device * devices * accumulation, *ROWS)
     _environment(draft)
-    distillation.of_trl(draft, trainer)
+    if trainer not in ("serverdistillation", "asyncdistillation"):
+        distillation.of_trl(draft, trainer)
+        return 1
+    distillation.served_of_trl(draft, trainer)
+    if trainer == "asyncdistillation":
+        lag = int(draft.get("max_staleness")) * int(draft.get("weight_sync_steps"))
+        draft.set("rollout.staleness", lag, "max_staleness", "weight_sync_steps")
+        draft.set("algorithm.old_logps", "sampler")
+        draft.use("token_budget")
+        draft.check(
+            f"a batch here is of the policy {lag} updates before (rollout.staleness); AsyncDistillationTrainer takes "
+            "what is ready and at most as old, as many rows as token_budget has room for: set batch.prompts by its log"
+        )
     return 1
 
 
@@ -739,7 +767,7 @@ RULES: dict[str, Callable[[Draft, str, int], int]] = {
     "a2po": _a2po,
     "ppo": _ppo,
     **dict.fromkeys(("sft", "dpo", "kto", "orpo", "cpo", "tpo", "reward", "prm"), _offline),
-    **dict.fromkeys(("distillation", "gkd", "gold", "iwopd"), _distillation),
+    **dict.fromkeys(("distillation", "serverdistillation", "asyncdistillation", "gkd", "gold", "iwopd"), _distillation),
     "sdpo": _sdpo,
     "sdft": _sdft,
 }

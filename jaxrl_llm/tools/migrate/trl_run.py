@@ -194,6 +194,10 @@ def learning_rate(draft: Draft, updates: int) -> None:
         draft.use("warmup_steps", "warmup_ratio")
     own = draft.get("adafactor")
     shared.optimizer(draft, "adafactor" if own else draft.get("optim"), "adafactor" if own else "optim")
+    if draft.values["optimizer.name"] == "ademamix":
+        shared.slow_moment(draft, "optim_args", updates)
+    elif arguments := draft.get("optim_args"):
+        draft.check(f"optim_args = {short(arguments)}: arguments of an optimizer of torch are not read")
     if "critic.learning_rate" in draft.values:
         draft.set("critic.schedule", kind, "lr_scheduler_type")
         draft.set("critic.max_grad_norm", draft.values["optimizer.max_grad_norm"], "max_grad_norm")

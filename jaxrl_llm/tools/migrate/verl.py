@@ -13,7 +13,24 @@ A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout
 PASSES = (R, "actor_rollout_ref.ref")  # that have sizes of their own; here they have the same, the first that is set
 PASS_SIZES = ("micro_batch_size_per_gpu", "micro_batch_size", "use_dynamic_bsz", "max_token_len_per_gpu")
 CORRECTION = "algorithm.rollout_correction"
-VERSIONS = ("0.8", "0.3")  # newest first
+VERSIONS = ("0.9", "0.8", "0.3")  # newest first
+# Sections and keys of 0.9 by the names that they had before, of every file and of its sft_trainer_engine.yaml.
+FORMER = {
+    "reward.custom_reward_function.": "custom_reward_function.",
+    "reward.reward_manager.name": "reward_model.reward_manager",
+    "reward.reward_kwargs.": "reward_model.reward_kwargs.",
+    "reward.reward_model.model_path": "reward_model.model.path",
+    "reward.reward_model.enable": "reward_model.enable",
+}
+FORMER_OF_SFT = {
+    "model.path": "model.partial_pretrain",
+    "engine.fsdp_size": f"{A}.fsdp_config.fsdp_size",
+    "engine.model_dtype": "model.fsdp_config.model_dtype",
+    "engine.param_offload": "model.fsdp_config.offload_params",
+    "engine.ulysses_sequence_parallel_size": "ulysses_sequence_parallel_size",
+    "engine.context_parallel_size": "ulysses_sequence_parallel_size",
+    "optim.lr_scheduler_type": "optim.lr_scheduler",
+}
 OVERLONG = {"error": "error", "left": "truncate_left", "right": "truncate_right", "middle": "truncate_middle"}
 MEANS = {
     "token-mean": "token",
@@ -33,18 +50,29 @@ def convert(source: Source, options: Options) -> Draft:
     version = options.version or VERSIONS[0]
     if version not in VERSIONS:
         raise RefusedError(f"--version is {version!r}, but verl's are {', '.join(VERSIONS)}")
-    trainer = source.trainer or ("sft" if "model.partial_pretrain" in source.settings else "ppo")
-    theirs = defaults("verl", "sft" if trainer == "sft" else version)
+    of_sft = {"model.partial_pretrain", "model.path"} & source.settings.keys()
+    trainer = source.trainer or ("sft" if of_sft else "ppo")
+    engine = trainer == "sft" and "model.partial_pretrain" not in source.settings
+    former = FORMER | (FORMER_OF_SFT if engine else {})
+    named = {}
+    for key, value in source.settings.items():
+        start = next((start for start in former if key == start or (start[-1] == "." and key.startswith(start))), "")
+        named[former.get(start, "") + key.removeprefix(start)] = (key, value)
+    theirs = defaults("verl", "sft_engine" if engine else "sft" if trainer == "sft" else version)
     estimator = source.settings.get("algorithm.adv_estimator", theirs.get("algorithm.adv_estimator"))
     algorithm = "SFT" if trainer == "sft" else "PPO" if estimator == "gae" else estimator
-    draft = Draft(source, f"{algorithm}, from FILE of verl; what that leaves out is as in verl {version}.", theirs)
+    of = "0.8" if trainer == "sft" and not engine else version  # which had sft_trainer.yaml last
+    draft = Draft(source, f"{algorithm}, from FILE of verl; what that leaves out is as in verl {of}.", theirs, named)
     draft.companion = options.companion
     draft.set_direct("verl")
     _data(draft)
     _model(draft)
     gpus = options.devices or int(draft.get("trainer.nnodes")) * int(draft.get("trainer.n_gpus_per_node"))
     draft.use("trainer.nnodes", "trainer.n_gpus_per_node")
-    (_sft if trainer == "sft" else _online)(draft, gpus)
+    if trainer == "sft":
+        _sft(draft, gpus)
+    else:
+        _online(draft, gpus, version)
     verl_run.trainer(draft, options)
     verl_run.learning_rate(draft, "optim" if trainer == "sft" else f"{A}.optim")
     return draft
@@ -151,7 +179,7 @@ def _model(draft: Draft) -> None:
             break
 
 
-def _online(draft: Draft, gpus: int) -> None:
+def _online(draft: Draft, gpus: int, version: str) -> None:
     """Set everything about reinforcement learning: batch, loss, advantages, KL, rewards and sampling."""
     prompts, mini = int(draft.get("data.train_batch_size")), int(draft.get(f"{A}.ppo_mini_batch_size"))
     group = int(draft.get(f"{R}.n"))
@@ -190,7 +218,7 @@ def _online(draft: Draft, gpus: int) -> None:
     if preset := draft.get(CORRECTION):  # a call of RolloutCorrectionConfig, or its name
         name = str(preset).removeprefix("RolloutCorrectionConfig.").removesuffix("()")
         draft.set(CORRECTION, name, CORRECTION)
-    _loss(draft)
+    _loss(draft, version)
     _advantage(draft, gpus, mini * group)
     _divergence(draft)
     _rewards(draft)
@@ -252,8 +280,8 @@ def _online(draft: Draft, gpus: int) -> None:
         draft.check(f"{key} = {kind} has no equivalent: rollout.weights_dtype takes fp8 and int8")
 
 
-def _loss(draft: Draft) -> None:
-    """Set the policy loss with its options, and the aggregation."""
+def _loss(draft: Draft, version: str) -> None:
+    """Set the policy loss with its options, and the aggregation of that version."""
     section, mode = f"{A}.policy_loss", draft.get(f"{A}.policy_loss.loss_mode")
     low, high = draft.values["algorithm.epsilon_low"], draft.values["algorithm.epsilon_high"]
     # Our loss of a mode, and its options: our name, the key in verl, verl's default.
@@ -311,17 +339,17 @@ def _loss(draft: Draft) -> None:
     if means not in MEANS:
         raise ConfigError(f"{A}.loss_agg_mode is {means!r}, but there are {', '.join(MEANS)}")
     # These take sequence means in verl, whatever is set.
-    sequences = mode in ("gspo", "sapo", "geo_mean")
+    sequences = mode in ("sapo", "geo_mean") or (mode == "gspo" and version != "0.9")
     draft.set("algorithm.aggregation", "sequence" if sequences else MEANS[means], f"{A}.loss_agg_mode")
     if means == "seq-mean-token-sum-norm":
         draft.check(
             "verl's seq-mean-token-sum-norm divides by the rows since 0.8, as ours does; against a run of an older one "
             "the gradient is smaller by their number (with Adam and clipping the update is the same)"
         )
-    if mode == "gspo" and means != "seq-mean-token-mean":
+    if mode == "gspo" and version == "0.9" and means != "seq-mean-token-mean":
         draft.check(
-            f"verl's gspo takes sequence means up to 0.8, which is what is written, and since 0.9 {means} as "
-            f"loss_agg_mode says: for a run of 0.9 set algorithm.aggregation = {MEANS[means]!r}"
+            f"verl's gspo takes {means} since 0.9, as loss_agg_mode says, and sequence means up to 0.8, as its paper: "
+            "--version=0.8 writes these"
         )
 
 
@@ -458,7 +486,13 @@ def _rewards(draft: Draft) -> None:
         functions += [with_options(f"{path}:{name}", options) for name in names]
     elif parts:
         functions += parts
-    if draft.get("reward_model.enable"):
+    if draft.get("reward_model.enable") and path and draft.named("reward_model.enable") != "reward_model.enable":
+        draft.use("reward_model.enable", "reward_model.model.path")
+        draft.check(
+            f"verl serves {draft.get('reward_model.model.path')} to the reward function, which asks it; here python -m "
+            f"jaxrl_llm serve does: give {path} its address"
+        )
+    elif draft.get("reward_model.enable"):
         names = {"max_length": "reward_model.max_length", "rows": "reward_model.micro_batch_size_per_gpu"}
         keys += ["reward_model.enable", "reward_model.model.path", *names.values()]
         options = {name: draft.get(key) for name, key in names.items() if draft.get(key)}
@@ -490,6 +524,12 @@ def _rewards(draft: Draft) -> None:
             draft.set("algorithm.overlong_buffer", length, f"{at}.enable", f"{at}.len", manager)
             factor = draft.get(f"{at}.penalty_factor")
             draft.set("algorithm.overlong_penalty", 1.0 if factor is None else float(factor), f"{at}.penalty_factor")
+            longest = draft.get(key := "reward_model.reward_kwargs.max_resp_len")
+            draft.use(key)
+            if longest is not None and int(longest) != draft.values["rollout.max_completion_length"]:
+                draft.check(
+                    f"{draft.named(key)} = {longest}: the punishment here ends at rollout.max_completion_length"
+                )
     draft.use(manager)
 
 
@@ -498,12 +538,24 @@ def _sft(draft: Draft, gpus: int) -> None:
     rows = int(draft.get("data.train_batch_size"))
     draft.set("algorithm.name", "sft")
     keys = ("data.micro_batch_size_per_gpu", "data.micro_batch_size")
-    shared.microbatch_rows(draft, int(draft.get(keys[0])) * gpus, rows, *keys)
+    if draft.get("data.use_dynamic_bsz"):
+        most = int(draft.get("data.max_token_len_per_gpu")) * gpus
+        draft.set("batch.microbatch_tokens", most, "data.max_token_len_per_gpu", "data.use_dynamic_bsz", *keys)
+    else:
+        shared.microbatch_rows(draft, int(draft.get(keys[0])) * gpus, rows, *keys)
+    draft.use("data.use_dynamic_bsz", "data.max_token_len_per_gpu")
     draft.set("optimizer.no_decay", (), "optim.weight_decay")
     shared.betas(draft, "optim.betas")
     draft.drop("data.prompt_key")
-    if draft.get("data.multiturn.enable"):
-        draft.use("data.multiturn.enable", "data.multiturn.messages_key")
+    messages = draft.get("data.messages_key")
+    if messages or draft.get("data.multiturn.enable"):
+        if messages not in (None, "messages"):
+            draft.set("data.format", with_options("chat_template", {"field_messages": messages}), "data.messages_key")
+        draft.use("data.multiturn.enable", "data.multiturn.messages_key", "data.messages_key")
+        if isinstance(thinks := draft.get(key := "data.enable_thinking_default"), bool):
+            given = draft.values.get("data.chat_template_kwargs")
+            written = ", ".join(filter(None, (given, f"enable_thinking={thinks}")))
+            draft.set("data.chat_template_kwargs", written, key, "data.apply_chat_template_kwargs")
         return
     names = ("data.prompt_key", "data.response_key", "data.prompt_dict_keys", "data.response_dict_keys")
     columns = []

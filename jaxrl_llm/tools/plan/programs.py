@@ -339,7 +339,7 @@ def update_batch(
         in_loss = kl_in_loss(config)
         if in_loss:
             if algorithm.kl == "full":
-                size, dtype = net.config.width, net.config.dtype
+                size, dtype = net.config.outer_width + net.config.head_bias, net.config.dtype
                 fields |= {"ref_hidden": rows_shape(mesh, (rows, width, size), dtype)}
                 head = NamedSharding(mesh, PartitionSpec())
                 scalars |= {"ref_head": jax.ShapeDtypeStruct((size, net.config.vocab_size), dtype, sharding=head)}

@@ -27,7 +27,14 @@ from jaxrl_llm.training.optimizers import build_optimizer
 from jaxrl_llm.training.reference import ReferenceSpec, start_reference
 from jaxrl_llm.training.reward_models import path_and_options, short_name
 from jaxrl_llm.training.setup.data import model_entries, register
-from jaxrl_llm.training.setup.models import adapter_patterns, build_lora, critic_config, net_options, trained_parts
+from jaxrl_llm.training.setup.models import (
+    adapter_patterns,
+    build_lora,
+    check_quantized,
+    critic_config,
+    net_options,
+    trained_parts,
+)
 from jaxrl_llm.training.setup.objectives import needs_reference
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import (
@@ -99,10 +106,7 @@ def describe(config, mesh: Mesh, dtype: str, on_cpu: bool, host: int | None = No
     """The shapes of a run on `mesh`, computing in `dtype`; `host` as `process_mesh` takes it."""
     net = describe_net(config, dtype, on_cpu)
     params = _trained_score_in_fp32(over(net.shapes(), mesh))
-    if config.model.quantize != "none" and not has_adapters(params):
-        raise ConfigError(
-            f"model.quantize is {config.model.quantize}, and quantised matrices are not trained: set lora.rank"
-        )
+    check_quantized(net, params)
     frozen, trainable = split(params, net.config.frozen)
     critic, frozen_critic = None, {}
     state = _state(trainable, make_optimizer(config), config.optimizer.offload, mesh)

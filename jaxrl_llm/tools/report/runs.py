@@ -29,9 +29,12 @@ class ReportedRun(NamedTuple):
 
     @property
     def is_finished(self) -> bool:
-        """True once the last step is recorded."""
-        total = self.settings.get("total_steps")
-        return total is not None and bool(self.steps) and self.steps[-1] >= total
+        """True once the last step is recorded or, where a callback ended the run, its model is written behind it."""
+        total, model = self.settings.get("total_steps"), self.folder / "hf" / "config.json"
+        if not self.steps or total is None:
+            return False
+        ended = model.is_file() and model.stat().st_mtime > (self.folder / METRICS).stat().st_mtime
+        return self.steps[-1] >= total or ended
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[ReportedRun]:

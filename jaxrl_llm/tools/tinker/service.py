@@ -43,6 +43,7 @@ MOST_RUNS = 32  # of adapters that are trained at once, which are on the devices
 MOST_BYTES = 2**27  # of a request for gradients; the SDK sends up to 5 MB at a time
 FORGOTTEN = 3600.0  # seconds of silence after which nobody goes on with a run
 MISSED = 600.0  # seconds that requests wait for the one before them, which may never come: it was refused as too large
+ABANDONED = 86400.0  # seconds of silence after which a session ends as if its client had finished it
 FORGOTTEN_FULL = 120.0  # the same of a run of all weights, whose place others wait for; a client is heard every 10
 
 Route = tuple[str, str, Callable[..., Awaitable[Response]]]  # a path, a method, and what answers
@@ -82,11 +83,14 @@ class TrainingService:
         """`model` is what runs adapt; clients may call it by each of `names`, and answers by the first.
 
         Up to `full_runs` train all weights, each a copy of its own, and up to `full_samplers` sample from such.
-        `check` is that of a `Store`. Raises ConfigError for a quantised model.
+        `check` is that of a `Store`. Raises ConfigError for a quantised model, and one whose prompts see themselves.
         """
-        if model.net.config.quantize != "none":
-            raise ConfigError(f"{model.path} stores its matrices as {model.net.config.quantize}: its adapters cannot "
+        if model.net.config.quantized != "none":
+            raise ConfigError(f"{model.path} stores its matrices as {model.net.config.quantized}: its adapters cannot "
                               "be sampled from, as they are not merged into such")  # fmt: skip
+        if model.net.config.sees_prompts:
+            raise ConfigError(f"the tokens of a prompt see each other in {model.path}, but rows of clients do not say "
+                              "where their prompts end: use another model")  # fmt: skip
         self.model, self.queue, self.names, self.microbatch_tokens = model, queue, names, microbatch_tokens
         self.full_runs = full_runs
         self.store = Store(folder, check)
@@ -108,7 +112,7 @@ class TrainingService:
         """Paths, methods and their handlers."""
         posts = {
             "client/config": self.client_config, "client/dynamic_config": self.dynamic_config,
-            "create_session": self.sessions.create, "session_heartbeat": self.sessions.heartbeat,
+            "create_session": self.create_session, "session_heartbeat": self.sessions.heartbeat,
             "sessions/{session}/finish": self.finish_session, "telemetry": self.telemetry,
             "create_model": self.create_model, "get_info": self.get_info, "unload_model": self.unload_model,
             "forward_backward": self.forward_backward, "forward": self.forward, "optim_step": self.optim_step,
@@ -158,14 +162,22 @@ class TrainingService:
                  "sampleable": True}  # fmt: skip
         return JSONResponse({"supported_models": [about]})
 
+    async def create_session(self, server: Server, request: Request) -> Response:
+        """A new session. Those that nobody goes on with end, or a server would keep all that it ever had."""
+        for session in self.sessions.abandoned(ABANDONED):
+            await self._finish(session)
+        return await self.sessions.create(server, request)
+
     async def finish_session(self, server: Server, request: Request) -> Response:
         """Lets the session's runs go; what they saved stays."""
-        session = request.path_params["session"]
+        await self._finish(request.path_params["session"])
+        return JSONResponse({"status": "ok"})
+
+    async def _finish(self, session: str) -> None:
         for seat in [seat for seat in self.seats.values() if seat.session == session]:
             self._unload(seat)
         await self.samplers.end(session)
         self.sessions.found.pop(session, None)
-        return JSONResponse({"status": "ok"})
 
     async def get_session(self, server: Server, request: Request) -> Response:
         """The runs and samplers of a session."""

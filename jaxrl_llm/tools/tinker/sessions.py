@@ -29,6 +29,10 @@ class Sessions:
         """True where a session has ended, or its client has said nothing for so long."""
         return self.found.get(session, {"seen": 0.0})["seen"] < time.time() - seconds
 
+    def abandoned(self, seconds: float) -> "list[str]":
+        """Those whose clients have said nothing for so long."""
+        return [session for session in self.found if self.silent(session, seconds)]
+
     async def create(self, server: Server, request: Request) -> Response:
         """A new session."""
         body = await server.body(request)

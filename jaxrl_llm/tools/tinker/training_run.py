@@ -143,8 +143,9 @@ class Gradients:
     def __init__(self, run: TrainingRun, request: GradientRequest, tokens_at_once: int):
         self.run, self.request = run, request
         self.options = checked_options(request)
-        vocabulary = run.model.net.config.vocab_size
-        self.microbatches = microbatches(checked_data(request, vocabulary), tokens_at_once)
+        config = run.model.net.config
+        rows = checked_data(request, config.vocab_size, config.position_limit)
+        self.microbatches = microbatches(rows, tokens_at_once)
         self.sums: Params | None = None
         self.total = 0.0
         self.outputs: list[dict[str, np.ndarray]] = [{} for _ in request.data]
@@ -200,8 +201,11 @@ def checked_options(request: GradientRequest) -> dict[str, np.float32]:
     return {name: np.float32(value) for name, value in chosen.items()}
 
 
-def checked_data(request: GradientRequest, vocabulary: int) -> list[Datum]:
-    """The rows of a request with their inputs as arrays of one kind. Raises BadRequestError."""
+def checked_data(request: GradientRequest, vocabulary: int, positions: int | None = None) -> list[Datum]:
+    """The rows of a request with their inputs as arrays of one kind. Raises BadRequestError.
+
+    `positions` are those that the model has learned; None: it takes rows of any length.
+    """
     loss, found = LOSSES[request.loss_fn], []
     if not request.data:
         raise BadRequestError("data has no rows")
@@ -219,6 +223,8 @@ def checked_data(request: GradientRequest, vocabulary: int) -> list[Datum]:
             inputs.setdefault("weights", np.ones(targets.shape, np.float32))
         if not len(datum.tokens) or len(datum.tokens) != len(targets):
             raise BadRequestError(f"{where} has {len(datum.tokens)} tokens and {len(targets)} target_tokens")
+        if positions is not None and len(datum.tokens) > positions:
+            raise BadRequestError(f"{where} has {len(datum.tokens)} tokens, but the model has {positions} positions")
         if targets.ndim > (2 if request.loss_fn == "cross_entropy" else 1) or 0 in targets.shape:
             raise BadRequestError(
                 f"target_tokens of {where} have the shape {list(targets.shape)}; {request.loss_fn} takes one for each "

@@ -11,14 +11,17 @@ from typing import Any
 
 from jaxrl_llm.config import ConfigDict, ConfigError, flat, from_json, to_json, with_correction
 from jaxrl_llm.config.schema import BY_NAME, IDENTITY, OF_A_START
+from jaxrl_llm.models import hf
+from jaxrl_llm.models.model import base_and_adapter
+from jaxrl_llm.training.setup.data import model_entries, register
 
 CONFIG = "config.json"
 HISTORY = "config_history"
 MOMENTS = "optimizer.moment_dtype"
 OF_FROZEN = (  # what trained parameters, adapters above all, are trained beside
     "model.path", "model.revision", "model.random_init", "model.trainable", "model.frozen", "lora.path", "lora.rank",
-    "lora.alpha", "lora.rslora", "lora.dora", "lora.targets", "lora.layers_to_transform", "lora.exclude_modules",
-    "lora.rank_pattern", "lora.alpha_pattern", "lora.modules_to_save",
+    "lora.alpha", "lora.rslora", "lora.dora", "lora.init", "lora.targets", "lora.layers_to_transform",
+    "lora.exclude_modules", "lora.rank_pattern", "lora.alpha_pattern", "lora.modules_to_save",
 )  # fmt: skip
 OF_FROZEN_CRITIC = ("critic.path", "critic.lora_rank", "critic.lora_alpha", "critic.lora_targets")
 OF_OPTIMIZER = {"optimizer.name", MOMENTS}  # of IDENTITY: a new optimizer may have others
@@ -52,7 +55,17 @@ def as_computed(config: ConfigDict, former: ConfigDict) -> ConfigDict:
         config.total_steps = former.total_steps  # it is computed from the data
     if config.optimizer.learning_rate == "auto":
         config.optimizer.learning_rate = former.optimizer.learning_rate  # it follows from the model
+    kinds = config.model.quantize_experts, former.model.quantize_experts
+    if kinds == ("same", "none") and not _has_experts(config):
+        config.model.quantize_experts = "none"  # as in the record of an earlier version, which is all the same to it
     return config
+
+
+def _has_experts(config: ConfigDict) -> bool:
+    c = config.model
+    register(c.register)
+    folder = hf.locate(base_and_adapter(c.path, None)[0], config_only=True, revision=c.revision)
+    return hf.load_net(folder, model_entries(config)).config.experts > 0
 
 
 def check_changes(folder: Path, changes: Changes, accepted: tuple[str, ...]) -> None:

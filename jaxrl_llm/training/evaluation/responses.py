@@ -51,7 +51,10 @@ def read_responses(
     calls otherwise. A response is a text or a list of messages; a row has one or a list of them. `data_format`
     (data.format) reads the other columns, as for training. Raises ConfigError, naming columns or row.
     """
-    rows = sources.load(responses)
+    try:
+        rows = sources.load(responses)
+    except ConfigError as error:
+        raise ConfigError(f"--responses: {str(error).partition('; check data.path')[0]}") from error
     names = {column: keys.get(column, column) for column in COLUMNS}
     available = list(rows.column_names or [])
     for column, name in names.items():

@@ -64,6 +64,7 @@ class StepLog:
         self._warnings = HealthWarnings()
         self._pending: Step | None = None
         self._pending_metrics: Metrics | None = None  # once they have been read
+        self._overwritten: set[str] = set()  # names that were warned of
         self._finished = 0.0  # time.perf_counter() when the newest step was
         self._compiled = 0.0  # seconds of compilation in the stopwatch then
         self._machine = Machine()
@@ -124,7 +125,7 @@ class StepLog:
             metrics["mfu"] = float(step.flops) / (self.peak * updating)
         warnings = health_warnings(self._health, metrics)
         self.warn(self._warnings.due(step.number, warnings))
-        metrics |= {
+        own = {
             **{f"warning/{name}": 1.0 for name in warnings},
             "num_tokens": self.counts["num_tokens"],
             "step_tokens": trained,
@@ -132,6 +133,14 @@ class StepLog:
             "tokens_per_second": trained / working,
             **self._machine.metrics(),
         } | taken
+        # The run's own names meet in num_tokens alone: any other is one that a reward function has logged.
+        for name in sorted(step.metrics.keys() & (updates | own).keys() - {"num_tokens"} - self._overwritten):
+            self._overwritten.add(name)
+            self._logger.warn(
+                f"step {step.number}: a reward function logs {name!r}, which is the run's own metric, and it is not "
+                "shown: log it under another name"
+            )
+        metrics |= own
         if step.table:
             self._logger.completions(step.number, step.table)
         return metrics

@@ -25,6 +25,8 @@ class DivergenceSpec:
     importance_max: float | None = None  # of the weight of a token, its ratio with the old policy; None: no weight
     top_k: int = 0  # of the policy's likeliest tokens, which alone are read; 0: all, or the teacher's
     tail: bool = True  # where likeliest tokens are read, one entry is for all others
+    least: float | None = None  # log-prob that those count as at least
+    limit: float | None = None  # of a token's divergence: one that is larger has no gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,18 +54,20 @@ def teacher_of(spec: DivergenceSpec | UldSpec | None, batch: Batch) -> TeacherRo
         return AlignedTeacher(rows, batch.teacher_ends, spec.options)
     if batch.teacher_ids is not None:
         top = TopTokens(batch.teacher_ids, batch.teacher_top_logps)
-        return TeacherRows(top, spec.temperature, spec.beta, tail=spec.tail)
+        return TeacherRows(top, spec.temperature, spec.beta, tail=spec.tail, least=spec.least)
     whole = Distributions(batch.teacher_hidden, scalars.teacher_head, scalars.teacher_softcap)
-    return TeacherRows(whole, spec.temperature, spec.beta, spec.top_k, spec.tail)
+    return TeacherRows(whole, spec.temperature, spec.beta, spec.top_k, spec.tail, spec.least)
 
 
 def teacher_term(spec: DivergenceSpec, tokens: TokenStatistics, batch: Batch) -> tuple[jax.Array, Metric]:
     """`coef * divergence` `[N,T]` of the tokens, 0 on rows that are not taught, and the mean divergence of the others.
 
-    With `importance_max` a token's term is multiplied by its ratio with the old policy, up to that, without gradient.
+    With `limit` a larger divergence counts as that, in the term alone. With `importance_max` a token's term is
+    multiplied by its ratio with the old policy, up to that, without gradient.
     """
     assert tokens.divergence is not None
-    term, metric = spec.coef * tokens.divergence, Metric(tokens.divergence)
+    read = tokens.divergence if spec.limit is None else jnp.minimum(tokens.divergence, spec.limit)
+    term, metric = spec.coef * read, Metric(tokens.divergence)
     if batch.taught is not None:
         term *= batch.taught[:, None]
         metric = Metric(batch.prepared.taught_share * tokens.divergence, "sum")

@@ -1,6 +1,7 @@
 """Supervised fine-tuning: the cross-entropy of the tokens in the mask, or another loss of their log-probs."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +26,11 @@ class SFTSpec:
 
 
 def sft(spec: SFTSpec, net: Net) -> Objective:
-    """The loss of the tokens in the mask, averaged over the tokens of the optimizer batch: cross-entropy, or DFT's.
+    """The loss of the tokens in the mask, averaged over the tokens of the optimizer batch: cross-entropy, or another.
 
     With `label_smoothing` the targets are smoothed (arXiv 1512.00567).
     """
+    takes_entropy = "entropy" in inspect.signature(spec.loss).parameters
 
     def prepare(batch: Batch) -> Batch:
         return weigh(batch, "token").prepare(row_weights=row_share(batch.mask))
@@ -38,7 +40,8 @@ def sft(spec: SFTSpec, net: Net) -> Objective:
         tokens = token_statistics(net, params, batch.inputs, smoothing=spec.label_smoothing, slopes=slopes)
         # Padding has log-prob 0, at which the logarithm of 1 - p is infinite, and so is no weight of 0 times it.
         read = jnp.where(batch.mask > 0, tokens.logps, -1.0)
-        per_token, own = checked_loss(spec.loss(read), batch.mask.shape, "token")
+        more = {"entropy": tokens.entropy} if takes_entropy else {}
+        per_token, own = checked_loss(spec.loss(read, **more), batch.mask.shape, "token")
         metrics = {"entropy": Metric(tokens.entropy), "mean_token_accuracy": Metric(tokens.is_top), **own}
         return (batch.prepared.weights * per_token).sum(), token_metrics(metrics, batch)
 

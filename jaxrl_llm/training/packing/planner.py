@@ -94,6 +94,13 @@ class Packer:
             self, sizes=self.sizes._replace(microbatches=-(-self.sizes.microbatches * own // self.rows)), rows=own
         )
 
+    @property
+    def passing_tokens(self) -> int | None:
+        """Tokens, over all shards, that a pass without gradients computes at once; None where rows are not packed."""
+        if self.sizes is None:
+            return None
+        return self.at_once * self.sizes.packed_rows * self.sizes.length * row_shards(self.mesh)
+
     def passing(self, tokens, segments, mask) -> PackedLayout | None:
         """The layout of rows `[N,T]` for a pass that reads the log-probs or values of the tokens in the mask."""
         if self.sizes is None:

@@ -13,7 +13,7 @@ from jaxrl_llm.data import Row, loading
 from jaxrl_llm.data.loading import DataSource
 from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments
-from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.model import Model, check_positions
 from jaxrl_llm.rewards.runner import Rewards
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training import offline
@@ -129,11 +129,15 @@ def build_evaluate(
         # One width for all sets, so that they share a compiled program.
         algorithm = specs.algorithm_of(config)
         longest = max(offline.longest(rows, algorithm.mismatched) for rows in examples)
+        longest = min(longest, config.data.max_length)
+        check_positions(model, longest, "the longest row to evaluate on, up to data.max_length")
+        # Rows are padded here, where training may pack them: the longest may be far longer than most.
+        most = source.pack.passing_tokens or source.batch.forward_rows * source.spec.width
         spec, reference = specs.offline_spec(config, specs.padded_width(longest, config.data.max_length)), None
         if algorithm.needs_reference and not config.algorithm.ref_sync_steps:  # a moving one is read at each evaluation
             reference = start_reference(specs.reference_spec(config), model.params, kept=False)
         for (name, _), rows in zip(by_loss, examples, strict=True):
-            batch, size = offline.held_out_batch(spec, specs.batch_spec(config), rows, model.net, mesh)
+            batch, size = offline.held_out_batch(spec, source.batch, rows, model.net, mesh, most)
             if reference is not None:
                 batch = offline.reference_logps(model.net, reference, batch, size, mesh)
             if source.teacher is not None:

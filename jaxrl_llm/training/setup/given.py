@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import optax
 
 from jaxrl_llm.config import ConfigDict, ConfigError, flat
+from jaxrl_llm.config.entries import lora_init
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.config.schema import BY_NAME
 from jaxrl_llm.data.sources import is_splits, is_stream
@@ -40,8 +41,8 @@ NO_SETTINGS = (
     "megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying",
 )  # fmt: skip
 NEED_ALL_ROWS = (
-    "num_epochs", "eval.fraction", "data.packing", "data.precompute_reference", "data.group_by_length",
-    "data.deduplicate", "data.curriculum_easy", "data.curriculum_hard",
+    "num_epochs", "eval.fraction", "data.precompute_reference", "data.group_by_length", "data.deduplicate",
+    "data.curriculum_easy", "data.curriculum_hard",
 )  # fmt: skip
 LORA_FIELDS = {
     "r": 8,
@@ -51,6 +52,7 @@ LORA_FIELDS = {
     "target_parameters": None,
     "use_rslora": False,
     "use_dora": False,
+    "init_lora_weights": True,
     "modules_to_save": None,
     "layers_to_transform": None,
     "layers_pattern": None,
@@ -145,8 +147,8 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
         if value != usual.get(name) if is_data else value:
             raise ConfigError(
                 f"peft_config has {name} = {value!r}, which has no counterpart: adapters have rank, alpha, dropout, "
-                "targets, rslora, dora, modules_to_save and what is said of single modules, set by lora.rank and the "
-                "other keys of lora"
+                "targets, rslora, dora, a start, modules_to_save and what is said of single modules, set by lora.rank "
+                "and the other keys of lora"
             )
     found = LORA_FIELDS | {name: fields[name] for name in LORA_FIELDS if name in fields}
     targets, parameters = found["target_modules"], found["target_parameters"] or ()
@@ -169,6 +171,7 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
     return {
         "rank": int(found["r"]), "alpha": float(found["lora_alpha"]), "dropout": float(found["lora_dropout"]),
         "rslora": bool(found["use_rslora"]), "dora": bool(found["use_dora"]),
+        "init": lora_init(found["init_lora_weights"]),
         "targets": tuple(sorted((*targets, *parameters))),
         "modules_to_save": tuple(sorted(found["modules_to_save"] or ())),
         "layers_to_transform": (layers,) if isinstance(layers, int) else tuple(layers or ()),

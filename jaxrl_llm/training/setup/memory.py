@@ -74,7 +74,7 @@ def microbatch_room(config, model: Model, critic: Model | None) -> float | None:
         if part is None:
             continue
         gradients = gradient_bytes(split(part.params, part.net.config.frozen)[1])
-        moments = 0 if offload else gradients / 4 * 2 * moment
+        moments = 0 if offload else gradients / 4 * (3 if config.optimizer.name == "ademamix" else 2) * moment
         held += bytes_on_device(part.params) + gradients + moments
     return max(float(memory - held), 0.0)
 

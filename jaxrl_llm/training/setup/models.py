@@ -14,6 +14,7 @@ from jaxrl_llm.models.model import Model, add_adapters, check_positions, check_s
 from jaxrl_llm.models.peft import read_config
 from jaxrl_llm.models.peft_patterns import AdapterPatterns
 from jaxrl_llm.models.trained import Trained
+from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.value import shared_critic
 from jaxrl_llm.training.reward_models import right_label
 from jaxrl_llm.training.served_teacher import ServedTeacher, Server
@@ -60,6 +61,7 @@ def net_options(config, head: str | None = None, on_cpu: bool | None = None) -> 
     head = head or {"reward_model": "score", "process_reward_model": "step"}.get(config.algorithm.name, "lm")
     options = {
         "remat": remat, "scan_layers": c.scan_layers, "head": head, "quantize": c.quantize, "fp32_head": c.fp32_head,
+        "quantize_experts": c.quantize_experts,
         "freeze_router": c.freeze_router, "attention": c.attention, "vision_training": c.vision, "qat": c.qat,
     }  # fmt: skip
     return options if c.router_aux_loss_coef is None else options | {"router_aux_loss_coef": c.router_aux_loss_coef}
@@ -82,7 +84,23 @@ def adapter_patterns(config) -> AdapterPatterns:
 def build_lora(config) -> LoraConfig:
     """The adapters that the configuration asks for; raises ConfigError for an unknown target."""
     c = config.lora
-    return LoraConfig(c.rank, c.alpha, c.dropout, parse_targets(c.targets), c.rslora, c.dora)
+    return LoraConfig(c.rank, c.alpha, c.dropout, parse_targets(c.targets), c.rslora, c.dora, c.init)
+
+
+def check_prompts(config, has_environment: bool) -> None:
+    """Raises ConfigError for what does not know where the prompt of a row ends, for a model in which the tokens of
+    prompts see each other."""
+    reasons = {
+        "there is an environment, whose turns": has_environment,
+        "environment.agent is set, whose calls": config.environment.agent is not None,
+        "rollout.partial_prompts is set, with which continued rows": bool(config.rollout.partial_prompts),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(
+                f"{reason} are sampled behind longer prompts than they are trained with, but the tokens of a prompt "
+                f"see each other in {config.model.path}: leave it out, or use another model"
+            )
 
 
 def check_trainable(config, model: Model) -> None:
@@ -108,9 +126,14 @@ def check_trainable(config, model: Model) -> None:
             "the adapter of lora.path is a DoRA, which measures the matrices in every forward pass, and model.quantize "
             f"= {config.model.quantize!r} keeps none as numbers: set it to none"
         )
-    if config.model.quantize != "none" and not has_adapters(model.params):
+    check_quantized(model.net, model.params)
+
+
+def check_quantized(net: Net, params: Params) -> None:
+    """Raises ConfigError for quantised matrices without adapters beside them; `params` may be shapes."""
+    if net.config.quantized != "none" and not has_adapters(params):
         raise ConfigError(
-            f"model.quantize is {config.model.quantize}, and quantised matrices are not trained: set lora.rank, 16 for "
+            f"model.quantize is {net.config.quantized}, and quantised matrices are not trained: set lora.rank, 16 for "
             "example, to train adapters beside them"
         )
 

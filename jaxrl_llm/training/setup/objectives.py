@@ -15,6 +15,7 @@ from jaxrl_llm.algorithms.off_policy import Criterion, rejection_criteria
 from jaxrl_llm.algorithms.preference_losses import bradley_terry
 from jaxrl_llm.algorithms.step_losses import step_cross_entropy
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.checks import changed
 from jaxrl_llm.config.entries import environment_options
 from jaxrl_llm.config.resolve import resolve_with_options, split_losses, split_options
 from jaxrl_llm.config.schema import OFFLINE
@@ -51,10 +52,11 @@ def objective_of(config, net: Net) -> Objective:
 
     Raises ConfigError for an unknown loss, options that it does not have, or settings of experts for a dense net.
     """
-    if not net.config.experts and (config.model.router_aux_loss_coef is not None or config.model.freeze_router):
+    of_experts = ("model.router_aux_loss_coef", "model.freeze_router", "model.quantize_experts")
+    for key, value in changed(config, () if net.config.experts else of_experts):
         raise ConfigError(
-            "model.router_aux_loss_coef and model.freeze_router are of mixtures of experts, and "
-            f"{config.model.path} has no experts: leave them at their defaults"
+            f"{key} is {value}, which is of mixtures of experts, and {config.model.path} has no experts: leave it at "
+            "its default"
         )
     name, alpha = config.algorithm.name, config.algorithm.neftune_alpha
     teacher = divergence_spec(config)
@@ -75,7 +77,7 @@ def objective_of(config, net: Net) -> Objective:
     else:
         make = partial(policy_gradient, policy_spec(config))
     objective = with_router_loss(make, net)
-    return with_neftune(objective, alpha, net.config.width) if alpha else objective
+    return with_neftune(objective, alpha, net.config.outer_width) if alpha else objective
 
 
 def policy_spec(config) -> PolicySpec:
@@ -137,7 +139,9 @@ def divergence_spec(config) -> DivergenceSpec | UldSpec | None:
         options = UldOptions(c.policy_temperature or temperature, temperature, c.beta, weights)
         return UldSpec(c.coef, options, c.nll_coef)
     top_k = c.top_k if c.top_of == "policy" else 0
-    return DivergenceSpec(c.coef, c.beta, divergence_temperature(config), c.importance_max, top_k, c.tail)
+    return DivergenceSpec(
+        c.coef, c.beta, divergence_temperature(config), c.importance_max, top_k, c.tail, c.least_logp, c.limit
+    )
 
 
 def divergence_temperature(config) -> float:
@@ -194,7 +198,7 @@ def policy_loss(config) -> PolicyLoss:
 def sft_spec(config) -> SFTSpec:
     """The objective of supervised fine-tuning; the loss that `algorithm.loss` names, auto is nll."""
     algorithm = config.algorithm
-    function, options = _resolve(config, "nll", sft_losses, ("logps",))
+    function, options = _resolve(config, "nll", sft_losses, ("logps", "entropy"))
     if algorithm.label_smoothing and function is not sft_losses.nll:
         raise ConfigError(
             f"algorithm.label_smoothing is {algorithm.label_smoothing}, but it smooths the targets of nll, and "

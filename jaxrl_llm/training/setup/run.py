@@ -22,17 +22,20 @@ from jaxrl_llm.distributed.sharding import has_host_memory, on_host, path_name, 
 from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.environments.tool_calls import PROBE_CALL, PROBE_TOOL, ToolCall, parse_tool_calls
+from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.families import rotary
 from jaxrl_llm.models.lora import has_adapters, split
-from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.model import Model, named_rate_factors
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.quantize import BYTES
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.models.vision.row_images import count_tiles
 from jaxrl_llm.rewards.functions import environment as environment_reward
 from jaxrl_llm.rewards.runner import Rewards
+from jaxrl_llm.training.advantages import AdvantageStep
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.average import Average
+from jaxrl_llm.training.checkpoint.data_files import checksums
 from jaxrl_llm.training.evaluation.run import Evaluations
 from jaxrl_llm.training.images import check_kept
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
@@ -47,6 +50,7 @@ from jaxrl_llm.training.optimizers import (
     learning_rate_schedule,
     own_function,
     own_optimizer,
+    with_rate_factors,
 )
 from jaxrl_llm.training.packing.planner import Packer, TypicalRows, make_packer
 from jaxrl_llm.training.setup import specs
@@ -55,7 +59,7 @@ from jaxrl_llm.training.setup.evaluation import build_evaluate
 from jaxrl_llm.training.setup.learning_rate import with_learning_rate
 from jaxrl_llm.training.setup.memory import fitting_rows, microbatch_room
 from jaxrl_llm.training.setup.mesh import check_rows, rows_of_shards
-from jaxrl_llm.training.setup.models import build_critic, build_model, check_trainable
+from jaxrl_llm.training.setup.models import build_critic, build_model, check_prompts, check_trainable
 from jaxrl_llm.training.setup.objectives import critic_spec, objective_of
 from jaxrl_llm.training.setup.sources import build_rewards, mixed_source, offline_source, online_source
 from jaxrl_llm.training.setup.worker import environment_spec, played_environments
@@ -108,6 +112,7 @@ class Run(NamedTuple):
     environments: Environments | Agents | None
     pack: Packer
     config: ConfigDict  # with the number of steps, where num_epochs says it, and the learning rate
+    data_files: Mapping[str, str]  # checksums of the files that are trained on
     notes: list[str]  # lines on the data and the learning rate
     warnings: list[str]
 
@@ -151,6 +156,8 @@ def build(
         check_kept(config.algorithm.replay_groups > 0, config.teacher.path is not None)
     model, graders = build_model(config, mesh, None, rows.tokenizer, given_model), build_rewards(config, rewards)
     environments = load_environments(spec)
+    if model.net.config.sees_prompts:
+        check_prompts(config, environments is not None)
     if environment_reward in graders.functions and environments is None and config.environment.rollout_func is None:
         raise ConfigError("rewards.functions names environment, but there is none: set environment.name or agent")
     if given_model is None:
@@ -184,15 +191,23 @@ def build(
     def packer(sample: TypicalRows | None) -> Packer:
         return make_packer(specs.packing_spec(config), net, mesh, objective.positions, sample, room=room)
 
+    def batch_of(width: int) -> BatchSpec:
+        # A pass without gradients takes as many rows as a micro-batch of the update, also where memory says how many.
+        rows = sized_updates(config, net, room, width, mesh).microbatch_rows
+        return replace(specs.batch_spec(config), microbatch_rows=rows)
+
     if algorithm.online:
         source = online_source(
             config, model, critic, data, rows.tokens, graders, mesh, stopwatch, environments, packer, followed
         )
         pack, width = source.learner.pack, source.learner.prompt_width + config.rollout.max_completion_length
+        source.learner.batch = batch = batch_of(width)
     else:
-        source = offline_source(config, algorithm, model, data, rows.tokens, mesh, stopwatch, packer, followed)
-        pack, width = source.pack, source.spec.width
-    updates = sized_updates(config, net, room, width, mesh)
+        source = offline_source(
+            config, algorithm, model, data, rows.tokens, mesh, stopwatch, batch_of, packer, followed
+        )
+        pack, batch = source.pack, source.batch
+    updates = replace(specs.update_spec(config), microbatch_rows=batch.microbatch_rows)
     evaluation = None
     if rows.held_out:
         evaluation = build_evaluate(
@@ -208,6 +223,8 @@ def build(
     else:
         optimizer = build_optimizer(specs.optimizer_spec(config), schedule)
         rate = schedule or learning_rate_schedule(specs.optimizer_spec(config))
+    if config.optimizer.rate_factors:
+        optimizer = with_rate_factors(optimizer, named_rate_factors(model, config.optimizer.rate_factors))
     frozen, trainable = split(model.params, model.net.config.frozen)
     if model.net.config.frozen_leaves:
         count, of_all = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (trainable, model.params))
@@ -224,7 +241,7 @@ def build(
     update = make_update(objective, optimizer, updates, mesh, update_critic, algorithm.has_critic)
     return Run(
         algorithm=algorithm,
-        batch=specs.batch_spec(config),
+        batch=batch,
         model=model if has_adapters(model.params) else replace(model, changed=True),
         critic=critic,
         mesh=mesh,
@@ -244,11 +261,14 @@ def build(
         environments=environments,
         pack=pack,
         config=config,
+        data_files=checksums(source.path for source in data),
         notes=[*rows.notes, *told],
         warnings=[
             *unread(config),
             *rotary.unread(model.hf_config or {}),
             *narrow_updates(config, model),
+            *untrained_policy(config),
+            *(left_out_prompts(config, source.learner.advantages) if isinstance(source, OnlineSource) else []),
             *unread_calls(config, model, environments),
             *experts_left_out(config, model),
         ],
@@ -318,6 +338,29 @@ def narrow_updates(config, model: Model) -> list[str]:
     ]
 
 
+def untrained_policy(config) -> list[str]:
+    """A warning where the critic's warm-up leaves the policy no step."""
+    alone, steps = config.critic.warmup_steps, config.total_steps
+    if config.algorithm.name != "ppo" or not 0 < steps <= alone:
+        return []
+    return [
+        f"critic.warmup_steps is {alone}, and total_steps {steps}: the critic alone is trained, and the policy stays "
+        "as it is. Set warmup_steps lower than total_steps to train it"
+    ]
+
+
+def left_out_prompts(config, advantages: AdvantageStep) -> list[str]:
+    """A warning where dynamic sampling leaves out prompts that the advantage rule would learn from."""
+    c = config.algorithm
+    rule = next((rule for rule in advantages.rules if not rule.compares_groups), None)
+    if rule is None or not c.dynamic_sampling or c.dynamic_sampling_metric is not None:
+        return []
+    return [
+        "algorithm.dynamic_sampling leaves out prompts whose completions score alike, as verl does under any rule, but "
+        f"{rule.setting} = {rule.name!r} would learn from these too: set it to false to keep them"
+    ]
+
+
 def experts_left_out(config, model: Model) -> list[str]:
     """Warnings where experts, most of a mixture of them, stay as they are beside fewer bits or adapters."""
     leaves, net = jax.tree_util.tree_leaves_with_path(model.params), model.net.config
@@ -326,19 +369,21 @@ def experts_left_out(config, model: Model) -> list[str]:
         return []
     held = f"{sum(x.nbytes for x in experts) / 1e9:.3g} of {sum(x.nbytes for _, x in leaves) / 1e9:.3g} GB"
     found = []
-    if net.quantize != "none":
+    if net.quantize != "none" and net.expert_quantize == "none":
         smaller = ", model.param_dtype=bfloat16 halves them" if experts[0].dtype == jnp.float32 else ""
-        found.append(f"model.quantize = {net.quantize!r} leaves the experts as they are: {held}{smaller}")
+        found.append(f"model.quantize_experts is none, which leaves the experts as they are: {held}{smaller}")
     if net.lora is not None and not net.lora.experts and {"gate", "up", "down"} & set(net.lora.targets):
         found.append(
             f"lora.targets: experts have no adapters and are not trained: {held}. With experts beside "
             f"{', '.join(config.lora.targets)} they are"
         )
-    if config.algorithm.name not in OFFLINE and config.rollout.weights_dtype in BYTES:
+    weights_dtype = config.rollout.weights_dtype
+    narrow = config.algorithm.name not in OFFLINE and weights_dtype in BYTES
+    if narrow and in_precision(model.net, weights_dtype).config.expert_quantize == "none":
         sampled = sum(x.size for x in experts) * jnp.dtype(net.dtype).itemsize
         found.append(
-            f"rollout.weights_dtype = {config.rollout.weights_dtype!r} leaves the experts in {net.dtype}: "
-            f"{sampled / 1e9:.3g} GB of the sampler's parameters"
+            f"rollout.weights_dtype = {weights_dtype!r} leaves the experts in {net.dtype}: {sampled / 1e9:.3g} GB "
+            "of the sampler's parameters"
         )
     return found
 

@@ -26,7 +26,7 @@ from jaxrl_llm.rollout.constraints import token_bytes
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.advantages import AdvantageStep, advantage_step
-from jaxrl_llm.training.algorithm import Algorithm
+from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.arrivals import RECORD, Arrivals
 from jaxrl_llm.training.average import Average
 from jaxrl_llm.training.cross_tokenizer import CrossTokenizer
@@ -108,6 +108,11 @@ def online_source(
         settings, lora = specs.reference_spec(config), model.net.config.lora
         reference = Reference(start_reference(settings, model.params, lora), settings, lora, average)
     width, longest = worker.prompt_width, rollout.max_completion_length
+    if critic is not None:
+        known = None if environments is not None or config.environment.rollout_func is not None else tokens
+        prompts = rollout.max_prompt_length if known is None else max(len(row["prompt_ids"]) for row in known.rows)
+        cause = f"{prompts} of prompts, and rollout.max_completion_length = {longest}, which the critic reads"
+        check_positions(critic, prompts + longest, cause)
     if config.algorithm.replay_groups:
         by_environment = {"kl_weight": spec.kl_weights and reference is not None, "loss_weight": spec.loss_weights}
         per_row = [field for field, weights in by_environment.items() if weights]
@@ -441,9 +446,11 @@ def mixed_source(config, online: OnlineSource, model: Model, train_dataset: Any)
     data = loading.open_sources(spec, model.tokenizer, train_dataset)
     if not spec.streaming:
         tokens = loading.tokenized(spec, data, "completions", model.tokenizer)
+    batch = replace(specs.batch_spec(given), microbatch_rows=learner.batch.microbatch_rows)
     rows = offline_source(
-        given, specs.algorithm_of(given), model, data, tokens, learner.mesh, learner.stopwatch, lambda _: learner.pack
-    )
+        given, specs.algorithm_of(given), model, data, tokens, learner.mesh, learner.stopwatch,
+        lambda _: batch, lambda _: learner.pack,
+    )  # fmt: skip
     assert not isinstance(learner.teacher, SelfTeacher)  # which has a context, and that is of samples alone
     cross = learner.context if isinstance(learner.context, CrossTokenizer) else None
     rows = replace(rows, spec=replace(rows.spec, width=width), teacher=learner.teacher, cross_tokenizer=cross)
@@ -458,11 +465,15 @@ def offline_source(
     tokens: Tokenized | None,
     mesh: Mesh,
     stopwatch: Stopwatch,
+    batch_of: Callable[[int], BatchSpec],
     packer: Callable[[TypicalRows | None], Packer],
     average: Average | None = None,
 ) -> OfflineSource:
-    """The batches of an offline algorithm, whose reference may follow the policy's `average`."""
-    rows, c = specs.batch_spec(config), config.data
+    """The batches of an offline algorithm, whose reference may follow the policy's `average`.
+
+    `batch_of` gives the rows of a step, and of passes, by their width.
+    """
+    c = config.data
     settings, lora = specs.reference_spec(config), model.net.config.lora
     sample = reference = None
     if algorithm.needs_reference:
@@ -473,30 +484,39 @@ def offline_source(
             f"algorithm.ref_sync_steps is {settings.ref_sync_steps}, but algorithm.loss = {config.algorithm.loss!r} "
             "reads no reference here: set it to 0"
         )
+
+    def packed(examples: list[Any]) -> list[Any]:
+        groups = first_fit([len(row["ids"]) for (row,) in examples], c.max_length)
+        return [[examples[i][0] for i in group] for group in groups]
+
     if tokens is None:
         margins = any("margin" in loading.columns(source) for source in data)
         as_example = partial(offline.as_example, margins=margins)
-        pipeline = loading.stream(specs.data_spec(config), data, algorithm.data, model.tokenizer, as_example)
+        pipeline = loading.stream(
+            specs.data_spec(config), data, algorithm.data, model.tokenizer, as_example,
+            pack=packed if c.packing else None,
+        )  # fmt: skip
         check_positions(model, c.max_length, "data.max_length, as rows are streamed")
         spec = specs.offline_spec(config, c.max_length)
+        rows = batch_of(spec.width)
     else:
         examples: list[Any] = offline.as_examples(tokens.rows)
         if algorithm.data == "labels":
             options = preference_spec(config).losses[0].options
             weights = options.get("desirable_weight", 1.0), options.get("undesirable_weight", 1.0)
             offline.check_balance(examples, *weights)
-        longest = offline.longest(examples, algorithm.mismatched)
+        longest = min(offline.longest(examples, algorithm.mismatched), c.max_length)
         check_positions(model, longest, "the longest of the data, up to data.max_length")
         if c.packing:
             check_positions(model, c.max_length, "data.max_length, which data.packing fills")
         width = specs.padded_width(longest, c.max_length)
         spec = specs.offline_spec(config, c.max_length if c.packing else width)
+        rows = batch_of(spec.width)
         if reference is not None and c.precompute_reference:
             examples = offline.with_reference(rows, model.net, reference.params, examples, width, mesh)
             reference = None
         if c.packing:
-            groups = first_fit([len(row["ids"]) for (row,) in examples], c.max_length)
-            examples = [[examples[i][0] for i in group] for group in groups]
+            examples = packed(examples)
         elif not c.group_by_length:
             sample = offline.typical_rows(spec, examples, shard_rows(config, mesh), rows.group_size)
         # Every process reads whole batches: kto pairs the rows of one with each other.

@@ -325,6 +325,7 @@ def advantage_spec(config) -> AdvantageSpec:
         has_critic=c.name == "ppo",
         teacher_coef=config.teacher.coef,
         position_gamma=config.teacher.position_gamma,
+        teacher_limit=config.teacher.limit,
         of_environments=tuple(
             (name, options["advantage"])
             for name, options in environment_options(config.environment.options).items()

@@ -74,6 +74,8 @@ def build_worker(
         if isinstance(environments, Environments):
             open_episodes = partial(EpisodeBatch.open, environments, turns)
         examples = None  # environments, tools and agents may lengthen prompts
+    if config.environment.rollout_func is not None:
+        examples = None  # what a function returns as prompts is its own
     if c.router_replay and not model.net.config.experts:
         raise ConfigError(f"rollout.router_replay is true, but {model.path} has no experts: set it to false")
     vocab = model.net.config.vocab_size
@@ -112,7 +114,6 @@ def build_worker(
         engine = with_fitting_slots(engine, model.params, c.memory_fraction, memory, prompts, width, engine_mesh)
     function = load_rollout_function(config.environment.rollout_func)
     if function is not None:
-        width = limit  # what a function returns as prompts is its own
 
         def policy_logps(params: Params, inputs: Inputs):
             params, temperature = on_device(params), specs.training_sampling(config).logps_temperature

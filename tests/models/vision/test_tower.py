@@ -34,7 +34,7 @@ from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.mixer import DecodeInputs
 from jaxrl_llm.models.model import add_adapters, check_attention, describe, load_model, save_adapter, save_hf
 from jaxrl_llm.models.peft import TENSORS
-from jaxrl_llm.models.safetensors import stored_tensors
+from jaxrl_llm.models.safetensors import named_as_modules, stored_tensors
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.models.vision import patch_rows
 from jaxrl_llm.models.vision.tower import image_runs
@@ -157,8 +157,7 @@ def test_gradients_of_all_parameters(oracle, model, documents):
 
 def check_gradients(oracle, model, documents):
     expected, found = oracle_image_gradients(oracle, documents), image_gradients(model, documents)
-    family = family_of(model.hf_config)
-    tensors = stored_tensors(model.net, family, getattr(family, "MODULE_KEYS", None))
+    tensors = named_as_modules(model.net, family_of(model.hf_config))
     assert {tensor.name for tensor in tensors} == set(expected)
     for tensor in tensors:
         theirs = of_files(tensor, expected)
@@ -200,9 +199,10 @@ def test_image_tokens_without_a_tile_keep_the_embedding_of_their_id(model, docum
     """As those that a completion may have: sampling, which sees tokens alone, and training agree on them."""
     ids, tiles, frames = documents[1]
     tokens = np.append(ids, [IMAGE_TOKEN, 3])[None]
-    images = dataclasses.replace(padded_pixels([joined([tiles, tiles])], frames), count=np.array([1]))
+    images = padded_pixels([joined([tiles, tiles])], frames)
+    images = dataclasses.replace(images, count=images.count // 2)
     segments = np.ones_like(tokens)
-    logits = np.asarray(model(tokens, segments, images=images))[0]
+    logits = np.asarray(model(tokens, segments, images=images, prompt_width=len(ids)))[0]
     engine = Engine(model.net, SamplingParams(temperature=1.0), 1, 2, eos=(-1,))
     prompt = jax.tree.map(jnp.asarray, (tokens[:, :-2], segments[:, :-2], images))
 
@@ -232,7 +232,8 @@ def test_recomputing_gives_the_same_gradients(model, documents):
 def test_export_is_bit_for_bit_and_read_by_transformers(oracle, folder, model, documents, alone, tmp_path):
     save_hf(model, tmp_path / "out")
     stored, written = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
-    if oracle.config.model_type in ("gemma3", "lfm2_vl"):  # written as on the hub; transformers leaves a word out
+    # Written as on the hub; transformers leaves a word out.
+    if oracle.config.model_type in ("gemma3", "lfm2_vl", "llava", "llava_next", "llava_onevision", "paligemma"):
         stored = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in stored.items()}
     if oracle.config.model_type == "qwen3_vl_moe":  # and these: transformers has them transposed
         stored = {name: x.swapaxes(1, 2) if ".experts." in name else x for name, x in stored.items()}
@@ -260,8 +261,9 @@ def test_a_net_without_config_is_exported_with_its_vision(model, tmp_path):
 def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, documents):
     tokens, segments, images = padded_images(documents)
     small = dataclasses.replace(images, pixels=images.pixels[:, :, :20])
-    of_any_size = images.grids is not None
-    reads = r"patches \[rows, patches, (96|48)\] and grids" if of_any_size else r"24 x 24 x 3: use the image processor"
+    reads = r"24 x 24 x 3(, and grids of six numbers)?: use the image processor"
+    if images.pixels.ndim == 3:
+        reads = r"patches \[rows, patches, (96|48)\] and grids"
     with pytest.raises(ConfigError, match=rf"this model reads {reads}"):
         model(tokens, segments, images=small)
     text = Net(dataclasses.replace(model.net.config, vision=None))
@@ -275,7 +277,7 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
     [
         ("smolvlm", "text_config", "model_type", "mistral", "text_config.model_type = 'mistral' is not supported"),
         ("smolvlm", "vision_config", "hidden_act", "relu", "vision_config.hidden_act = 'relu'"),
-        ("smolvlm", "vision_config", "image_size", 25, "vision_config.image_size = 25"),
+        ("smolvlm", "vision_config", "image_size", 3, "vision_config.image_size = 3 .* from patch_size = 4 on"),
         ("smolvlm", None, "scale_factor", 4, "scale_factor = 4 .* divisors of the 6 patches"),
         ("smolvlm", None, "image_token_id", 97, "image_token_id = 97"),
         ("gemma3", None, "text_config", None, "text_config = None .* the entries of a gemma3_text model"),

@@ -41,6 +41,26 @@ def test_alone():
     assert processes.gather({"a": 1}) == [{"a": 1}]
 
 
+def test_code_that_differs_is_told(tmp_path, monkeypatch):
+    """That of the package, whose version says nothing of a checkout, and files that settings name."""
+    config, own = default(), tmp_path / "my_rewards.py"
+    config.rewards.functions, config.data.format = (f"{own}:score(a=1)", "exact_match"), "nowhere.py:row"
+    found = []
+    for text in ("a", "b"):
+        own.write_text(text)
+        found.append(processes.agreed_facts(config))
+    assert [name for name in found[0] if found[0][name] != found[1][name]] == [f"the code of {own}"]
+    assert not any("nowhere" in name for name in found[0])
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "grpo.py").touch()  # lies in an installed package, and beside a checkout
+    monkeypatch.setattr(processes, "PACKAGE", tmp_path)
+    found = [processes.agreed_facts(config)]
+    (tmp_path / "configs" / "grpo.py").write_text("c")
+    assert processes.agreed_facts(config) == found[0]
+    own.write_text("c")
+    assert processes.agreed_facts(config)["the code of jaxrl_llm"] != found[0]["the code of jaxrl_llm"]
+
+
 def test_keys_come_before_variables(monkeypatch):
     set_all(monkeypatch, {"JAXRL_COORDINATOR": "a:1", "JAXRL_PROCESS_COUNT": "4", "JAXRL_PROCESS_INDEX": "3"})
     assert processes._process_spec(None, None, None) == ProcessSpec("a:1", 4, 3)

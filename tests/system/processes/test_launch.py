@@ -21,7 +21,8 @@ import json, os, pathlib, sys, time
 if sys.argv[1:2] == ["-c"]:
     print(12345)
     sys.exit(0)
-names = ("JAXRL_COORDINATOR", "JAXRL_PROCESS_COUNT", "JAXRL_PROCESS_INDEX", "SRUN_CPUS_PER_TASK")
+names = ("JAXRL_COORDINATOR", "JAXRL_PROCESS_COUNT", "JAXRL_PROCESS_INDEX", "SRUN_CPUS_PER_TASK",
+         "JAX_LOCAL_DEVICE_IDS")
 called = {{"program": pathlib.Path(sys.argv[0]).name, "arguments": sys.argv[1:],
           "environment": {{name: os.environ.get(name) for name in names}}}}
 folder = pathlib.Path(os.environ["NOTES"])
@@ -70,6 +71,25 @@ def test_local_starts_as_many_processes_as_asked(launch, tmp_path):
     assert [call["arguments"] for call in calls] == [["-u", "-m", "jaxrl_llm.train", *flags]] * 3
     places = [tuple(list(call["environment"].values())[:3]) for call in calls]
     assert sorted(places) == [("localhost:12345", "3", str(index)) for index in range(3)]
+
+
+def test_local_shares_the_gpus_that_it_may_use(launch, tmp_path, monkeypatch):
+    """Those of CUDA_VISIBLE_DEVICES, among which JAX counts; each process has some."""
+    for name in ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"):
+        monkeypatch.delenv(name, raising=False)
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nseq 8\n")
+    smi.chmod(0o755)
+    for visible, shares in (("4,5,6,7", ["0,1", "2,3"]), (None, ["0,1,2,3", "4,5,6,7"])):
+        given = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        assert launch("local.sh", "2", **given).wait(30) == 0
+        assert sorted(call["environment"]["JAX_LOCAL_DEVICE_IDS"] for call in notes(tmp_path)[-2:]) == shares
+    few = {"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cpu"}  # which nobody asks for
+    for none in ({"CUDA_VISIBLE_DEVICES": "-1"}, {"CUDA_VISIBLE_DEVICES": ""}, few):
+        assert launch("local.sh", "2", **none).wait(30) == 0
+        assert [call["environment"]["JAX_LOCAL_DEVICE_IDS"] for call in notes(tmp_path)[-2:]] == [None, None]
+    process = launch("local.sh", "3", CUDA_VISIBLE_DEVICES="0,1")
+    assert process.wait(30) == 2 and "3 processes cannot share 2 GPUs" in process.stderr.read()
 
 
 def test_local_ends_with_the_worst_code(launch):

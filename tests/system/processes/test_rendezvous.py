@@ -82,18 +82,31 @@ def test_an_index_twice():
     assert "two processes have processes.index 1" in found[0] and found[0] in (found[1], found[2])
 
 
-def test_strangers_on_the_port_are_ignored():
-    def knock(port):
-        for text in (b"GET / HTTP/1.1\r\n\r\n\n", b"[1]\n", b""):
-            for _ in range(50):
-                try:
-                    with socket.create_connection(("localhost", port), timeout=1) as stranger:
-                        stranger.sendall(text)
-                    break
-                except ConnectionRefusedError:
-                    time.sleep(0.02)
+def knock(port, *texts, seconds=0.0):
+    """Connect once for each text, send it and end the connection after some time."""
+    for text in texts:
+        for _ in range(50):
+            try:
+                with socket.create_connection(("localhost", port), timeout=1) as stranger:
+                    stranger.sendall(text)
+                    time.sleep(seconds)
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.02)
 
-    assert outcomes(specs(2), before=knock) == [None, None]
+
+def test_strangers_on_the_port_are_ignored():
+    texts = (b"GET / HTTP/1.1\r\n\r\n\n", b"[1]\n", b"")
+    assert outcomes(specs(2), before=lambda port: knock(port, *texts)) == [None, None]
+
+
+def test_a_process_that_ends_while_it_waits():
+    """It may be started again; where it is not, it is missing."""
+    greeting = b'{"index": 1, "count": 3, "host": "gone"}\n'
+    assert outcomes(specs(3), before=lambda port: knock(port, greeting)) == [None] * 3
+    assert outcomes(specs(3), before=lambda port: knock(port, greeting, seconds=0.2)) == [None] * 3
+    found = outcomes(specs(3, indices=[0, 2]), seconds=0.5, before=lambda port: knock(port, greeting))
+    assert found[0] == found[1] and "2 of 3 processes have met" in found[0] and "missing: 1;" in found[0]
 
 
 def test_a_port_that_is_taken():

@@ -221,6 +221,39 @@ def test_the_other_commands(root, tiny_run, tmp_path, together):
         np.testing.assert_array_equal(exported[name], value)
 
 
+STAGES = """
+from jaxrl_llm.config import default
+
+def get_stages(folder):
+    config = default()
+    config.algorithm.name, config.data.path, config.eval.every = "sft", {rows!r}, -1
+    config.total_steps, config.batch.prompts, config.logging.backends = 1, 2, ("jsonl",)
+    config.checkpoint.folder = {checkpoints!r}
+    return {{"sft": config}}
+"""
+# On a machine with a disk of its own.
+APART = """
+import os
+from jaxrl_llm.commands.stages import main
+from jaxrl_llm.config.flags import run
+os.makedirs(os.environ["JAXRL_PROCESS_INDEX"], exist_ok=True)
+os.chdir(os.environ["JAXRL_PROCESS_INDEX"])
+run(main)
+"""
+
+
+@pytest.mark.slow
+def test_stages_whose_models_are_on_one_machine(tmp_path, together):
+    """All skip a stage that is finished, though the first process alone has its model and its record."""
+    rows, file = tmp_path / "rows.jsonl", tmp_path / "stages.py"
+    rows.write_text(4 * (json.dumps({"prompt": "sort:21=", "completion": "12"}) + "\n"))
+    file.write_text(STAGES.format(rows=str(rows), checkpoints=str(tmp_path / "checkpoints")))
+    for lines in (1, 1):
+        all_ended_well(together(2, "-c", APART, f"--stages={file}", "--output_dir=runs", timeout=120))
+        assert len((tmp_path / "0/runs/sft/metrics.jsonl").read_text().splitlines()) == lines
+        assert not (tmp_path / "1/runs/sft/hf").exists()
+
+
 @pytest.mark.slow
 def test_what_reward_functions_log_in_evaluations(root, tmp_path, together):
     """Of each prompt once: with 3 prompts, 2 at a time, the second process has nothing in the last batch to grade."""

@@ -451,6 +451,12 @@ def test_a_row_that_a_loss_cannot_read_is_named(row, loss_fn, error):
         checked_data(request([first, row], loss_fn), VOCABULARY)
 
 
+def test_a_row_beyond_the_positions_that_a_model_has_learned_is_refused():
+    checked_data(request([three(target_tokens=[1, 2, 3])]), VOCABULARY, 3)
+    with pytest.raises(BadRequestError, match="datum 0 has 3 tokens, but the model has 2 positions"):
+        checked_data(request([three(target_tokens=[1, 2, 3])]), VOCABULARY, 2)
+
+
 def test_a_request_without_rows_is_refused():
     with pytest.raises(BadRequestError, match="data has no rows"):
         checked_data(request([]), VOCABULARY)

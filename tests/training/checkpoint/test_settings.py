@@ -12,6 +12,7 @@ from jaxrl_llm.config import ConfigError, default, from_json, to_json
 from jaxrl_llm.config.schema import BY_NAME, IDENTITY, OF_A_START
 from jaxrl_llm.training.checkpoint.outputs import given_to, write_given
 from jaxrl_llm.training.checkpoint.settings import HISTORY, OF_ARRAYS, changed_settings, check_changes, start_record
+from tests.models.oracles import VARIANTS
 
 
 @pytest.fixture
@@ -81,12 +82,11 @@ def test_what_a_run_is_does_not_change_unasked(tmp_path, name):
 
 def test_the_page_names_what_a_run_is(root):
     page = (root / "docs" / "reliability.md").read_text(encoding="utf-8")
-    named = page.partition("Settings that say what a run is")[2].partition("Accepted or")[0]
+    rows = page.partition("Settings that say what a run is")[2].partition("Accepted or")[0]
     found = {
         f"{section}.{name}"
-        for section, names in re.findall(r"of\s+`(\w+)`([^;.]+)", named)
-        for name in re.findall(r"\w+", names)
-        if name != "and"
+        for section, names in re.findall(r"^\| `(\w+)` \| (.*) \|$", rows, re.MULTILINE)
+        for name in names.split(", ")
     }
     assert found | {"seed"} == set(IDENTITY)
 
@@ -99,6 +99,26 @@ def test_every_refused_setting_is_named_at_once(tmp_path):
         ConfigError, match=r"one: algorithm\.loss: .*accept_changes=rollout\.group_size,algorithm\.loss$"
     ):
         check_changes(tmp_path, changes, ("rollout.group_size",))
+
+
+def test_experts_stay_as_they_were_before_there_was_a_setting_for_them(tmp_path):
+    """A record without it is of experts as numbers, which adapters were trained beside; a dense model has none."""
+    config = default()
+    config.model.quantize, config.lora.rank = "nf4", 4
+    VARIANTS["mixtral"]().save_pretrained(tmp_path / "mixture")
+    for path, changes in (
+        ("embedded:sort", {}),
+        (str(tmp_path / "mixture"), {"model.quantize_experts": ("none", "same")}),
+    ):
+        config.model.path = path
+        record = json.loads(to_json(config))
+        del record["model"]["quantize_experts"]
+        (tmp_path / "config.json").write_text(json.dumps(record))
+        assert changed_settings(tmp_path, config) == changes
+    with pytest.raises(ConfigError, match=r"model\.quantize_experts: none -> same\. Set them back"):
+        check_changes(tmp_path, changes, ())
+    config.model.quantize_experts = "none"
+    assert changed_settings(tmp_path, config) == {}
 
 
 @pytest.mark.parametrize("text", ["garbage", "{}\n[", '{"no_such_key": 1}'])

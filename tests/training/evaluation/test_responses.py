@@ -180,5 +180,5 @@ def test_files_that_cannot_be_graded(rows, keys, words):
 def test_keys_without_a_file(tmp_path):
     with pytest.raises(ConfigError, match="name it with --responses=FILE"):
         importlib.import_module("jaxrl_llm.commands.evaluate").main(["--response_key=x"])
-    with pytest.raises(ConfigError, match="no file or folder"):
+    with pytest.raises(ConfigError, match=r"^--responses: there is no file or folder '[^;]*$"):
         importlib.import_module("jaxrl_llm.commands.evaluate").main([f"--responses={tmp_path}/r.parquet"])

@@ -70,6 +70,25 @@ def updates_of(*rows):
     return [{name: Metric(value, "sum") for name, value in row.items()} for row in rows]
 
 
+def test_a_name_of_the_run_that_a_reward_function_logs_is_told_once(tmp_path):
+    """A step's metrics hold what reward functions log: of these names one is the update's, and one the log's."""
+    updates = updates_of({"loss": 1.0, "grad_norm": 1.0, "nonfinite_gradient": 0.0})
+    made = {"num_tokens": 1, "mine": 7.0, "loss": 8.0, "step_time": 9.0}
+    with Logger(quiet_spec(), tmp_path) as logger:
+        log = StepLog(HealthSpec(), lambda metrics: None, Stopwatch(), logger, {"num_tokens": 0, "skipped": 0})
+        told = []
+        logger.warn = told.append
+        for number in (1, 2):
+            log.add(Step(number, time.perf_counter(), made, updates, []))
+            log.settle()
+    assert log.history[-1]["mine"] == 7.0 and log.history[-1]["loss"] == 1.0 and log.history[-1]["step_time"] < 9.0
+    assert told == [
+        f"step 1: a reward function logs {name!r}, which is the run's own metric, and it is not shown: log it under "
+        "another name"
+        for name in ("loss", "step_time")
+    ]
+
+
 def test_means_over_no_token_are_left_out_of_a_step():
     whole = {"loss": 1.0, "entropy": 1.7, "nonfinite_gradient": 0.0}
     masked = {"loss": 0.0, "entropy": math.nan, "nonfinite_gradient": 0.0}

@@ -22,7 +22,7 @@ from jaxrl_llm.training.objectives.router import with_router_loss
 from jaxrl_llm.training.objectives.sft import SFTSpec, sft
 from jaxrl_llm.training.setup.models import build_model
 from jaxrl_llm.training.setup.objectives import objective_of
-from jaxrl_llm.training.setup.run import build, experts_left_out
+from jaxrl_llm.training.setup.run import experts_left_out
 
 CONFIG = ModelConfig(
     vocab_size=320, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3, qk_norm=True,
@@ -81,7 +81,7 @@ def test_microbatches_weigh_by_their_tokens(net, params):
 def test_a_dense_model_has_no_routers():
     dense = Net(ModelConfig(vocab_size=8, width=8, layers=1, heads=1, kv_heads=1, head_dim=8, ffn=8))
     assert with_router_loss(lambda net: "objective", dense) == "objective"
-    for key, value in (("router_aux_loss_coef", 0.1), ("freeze_router", True)):
+    for key, value in (("router_aux_loss_coef", 0.1), ("freeze_router", True), ("quantize_experts", "nf4")):
         config = default()
         config.model[key] = value
         with pytest.raises(ConfigError, match="embedded:sort has no experts"):
@@ -116,15 +116,19 @@ def test_experts_that_quantisation_and_adapters_leave_out_are_named_at_the_start
     assert warnings() == warnings(lora__rank=2, lora__targets=("q", "v")) == ""
     assert warnings(lora__rank=2, lora__targets=("all-linear", "experts")) == ""
     assert "lora.targets: experts have no adapters and are not trained: 1.84e-05 of" in warnings(lora__rank=2)
-    said = warnings(lora__rank=2, lora__targets=("q",), model__quantize="int8")
-    assert "model.quantize = 'int8' leaves the experts as they are: 1.84e-05 of" in said
+    left = {"model__quantize": "int8", "model__quantize_experts": "none"}
+    said = warnings(lora__rank=2, lora__targets=("q",), **left)
+    assert "model.quantize_experts is none, which leaves the experts as they are: 1.84e-05 of" in said
     assert "model.param_dtype=bfloat16 halves them" in said
-    half = warnings(lora__rank=2, model__quantize="int8", model__param_dtype="bfloat16")
+    half = warnings(lora__rank=2, model__param_dtype="bfloat16", **left)
     assert "as they are: 9.22e-06 of" in half and "halves them" not in half
-    of_samples = {"rollout__weights_dtype": "int8", "algorithm__importance_correction": "token_truncate"}
+    assert warnings(lora__rank=2, lora__targets=("q",), model__quantize="int8") == ""
+    with pytest.raises(ConfigError, match=r"model.quantize is none \(experts nf4\), and quantised matrices are not tr"):
+        warnings(model__quantize_experts="nf4")
+    config = configured("grpo", rollout__weights_dtype="int8", model__qat="int8")
     with jax.set_mesh(mesh):
-        run = build(configured("grpo", **of_samples), mesh)
-    assert any("'int8' leaves the experts in float32: 1.84e-05 GB" in line for line in run.warnings), run.warnings
+        (line,) = experts_left_out(config, build_model(config, mesh))
+    assert "rollout.weights_dtype = 'int8' leaves the experts in float32: 1.84e-05 GB" in line
 
 
 @pytest.mark.slow

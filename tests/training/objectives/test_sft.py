@@ -82,6 +82,25 @@ def test_dft_weighs_each_token_by_its_probability(params):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, by_params)
 
 
+def test_eaft_is_that_of_axolotl(params):
+    """Its formula over the whole vocabulary, in torch; gradients are of the log-probs alone."""
+    batch = batch_of()
+    value, gradient = loss_and_gradient(config_of(loss="eaft(alpha=1.5, scale=1.0)"), params, batch)
+    logits = NET.bind(params)(batch.inputs.tokens, batch.inputs.segments)
+    shifted = torch.tensor(np.asarray(logits)[:, :-1], requires_grad=True)
+    mask, labels = torch.tensor(batch.mask[:, 1:] > 0), torch.tensor(batch.inputs.tokens[:, 1:]).long()
+    top = torch.topk(shifted[mask].detach(), 31).values.softmax(-1)
+    weights = (-(top * torch.log(top + 1e-10)).sum(-1)) ** 1.5
+    theirs = (torch.nn.functional.cross_entropy(shifted[mask], labels[mask], reduction="none") * weights).mean()
+    np.testing.assert_allclose(float(value), float(theirs.detach()), rtol=1e-5)
+    (wanted,) = torch.autograd.grad(theirs, shifted)
+    _, back = jax.vjp(lambda p: NET.bind(p)(batch.inputs.tokens, batch.inputs.segments)[:, :-1], params)
+    (expected,) = back(jnp.asarray(wanted.numpy()))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, expected)
+    scaled, _ = loss_and_gradient(config_of(loss="eaft(alpha=1.5)"), params, batch)
+    np.testing.assert_allclose(scaled, value / np.log(20) ** 1.5, rtol=1e-5)
+
+
 def test_a_loss_of_ones_own_with_metrics(params, tmp_path):
     """Its numbers are those of the tokens in the mask: on padding, of log-prob 0, this one is infinite."""
     (tmp_path / "own.py").write_text(

@@ -71,6 +71,7 @@ def test_fields_of_lora_config():
         "dropout": 0.1,
         "rslora": True,
         "dora": False,
+        "init": "kaiming",
         "targets": ("q_proj", "v_proj"),
         "modules_to_save": (),
         **ALIKE,
@@ -91,10 +92,13 @@ def test_pefts_own_lora_config():
         "dropout": 0.0,
         "rslora": False,
         "dora": False,
+        "init": "kaiming",
         "targets": ("all-linear",),
         "modules_to_save": (),
         **ALIKE,
     }
+    for theirs, ours in ((False, "random"), ("pissa_niter_4", "pissa_niter_4"), ("olora", "olora"), (True, "kaiming")):
+        assert lora_settings(peft.LoraConfig(init_lora_weights=theirs))["init"] == ours
     assert lora_settings(peft.LoraConfig(modules_to_save=["lm_head"]))["modules_to_save"] == ("lm_head",)
     experts = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
     assert parse_targets(lora_settings(experts)["targets"]) == ("q", "experts.down_proj")

@@ -14,8 +14,10 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import bytes_on_device, make_mesh
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.training import offline
 from jaxrl_llm.training.packing.planner import tokens_in
 from jaxrl_llm.training.setup import memory, worker
+from jaxrl_llm.training.setup import run as run_setup
 from jaxrl_llm.training.setup.evaluation import build_evaluations
 from jaxrl_llm.training.setup.sources import build_rewards
 from jaxrl_llm.training.setup.specs import rollout_spec
@@ -120,6 +122,29 @@ def test_what_a_run_leaves_free(model, monkeypatch):
     config.optimizer.offload = True
     assert memory.microbatch_room(config, model, None) == 10 * size - 3 * size
     assert np.isfinite(memory.microbatch_room(config, model, model))
+
+
+@pytest.mark.parametrize("path", ["task:sort", pytest.param("task:sort_pairs", marks=pytest.mark.slow)])
+def test_passes_without_gradients_take_the_rows_that_memory_has_room_for(model, monkeypatch, path):
+    """Of a batch that is not packed, whose update is split by what a device has left."""
+    config, mesh, sizes = default(), make_mesh(devices=jax.devices()[:1]), []
+    config.data.path, config.batch.packing, config.eval.every, config.batch.prompts = path, "false", -1, 8
+    if path == "task:sort_pairs":
+        config.algorithm.name, config.algorithm.loss = "preference", "dpo"
+        config.algorithm.beta, config.data.eval_split, config.eval.every = 0.1, "validation", 0
+        config.data.precompute_reference = True
+    scored = []
+    monkeypatch.setattr(offline, "with_reference", lambda batch, *given: scored.append(batch) or given[2])
+    for room in (None, 1.0):
+        monkeypatch.setattr(run_setup, "microbatch_room", lambda *_, room=room: room)
+        with jax.set_mesh(mesh), contextlib.closing(run_setup.build(config, mesh)) as run:
+            own = run.source.learner.batch if path == "task:sort" else run.source.batch
+            assert own == run.batch and scored[-1:] in ([], [own])
+            sizes.append(own.forward_rows)
+            if run.evaluation is not None:
+                assert all(evaluation.rows == own.forward_rows for evaluation in run.evaluation.sets)
+    assert sizes == ([64, 1] if path == "task:sort" else [16, 2])
+    assert len(scored) == (0 if path == "task:sort" else 2)
 
 
 def test_rows_of_a_micro_batch_that_are_not_packed(model):

@@ -1,11 +1,41 @@
-"""The end of a run that was built."""
+"""The warnings and the end of a run that was built."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jaxrl_llm.training.setup.run import Run
+from jaxrl_llm.config import default
+from jaxrl_llm.training.advantages import advantage_step
+from jaxrl_llm.training.setup.run import Run, left_out_prompts, untrained_policy
+from jaxrl_llm.training.setup.specs import advantage_spec
+
+
+def test_a_critic_that_warms_up_to_the_end_is_told():
+    config = default()
+    config.total_steps, config.critic.warmup_steps = 3, 3
+    assert untrained_policy(config) == []  # grpo has no critic
+    config.algorithm.name = "ppo"
+    (line,) = untrained_policy(config)
+    assert "critic.warmup_steps is 3, and total_steps 3: the critic alone is trained" in line
+    config.critic.warmup_steps = 2
+    assert untrained_policy(config) == []
+
+
+def test_dynamic_sampling_tells_what_it_leaves_out():
+    config = default()
+    config.algorithm.dynamic_sampling = True
+
+    def lines(advantage: str) -> list[str]:
+        config.algorithm.advantage = advantage
+        return left_out_prompts(config, advantage_step(advantage_spec(config), ("r",)))
+
+    assert all(lines(rule) == [] for rule in ("group", "rloo", "gdpo", "reinforce_plus_plus_baseline"))
+    for rule in ("a2po", "remax", "reinforce_plus_plus", "turn"):
+        (line,) = lines(rule)
+        assert f"algorithm.advantage = {rule!r} would learn from these too: set it to false" in line
+    config.algorithm.dynamic_sampling_metric = "acc"  # which says what is alike
+    assert lines("remax") == []
 
 
 @pytest.mark.parametrize("failing", ["rewards", "environments"])

@@ -1,0 +1,93 @@
+"""GPT-2 (OpenAI, 2019): learned positions, layer norms, and linear maps that files hold as they are multiplied."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
+from jaxrl_llm.models.families.entries import positive, refuse, renamed
+from jaxrl_llm.models.model_config import ModelConfig
+
+MODEL_TYPE = "gpt2"
+# The tensors of transformers' class for steps have other names than the table.
+ARCHITECTURE = {"lm": "GPT2LMHeadModel", "score": "GPT2ForSequenceClassification", "step": ""}
+
+
+def _keys(root: str) -> tuple[TensorName, ...]:
+    """The table of files whose names begin with `root`."""
+    layer = f"{root}h.{{layer}}."
+
+    def conv1d(path: str, tensor: str) -> tuple[TensorName, TensorName]:
+        return TensorName(f"{path}/kernel", f"{layer}{tensor}.weight"), TensorName(
+            f"{path}/bias", f"{layer}{tensor}.bias"
+        )
+
+    return (
+        TensorName("embed/weight", f"{root}wte.weight"),
+        TensorName("positions/weight", f"{root}wpe.weight"),
+        *layer_norm("norm", f"{root}ln_f"),
+        TensorName("head/kernel", "lm_head.weight", transpose=True),
+        *linear("score", "score"),
+        *layer_norm("layers/input_norm", f"{layer}ln_1"),
+        *layer_norm("layers/post_attention_norm", f"{layer}ln_2"),
+        *conv1d("layers/attention/qkv", "attn.c_attn"),
+        *conv1d("layers/attention/o", "attn.c_proj"),
+        *conv1d("layers/mlp/up", "mlp.c_fc"),
+        *conv1d("layers/mlp/down", "mlp.c_proj"),
+    )
+
+
+KEYS = _keys("transformer.")
+OTHER_KEYS = (_keys(""),)  # of OpenAI's own files
+NAMES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "activation_function": "hidden_act",
+}
+DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "gelu_new",
+    "n_positions": 1024,
+    "scale_attn_weights": True,
+    "tie_word_embeddings": True,
+}  # for entries that are left out
+
+
+def unused_tensors(config: ModelConfig) -> set[str]:
+    """The masks that older files hold."""
+    names = ("attn.bias", "attn.masked_bias")
+    return {f"{root}h.{i}.{name}" for root in ("", "transformer.") for i in range(config.layers) for name in names}
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | renamed(hf, NAMES)
+    if not hf.get("intermediate_size"):  # null, or left out
+        hf |= {"intermediate_size": 4 * positive(hf, "hidden_size")}
+    for entry in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if hf.get(entry):
+            refuse(entry, hf[entry], "false")
+    own = {
+        **decoder.LAYER_NORMS,
+        "learned_positions": positive(hf, "n_positions"),
+        "rotary_fraction": 0.0,
+        "attention_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+        "joint_qkv": "blocks",
+        "query_scale": None if hf["scale_attn_weights"] else 1.0,
+        "ffn_gate": False,
+        "lora_names": (("o", "c_proj"), ("down", "c_proj")),
+    }
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides, activations=decoder.PLAIN)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own = {"n_positions": config.learned_positions, "scale_attn_weights": config.query_scale is None}
+    if base is not None and not base.get("n_inner") and config.ffn == 4 * config.width:
+        own["intermediate_size"] = base.get("n_inner")
+    without = (*decoder.ROTARY_AND_GROUPED, *(("max_position_embeddings",) if base is None else ()))
+    return decoder.from_own_names(config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own, without)

@@ -1,0 +1,28 @@
+"""Nemotron-4 and Minitron (arXiv 2402.16819, 2407.14679): layer norms whose scales count from 1, half of each head
+rotated, and feed-forwards of squared ReLU without gates."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, llama, stablelm
+from jaxrl_llm.models.families.entries import renamed
+from jaxrl_llm.models.model_config import ModelConfig
+
+MODEL_TYPE = "nemotron"
+ARCHITECTURE = "Nemotron"
+KEYS = (*decoder.ENDS, *stablelm.NORMS, *decoder.ATTENTION, *decoder.FEED_FORWARD)
+NAMES = {"norm_eps": "rms_norm_eps"}
+DEFAULTS = {"hidden_act": "relu2", "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}  # for entries that are left out
+PARTIAL = {"partial": True}
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | renamed(hf, NAMES)
+    own = {**llama.own_fields(hf), **decoder.LAYER_NORMS, "norm_offset": 1.0, "ffn_gate": False}
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides, activations=decoder.PLAIN, rope=PARTIAL)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    return decoder.from_own_names(config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own)

@@ -1,0 +1,104 @@
+"""PaliGemma (arXiv 2407.07726) and PaliGemma 2 (arXiv 2412.03555): SigLIP tiles, a linear map, and a Gemma or Gemma 2
+in which the tokens of a prompt, its images included, see each other."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import gemma, gemma2, llava, siglip
+from jaxrl_llm.models.families.decoder import TensorName, linear
+from jaxrl_llm.models.families.entries import positive, refuse
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.vision.tower import VisionConfig
+
+MODEL_TYPE = "paligemma"
+# What reads a completion to rate it does not know where its prompt ends: there are no such heads.
+ARCHITECTURE = {"lm": "PaliGemmaForConditionalGeneration", "score": "", "step": ""}
+TEXTS = {module.MODEL_TYPE: module for module in (gemma, gemma2)}
+TOWERS = ("vision_tower.vision_model.", "vision_tower.")  # how names begin on the hub, and in transformers 5
+
+
+def _vision_keys(tower: str) -> tuple[TensorName, ...]:
+    return (*siglip.keys(tower), *linear("vision/projector/proj", "multi_modal_projector.linear"))
+
+
+# Of each decoder, as the norms of a Gemma's and of a Gemma 2's layers have one name for another place.
+FILES = {name: llava.on_the_hub(text.KEYS, _vision_keys(TOWERS[0])) for name, text in TEXTS.items()}
+MODULES = {name: llava.as_modules(text.KEYS, _vision_keys(TOWERS[1])) for name, text in TEXTS.items()}
+KEYS, MODULE_KEYS = FILES["gemma"], MODULES["gemma"]
+# The tokenizer has no chat template: images, the beginning of the text, the prompt and a line break, as the processor
+# of transformers writes them, then the answer.
+CHAT_TEMPLATE = (
+    "{% macro text(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endmacro %}"
+    "{% for message in messages %}{% if message['content'] is not string %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% endif %}{% endfor %}{% endif %}{% endfor %}{{ bos_token }}"
+    "{% for message in messages %}{{ text(message['content']) }}"
+    "{{ eos_token if message['role'] == 'assistant' else '\n' }}{% endfor %}"
+)
+# For entries that are left out.
+DEFAULTS = {"image_token_index": 256_000, "projection_dim": 2048, "tie_word_embeddings": True}
+# And of the decoder those of its own class, as in transformers: the heads of PaliGemma 2 3B are such.
+TEXT_DEFAULTS = {
+    "gemma": {
+        "vocab_size": 256_000, "hidden_size": 3072, "num_hidden_layers": 28, "intermediate_size": 24_576,
+        "num_attention_heads": 16,
+    },
+    "gemma2": {
+        "vocab_size": 256_000, "hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216,
+        "num_attention_heads": 8,
+    },
+}  # fmt: skip
+
+
+def keys(config: ModelConfig) -> tuple[TensorName, ...]:
+    """The table of the files of a net."""
+    return FILES["gemma2" if config.norms == "both" else "gemma"]
+
+
+def module_keys(config: ModelConfig) -> tuple[TensorName, ...]:
+    """The same of the class in transformers."""
+    return MODULES["gemma2" if config.norms == "both" else "gemma"]
+
+
+def other_keys(config: ModelConfig) -> tuple[tuple[TensorName, ...], ...]:
+    """The tables by which files are read too."""
+    text = TEXTS["gemma2" if config.norms == "both" else "gemma"].KEYS
+    return (
+        module_keys(config),
+        llava.on_the_hub(text, _vision_keys(TOWERS[1])),
+        llava.as_modules(text, _vision_keys(TOWERS[0])),
+    )
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    family, text = llava.text_of(hf, TEXTS)
+    if text.get("use_bidirectional_attention") not in (None, True):
+        refuse("text_config.use_bidirectional_attention", text["use_bidirectional_attention"], "true, or null")
+    # Of prompts, see below.
+    text = TEXT_DEFAULTS[family.MODEL_TYPE] | text | {"use_bidirectional_attention": None}
+    entries = hf.get("vision_config") or {}
+    if entries.get("vision_use_head", True):
+        refuse("vision_config.vision_use_head", True, "false (an encoder without the head that pools its patches)")
+    if (width := positive(text, "hidden_size")) != hf["projection_dim"]:
+        refuse("projection_dim", hf["projection_dim"], f"the hidden_size of the text_config, {width}")
+    token = siglip.image_token(hf, "image_token_index", text)
+    encoder = siglip.read(entries, siglip.DEFAULT)
+    vision = VisionConfig(encoder, 1, token, projector="linear", bidirectional="prompt")
+    return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
+    vision = siglip.vision_of(config)
+    given = (base or {}).get("vision_config") or {"model_type": "siglip_vision_model", "vision_use_head": False}
+    own = {
+        "model_type": MODEL_TYPE,
+        "image_token_index": vision.image_token,
+        "projection_dim": config.width,
+        "vision_config": given | siglip.write(vision),
+    }
+    if base is not None:
+        sizes = TEXT_DEFAULTS[llava.text_of(base, TEXTS)[0].MODEL_TYPE]
+        base = base | {"text_config": sizes | base["text_config"]}
+    return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own)

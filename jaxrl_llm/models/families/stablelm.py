@@ -1,0 +1,38 @@
+"""StableLM (arXiv 2402.17834): Llama's shape with layer norms and a quarter of each head rotated."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.families.decoder import LAYER, layer_norm
+from jaxrl_llm.models.families.entries import refuse, renamed
+from jaxrl_llm.models.model_config import ModelConfig
+
+MODEL_TYPE = "stablelm"
+ARCHITECTURE = "StableLm"
+NORMS = (
+    *layer_norm("norm", "model.norm"),
+    *layer_norm("layers/input_norm", f"{LAYER}input_layernorm"),
+    *layer_norm("layers/post_attention_norm", f"{LAYER}post_attention_layernorm"),
+)
+KEYS = (*decoder.ENDS, *NORMS, *decoder.ATTENTION, *decoder.FEED_FORWARD)
+NAMES = {"layer_norm_eps": "rms_norm_eps"}
+DEFAULTS = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25}  # for entries that are left out
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | renamed(hf, NAMES)
+    if hf.get("qk_layernorm"):
+        refuse("qk_layernorm", hf["qk_layernorm"], "false")
+    own = {
+        **decoder.LAYER_NORMS,
+        "attention_bias": bool(hf.get("use_qkv_bias")),
+        "parallel_ffn": bool(hf.get("use_parallel_residual")),
+    }
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"partial": True})
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own = {"use_qkv_bias": config.attention_bias, "use_parallel_residual": config.parallel_ffn}
+    return decoder.from_own_names(config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own)

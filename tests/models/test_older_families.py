@@ -1,0 +1,314 @@
+"""What GPT-2, Pythia, OPT, Phi-2 and Falcon have of their own: older files, PEFT's adapters, a biased head, learned
+positions, tokenizers without padding and chat template. test_families.py compares their nets with transformers."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config
+
+import jaxrl_llm
+from jaxrl_llm.algorithms.batch import Inputs
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.models import hf, lora
+from jaxrl_llm.models.families import family_of
+from jaxrl_llm.models.families.rotary import max_positions
+from jaxrl_llm.models.logprobs import token_statistics
+from jaxrl_llm.models.lora import LoraConfig
+from jaxrl_llm.models.model import Model, add_adapters, load_model, save_adapter, save_hf
+from jaxrl_llm.models.peft_patterns import AdapterPatterns
+from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.rollout.engine import decoding_params
+from jaxrl_llm.training.reward_models import RewardModel
+from tests.models.conftest import variants
+from tests.models.decoding import padded
+from tests.models.oracles import VARIANTS, VOCAB, make_oracle
+
+TOKENS = np.random.default_rng(0).integers(1, VOCAB, (2, 7))
+MODULES = {  # of linear maps in the layers
+    "gpt2": {"c_attn", "c_proj", "c_fc"},
+    "gpt_neox": {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
+    "opt-narrow": {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"},
+    "phi": {"q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"},
+    "starcoder2": {"q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"},
+    "falcon-grouped": {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
+    "exaone": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+}
+
+
+def changed(folder, change):
+    """The folder with other tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: x for key, value in tensors.items() for name, x in change(key, value)}, folder / "model.safetensors"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("variant", variants(MODULES, quick=("gpt2",)))
+def test_adapters_are_those_of_peft(variant, tmp_path):
+    """On all linear maps, written for PEFT, and read from what PEFT writes for its usual modules of the family."""
+    make_oracle(variant).save_pretrained(tmp_path / "base")
+    model = add_adapters(load_model(tmp_path / "base"), LoraConfig(rank=3, alpha=6.0), jax.random.key(0))
+    frozen, trained = lora.split(model.params)
+    trained = jax.tree.map(
+        lambda x: x + 0.1 * np.random.default_rng(1).normal(size=x.shape).astype(np.float32), trained
+    )
+    model = dataclasses.replace(model, params=lora.combine(frozen, trained))
+    save_adapter(model, tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    oracle = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert {n.split(".")[-2] for n, _ in oracle.named_modules() if n.endswith(".lora_A")} == MODULES[variant]
+    with torch.no_grad():
+        np.testing.assert_allclose(model(TOKENS), oracle(torch.tensor(TOKENS)).logits.numpy(), atol=2e-5)
+    entries = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert entries["fan_in_fan_out"] == (variant == "gpt2")
+    again = load_model(tmp_path / "base", adapter=tmp_path / "adapter")
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    if variant not in ("gpt2", "gpt_neox"):
+        return
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    made = peft.get_peft_model(base, peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM")).eval()
+    made.save_pretrained(tmp_path / "usual")
+    with torch.no_grad():
+        expected = made(torch.tensor(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(load_model(tmp_path / "base", adapter=tmp_path / "usual")(TOKENS), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("variant", "prefix", "extra"),
+    [
+        ("gpt2", "transformer.", {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.float32)}),
+        ("opt", "model.", {"lm_head.weight": None}),
+        ("gpt_neox", "", {"gpt_neox.layers.1.attention.masked_bias": np.ones((), np.float32)}),
+    ],
+)
+def test_older_files_are_read(variant, prefix, extra, tmp_path):
+    """Names without the first word, and buffers beside the weights."""
+    make_oracle(variant).save_pretrained(tmp_path)
+    expected = hf.load(tmp_path)[1]
+    changed(tmp_path, lambda name, x: [(name.removeprefix(prefix), x)])
+    tensors = load_file(tmp_path / "model.safetensors")
+    own = {name: tensors["decoder.embed_tokens.weight"].copy() if x is None else x for name, x in extra.items()}
+    save_file(tensors | own, tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path)[1], expected)
+
+
+def test_a_head_with_a_bias_is_in_every_number_of_a_token(tmp_path):
+    """As a row of the matrix that the chunked softmax reads: log-probs, entropies and gradients are those of logits."""
+    make_oracle("phi").save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    tokens, segments = map(jnp.asarray, padded([TOKENS[0], TOKENS[1, :4]], "left"))
+
+    def whole(head):
+        logps = jax.nn.log_softmax(model.net.bind(model.params | {"head": head})(tokens, segments))[:, :-1]
+        counted = (segments[:, 1:] != 0) & (segments[:, :-1] != 0)
+        picked = jnp.take_along_axis(logps, tokens[:, 1:, None], axis=-1)[..., 0]
+        entropies = -(jnp.exp(logps) * logps).sum(-1)
+        return jnp.where(counted, picked, 0.0).sum(), jnp.where(counted, entropies, 0.0)
+
+    def chunked(head):
+        found = token_statistics(model.net, model.params | {"head": head}, Inputs(tokens, segments))
+        return found.logps.sum(), found.entropy[:, 1:]
+
+    (expected, entropies), gradients = jax.jit(jax.value_and_grad(whole, has_aux=True))(model.params["head"])
+    (found, own), own_gradients = jax.jit(jax.value_and_grad(chunked, has_aux=True))(model.params["head"])
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(own, entropies, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4), own_gradients, gradients)
+    assert np.abs(gradients["bias"]).max() > 0.1
+    logits = model.net.bind(model.params).logits(jnp.ones((1, 32)), ids=(3, 5))
+    np.testing.assert_array_equal(logits, model.net.bind(model.params).logits(jnp.ones((1, 32)))[:, jnp.array([3, 5])])
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "gpt_neox", "falcon"])
+def test_step_heads_that_are_named_otherwise_are_refused(variant, tmp_path):
+    entries = VARIANTS[variant]().to_dict() | {"architectures": None}
+    with pytest.raises(ConfigError, match="models of this type have no head 'step' here; they have lm, score"):
+        family_of(entries).to_config(entries, head="step")
+
+
+REFUSED = {
+    "gpt2": ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
+    "falcon": ({"alibi": True}, "alibi = True is not supported; supported: false"),
+    "stablelm": ({"qk_layernorm": True}, "qk_layernorm = True is not supported"),
+    "phi": ({"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported"),
+    "opt": ({"activation_function": "tanh"}, "hidden_act = 'tanh' is not supported; supported: gelu, gelu_new"),
+    "deepseek_v2": ({"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported; supported: greedy and"),
+}
+
+
+@pytest.mark.parametrize("variant", REFUSED)
+def test_what_is_not_computed_is_refused(variant):
+    entries, message = REFUSED[variant]
+    hf_config = VARIANTS[variant]().to_dict() | {"architectures": None} | entries
+    with pytest.raises(ConfigError, match=message):
+        family_of(hf_config).to_config(hf_config)
+
+
+def test_embedding_and_head_that_are_one_may_be_trained_whole_beside_adapters(tmp_path):
+    """GPT-2 calls the embedding wte, and lm_head means it too."""
+    make_oracle("gpt2").save_pretrained(tmp_path)
+    model = add_adapters(load_model(tmp_path), LoraConfig(2), jax.random.key(0), modules_to_save=("lm_head",))
+    assert model.net.config.lora is not None and model.net.config.lora.saved == ("embed/weight",)
+    save_adapter(model, tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["modules_to_save"] == ["wte"]
+    only = AdapterPatterns(layers_to_transform=(1,))
+    model = add_adapters(load_model(tmp_path), LoraConfig(2), jax.random.key(0), patterns=only)
+    shape = model.net.config.lora
+    assert shape is not None and {tuple(x.path for x in own) for own in shape.groups} == {
+        (), ("attention/qkv", "attention/o", "mlp/up", "mlp/down"),
+    }  # fmt: skip
+
+
+def test_a_table_of_positions_says_how_long_rows_are(monkeypatch):
+    """Whatever other entries say: a position behind the table would have the embedding of the last one."""
+    entries = VARIANTS["gpt2"]().to_dict() | {"architectures": None, "max_position_embeddings": 4096}
+    config = family_of(entries).to_config(entries)
+    assert config.position_limit == entries["n_positions"]
+    model = Model(Net(config), {}, hf_config=entries)
+    assert model.max_positions == config.position_limit
+    most, longer = config.learned_positions, np.ones((1, config.learned_positions + 1), int)
+    monkeypatch.setattr("jaxrl_llm.models.model._apply", lambda *_: "computed")
+    assert model(longer[:, 1:]) == model(longer, (np.arange(most + 1) > 2)[None] + 1) == "computed"  # two documents
+    with pytest.raises(ConfigError, match=f"rows reach position {most}, but the model has learned {most}, from 0 on"):
+        model(longer)
+    without = {name: x for name, x in entries.items() if name not in ("n_positions", "max_position_embeddings")}
+    assert Model(Net(family_of(without).to_config(without)), {}, hf_config=without).max_positions == 1024
+    opt = VARIANTS["opt"]().to_dict() | {"architectures": None}
+    assert family_of(opt).to_config(opt).position_limit == opt["max_position_embeddings"]
+    scaled = entries | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    with pytest.raises(ConfigError, match=r"rope_type = 'linear' .* no layer of this model has rotary positions"):
+        family_of(scaled).to_config(scaled)
+
+
+def test_command_r_reads_rows_as_long_as_its_other_entry_says():
+    assert max_positions({"max_position_embeddings": 8192, "model_max_length": 131072}) == 131072
+
+
+def test_the_bias_of_a_head_in_fp32_is_sampled_with_in_fp32():
+    entries = VARIANTS["phi"]().to_dict() | {"architectures": None}
+    net = Net(family_of(entries).to_config(entries, dtype="bfloat16", fp32_head=True))
+    shapes = jax.eval_shape(lambda params: decoding_params(params, net), net.shapes())
+    assert {str(x.dtype) for x in shapes["head"].values()} == {"float32"}
+
+
+def test_targets_under_the_names_of_other_families_are_refused():
+    """They would be passed over: GPT-2 calls both `o` and `down` c_proj."""
+    entries = VARIANTS["gpt2"]().to_dict() | {"architectures": None}
+    net = Net(family_of(entries).to_config(entries))
+    with pytest.raises(ConfigError, match=r"lora.targets has o, which is c_proj in this model"):
+        add_adapters(Model(net, {}, hf_config=entries), LoraConfig(2, targets=("o", "qkv")), jax.random.key(0))
+
+
+@pytest.fixture
+def plain_gpt2(tmp_path):
+    """A GPT-2 whose tokenizer has neither padding nor chat template, as that of the hub."""
+    tokenizer = AutoTokenizer.from_pretrained(hf.EMBEDDED / "sort")
+    tokenizer.pad_token = tokenizer.chat_template = None
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24, "initializer_range": 0.15}
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eos_token_id)
+    model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=len(tokenizer), **sizes, **ids))
+    model.save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+def run_of(root, name, folder, rows):
+    """A run of a few rows of text, or of messages."""
+    (folder.parent / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = load_config_file(f"{root / 'configs' / name}.py:tiny")
+    config.output_dir, config.model.path = str(folder.parent / name), str(folder)
+    config.data.path, config.data.eval_split = str(folder.parent / "rows.jsonl"), "none"
+    config.total_steps, config.eval.every, config.logging.backends = 1, -1, ("jsonl",)
+    return config
+
+
+def test_a_run_without_padding_and_chat_template(plain_gpt2, root, tmp_path):
+    """Rows of text are trained on and the model is exported; messages and rows beyond its positions are refused."""
+    rows = [{"prompt": f"{i} 3 1 2", "completion": "1 2 3" if i % 2 else "1"} for i in range(8)]
+    config = run_of(root, "sft", plain_gpt2, rows)
+    assert jaxrl_llm.train(config).metrics[0]["loss"] > 0
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "sft/hf")).__name__ == "GPT2LMHeadModel"
+    assert json.loads((tmp_path / "sft/hf/tokenizer_config.json").read_text()).get("pad_token") is None
+    config = run_of(root, "sft", plain_gpt2, [{"prompt": "1 " * 20, "completion": "1"}] * 8)
+    config.output_dir = str(tmp_path / "long")
+    with pytest.raises(ConfigError, match=r"rows would have up to \d+ tokens .* has positions for 24 .*n_positions"):
+        jaxrl_llm.train(config)
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": "1 " * 20, "completion": "1"}))
+    config = run_of(root, "sft", plain_gpt2, rows)
+    config.output_dir, config.data.eval_path, config.data.eval_split = (
+        str(tmp_path / "e"),
+        str(tmp_path / "eval.jsonl"),
+        "train",
+    )
+    config.eval.every = 1
+    with pytest.raises(ConfigError, match=r"rows would have up to \d+ tokens \(the longest row to evaluate on"):
+        jaxrl_llm.train(config)
+    roles = zip(("user", "assistant"), ("3 1 2", "1 2 3"), strict=True)
+    messages = [{"role": role, "content": text} for role, text in roles]
+    with pytest.raises(ConfigError, match=r"chat messages but the tokenizer has no chat template.*chat_template"):
+        jaxrl_llm.train(run_of(root, "sft", plain_gpt2, [{"messages": messages}] * 8))
+
+
+def test_scorers_and_functions_with_too_few_positions_are_refused(plain_gpt2, root, tmp_path):
+    """Those of a critic and of a reward model, and of the policy where a function brings prompts of its own."""
+    config, path = GPT2Config.from_pretrained(plain_gpt2), tmp_path / "small"
+    config.n_positions, config.num_labels = 8, 1
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
+    AutoTokenizer.from_pretrained(plain_gpt2).save_pretrained(path)
+    with pytest.raises(
+        ConfigError, match=r"small: a prompt .* have \d+ tokens, but it has learned 8 positions: set its"
+    ):
+        RewardModel(str(path), name="small")(["3 1 2 4 5"], ["1 2 3 4 5"])
+    assert np.isfinite(RewardModel(str(path), max_length=8)(["3 1 2 4 5"], ["1 2 3 4 5"])).all()
+    run = run_of(root, "ppo", plain_gpt2, [{"prompt": f"{i} 3 1 2"} for i in range(8)])
+    run.critic.path = str(path)
+    with pytest.raises(ConfigError, match=r"max_completion_length = 10, which the critic reads.* positions for 8 "):
+        jaxrl_llm.train(run)
+    (tmp_path / "own.py").write_text("def own(prompts, sampler):\n    raise AssertionError\n")
+    run = run_of(root, "grpo", plain_gpt2, [{"prompt": f"{i} 3 1 2"} for i in range(8)])
+    run.environment.rollout_func, run.algorithm.old_logps = f"{tmp_path / 'own.py'}:own", "sampler"
+    with pytest.raises(ConfigError, match=r"16 of prompts, up to rollout.max_prompt_length.* positions for 24 "):
+        jaxrl_llm.train(run)
+
+
+@pytest.mark.slow
+def test_what_learned_positions_sample_is_what_they_score(plain_gpt2, root):
+    """GRPO, with a prompt that rows share and completions behind it, packed as they are by default."""
+
+    def length(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    config = run_of(root, "grpo", plain_gpt2, [{"prompt": f"{i} 3 1 2" + " 4" * (i % 3)} for i in range(8)])
+    config.rollout.max_prompt_length, config.rollout.max_completion_length = 12, 8
+    result = jaxrl_llm.train(config, rewards=length)
+    assert result.metrics[0]["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+@pytest.mark.slow
+def test_a_reward_model_of_opt_and_its_scores_of_quantised_pythia(root, tmp_path):
+    """A head behind the narrower embedding is trained on pairs and exported; maps that are one tensor are quantised."""
+    tokenizer = AutoTokenizer.from_pretrained(hf.EMBEDDED / "sort")
+    config = VARIANTS["opt-narrow"]()
+    config.vocab_size = len(tokenizer)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "opt")
+    tokenizer.save_pretrained(tmp_path / "opt")
+    run = load_config_file(f"{root / 'configs/reward_model.py'}:tiny")
+    run.output_dir, run.model.path, run.eval.every = str(tmp_path / "run"), str(tmp_path / "opt"), -1
+    run.logging.backends = ("jsonl",)
+    jaxrl_llm.train(run)
+    entries = json.loads((tmp_path / "run/hf/config.json").read_text())
+    assert entries["architectures"] == ["OPTForSequenceClassification"]
+    assert load_model(tmp_path / "run/hf").net.config.head == "score"
+    make_oracle("gpt_neox").save_pretrained(tmp_path / "neox")
+    model = load_model(tmp_path / "neox", quantize="int8")
+    save_hf(model, tmp_path / "dequantised")
+    np.testing.assert_allclose(load_model(tmp_path / "dequantised")(TOKENS), model(TOKENS), atol=1e-4)
