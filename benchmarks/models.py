@@ -288,15 +288,16 @@ difference.
 - xIELU (arXiv 2411.13010), the activation of Apertus: `a x^2 + b x` above 0 and `c (exp(x) - 1 - x) + b x` below it,
   in fp32. Its two numbers of each layer, of which a and c are the softplus, are trained with the rest; `b` stays.
 - Learned positions (GPT-2, OPT) in place of rotary ones: a row of a table is added to each token's embedding, counted
-  from the start of its document. Rows that are longer than the table are refused before anything is sampled or trained,
-  those of a critic and a teacher too; a reward model reads the rows of its own tokenizer, and refuses one when it comes
-  (`max_length` keeps its end).
+  from the start of its document. Documents that are longer than the table are refused before anything is sampled or
+  trained, those of a critic and a teacher too, and rows of `data.packing` may be longer; a reward model reads the rows
+  of its own tokenizer, and refuses one when it comes (`max_length` keeps its end).
 - Layer norms, with a bias (GPT-2, Pythia, OPT, Phi-2, StableLM, StarCoder 2, Falcon, Nemotron-4, Jais 2), without one
   (Command R and A), or without any parameter (OLMo 1, Galactica). OPT-350M norms the sums behind attention and
   feed-forward, has no last norm, and maps its narrower embedding to the model's width and back, behind which its heads
   are.
 - Attention and feed-forward side by side, behind one layer norm (Command R, R7B and A, Phi-2, Falcon 7B and 11B, some
   StableLM) or one each (Pythia, Falcon 40B and 180B).
+- Norms of queries and keys with a scale for each head, one array (Command R+) or a tensor for each (StableLM 2 12B).
 - Queries, keys and values by one map, as the files have it: all of one after another (GPT-2), or those of each
   key/value head together (Pythia, Falcon). GPT-2's files hold their matrices as `[in, out]`.
 - A head with a bias (Phi-2), in every log-prob, entropy, divergence and sample. Dropout that a config.json names is not
@@ -406,9 +407,8 @@ Another one is a class with this protocol in a file of its own, and a family tha
 ones run in one scan. `tests/models/test_mixer.py` has a recurrent one, and samples with it.
 
 Not supported: the vision part of Llama 4, sound and videos, Phi-3's `longrope` (and so Phi-3.5-MoE), checkpoints
-quantized otherwise, texts that are read in both directions (but PaliGemma's prompts), ALiBi (Falcon-RW, BLOOM, MPT), a
-scale of attention for each layer (`scale_attn_by_inverse_layer_idx`), and the norms of queries and keys of StableLM 2
-12B.
+quantized otherwise, texts that are read in both directions (but PaliGemma's prompts), ALiBi (Falcon-RW, BLOOM, MPT),
+and a scale of attention for each layer (`scale_attn_by_inverse_layer_idx`).
 """
 
 EXAMPLE = '''"""Helium (Kyutai): Llama's shape, with neighbouring dimensions of a head rotated together."""

@@ -35,7 +35,14 @@ def eaft(logps, entropy, alpha: float = 1.0, scale: float = math.log(20)) -> Arr
     token is learned little: such tokens move a model the most, and make it forget. Uncertain ones are learned as
     usual; `scale` is the entropy of weight 1. The paper and axolotl take the entropy of the 20 likeliest tokens, ln 20
     at most, here it is that of all; axolotl divides by nothing, which is `scale=1`.
+    Raises ValueError unless `alpha` is 0 or more and `scale` above 0.
     Source: entropy-adaptive fine-tuning, arXiv 2601.02151.
     """
+    for name, value, fits, takes in (
+        ("alpha", alpha, 0 <= alpha < math.inf, "0 or more"),
+        ("scale", scale, 0 < scale < math.inf, "above 0"),
+    ):
+        if not fits:
+            raise ValueError(f"{name} is {value}, but it takes a number {takes}")
     weights = (jnp.maximum(as_float(entropy), 0.0) / scale) ** alpha
     return -jax.lax.stop_gradient(weights) * as_float(logps)

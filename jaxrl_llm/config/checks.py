@@ -297,7 +297,9 @@ def _online(config: ConfigDict) -> Iterator[str]:
     if not critic.lora_rank and (critic.lora_alpha or critic.lora_targets):
         name = "lora_alpha" if critic.lora_alpha else "lora_targets"
         yield f"critic.{name} is {critic[name]}, but the critic has no adapters of its own: set critic.lora_rank"
-    if critic.lora_rank == 0 and (quantized := _quantized(config)) and algorithm.name == "ppo":
+    # Where experts alone are quantised, the model of critic.path, once it is read, says whether it has any.
+    unknown = critic.path is not None and config.model.quantize == "none"
+    if critic.lora_rank == 0 and not unknown and (quantized := _quantized(config)) and algorithm.name == "ppo":
         yield (
             f"critic.lora_rank is 0, but {quantized}, and quantised matrices are not trained: give the critic adapters "
             "(critic.lora_rank)"

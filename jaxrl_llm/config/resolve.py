@@ -81,7 +81,8 @@ def resolve_with_options(
     `reserved` are arguments that the caller passes itself; besides its own arguments a function may declare options
     that its caller reads (attribute `options`, with their defaults). A text for an option of the user's own function
     whose default is a number, or true or false, is read as one, as no check knows its types: 'False' would be true.
-    Raises ConfigError: a name that `resolve` refuses, options that cannot be read, or that the function does not have.
+    Raises ConfigError: a name that `resolve` refuses, options that cannot be read, or that the function does not have,
+    and a text for such an option of a built-in function.
     """
     name, options = split_options(spec)
     function = resolve(name, package)
@@ -93,7 +94,11 @@ def resolve_with_options(
         if unknown:
             raise ConfigError(f"{name} has no option {unknown[0]!r}; it takes {', '.join(defaults) or 'none'}")
         if is_own(name):
-            options = {option: _read_as(defaults[option], value) for option, value in options.items()}
+            return function, {option: _read_as(defaults[option], value) for option, value in options.items()}
+        for option, value in options.items():
+            if isinstance(value, str) and isinstance(default := defaults[option], bool | int | float):
+                takes = "true or false" if isinstance(default, bool) else "a number"
+                raise ConfigError(f"{name}: {option} is {value!r}, a text, but it takes {takes}: write it unquoted")
     return function, options
 
 

@@ -190,6 +190,8 @@ def _gemma4(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapp
                 height, width = get_aspect_ratio_preserving_size(height, width, patch, most, merge)
         except ValueError as error:
             raise ConfigError(f"an image of {width} x {height} pixels: {error}; crop it, or drop the row") from error
+        if not processor.do_resize:
+            _check_unscaled(height, width, patch * merge)
         return f"{start}{token * (height * width // (patch * merge) ** 2)}{end}"
 
     def tiles(image: "Image") -> np.ndarray:
@@ -457,6 +459,8 @@ def _mistral3(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Ma
                     "shorter side; crop it, or drop the row"
                 )
             height, width = size
+        else:
+            _check_unscaled(height, width, side)
         return next_row.join([token * (width // side)] * (height // side)) + end
 
     def tiles(image: "Image") -> np.ndarray:
@@ -497,6 +501,8 @@ def _qwen_vl(
                 height, width = smart_resize(height, width, patch * merge, *bounds)
         except ValueError as error:
             raise ConfigError(f"an image of {width} x {height} pixels: {error}; crop it, or drop the row") from error
+        if not processor.do_resize:
+            _check_unscaled(height, width, patch * merge)
         return f"{start}{token * (height * width // (patch * merge) ** 2)}{end}"
 
     def tiles(image: "Image") -> np.ndarray:
@@ -608,6 +614,15 @@ def settings_of(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any
 def _check_bounds(what: str, least: int, most: int) -> None:
     if least > most:
         raise ConfigError(f"data.image_processor: min_{what} = {least} is above max_{what} = {most}; set both")
+
+
+def _check_unscaled(height: int, width: int, side: int) -> None:
+    """Raises ConfigError for an image that keeps its size and is not of whole tokens."""
+    if height % side or width % side:
+        raise ConfigError(
+            f"an image of {width} x {height} pixels is not of whole tokens of {side} x {side}, and do_resize=False "
+            "leaves its size: let images be scaled, crop it, or drop the row"
+        )
 
 
 def _token_ids(tokenizer: Any, names: tuple[str, ...]) -> list[int]:

@@ -34,8 +34,8 @@ def in_precision(net: Net, weights_dtype: str | None) -> Net:
         return in_precision(Net(dataclasses.replace(config, dtype=weights_dtype, attention=attention)), None)
     if {config.quantize, config.expert_quantize} - {"none", weights_dtype}:
         raise ConfigError(
-            f"rollout.weights_dtype is {weights_dtype}, but model.quantize has the matrices in {config.quantized} "
-            "already, and they are sampled with as they are: set rollout.weights_dtype to auto"
+            f"rollout.weights_dtype is {weights_dtype}, but {config.quantize_setting} has the matrices in "
+            f"{config.quantized} already, and they are sampled with as they are: set rollout.weights_dtype to auto"
         )
     # XLA's kernel for groups on TPUs reads no codes: each step would write and read the experts converted.
     stay = jax.default_backend() == "tpu" and config.experts > 0 and config.expert_quantize == "none"

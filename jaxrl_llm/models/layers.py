@@ -191,14 +191,14 @@ class RMSNorm(nnx.Module):
     """`x / rms(x) * (scale + norm_offset)` over the last dimension, in fp32; `x / rms(x)` unless it is `scaled`.
 
     With `norm_centred` x is `x - mean(x)`, and it is a layer norm, which may add a bias, `shift` (`norm_bias`). The
-    dimensions before the last of a `size` are those of heads with a scale each.
+    dimensions before the last of a `size` are those of heads with a scale each, and no bias.
     """
 
     def __init__(self, size: int | tuple[int, ...], config, rngs: nnx.Rngs, scaled: bool = True):
         ones = jnp.full(size, 1.0 - config.norm_offset, config.param_dtype)
         scaled = scaled and config.norm_scale
         self.scale = nnx.Param(ones) if scaled else None
-        self.shift = nnx.Param(jnp.zeros_like(ones)) if scaled and config.norm_bias else None
+        self.shift = nnx.Param(jnp.zeros_like(ones)) if scaled and config.norm_bias and ones.ndim == 1 else None
         self.eps, self.offset, self.centred = config.norm_eps, config.norm_offset, config.norm_centred
 
     def __call__(self, x):

@@ -256,11 +256,11 @@ def copied_model(
         )
     kinds, trained = ("quantize", "quantize_experts"), overrides.pop("trained", EVERYTHING)
     asked = dataclasses.replace(config, **dict(zip(kinds, ("none", "same"), strict=True)))
-    asked = dataclasses.replace(asked, **{kind: overrides.pop(kind) for kind in kinds if kind in overrides}).quantized
-    if asked not in ("none", config.quantized):
+    asked = dataclasses.replace(asked, **{kind: overrides.pop(kind) for kind in kinds if kind in overrides})
+    if asked.quantized not in ("none", config.quantized):
         raise ConfigError(
-            f"model.quantize is {asked}, but {name} in memory stores its matrices as {config.quantized}: save it with "
-            "jaxrl_llm.save_hf and set model.path to the folder"
+            f"{asked.quantize_setting} is {asked.quantized}, but {name} in memory stores its matrices as "
+            f"{config.quantized}: save it with jaxrl_llm.save_hf and set model.path to the folder"
         )
     if merge and lora.has_adapters(params):
         if config.quantized != "none":

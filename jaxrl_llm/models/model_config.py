@@ -186,10 +186,17 @@ class ModelConfig:
 
     @property
     def quantized(self) -> str:
-        """How the layers' linear maps are quantised, and experts where that differs: `nf4`, `nf4 (experts none)`;
-        `none` where neither are."""
+        """How the layers' linear maps are quantised, and experts where that differs: `nf4`, `nf4 (experts none)`,
+        `nf4 (experts alone)` of experts beside maps that are not; `none` where neither are."""
         own = self.expert_quantize if self.experts else self.quantize
-        return self.quantize if own == self.quantize else f"{self.quantize} (experts {own})"
+        if own == self.quantize:
+            return own
+        return f"{own} (experts alone)" if self.quantize == "none" else f"{self.quantize} (experts {own})"
+
+    @property
+    def quantize_setting(self) -> str:
+        """The setting by which matrices are quantised, where any are: that of experts where these are alone."""
+        return "model.quantize_experts" if self.quantize == "none" else "model.quantize"
 
     @property
     def outer_width(self) -> int:

@@ -80,8 +80,13 @@ class Tensors(NamedTuple):
 
     names: list[str]  # one per layer where it is stacked
     transpose: bool
-    stacked: bool
+    layers: list[int | None]  # the index of each where it is stacked
     experts: peft_experts.Layout | None = None  # of a factor of stacked experts
+
+    @property
+    def stacked(self) -> bool:
+        """True for a parameter of several layers."""
+        return self.layers[0] is not None
 
     def in_file(self, x: np.ndarray) -> np.ndarray:
         """A layer's numbers as the file has them."""
@@ -388,23 +393,37 @@ def _tensors(net: Net, family) -> dict[str, Tensors]:
             f"a {family.MODEL_TYPE} keeps {name} as one tensor of several linear maps, for which PEFT has no adapters "
             "of this shape: train with lora.targets that leave it out, or use the merged model"
         )
+    found = trained_tensors(net, family)
+    return {path: own._replace(names=[f"{PREFIX}{name}" for name in own.names]) for path, own in found.items()}
+
+
+def trained_tensors(net: Net, family) -> dict[str, Tensors]:
+    """The tensors of each trainable parameter, by its path: their names are those in transformers' class and in PEFT.
+
+    A parameter that neither of them has goes by its path.
+    """
     stored: dict[str, list[safetensors.Stored]] = {}
     for tensor in safetensors.named_as_modules(net, family):
         stored.setdefault(tensor.leaf, []).append(tensor)
-    kept = {"lora_a": ".lora_A.weight", "lora_b": ".lora_B.weight", "lora_m": ".lora_magnitude_vector"}
+    ends = {"lora_a": ".lora_A.weight", "lora_b": ".lora_B.weight", "lora_m": ".lora_magnitude_vector"}
     found: dict[str, Tensors] = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(split(net.shapes())[1]):
         name = path_name(path)
         module, _, leaf = name.removeprefix(f"{SAVED}/").rpartition("/")
-        if leaf in kept and "/experts/" in module:
+        if leaf in ends and "/experts/" in module:
+            if peft_experts.stacked_key(family) is None:  # PEFT has none of such
+                found[name] = Tensors([f"{module}{ends[leaf]}"], False, [None])
+                continue
             names, layout = peft_experts.tensors_of(name, net, family)
-            found[name] = Tensors([f"{PREFIX}{x}" for x in names], False, True, layout)
+            found[name] = Tensors(names, False, list(range(len(names))), layout)
             continue
-        parts = stored[f"{module}/kernel" if leaf in kept else f"{module}/{leaf}"]
-        names = [part.name.removesuffix(".weight") + kept[leaf] if leaf in kept else part.name for part in parts]
+        parts = stored.get(f"{module}/kernel" if leaf in ends else f"{module}/{leaf}")
+        if parts is None:
+            found[name] = Tensors([name], False, [None])
+            continue
+        names = [part.name.removesuffix(".weight") + ends[leaf] if leaf in ends else part.name for part in parts]
         # Factors are of linear maps, also beside a matrix that the files have as it is here.
-        transpose = leaf in kept or parts[0].transpose
-        found[name] = Tensors([f"{PREFIX}{x}" for x in names], transpose, parts[0].layer is not None)
+        found[name] = Tensors(names, leaf in ends or parts[0].transpose, [part.layer for part in parts])
     return found
 
 

@@ -2,19 +2,13 @@
 
 from collections.abc import Sequence
 
-import jax
-
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
-from jaxrl_llm.distributed.sharding import path_name
-from jaxrl_llm.models import peft_experts
-from jaxrl_llm.models.lora import ADAPTER, SAVED, split
-from jaxrl_llm.models.safetensors import named_as_modules
+from jaxrl_llm.models import peft
 from jaxrl_llm.models.trained import regular_expression
 from jaxrl_llm.models.transformer import Net
 
 KEY = "optimizer.rate_factors"
-PEFT = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_m": "lora_magnitude_vector"}
 
 
 def rate_factors(net: Net, family, entries: Sequence[str]) -> dict[str, tuple[float, ...]]:
@@ -24,23 +18,8 @@ def rate_factors(net: Net, family, entries: Sequence[str]) -> dict[str, tuple[fl
     which a dot that no `+`, `*` or `?` follows is a dot; of several that fit the first counts. Raises ConfigError: a
     pattern that fits no trained parameter, or some of what is one array, as the experts of a layer are.
     """
-    names: dict[str, list[tuple[str, int | None]]] = {}
-    for tensor in named_as_modules(net, family):
-        names.setdefault(tensor.leaf, []).append((tensor.name, tensor.layer))
-    trained = {}
-    for path, _ in jax.tree_util.tree_leaves_with_path(split(net.shapes(), net.config.frozen)[1]):
-        name = path_name(path)
-        module, _, leaf = name.removeprefix(f"{SAVED}/").rpartition("/")
-        if leaf in ADAPTER and "/experts/" in module:
-            if peft_experts.stacked_key(family) is not None:
-                trained[name] = [(x, layer) for layer, x in enumerate(peft_experts.tensors_of(name, net, family)[0])]
-            else:  # PEFT has none of such
-                trained[name] = [(f"{module}.{PEFT[leaf]}", None)]
-        elif leaf in ADAPTER:
-            of_matrix = names[f"{module}/kernel"]
-            trained[name] = [(f"{x.removesuffix('weight')}{PEFT[leaf]}", layer) for x, layer in of_matrix]
-        else:
-            trained[name] = names.get(f"{module}/{leaf}", [(name, None)])
+    tensors = peft.trained_tensors(net, family)
+    trained = {path: list(zip(own.names, own.layers, strict=True)) for path, own in tensors.items()}
     every = sorted({x for found in trained.values() for x, _ in found})
     rules = []
     for entry in entries:

@@ -81,7 +81,7 @@ class Stored(NamedTuple):
     leaf: str  # path of the parameter
     layer: int | None  # index in a stacked parameter
     dtype: np.dtype  # of the parameter
-    expert: int | None = None  # index in a parameter that is stacked over experts too
+    expert: int | None = None  # index in a parameter that is stacked over experts too, or over heads
     full_shape: tuple[int, ...] = ()  # of the tensor in the files, of which this may be a range of rows
     first_row: int = 0
     axis: int = 0  # -1: a range of columns, from number first_row on
@@ -114,13 +114,14 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
         order, name = names[f"layers/{rest}" if stack in config.stacks else leaf_path]  # tables name no other stacks
         numbers = config.stacks.get(stack, range(leaf.shape[0]))  # of the encoder's stacks from 0 on
         layers = list(enumerate(numbers)) if "{layer}" in name.tensor else [(None, None)]
-        experts = range(config.experts) if "/experts/" in leaf_path else [None]
+        of_heads, of_experts = "{head}" in name.tensor, "/experts/" in leaf_path
+        experts = range(config.experts) if of_experts else range(leaf.shape[1]) if of_heads else [None]
         shape = leaf.shape[(layers[0][0] is not None) + (experts[0] is not None) :]
         shape = shape[::-1] if name.transpose else shape
         for (index, layer), expert in itertools.product(layers, experts):
-            file_name = name.tensor.format(layer=layer, expert=expert)
+            file_name = name.tensor.format(layer=layer, expert=expert, head=expert)
             tensor = Stored(file_name, shape, name.transpose, leaf_path, index, leaf.dtype)
-            tensor = tensor._replace(expert=expert, one_expert=expert is not None and "{expert}" not in name.tensor)
+            tensor = tensor._replace(expert=expert, one_expert=of_experts and "{expert}" not in name.tensor)
             # How many are interleaved is counted below.
             tensor = tensor._replace(every=int(name.interleaved), axis=-1 if name.columns else 0)
             tensor = tensor._replace(shape=(1, *shape), as_row=True) if name.as_row else tensor

@@ -48,6 +48,7 @@ NO_METRICS = {
     "cosine": "compares embeddings by a model of OpenAI, which has it for evaluations alone: write a python grader",
 }
 SERVER = tuple(field.name for field in fields(EndpointSpec) if field.name != "parameters")
+SPENT = ("requests", "cached", "retries", "failures", "prompt_tokens", "completion_tokens")  # counts of an endpoint
 Grade = Callable[[Sample], Any]  # async where it asks a model
 
 
@@ -59,7 +60,7 @@ class OpenAIGrader:
     `Judge`: its url, cache, concurrency and so on, and `model` where the grader's own is to be another. A score is
     clipped to the grader's `range`, [0, 1] unless it has one; a label is 1 where it passes and else 0. A reply without
     score or label is 0; `rewards/<name>/unreadable` is the share of rows with one. A request that the endpoint does not
-    answer is an error of the row.
+    answer is an error of the row. Of the requests of a batch the counts in SPENT are logged, `<name>/requests`.
 
     Templates read `{{item.COLUMN}}` and `{{sample.output_text}}`, `output_json`, `output_tools` and `choices`. What a
     completion lacks (`{{sample.output_json.answer}}` of a text that is no JSON) makes the score 0; a column that
@@ -92,7 +93,34 @@ class OpenAIGrader:
                 f"is {closest(unknown[0], SERVER)}"
             )
         self.endpoints: list[Endpoint] = []
-        self.grade: Grade = _grader(grader, self.name, server or {}, self.endpoints)
+        grade = _grader(grader, self.name, server or {}, self.endpoints)
+        self.grade: Callable[..., Any] = self._logging_spend(grade) if self.endpoints else grade
+
+    def _logging_spend(self, grade: Grade) -> Callable[..., Any]:
+        """The function of a batch, called by row, that logs what its requests come to."""
+
+        async def grade_rows(
+            prompts: Sequence[Any],
+            completions: Sequence[Any],
+            completion_ids: Sequence[list[int]],
+            log_total: Any = None,
+            **columns: Any,
+        ) -> list[Any]:
+            lists = {name: values for name, values in columns.items() if isinstance(values, list)}
+            samples = [
+                Sample(*of_row, {name: values[row] for name, values in lists.items()})
+                for row, of_row in enumerate(zip(prompts, completions, completion_ids, strict=True))
+            ]
+            try:
+                return await asyncio.gather(*map(grade, samples))
+            finally:  # a request that failed was one
+                counts = [endpoint.take_counts() for endpoint in self.endpoints]
+                if log_total is not None:
+                    for name in SPENT:
+                        log_total(f"{self.name}/{name}", sum(each.get(name, 0) for each in counts))
+
+        vars(grade_rows)["by_row"] = True
+        return grade_rows
 
     def close(self) -> None:
         """End the connections to the server."""

@@ -265,6 +265,13 @@ class Rewards:
         ]
         return Pending(self, calls, inputs)
 
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raises RewardError for a function that needs an argument which data with these columns does not have."""
+        inputs: dict[str, list[Any]] = {"prompts": [], "completions": [], "completion_ids": []}
+        inputs |= {name: [] for name in columns if name != "prompt"}
+        for name, grader in zip(self.names, self.graders, strict=True):
+            accepted(name, grader, inputs, SERVICES)
+
     @property
     def takes_rows(self) -> bool:
         """True when there is an async grader of single rows, which can start before the last row has ended."""

@@ -13,6 +13,7 @@ does not reach the tests.
 """
 
 import ast
+import errno
 import functools
 import marshal
 import math
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,8 @@ LINKERS = [str(path.resolve()) for pattern in ("lib*/ld-*", "lib/*/ld-*") for pa
 # bubblewrap's namespaces: of the network, messages, processes and host names, and nothing of its own outlives ours.
 SEPARATE = ("--unshare-net", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--die-with-parent")
 PATIENCE = 10.0  # seconds that the supervisor has beyond the program's time
+BUSY = tuple(map(os.strerror, (errno.EAGAIN, errno.ENOMEM)))  # what fork says where processes or memory are used up
+PAUSE = 1.0  # seconds until the second try there
 
 
 class SandboxError(RewardError):
@@ -108,6 +112,17 @@ def run_tests(source: str, job: dict[str, Any], limits: Limits | None = None) ->
 
 
 def _run(source: str, stdin: bytes, limits: Limits, with_tests: bool) -> Finished:
+    """The end of a program, which has a second try where the machine was too busy to start it."""
+    try:
+        return _run_once(source, stdin, limits, with_tests)
+    except SandboxError as error:
+        if not any(words in str(error) for words in BUSY):
+            raise
+    time.sleep(PAUSE)
+    return _run_once(source, stdin, limits, with_tests)
+
+
+def _run_once(source: str, stdin: bytes, limits: Limits, with_tests: bool) -> Finished:
     outer = Path(tempfile.mkdtemp(prefix="sandbox-"))
     try:
         outer.chmod(0o711)  # the program's user is another one than this process's when that is root
@@ -128,16 +143,19 @@ def _run(source: str, stdin: bytes, limits: Limits, with_tests: bool) -> Finishe
             command = [sys.executable, "-I", "-S", _compiled(JAIL), marshal.dumps(settings).hex()]
             if bubblewrap():
                 command = [*_bubblewrap(settings), *command]
-            process = subprocess.Popen(
-                command,
-                stdin=given,
-                stdout=output,
-                stderr=errors,
-                pass_fds=[status.fileno()],
-                cwd=folder,
-                env={},
-                start_new_session=True,
-            )
+            try:
+                process = subprocess.Popen(
+                    command,
+                    stdin=given,
+                    stdout=output,
+                    stderr=errors,
+                    pass_fds=[status.fileno()],
+                    cwd=folder,
+                    env={},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise SandboxError(f"the sandbox failed ({error})") from error
             killer = threading.Timer(limits.seconds + PATIENCE, _kill, [process])
             killer.daemon = True
             killer.start()

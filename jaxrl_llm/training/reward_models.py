@@ -106,6 +106,11 @@ class RewardModel:
                 )  # fmt: skip
                 if self.head != "lm":  # which no other architecture is read with
                     self._check_architecture(path, model)
+        if model.net.config.sees_prompts:
+            raise ConfigError(
+                f"reward model {self.name}: the tokens of a prompt see each other in {model.path or 'the model'}, but "
+                "rows are scored as text whose tokens see those before them alone: name another model"
+            )
         if model.tokenizer is None:
             raise ConfigError(
                 f"reward model {self.name} has no tokenizer: name the one that it was trained with, tokenizer='PATH'"

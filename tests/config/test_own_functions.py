@@ -1,11 +1,14 @@
 """Losses and advantages of the user's own: their files are run when a run is built, not by a look at its settings."""
 
+import re
+
 import jax
 import pytest
 
 from jaxrl_llm.config import ConfigError, default, rows_together, validate
 from jaxrl_llm.config.checks import check_own_functions
 from jaxrl_llm.config.resolve import resolve_with_options
+from jaxrl_llm.training.advantages import advantage_rule
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.run import build
 
@@ -125,3 +128,14 @@ def test_options_are_read_as_what_their_defaults_are(file):
         assert all(type(options[name]) is type(value) for name, value in read.items())
     with pytest.raises(ConfigError, match=r"cannot read the options of .*; write name"):
         resolve_with_options(f"{own}(flag=maybe)", {})
+
+
+def test_a_text_is_no_number_of_a_built_in_function():
+    """As in rloo(normalize='False'), which would be true."""
+    for written, message in (
+        ("rloo(normalize='False')", "rloo: normalize is 'False', a text, but it takes true or false: write it unquote"),
+        ("group(eps='1e-6')", "group: eps is '1e-6', a text, but it takes a number: write it unquoted"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            advantage_rule(written)
+    assert advantage_rule("rloo(normalize=false)")[1] == {"normalize": False}

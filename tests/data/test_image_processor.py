@@ -379,6 +379,12 @@ def test_qwen_vl_refuses_what_its_processor_refuses(tmp_path, tokenizer_folder):
     assert own is not None and own.pixels([]) == []
     with pytest.raises(ConfigError, match="an image of 402 x 2 pixels: absolute aspect ratio must be smaller than 200"):
         own.expand(2, 402)
+    write(folder, Qwen2VLImageProcessorPil(**QWEN_PIL, do_resize=False), QWEN_CONFIG)
+    unscaled = image_processor.load(folder, tokenizer)
+    assert unscaled is not None and unscaled.expand(16, 24).count("<|image_pad|>") == 6
+    assert unscaled.pixels([picture(24, 16)])[0].shape == (16, 24, 3)
+    with pytest.raises(ConfigError, match=r"^an image of 24 x 3 pixels is not of whole tokens of 8 x 8, and do_resize"):
+        unscaled.expand(3, 24)
     write(folder, Qwen2VLImageProcessorPil(patch_size=16), QWEN_CONFIG)
     with pytest.raises(ConfigError, match="has patch_size = 16, and the model patch_size = 4"):
         image_processor.load(folder, tokenizer)

@@ -21,6 +21,7 @@ from jaxrl_llm.training.setup.data import tokenizer_of
 from jaxrl_llm.training.setup.specs import data_spec
 from tests.data.qwen_vl import qwen_vl_folder
 from tests.data.smolvlm import picture, png, smolvlm_folder
+from tests.data.vl_folders import vl_folder
 
 IMAGE, OTHER = picture(40, 20), picture(9, 30, 1)
 
@@ -273,6 +274,15 @@ def test_columns_that_datasets_decodes_are_read_within_bounds(folder):
     spec = data_spec(config)
     assert spec.image_limits == ImageLimits(pixels=799)
     with pytest.raises(ConfigError, match=r"40 x 20 pixels, and data\.image_pixels=799"):
+        loading.tokenized(spec, loading.open_sources(spec, tokenizer, rows), "prompts", tokenizer)
+
+
+def test_an_image_without_patches_is_named_with_its_row(tmp_path):
+    folder = vl_folder(tmp_path / "mistral3", "mistral3")
+    config = config_of(folder, "unused")
+    tokenizer, spec = tokenizer_of(config), data_spec(config)
+    rows = [{"prompt": "<image>", "images": [picture(*size)]} for size in ((40, 20), (300, 2))]
+    with pytest.raises(ConfigError, match=r"row 1: an image of 300 x 2 pixels, scaled to .*; crop it, or drop the row"):
         loading.tokenized(spec, loading.open_sources(spec, tokenizer, rows), "prompts", tokenizer)
 
 

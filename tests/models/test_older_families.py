@@ -11,7 +11,13 @@ import peft
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    StableLmConfig,
+)
 
 import jaxrl_llm
 from jaxrl_llm.algorithms.batch import Inputs
@@ -138,7 +144,6 @@ def test_step_heads_that_are_named_otherwise_are_refused(variant, tmp_path):
 REFUSED = {
     "gpt2": ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
     "falcon": ({"alibi": True}, "alibi = True is not supported; supported: false"),
-    "stablelm": ({"qk_layernorm": True}, "qk_layernorm = True is not supported"),
     "phi": ({"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported"),
     "opt": ({"activation_function": "tanh"}, "hidden_act = 'tanh' is not supported; supported: gelu, gelu_new"),
     "deepseek_v2": ({"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported; supported: greedy and"),
@@ -151,6 +156,27 @@ def test_what_is_not_computed_is_refused(variant):
     hf_config = VARIANTS[variant]().to_dict() | {"architectures": None} | entries
     with pytest.raises(ConfigError, match=message):
         family_of(hf_config).to_config(hf_config)
+
+
+def test_norms_of_each_head_are_read_and_written(tmp_path):
+    """StableLM 2 12B has one tensor for each head of a layer, and no biases."""
+    torch.manual_seed(0)
+    config = StableLmConfig(**VARIANTS["stablelm-parallel"]().to_dict() | {"qk_layernorm": True})
+    oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if "norm" in name else 0.0))
+        expected = oracle(torch.tensor(TOKENS)).logits.numpy()
+    oracle.save_pretrained(tmp_path / "theirs")
+    model = load_model(tmp_path / "theirs")
+    assert model.params["layers"]["attention"]["k_norm"]["scale"].shape == (2, 2, 8)
+    np.testing.assert_allclose(model(TOKENS), expected, atol=1e-5)
+    save_hf(model, tmp_path / "ours")
+    theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    jax.tree.map(np.testing.assert_array_equal, theirs, ours)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    with torch.no_grad():
+        np.testing.assert_allclose(again(torch.tensor(TOKENS)).logits.numpy(), expected, atol=1e-6)
 
 
 def test_embedding_and_head_that_are_one_may_be_trained_whole_beside_adapters(tmp_path):
@@ -232,9 +258,13 @@ def run_of(root, name, folder, rows):
 
 
 def test_a_run_without_padding_and_chat_template(plain_gpt2, root, tmp_path):
-    """Rows of text are trained on and the model is exported; messages and rows beyond its positions are refused."""
+    """Rows of text are trained on and the model is exported; messages and rows beyond its positions are refused.
+
+    Packed rows may be longer: the positions of each document count from 0.
+    """
     rows = [{"prompt": f"{i} 3 1 2", "completion": "1 2 3" if i % 2 else "1"} for i in range(8)]
     config = run_of(root, "sft", plain_gpt2, rows)
+    config.data.packing, config.data.max_length, config.batch.prompts = True, 40, 2
     assert jaxrl_llm.train(config).metrics[0]["loss"] > 0
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "sft/hf")).__name__ == "GPT2LMHeadModel"
     assert json.loads((tmp_path / "sft/hf/tokenizer_config.json").read_text()).get("pad_token") is None
@@ -254,8 +284,10 @@ def test_a_run_without_padding_and_chat_template(plain_gpt2, root, tmp_path):
         jaxrl_llm.train(config)
     roles = zip(("user", "assistant"), ("3 1 2", "1 2 3"), strict=True)
     messages = [{"role": role, "content": text} for role, text in roles]
+    config = run_of(root, "sft", plain_gpt2, [{"messages": messages}] * 8)
+    config.output_dir = str(tmp_path / "messages")
     with pytest.raises(ConfigError, match=r"chat messages but the tokenizer has no chat template.*chat_template"):
-        jaxrl_llm.train(run_of(root, "sft", plain_gpt2, [{"messages": messages}] * 8))
+        jaxrl_llm.train(config)
 
 
 def test_scorers_and_functions_with_too_few_positions_are_refused(plain_gpt2, root, tmp_path):
@@ -269,7 +301,7 @@ def test_scorers_and_functions_with_too_few_positions_are_refused(plain_gpt2, ro
     ):
         RewardModel(str(path), name="small")(["3 1 2 4 5"], ["1 2 3 4 5"])
     assert np.isfinite(RewardModel(str(path), max_length=8)(["3 1 2 4 5"], ["1 2 3 4 5"])).all()
-    run = run_of(root, "ppo", plain_gpt2, [{"prompt": f"{i} 3 1 2"} for i in range(8)])
+    run = run_of(root, "ppo", plain_gpt2, [{"prompt": f"{i} 3 1 2", "answer": "1"} for i in range(8)])
     run.critic.path = str(path)
     with pytest.raises(ConfigError, match=r"max_completion_length = 10, which the critic reads.* positions for 8 "):
         jaxrl_llm.train(run)

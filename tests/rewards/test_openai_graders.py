@@ -140,6 +140,9 @@ def test_models_give_scores_and_labels():
     assert graded.logged.metrics["rewards/all/unreadable"] == [pytest.approx(1 / 3)]
     assert scored.rewards[:, 0].tolist() == [0.25, 0, 0]
     assert scored.logged.metrics == {"rewards/s/unreadable": [pytest.approx(2 / 3)]}
+    spent = {name: scored.logged.totals[f"s/{name}"] for name in ("requests", "prompt_tokens", "failures")}
+    assert spent == {"requests": 3, "prompt_tokens": 300, "failures": 0}
+    assert graded.logged.totals["all/requests"] == len(server.bodies) - 3 > 4  # of both models
     body = next(body for body in server.bodies if body["model"] == "mine")
     assert body["messages"][0] == {"role": "system", "content": "Grade."} and "temperature" not in body
     assert (body["seed"], body["max_completion_tokens"]) == (1, 64)

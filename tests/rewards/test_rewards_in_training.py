@@ -93,6 +93,17 @@ def test_evaluations_and_greedy_baselines_know_the_step(root, tmp_path):
     assert before == [(0, 1)] * 2 and sampled == greedy == (0, 1) and after == [(1, 1)] * 2
 
 
+def test_a_missing_column_is_told_before_anything_is_sampled(root, tmp_path, monkeypatch):
+    def needs(completions, answered, **_):
+        return [0.0] * len(completions)
+
+    config = tiny(root, tmp_path)
+    config.eval.every = 1
+    monkeypatch.setattr(RolloutWorker, "__call__", None)
+    with pytest.raises(RewardError, match=r"reward 'needs' needs 'answered'.*; the closest is answer"):
+        jaxrl_llm.train(config, rewards=needs)
+
+
 @pytest.mark.slow
 def test_a_run_with_a_judge_and_functions_that_log(root, tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")

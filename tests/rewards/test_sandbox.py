@@ -457,6 +457,31 @@ def test_a_sandbox_that_cannot_start_says_so(monkeypatch):
         run("pass")
 
 
+def test_a_busy_machine_is_tried_once_more(tmp_path, monkeypatch):
+    """Where no process can be started here, nor the supervisor start one; other errors are not tried again."""
+    words, starts, popen = "Resource temporarily unavailable", [], subprocess.Popen
+    (jail := tmp_path / "jail.py").write_text(f"raise BlockingIOError(11, {words!r})")
+
+    def start(command, **options):
+        starts.append(command)
+        if len(starts) == 1:
+            raise BlockingIOError(11, words)
+        return popen(command, **options)
+
+    monkeypatch.setattr(sandbox, "PAUSE", 0.0)
+    sandbox.bubblewrap()  # which starts a process the first time
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert run("print(1)").output == "1\n" and len(starts) == 2
+    monkeypatch.setattr(sandbox, "JAIL", jail)
+    with pytest.raises(SandboxError, match=words):
+        run("pass")
+    assert len(starts) == 4
+    monkeypatch.setattr(sandbox, "JAIL", tmp_path / "missing.py")
+    with pytest.raises(SandboxError):
+        run("pass")
+    assert len(starts) == 5
+
+
 # --- the audit hook, where the kernel gives no walls ------------------------------------------------------------------
 
 

@@ -282,7 +282,7 @@ def test_matrices_that_are_quantised_already_are_sampled_with_as_they_are():
         in_precision(net, "int8")
     assert in_precision(net, "bfloat16").config.quantize == "nf4"
     net = Net(dataclasses.replace(EXPERTS.config, quantize_experts="mxfp4"))
-    with pytest.raises(ConfigError, match=r"weights_dtype is fp8, but .* matrices in none \(experts mxfp4\) already"):
+    with pytest.raises(ConfigError, match=r"weights_dtype is fp8, but .* matrices in mxfp4 \(experts alone\) already"):
         in_precision(net, "fp8")
     trained = Net(dataclasses.replace(EXPERTS.config, qat="int8"))
     assert in_precision(trained, "int8").config.quantized == "int8 (experts none)"

@@ -41,6 +41,11 @@ class Hub:
         self.repos[repo] = {"private": private, "files": named, "commits": []}
 
 
+def sha_of(repo: dict[str, Any]) -> str:
+    """The id of the newest commit of a repository."""
+    return f"{len(repo['commits']):040x}"
+
+
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
 
@@ -99,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _info(self, name: str, repo: dict, body: bytes) -> dict:
         siblings = [{"rfilename": file} for file in repo["files"]]
-        return {"id": name, "private": repo["private"], "siblings": siblings, "sha": "0" * 40, "tags": []}
+        return {"id": name, "private": repo["private"], "siblings": siblings, "sha": sha_of(repo), "tags": []}
 
     def _modes(self, name: str, repo: dict, body: bytes) -> dict:
         files = [file["path"] for file in json.loads(body)["files"]]
@@ -125,4 +130,4 @@ class _Handler(BaseHTTPRequestHandler):
                 repo["files"][value["path"]] = data
             else:
                 del repo["files"][value["path"]]
-        return {"commitUrl": f"{self.hub.url}/{name}/commit/{'1' * 40}", "commitOid": "1" * 40}
+        return {"commitUrl": f"{self.hub.url}/{name}/commit/{sha_of(repo)}", "commitOid": sha_of(repo)}

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from pathlib import Path
 
 import pytest
 
@@ -200,6 +201,27 @@ def test_the_end_of_a_run(hub, config, capsys):
     assert hub.repos["me/mine"]["files"] == contents(folder / "hf")
     assert b'from_pretrained("me/mine")' in hub.repos["me/mine"]["files"]["README.md"]
     assert f"pushed to {hub.url}/me/mine" in capsys.readouterr().out
+    assert not jaxrl_llm.train(config).metrics  # as a job manager starts it again
+
+
+def test_a_run_may_replace_what_it_has_pushed_itself(hub, config, folder):
+    """As when a job manager starts a finished run again; not where others have pushed since, or a new run begins."""
+    run = Path(config.output_dir)
+    run.mkdir()
+    folder.rename(run / "hf")
+    config.export.push_to_hub = "mine"
+    for count in (1, 2):
+        module.check_push(config)
+        module.push_run(config)
+        assert len(hub.repos["me/mine"]["commits"]) == count
+    hub.repos["me/mine"]["commits"].append("by hand")
+    with pytest.raises(ConfigError, match="holds a model already"):
+        module.check_push(config)
+    hub.repos["me/mine"]["commits"].pop()
+    module.check_push(config)
+    config.checkpoint.resume = "never"
+    with pytest.raises(ConfigError, match="holds a model already"):
+        module.check_push(config)
 
 
 def test_a_push_at_each_checkpoint(hub, config, capsys):

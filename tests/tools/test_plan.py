@@ -20,12 +20,14 @@ from jaxrl_llm.models import families, hf
 from jaxrl_llm.models.fused_attention import flash_attention, splash_attention
 from jaxrl_llm.models.lora import split
 from jaxrl_llm.models.model import load_model, save_hf
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.tools.plan import hlo
 from jaxrl_llm.tools.plan.advice import advice
-from jaxrl_llm.tools.plan.compiler import traced_flops
+from jaxrl_llm.tools.plan.compiler import Compiler, traced_flops
 from jaxrl_llm.tools.plan.graders import compile_graders
 from jaxrl_llm.tools.plan.planned import describe_for, floors, make_plan, tree_size
-from jaxrl_llm.tools.plan.programs import held_bytes
+from jaxrl_llm.tools.plan.programs import converted_bytes, held_bytes
 from jaxrl_llm.tools.plan.shapes import describe
 from jaxrl_llm.tools.plan.split import Split, balances, least_seconds, make_split
 from jaxrl_llm.tools.plan.text import bytes_text, lines, seconds_text
@@ -123,6 +125,25 @@ def test_sampling_in_eight_bits_is_planned(folder, planned):
     assert floors(found).reading < floors(planned).reading
     decode = next(x for x in found.programs if x.name == "rollout: decode")
     assert decode.temporaries < 2 * matrices  # not all of them at once, wide
+
+
+def test_experts_in_four_bits_are_converted_a_layer_at_once():
+    """4 experts of 32 x 24 numbers in bfloat16, of which each of two devices has a half; 8 bits are not converted."""
+    sizes = {"vocab_size": 64, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
+    config = ModelConfig(**sizes, experts=4, experts_per_token=2, expert_ffn=24, dtype="bfloat16")
+    axes = dict.fromkeys(AXES, 1)
+    for kind, expert, expected in (("nf4", 1, 6144), ("mxfp4", 2, 3072), ("int8", 1, 0), ("none", 1, 0)):
+        mesh = AbstractMesh(tuple((axes | {"expert": expert}).values()), tuple(axes))
+        net = Net(dataclasses.replace(config, quantize_experts=kind))
+        assert converted_bytes(net, mesh) == expected, kind
+
+    def temporaries(name, simulated):
+        compiler = Compiler(0, 1, simulated, converted=6144)
+        compiler.add(name, jax.jit(jnp.sin), (jax.ShapeDtypeStruct((4,), jnp.float32),))
+        return compiler.programs[0].temporaries
+
+    exact = temporaries("update", False)
+    assert (temporaries("update", True), temporaries("rollout: cast", True)) == (exact + 6144, exact)
 
 
 def test_programs_of_a_step(planned):

@@ -107,6 +107,7 @@ def test_every_kind_of_algorithm_trains_them(root, tmp_path, mixture, name, chan
             assert line["sampling/sampling_logp_difference/max"] < 1e-4
 
 
+@pytest.mark.slow
 def test_beside_quantised_ones(root, tmp_path, mixture):
     """A run by the adapters of experts that stay as they were read, what it leaves, and a plan of it, byte for byte."""
     kinds: dict[str, Any] = {"quantize": "int8", "quantize_experts": "mxfp4"}

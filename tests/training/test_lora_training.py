@@ -278,6 +278,7 @@ def test_a_run_with_adapters_of_some_layers(root, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jaxrl_llm.load_model(exported).params, result.model.params)
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_that_start_from_the_matrices(root, tmp_path):
     """The sampler merges what the trainer computes; the reference is the model before, also where the adapters are at
     first; folders hold plain adapters of twice the rank; and a resumed run subtracts the same."""

@@ -23,7 +23,7 @@ class TensorName(NamedTuple):
     """
 
     path: str  # under `layers` the parameter is one array, stacked over layers
-    tensor: str  # with {layer} where each layer has its own, and {expert} where each expert has
+    tensor: str  # with {layer} where each layer has its own, {expert} where each expert has, and {head} where each head
     transpose: bool = False
     interleaved: bool = False
     columns: bool = False

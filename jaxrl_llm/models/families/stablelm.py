@@ -3,8 +3,8 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder
-from jaxrl_llm.models.families.decoder import LAYER, layer_norm
-from jaxrl_llm.models.families.entries import refuse, renamed
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, layer_norm
+from jaxrl_llm.models.families.entries import renamed
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "stablelm"
@@ -14,7 +14,11 @@ NORMS = (
     *layer_norm("layers/input_norm", f"{LAYER}input_layernorm"),
     *layer_norm("layers/post_attention_norm", f"{LAYER}post_attention_layernorm"),
 )
-KEYS = (*decoder.ENDS, *NORMS, *decoder.ATTENTION, *decoder.FEED_FORWARD)
+QK_NORMS = tuple(
+    TensorName(f"layers/attention/{name}_norm/scale", f"{LAYER}self_attn.{name}_layernorm.norms.{{head}}.weight")
+    for name in "qk"
+)
+KEYS = (*decoder.ENDS, *NORMS, *decoder.ATTENTION, *QK_NORMS, *decoder.FEED_FORWARD)
 NAMES = {"layer_norm_eps": "rms_norm_eps"}
 DEFAULTS = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25}  # for entries that are left out
 
@@ -22,10 +26,10 @@ DEFAULTS = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25}  # for entries 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | renamed(hf, NAMES)
-    if hf.get("qk_layernorm"):
-        refuse("qk_layernorm", hf["qk_layernorm"], "false")
     own = {
         **decoder.LAYER_NORMS,
+        "qk_norm": bool(hf.get("qk_layernorm")),
+        "qk_norm_heads": bool(hf.get("qk_layernorm")),
         "attention_bias": bool(hf.get("use_qkv_bias")),
         "parallel_ffn": bool(hf.get("use_parallel_residual")),
     }
@@ -34,5 +38,9 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own = {"use_qkv_bias": config.attention_bias, "use_parallel_residual": config.parallel_ffn}
+    own = {
+        "use_qkv_bias": config.attention_bias,
+        "use_parallel_residual": config.parallel_ffn,
+        "qk_layernorm": config.qk_norm,
+    }
     return decoder.from_own_names(config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own)

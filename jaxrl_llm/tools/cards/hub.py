@@ -5,6 +5,7 @@ The token is that of the variable HF_TOKEN, and nothing shows or keeps it.
 
 import contextlib
 import functools
+import json
 import os
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
@@ -18,7 +19,9 @@ from jaxrl_llm.config.secrets import HIDDEN
 from jaxrl_llm.config.version import __version__
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.models.hf import CRITIC, EXPORTED
+from jaxrl_llm.models.safetensors import write_json
 
+PUSHED = "pushed.json"  # in the folder of a run: the commit that it has pushed to each repository
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
 
 
@@ -27,8 +30,10 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def check(repo: str, private: bool = False, overwrite: bool = False) -> None:
+def check(repo: str, private: bool = False, overwrite: bool = False, record: Path | None = None) -> None:
     """Asks the hub whether a model may be pushed to `repo`; creates nothing.
+
+    One whose newest commit is in the file `record`, a run's PUSHED, may be replaced by that run.
 
     Raises ConfigError: no HF_TOKEN, one that the hub does not know or that may not write there, a hub that cannot be
     reached, a repository that holds a model already (unless `overwrite`), or one that is public where `private` is
@@ -45,16 +50,23 @@ def check(repo: str, private: bool = False, overwrite: bool = False) -> None:
         )
     if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise ConfigError(f"cannot push to {repo}: the token in HF_TOKEN may only read; make one that may write")
-    _files_there(api, repo, private, overwrite)
+    _files_there(api, repo, private, overwrite, record)
 
 
-def push(folder: str | Path, repo: str, private: bool = False, overwrite: bool = False, message: str = "") -> str:
+def push(
+    folder: str | Path,
+    repo: str,
+    private: bool = False,
+    overwrite: bool = False,
+    message: str = "",
+    record: Path | None = None,
+) -> str:
     """The address of the repository on the hub, after the files of `folder` have become its newest commit.
 
     A new repository is made, for you alone with `private`. With `overwrite` the model of an existing one is replaced:
-    the new commit keeps its other files, and older commits keep all. A critic in `folder` is left out. Raises
-    ConfigError as `check` does, for a folder without weights, and when the hub refuses: then the repository is as it
-    was.
+    the new commit keeps its other files, and older commits keep all. A critic in `folder` is left out. The commit is
+    noted in `record`, and the one that is there may be replaced, as `check` says. Raises ConfigError as `check` does,
+    for a folder without weights, and when the hub refuses: then the repository is as it was.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
@@ -62,7 +74,7 @@ def push(folder: str | Path, repo: str, private: bool = False, overwrite: bool =
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_relative_to(folder / CRITIC))
     if not any(matches(path.name, WEIGHTS) for path in paths):
         raise ConfigError(f"cannot push to {repo}: {folder} holds no weights ({', '.join(WEIGHTS)})")
-    there = _files_there(api, repo, private, overwrite)
+    there = _files_there(api, repo, private, overwrite, record)
     files = {path.relative_to(folder).as_posix(): path for path in paths}
     old = [name for name in there or () if name not in files and matches(name, (*EXPORTED, *WEIGHTS))]
     operations: list[Any] = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
@@ -70,7 +82,9 @@ def push(folder: str | Path, repo: str, private: bool = False, overwrite: bool =
     with _explaining(repo):
         if there is None:
             api.create_repo(repo, private=private, exist_ok=True)
-        api.create_commit(repo, operations, commit_message=message or f"Model of jaxrl_llm {__version__}")
+        commit = api.create_commit(repo, operations, commit_message=message or f"Model of jaxrl_llm {__version__}")
+    if record is not None:
+        write_json(record, {**_recorded(record), repo: commit.oid})
     return f"{api.endpoint}/{repo}"
 
 
@@ -86,23 +100,29 @@ def _account(token: str, repo: str) -> str:
 
 
 def check_push(config: ConfigDict) -> None:
-    """`check` for `export.push_to_hub`, where that is set; all processes raise what the first finds."""
-    export = config.export
+    """`check` for `export.push_to_hub`, where that is set; all processes raise what the first finds.
+
+    A run that starts anew (checkpoint.resume is never) has pushed nothing.
+    """
+    export, record = config.export, Path(config.output_dir) / PUSHED
     if export.push_to_hub is not None:
         with all_or_none():
             if jax.process_index() == 0:
-                check(export.push_to_hub, export.private, export.overwrite)
+                if config.checkpoint.resume == "never":
+                    record.unlink(missing_ok=True)
+                check(export.push_to_hub, export.private, export.overwrite, record)
 
 
 def push_run(config: ConfigDict) -> None:
     """Pushes the folder hf of the run to `export.push_to_hub`, where that is set; raises ConfigError when it fails."""
-    folder, repo = Path(config.output_dir), config.export.push_to_hub
+    folder, repo, export = Path(config.output_dir), config.export.push_to_hub, config.export
     if repo is None:
         return
     with all_or_none():
         if jax.process_index() == 0:
             try:
-                print(f"pushed to {push(folder / 'hf', repo, config.export.private, config.export.overwrite)}")
+                url = push(folder / "hf", repo, export.private, export.overwrite, record=folder / PUSHED)
+                print(f"pushed to {url}")
             except ConfigError as error:
                 raise ConfigError(
                     f"{error}. The run is complete, and its model is in {folder / 'hf'}; push it with python -m "
@@ -142,7 +162,14 @@ def _token() -> str:
     return token
 
 
-def _files_there(api: Any, repo: str, private: bool, overwrite: bool) -> list[str] | None:
+def _recorded(record: Path | None) -> dict[str, str]:
+    """The commits in the record of a run, by repository; none where there is no record that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return {} if record is None else json.loads(record.read_text(encoding="utf-8"))
+    return {}
+
+
+def _files_there(api: Any, repo: str, private: bool, overwrite: bool, record: Path | None) -> list[str] | None:
     """The files of the repository, None where there is none; raises ConfigError where none may be pushed to it."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -159,7 +186,7 @@ def _files_there(api: Any, repo: str, private: bool, overwrite: bool) -> list[st
             f"cannot push to {repo}: it is public, and the model is to be private; change that on the hub"
         )
     held = [name for name in names if matches(name, WEIGHTS)]
-    if held and not overwrite:
+    if held and not overwrite and _recorded(record).get(repo) != info.sha:
         raise ConfigError(
             f"{repo} holds a model already ({held[0]}): push to another repository, or replace it with --overwrite "
             "(export.overwrite at the end of a run); its older commits keep it"

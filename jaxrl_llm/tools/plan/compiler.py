@@ -57,7 +57,8 @@ IN_LAYERS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 class Compiler:
     """Compiles programs one by one; `held` bytes are on every device all the time.
 
-    `simulated`: by the CPU's compiler, for other devices. `options` are the compiler's.
+    `simulated`: by the CPU's compiler, for other devices. `options` are the compiler's. `converted` are the bytes of
+    the largest matrices of a layer's experts in 4 bits as numbers: accelerators convert them at once, CPUs one by one.
     """
 
     held: int
@@ -65,6 +66,7 @@ class Compiler:
     simulated: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     programs: list[ProgramStats] = dataclasses.field(default_factory=list)
+    converted: int = 0
 
     def add(
         self,
@@ -91,6 +93,7 @@ class Compiler:
         memory = compiled.memory_analysis()
         text = compiled.as_text()
         module = hlo.Module(text, trips)
+        unseen = bytes_on_device(copied) + (0 if name.endswith((": cast", ": assign")) else self.converted)
         leaves = (x for x in jax.tree.leaves(arguments) if isinstance(x, jax.ShapeDtypeStruct))
         arrays = [x for x in leaves if x.sharding is not None]
         stats = ProgramStats(
@@ -99,7 +102,7 @@ class Compiler:
             resident=self.held - bytes_on_device(of_run) + bytes_on_device(held),
             arguments=bytes_on_device(arrays),
             results=max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
-            temporaries=memory.temp_size_in_bytes + (bytes_on_device(copied) if self.simulated else 0),
+            temporaries=memory.temp_size_in_bytes + (unseen if self.simulated else 0),
             flops=traced_flops(traced.jaxpr, trips) / self.devices,
             compiled_flops=module.matmul_flops(),
             collectives=module.collectives(),

@@ -5,6 +5,7 @@ All that the plan takes from the engine, the batch and the objectives is here.
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +16,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.algorithms.batch import Batch, Inputs, PackedLayout, Scalars
 from jaxrl_llm.config import batch_rows, rows_together
 from jaxrl_llm.config.schema import OFFLINE
-from jaxrl_llm.distributed.sharding import bytes_on_device, rollout_mesh, row_sharding, row_shards, shardings
+from jaxrl_llm.distributed.sharding import (
+    bytes_on_device,
+    path_name,
+    rollout_mesh,
+    row_sharding,
+    row_shards,
+    shardings,
+)
 from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.chunked_softmax import columns_at_once
+from jaxrl_llm.models.quantize import BYTES
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
@@ -91,6 +100,17 @@ def held_bytes(shapes: Shapes, only: str = "") -> int:
     return bytes_on_device((shapes.state, shapes.frozen, shapes.own_reference, teachers, shapes.average, graders))
 
 
+def converted_bytes(net: Net, mesh: Mesh) -> int:
+    """Return the bytes on a device of the largest matrices of a layer's experts as numbers, 0 unless they have 4 bits:
+    those of 8 are multiplied with as they are."""
+    c = net.config
+    if c.expert_quantize == "none" or c.expert_quantize in BYTES:
+        return 0
+    kernels = jax.tree_util.tree_leaves_with_path(net.plain.shapes())
+    numbers = (math.prod(x.shape[1:]) for path, x in kernels if "/experts/" in path_name(path))
+    return max(numbers) * jnp.dtype(c.dtype).itemsize // (mesh.shape["expert"] * mesh.shape["tensor"])
+
+
 def compile_step(
     config,
     shapes: Shapes,
@@ -112,7 +132,10 @@ def compile_step(
     and `host` the devices of one host where CPUs stand in for accelerators.
     """
     simulated = accelerator and mesh.devices.flat[0].platform == "cpu"
-    compiler, rollout = Compiler(held_bytes(shapes, only), mesh.size, simulated, options or {}), None
+    nets = (shapes.net, shapes.critic, *(teacher.net for teacher in shapes.teachers.values()))
+    converted = max(converted_bytes(net, mesh) for net in nets if net is not None)
+    compiler = Compiler(held_bytes(shapes, only), mesh.size, simulated, options or {}, converted=converted)
+    rollout = None
     online = config.algorithm.name not in OFFLINE
     params = merge_frozen(shapes.state, shapes.frozen).params
     if online and only in ("", "rollout", "sampling"):

@@ -19,9 +19,10 @@ CONFIG = "config.json"
 HISTORY = "config_history"
 MOMENTS = "optimizer.moment_dtype"
 OF_FROZEN = (  # what trained parameters, adapters above all, are trained beside
-    "model.path", "model.revision", "model.random_init", "model.trainable", "model.frozen", "lora.path", "lora.rank",
-    "lora.alpha", "lora.rslora", "lora.dora", "lora.init", "lora.targets", "lora.layers_to_transform",
-    "lora.exclude_modules", "lora.rank_pattern", "lora.alpha_pattern", "lora.modules_to_save",
+    "model.path", "model.revision", "model.random_init", "model.quantize", "model.quantize_experts", "model.trainable",
+    "model.frozen", "lora.path", "lora.rank", "lora.alpha", "lora.rslora", "lora.dora", "lora.init", "lora.targets",
+    "lora.layers_to_transform", "lora.exclude_modules", "lora.rank_pattern", "lora.alpha_pattern",
+    "lora.modules_to_save",
 )  # fmt: skip
 OF_FROZEN_CRITIC = ("critic.path", "critic.lora_rank", "critic.lora_alpha", "critic.lora_targets")
 OF_OPTIMIZER = {"optimizer.name", MOMENTS}  # of IDENTITY: a new optimizer may have others

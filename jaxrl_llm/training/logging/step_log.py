@@ -119,10 +119,11 @@ class StepLog:
         compiled = self._watch.totals["compile"]
         working, self._compiled = seconds - (compiled - max(step.compiled, self._compiled)), compiled
         taken = self._watch.take()
+        share = {}
         if step.flops is not None:
             # Where steps overlap, the devices compute the update while the host makes the next batch.
             updating = working if step.overlaps else taken["time/update"]
-            metrics["mfu"] = float(step.flops) / (self.peak * updating)
+            share = {"mfu": float(step.flops) / (self.peak * updating)}
         warnings = health_warnings(self._health, metrics)
         self.warn(self._warnings.due(step.number, warnings))
         own = {
@@ -131,6 +132,7 @@ class StepLog:
             "step_tokens": trained,
             "step_time": seconds,
             "tokens_per_second": trained / working,
+            **share,
             **self._machine.metrics(),
         } | taken
         # The run's own names meet in num_tokens alone: any other is one that a reward function has logged.

@@ -207,6 +207,11 @@ def _obstacle(spec: PackingSpec, net: ModelConfig, sample: TypicalRows | None) -
         return "lora.dropout drops the tokens of each row apart: set it to 0, or batch.packing to false"
     if sample is None:
         return "with data.streaming the rows are not known before: set batch.packing to false"
+    if net.sees_prompts:
+        return (
+            "the tokens of a prompt see each other in this model, for which packed rows have no mask: set "
+            "batch.packing to false"
+        )
     if not net.shares_prefixes:
         return "the layers of this model cannot read a prefix that rows share: set batch.packing to false"
     if net.rope.kind == "dynamic" and sample.tokens.shape[1] > net.rope.original_max_positions:

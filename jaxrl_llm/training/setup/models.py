@@ -133,8 +133,8 @@ def check_quantized(net: Net, params: Params) -> None:
     """Raises ConfigError for quantised matrices without adapters beside them; `params` may be shapes."""
     if net.config.quantized != "none" and not has_adapters(params):
         raise ConfigError(
-            f"model.quantize is {net.config.quantized}, and quantised matrices are not trained: set lora.rank, 16 for "
-            "example, to train adapters beside them"
+            f"{net.config.quantize_setting} is {net.config.quantized}, and quantised matrices are not trained: set "
+            "lora.rank, 16 for example, to train adapters beside them"
         )
 
 
@@ -147,8 +147,17 @@ def build_critic(config, policy: Model, mesh: Mesh, given: Model | None = None) 
     own = critic_config(config)
     elsewhere = config.critic.path is not None
     tokenizer, given = (None, None) if elsewhere else (policy.tokenizer, given)
-    critic = build_model(own, mesh, "score", tokenizer, given)
+    key = "critic.path" if elsewhere else "model.path"
+    try:
+        critic = build_model(own, mesh, "score", tokenizer, given)
+    except ConfigError as error:
+        raise ConfigError(f"the critic, of {key} = {own.model.path!r}: {error}") from error
     check_same_vocabulary(policy, critic, f"critic.path = {own.model.path!r}:")
+    if critic.net.config.quantized != "none" and not has_adapters(critic.params):
+        raise ConfigError(
+            f"critic.lora_rank is 0, but {key} = {own.model.path!r} is read as {critic.net.config.quantized}, and "
+            "quantised matrices are not trained: give the critic adapters (critic.lora_rank)"
+        )
     return critic
 
 

@@ -204,6 +204,12 @@ def sft_spec(config) -> SFTSpec:
             f"algorithm.label_smoothing is {algorithm.label_smoothing}, but it smooths the targets of nll, and "
             f"algorithm.loss is {algorithm.loss!r}: set it to 0"
         )
+    taken = [name for name in ("logps", "entropy") if name in inspect.signature(function).parameters]
+
+    def call(x):
+        return function(**dict.fromkeys(taken, x), **options)
+
+    check_options("algorithm.loss", _written(config, "nll"), call, jax.ShapeDtypeStruct((2, 3), jnp.float32))
     loss = partial(function, **options) if options else function
     return SFTSpec(algorithm.label_smoothing, loss)
 

@@ -15,6 +15,7 @@ from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.loading import DataSource, Tokenized
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.scored_prompts import SCORES, ScoredPrompts
+from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import make_mesh, rollout_mesh, row_shards
@@ -360,6 +361,10 @@ def _producer(
         pipeline = loading.stream(specs.data_spec(config), data, "prompts", model.tokenizer, lambda row: row, *share)
     else:
         examples, curriculum = tokens.rows, specs.curriculum_spec(config)
+        adds_columns = environments is not None or config.environment.rollout_func is not None
+        columns = set().union(*examples)  # of sources that have others each, all: a row has None for what it lacks
+        if config.total_steps and not adds_columns and PIXELS not in columns:
+            rewards.check_columns(sorted(columns - {"prompt_ids"}))
         order = (config.seed, config.data.shuffle, *share, tokens.shares)
         if advantages.asks_for("reference_scores"):
             pipeline = ScoredPrompts(examples, rows.prompts, config.algorithm.drop_unsolved, *order)
@@ -496,7 +501,8 @@ def offline_source(
             specs.data_spec(config), data, algorithm.data, model.tokenizer, as_example,
             pack=packed if c.packing else None,
         )  # fmt: skip
-        check_positions(model, c.max_length, "data.max_length, as rows are streamed")
+        longest = c.max_length
+        check_positions(model, longest, "data.max_length, as rows are streamed")
         spec = specs.offline_spec(config, c.max_length)
         rows = batch_of(spec.width)
     else:
@@ -507,8 +513,6 @@ def offline_source(
             offline.check_balance(examples, *weights)
         longest = min(offline.longest(examples, algorithm.mismatched), c.max_length)
         check_positions(model, longest, "the longest of the data, up to data.max_length")
-        if c.packing:
-            check_positions(model, c.max_length, "data.max_length, which data.packing fills")
         width = specs.padded_width(longest, c.max_length)
         spec = specs.offline_spec(config, c.max_length if c.packing else width)
         rows = batch_of(spec.width)
@@ -528,7 +532,7 @@ def offline_source(
         unpacked = replace(specs.packing_spec(config), packing="false")
         teacher, cross = _cross_tokenizer(config, model, mesh, *lengths_of, unpacked, lambda *_: None)
     else:
-        teacher = build_teacher(config, model, mesh, spec.width, "the longest of the data, up to data.max_length")
+        teacher = build_teacher(config, model, mesh, longest, "the longest of the data, up to data.max_length")
     return OfflineSource(
         spec, rows, model.net, pipeline, mesh, packer(sample), stopwatch, reference,
         teacher=teacher, cross_tokenizer=cross,

@@ -26,7 +26,9 @@ from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.models.safetensors import named_as_modules
 from jaxrl_llm.tools.tinker.service import TrainingService
 from jaxrl_llm.training.offline import pad_examples, with_images
-from jaxrl_llm.training.setup.models import check_prompts
+from jaxrl_llm.training.packing.planner import _obstacle
+from jaxrl_llm.training.reward_models import ProcessRewardModel
+from jaxrl_llm.training.setup.models import build_critic, check_prompts
 from tests.data.test_image_processor import picture
 from tests.models.images import (
     IMAGE_TOKEN,
@@ -69,6 +71,8 @@ def test_prompts_are_seen_in_both_directions(tmp_path, text, decodes):
     oracle = make_vision_oracle("paligemma", OF_GEMMA2 if text == "gemma2" else VISION["paligemma"]())
     oracle.save_pretrained(tmp_path / "model")
     model, documents = load_model(tmp_path / "model"), image_documents()
+    with pytest.raises(ConfigError, match=r"the tokens of a prompt see each other in .*model, but rows are scored"):
+        ProcessRewardModel(model, labels=("+", "-"))
     with torch.no_grad():
         expected = [oracle(**with_prompts(oracle, document)).logits[0].numpy() for document in documents]
     apply = jax.jit(lambda params, inputs: (net := model.net.bind(params)).logits(net.hidden(inputs)))
@@ -189,6 +193,14 @@ def test_what_does_not_know_where_prompts_end_is_refused(tmp_path):
     config.rollout.partial_prompts = 4
     with pytest.raises(ConfigError, match=r"rollout\.partial_prompts is set, with which continued rows are sampled"):
         check_prompts(config, False)
-    model: Any = SimpleNamespace(net=SimpleNamespace(config=family_of(hf).to_config(hf)), path="paligemma")
+    net = family_of(hf).to_config(hf)
+    packing: Any = SimpleNamespace(documents=False, noise=False)
+    assert "the tokens of a prompt see each other" in str(_obstacle(packing, net, cast(Any, object())))
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    own = default()
+    own.model.path = str(tmp_path)
+    with pytest.raises(ConfigError, match=r"the critic, of model.path = .*: models of this type have no head 'score'"):
+        build_critic(own, cast(Any, SimpleNamespace(tokenizer=object())), cast(Any, None))
+    model: Any = SimpleNamespace(net=SimpleNamespace(config=net), path="paligemma")
     with pytest.raises(ConfigError, match="see each other in paligemma, but rows of clients do not say where"):
         TrainingService(model, cast(Any, None), tmp_path, ("a",), 256)

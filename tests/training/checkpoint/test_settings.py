@@ -11,7 +11,15 @@ import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default, from_json, to_json
 from jaxrl_llm.config.schema import BY_NAME, IDENTITY, OF_A_START
 from jaxrl_llm.training.checkpoint.outputs import given_to, write_given
-from jaxrl_llm.training.checkpoint.settings import HISTORY, OF_ARRAYS, changed_settings, check_changes, start_record
+from jaxrl_llm.training.checkpoint.settings import (
+    HISTORY,
+    OF_ARRAYS,
+    OF_FROZEN,
+    changed_settings,
+    check_changes,
+    check_frozen,
+    start_record,
+)
 from tests.models.oracles import VARIANTS
 
 
@@ -51,6 +59,15 @@ def test_changes_are_told_and_kept(tmp_path, former):
     assert changed_settings(tmp_path, former) == {}
     start_record(tmp_path, former, {}, None)
     assert not (tmp_path / HISTORY).exists()
+
+
+def test_adapters_are_trained_beside_matrices_of_their_storage(tmp_path, former):
+    config = default()
+    config.model.quantize, config.model.quantize_experts = "nf4", "int8"
+    words = r"beside other .*: model.quantize: none -> nf4; model.quantize_experts: same -> int8\. Set them as"
+    with pytest.raises(ConfigError, match=words):
+        check_frozen(tmp_path, config, OF_FROZEN, ())
+    assert check_frozen(tmp_path, config, OF_FROZEN, ("model.quantize", "model.quantize_experts")) == []
 
 
 def test_moments_of_8_bits_are_not_converted(tmp_path):

@@ -73,19 +73,21 @@ def updates_of(*rows):
 def test_a_name_of_the_run_that_a_reward_function_logs_is_told_once(tmp_path):
     """A step's metrics hold what reward functions log: of these names one is the update's, and one the log's."""
     updates = updates_of({"loss": 1.0, "grad_norm": 1.0, "nonfinite_gradient": 0.0})
-    made = {"num_tokens": 1, "mine": 7.0, "loss": 8.0, "step_time": 9.0}
+    made = {"num_tokens": 1, "mine": 7.0, "loss": 8.0, "step_time": 9.0, "mfu": 10.0}
+    counts = {"num_tokens": 0, "skipped": 0}
     with Logger(quiet_spec(), tmp_path) as logger:
-        log = StepLog(HealthSpec(), lambda metrics: None, Stopwatch(), logger, {"num_tokens": 0, "skipped": 0})
+        log = StepLog(HealthSpec(), lambda metrics: None, Stopwatch(), logger, counts, peak=1e9)
         told = []
         logger.warn = told.append
         for number in (1, 2):
-            log.add(Step(number, time.perf_counter(), made, updates, []))
+            log.add(Step(number, time.perf_counter(), made, updates, [], flops=0.0))
             log.settle()
-    assert log.history[-1]["mine"] == 7.0 and log.history[-1]["loss"] == 1.0 and log.history[-1]["step_time"] < 9.0
+    newest = log.history[-1]
+    assert newest["mine"] == 7.0 and newest["loss"] == 1.0 and newest["step_time"] < 9.0 and newest["mfu"] == 0.0
     assert told == [
         f"step 1: a reward function logs {name!r}, which is the run's own metric, and it is not shown: log it under "
         "another name"
-        for name in ("loss", "step_time")
+        for name in ("loss", "mfu", "step_time")
     ]
 
 

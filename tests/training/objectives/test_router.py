@@ -10,7 +10,7 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm.algorithms.batch import Batch, Inputs
-from jaxrl_llm.config import ConfigError, assign, default
+from jaxrl_llm.config import ConfigError, assign, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models import hf
@@ -20,7 +20,7 @@ from jaxrl_llm.models.moe import balance_loss
 from jaxrl_llm.models.transformer import Net, RecordingNet
 from jaxrl_llm.training.objectives.router import with_router_loss
 from jaxrl_llm.training.objectives.sft import SFTSpec, sft
-from jaxrl_llm.training.setup.models import build_model
+from jaxrl_llm.training.setup.models import build_critic, build_model, check_trainable
 from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import experts_left_out
 
@@ -95,6 +95,28 @@ def write_model(net, params, folder, root):
         shutil.copy(root / "jaxrl_llm/models/embedded/sort" / name, folder / name)
 
 
+def test_a_critic_without_adapters_has_no_quantised_experts(net, params, tmp_path, root):
+    """One of critic.path may be dense: what is quantised is known when it is read."""
+    write_model(net, params, tmp_path / "mixture", root)
+    config = load_config_file(f"{root / 'configs/ppo.py'}:tiny")
+    config.critic.shared, config.critic.lora_rank, config.lora.rank = False, 0, 2
+    config.model.quantize_experts, config.critic.warmup_steps = "mxfp4", 0
+    with pytest.raises(ConfigError, match=r"critic.lora_rank is 0, but model.quantize_experts = 'mxfp4', and quant"):
+        validate(config)
+    config.critic.path = "embedded:sort"
+    validate(config)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    policy = load_model("embedded:sort")
+    with jax.set_mesh(mesh):
+        assert build_critic(config, policy, mesh).net.config.quantized == "none"
+        config.critic.path = str(tmp_path / "mixture")
+        with pytest.raises(ConfigError, match=r"critic.path = .*mixture' is read as mxfp4 \(experts alone\), and "):
+            build_critic(config, policy, mesh)
+    config.critic.path, config.model.quantize = "embedded:sort", "nf4"
+    with pytest.raises(ConfigError, match=r"critic.lora_rank is 0, but model.quantize = 'nf4'"):
+        validate(config)
+
+
 @pytest.mark.slow
 def test_experts_that_quantisation_and_adapters_leave_out_are_named_at_the_start(net, params, tmp_path, root):
     """With their bytes: 2 layers x 4 experts x 3 matrices of 16 x 12 numbers are 18,432 bytes in float32."""
@@ -123,8 +145,11 @@ def test_experts_that_quantisation_and_adapters_leave_out_are_named_at_the_start
     half = warnings(lora__rank=2, model__param_dtype="bfloat16", **left)
     assert "as they are: 9.22e-06 of" in half and "halves them" not in half
     assert warnings(lora__rank=2, lora__targets=("q",), model__quantize="int8") == ""
-    with pytest.raises(ConfigError, match=r"model.quantize is none \(experts nf4\), and quantised matrices are not tr"):
-        warnings(model__quantize_experts="nf4")
+    config = configured("sft", model__quantize_experts="nf4")
+    with jax.set_mesh(mesh):
+        model = build_model(config, mesh)
+    with pytest.raises(ConfigError, match=r"model.quantize_experts is nf4 \(experts alone\), and quantised mat"):
+        check_trainable(config, model)
     config = configured("grpo", rollout__weights_dtype="int8", model__qat="int8")
     with jax.set_mesh(mesh):
         (line,) = experts_left_out(config, build_model(config, mesh))

@@ -97,6 +97,13 @@ def test_eaft_is_that_of_axolotl(params):
     _, back = jax.vjp(lambda p: NET.bind(p)(batch.inputs.tokens, batch.inputs.segments)[:, :-1], params)
     (expected,) = back(jnp.asarray(wanted.numpy()))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, expected)
+    for written, message in (
+        ("eaft(scale=0)", "scale is 0, but it takes a number above 0"),
+        ("eaft(alpha=-0.5)", "alpha is -0.5, but it takes a number 0 or more"),
+        ("eaft(alpha='1')", "alpha is '1', a text, but it takes a number"),
+    ):
+        with pytest.raises(ConfigError, match=f"algorithm.loss.*{message}"):
+            objective_of(config_of(loss=written), NET)
     scaled, _ = loss_and_gradient(config_of(loss="eaft(alpha=1.5)"), params, batch)
     np.testing.assert_allclose(scaled, value / np.log(20) ** 1.5, rtol=1e-5)
 
