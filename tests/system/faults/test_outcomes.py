@@ -129,7 +129,6 @@ def test_data_that_ends_the_run_before_it_starts(root, tmp_path, content, messag
     [
         ("grpo", {"rollout__max_completion_length": 10**9}, r"up to 10000000\d\d tokens .* has positions for 2048"),
         ("grpo", {"rollout__max_completion_length": 2040}, r"the longest prompt, and rollout\.max_completion_length"),
-        ("sft", {"data__max_length": 4096, "data__packing": True}, r"data\.max_length, which data\.packing fills"),
         ("sft", {"data__max_length": 4096, "data__streaming": True}, r"data\.max_length, as rows are streamed"),
     ],
 )
