@@ -120,7 +120,9 @@ def test_trl_defaults_are_those_of_the_trl_that_is_installed():
         classes[name.replace("_", "")] = getattr(importlib.import_module(f"trl.experimental.{name}"), f"{kind}Config")
     classes["iwopd"] = importlib.import_module("trl.experimental.iw_opd").IWOPDConfig
     # The report goes nowhere by default, the names of optimizers are variants of one, and folders are ours to choose.
+    # TRL fills in the servers of teachers as it starts.
     elsewhere = {
+        "teacher_server_urls",
         "output_dir",
         "optim",
         "warmup_ratio",
