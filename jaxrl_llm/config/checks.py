@@ -11,7 +11,14 @@ from pathlib import PurePath
 from string import Formatter
 from typing import Any
 
-from jaxrl_llm.config.entries import LORA_INIT, environment_options, eval_set, logit_bias, reward_scales
+from jaxrl_llm.config.entries import (
+    LORA_INIT,
+    environment_options,
+    eval_set,
+    logit_bias,
+    reward_scales,
+    starts_from_matrices,
+)
 from jaxrl_llm.config.resolve import ConfigError, closest, is_own, resolve, split_losses, split_options
 from jaxrl_llm.config.schema import (
     BY_NAME,
@@ -1083,7 +1090,7 @@ def _lora(config: ConfigDict) -> Iterator[str]:
         yield f"lora.init is {lora.init!r}, but there are {known}"
     elif lora.init != "kaiming" and lora.path is not None:
         yield f"lora.init is {lora.init}, but the adapter of lora.path has its numbers already: set it to kaiming"
-    elif lora.dora and (lora.init in ("random", "olora") or lora.init.startswith("pissa")):
+    elif lora.dora and (lora.init == "random" or starts_from_matrices(lora.init)):
         yield (
             f"lora.init is {lora.init}, and lora.dora true, but DoRA learns the lengths of columns to which the "
             "adapters have added nothing yet: set init to kaiming, gaussian or orthogonal, or dora to false"
@@ -1140,7 +1147,7 @@ def _lora(config: ConfigDict) -> Iterator[str]:
                 f"lora.{setting} is {str(lora[setting]).lower()}, but lora.targets names {experts[0]}, and adapters of "
                 f"experts have no {setting}, as in PEFT: set it to {off}, or leave experts out of the targets"
             )
-    if lora.rank and experts and (lora.init == "olora" or lora.init.startswith("pissa")):
+    if lora.rank and experts and starts_from_matrices(lora.init):
         yield (
             f"lora.init is {lora.init}, but lora.targets names {experts[0]}, and adapters of experts do not start from "
             "the matrices beside them: set it to kaiming, or leave experts out of the targets"

@@ -12,6 +12,11 @@ from jaxrl_llm.config.schema import LARGEST
 LORA_INIT = re.compile(r"kaiming|gaussian|orthogonal|random|olora|pissa(_niter_\d+)?")
 
 
+def starts_from_matrices(init: str) -> bool:
+    """True for a `lora.init` with which adapters start from the matrices that they are beside."""
+    return init == "olora" or init.startswith("pissa")
+
+
 def lora_init(name: bool | str) -> str:
     """The `lora.init` that PEFT's `init_lora_weights` stands for, or its name where there is none."""
     return ("kaiming" if name else "random") if isinstance(name, bool) else name.lower()

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import block_fp8, remote, safetensors, text_part
-from jaxrl_llm.models.families import family_for, family_of, llava, paligemma, rotary
+from jaxrl_llm.models.families import FAMILIES, family_for, family_of, llava, rotary
 from jaxrl_llm.models.families.decoder import DTYPES, LAYER, settings
 from jaxrl_llm.models.transformer import Net, Params
 
@@ -140,8 +140,9 @@ def remember_images(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
     """
     config = read_config(folder)
     tokenizer.image_folder = Path(folder) if "vision_config" in config else None
-    if not getattr(tokenizer, "chat_template", None) and config.get("model_type") == paligemma.MODEL_TYPE:
-        tokenizer.chat_template = paligemma.CHAT_TEMPLATE
+    own = getattr(FAMILIES.get(config.get("model_type")), "CHAT_TEMPLATE", None)
+    if own is not None and not getattr(tokenizer, "chat_template", None):
+        tokenizer.chat_template = own
 
 
 def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = False):

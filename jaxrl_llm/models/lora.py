@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.entries import starts_from_matrices
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.models.quantize import as_matrix
 
@@ -111,7 +112,7 @@ class LoraConfig:
     @property
     def subtracts(self) -> bool:
         """True where adapters start from the matrices, and what they started from is subtracted."""
-        return self.init == "olora" or self.init.startswith("pissa")
+        return starts_from_matrices(self.init)
 
     @property
     def scale(self) -> float:

@@ -5,6 +5,7 @@ other tensor names too, the tables of `OTHER_KEYS` are read as well, and never w
 the names in transformers' class, where files have others: PEFT knows modules by them. Where these tables differ from
 net to net, `keys(config)`, `other_keys(config)` and `module_keys(config)` give them. `unused_tensors(config)` are the
 names of tensors that files may have and that are not read, and UNREAD how the names of those of whole parts begin.
+`CHAT_TEMPLATE` is that of tokenizers that have none, where the family has one of its own.
 """
 
 import contextlib

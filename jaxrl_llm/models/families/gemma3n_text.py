@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, gemma, gemma2, gemma4_text, layer_types, rotary
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.entries import positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "gemma3n_text"
@@ -61,18 +61,9 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     if (streams := positive(hf, "altup_num_inputs")) < 2:
         refuse("altup_num_inputs", streams, "integers from 2")
     windows = layer_types.read(hf, lambda layer: (layer + 1) % EVERY != 0)
-    cap = hf["final_logit_softcapping"]
     own = {
-        **gemma.common(hf),
-        **windows,
-        **gemma4_text.shared_layers(hf, windows.get("sliding_layers", ())),
+        **gemma4_text.common(hf, windows),
         **_sparsity(hf),
-        "norm_offset": 0.0,
-        "norms": "both",
-        "query_scale": 1.0,
-        "logit_softcap": None if cap is None else number("final_logit_softcapping", cap, above=0),
-        "qk_norm": True,
-        "value_norm": True,
         "per_layer_width": positive(hf, "hidden_size_per_layer_input"),
         "per_layer_vocab": positive(hf, "vocab_size_per_layer_input"),
         "altup_streams": streams,

@@ -63,20 +63,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     every, last = 6, positive(hf, "num_hidden_layers") - 1
     types = [*hf["layer_types"][:-1], layer_types.FULL] if hf.get("layer_types") else None
     windows = layer_types.read({**hf, "layer_types": types}, lambda layer: (layer + 1) % every != 0 and layer != last)
-    cap = hf["final_logit_softcapping"]
-    own = {
-        **gemma.common(hf),
-        **windows,
-        **_full_heads(hf, windows.get("sliding_layers", ())),
-        **shared_layers(hf, windows.get("sliding_layers", ())),
-        "norm_offset": 0.0,
-        "norms": "both",
-        "query_scale": 1.0,
-        "logit_softcap": None if cap is None else number("final_logit_softcapping", cap, above=0),
-        "qk_norm": True,
-        "value_norm": True,
-        "layer_scale": True,
-    }
+    own = {**common(hf, windows), **_full_heads(hf, windows.get("sliding_layers", ())), "layer_scale": True}
     if hf.get("enable_moe_block"):
         own |= {field: positive(hf, entry) for field, entry in EXPERTS.items()}
         if own["experts_per_token"] > own["experts"]:
@@ -163,7 +150,23 @@ def _full_heads(hf: dict[str, Any], sliding: tuple[int, ...]) -> dict[str, Any]:
     return fields
 
 
-def shared_layers(hf: dict[str, Any], sliding: tuple[int, ...]) -> dict[str, Any]:
+def common(hf: dict[str, Any], windows: dict[str, Any]) -> dict[str, Any]:
+    """The fields that Gemma 3n has too, of a config.json and the fields of its windows."""
+    cap = hf["final_logit_softcapping"]
+    return {
+        **gemma.common(hf),
+        **windows,
+        **_shared(hf, windows.get("sliding_layers", ())),
+        "norm_offset": 0.0,
+        "norms": "both",
+        "query_scale": 1.0,
+        "logit_softcap": None if cap is None else number("final_logit_softcapping", cap, above=0),
+        "qk_norm": True,
+        "value_norm": True,
+    }
+
+
+def _shared(hf: dict[str, Any], sliding: tuple[int, ...]) -> dict[str, Any]:
     """The fields of the last layers, which read the keys and values of earlier ones."""
     if not hf.get("num_kv_shared_layers"):
         return {}

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrl_llm.data.formats.lookup import known
 from jaxrl_llm.data.named_templates import TEMPLATES
-from jaxrl_llm.tools.migrate import shared, trl, trl_run
+from jaxrl_llm.tools.migrate import distillation, shared, trl, trl_run
 from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, short
 from jaxrl_llm.tools.migrate.losses import with_options
 from jaxrl_llm.tools.migrate.table import CONVERT, defaults, rules, table
@@ -341,12 +341,12 @@ def _teacher(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
         draft.check("of rows with several answers the last one is sampled and learned here, and in axolotl the first")
     if not yaml.get("kd_trainer"):
         return
-    url = str(yaml["kd_online_server_base_url"]).rstrip("/")
-    server: dict[str, Any] = {"url": f"{url}/v1", "model": yaml.get("kd_online_server_model") or "MODEL"}
-    if seconds := yaml.get("kd_online_timeout"):
-        server["timeout"] = float(seconds)
-    keys = ("kd_online_server_base_url", "kd_online_server_model", "kd_online_timeout")
-    draft.set("teacher.path", with_options("server", server), "kd_trainer", *keys)
+    seconds = yaml.get("kd_online_timeout")
+    distillation.served(
+        draft, str(yaml["kd_online_server_base_url"]), "kd_trainer", "kd_online_server_base_url",
+        "kd_online_server_model", "kd_online_timeout", model=yaml.get("kd_online_server_model") or None,
+        **({"timeout": float(seconds)} if seconds else {}),
+    )  # fmt: skip
     draft.set("teacher.form", "divergence", "kd_trainer")
     draft.set("teacher.beta", float(yaml.get("kd_beta") or 0.0), "kd_beta")
     draft.set("teacher.coef", 1.0 if yaml.get("kd_alpha") is None else float(yaml["kd_alpha"]), "kd_alpha")
@@ -354,8 +354,6 @@ def _teacher(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
     draft.set("teacher.tail", False, "kd_normalize_topk")
     draft.use("kd_temperature", "kd_temperature_min", "kd_ce_alpha", "kd_online_server", "kd_online_max_new_tokens",
               "kd_compiled_kernel")  # fmt: skip
-    if server["model"] == "MODEL":
-        draft.check(f"the teacher is what {url} serves: write its name for MODEL in teacher.path")
     if yaml.get("kd_online_server", "vllm") != "vllm":
         draft.check(f"kd_online_server is {yaml['kd_online_server']}: the teacher is asked as vLLM is, serve it so")
     if yaml.get("kd_ce_alpha"):

@@ -1,6 +1,7 @@
 """The rules for teachers: those of TRL's trainers, the policy itself among them, and verl's section `distillation`."""
 
 import json
+from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate import shared
@@ -69,6 +70,15 @@ def of_trl(draft: Draft, trainer: str) -> None:
     draft.set("algorithm.aggregation", "sequence" if draft.values["teacher.form"] == "uld" else "token")
 
 
+def served(draft: Draft, url: str, *keys: str, model: str | None = None, **options: Any) -> None:
+    """Set the teacher that a server at `url` has, its address without /v1; the `keys` say it."""
+    url = url.rstrip("/")
+    server = {"url": f"{url}/v1", "model": model or "MODEL", **options}
+    draft.set("teacher.path", with_options("server", server), *keys)
+    if model is None:
+        draft.check(f"the teacher is what {url} serves: write its name for MODEL in teacher.path")
+
+
 def served_of_trl(draft: Draft, trainer: str) -> None:
     """Set the teacher of a TRL trainer, `serverdistillation` or `asyncdistillation`, which asks servers for it."""
     if trainer == "serverdistillation":
@@ -79,10 +89,8 @@ def served_of_trl(draft: Draft, trainer: str) -> None:
         keys = ("teacher_server_urls", "teacher_top_k", "add_tail_bucket", "teacher_temperature")
         given = draft.get(keys[0])
         urls = list((json.loads(given) if isinstance(given, str) else given).values())
-    url, k = str(urls[0] or "http://localhost:8000").rstrip("/"), int(draft.get(keys[1]))
-    beta = float(draft.get("beta"))
-    draft.set("teacher.path", with_options("server", {"url": f"{url}/v1", "model": "MODEL"}), keys[0])
-    draft.check(f"the teacher is what {url} serves: write its name for MODEL in teacher.path")
+    k, beta = int(draft.get(keys[1])), float(draft.get("beta"))
+    served(draft, str(urls[0] or "http://localhost:8000"), keys[0])
     if len(urls) > 1:
         draft.check(
             f"{keys[0]} names {len(urls)} teachers, which rate sampled tokens alone here (teacher.form=advantage, "

@@ -146,9 +146,7 @@ def init_kwargs(draft: Draft, key: str, revision: str) -> Any:
 def optimizer(draft: Draft, name: str, key: str) -> None:
     """Set our optimizer of that name."""
     plain = str(name).lower()
-    ours = next(
-        (known for known in ("adafactor", "lion", "muon", "sgd", "ademamix", "adopt") if known in plain), "adamw"
-    )
+    ours = next((known for known in schema.OPTIMIZERS[1:] if known in plain), schema.OPTIMIZERS[0])
     if not OPTIMIZER.fullmatch(plain):
         draft.check(
             f"{draft.named(key)} = {name!r} has no equivalent; {ours} is written. optimizer.name takes one of optax "
