@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import default
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.models.lora import LoraConfig, split
+from jaxrl_llm.models.adapters.lora import LoraConfig, split
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.objectives.sft import SFTSpec, sft

@@ -193,9 +193,9 @@ def state_bytes(model: dict[str, Any], rows: int) -> float:
     Neither the latest tokens that a row keeps, which are as many as it might take back, nor what the last one changes
     must be read.
     """
-    from jaxrl_llm.models.delta_net import GatedDeltaNet
-    from jaxrl_llm.models.hf import family_of
-    from jaxrl_llm.models.short_conv import AT_ONCE, ShortConv
+    from jaxrl_llm.models.files.hf import family_of
+    from jaxrl_llm.models.mixers.delta_net import GatedDeltaNet
+    from jaxrl_llm.models.mixers.short_conv import AT_ONCE, ShortConv
 
     c, total = family_of(model).to_config(model), 0
     for kind in c.layer_configs:

@@ -30,7 +30,8 @@ from benchmarks.folders import folder_of
 from benchmarks.page import table
 from benchmarks.run import CACHE, STORE
 from benchmarks.task import Task
-from jaxrl_llm.models import chunked_softmax, cpu_matmul
+from jaxrl_llm.models import chunked_softmax
+from jaxrl_llm.models.kernels import cpu_matmul
 from jaxrl_llm.models.logprobs import chunked_logps
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout import multi_turn

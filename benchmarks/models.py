@@ -28,13 +28,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from benchmarks.page import table
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.distributed.sharding import make_mesh, path_name
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.adapters.lora import LoraConfig
 from jaxrl_llm.models.families import family_of
+from jaxrl_llm.models.files import hf
+from jaxrl_llm.models.files.safetensors import named_as_modules, stored_tensors
 from jaxrl_llm.models.logprobs import last_scores
-from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.model import Model, add_adapters, load_model, save_hf
 from jaxrl_llm.models.rope import KINDS
-from jaxrl_llm.models.safetensors import named_as_modules, stored_tensors
 from tests.models import images, oracles
 from tests.models.decoding import padded
 
@@ -353,8 +353,8 @@ files that a download from the hub would bring are copied to `$JAXRL_LLM_CACHE/m
   Earlier copies stay until you delete them.
 - A folder that changes while it is copied is refused.
 
-Tested with fsspec's own stores (memory, files; tests/models/test_remote.py), not with the clouds themselves. The other
-way, a trained model is copied to a URL with [`export.copy_to`](sharing.md#copy-it-to-a-bucket).
+Tested with fsspec's own stores (memory, files; tests/models/files/test_remote.py), not with the clouds themselves. The
+other way, a trained model is copied to a URL with [`export.copy_to`](sharing.md#copy-it-to-a-bucket).
 
 ## New tokens
 
@@ -399,12 +399,12 @@ entry that means nothing here, are refused by name. In Python it is `jaxrl_llm.m
 
 ## A new kind of layer
 
-A layer is a mixer and a feed-forward (dense, or a mixture of experts). `models/mixer.py` is the protocol of a mixer:
-`prefill` for rows, `decode` for the next tokens of rows, `empty_cache` and `grow_cache` for its cache, which the engine
-passes on and never looks into. Attention (`models/attention.py`), full or sliding, is one mixer.
-Another one is a class with this protocol in a file of its own, and a family that names it for each layer in
+A layer is a mixer and a feed-forward (dense, or a mixture of experts). `models/mixers/mixer.py` is the protocol of a
+mixer: `prefill` for rows, `decode` for the next tokens of rows, `empty_cache` and `grow_cache` for its cache, which the
+engine passes on and never looks into. Attention (`models/mixers/attention.py`), full or sliding, is one mixer.
+Another one is a class with this protocol in a file beside it, and a family that names it for each layer in
 `ModelConfig.mixers` and its tensors in `KEYS`, as `layers/<path>/...`. Layers of one mixer are stacked, and consecutive
-ones run in one scan. `tests/models/test_mixer.py` has a recurrent one, and samples with it.
+ones run in one scan. `tests/models/mixers/test_mixer.py` has a recurrent one, and samples with it.
 
 Not supported: the vision part of Llama 4, sound and videos, Phi-3's `longrope` (and so Phi-3.5-MoE), checkpoints
 quantized otherwise, texts that are read in both directions (but PaliGemma's prompts), ALiBi (Falcon-RW, BLOOM, MPT),

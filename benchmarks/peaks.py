@@ -70,7 +70,7 @@ def child(case: str) -> dict[str, float]:
     from jaxrl_llm.commands.dry_run import widths
     from jaxrl_llm.config import assign
     from jaxrl_llm.config.flags import load_config_file
-    from jaxrl_llm.models import hf
+    from jaxrl_llm.models.files import hf
     from jaxrl_llm.tools.plan.planned import make_plan
     from jaxrl_llm.tools.plan.topology import at_hand_target
     from jaxrl_llm.training.setup.run import build

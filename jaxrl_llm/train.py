@@ -29,7 +29,7 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.host_memory import return_memory
 from jaxrl_llm.distributed.overlap import overlap_collectives, overlaps
 from jaxrl_llm.distributed.turns import yielded
-from jaxrl_llm.models.fused_attention import described
+from jaxrl_llm.models.kernels.fused_attention import described
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rewards.runner import TrainerState
 from jaxrl_llm.tools.cards.bucket import check_copy, copy_run

@@ -19,7 +19,7 @@ from jaxrl_llm.algorithms.distillation import (
 )
 from jaxrl_llm.algorithms.kl import full_kl, kl_estimate
 from jaxrl_llm.distributed.sharding import constrain, context_shards, is_sharded, row_shards
-from jaxrl_llm.models import cpu_matmul
+from jaxrl_llm.models.kernels import cpu_matmul
 from jaxrl_llm.models.layers import soft_cap
 
 REMAINDER = 4  # parts of a chunk that would not be full, of which only those that are needed are computed

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.distributed.sharding import path_name
-from jaxrl_llm.models.lora import SAVED, split
+from jaxrl_llm.models.adapters.lora import SAVED, split
 from jaxrl_llm.models.transformer import Net, Params, segment_positions
 
 MATRICES = ("kernel", "lora_a", "lora_b", "start_a", "start_b")

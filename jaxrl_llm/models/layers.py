@@ -15,7 +15,8 @@ import numpy as np
 from flax import nnx
 
 from jaxrl_llm.distributed.sharding import columns_are_whole, constrain, context_shards
-from jaxrl_llm.models import lora, quantize
+from jaxrl_llm.models import quantize
+from jaxrl_llm.models.adapters import lora
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,

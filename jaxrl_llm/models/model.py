@@ -19,15 +19,16 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import on_device, shardings
-from jaxrl_llm.models import hf, lora, peft, safetensors
+from jaxrl_llm.models.adapters import lora, peft
+from jaxrl_llm.models.adapters.peft_patterns import ALIKE, AdapterPatterns, with_patterns
 from jaxrl_llm.models.families import family_for, family_of
 from jaxrl_llm.models.families.rotary import max_positions
-from jaxrl_llm.models.fused_attention import is_before_ampere
+from jaxrl_llm.models.files import hf, safetensors
+from jaxrl_llm.models.files.safetensors import read_json
+from jaxrl_llm.models.kernels.fused_attention import is_before_ampere
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.peft_patterns import ALIKE, AdapterPatterns, with_patterns
 from jaxrl_llm.models.quantize import KINDS
 from jaxrl_llm.models.rate_factors import rate_factors
-from jaxrl_llm.models.safetensors import read_json
 from jaxrl_llm.models.trained import EVERYTHING
 from jaxrl_llm.models.transformer import Net, Params, restacked, segment_positions
 

@@ -11,9 +11,9 @@ import math
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
-from jaxrl_llm.models.attention import Attention, SharedAttention
-from jaxrl_llm.models.lora import LoraConfig
-from jaxrl_llm.models.mixer import LayerConfig, Mixer
+from jaxrl_llm.models.adapters.lora import LoraConfig
+from jaxrl_llm.models.mixers.attention import Attention, SharedAttention
+from jaxrl_llm.models.mixers.mixer import LayerConfig, Mixer
 from jaxrl_llm.models.rope import Rope
 from jaxrl_llm.models.vision.tower import VisionConfig
 

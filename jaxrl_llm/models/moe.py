@@ -14,9 +14,9 @@ from flax import nnx
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import activation_spec, is_sharded, parameter_spec, path_name
-from jaxrl_llm.models import lora
-from jaxrl_llm.models.fused_attention import has_triton
-from jaxrl_llm.models.grouped_matmul import grouped_matmul
+from jaxrl_llm.models.adapters import lora
+from jaxrl_llm.models.kernels.fused_attention import has_triton
+from jaxrl_llm.models.kernels.grouped_matmul import grouped_matmul
 from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm, gated
 from jaxrl_llm.models.quantize import Kernel, as_matrix, quantize
 

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import cpu_matmul, mxfp4
+from jaxrl_llm.models.files import mxfp4
+from jaxrl_llm.models.kernels import cpu_matmul
 
 KINDS = ("none", "int8", "fp8", "int4", "nf4", "mxfp4")
 PARTS = ("codes", "absmax", "scales")  # of quantised kernels

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
-from jaxrl_llm.models.lora import LoraConfig
+from jaxrl_llm.models.adapters.lora import LoraConfig
+from jaxrl_llm.models.adapters.peft_patterns import ALIKE, AdapterPatterns, with_patterns
+from jaxrl_llm.models.files.safetensors import named_as_modules, some
 from jaxrl_llm.models.moe import ROUTER
-from jaxrl_llm.models.peft_patterns import ALIKE, AdapterPatterns, with_patterns
-from jaxrl_llm.models.safetensors import named_as_modules, some
 from jaxrl_llm.models.transformer import Net
 
 ROWS = re.compile(r"\[\d*:\d*\]$|\$\[\d+\]$")  # what axolotl writes behind a name to train some rows of a matrix

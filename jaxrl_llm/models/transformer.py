@@ -18,12 +18,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images, Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain, context_shards
+from jaxrl_llm.models.adapters.lora import LoraConfig, has_adapters, has_adapters_of, has_dropout, overlaid, with_saved
 from jaxrl_llm.models.altup import AltUp, Laurel, Streams
-from jaxrl_llm.models.fused_attention import BY_SEGMENTS, implementation, is_in_chunks
-from jaxrl_llm.models.grouped_matmul import RESULT
+from jaxrl_llm.models.kernels.fused_attention import BY_SEGMENTS, implementation, is_in_chunks
+from jaxrl_llm.models.kernels.grouped_matmul import RESULT
 from jaxrl_llm.models.layers import Embed, FeedForward, Linear, PositionEmbed, RMSNorm, soft_cap, stacked
-from jaxrl_llm.models.lora import LoraConfig, has_adapters, has_adapters_of, has_dropout, overlaid, with_saved
-from jaxrl_llm.models.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer, NoMixer
+from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer, NoMixer
 from jaxrl_llm.models.model_config import LayerRun, ModelConfig
 from jaxrl_llm.models.moe import ExpertsBeside, MixtureOfExperts, Routing
 from jaxrl_llm.models.per_layer import PerLayerEmbed, PerLayerInput

@@ -27,10 +27,10 @@ import numpy as np
 from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import local_start, on_device, path_name, row_shards
+from jaxrl_llm.models.adapters.lora import copied, has_adapters, merge
 from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.layers import XIELU_NUMBERS
-from jaxrl_llm.models.lora import copied, has_adapters, merge
-from jaxrl_llm.models.mixer import DecodeInputs, Mixer
+from jaxrl_llm.models.mixers.mixer import DecodeInputs, Mixer
 from jaxrl_llm.models.quantize import BYTES, FP8, PARTS, narrowed, quantized_as
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.models.transformer import Net, Params, replace_caches, unstack

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models.mixer import DecodeInputs
+from jaxrl_llm.models.mixers.mixer import DecodeInputs
 from jaxrl_llm.rollout.engine import READ, Engine, first_tokens
 from jaxrl_llm.rollout.sampling import RowSampling
 from jaxrl_llm.rollout.slots import Prompts, Rows

@@ -24,8 +24,8 @@ import jax
 import numpy as np
 
 from jaxrl_llm.distributed.sharding import row_shards
+from jaxrl_llm.models.adapters.lora import LoraConfig, combine
 from jaxrl_llm.models.logprobs import Likeliest
-from jaxrl_llm.models.lora import LoraConfig, combine
 from jaxrl_llm.rollout.engine import Engine, assign, decode_chunk, decoding_params
 from jaxrl_llm.rollout.grammar import GrammarRow
 from jaxrl_llm.rollout.scheduler import IDLE, Scheduler, SlotGrid

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.aggregation import as_float
 from jaxrl_llm.distributed.sharding import on_device, on_host
-from jaxrl_llm.models.lora import LoraConfig, combine, has_adapters, merge, split
+from jaxrl_llm.models.adapters.lora import LoraConfig, combine, has_adapters, merge, split
 from jaxrl_llm.models.transformer import Params
 
 

@@ -134,7 +134,7 @@ class RolloutTrainer:
 
         `then` is called as in `save_model`, with the path that was written: `folder` itself, or a version in it where
         that is a URL or `full_every` is above 1. Then each `full_every`-th version, and a `full` one, holds all weights
-        and the others what changed; see models/weight_versions.py. Raises ConfigError as `save_model` does.
+        and the others what changed; see models/files/weight_versions.py. Raises ConfigError as `save_model` does.
         """
         if self._save is None:
             raise ConfigError("publish_weights has no policy to write")

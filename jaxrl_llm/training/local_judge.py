@@ -28,8 +28,8 @@ from jaxrl_llm.data.named_templates import with_chat_template
 from jaxrl_llm.data.templates import render_prompt
 from jaxrl_llm.distributed.sharding import make_mesh, on_device, rollout_mesh, row_sharding, row_shards
 from jaxrl_llm.distributed.turns import turn
-from jaxrl_llm.models import hf
 from jaxrl_llm.models.families.rotary import max_positions
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.model import Model, check_positions, check_tokenizer, describe, load_model
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.rewards.combined import CombinedGrader

@@ -28,8 +28,9 @@ from jaxrl_llm.data.templates import chat_ids, forms_read, is_conversational, re
 from jaxrl_llm.data.tokenize import as_messages, joined, prompt_and_completion, with_steps
 from jaxrl_llm.distributed.sharding import has_host_memory, make_mesh, on_device, on_host, row_sharding
 from jaxrl_llm.distributed.turns import turn
-from jaxrl_llm.models import hf, peft
+from jaxrl_llm.models.adapters import peft
 from jaxrl_llm.models.families.qwen2 import PROCESS_REWARD_MODEL
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.logprobs import last_scores, next_logits, step_logits
 from jaxrl_llm.models.model import Model, check_ids, copied_model, load_model
 from jaxrl_llm.models.transformer import Net, Params

@@ -12,9 +12,9 @@ so that nothing of a run that was killed is ever read:
 | `FOLDER/end.json` | learner 0 | the exit code of the learners, and their error |
 
 A file gets its name when it is complete, and its checksum is compared when it is read. A policy is written as what
-differs from the file before (`models/weight_changes.py`), and whole every sixteenth time. Which policy samples which
-batch is that of `RolloutQueue`, whatever the timing. A checkpoint holds the batches that are made and not trained on
-yet, as that of one process does: a run that goes on needs no file of these.
+differs from the file before (`models/files/weight_changes.py`), and whole every sixteenth time. Which policy samples
+which batch is that of `RolloutQueue`, whatever the timing. A checkpoint holds the batches that are made and not trained
+on yet, as that of one process does: a run that goes on needs no file of these.
 """
 
 import contextlib
@@ -43,9 +43,9 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import exit_code
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.distributed import processes
-from jaxrl_llm.models.lora import split
+from jaxrl_llm.models.adapters.lora import split
+from jaxrl_llm.models.files.weight_changes import ENCODING, apply, as_bytes, changes
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.models.weight_changes import ENCODING, apply, as_bytes, changes
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.rollout_queue import Produce
 from jaxrl_llm.training.rollouts import Rollouts, pack, placed, unpack

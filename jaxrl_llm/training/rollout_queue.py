@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.config.background import in_thread, leave_behind
 from jaxrl_llm.distributed.sharding import resharding, shardings
 from jaxrl_llm.distributed.turns import held, yielded
-from jaxrl_llm.models.lora import combine, split
+from jaxrl_llm.models.adapters.lora import combine, split
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.arrivals import Arrivals
 from jaxrl_llm.training.logging.stopwatch import Stopwatch

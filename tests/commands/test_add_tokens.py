@@ -8,8 +8,8 @@ import transformers
 import jaxrl_llm
 from jaxrl_llm.commands.add_tokens import add_tokens, main
 from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.models.files.new_tokens import with_tokens
 from jaxrl_llm.models.model import load_model
-from jaxrl_llm.models.new_tokens import with_tokens
 
 NEW = ("<think>", "</think>")
 

@@ -13,7 +13,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.data.tokenize import RowTokenizer
-from jaxrl_llm.models.hf import EMBEDDED, load_tokenizer
+from jaxrl_llm.models.files.hf import EMBEDDED, load_tokenizer
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rewards.judge import PairwiseJudge
 from jaxrl_llm.rewards.runner import TrainerState, load_rewards

@@ -136,7 +136,7 @@ def test_a_checkpoint_of_another_model(tiny_run, tmp_path):
     other = jaxrl_llm.load_model("embedded:sort", init_key=jax.random.key(0))
     hf = {**other.hf_config, "hidden_size": 48, "head_dim": 12, "intermediate_size": 64}
     (tmp_path / "other").mkdir()
-    importlib.import_module("jaxrl_llm.models.safetensors").write_json(tmp_path / "other" / "config.json", hf)
+    importlib.import_module("jaxrl_llm.models.files.safetensors").write_json(tmp_path / "other" / "config.json", hf)
     other.tokenizer.save_pretrained(tmp_path / "other")
     (tmp_path / "config.json").write_text(config.replace("embedded:sort", str(tmp_path / "other")))
     with pytest.raises(ConfigError, match=r"params/embed/weight is \[320, 96\] there, and is \[320, 48\] here"):

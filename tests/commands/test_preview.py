@@ -8,7 +8,7 @@ from jaxrl_llm.config import default
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.tokenize import HOPELESS, RowTokenizer
-from jaxrl_llm.models.hf import EMBEDDED
+from jaxrl_llm.models.files.hf import EMBEDDED
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,9 @@ from jaxrl_llm.commands.serve import load_served, merged, served_name
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.models.lora import LoraConfig, adapters_of, combine
+from jaxrl_llm.models.adapters.lora import LoraConfig, adapters_of, combine
+from jaxrl_llm.models.files.weight_versions import Publisher
 from jaxrl_llm.models.model import add_adapters, load_model
-from jaxrl_llm.models.weight_versions import Publisher
 from jaxrl_llm.training.runtime.lock import RunLock
 
 pytest.importorskip("uvicorn")

@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from jaxrl_llm.models.hf import EMBEDDED
+from jaxrl_llm.models.files.hf import EMBEDDED
 
 CODE = """
 from transformers import PreTrainedTokenizerFast

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.formats.lookup import find
 from jaxrl_llm.data.tokenize import TEXTS
-from jaxrl_llm.models.hf import EMBEDDED
+from jaxrl_llm.models.files.hf import EMBEDDED
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 MARKS = ("<!-- formats -->\n", "<!-- end of formats -->")

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from jaxrl_llm.models.hf import EMBEDDED
+from jaxrl_llm.models.files.hf import EMBEDDED
 from tests.data.smolvlm import smolvlm_folder
 from tests.data.vl_folders import PARTS as OTHERS
 from tests.data.vl_folders import vl_folder

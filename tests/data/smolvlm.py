@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from jaxrl_llm.models.hf import EMBEDDED
+from jaxrl_llm.models.files.hf import EMBEDDED
 
 TAGS = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
 TOKENS = ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>", "<|im_start|>", *TAGS]

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from jaxrl_llm.data.detokenize import REPLACEMENT, Detokenizer
-from jaxrl_llm.models.hf import find_tokenizer
+from jaxrl_llm.models.files.hf import find_tokenizer
 from tests.data.spacing_tokenizer import SPACINGS, spacing_tokenizer
 
 

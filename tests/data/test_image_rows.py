@@ -16,7 +16,7 @@ from jaxrl_llm.data import loading
 from jaxrl_llm.data.image_rows import ImageReader, Tiles
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.tokenize import RowTokenizer
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.training.setup.data import tokenizer_of
 from jaxrl_llm.training.setup.specs import data_spec
 from tests.data.qwen_vl import qwen_vl_folder

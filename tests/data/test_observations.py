@@ -11,7 +11,7 @@ from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import chat_ids, render_chat
 from jaxrl_llm.data.tokenize import RowTokenizer
-from jaxrl_llm.models.hf import remember_images
+from jaxrl_llm.models.files.hf import remember_images
 from tests.data.qwen_vl import qwen_vl_folder
 from tests.data.smolvlm import picture
 from tests.data.spacing_tokenizer import SPACINGS, spacing_tokenizer

@@ -16,7 +16,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from jaxrl_llm.models.hf import EMBEDDED
+from jaxrl_llm.models.files.hf import EMBEDDED
 
 TEXT = {
     "vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

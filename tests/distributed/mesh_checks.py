@@ -25,15 +25,17 @@ from jaxrl_llm.distributed.sharding import (
     rows_to_global,
     shardings,
 )
-from jaxrl_llm.models import chunked_softmax, hf, lora, moe
-from jaxrl_llm.models.attention import Attention, KeyValues
+from jaxrl_llm.models import chunked_softmax, moe
+from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.chunked_softmax import AlignedDistributions, UldOptions, chunked_logps, chunked_uld
-from jaxrl_llm.models.decode_attention import decode_attention
-from jaxrl_llm.models.fused_attention import splash_attention
+from jaxrl_llm.models.files import hf
+from jaxrl_llm.models.files.safetensors import Files
+from jaxrl_llm.models.kernels.decode_attention import decode_attention
+from jaxrl_llm.models.kernels.fused_attention import splash_attention
 from jaxrl_llm.models.logprobs import token_logps
+from jaxrl_llm.models.mixers.attention import Attention, KeyValues
 from jaxrl_llm.models.model import Model, init_sharded, load_model, save_hf
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.safetensors import Files
 from jaxrl_llm.models.transformer import Net, attention_mask
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
@@ -48,7 +50,7 @@ from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import update_spec
 from jaxrl_llm.training.update import init_state, make_update
-from tests.models.test_fused_attention import dense, outputs_and_gradients
+from tests.models.kernels.test_fused_attention import dense, outputs_and_gradients
 from tests.rollout.test_multi_turn import Echo
 from tests.training.packing.test_packed_updates import GROUP, config_of, online_batch, packer_of
 from tests.training.packing.test_packed_updates import SHAPE as PACKED

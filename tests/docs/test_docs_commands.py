@@ -39,7 +39,7 @@ NOT_RUN = {
     "--config.model.path=Qwen/Qwen3-8B": "reads config.json from the hub",
     "--config.model.path=Qwen/Qwen2.5-7B": "reads config.json from the hub",
     "--config.model.path=Qwen/Qwen3-30B-A3B": "a model of the hub; tests/training/test_expert_adapters_training.py",
-    "--config.model.path=openai/gpt-oss-20b": "a model of the hub; tests/models/test_mxfp4.py",
+    "--config.model.path=openai/gpt-oss-20b": "a model of the hub; tests/models/files/test_mxfp4.py",
     "--config.model.path=meta-llama/Llama-3.1-70B-Instruct": "reads config.json from the hub",
     "--config.logging.backends=console,jsonl,wandb,tensorboard": "wandb asks for an account; "
     "tests/training/logging/test_backends.py",

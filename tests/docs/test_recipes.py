@@ -11,7 +11,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file, shipped_configs
 from jaxrl_llm.config.resolve import import_file
 from jaxrl_llm.config.tree import validate
-from jaxrl_llm.models.hf import load_net
+from jaxrl_llm.models.files.hf import load_net
 from jaxrl_llm.rewards.runner import load_rewards
 
 # Parameters as the models' makers count them, embeddings once.

@@ -29,7 +29,7 @@ from jaxrl_llm.environments.agents import Agents, AgentSpec
 from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
 from jaxrl_llm.environments.protocol import EpisodeError, Step
-from jaxrl_llm.models.hf import find_tokenizer, remember_images
+from jaxrl_llm.models.files.hf import find_tokenizer, remember_images
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.agent_rollout import AgentRollout

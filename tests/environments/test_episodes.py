@@ -21,7 +21,7 @@ from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec, load_environments
 from jaxrl_llm.environments.games import SmallestOfEach, SortThenSmallest
 from jaxrl_llm.environments.protocol import EpisodeError, Step, checked_step, finite
-from jaxrl_llm.models.hf import EMBEDDED
+from jaxrl_llm.models.files.hf import EMBEDDED
 from jaxrl_llm.training.setup.objectives import needs_reference
 from jaxrl_llm.training.setup.specs import learner_spec
 from jaxrl_llm.training.setup.worker import environment_spec

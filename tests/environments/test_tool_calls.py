@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from jaxrl_llm.data.templates import called_turn
 from jaxrl_llm.environments.tool_calls import MARKS, THINKING, CallStart, ToolCall, parse_tool_calls, turn_calls
 from jaxrl_llm.environments.tools import turn_message
-from jaxrl_llm.models.hf import EMBEDDED
+from jaxrl_llm.models.files.hf import EMBEDDED
 
 try:
     import trl

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models.logprobs import token_logps
-from jaxrl_llm.models.mixer import DecodeInputs
+from jaxrl_llm.models.mixers.mixer import DecodeInputs
 
 # What the trainer computes. Outside of a program each operation is compiled by itself, which takes seven times as long.
 trainer_logps = jax.jit(token_logps, static_argnums=(0, 3))

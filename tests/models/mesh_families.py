@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.distributed.sharding import make_mesh, path_name
-from jaxrl_llm.models import delta_net, moe
+from jaxrl_llm.models import moe
+from jaxrl_llm.models.mixers import delta_net
 from jaxrl_llm.models.model import load_model
 from tests.models.images import VISION, image_documents, make_vision_oracle, padded_images
 from tests.models.oracles import FAMILIES, VARIANTS, added_gradients, make_oracle

@@ -82,7 +82,7 @@ from transformers import (
 )
 
 from jaxrl_llm.distributed.sharding import path_name
-from jaxrl_llm.models.safetensors import Stored
+from jaxrl_llm.models.files.safetensors import Stored
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.update import add_gradients

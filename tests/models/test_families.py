@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import families, hf
+from jaxrl_llm.models import families
 from jaxrl_llm.models.families import FAMILIES, family_of
+from jaxrl_llm.models.files import hf
+from jaxrl_llm.models.files.safetensors import stored_tensors
 from jaxrl_llm.models.logprobs import last_scores
 from jaxrl_llm.models.model import load_model, save_hf
-from jaxrl_llm.models.safetensors import stored_tensors
 from jaxrl_llm.training.setup.data import register
 from tests.models import oracles
 from tests.models.conftest import variants

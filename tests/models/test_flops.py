@@ -8,19 +8,19 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from jaxrl_llm.models.attention import Attention
-from jaxrl_llm.models.delta_net import GatedDeltaNet
+from jaxrl_llm.models.adapters.lora import LoraConfig
+from jaxrl_llm.models.adapters.peft_patterns import AdapterPatterns, with_patterns
 from jaxrl_llm.models.families import llama
 from jaxrl_llm.models.flops import matmul_parameters, row_flops
-from jaxrl_llm.models.latent_attention import LatentAttention
-from jaxrl_llm.models.lora import LoraConfig
-from jaxrl_llm.models.mamba2 import Mamba2
-from jaxrl_llm.models.mixer import NoMixer
+from jaxrl_llm.models.mixers.attention import Attention
+from jaxrl_llm.models.mixers.delta_net import GatedDeltaNet
+from jaxrl_llm.models.mixers.latent_attention import LatentAttention
+from jaxrl_llm.models.mixers.mamba2 import Mamba2
+from jaxrl_llm.models.mixers.mixer import NoMixer
+from jaxrl_llm.models.mixers.parallel import AttentionAndMamba
+from jaxrl_llm.models.mixers.short_conv import ShortConv
 from jaxrl_llm.models.model import describe
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.parallel import AttentionAndMamba
-from jaxrl_llm.models.peft_patterns import AdapterPatterns, with_patterns
-from jaxrl_llm.models.short_conv import ShortConv
 from jaxrl_llm.models.trained import Trained
 from jaxrl_llm.models.transformer import Net
 from tests.models.oracles import VARIANTS

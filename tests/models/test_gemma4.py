@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.adapters.lora import LoraConfig
 from jaxrl_llm.models.families import gemma4_text
-from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.model import add_adapters, load_model, save_adapter, save_hf
 from tests.models.decoding import continued_logits, padded
 from tests.models.oracles import VARIANTS, VOCAB, gradients, make_oracle, oracle_gradients, oracle_logits

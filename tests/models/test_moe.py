@@ -15,7 +15,7 @@ from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import load_balancin
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from jaxrl_llm.algorithms.batch import Inputs
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.moe import Experts, MixtureOfExperts, Routing, balance_loss, dense, grouped

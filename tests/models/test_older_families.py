@@ -23,13 +23,14 @@ import jaxrl_llm
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.models import hf, lora
+from jaxrl_llm.models.adapters import lora
+from jaxrl_llm.models.adapters.lora import LoraConfig
+from jaxrl_llm.models.adapters.peft_patterns import AdapterPatterns
 from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.families.rotary import max_positions
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.logprobs import token_statistics
-from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.model import Model, add_adapters, load_model, save_adapter, save_hf
-from jaxrl_llm.models.peft_patterns import AdapterPatterns
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.engine import decoding_params
 from jaxrl_llm.training.reward_models import RewardModel

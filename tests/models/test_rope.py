@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModel, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import hf
 from jaxrl_llm.models.families import FAMILIES, rotary
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.rope import Rope, check_length, dynamic_frequencies, frequencies, rotate
 
 ROPES = {

@@ -13,8 +13,9 @@ from transformers import AutoModelForTokenClassification
 
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import hf, lora
-from jaxrl_llm.models.lora import LoraConfig
+from jaxrl_llm.models.adapters import lora
+from jaxrl_llm.models.adapters.lora import LoraConfig
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.model import add_adapters, load_model, save_adapter, save_hf
 from tests.models import oracles
 from tests.models.conftest import variants

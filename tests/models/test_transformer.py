@@ -11,8 +11,9 @@ import pytest
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.distributed.sharding import path_name
-from jaxrl_llm.models import attention, layers
+from jaxrl_llm.models import layers
 from jaxrl_llm.models.families.decoder import settings
+from jaxrl_llm.models.mixers import attention
 from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Net, attention_mask, segment_positions, unstack

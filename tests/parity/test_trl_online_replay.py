@@ -12,7 +12,7 @@ from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.config import default
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.models.hf import EMBEDDED
+from jaxrl_llm.models.files.hf import EMBEDDED
 from jaxrl_llm.models.model import Model, load_model, save_hf
 from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.setup.objectives import objective_of

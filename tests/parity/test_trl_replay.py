@@ -6,7 +6,7 @@ from safetensors.numpy import load_file
 
 from jaxrl_llm.config import default
 from jaxrl_llm.data import tasks
-from jaxrl_llm.models.hf import EMBEDDED
+from jaxrl_llm.models.files.hf import EMBEDDED
 from jaxrl_llm.train import train
 
 torch = pytest.importorskip("torch")

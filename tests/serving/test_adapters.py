@@ -12,8 +12,8 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.__main__ import main
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import hf
-from jaxrl_llm.models.lora import LoraConfig, combine, parse_targets, split
+from jaxrl_llm.models.adapters.lora import LoraConfig, combine, parse_targets, split
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.model import add_adapters, load_adapter, save_adapter
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.sampling import SamplingParams

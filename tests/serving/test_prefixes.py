@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.models.lora import LoraConfig, split
+from jaxrl_llm.models.adapters.lora import LoraConfig, split
 from jaxrl_llm.models.model import add_adapters
 from jaxrl_llm.models.quantize import quantized_as
 from jaxrl_llm.models.transformer import Net

@@ -11,12 +11,12 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.commands.generate import prompt_rows
 from jaxrl_llm.data.collate import pad_prompts
-from jaxrl_llm.models.attention import Attention
-from jaxrl_llm.models.delta_net import GatedDeltaNet
-from jaxrl_llm.models.latent_attention import LatentAttention
+from jaxrl_llm.models.mixers.attention import Attention
+from jaxrl_llm.models.mixers.delta_net import GatedDeltaNet
+from jaxrl_llm.models.mixers.latent_attention import LatentAttention
+from jaxrl_llm.models.mixers.short_conv import ShortConv
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.quantize import quantized_as
-from jaxrl_llm.models.short_conv import ShortConv
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams

@@ -12,7 +12,7 @@ import pytest
 from jaxrl_llm.data.images import ImageLimits, data_url
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import render_prompt
-from jaxrl_llm.models.hf import find_tokenizer, remember_images
+from jaxrl_llm.models.files.hf import find_tokenizer, remember_images
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.bodies import parse
 from jaxrl_llm.serving.choice import Choice

@@ -10,7 +10,7 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.templates import render_prompt
-from jaxrl_llm.models.weight_versions import PatchError
+from jaxrl_llm.models.files.weight_versions import PatchError
 
 pytest.importorskip("starlette")
 PROMPTS = ["sort:4821=", "sort:90817="]

@@ -22,7 +22,7 @@ from jaxrl_llm.config.resolve import resolve
 from jaxrl_llm.config.schema import KEYS
 from jaxrl_llm.data.formats import lookup as formats
 from jaxrl_llm.data.formats.lookup import known
-from jaxrl_llm.models.hf import EMBEDDED
+from jaxrl_llm.models.files.hf import EMBEDDED
 from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.tools.migrate import migrate
 from jaxrl_llm.tools.migrate.documentation import page

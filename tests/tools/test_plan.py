@@ -16,9 +16,10 @@ from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.devices import DEVICES, named
 from jaxrl_llm.distributed.sharding import AXES, bytes_on_device
-from jaxrl_llm.models import families, hf
-from jaxrl_llm.models.fused_attention import flash_attention, splash_attention
-from jaxrl_llm.models.lora import split
+from jaxrl_llm.models import families
+from jaxrl_llm.models.adapters.lora import split
+from jaxrl_llm.models.files import hf
+from jaxrl_llm.models.kernels.fused_attention import flash_attention, splash_attention
 from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Net

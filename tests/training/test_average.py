@@ -10,7 +10,7 @@ import pytest
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import bytes_on_device, make_mesh
-from jaxrl_llm.models.lora import LoraConfig, merge
+from jaxrl_llm.models.adapters.lora import LoraConfig, merge
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.tools.plan.shapes import describe
 from jaxrl_llm.train import train

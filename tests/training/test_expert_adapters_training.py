@@ -10,7 +10,7 @@ import jaxrl_llm
 from jaxrl_llm.config import ConfigError, assign, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh, path_name
-from jaxrl_llm.models import lora
+from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.tools.plan.shapes import describe
 from tests.training.test_router_replay import write_mixture

@@ -16,9 +16,9 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.files.weight_versions import LocalCheckpoint, Publisher
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import load_model, save_hf
-from jaxrl_llm.models.weight_versions import LocalCheckpoint, Publisher
 from jaxrl_llm.rewards.runner import TrainerState
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -448,7 +448,7 @@ def test_a_server_gets_what_changed(rollout, model, monkeypatch, tmp_path):
 PUBLISHING = """
 from pathlib import Path
 
-from jaxrl_llm.models.weight_versions import LocalCheckpoint
+from jaxrl_llm.models.files.weight_versions import LocalCheckpoint
 
 here, local = Path(__file__).parent, LocalCheckpoint()
 

@@ -13,8 +13,8 @@ import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.models import lora
-from jaxrl_llm.models.lora import LoraConfig
+from jaxrl_llm.models.adapters import lora
+from jaxrl_llm.models.adapters.lora import LoraConfig
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.setup.objectives import objective_of

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 from tests.training.test_cross_tokenizer import saved_teacher
 
 CHECK = """

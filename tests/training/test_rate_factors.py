@@ -12,8 +12,8 @@ from peft.optimizers import create_loraplus_optimizer
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.adapters.lora import LoraConfig
 from jaxrl_llm.models.families import llama
-from jaxrl_llm.models.lora import LoraConfig
 from jaxrl_llm.models.model import add_adapters, load_model, named_rate_factors
 from jaxrl_llm.models.rate_factors import rate_factors
 from jaxrl_llm.training.optimizers import build_optimizer, with_rate_factors

@@ -11,7 +11,7 @@ import jaxrl_llm
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data.tokenize import RowTokenizer
-from jaxrl_llm.models.hf import EMBEDDED
+from jaxrl_llm.models.files.hf import EMBEDDED
 from jaxrl_llm.training.reward_models import RewardModel, with_reward_models
 from tests.data.coded_tokenizer import coded_folder, kind
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.distributed.processes import AgreedError, join
-from jaxrl_llm.models.weight_changes import ENCODING
+from jaxrl_llm.models.files.weight_changes import ENCODING
 from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.training import rollout_files, sampler
 from jaxrl_llm.training.logging.stopwatch import Stopwatch

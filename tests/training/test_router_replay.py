@@ -8,7 +8,7 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 

@@ -11,8 +11,8 @@ import jaxrl_llm
 from jaxrl_llm.algorithms.turn_advantages import BEYOND
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.models.hf import EMBEDDED, load_tokenizer
-from jaxrl_llm.models.lora import LoraConfig
+from jaxrl_llm.models.adapters.lora import LoraConfig
+from jaxrl_llm.models.files.hf import EMBEDDED, load_tokenizer
 from jaxrl_llm.models.model import add_adapters, save_adapter
 from jaxrl_llm.rewards.runner import Graded, Logged
 from jaxrl_llm.rewards.signatures import RewardError

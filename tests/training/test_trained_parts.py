@@ -12,12 +12,13 @@ from jaxrl_llm.commands.serve import merged
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh, path_name
-from jaxrl_llm.models import lora, model
+from jaxrl_llm.models import model
+from jaxrl_llm.models.adapters import lora
+from jaxrl_llm.models.adapters.lora import LoraConfig
+from jaxrl_llm.models.adapters.peft_patterns import AdapterPatterns
 from jaxrl_llm.models.families import llama
-from jaxrl_llm.models.lora import LoraConfig
+from jaxrl_llm.models.files.safetensors import named_as_modules
 from jaxrl_llm.models.model import add_adapters, load_model
-from jaxrl_llm.models.peft_patterns import AdapterPatterns
-from jaxrl_llm.models.safetensors import named_as_modules
 from jaxrl_llm.models.trained import Trained
 from jaxrl_llm.models.transformer import restacked
 from jaxrl_llm.tools.plan.shapes import describe

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import block_fp8
 from jaxrl_llm.models.families import rotary
 from jaxrl_llm.models.families.entries import number, positive, refuse, renamed
+from jaxrl_llm.models.files import block_fp8
 from jaxrl_llm.models.model_config import ModelConfig
 
 

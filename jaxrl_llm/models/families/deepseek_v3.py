@@ -5,7 +5,7 @@ from typing import Any
 from jaxrl_llm.models.families import decoder
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import number, positive, refuse
-from jaxrl_llm.models.latent_attention import LatentAttention
+from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "deepseek_v3"

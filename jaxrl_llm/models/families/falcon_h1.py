@@ -6,8 +6,8 @@ from typing import Any
 from jaxrl_llm.models.families import decoder, granitemoehybrid
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.mixers.parallel import AttentionAndMamba
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.parallel import AttentionAndMamba
 
 MODEL_TYPE = "falcon_h1"
 ARCHITECTURE = "FalconH1"

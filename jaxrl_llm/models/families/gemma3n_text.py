@@ -1,7 +1,7 @@
 """Gemma 3n, text models: streams of hidden states and low-rank residuals (models/altup.py), per-layer embeddings, last
 layers that read the keys and values of earlier ones, and first layers whose feed-forwards use few channels.
 
-Images and sound are not read: a folder of the type `gemma3n` is read as its text part (models/text_part.py).
+Images and sound are not read: a folder of the type `gemma3n` is read as its text part (models/files/text_part.py).
 """
 
 from typing import Any

@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.families import decoder, granite, mixtral
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import number, positive, refuse
-from jaxrl_llm.models.mamba2 import Mamba2
+from jaxrl_llm.models.mixers.attention import Attention
+from jaxrl_llm.models.mixers.mamba2 import Mamba2
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "granitemoehybrid"

@@ -6,8 +6,8 @@ from typing import Any
 from jaxrl_llm.models.families import decoder, deepseek_v3, olmo_hybrid
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import positive, refuse
-from jaxrl_llm.models.kimi_delta import KimiDelta
-from jaxrl_llm.models.latent_attention import LatentAttention
+from jaxrl_llm.models.mixers.kimi_delta import KimiDelta
+from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "kimi_linear"

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.families import decoder
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.mixers.attention import Attention
+from jaxrl_llm.models.mixers.short_conv import ShortConv
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.short_conv import ShortConv
 
 MODEL_TYPE = "lfm2"
 ARCHITECTURE = "Lfm2"

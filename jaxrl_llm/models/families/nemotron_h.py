@@ -3,12 +3,12 @@ positions, a feed-forward or experts alone, the last two without gates, and expe
 
 from typing import Any
 
-from jaxrl_llm.models.attention import Attention
 from jaxrl_llm.models.families import decoder, deepseek_v3, granitemoehybrid
 from jaxrl_llm.models.families.decoder import TensorName, linear
 from jaxrl_llm.models.families.entries import number, positive, refuse
-from jaxrl_llm.models.mamba2 import UnadaptedOutMamba2
-from jaxrl_llm.models.mixer import NoMixer
+from jaxrl_llm.models.mixers.attention import Attention
+from jaxrl_llm.models.mixers.mamba2 import UnadaptedOutMamba2
+from jaxrl_llm.models.mixers.mixer import NoMixer
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "nemotron_h"

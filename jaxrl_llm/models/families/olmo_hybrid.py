@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from jaxrl_llm.models.delta_net import ApartDeltaNet
 from jaxrl_llm.models.families import decoder, olmo2, qwen3_next, rotary
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import positive
+from jaxrl_llm.models.mixers.delta_net import ApartDeltaNet
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "olmo_hybrid"

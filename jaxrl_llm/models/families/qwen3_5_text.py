@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jaxrl_llm.models.delta_net import SplitDeltaNet
 from jaxrl_llm.models.families import decoder, qwen3_next
 from jaxrl_llm.models.families.decoder import LAYER, linear
+from jaxrl_llm.models.mixers.delta_net import SplitDeltaNet
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "qwen3_5_text"

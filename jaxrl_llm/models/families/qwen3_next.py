@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from jaxrl_llm.models.attention import Attention
-from jaxrl_llm.models.delta_net import GatedDeltaNet
 from jaxrl_llm.models.families import decoder, qwen2_moe
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
 from jaxrl_llm.models.families.entries import positive, refuse
+from jaxrl_llm.models.mixers.attention import Attention
+from jaxrl_llm.models.mixers.delta_net import GatedDeltaNet
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "qwen3_next"

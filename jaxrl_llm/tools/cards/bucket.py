@@ -17,8 +17,8 @@ import jax
 from jaxrl_llm.config import ConfigDict, ConfigError
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.distributed.processes import all_or_none
-from jaxrl_llm.models.hf import EXPORTED
-from jaxrl_llm.models.remote import FILES_AT_ONCE, reason_of
+from jaxrl_llm.models.files.hf import EXPORTED
+from jaxrl_llm.models.files.remote import FILES_AT_ONCE, reason_of
 from jaxrl_llm.tools.cards.hub import WEIGHTS, matches
 
 CONFIG = "config.json"

@@ -18,8 +18,8 @@ from jaxrl_llm.config import ConfigDict, ConfigError
 from jaxrl_llm.config.secrets import HIDDEN
 from jaxrl_llm.config.version import __version__
 from jaxrl_llm.distributed.processes import all_or_none
-from jaxrl_llm.models.hf import CRITIC, EXPORTED
-from jaxrl_llm.models.safetensors import write_json
+from jaxrl_llm.models.files.hf import CRITIC, EXPORTED
+from jaxrl_llm.models.files.safetensors import write_json
 
 PUSHED = "pushed.json"  # in the folder of a run: the commit that it has pushed to each repository
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")

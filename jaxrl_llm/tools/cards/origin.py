@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.data.loading import source_options
-from jaxrl_llm.models.hf import EMBEDDED
-from jaxrl_llm.models.remote import fetched, is_url
+from jaxrl_llm.models.files.hf import EMBEDDED
+from jaxrl_llm.models.files.remote import fetched, is_url
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 LICENSE_KEYS = ("license", "license_name", "license_link")

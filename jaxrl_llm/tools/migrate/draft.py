@@ -193,7 +193,7 @@ class Draft:
             )
         if model and (Path(model).expanduser() / "config.json").is_file():
             from jaxrl_llm.models.families import family_of  # here, as others need no networks
-            from jaxrl_llm.models.hf import read_config
+            from jaxrl_llm.models.files.hf import read_config
 
             try:
                 family_of(read_config(Path(model).expanduser()))

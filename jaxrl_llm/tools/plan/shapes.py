@@ -13,11 +13,12 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import resolve, split_options
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.sharding import make_mesh, over, placed
-from jaxrl_llm.models import hf, peft
+from jaxrl_llm.models.adapters import peft
+from jaxrl_llm.models.adapters.lora import has_adapters, merge, split
+from jaxrl_llm.models.adapters.peft_patterns import with_patterns
 from jaxrl_llm.models.families import family_of
-from jaxrl_llm.models.lora import has_adapters, merge, split
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.model import base_and_adapter
-from jaxrl_llm.models.peft_patterns import with_patterns
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.rewards.built_in import BUILT_IN
 from jaxrl_llm.rewards.judge import JudgeSpec

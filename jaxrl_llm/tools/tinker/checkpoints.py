@@ -19,11 +19,12 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import path_name
-from jaxrl_llm.models import hf, lora
-from jaxrl_llm.models.lora import LoraConfig
+from jaxrl_llm.models.adapters import lora
+from jaxrl_llm.models.adapters.lora import LoraConfig
+from jaxrl_llm.models.adapters.peft import is_adapter
+from jaxrl_llm.models.files import hf
+from jaxrl_llm.models.files.safetensors import read_json, write_json
 from jaxrl_llm.models.model import Model, load_adapter, save_adapter, save_hf
-from jaxrl_llm.models.peft import is_adapter
-from jaxrl_llm.models.safetensors import read_json, write_json
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.tools.tinker.training_run import Moments, TrainingRun

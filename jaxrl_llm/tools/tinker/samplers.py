@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jaxrl_llm.models.lora import LoraConfig, combine
+from jaxrl_llm.models.adapters.lora import LoraConfig, combine
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.serving.app import Answer, Server
 from jaxrl_llm.serving.bodies import parse

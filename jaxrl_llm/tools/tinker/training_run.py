@@ -16,7 +16,7 @@ import optax
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config.resolve import closest
-from jaxrl_llm.models import lora
+from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.chunked_softmax import chunked_logps
 from jaxrl_llm.models.model import Model, add_adapters
 from jaxrl_llm.models.transformer import Net, Params

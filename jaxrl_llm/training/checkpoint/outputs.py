@@ -21,10 +21,11 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.schema import NEW
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.distributed import processes
-from jaxrl_llm.models import hf, peft
-from jaxrl_llm.models.lora import has_adapters
+from jaxrl_llm.models.adapters import peft
+from jaxrl_llm.models.adapters.lora import has_adapters
+from jaxrl_llm.models.files import hf
+from jaxrl_llm.models.files.safetensors import write_json
 from jaxrl_llm.models.model import Model, has_peft_adapter, save_adapter, save_hf
-from jaxrl_llm.models.safetensors import write_json
 
 GIVEN = "given.json"
 SHOWN_SECONDS = 10.0  # within which a file system of several machines shows each what another has written

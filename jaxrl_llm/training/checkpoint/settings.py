@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrl_llm.config import ConfigDict, ConfigError, flat, from_json, to_json, with_correction
 from jaxrl_llm.config.schema import BY_NAME, IDENTITY, OF_A_START
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.model import base_and_adapter
 from jaxrl_llm.training.setup.data import model_entries, register
 

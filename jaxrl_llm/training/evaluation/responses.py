@@ -14,7 +14,7 @@ from jaxrl_llm.data.collate import columns_of
 from jaxrl_llm.data.formats.lookup import find
 from jaxrl_llm.data.templates import is_conversational
 from jaxrl_llm.distributed.processes import all_or_none, gather
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged, Rewards, TrainerState
 from jaxrl_llm.rewards.signatures import parameter_names, text_of
 from jaxrl_llm.training.evaluation.metrics import (

@@ -13,7 +13,7 @@ from typing import Any, Self
 import jax
 from rich.console import Console
 
-from jaxrl_llm.models.safetensors import read_json
+from jaxrl_llm.models.files.safetensors import read_json
 from jaxrl_llm.training.logging.backends import Identity
 from jaxrl_llm.training.logging.backends.delivery import Delivery, deliveries, table_of
 from jaxrl_llm.training.logging.console import Screen

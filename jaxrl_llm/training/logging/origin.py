@@ -15,7 +15,7 @@ import jaxlib
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.version import __version__
-from jaxrl_llm.models.safetensors import write_json
+from jaxrl_llm.models.files.safetensors import write_json
 
 STARTS = "starts.json"
 

@@ -18,7 +18,7 @@ from jaxrl_llm.algorithms.batch import Batch, PackedLayout
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.processes import gather
 from jaxrl_llm.distributed.sharding import local_rows, row_groups, row_shards, rows_to_global
-from jaxrl_llm.models.fused_attention import BY_SEGMENTS, MASKED_LENGTH, implementation
+from jaxrl_llm.models.kernels.fused_attention import BY_SEGMENTS, MASKED_LENGTH, implementation
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.packing.layout import Sizes, longest_item, needs, plan

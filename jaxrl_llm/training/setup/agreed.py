@@ -18,7 +18,7 @@ from jaxrl_llm.data.loading import DataSource, digest_of
 from jaxrl_llm.data.sources import local_files
 from jaxrl_llm.data.tokenize import COLUMNS, STEP_LABELS
 from jaxrl_llm.distributed.processes import check_agreed
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.model import base_and_adapter
 
 LOOKED_AT = 4096  # rows whose tokens are compared, evenly spaced; of the others their lengths

@@ -11,9 +11,10 @@ from jaxrl_llm.data import image_processor, loading
 from jaxrl_llm.data.loading import DataSource, Tokenized
 from jaxrl_llm.data.named_templates import with_chat_template, with_eos_token
 from jaxrl_llm.data.sources import is_stream
-from jaxrl_llm.models import families, hf
+from jaxrl_llm.models import families
+from jaxrl_llm.models.files import hf
+from jaxrl_llm.models.files.safetensors import read_json
 from jaxrl_llm.models.model import Model, base_and_adapter, check_ids
-from jaxrl_llm.models.safetensors import read_json
 from jaxrl_llm.training.evaluation.run import NamedSet, named_sets
 from jaxrl_llm.training.packing.documents import first_fit
 from jaxrl_llm.training.setup.agreed import check_same_rows, check_same_streams

@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.processes import gather
 from jaxrl_llm.distributed.sharding import bytes_on_device, over, row_shards
-from jaxrl_llm.models.attention import Attention
-from jaxrl_llm.models.lora import has_adapters, split
+from jaxrl_llm.models.adapters.lora import has_adapters, split
+from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Params

@@ -9,10 +9,10 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
 from jaxrl_llm.config import ConfigDict, ConfigError
 from jaxrl_llm.config.resolve import split_options
-from jaxrl_llm.models.lora import LoraConfig, has_adapters, parse_targets
+from jaxrl_llm.models.adapters.lora import LoraConfig, has_adapters, parse_targets
+from jaxrl_llm.models.adapters.peft import read_config
+from jaxrl_llm.models.adapters.peft_patterns import AdapterPatterns
 from jaxrl_llm.models.model import Model, add_adapters, check_positions, check_same_vocabulary, copied_model, load_model
-from jaxrl_llm.models.peft import read_config
-from jaxrl_llm.models.peft_patterns import AdapterPatterns
 from jaxrl_llm.models.trained import Trained
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.value import shared_critic

@@ -22,9 +22,9 @@ from jaxrl_llm.distributed.sharding import has_host_memory, on_host, path_name, 
 from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.environments.tool_calls import PROBE_CALL, PROBE_TOOL, ToolCall, parse_tool_calls
+from jaxrl_llm.models.adapters.lora import has_adapters, split
 from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.families import rotary
-from jaxrl_llm.models.lora import has_adapters, split
 from jaxrl_llm.models.model import Model, named_rate_factors
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.quantize import BYTES

@@ -20,10 +20,10 @@ from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.data.tokenize import RowTokenizer
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.families import family_of
-from jaxrl_llm.models.hf import EMBEDDED, remember_images
+from jaxrl_llm.models.files.hf import EMBEDDED, remember_images
+from jaxrl_llm.models.files.safetensors import named_as_modules
 from jaxrl_llm.models.logprobs import likeliest, token_logps
 from jaxrl_llm.models.model import load_model, save_hf
-from jaxrl_llm.models.safetensors import named_as_modules
 from jaxrl_llm.tools.tinker.service import TrainingService
 from jaxrl_llm.training.offline import pad_examples, with_images
 from jaxrl_llm.training.packing.planner import _obstacle

@@ -28,13 +28,13 @@ from transformers.models.glm4v.modeling_glm4v import Glm4vVisionEmbeddings
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import attention
+from jaxrl_llm.models.adapters.lora import LoraConfig
+from jaxrl_llm.models.adapters.peft import TENSORS
 from jaxrl_llm.models.families import family_of
-from jaxrl_llm.models.lora import LoraConfig
-from jaxrl_llm.models.mixer import DecodeInputs
+from jaxrl_llm.models.files.safetensors import named_as_modules, stored_tensors
+from jaxrl_llm.models.mixers import attention
+from jaxrl_llm.models.mixers.mixer import DecodeInputs
 from jaxrl_llm.models.model import add_adapters, check_attention, describe, load_model, save_adapter, save_hf
-from jaxrl_llm.models.peft import TENSORS
-from jaxrl_llm.models.safetensors import named_as_modules, stored_tensors
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.models.vision import patch_rows
 from jaxrl_llm.models.vision.tower import image_runs

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.models.weight_versions import LocalCheckpoint
+from jaxrl_llm.models.files.weight_versions import LocalCheckpoint
 from tests.system.processes.test_runs import all_ended_well, command, same_runs
 from tests.training.test_external_rollout import Server
 

@@ -9,7 +9,7 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default
-from jaxrl_llm.models.hf import locate
+from jaxrl_llm.models.files.hf import locate
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.tools.tinker import training_run
 from jaxrl_llm.tools.tinker.checkpoints import Place, Store

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.models import lora
+from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.tools.tinker.checkpoints import Place, Store
 from jaxrl_llm.tools.tinker.messages import Datum, GradientRequest
@@ -361,7 +361,7 @@ def test_peft_reads_what_was_saved(run, tmp_path):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    from jaxrl_llm.models.hf import locate
+    from jaxrl_llm.models.files.hf import locate
 
     Store(tmp_path).save(Place("run", "sampler_weights", "a"), run, {})
     oracle = AutoModelForCausalLM.from_pretrained(locate("embedded:sort"))

@@ -13,7 +13,7 @@ from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, assign, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.models import hf
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.moe import balance_loss

@@ -13,8 +13,8 @@ from jaxrl_llm.commands.export import export
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.adapters.lora import without_adapters
 from jaxrl_llm.models.logprobs import token_values
-from jaxrl_llm.models.lora import without_adapters
 from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Net

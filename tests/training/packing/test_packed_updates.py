@@ -10,9 +10,9 @@ import pytest
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.models.attention import Attention
-from jaxrl_llm.models.delta_net import GatedDeltaNet
-from jaxrl_llm.models.lora import LoraConfig
+from jaxrl_llm.models.adapters.lora import LoraConfig
+from jaxrl_llm.models.mixers.attention import Attention
+from jaxrl_llm.models.mixers.delta_net import GatedDeltaNet
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.rope import Rope
 from jaxrl_llm.models.transformer import Net

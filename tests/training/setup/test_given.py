@@ -13,7 +13,7 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.lora import has_adapters, parse_targets
+from jaxrl_llm.models.adapters.lora import has_adapters, parse_targets
 from jaxrl_llm.training.setup.given import lora_settings, take
 
 ROWS = [{"prompt": f"sort:{n}=", "answer": "".join(sorted(str(n)))} for n in range(100, 108)]

@@ -1,0 +1,437 @@
+"""Adapters as files: the folders of Hugging Face PEFT, `adapter_config.json` and `adapter_model.safetensors`."""
+
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.resolve import closest
+from jaxrl_llm.distributed.sharding import path_name, shardings
+from jaxrl_llm.models.adapters import peft_experts
+from jaxrl_llm.models.adapters.lora import (
+    EXPERTS,
+    MODULES,
+    SAVED,
+    TARGETS,
+    WITHIN,
+    LoraConfig,
+    Params,
+    adapters_of,
+    parse_targets,
+    plain_adapters,
+    split,
+)
+from jaxrl_llm.models.adapters.peft_patterns import fitting, with_adapters
+from jaxrl_llm.models.files import remote, safetensors
+from jaxrl_llm.models.transformer import Net
+
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+PREFIX, FACTOR_A = "base_model.model.", ".lora_A.weight"
+VISION = re.compile(r"\.(vision_model|vision_tower|visual)\.")  # in the names of modules of a vision part
+LM_HEAD = "lm_head"
+HEADS = ("score", "classifier")  # PEFT names both for models with a score or step head
+TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS", "step": "TOKEN_CLS"}
+# Entries of adapter_config.json, and the values with which the adapter is what `lora.delta` computes.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    "use_qalora": (None, False),
+    "use_bdlora": (None, False),
+    "alora_invocation_tokens": (None, []),
+    "trainable_token_indices": (None, []),
+    # Others (pissa, olora, loftq, ...) change the base model too, unless PEFT converted them as it saved them.
+    "init_lora_weights": (None, False, "gaussian", "orthogonal", "eva", True),
+    "fan_in_fan_out": (None, True, False),  # how the base's file has a matrix, which PEFT knows without it
+    "lora_bias": (None, False),
+    "layer_replication": (None, []),
+}
+
+
+class AdapterConfig(NamedTuple):
+    """The contents of adapter_config.json: the shape, the base model's name or path (None: not named), the head, the
+    modules besides the head that are trained whole, and whether there are adapters on a vision part."""
+
+    lora: LoraConfig
+    base: str | None
+    head: str
+    modules_to_save: tuple[str, ...] = ()
+    ties: bool = False  # a module that the model ties to another stays so
+    vision: bool = False
+    modules: Mapping[str, tuple[int, float]] = {}  # of each with an adapter, experts aside, its rank and alpha
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of a ModelConfig that say which adapters a net has."""
+        return {"lora": self.lora} | ({"vision_training": "lora"} if self.vision else {})
+
+
+class Tensors(NamedTuple):
+    """The tensors of one parameter in the file, and their arrangement in it."""
+
+    names: list[str]  # one per layer where it is stacked
+    transpose: bool
+    layers: list[int | None]  # the index of each where it is stacked
+    experts: peft_experts.Layout | None = None  # of a factor of stacked experts
+
+    @property
+    def stacked(self) -> bool:
+        """True for a parameter of several layers."""
+        return self.layers[0] is not None
+
+    def in_file(self, x: np.ndarray) -> np.ndarray:
+        """A layer's numbers as the file has them."""
+        return self.experts.in_file(x) if self.experts is not None else x.T if self.transpose else x
+
+    def in_parameters(self, x: np.ndarray) -> np.ndarray:
+        """A tensor of the file as the parameters have it: the inverse of `in_file`."""
+        return self.experts.in_parameters(x) if self.experts is not None else x.T if self.transpose else x
+
+
+def is_adapter(folder: str | os.PathLike[str]) -> bool:
+    """True when the folder, here or behind a URL, is that of an adapter."""
+    return (_located(folder, (CONFIG,), "model path") / CONFIG).is_file()
+
+
+def _located(folder: str | os.PathLike[str], files: Iterable[str] = (CONFIG, TENSORS), name: str = "adapter") -> Path:
+    """The folder on this machine; of one behind a URL a copy with these files, and `name` is what messages call it."""
+    return remote.fetch(os.fspath(folder), files, name) if remote.is_url(folder) else Path(folder).expanduser()
+
+
+def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
+    """The configuration of the adapter in a PEFT folder, here or behind a URL.
+
+    Which linear maps have one is read from the names of its tensors. Raises ConfigError for a folder without adapter,
+    and for one that is more than a LoRA on linear maps of the layers and on experts.
+    """
+    folder = _located(folder)
+    entries = safetensors.read_json(folder / CONFIG)
+    if entries is None:
+        raise ConfigError(f"{folder} has no {CONFIG}: it is not the folder of a PEFT adapter")
+    for name, plain in PLAIN.items():
+        if entries.get(name) not in plain:
+            raise ConfigError(
+                f"{folder / CONFIG}: {name} = {entries.get(name)!r} is not supported; supported: {plain[-1]!r}. Merge "
+                "the adapter with PEFT's merge_and_unload and load the result as a model"
+            )
+    if not isinstance(entries.get("r"), int) or entries["r"] < 1:
+        raise ConfigError(f"{folder / CONFIG}: r = {entries.get('r')!r} is not the rank of an adapter")
+    with contextlib.ExitStack() as stack:
+        names = [name for name in _open(folder, stack).keys() if name.endswith(FACTOR_A)]  # noqa: SIM118
+    experts = peft_experts.targets_of(entries, folder / CONFIG)
+    linear = [_module(name) for name in names if not (experts and peft_experts.FACTOR.search(name))]
+    modules = {_word(name) for name in linear}
+    unknown = sorted(modules - set(MODULES))
+    if unknown or not names:
+        raise ConfigError(
+            f"{folder / TENSORS} has adapters of {', '.join(unknown) or 'nothing'}; there can be adapters of "
+            f"{', '.join((*MODULES, *EXPERTS))}"
+        )
+    lora = LoraConfig(
+        rank=entries["r"],
+        alpha=float(entries.get("lora_alpha", 8)),
+        dropout=float(entries.get("lora_dropout", 0.0)),
+        targets=parse_targets([*modules, *experts]),
+        rslora=bool(entries.get("use_rslora")),
+        dora=bool(entries.get("use_dora")),
+    )
+    ranks, alphas = entries.get("rank_pattern"), entries.get("alpha_pattern")
+    head = next((head for head, task in TASKS.items() if entries.get("task_type") == task), "lm")
+    saved = tuple(name for name in entries.get("modules_to_save") or () if name not in HEADS)
+    return AdapterConfig(
+        lora, entries.get("base_model_name_or_path"), head, saved, bool(entries.get("ensure_weight_tying")),
+        vision=any(VISION.search(name) for name in names),
+        modules={
+            name: (fitting(ranks or {}, name, lora.rank), float(fitting(alphas or {}, name, lora.alpha)))
+            for name in linear
+        },
+    )  # fmt: skip
+
+
+def with_modules(net: Net, family, names: Iterable[str], key: str) -> Net:
+    """The net, which has adapters, with the modules trained whole that PEFT's `modules_to_save` names.
+
+    A name is the end of those of its modules, as in PEFT: `embed_tokens`, `lm_head`, `model.norm`, and `norm` for every
+    norm. Where the head is the embedding either name means both; without a language-model head `lm_head` means nothing.
+    Raises ConfigError, with `key` for what names them, for modules that have no parameters of their own, that are
+    experts or quantised, or that have adapters.
+    """
+    lora, scores = net.config.lora, net.config.head != "lm"
+    assert lora is not None
+    modules = _modules(net, family)
+    quantized, adapted = (
+        safetensors.quantized_kernels(net, None),
+        {word for word, name in MODULES.items() if name in lora.targets},
+    )
+    barred = {
+        module
+        for module, tensors in modules.items()
+        if module.split(".")[-1] in (*adapted, *HEADS)
+        or any(x.expert is not None or x.full_shape != x.shape or x.leaf in quantized for x in tensors)
+    }
+    found = set[str]()
+    for name in names:
+        if scores and name in (*HEADS, LM_HEAD):
+            continue
+        meant = _embedding(modules) if name == LM_HEAD and net.config.tie_embeddings else name
+        matching = {module for module in modules if module.endswith(meant)}
+        if not matching or matching & barred:
+            known = sorted({module.split(".")[-1] for module in modules.keys() - barred})
+            raise ConfigError(
+                f"{key} names {name!r}, but the modules of this model that can be trained whole beside its adapters "
+                f"are {', '.join(known)}; the closest is {closest(name, known)}"
+            )
+        found |= {tensor.leaf for module in matching for tensor in modules[module]}
+    return net.with_lora(dataclasses.replace(lora, saved=tuple(sorted(found))))
+
+
+def _modules(net: Net, family) -> dict[str, list[safetensors.Stored]]:
+    """The tensors of each module of the family that has parameters, by its name."""
+    modules: dict[str, list[safetensors.Stored]] = {}
+    for tensor in safetensors.named_as_modules(net, family):
+        modules.setdefault(tensor.name.rpartition(".")[0], []).append(tensor)
+    return modules
+
+
+def _embedding(modules: Mapping[str, list[safetensors.Stored]]) -> str:
+    """The name of the module that is the embedding."""
+    return next(name for name, tensors in modules.items() if tensors[0].leaf == "embed/weight")
+
+
+def with_adapter_modules(net: Net, family, folder: str | os.PathLike[str]) -> Net:
+    """The net with adapters on the modules that the PEFT folder of its adapter names, and those that it trains whole.
+
+    Raises ConfigError as `with_modules` and `peft_patterns.with_adapters`, and where embedding and head, which the
+    model has as one, were trained apart.
+    """
+    described = read_config(folder)
+    net = with_adapters(net, family, described.modules.get) if described.modules else net
+    net = with_modules(net, family, described.modules_to_save, f"{folder}/{CONFIG}: modules_to_save")
+    if is_tied(net) and not described.ties:
+        raise ConfigError(
+            f"{folder}/{CONFIG}: modules_to_save = {list(described.modules_to_save)} without ensure_weight_tying "
+            "trained an embedding apart from the head, and this model has one matrix for both (tie_word_embeddings): "
+            "merge the adapter with PEFT's merge_and_unload into a model without tied weights"
+        )
+    return net
+
+
+def is_tied(net: Net) -> bool:
+    """True when a module that is trained whole is the embedding of a model whose head is that too."""
+    lora = net.config.lora
+    return lora is not None and net.config.tie_embeddings and net.config.head == "lm" and "embed/weight" in lora.saved
+
+
+def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) -> Params:
+    """The adapters in a PEFT folder, and its score head if it has one, as parameters of `net` sharded over `mesh`.
+
+    Raises ConfigError for tensors that are missing, unexpected, of another shape than the net's, or not finite.
+    """
+    folder = _located(folder)
+    shapes = split(net.shapes())[1]
+    with contextlib.ExitStack() as stack:
+        file = _open(folder, stack)
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    wanted = _tensors(net, family)
+    # A language model's adapter may be under a new head.
+    if "score" in shapes and not any(name.startswith(f"{PREFIX}score.") for name in found):
+        shapes = {name: tree for name, tree in shapes.items() if name != "score"}
+        wanted = {path: tensors for path, tensors in wanted.items() if not path.startswith("score/")}
+    if is_tied(net):
+        found.pop(f"{PREFIX}{LM_HEAD}.weight", None)
+    names = [name for tensors in wanted.values() for name in tensors.names]
+    if missing := [name for name in names if name not in found]:
+        raise ConfigError(f"{folder / TENSORS} lacks tensors that the model needs: {safetensors.some(missing)}")
+    if spare := sorted(set(found) - set(names)):
+        raise ConfigError(
+            f"{folder / TENSORS} holds tensors that the model has no place for: {safetensors.some(spare)}"
+        )
+
+    def leaf(path, x):
+        tensors = wanted[path_name(path)]
+        shape = tensors.in_file(np.broadcast_to(np.bool_(False), x.shape[1 if tensors.stacked else 0 :])).shape
+        for name in tensors.names:
+            safetensors.check_finite(found[name], folder, name)
+            if found[name].shape != shape:
+                raise ConfigError(
+                    f"{folder / TENSORS}: {name} has shape {found[name].shape}, but this model and "
+                    f"r = {net.config.lora and net.config.lora.rank} need {shape}"
+                )
+        layers = [tensors.in_parameters(found[name]) for name in tensors.names]
+        return (np.stack(layers) if tensors.stacked else layers[0]).astype(x.dtype)
+
+    values = jax.tree_util.tree_map_with_path(leaf, shapes)
+    return jax.device_put(values, None if mesh is None else shardings(values, mesh))
+
+
+def fused(net: Net, family) -> str | None:
+    """A tensor in which the family keeps a linear map that has an adapter together with others, None without one.
+
+    PEFT has one adapter for such a tensor and not one for each map. A name that is not in MODULES is taken for one.
+    """
+    stored = {tensor.leaf: tensor for tensor in safetensors.named_as_modules(net, family)}
+    for path, _ in jax.tree_util.tree_leaves_with_path(adapters_of(net.shapes())):
+        module = path_name(path).rpartition("/")[0]
+        if "/experts/" in module:  # PEFT adapts them where transformers has them stacked
+            if peft_experts.stacked_key(family) is None:
+                return module
+            continue
+        tensor = stored[f"{module}/kernel"]
+        name = tensor.name.removesuffix(".weight")
+        if tensor.full_shape != tensor.shape or _word(name) not in MODULES:
+            return name
+    return None
+
+
+def write(folder: Path, net: Net, family, params: Params, base: str | None) -> None:
+    """Writes `adapter_config.json` and `adapter_model.safetensors` of the model's adapters and its score head, in fp32.
+
+    Adapters whose start is subtracted are written as `lora.plain_adapters` has them, for the same base model.
+    `base` is the name or path of the model they belong to. With many processes all must call; the first one writes.
+    """
+    assert net.config.lora is not None
+    params, lora = plain_adapters(params, net.config.lora)
+    net = net.with_lora(lora)
+    leaves = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(split(params)[1])}
+    arrays: dict[str, np.ndarray] = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for path, tensors in _tensors(net, family).items():
+        value = safetensors.on_host(leaves[path]).astype(np.float32)
+        if lora.groups and path.endswith("/lora_a") and (own := lora.at(path.split("/")[:-1])):
+            modules = [_module(name) for name in tensors.names]
+            ranks |= dict.fromkeys(modules, own.rank) if own.rank != lora.rank else {}
+            alphas |= dict.fromkeys(modules, own.alpha) if own.alpha != lora.alpha else {}
+        layers = zip(tensors.names, value if tensors.stacked else value[None], strict=True)
+        arrays |= {name: np.ascontiguousarray(tensors.in_file(x)) for name, x in layers}
+    modules = _modules(net, family)
+    whole = {
+        name
+        for name, tensors in modules.items()
+        if any(x.leaf in lora.saved or x.leaf.startswith("score/") for x in tensors)
+    }
+    # Each by its last word where no other module ends with that.
+    short = {name: HEADS[0] if name.startswith(f"{HEADS[0]}.") else name.split(".")[-1] for name in whole}
+    ambiguous = {word for word in short.values() if any(name.endswith(word) for name in modules.keys() - whole)}
+    saved = sorted({name if word in ambiguous else word for name, word in short.items()})
+    tied = {}
+    if is_tied(net):  # PEFT reads the head beside the embedding that it is
+        arrays[f"{PREFIX}{LM_HEAD}.weight"] = arrays[f"{PREFIX}{_embedding(modules)}.weight"].copy()
+        tied = {"ensure_weight_tying": True}
+    factors = {name for name in arrays if name.endswith(FACTOR_A) and not peft_experts.FACTOR.search(name)}
+    parameters = list(lora.experts)
+    if family.MODEL_TYPE in peft_experts.MISREAD and not (lora.dropout or lora.dora or ranks or alphas):
+        # By their weights PEFT finds them, with an adapter of the same shape; it has the others for modules alone.
+        misread = {name for name in factors if MODULES[_module(name).split(".")[-1]] in ("gate", "up", "down")}
+        named = _target_modules(net, misread)
+        parameters += [f"{x}.weight" for x in (sorted(map(_module, misread)) if isinstance(named, str) else named)]
+        factors -= misread
+    entries = {
+        "peft_type": "LORA",
+        "task_type": TASKS[net.config.head],
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "lora_dropout": lora.dropout,
+        "target_modules": _target_modules(net, factors),
+        "target_parameters": parameters or None,
+        "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
+        "bias": "none",
+        "fan_in_fan_out": any(not modules[_module(name)][0].transpose for name in factors),
+        "modules_to_save": saved or None,
+        "inference_mode": True,
+        **tied,
+    }
+    if jax.process_index() == 0:
+        save_file(arrays, folder / TENSORS, metadata={"format": "pt"})
+        safetensors.write_json(folder / CONFIG, entries)
+
+
+def _word(module: str) -> str:
+    """The last word of a module's name; of the map within another one that of the other."""
+    return module.removesuffix(WITHIN).split(".")[-1]
+
+
+def _module(name: str) -> str:
+    """The module whose factor A a tensor is."""
+    return name.removeprefix(PREFIX).removesuffix(FACTOR_A)
+
+
+def _target_modules(net: Net, factors: Iterable[str]) -> list[str] | str:
+    """The modules with these factors A as PEFT finds them: by the ends of their names; by the whole names where layers
+    differ; or by a pattern where the vision part of the model has modules of these names too, without adapters of their
+    own."""
+    modules = [_module(name) for name in factors]
+    if not modules or (net.config.lora is not None and net.config.lora.groups):
+        return sorted(modules)
+    alike = net.config.vision is None or net.config.vision_training == "lora"
+    if alike and not any(module.endswith(WITHIN) for module in modules):
+        words = {module.split(".")[-1] for module in modules}
+        return sorted(words, key=lambda word: TARGETS.index(MODULES[word]))
+    return "|".join(sorted({re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(module)) for module in modules}))
+
+
+def _tensors(net: Net, family) -> dict[str, Tensors]:
+    """The tensors in the file of each trainable parameter.
+
+    Raises ConfigError where the family keeps several linear maps in one tensor.
+    """
+    if (name := fused(net, family)) is not None:
+        raise ConfigError(
+            f"a {family.MODEL_TYPE} keeps {name} as one tensor of several linear maps, for which PEFT has no adapters "
+            "of this shape: train with lora.targets that leave it out, or use the merged model"
+        )
+    found = trained_tensors(net, family)
+    return {path: own._replace(names=[f"{PREFIX}{name}" for name in own.names]) for path, own in found.items()}
+
+
+def trained_tensors(net: Net, family) -> dict[str, Tensors]:
+    """The tensors of each trainable parameter, by its path: their names are those in transformers' class and in PEFT.
+
+    A parameter that neither of them has goes by its path.
+    """
+    stored: dict[str, list[safetensors.Stored]] = {}
+    for tensor in safetensors.named_as_modules(net, family):
+        stored.setdefault(tensor.leaf, []).append(tensor)
+    ends = {"lora_a": ".lora_A.weight", "lora_b": ".lora_B.weight", "lora_m": ".lora_magnitude_vector"}
+    found: dict[str, Tensors] = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(split(net.shapes())[1]):
+        name = path_name(path)
+        module, _, leaf = name.removeprefix(f"{SAVED}/").rpartition("/")
+        if leaf in ends and "/experts/" in module:
+            if peft_experts.stacked_key(family) is None:  # PEFT has none of such
+                found[name] = Tensors([f"{module}{ends[leaf]}"], False, [None])
+                continue
+            names, layout = peft_experts.tensors_of(name, net, family)
+            found[name] = Tensors(names, False, list(range(len(names))), layout)
+            continue
+        parts = stored.get(f"{module}/kernel" if leaf in ends else f"{module}/{leaf}")
+        if parts is None:
+            found[name] = Tensors([name], False, [None])
+            continue
+        names = [part.name.removesuffix(".weight") + ends[leaf] if leaf in ends else part.name for part in parts]
+        # Factors are of linear maps, also beside a matrix that the files have as it is here.
+        found[name] = Tensors(names, leaf in ends or parts[0].transpose, [part.layer for part in parts])
+    return found
+
+
+def _open(folder: Path, stack: contextlib.ExitStack):
+    try:
+        return stack.enter_context(safe_open(folder / TENSORS, framework="numpy"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{folder} has no {TENSORS}; adapter_model.bin is a pickle, which is not read") from error
+    except SafetensorError as error:
+        raise ConfigError(f"{folder / TENSORS} is truncated or no safetensors file: {error}") from error

@@ -1,0 +1,1 @@
+"""Model folders: finding, reading and writing them, whatever format stores their tensors and wherever they lie."""

@@ -1,0 +1,137 @@
+"""Multi-head latent attention as a mixer (arXiv 2405.04434, section 2.1): keys and values come from one small latent.
+
+Letters: c numbers of a latent, e rotated numbers of a key, which all heads share, n other numbers of a query or key
+(n + e = d), v numbers of a value. The cache of a token is `[c + e]`, whatever the number of heads.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl_llm.distributed.sharding import constrain
+from jaxrl_llm.models.kernels.decode_attention import MASKED, by_kernel, decode_attention
+from jaxrl_llm.models.layers import Linear, RMSNorm
+from jaxrl_llm.models.mixers.attention import Attention, AttentionArrays, attend, combined_softmax, einsum, write_tokens
+from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs
+from jaxrl_llm.models.rope import Rope, rotate
+
+NORM_EPS = 1e-6  # of the latents' norms, whatever the model's own
+
+
+class LatentAttention(nnx.Module):
+    """Causal attention of H heads to latents. A `Mixer`.
+
+    Rows are computed with the keys and values of every head. Decoding folds the maps from latents to these into queries
+    and outputs, and reads the latents alone.
+    """
+
+    path = "latent"
+    shares_prefixes = True
+    layer_arrays = staticmethod(Attention.layer_arrays)
+
+    @staticmethod
+    def flops(config, tokens, pairs):
+        """Those of scores and of weighted values, with the keys and values of every head."""
+        return 2.0 * config.heads * (config.head_dim + config.value_head_dim) * pairs
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        self.config = c = config
+        plain = c.head_dim - c.rotated_size
+        inner = dataclasses.replace(c, norm_eps=NORM_EPS)
+        out = c.heads * c.head_dim
+        self.q = None if c.query_rank else Linear(c.width, out, c, rngs, name="q")
+        self.q_a = Linear(c.width, c.query_rank, c, rngs, c.attention_bias, "q_a") if c.query_rank else None
+        self.q_a_norm = RMSNorm(c.query_rank, inner, rngs) if c.query_rank else None
+        self.q_b = Linear(c.query_rank, out, c, rngs, name="q_b") if c.query_rank else None
+        self.kv_a = Linear(c.width, c.latent_size + c.rotated_size, c, rngs, c.attention_bias, "kv_a")
+        self.kv_a_norm = RMSNorm(c.latent_size, inner, rngs)
+        self.kv_b = Linear(c.latent_size, c.heads * (plain + c.value_head_dim), c, rngs, name="kv_b")
+        self.o = Linear(c.heads * c.value_head_dim, c.width, c, rngs, c.attention_output_bias, "o")
+
+    def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, jax.Array]:
+        """Output `[N,T,D]` and the latents `[N,T,c+e]`."""
+        c = self.config
+        if inputs.inv_freq is not None:
+            arrays = arrays._replace(inv_freq=inputs.inv_freq)
+        plain, rotated, latents = self._project(x, inputs.positions, arrays)
+        keys_values = self.kv_b(latents[..., : c.latent_size]).reshape(*x.shape[:-1], c.heads, -1)
+        keys, values = jnp.split(keys_values, [c.head_dim - c.rotated_size], axis=-1)
+        shared = jnp.broadcast_to(latents[..., None, c.latent_size :], (*keys.shape[:-1], c.rotated_size))
+        q, k = jnp.concatenate([plain, rotated], axis=-1), jnp.concatenate([keys, shared], axis=-1)
+        out = attend(c, q[..., None, :], k, values, inputs, arrays.window)
+        return self.o(out.reshape(*x.shape[:-1], -1)), constrain(latents, "rows", None, None)
+
+    def decode(self, x, inputs: DecodeInputs, prompt, cache, arrays: AttentionArrays) -> tuple[jax.Array, jax.Array]:
+        """The next W tokens of each row: output `[G,R*W,D]` and the row's latents `[G,R,S,c+e]` with theirs."""
+        c, (groups, rows) = self.config, inputs.length.shape
+        plain, rotated, latents = (
+            a.reshape(groups, rows, -1, *a.shape[3:])
+            for a in self._project(x[:, :, None], inputs.positions[:, :, None], arrays)
+        )
+        cache = write_tokens(cache, latents[..., None, :], inputs.length, "cjd", sharded=False)
+        to_keys = to_values = self.kv_b.matrix(x.dtype).reshape(c.latent_size, c.heads, -1)
+        if jax.default_backend() == "gpu":
+            # Both maps are read whole, where of parts XLA would write a copy first. Zeros meet the map to values.
+            plain = jnp.pad(plain, (*((0, 0),) * 4, (0, c.value_head_dim)))
+        else:
+            to_keys, to_values = jnp.split(to_keys, [plain.shape[-1]], axis=-1)
+        q = jnp.concatenate([jnp.einsum("grwhn,chn->grwhc", plain, to_keys), rotated], axis=-1)
+        if by_kernel(c, q.dtype):
+            start = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1)
+            stored = (prompt[:, None],), (cache.swapaxes(2, 3),)  # keys of one head
+            seen = decode_attention(q[:, :, None], *stored, start, inputs.length, latent=c.latent_size)[:, :, 0]
+        else:
+            in_prompt = einsum("grwhc,gpc->grwhp", q, prompt)
+            in_row = einsum("grwhc,grsc->grwhs", q, cache[..., 0, :])
+            place = (inputs.length[:, :, None] + jnp.arange(q.shape[2]))[..., None, None]
+            in_prompt = jnp.where(inputs.prompt_mask[:, None, None, None], in_prompt, MASKED)
+            in_row = jnp.where(jnp.arange(in_row.shape[-1]) <= place, in_row, MASKED)
+            in_prompt, in_row = (a.astype(x.dtype) for a in combined_softmax(in_prompt, in_row))
+            seen = einsum("grwhp,gpc->grwhc", in_prompt, prompt[..., : c.latent_size])
+            seen += einsum("grwhs,grsc->grwhc", in_row, cache[..., 0, : c.latent_size])
+        out = jnp.einsum("grwhc,chv->grwhv", seen.astype(x.dtype), to_values)[..., -c.value_head_dim :]
+        return self.o(out.reshape(*x.shape[:-1], -1)), cache
+
+    @staticmethod
+    def empty_cache(prompt, rows: int, size: int) -> jax.Array:
+        """Latents `[...,G,R,S,1,c+e]` of rows, of prompts `[...,G,P,c+e]`."""
+        *lead, _, d = prompt.shape
+        empty = jnp.zeros((*lead, rows, size, 1, d), prompt.dtype)
+        return constrain(empty, *(None,) * (len(lead) - 1), "rows", *(None,) * 4)
+
+    @staticmethod
+    def grow_cache(cache, size: int) -> jax.Array:
+        """The row caches with room for `size` tokens."""
+        return jnp.pad(cache, ((0, 0),) * (cache.ndim - 3) + ((0, size - cache.shape[-3]), (0, 0), (0, 0)))
+
+    @staticmethod
+    def prompt_cache(prompt, row, end, size: int) -> jax.Array:
+        """Prompt caches of `size` tokens: those before the place `end` of prompts with their only rows behind them."""
+        if row is not None:
+            prompt = jnp.concatenate([prompt, row[..., 0, :, 0, :]], axis=-2)
+        padded = jnp.pad(prompt, ((0, 0),) * (prompt.ndim - 2) + ((size, 0), (0, 0)))
+        return jax.lax.dynamic_slice_in_dim(padded, end, size, axis=prompt.ndim - 2)
+
+    def _project(self, x, positions, arrays: AttentionArrays):
+        """Queries (scaled), not rotated and rotated, `[...,t,H,n]` and `[...,t,H,e]`, and latents `[...,t,c+e]`."""
+        c = self.config
+        if self.q_a is not None and self.q_a_norm is not None and self.q_b is not None:
+            q = self.q_b(self.q_a_norm(self.q_a(x)))
+        else:
+            assert self.q is not None
+            q = self.q(x)
+        q = q.reshape(*x.shape[:-1], c.heads, c.head_dim) * score_scale(c.head_dim, c.rope)
+        latent, shared = jnp.split(self.kv_a(x), [c.latent_size], axis=-1)
+        plain, rotated = jnp.split(q, [c.head_dim - c.rotated_size], axis=-1)
+        turn = (positions, arrays.inv_freq, arrays.scale, c.rope_interleaved)
+        rotated, shared = rotate(rotated, *turn), rotate(shared[..., None, :], *turn)[..., 0, :]
+        return plain, rotated, jnp.concatenate([self.kv_a_norm(latent), shared], axis=-1)
+
+
+def score_scale(size: int, rope: Rope) -> float:
+    """The factor of the scores of queries and keys of `size` numbers, which yarn's `mscale_all_dim` makes larger."""
+    longer = rope.factor > 1 and rope.mscale_all_dim
+    return size**-0.5 * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1 if longer else 1) ** 2

@@ -1,0 +1,122 @@
+"""Matrices in fp8 with a scale for each block, against transformers' numbers and by hand."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.files import block_fp8
+from jaxrl_llm.models.model import load_model, save_hf
+from tests.models.oracles import make_oracle, oracle_logits
+
+QUANTIZED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
+
+
+@pytest.fixture(scope="module", params=["qwen3", "deepseek_v3"])
+def quantized(request, tmp_path_factory):
+    """A folder with most matrices in fp8, the oracle that it was made of, and the folder's tensors."""
+    oracle, folder = make_oracle(request.param), tmp_path_factory.mktemp("fp8")
+    oracle.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("_proj.weight", "with_mqa.weight", "_b_proj.weight"))]:
+        scales = torch.rand(*(-(-n // 8) for n in tensors[name].shape)) * 0.01 + 0.001
+        whole = scales.repeat_interleave(8, 0).repeat_interleave(8, 1)[: len(tensors[name]), : tensors[name].shape[1]]
+        codes = (tensors[name] / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors |= {name: codes, name + "_scale_inv": scales}
+        if not any(n % 8 for n in codes.shape):
+            found = Fp8Dequantize(None)._dequantize_one(codes, scales)
+            torch.testing.assert_close(found, codes.float() * whole, rtol=0, atol=0)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZED}))
+    return folder, oracle, tensors
+
+
+def numbers(tensors, name):
+    """The numbers of a matrix, one after the other."""
+    codes, scales = tensors[name].float().numpy(), tensors[name + "_scale_inv"].numpy()
+    found = np.empty_like(codes)
+    for row, column in np.ndindex(codes.shape):
+        found[row, column] = codes[row, column] * scales[row // 8, column // 8]
+    return found
+
+
+def test_a_model_in_fp8_is_read_as_numbers(quantized, tmp_path):
+    """All families' tables read them; the model computes as transformers does with the numbers, and exports those."""
+    folder, oracle, tensors = quantized
+    model = load_model(folder)
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith("_scale_inv")}
+    for name in plain:
+        if name + "_scale_inv" in tensors:
+            plain[name] = torch.tensor(numbers(tensors, name))
+    save_file(plain, tmp_path / "model.safetensors", {"format": "pt"})
+    oracle.config.save_pretrained(tmp_path)
+    again = type(oracle).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    tokens = np.random.default_rng(0).integers(0, 97, (1, 9))
+    np.testing.assert_allclose(model(tokens), oracle_logits(again, tokens), atol=2e-5)
+    np.testing.assert_array_equal(model(tokens), load_model(tmp_path)(tokens))
+    save_hf(model, tmp_path / "out")
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    np.testing.assert_array_equal(load_model(tmp_path / "out")(tokens), model(tokens))
+
+
+def test_a_matrix_may_have_one_scale(tmp_path):
+    """As Ministral 3's have, beside scales of their inputs, which computing with numbers has no use for."""
+    make_oracle("ministral3").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    plain = dict(tensors)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        scale = tensors[name].abs().max() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        plain[name] = tensors[name].float() * scale
+        tensors |= {name + "_scale_inv": scale, name.replace("weight", "activation_scale"): torch.tensor(0.5)}
+    tokens = np.random.default_rng(0).integers(0, 97, (1, 9))
+    save_file(plain, tmp_path / "model.safetensors")
+    expected = np.asarray(load_model(tmp_path)(tokens))
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantized = QUANTIZED | {"activation_scheme": "static", "weight_block_size": None}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
+    np.testing.assert_array_equal(load_model(tmp_path)(tokens), expected)
+
+
+def test_any_slice_of_a_matrix(quantized):
+    """Devices of a mesh read their parts, whatever blocks these begin and end in."""
+    folder, _, tensors = quantized
+    file = folder / "model.safetensors"
+    with safe_open(file, "numpy") as handle:
+        where = dict.fromkeys(handle.keys(), handle)
+        found = block_fp8.with_matrices(where, dict.fromkeys(where, file), (8, 8))
+        for name in [name for name in tensors if name + "_scale_inv" in tensors]:
+            matrix, expected = found[name].get_slice(name), numbers(tensors, name)
+            assert matrix.get_shape() == list(expected.shape)
+            for at in np.s_[:, :], np.s_[3:11, 5:6], np.s_[8:16, 2:], np.s_[9:, :8]:
+                np.testing.assert_array_equal(matrix[at], expected[at])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"weight_block_size": [128]}, r"weight_block_size = \[128\] is not supported; supported: two integers from 1"),
+        ({"quant_method": "compressed-tensors"}, "quantization_config = .* fp8 in blocks, and unquantized"),
+    ],
+)
+def test_other_fp8_is_refused(quantized, tmp_path, changed, message):
+    entries = json.loads((quantized[0] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(entries | {"quantization_config": QUANTIZED | changed}))
+    with pytest.raises(ConfigError, match=message):
+        load_model(tmp_path)
+
+
+def test_numbers_without_their_scales_are_refused(quantized, tmp_path):
+    folder, _, tensors = quantized
+    name = next(name for name in tensors if name + "_scale_inv" in tensors)
+    save_file({key: x for key, x in tensors.items() if key != name + "_scale_inv"}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ConfigError, match=f"tensor {name} has dtype F8_E4M3, supported are"):
+        load_model(tmp_path)
