@@ -68,7 +68,8 @@ from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.origin import write_start
 from jaxrl_llm.training.logging.step_log import Metrics, Step, StepLog
 from jaxrl_llm.training.online import OnlineSource
-from jaxrl_llm.training.rollout_files import start_learners
+from jaxrl_llm.training.rollouts.rollout_files import start_learners
+from jaxrl_llm.training.rollouts.sampler import sample
 from jaxrl_llm.training.runtime.callbacks import Callbacks, load_callbacks
 from jaxrl_llm.training.runtime.compiling import CompileStatus
 from jaxrl_llm.training.runtime.lock import RunLock
@@ -76,7 +77,6 @@ from jaxrl_llm.training.runtime.moment import EVALUATE, SAVE
 from jaxrl_llm.training.runtime.preemption import Notices, Preempted
 from jaxrl_llm.training.runtime.profiler import Profiler
 from jaxrl_llm.training.runtime.watchdog import Watchdog
-from jaxrl_llm.training.sampler import sample
 from jaxrl_llm.training.setup.given import Given, take
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.records import checkpoint_spec, health_spec, logging_spec, peak_of

@@ -21,7 +21,7 @@ from jaxrl_llm.training.packing.planner import typical_rollouts
 from jaxrl_llm.training.passes import scored_logps, scored_norms
 from jaxrl_llm.training.setup.run import Run
 from jaxrl_llm.training.step import minibatches_of
-from jaxrl_llm.training.teacher import Teacher
+from jaxrl_llm.training.teachers.teacher import Teacher
 from jaxrl_llm.training.update import State, merge_frozen
 
 

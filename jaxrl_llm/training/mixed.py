@@ -8,7 +8,7 @@ import numpy as np
 from jaxrl_llm.algorithms.random_streams import MIXTURE
 from jaxrl_llm.training.offline import OfflineSource
 from jaxrl_llm.training.online import OnlineSource
-from jaxrl_llm.training.rollouts import Experience
+from jaxrl_llm.training.rollouts.experience import Experience
 from jaxrl_llm.training.update import State
 
 

@@ -29,15 +29,15 @@ from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.models.vision.row_images import row_images
 from jaxrl_llm.rewards.runner import NO_STEP, TrainerState
 from jaxrl_llm.training.algorithm import BatchSpec
-from jaxrl_llm.training.cross_tokenizer import CrossTokenizer
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.packing.documents import pad_groups
 from jaxrl_llm.training.packing.planner import Packer, TypicalRows
 from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.reference import Reference
-from jaxrl_llm.training.rollouts import Experience
-from jaxrl_llm.training.served_teacher import ServedTeacher
-from jaxrl_llm.training.teacher import Teacher
+from jaxrl_llm.training.rollouts.experience import Experience
+from jaxrl_llm.training.teachers.cross_tokenizer import CrossTokenizer
+from jaxrl_llm.training.teachers.served_teacher import ServedTeacher
+from jaxrl_llm.training.teachers.teacher import Teacher
 from jaxrl_llm.training.update import State
 
 log = logging.getLogger(__name__)

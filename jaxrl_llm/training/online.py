@@ -56,19 +56,12 @@ from jaxrl_llm.rewards.streaming import StreamingRewards
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.multi_turn import SilentTurnServer
 from jaxrl_llm.rollout.slots import Rollout
-from jaxrl_llm.training import replay as replay_buffer
 from jaxrl_llm.training.advantages import AdvantageStep
-from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.algorithm import BatchSpec
-from jaxrl_llm.training.arrivals import Arrivals
-from jaxrl_llm.training.cross_tokenizer import CrossTokenizer
-from jaxrl_llm.training.dynamic_sampling import fill
-from jaxrl_llm.training.external_rollout import ExternalRollout
 from jaxrl_llm.training.images import IMAGES, check_kept, prompt_images, shown_images
 from jaxrl_llm.training.logging.reward_metrics import add_totals, over_processes
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.packing.planner import Packer
-from jaxrl_llm.training.partial_rollouts import PartialRollouts
 from jaxrl_llm.training.passes import (
     images_of_rows,
     scored_distributions,
@@ -77,14 +70,21 @@ from jaxrl_llm.training.passes import (
     values_before,
 )
 from jaxrl_llm.training.reference import Reference
-from jaxrl_llm.training.replay import Replay
-from jaxrl_llm.training.rollout_files import FileQueue
-from jaxrl_llm.training.rollout_queue import RolloutQueue
-from jaxrl_llm.training.rollouts import Experience, Partial, Rollouts
-from jaxrl_llm.training.served_teacher import ServedTeacher
+from jaxrl_llm.training.rollouts import replay as replay_buffer
+from jaxrl_llm.training.rollouts.agent_rollout import AgentRollout
+from jaxrl_llm.training.rollouts.arrivals import Arrivals
+from jaxrl_llm.training.rollouts.dynamic_sampling import fill
+from jaxrl_llm.training.rollouts.experience import Experience, Partial, Rollouts
+from jaxrl_llm.training.rollouts.external_rollout import ExternalRollout
+from jaxrl_llm.training.rollouts.partial_rollouts import PartialRollouts
+from jaxrl_llm.training.rollouts.replay import Replay
+from jaxrl_llm.training.rollouts.rollout_files import FileQueue
+from jaxrl_llm.training.rollouts.rollout_queue import RolloutQueue
 from jaxrl_llm.training.step_credit import StepCredit
-from jaxrl_llm.training.teacher import SelfTeacher, Teacher
-from jaxrl_llm.training.teacher_context import ContextRows, TeacherContext
+from jaxrl_llm.training.teachers.cross_tokenizer import CrossTokenizer
+from jaxrl_llm.training.teachers.served_teacher import ServedTeacher
+from jaxrl_llm.training.teachers.teacher import SelfTeacher, Teacher
+from jaxrl_llm.training.teachers.teacher_context import ContextRows, TeacherContext
 from jaxrl_llm.training.update import State
 
 BASELINE = "baselines/"  # before the names of roles

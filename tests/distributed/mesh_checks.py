@@ -43,12 +43,12 @@ from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.rollout.sampling import SamplingParams, sample
 from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
-from jaxrl_llm.training.cross_tokenizer import at_ends
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.packing.planner import TypicalRows
 from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import update_spec
+from jaxrl_llm.training.teachers.cross_tokenizer import at_ends
 from jaxrl_llm.training.update import init_state, make_update
 from tests.models.kernels.test_fused_attention import dense, outputs_and_gradients
 from tests.rollout.test_multi_turn import Echo

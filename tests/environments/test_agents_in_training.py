@@ -25,8 +25,8 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.environments.agents import Agents, AgentSpec
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.packing.layout import Sizes, plan
+from jaxrl_llm.training.rollouts.agent_rollout import AgentRollout
 from tests.models.decoding import trainer_logps
 
 openai = pytest.importorskip("openai")

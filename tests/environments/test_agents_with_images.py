@@ -21,8 +21,8 @@ from jaxrl_llm.environments.agents import Agents, AgentSpec
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.training.agent_rollout import AgentRollout
 from jaxrl_llm.training.images import prompt_images
+from jaxrl_llm.training.rollouts.agent_rollout import AgentRollout
 from jaxrl_llm.training.setup.worker import eos_ids
 from tests.data.qwen_vl import FOLDERS
 from tests.data.smolvlm import picture

@@ -32,8 +32,8 @@ from jaxrl_llm.environments.protocol import EpisodeError, Step
 from jaxrl_llm.models.files.hf import find_tokenizer, remember_images
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.training.agent_rollout import AgentRollout
-from jaxrl_llm.training.episode_agent import EpisodeAgent
+from jaxrl_llm.training.rollouts.agent_rollout import AgentRollout
+from jaxrl_llm.training.rollouts.episode_agent import EpisodeAgent
 from jaxrl_llm.training.setup.worker import environment_spec
 from tests.data.qwen_vl import FOLDERS, qwen_vl_folder
 from tests.data.smolvlm import picture, png

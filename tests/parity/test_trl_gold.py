@@ -16,9 +16,9 @@ from jaxrl_llm.algorithms.distillation import prefix_logps
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models import chunked_softmax
 from jaxrl_llm.models.chunked_softmax import AlignedDistributions, UldOptions, chunked_logps, chunked_uld
-from jaxrl_llm.training.cross_tokenizer import CrossTokenizer, CrossTokenizerSpec, at_ends
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.packing.planner import Packer
+from jaxrl_llm.training.teachers.cross_tokenizer import CrossTokenizer, CrossTokenizerSpec, at_ends
 from tests.data.bpe_tokenizer import bpe_tokenizer
 
 torch = pytest.importorskip("torch")

@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.policy_losses import ppo_clip
 from jaxrl_llm.models.logprobs import TokenStatistics
 from jaxrl_llm.training.objectives.distillation import DivergenceSpec, teacher_term
 from jaxrl_llm.training.objectives.objective import weigh
-from jaxrl_llm.training.teacher_context import ContextSpec, all_text, successful_rows, with_context
+from jaxrl_llm.training.teachers.teacher_context import ContextSpec, all_text, successful_rows, with_context
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("trl", minversion="1.16")

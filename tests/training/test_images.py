@@ -21,13 +21,13 @@ from jaxrl_llm.models.files.safetensors import write_json
 from jaxrl_llm.models.model import describe
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 from jaxrl_llm.models.vision.row_images import row_images
-from jaxrl_llm.training.dynamic_sampling import _as_wide
 from jaxrl_llm.training.images import prompt_images
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.offline import as_examples, pad_examples, with_images
 from jaxrl_llm.training.packing.planner import PackingSpec, TypicalRows, make_packer
 from jaxrl_llm.training.passes import images_of_rows, scored_logps
-from jaxrl_llm.training.rollouts import Rollouts, pack, placed, unpack
+from jaxrl_llm.training.rollouts.dynamic_sampling import _as_wide
+from jaxrl_llm.training.rollouts.experience import Rollouts, pack, placed, unpack
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import packing_spec
 

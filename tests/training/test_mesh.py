@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from jaxrl_llm.models.files import hf
-from tests.training.test_cross_tokenizer import saved_teacher
+from tests.training.teachers.test_cross_tokenizer import saved_teacher
 
 CHECK = """
 import jax, math, numpy as np, unittest.mock

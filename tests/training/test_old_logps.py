@@ -11,7 +11,7 @@ from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.passes import scored_logps
-from jaxrl_llm.training.rollouts import Partial
+from jaxrl_llm.training.rollouts.experience import Partial
 from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.records import health_spec
 from jaxrl_llm.training.setup.run import build

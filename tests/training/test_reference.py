@@ -17,10 +17,10 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.rollout.slots import Rollout
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
-from jaxrl_llm.training.dynamic_sampling import fill
 from jaxrl_llm.training.reference import Reference, ReferenceSpec, start_reference
-from jaxrl_llm.training.replay import empty_replay, exchange, get_arrays, with_arrays
-from jaxrl_llm.training.rollouts import Rollouts
+from jaxrl_llm.training.rollouts.dynamic_sampling import fill
+from jaxrl_llm.training.rollouts.experience import Rollouts
+from jaxrl_llm.training.rollouts.replay import empty_replay, exchange, get_arrays, with_arrays
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import controllers_of, reference_spec
 from jaxrl_llm.training.update import State

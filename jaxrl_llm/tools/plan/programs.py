@@ -34,7 +34,6 @@ from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.tools.plan.compiler import Compiler, ProgramStats, Trips
 from jaxrl_llm.tools.plan.shapes import Shapes, TeacherShapes, visiting
 from jaxrl_llm.training.advantages import advantage_step
-from jaxrl_llm.training.cross_tokenizer import at_ends
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.value import critic_params, value_regression
 from jaxrl_llm.training.optimizers import build_optimizer
@@ -61,6 +60,7 @@ from jaxrl_llm.training.setup.specs import (
     teacher_spec,
 )
 from jaxrl_llm.training.setup.worker import check_correction
+from jaxrl_llm.training.teachers.cross_tokenizer import at_ends
 from jaxrl_llm.training.update import make_update, merge_frozen, optimizer_step, unchanged
 
 

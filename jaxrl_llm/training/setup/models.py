@@ -17,11 +17,11 @@ from jaxrl_llm.models.trained import Trained
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.value import shared_critic
 from jaxrl_llm.training.reward_models import right_label
-from jaxrl_llm.training.served_teacher import ServedTeacher, Server
 from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.setup.agreed import check_same_model
 from jaxrl_llm.training.setup.data import model_entries, tokenizer_of
-from jaxrl_llm.training.teacher import Teacher
+from jaxrl_llm.training.teachers.served_teacher import ServedTeacher, Server
+from jaxrl_llm.training.teachers.teacher import Teacher
 
 
 def build_model(

@@ -28,9 +28,7 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.advantages import AdvantageStep, advantage_step
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
-from jaxrl_llm.training.arrivals import RECORD, Arrivals
 from jaxrl_llm.training.average import Average
-from jaxrl_llm.training.cross_tokenizer import CrossTokenizer
 from jaxrl_llm.training.local_judge import with_local_model
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.mixed import MixedSource
@@ -40,14 +38,14 @@ from jaxrl_llm.training.offline import OfflineSource
 from jaxrl_llm.training.online import Critic, Learner, OnlineSource, Producer, RolloutWorker
 from jaxrl_llm.training.packing.documents import first_fit
 from jaxrl_llm.training.packing.planner import Packer, PackingSpec, TypicalRows, make_packer, typical_rollouts
-from jaxrl_llm.training.partial_rollouts import PartialRollouts
 from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.reference_scores import FirstStage
-from jaxrl_llm.training.replay import empty_replay
 from jaxrl_llm.training.reward_models import ProcessRewardModel, with_reward_models
-from jaxrl_llm.training.rollout_files import FOLDER, FileQueue, Rendezvous
-from jaxrl_llm.training.rollout_queue import RolloutQueue
-from jaxrl_llm.training.served_teacher import ServedTeacher
+from jaxrl_llm.training.rollouts.arrivals import RECORD, Arrivals
+from jaxrl_llm.training.rollouts.partial_rollouts import PartialRollouts
+from jaxrl_llm.training.rollouts.replay import empty_replay
+from jaxrl_llm.training.rollouts.rollout_files import FOLDER, FileQueue, Rendezvous
+from jaxrl_llm.training.rollouts.rollout_queue import RolloutQueue
 from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.setup.data import read_data
 from jaxrl_llm.training.setup.mesh import sampling_devices, sampling_mesh, shard_rows
@@ -61,8 +59,10 @@ from jaxrl_llm.training.setup.worker import (
     played_environments,
 )
 from jaxrl_llm.training.step_credit import MOST_STEPS, StepCredit
-from jaxrl_llm.training.teacher import SelfTeacher, Teacher
-from jaxrl_llm.training.teacher_context import TeacherContext
+from jaxrl_llm.training.teachers.cross_tokenizer import CrossTokenizer
+from jaxrl_llm.training.teachers.served_teacher import ServedTeacher
+from jaxrl_llm.training.teachers.teacher import SelfTeacher, Teacher
+from jaxrl_llm.training.teachers.teacher_context import TeacherContext
 
 
 def build_rewards(config, rewards=None) -> Rewards:

@@ -19,13 +19,12 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.advantages import AdvantageSpec
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.average import AverageSpec
-from jaxrl_llm.training.cross_tokenizer import CrossTokenizerSpec
 from jaxrl_llm.training.offline import OfflineSpec
 from jaxrl_llm.training.online import LearnerSpec, ProducerSpec
 from jaxrl_llm.training.optimizers import OptimizerSpec, learning_rate_schedule
 from jaxrl_llm.training.packing.planner import PackingSpec
-from jaxrl_llm.training.partial_rollouts import PartialSpec
 from jaxrl_llm.training.reference import ReferenceSpec
+from jaxrl_llm.training.rollouts.partial_rollouts import PartialSpec
 from jaxrl_llm.training.setup.objectives import (
     divergence_temperature,
     kl_estimator,
@@ -34,8 +33,9 @@ from jaxrl_llm.training.setup.objectives import (
     policy_loss,
     preference_spec,
 )
-from jaxrl_llm.training.teacher import TeacherSpec
-from jaxrl_llm.training.teacher_context import ContextSpec
+from jaxrl_llm.training.teachers.cross_tokenizer import CrossTokenizerSpec
+from jaxrl_llm.training.teachers.teacher import TeacherSpec
+from jaxrl_llm.training.teachers.teacher_context import ContextSpec
 from jaxrl_llm.training.update import UpdateSpec
 
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes

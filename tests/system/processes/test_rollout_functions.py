@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm.models.files.weight_versions import LocalCheckpoint
 from tests.system.processes.test_runs import all_ended_well, command, same_runs
-from tests.training.test_external_rollout import Server
+from tests.training.rollouts.test_external_rollout import Server
 
 CODE = """
 import jax, os

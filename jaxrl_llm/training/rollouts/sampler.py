@@ -15,7 +15,8 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.processes import AgreedError
 from jaxrl_llm.models.adapters.lora import combine, split
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.training.rollout_files import (
+from jaxrl_llm.training.rollouts.experience import pack
+from jaxrl_llm.training.rollouts.rollout_files import (
     END,
     LEARNER,
     POLICY,
@@ -29,7 +30,6 @@ from jaxrl_llm.training.rollout_files import (
     read_policy,
     write_file,
 )
-from jaxrl_llm.training.rollouts import pack
 from jaxrl_llm.training.runtime.preemption import Notices
 from jaxrl_llm.training.runtime.watchdog import Watchdog
 from jaxrl_llm.training.setup.sources import build_producer, rendezvous_of

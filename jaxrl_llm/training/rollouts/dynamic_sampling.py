@@ -13,7 +13,7 @@ from jaxrl_llm.algorithms.turn_advantages import Turns
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import constrain, rows_to_global
 from jaxrl_llm.training.logging.reward_metrics import join
-from jaxrl_llm.training.rollouts import Partial, Rollouts
+from jaxrl_llm.training.rollouts.experience import Partial, Rollouts
 
 
 def fill(

@@ -14,9 +14,9 @@ from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.training.served_teacher import ServedTeacher, Server, TeacherError
 from jaxrl_llm.training.setup.run import build
-from jaxrl_llm.training.teacher import TeacherSpec
+from jaxrl_llm.training.teachers.served_teacher import ServedTeacher, Server, TeacherError
+from jaxrl_llm.training.teachers.teacher import TeacherSpec
 
 MESH = make_mesh(devices=jax.devices()[:1])
 SERVER = "server(url='http://localhost:1/v1', model='m')"

@@ -22,7 +22,7 @@ from jaxrl_llm.config.http_client import HttpClient, RequestError, json_headers
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import local_rows, rows_to_global
-from jaxrl_llm.training.teacher import TeacherSpec
+from jaxrl_llm.training.teachers.teacher import TeacherSpec
 
 CONCURRENT_REQUESTS = 16
 BYTES_PER_ENTRY = 4096  # of a reply, at most: a token's text and its log-prob

@@ -31,10 +31,10 @@ from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.borders import Border
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.slots import Begun, Rollout, row_keys
-from jaxrl_llm.training.arrivals import Arrivals
 from jaxrl_llm.training.images import prompt_images
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.rollouts import UNSAMPLED, Partial
+from jaxrl_llm.training.rollouts.arrivals import Arrivals
+from jaxrl_llm.training.rollouts.experience import UNSAMPLED, Partial
 
 
 @dataclasses.dataclass(frozen=True)

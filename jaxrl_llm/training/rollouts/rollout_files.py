@@ -47,8 +47,8 @@ from jaxrl_llm.models.adapters.lora import split
 from jaxrl_llm.models.files.weight_changes import ENCODING, apply, as_bytes, changes
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.rollout_queue import Produce
-from jaxrl_llm.training.rollouts import Rollouts, pack, placed, unpack
+from jaxrl_llm.training.rollouts.experience import Rollouts, pack, placed, unpack
+from jaxrl_llm.training.rollouts.rollout_queue import Produce
 
 FOLDER, START, END, LEARNER = "rollouts", "start.json", "end.json", "learner.json"
 POLICY = re.compile(r"policy_(\d+)_(\d+)_(\d+)")

@@ -15,10 +15,9 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.distributed.turns import held, turn, yielded
 from jaxrl_llm.rewards.runner import Logged
 from jaxrl_llm.rollout.slots import Rollout
-from jaxrl_llm.training import rollout_queue
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.rollout_queue import RolloutQueue
-from jaxrl_llm.training.rollouts import Rollouts, pack, placed, unpack
+from jaxrl_llm.training.rollouts.experience import Rollouts, pack, placed, rollout_queue, unpack
+from jaxrl_llm.training.rollouts.rollout_queue import RolloutQueue
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.step import improve
 
@@ -271,7 +270,7 @@ from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import merge_frozen
-from tests.training.test_rollout_queue import config_of, digits
+from tests.training.rollouts.test_rollout_queue import config_of, digits
 
 def steps(mesh, config):
     rows, seen = tasks.generate("sort", size=16), []

@@ -15,9 +15,10 @@ from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.distributed.processes import AgreedError, join
 from jaxrl_llm.models.files.weight_changes import ENCODING
 from jaxrl_llm.rewards.runner import load_rewards
-from jaxrl_llm.training import rollout_files, sampler
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.rollout_files import (
+from jaxrl_llm.training.rollouts import rollout_files, sampler
+from jaxrl_llm.training.rollouts.experience import pack
+from jaxrl_llm.training.rollouts.rollout_files import (
     FileQueue,
     Heartbeat,
     HeartbeatReader,
@@ -31,9 +32,8 @@ from jaxrl_llm.training.rollout_files import (
     start_learners,
     write_file,
 )
-from jaxrl_llm.training.rollouts import pack
 from jaxrl_llm.training.runtime.preemption import Preempted
-from tests.training.test_rollout_queue import MESH, rollouts_of
+from tests.training.rollouts.test_rollout_queue import MESH, rollouts_of
 
 
 class Numbers:

@@ -10,9 +10,9 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.data import tasks
-from jaxrl_llm.training.rollouts import Partial, pack, placed, unpack
+from jaxrl_llm.training.rollouts.experience import Partial, pack, placed, unpack
 from jaxrl_llm.training.setup.run import build
-from tests.training.test_rollout_queue import MESH, config_of, digits, rollouts_of
+from tests.training.rollouts.test_rollout_queue import MESH, config_of, digits, rollouts_of
 
 ROWS = tasks.generate("sort", size=32)
 STEPS, WIDTH = 4, 8  # WIDTH: tokens of a completion

@@ -38,8 +38,8 @@ from jaxrl_llm.models.chunked_softmax import chunked_logps
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rollout.constraints import token_bytes
 from jaxrl_llm.training.packing.planner import Packer
-from jaxrl_llm.training.rollouts import Rollouts
-from jaxrl_llm.training.teacher import Teacher
+from jaxrl_llm.training.rollouts.experience import Rollouts
+from jaxrl_llm.training.teachers.teacher import Teacher
 
 END = "the end of a completion"  # as which the tokens that end one are the same in both vocabularies
 Ends = tuple[int | None, int | None]  # the tokens of the policy and of the teacher that end a completion

@@ -23,7 +23,13 @@ from jaxrl_llm.training.objectives.objective import token_metrics, weigh
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import context_spec
 from jaxrl_llm.training.step import improve
-from jaxrl_llm.training.teacher_context import ContextSpec, all_text, privileged_texts, successful_rows, with_context
+from jaxrl_llm.training.teachers.teacher_context import (
+    ContextSpec,
+    all_text,
+    privileged_texts,
+    successful_rows,
+    with_context,
+)
 
 MESH = make_mesh(devices=jax.devices()[:1])
 SUCCESS = {"teacher__context": "success", "teacher__template": "{solution}{prompt}"}

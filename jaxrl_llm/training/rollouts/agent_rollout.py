@@ -36,8 +36,8 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.rollout.slots import Rollout, row_keys
 from jaxrl_llm.serving.queue import RequestQueue
 from jaxrl_llm.serving.sessions import MODEL, Branch, Session, SessionSpec
-from jaxrl_llm.training.external_rollout import ExternalRows, as_rollout
 from jaxrl_llm.training.images import IMAGES
+from jaxrl_llm.training.rollouts.external_rollout import ExternalRows, as_rollout
 
 CHUNK = 8  # decode steps, at most, behind which an answer that has ended is sent
 

@@ -23,7 +23,7 @@ from jaxrl_llm.rewards.runner import TrainerState
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.bodies import parse
-from jaxrl_llm.training.external_rollout import (
+from jaxrl_llm.training.rollouts.external_rollout import (
     ExternalRollout,
     RolloutTrainer,
     TokenizerWithoutTorch,

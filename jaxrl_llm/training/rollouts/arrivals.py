@@ -24,7 +24,7 @@ import numpy as np
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.borders import Border
-from jaxrl_llm.training.rollouts import UNSAMPLED
+from jaxrl_llm.training.rollouts.experience import UNSAMPLED
 
 RECORD = "arrivals.jsonl"
 

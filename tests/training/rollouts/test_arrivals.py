@@ -11,14 +11,14 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.algorithms.off_policy import importance_correction
 from jaxrl_llm.config import ConfigError, validate
-from jaxrl_llm.training.arrivals import RECORD, Arrivals
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.rollout_queue import RolloutQueue
-from jaxrl_llm.training.rollouts import Partial
+from jaxrl_llm.training.rollouts.arrivals import RECORD, Arrivals
+from jaxrl_llm.training.rollouts.experience import Partial
+from jaxrl_llm.training.rollouts.rollout_queue import RolloutQueue
 from jaxrl_llm.training.setup.run import build
 from tests.system.faults.equality import assert_same_run
-from tests.training.test_partial_rollouts import ROWS, partial_config
-from tests.training.test_rollout_queue import MESH, config_of, digits, rollouts_of
+from tests.training.rollouts.test_partial_rollouts import ROWS, partial_config
+from tests.training.rollouts.test_rollout_queue import MESH, config_of, digits, rollouts_of
 
 
 def in_flight_config(staleness: int = 1, partial: bool = False):

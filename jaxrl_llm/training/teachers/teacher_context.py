@@ -24,7 +24,7 @@ from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import constrain, rows_to_global
 from jaxrl_llm.training.packing.planner import Packer
-from jaxrl_llm.training.rollouts import Rollouts
+from jaxrl_llm.training.rollouts.experience import Rollouts
 
 # Those of TRL's SDPOTrainer.
 TEMPLATE = "{prompt}{solution}{privileged}\n\nCorrectly solve the original question.\n"

@@ -19,11 +19,11 @@ from jaxrl_llm.data import tasks
 from jaxrl_llm.data.templates import continued_ids
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model, save_hf
-from jaxrl_llm.training.cross_tokenizer import CrossTokenizer, CrossTokenizerSpec
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.step import improve
+from jaxrl_llm.training.teachers.cross_tokenizer import CrossTokenizer, CrossTokenizerSpec
 from jaxrl_llm.training.update import merge_frozen
 from tests.data.bpe_tokenizer import bpe_tokenizer
 from tests.data.spacing_tokenizer import SPACINGS, spacing_tokenizer

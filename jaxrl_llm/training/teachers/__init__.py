@@ -1,0 +1,1 @@
+"""Teachers of distillation: loaded beside the policy or served, with its tokenizer or another."""
