@@ -16,7 +16,8 @@ from jaxrl_llm.distributed.turns import held, turn, yielded
 from jaxrl_llm.rewards.runner import Logged
 from jaxrl_llm.rollout.slots import Rollout
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.rollouts.experience import Rollouts, pack, placed, rollout_queue, unpack
+from jaxrl_llm.training.rollouts import rollout_queue
+from jaxrl_llm.training.rollouts.experience import Rollouts, pack, placed, unpack
 from jaxrl_llm.training.rollouts.rollout_queue import RolloutQueue
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.step import improve

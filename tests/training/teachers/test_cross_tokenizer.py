@@ -27,7 +27,7 @@ from jaxrl_llm.training.teachers.cross_tokenizer import CrossTokenizer, CrossTok
 from jaxrl_llm.training.update import merge_frozen
 from tests.data.bpe_tokenizer import bpe_tokenizer
 from tests.data.spacing_tokenizer import SPACINGS, spacing_tokenizer
-from tests.training import test_teacher
+from tests.training.teachers import test_teacher
 
 MESH = make_mesh(devices=jax.devices()[:1])
 DIGITS = [row["prompt"] + row["prompt"][5:-1] for row in tasks.generate("sort", size=64)]
