@@ -1,14 +1,15 @@
-"""Checksums of the files of a run's data, by which a run that goes on tells that one was edited in place.
+"""Checksums of a run's data, by which a run that goes on tells that a file, or what a hub id names, was edited.
 
-A file with as many rows as before has the same positions, and the run goes on with other rows than it began with.
+With as many rows as before they have the same positions, and the run goes on with other rows than it began with.
 """
 
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-from jaxrl_llm.data.sources import READERS, local_files
+from jaxrl_llm.config.secrets import masked
+from jaxrl_llm.data.loading import DataSource
+from jaxrl_llm.data.sources import READERS, folder_of, is_table, local_files
 
 WHOLE = 1 << 24  # bytes of a file that is read whole
 BLOCK = 1 << 16  # bytes of a part of a larger one
@@ -16,15 +17,21 @@ BLOCKS = 64  # parts that are read of it, evenly spaced from its beginning to it
 FILES = 64  # of a source that are read; of others the size alone is compared
 
 
-def checksums(paths: Iterable[Any]) -> dict[str, str]:
-    """The size and checksum of each file here that the paths of sources name, by a name that tells its path.
+def checksums(sources: Iterable[DataSource]) -> dict[str, str]:
+    """What tells the data of each source from an edited one, by a name that tells its path.
 
-    A file has another one when its content changes, and not when it is touched or copied.
+    Of each file here it is the size and checksum, which change with its content, and not when it is touched or copied;
+    of rows of the hub, or of URLs, the fingerprint that `datasets` makes of their revision, or of what the server says
+    of their files. None of rows that are streamed from there, or come from Python.
     """
     found: dict[str, str] = {}
-    for path in paths:
-        files = {name: file for name, file in local_files(path).items() if READERS.keys() & {*file.suffixes}}
-        found |= {name: _checksum(file, number < FILES) for number, (name, file) in enumerate(files.items())}
+    for source in sources:
+        if folder_of(source.path) is not None:
+            files = {name: x for name, x in local_files(source.path).items() if READERS.keys() & {*x.suffixes}}
+            found |= {name: checksum(file, number < FILES) for number, (name, file) in enumerate(files.items())}
+        elif source.name and ".py:" not in source.name and is_table(source.rows):
+            name = f"{source.rows.split} of {masked(source.name)}"
+            found[name] = f"{found.get(name, '')}{source.rows._fingerprint}"  # of several configurations of one id
     return found
 
 
@@ -39,7 +46,8 @@ def edited(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _checksum(file: Path, is_read: bool) -> str:
+def checksum(file: Path, is_read: bool = True) -> str:
+    """The size of a file and, where it `is_read`, a checksum of its content: of a large one, of parts of it."""
     size, digest = file.stat().st_size, hashlib.sha256()
     with file.open("rb") as opened:
         if is_read and size <= WHOLE:

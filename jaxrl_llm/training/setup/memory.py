@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.processes import gather
-from jaxrl_llm.distributed.sharding import bytes_on_device, over, row_shards
+from jaxrl_llm.distributed.sharding import bytes_on_device, over, placed, row_shards
 from jaxrl_llm.models.adapters.lora import has_adapters, split
 from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.model import Model
@@ -20,9 +22,10 @@ from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine import Engine, decoding_params, prefill
 from jaxrl_llm.rollout.slots import row_keys
-from jaxrl_llm.training.moments import BYTES
 from jaxrl_llm.training.packing.planner import tokens_in
 from jaxrl_llm.training.setup.objectives import needs_reference
+from jaxrl_llm.training.setup.specs import critic_update_spec
+from jaxrl_llm.training.update import optimizer_shapes
 
 
 def device_memory(mesh: Mesh) -> float:
@@ -50,32 +53,38 @@ def check_memory(config, model: Model, engine: Engine, width: int, mesh: Mesh) -
         )
 
 
-def microbatch_room(config, model: Model, critic: Model | None) -> float | None:
+def microbatch_room(
+    config,
+    model: Model,
+    critic: Model | None,
+    optimizer: optax.GradientTransformation,
+    critic_optimizer: optax.GradientTransformation | None,
+    mesh: Mesh,
+) -> float | None:
     """Bytes that a run leaves free on each device, for micro-batches; None where devices do not tell, as CPUs.
 
-    What is left beside parameters, gradients and moments, a reference that is a copy, and an average. Teachers and
-    reward models are not counted: a micro-batch takes no more than a share of what is left.
+    What is left beside parameters, gradients and the states of the optimizers, a reference that is a copy, and an
+    average. Teachers and reward models are not counted: a micro-batch takes no more than a share of what is left.
     """
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
     memory = 0 if jax.default_backend() == "cpu" else min(gather(min(limits)))
     if not memory:
         return None
-    held, moment = 0.0, BYTES[config.optimizer.moment_dtype]
-    of_critic = config.critic.offload_optimizer
-    offloads = (config.optimizer.offload, config.optimizer.offload if of_critic is None else of_critic)
-    if needs_reference(config) and not config.algorithm.offload_reference:
+    held = 0.0
+    scored_before = config.algorithm.name in OFFLINE and config.data.precompute_reference
+    if needs_reference(config) and not config.algorithm.offload_reference and not scored_before:
         shared = has_adapters(model.params) and config.lora.reference == "base"
         held += 0 if shared else bytes_on_device(model.params)
     if config.average.every and not config.average.offload:
         averaged = model.params if has_adapters(model.params) else split(model.params, model.net.config.frozen)[1]
         held += gradient_bytes(averaged) + 2 * bytes_on_device(averaged)
-    own_critic = None if config.critic.shared else critic
-    for part, offload in zip((model, own_critic), offloads, strict=True):
-        if part is None:
-            continue
-        gradients = gradient_bytes(split(part.params, part.net.config.frozen)[1])
-        moments = 0 if offload else gradients / 4 * (3 if config.optimizer.name == "ademamix" else 2) * moment
-        held += bytes_on_device(part.params) + gradients + moments
+    updated = [(model, optimizer, config.optimizer.offload)]
+    if critic is not None and critic_optimizer is not None:
+        updated.append((critic, critic_optimizer, critic_update_spec(config).offload))
+    for part, its, offload in updated:
+        trained = split(part.params, part.net.config.frozen)[1]
+        state = placed(*optimizer_shapes(trained, its, mesh, offload))
+        held += bytes_on_device(part.params) + gradient_bytes(trained) + bytes_on_device(state)
     return max(float(memory - held), 0.0)
 
 

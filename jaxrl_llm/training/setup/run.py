@@ -112,7 +112,7 @@ class Run(NamedTuple):
     environments: Environments | Agents | None
     pack: Packer
     config: ConfigDict  # with the number of steps, where num_epochs says it, and the learning rate
-    data_files: Mapping[str, str]  # checksums of the files that are trained on
+    data_files: Mapping[str, str]  # checksums of the files that are trained on; in the first process alone
     notes: list[str]  # lines on the data and the learning rate
     warnings: list[str]
 
@@ -186,7 +186,17 @@ def build(
     followed = average if config.algorithm.ref_sync_to == "average" else None
     objective = objective_of(config, model.net)
 
-    net, room = model.net.config, microbatch_room(config, model, critic)
+    critic_optimizer, rate = None, schedule
+    if optimizer is not None:
+        optimizer = own_optimizer(specs.optimizer_spec(config), optimizer)
+    else:
+        optimizer = build_optimizer(specs.optimizer_spec(config), schedule)
+        rate = schedule or learning_rate_schedule(specs.optimizer_spec(config))
+    if config.optimizer.rate_factors:
+        optimizer = with_rate_factors(optimizer, named_rate_factors(model, config.optimizer.rate_factors))
+    if critic is not None and not config.critic.shared:
+        critic_optimizer = build_optimizer(specs.critic_optimizer_spec(config))
+    net, room = model.net.config, microbatch_room(config, model, critic, optimizer, critic_optimizer, mesh)
 
     def packer(sample: TypicalRows | None) -> Packer:
         return make_packer(specs.packing_spec(config), net, mesh, objective.positions, sample, room=room)
@@ -217,21 +227,12 @@ def build(
         raise ConfigError(
             "compute_metrics is given, but nothing is evaluated: give eval_dataset, or set eval.fraction or eval.every"
         )
-    update_critic, critic_optimizer, rate = None, None, schedule
-    if optimizer is not None:
-        optimizer = own_optimizer(specs.optimizer_spec(config), optimizer)
-    else:
-        optimizer = build_optimizer(specs.optimizer_spec(config), schedule)
-        rate = schedule or learning_rate_schedule(specs.optimizer_spec(config))
-    if config.optimizer.rate_factors:
-        optimizer = with_rate_factors(optimizer, named_rate_factors(model, config.optimizer.rate_factors))
     frozen, trainable = split(model.params, model.net.config.frozen)
     if model.net.config.frozen_leaves:
         count, of_all = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (trainable, model.params))
         told = [*told, f"trained: {count:,} of {of_all:,} numbers of the model (model.trainable, model.frozen)"]
-    frozen_critic, of_critic = {}, None if critic is None else critic.params
-    if critic is not None and not config.critic.shared:
-        critic_optimizer = build_optimizer(specs.critic_optimizer_spec(config))
+    frozen_critic, of_critic, update_critic = {}, None if critic is None else critic.params, None
+    if critic is not None and critic_optimizer is not None:
         frozen_critic, of_critic = split(critic.params, critic.net.config.frozen)
         regression = value_regression(critic_spec(config), critic.net)
         update_critic = optimizer_step(regression, critic_optimizer, sized_critic_updates(config, updates), mesh)
@@ -261,7 +262,7 @@ def build(
         environments=environments,
         pack=pack,
         config=config,
-        data_files=checksums(source.path for source in data),
+        data_files=checksums(data) if jax.process_index() == 0 else {},
         notes=[*rows.notes, *told],
         warnings=[
             *unread(config),
