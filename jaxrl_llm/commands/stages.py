@@ -21,7 +21,9 @@ from jaxrl_llm.config.schema import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.overlap import overlap_collectives
+from jaxrl_llm.models.files.safetensors import read_json, write_json
 from jaxrl_llm.train import Result, train
+from jaxrl_llm.training.checkpoint.data_files import checksum
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.checkpoint.settings import as_computed
 from jaxrl_llm.training.setup.records import checkpoint_spec
@@ -34,6 +36,8 @@ FLAGS = (
     ),
     Setting("output_dir", "runs/stages", "Folder of the runs of the stages."),
 )
+
+READ_MODELS = "read_models.json"
 
 
 def load_stages(spec: str, folder: str | Path) -> dict[str, ConfigDict]:
@@ -65,23 +69,35 @@ def load_stages(spec: str, folder: str | Path) -> dict[str, ConfigDict]:
 def run_stages(stages: Mapping[str, ConfigDict]) -> dict[str, Result]:
     """The results of the stages that were not finished, by name and in order.
 
-    Warns of a finished stage that read the model of another one before that was trained on.
+    Warns of a stage that began with the model of another one before that was trained on: `read_models.json` in its
+    folder has the checksums of those that it began with.
     """
     results = {}
     for name, config in stages.items():
-        if not is_finished(config):
+        finished, folder = is_finished(config), Path(config.output_dir)
+        with processes.all_or_none():
+            if jax.process_index() == 0:
+                settings = [*map(str, flat(config.to_dict()).values())]
+                read: dict[str, dict[str, str]] = {}  # checksums of files, by stage
+                for other, its in stages.items():
+                    if other != name and any(f"{its.output_dir}/" in value for value in settings):
+                        weights = sorted((Path(its.output_dir) / "hf").glob("*.safetensors"))
+                        read |= {other: {file.name: checksum(file) for file in weights}} if weights else {}
+                checkpoints = checkpoint_spec(config).folder
+                resumes = config.checkpoint.resume != "never" and checkpoints.is_dir()
+                if finished or (resumes and any(path.name.isdigit() for path in checkpoints.iterdir())):
+                    before = read_json(folder / READ_MODELS) or {}
+                    for other in (other for other in read if before.get(other, read[other]) != read[other]):
+                        warnings.warn(
+                            f"the stage {name} {'is finished' if finished else 'has begun'}, but with a model of the "
+                            f"stage {other} before that was trained on: delete {folder} to train it anew",
+                            stacklevel=2,
+                        )
+                elif read:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    write_json(folder / READ_MODELS, read)
+        if not finished:
             results[name] = train(config)
-            continue
-        own, settings = Path(config.output_dir) / "hf" / "config.json", [*map(str, flat(config.to_dict()).values())]
-        for other, read in stages.items():
-            model = Path(read.output_dir) / "hf" / "config.json"
-            reads = other != name and any(f"{read.output_dir}/" in value for value in settings)
-            if reads and model.is_file() and own.is_file() and model.stat().st_mtime > own.stat().st_mtime:
-                warnings.warn(
-                    f"the stage {name} is finished, but of a model of the stage {other} before that was trained on: "
-                    f"delete {config.output_dir} to train it anew",
-                    stacklevel=2,
-                )
     return results
 
 

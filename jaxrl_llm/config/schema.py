@@ -183,14 +183,16 @@ class Setting:
     def parse(self, text: str) -> Any:
         """The value of a command line text; raises ConfigError when the setting does not take it."""
         if self.many:
-            value = self._items(text) if text else ()
+            value = self._items(text)
         else:
             value = None if self.optional and text.lower() == "none" else self._parse_one(text)
         self.check(value)
         return value
 
     def _items(self, text: str) -> tuple[Any, ...]:
-        """The items of a list: `a,b` or, where they have commas, a list in JSON, `[",", "b"]`."""
+        """The items of a list: `a,b` or, where they have commas, a list in JSON, `[",", "b"]`; none of `` and `()`."""
+        if text in ("", "()"):
+            return ()
         if text.startswith("["):
             try:
                 items = json.loads(text)

@@ -20,7 +20,8 @@ class OwnPart(NamedTuple):
     def of(cls, mesh: Mesh, kv_heads: int) -> "OwnPart":
         """The part of a mesh whose processes each have rows of their own; of one process the mesh itself.
 
-        Each process has all parameters: over its devices in `fsdp`, or as `rollout.mesh=auto` arranges them.
+        Without a `context` axis its devices are in the order of processes: `row_groups` refuses others. Each process
+        has all parameters: over its devices in `fsdp`, or as `rollout.mesh=auto` arranges them.
         """
         count = jax.process_count()
         if count == 1:

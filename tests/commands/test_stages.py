@@ -3,6 +3,7 @@
 import json
 import os
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,23 +73,39 @@ def test_a_finished_stage_whose_settings_are_computed_is_skipped(tmp_path):
     assert not is_finished(stages(1.0)["sft"])
 
 
-def test_a_finished_stage_of_a_model_that_was_trained_on_since(tmp_path, monkeypatch):
-    """It is not trained anew by itself, and a warning says so."""
-    monkeypatch.setattr(stages, "is_finished", lambda config: True)
+def test_a_stage_of_a_model_that_was_trained_on_since(tmp_path, monkeypatch):
+    """It is not trained anew by itself, and a warning says so: by what the model is, and not by the times of files."""
+    done: set[str] = set()
+    monkeypatch.setattr(stages, "is_finished", lambda config: Path(config.output_dir).name in done)
+    monkeypatch.setattr(stages, "train", lambda config: done.add(Path(config.output_dir).name))
     found = {name: default() for name in ("sft", "ppo", "other")}
-    for time, (name, config) in enumerate(found.items()):
+    for name, config in found.items():
         config.output_dir = str(tmp_path / name)
-        (tmp_path / name / "hf").mkdir(parents=True)
-        (tmp_path / name / "hf" / "config.json").touch()
-        os.utime(tmp_path / name / "hf" / "config.json", (time, time))
+    weights = tmp_path / "sft" / "hf" / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_text("one")
     found["ppo"].rewards.functions = (f"model:{tmp_path}/sft/hf(add_eos=True)",)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert run_stages(found) == {}
-    (tmp_path / "sft" / "hf" / "config.json").touch()
-    with pytest.warns(UserWarning, match="stage ppo is finished, but of a model of the stage sft before") as told:
-        assert run_stages(found) == {}
-    assert len(told) == 1
+
+    def told() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run_stages(found)
+        return [str(warning.message) for warning in caught]
+
+    assert told() == [] and done == {*found}
+    assert [*json.loads((tmp_path / "ppo" / "read_models.json").read_text())] == ["sft"]
+    assert not (tmp_path / "other").exists()
+    os.utime(weights, (9e9, 9e9))
+    assert told() == []
+    weights.write_text("two")
+    line = f"the stage ppo is finished, but with a model of the stage sft before that was trained on: delete {tmp_path}"
+    assert told() == [f"{line}/ppo to train it anew"]
+    done.remove("ppo")
+    (tmp_path / "ppo" / "checkpoints" / "3").mkdir(parents=True)
+    assert told() == [f"{line.replace('is finished', 'has begun')}/ppo to train it anew"]
+    done.remove("ppo")
+    found["ppo"].checkpoint.resume = "never"
+    assert told() == told() == []
 
 
 def test_the_home_folder_in_output_dir(tmp_path, monkeypatch):

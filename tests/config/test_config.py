@@ -180,10 +180,23 @@ def test_lists_whose_items_have_commas_are_json_on_a_command_line():
         ("[1]", ("[1]",)),  # JSON of something else
         ('["x"]', ("x",)),
         ("[]", ()),
+        ("()", ()),
+        ("", ()),
         ("a,b", ("a", "b")),
     ):
         assert key.parse(text) == value
-    for value in ((",",), ("a,b", "c"), ('["x"]',), ("[]",), ("[", "]"), ("", ""), ("", "x"), ("\n", "a,")):
+    for value in (
+        (",",),
+        ("a,b", "c"),
+        ('["x"]',),
+        ("[]",),
+        ("()",),
+        ("",),
+        ("[", "]"),
+        ("", ""),
+        ("", "x"),
+        ("\n", "a,"),
+    ):
         assert key.parse(key.show(value)) == value
     assert BY_NAME["rollout.stop_token_ids"].parse("[3, 4]") == (3, 4)
     with pytest.raises(ConfigError, match=r"rollout.stop_token_ids is \('\[\"a\"\]',\), but it takes a list"):

@@ -36,6 +36,7 @@ CONTENTS = {
     "given.json": "the arguments of train beside it, in words",
     METRICS: "one object a step",
     STARTS: "when, where and by which command it was started",
+    "read_models.json": "checksums of the models of other stages that it began with",
     COMPLETIONS: "prompts, completions, rewards and advantages",
     "reference_scores.jsonl": "the prompts with the scores of the reference's completions",
     "checkpoints": "states the run can go on from",

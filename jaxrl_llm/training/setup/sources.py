@@ -57,6 +57,7 @@ from jaxrl_llm.training.setup.worker import (
     environment_spec,
     eos_ids,
     played_environments,
+    reads_prompts_as_they_are,
 )
 from jaxrl_llm.training.step_credit import MOST_STEPS, StepCredit
 from jaxrl_llm.training.teachers.cross_tokenizer import CrossTokenizer
@@ -110,7 +111,7 @@ def online_source(
         reference = Reference(start_reference(settings, model.params, lora), settings, lora, average)
     width, longest = worker.prompt_width, rollout.max_completion_length
     if critic is not None:
-        known = None if environments is not None or config.environment.rollout_func is not None else tokens
+        known = tokens if reads_prompts_as_they_are(config, environments) else None
         prompts = rollout.max_prompt_length if known is None else max(len(row["prompt_ids"]) for row in known.rows)
         cause = f"{prompts} of prompts, and rollout.max_completion_length = {longest}, which the critic reads"
         check_positions(critic, prompts + longest, cause)
@@ -361,9 +362,8 @@ def _producer(
         pipeline = loading.stream(specs.data_spec(config), data, "prompts", model.tokenizer, lambda row: row, *share)
     else:
         examples, curriculum = tokens.rows, specs.curriculum_spec(config)
-        adds_columns = environments is not None or config.environment.rollout_func is not None
         columns = set().union(*examples)  # of sources that have others each, all: a row has None for what it lacks
-        if config.total_steps and not adds_columns and PIXELS not in columns:
+        if config.total_steps and reads_prompts_as_they_are(config, environments) and PIXELS not in columns:
             rewards.check_columns(sorted(columns - {"prompt_ids"}))
         order = (config.seed, config.data.shuffle, *share, tokens.shares)
         if advantages.asks_for("reference_scores"):

@@ -70,12 +70,10 @@ def build_worker(
     open_episodes = external = agents = None
     options = specs.data_spec(config).template_kwargs
     turns = TurnTokenizer(model.tokenizer, eos, limit, options, stops=bool(c.stop or c.stop_token_ids))
-    if environments is not None:
-        if isinstance(environments, Environments):
-            open_episodes = partial(EpisodeBatch.open, environments, turns)
-        examples = None  # environments, tools and agents may lengthen prompts
-    if config.environment.rollout_func is not None:
-        examples = None  # what a function returns as prompts is its own
+    if isinstance(environments, Environments):
+        open_episodes = partial(EpisodeBatch.open, environments, turns)
+    if not reads_prompts_as_they_are(config, environments):
+        examples = None
     if c.router_replay and not model.net.config.experts:
         raise ConfigError(f"rollout.router_replay is true, but {model.path} has no experts: set it to false")
     vocab = model.net.config.vocab_size
@@ -158,6 +156,12 @@ def build_worker(
         engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external, agents, as_texts,
         several_environments=played is not None and played.routed,
     )  # fmt: skip
+
+
+def reads_prompts_as_they_are(config, environments: Environments | Agents | None) -> bool:
+    """True where prompts are sampled from as the data has them; environments, tools, agents and rollout functions may
+    lengthen them, and give rows other columns."""
+    return environments is None and config.environment.rollout_func is None
 
 
 def check_correction(config, engine: Engine) -> None:
