@@ -89,11 +89,21 @@ def dequantize(kernel: dict[str, jax.Array], kind: str, dtype) -> jax.Array:
     codes = kernel["codes"]
     if kind in BYTES:
         return (widened(codes, jnp.float32) * (kernel["absmax"] / BYTES[kind][1])).astype(dtype)
-    factors = _power(kernel["scales"]) if kind == "mxfp4" else kernel["absmax"]
+    factors = as_factors(scales_of(kernel))
     *lead, half, d_out = codes.shape
     pairs = jnp.stack([codes & 15, codes >> 4], axis=-2)
     values = jnp.asarray(LEVELS[kind])[pairs.astype(jnp.int32)].reshape(*lead, factors.shape[-2], -1, d_out)
     return (values * factors[..., None, :]).astype(dtype).reshape(*lead, 2 * half, d_out)
+
+
+def scales_of(kernel: dict[str, jax.Array]) -> jax.Array:
+    """The scales of a quantised kernel as they are stored: of 4 bits `[..., in/block, out]`."""
+    return kernel["scales"] if "scales" in kernel else kernel["absmax"]
+
+
+def as_factors(scales) -> jax.Array:
+    """The factors in fp32 that scales of 4 bits stand for."""
+    return _power(scales) if scales.dtype == jnp.uint8 else scales
 
 
 def as_matrix(kernel: Kernel, kind: str, dtype) -> jax.Array:

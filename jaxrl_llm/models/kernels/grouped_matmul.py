@@ -15,12 +15,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl_llm.models.kernels.cpu_matmul import matmul, matmul_transposed, over_rows
 from jaxrl_llm.models.quantize import BYTES as LARGEST
-from jaxrl_llm.models.quantize import Kernel, as_fp8, dequantize, widened
+from jaxrl_llm.models.quantize import LEVELS, Kernel, as_factors, as_fp8, dequantize, scales_of, widened
 
 BLOCKS = (16, 128)  # the fewest and the most rows of a block
 RESULT = "grouped_matmul"  # as which policies of rematerialisation know results
 COLUMNS = 128  # of the results of a program of a GPU's kernel, at most
 BYTES = 128  # of a row that such a program reads at once
+AHEAD = 3  # blocks of codes that it reads before it needs them
 
 
 def grouped_matmul(x, kernels: Kernel, sizes, kind: str = "none", interpret: bool = False) -> jax.Array:
@@ -41,9 +42,9 @@ def grouped_matmul(x, kernels: Kernel, sizes, kind: str = "none", interpret: boo
 
 
 class _Method(NamedTuple):
-    """`matmul(x, kernels, sizes, transposed, dtype)` is the grouped matmul in `dtype`, with the matrices, of any type,
-    transposed or as they are; `outer(x, y, kernels, sizes)` of each group the sum over its rows of `x_i y_o`, in the
-    shape of the kernels. Without it JAX has the gradient."""
+    """`matmul(x, kernels, sizes, transposed, dtype, kind)` is the grouped matmul in `dtype`, with the matrices, of any
+    type or of 4 bits as `kind` says, transposed or as they are; `outer(x, y, kernels, sizes)` of each group the sum
+    over its rows of `x_i y_o`, in the shape of the kernels. Without it JAX has the gradient."""
 
     matmul: Callable[..., Any]
     outer: Callable[..., Any] | None = None
@@ -59,7 +60,8 @@ def _method(interpret: bool) -> _Method:
     return _Method(*methods)
 
 
-def _ragged(x, kernels, sizes, transposed: bool, dtype):
+def _ragged(x, kernels: Kernel, sizes, transposed: bool, dtype, kind: str = "none"):
+    kernels = dequantize(kernels, kind, x.dtype) if isinstance(kernels, dict) else kernels
     kernels = widened(kernels.swapaxes(1, 2) if transposed else kernels, x.dtype)
     # XLA's kernels leave what they find in rows behind the last group.
     here = (jnp.arange(len(x)) < sizes.sum())[:, None]
@@ -73,12 +75,11 @@ def _of_stored(method: _Method, kind: str, x, kernels: dict[str, jax.Array], siz
 
 
 def _by_stored(method: _Method, kind: str, x, kernels: dict[str, jax.Array], sizes, transposed: bool):
-    """The grouped matmul with quantised matrices: of 8 bits their codes are multiplied with, those of 4 bits are
-    converted, of the layer that is computed alone; on CPUs those of groups that have rows."""
+    """The grouped matmul with quantised matrices: of 8 bits their codes are multiplied with; those of 4 bits are
+    converted, of the layer that is computed alone, on CPUs those of groups that have rows, and by the kernel for few
+    rows as they are read."""
     if kind not in LARGEST:
-        if method.matmul is looped_matmul:
-            return looped_matmul(x, kernels, sizes, transposed, x.dtype, kind)
-        return method.matmul(x, dequantize(kernels, kind, x.dtype), sizes, transposed, x.dtype)
+        return method.matmul(x, kernels, sizes, transposed, x.dtype, kind)
     group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x)), side="right")
     # A column is scaled behind the sum over its inputs, and before the one over columns.
     scales, largest = kernels["absmax"][jnp.minimum(group, sizes.size - 1), 0], LARGEST[kind][1]
@@ -197,44 +198,115 @@ def looped_outer(x, y, kernels, sizes):
     return _over_blocks(step, jnp.zeros_like(kernels, jnp.float32), x, sizes).astype(kernels.dtype)
 
 
-def _by_kernel(x, kernels, sizes, transposed: bool, dtype, interpret: bool):
+def _by_kernel(x, kernels: Kernel, sizes, transposed: bool, dtype, kind: str = "none", interpret: bool = False):
     # Imported here: only runs on GPUs need it.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
+    if isinstance(kernels, dict):
+        codes, scales = kernels["codes"], scales_of(kernels)
+        # Codes are converted as they are read, once but for groups of more than a block's rows, and in whole blocks of
+        # numbers that share a scale, of which a product of tensor cores has 16 or more.
+        if not transposed and _block_rows(len(x), len(codes)) < BLOCKS[1] and codes.shape[1] >= 16 * scales.shape[1]:
+            return _by_codes(x, codes, scales, sizes, dtype, kind, interpret)
+        kernels = dequantize(kernels, kind, x.dtype)
     kernels = as_fp8(kernels)
     nothing = 0 if jnp.issubdtype(kernels.dtype, jnp.integer) else 0.0
-    (rows, inner), groups, width = x.shape, len(kernels), kernels.shape[1 if transposed else 2]
-    size, depth = _block_rows(rows, groups), BYTES // x.dtype.itemsize
-    columns = min(4 * size, COLUMNS)  # few rows wait for matrices, which more programs read faster
+    inner, depth = x.shape[1], BYTES // x.dtype.itemsize
 
-    def kernel(x_ref, kernels_ref, sizes_ref, out_ref):
-        group, start, end = _place(sizes_ref[...], pl.program_id(0), size)
-        first = pl.program_id(1) * columns
-        is_row, is_column = start + jnp.arange(size) < end, first + jnp.arange(columns) < width
+    def block(refs, group, steps, rows, columns, total):
+        x_ref, kernels_ref = refs
 
         def step(number, total):
             at = number * depth
             is_inner = at + jnp.arange(depth) < inner
-            here = pl.ds(start, size), pl.ds(at, depth)
-            ours = triton.load(x_ref.at[here], mask=is_row[:, None] & is_inner[None], other=0.0)
-            there, masks = (pl.ds(at, depth), pl.ds(first, columns)), (is_inner, is_column)
+            here, masks = (rows.at, pl.ds(at, depth)), (is_inner, columns.inside)
+            ours = triton.load(x_ref.at[here], mask=rows.inside[:, None] & is_inner[None], other=0.0)
+            there = pl.ds(at, depth), columns.at
             if transposed:
                 there, masks = there[::-1], masks[::-1]
             mask = masks[0][:, None] & masks[1][None]
             matrix = triton.load(kernels_ref.at[(group, *there)], mask=mask, other=nothing)
             return total + triton.dot(ours, matrix.astype(x.dtype), trans_b=transposed)
 
+        return jax.lax.fori_loop(0, steps, step, total)
+
+    width, steps = kernels.shape[1 if transposed else 2], -(-inner // depth)
+    return _over_programs(block, steps, (x, kernels), sizes, (dtype, width), "grouped_matmul", interpret)
+
+
+def _by_codes(x, codes, scales, sizes, dtype, kind: str, interpret: bool):
+    """The grouped matmul with matrices of 4 bits, whose numbers are rounded as `dequantize` does and leave no program.
+
+    A program has the next blocks of codes in registers. Triton's own pipeline (`num_stages`) would have the level of
+    every number in shared memory, where it is written by an instruction of its own.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    depth = codes.shape[1] // scales.shape[1]  # of bytes that share a scale
+
+    def block(refs, group, steps, rows, columns, total):
+        x_ref, codes_ref, scales_ref, levels_ref = refs
+
+        def read(number):
+            number = jnp.minimum(number, scales.shape[1] - 1)
+            at, mask = pl.ds(number * depth, depth), columns.inside
+            codes = triton.load(codes_ref.at[group, at, columns.at], mask=mask[None], other=0)
+            return codes, triton.load(scales_ref.at[group, number, columns.at], mask=mask)
+
+        def step(number, state):
+            total, (codes, scale), *others = state
+            others.append(read(number + AHEAD))
+            pairs, factor = codes.astype(jnp.int32), as_factors(scale)[None]
+            for half, each in enumerate((pairs & 15, pairs >> 4)):  # inputs 2i and 2i + 1
+                here = pl.ds((half * scales.shape[1] + number) * depth, depth)
+                ours = triton.load(x_ref.at[rows.at, here], mask=rows.inside[:, None], other=0.0)
+                total += triton.dot(ours, (triton.load(levels_ref.at[each]) * factor).astype(x.dtype))
+            return total, *others
+
+        return jax.lax.fori_loop(0, steps, step, (total, *map(read, range(AHEAD))))[0]
+
+    halves = x.reshape(len(x), -1, 2).swapaxes(1, 2).reshape(x.shape)
+    levels = LEVELS[kind] + jnp.zeros_like(x, jnp.float32, (16,))  # which says along which axes it varies
+    arrays, out = (halves, codes, scales, levels), (dtype, codes.shape[2])
+    return _over_programs(block, scales.shape[1], arrays, sizes, out, "grouped_matmul_of_codes", interpret, stages=1)
+
+
+class _Part(NamedTuple):
+    """Rows or columns of a program, and which of them there are."""
+
+    at: Any
+    inside: jax.Array
+
+
+def _over_programs(block, steps: int, arrays, sizes, out, name: str, interpret: bool, stages: int = 3):
+    """The grouped matmul, of that type and width, of which each block of rows of the first array and each part of the
+    columns is `block(refs, group, steps, rows, columns, zeros)`, with the matrices of the second array."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    dtype, width = out
+    rows, groups = len(arrays[0]), len(arrays[1])
+    size = _block_rows(rows, groups)
+    columns = min(4 * size, COLUMNS)  # few rows wait for matrices, which more programs read faster
+
+    def kernel(*refs):
+        *refs, sizes_ref, out_ref = refs
+        group, start, end = _place(sizes_ref[...], pl.program_id(0), size)
+        first = pl.program_id(1) * columns
+        ours = _Part(pl.ds(start, size), start + jnp.arange(size) < end)
+        there = _Part(pl.ds(first, columns), first + jnp.arange(columns) < width)
         # What is behind the last group is a group without a matrix.
-        steps = (group < groups).astype(jnp.int32) * pl.cdiv(inner, depth)
-        total = jax.lax.fori_loop(0, steps, step, jnp.zeros((size, columns), jnp.float32))
-        place = out_ref.at[pl.ds(start, size), pl.ds(first, columns)]
-        triton.store(place, total.astype(out_ref.dtype), mask=is_row[:, None] & is_column[None])
+        turns = (group < groups).astype(jnp.int32) * steps
+        total = block(refs, group, turns, ours, there, jnp.zeros((size, columns), jnp.float32))
+        mask = ours.inside[:, None] & there.inside[None]
+        triton.store(out_ref.at[ours.at, there.at], total.astype(out_ref.dtype), mask=mask)
 
     sizes = jnp.append(sizes, rows - sizes.sum())
     grid = (_most_blocks(rows, groups) + 1, pl.cdiv(width, columns))
     warps = 8 if size == BLOCKS[1] else 4
-    return _run(kernel, grid, (x, kernels), sizes, (dtype, (rows, width)), warps, "grouped_matmul", interpret)
+    return _run(kernel, grid, arrays, sizes, (dtype, (rows, width)), warps, name, interpret, stages)
 
 
 def _outer_by_kernel(x, y, kernels, sizes, interpret: bool):
@@ -267,7 +339,7 @@ def _outer_by_kernel(x, y, kernels, sizes, interpret: bool):
     return _run(kernel, grid, (x, y), sizes, (kernels.dtype, kernels.shape), 8, "grouped_outer", interpret)
 
 
-def _run(kernel, grid, arrays, sizes, out, warps: int, name: str, interpret: bool):
+def _run(kernel, grid, arrays, sizes, out, warps: int, name: str, interpret: bool, stages: int = 3):
     """The result, of that type and shape, of a kernel over arrays and sizes, which are as many as a power of two."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -277,7 +349,7 @@ def _run(kernel, grid, arrays, sizes, out, warps: int, name: str, interpret: boo
         kernel,
         grid=grid,
         out_shape=jax.eval_shape(lambda: jnp.zeros_like(arrays[0], *out)),  # which says along which axes it varies
-        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=3),
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name=name,
     )(*arrays, jnp.pad(sizes, (0, extra)))

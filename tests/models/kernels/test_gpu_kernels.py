@@ -206,8 +206,8 @@ def test_grouped_matmuls(rows, groups, width, hidden, dtype):
         assert relative(found, exact) < {"bfloat16": 5e-3, "float32": 2e-3}[dtype]
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8", "mxfp4"])
-@pytest.mark.parametrize("rows", [512, 16384])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "nf4", "mxfp4"])
+@pytest.mark.parametrize("rows", [64, 512, 16384])
 def test_grouped_matmuls_of_quantised_matrices(rows, kind):
     """Outputs and gradients against those of the numbers, which the kernel multiplies with in float32."""
     keys = jax.random.split(jax.random.key(0), 3)

@@ -94,6 +94,22 @@ def test_of_quantised_matrices(kind, dtype, small_tiles):
         np.testing.assert_allclose(np.asarray(a.astype(jnp.float32)), b, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "mxfp4", pytest.param("int4", marks=pytest.mark.slow)])
+def test_few_rows_read_codes_of_4_bits(kind):
+    """The kernel of GPUs forms no matrix, and its products are those of the numbers, bit for bit; many rows form it."""
+    draw, sizes = np.random.default_rng(0), jnp.asarray([0, 17, 1, 0, 20], jnp.int32)
+    stored = quantize(jnp.asarray(draw.normal(size=(5, 192, 80)), jnp.float32), kind)
+    multiply = functools.partial(grouped_matmul.grouped_matmul, sizes=sizes, interpret=True)
+    x = jnp.asarray(draw.normal(size=(45, 192)), jnp.bfloat16)
+    found = multiply(x, stored, kind=kind)
+    numbers = dequantize(stored, kind, jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(multiply(x, numbers), np.float32))
+    assert np.abs(np.asarray(found, np.float32)[:38]).min(axis=1).max() > 0
+    for rows, forms in ((45, False), (5 * 100, True)):
+        traced = jax.make_jaxpr(functools.partial(multiply, kind=kind))(jnp.zeros((rows, 192), jnp.bfloat16), stored)
+        assert ("bf16[5,192,80]" in str(traced)) == forms
+
+
 @pytest.mark.parametrize("backend", ["gpu", "cpu"])
 @pytest.mark.parametrize("axes", [{}, {"expert": 4}, {"fsdp": 2, "expert": 2, "tensor": 2}])
 def test_an_update_takes_three_matmuls_a_matrix(backend, axes, monkeypatch):
