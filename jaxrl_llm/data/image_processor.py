@@ -3,8 +3,8 @@
 `load` reads the files of a model's folder. Resizing, tiling and normalising are those of transformers' processors on
 Pillow and numpy, which need no torch; the tokens are those that its classes `Idefics3Processor`, `SmolVLMProcessor`,
 `Gemma3Processor`, `Gemma4Processor`, `InternVLProcessor`, `Lfm2VlProcessor`, `LlavaProcessor`, `LlavaNextProcessor`,
-`LlavaOnevisionProcessor`, `PaliGemmaProcessor`, `Qwen2VLProcessor`, `Qwen2_5_VLProcessor`, `Qwen3VLProcessor`,
-`Glm4vProcessor` and `PixtralProcessor` write.
+`LlavaOnevisionProcessor`, `MllamaProcessor`, `PaliGemmaProcessor`, `Qwen2VLProcessor`, `Qwen2_5_VLProcessor`,
+`Qwen3VLProcessor`, `Glm4vProcessor` and `PixtralProcessor` write.
 """
 
 import json
@@ -35,8 +35,8 @@ class ImageProcessor:
     # An RGB image -> normalised pixels [tiles, H, W, C], fp32; a list [H, W, C] where each tile has its own size.
     tiles: "Callable[[Image], np.ndarray | list[np.ndarray]]"
     tile_size: tuple[int, int] | None  # H, W; None: each image is one tile, of its own size
-    # Height and width -> how tiles are put together, the six numbers of models/vision/any_resolution.py; None: they
-    # are not, as they are apart.
+    # Height and width -> how tiles are put together, the six numbers of models/vision/any_resolution.py, or those of
+    # models/vision/tiled.py; None: they are not, as they are apart.
     grid: Callable[[int, int], tuple[int, ...]] | None = None
     of_many: "ImageProcessor | None" = None  # that of rows with several images; None: this one
     before_text: bool = False  # images are in front of the token that begins a text, where only chat templates put them
@@ -434,6 +434,36 @@ def _tile_of(config: dict[str, Any], kind: str) -> tuple[int, int]:
     return size, size // encoder.get("patch_size", default)
 
 
+def _mllama(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
+    """Llama 3.2 Vision's (arXiv 2407.21783): an image keeps its shape within the grid of square tiles that fits it, of
+    `max_image_tiles` at most, and is one token."""
+    from transformers.models.mllama.image_processing_pil_mllama import (
+        MllamaImageProcessorPil,
+        get_all_supported_aspect_ratios,
+        get_optimal_tiled_canvas,
+    )
+
+    processor: Any = MllamaImageProcessorPil.from_pretrained(folder, **settings)
+    side, most, encoder = processor.size["height"], processor.max_image_tiles, config["vision_config"]
+    _check_model(folder, "size", side, "image_size", np.ravel(encoder.get("image_size", 448))[0])
+    _check_model(folder, "max_image_tiles", most, "max_num_tiles", encoder.get("max_num_tiles", 4))
+
+    def grid(height: int, width: int) -> tuple[int, ...]:
+        rows, columns = (int(pixels) // side for pixels in get_optimal_tiled_canvas(height, width, most, side))
+        return get_all_supported_aspect_ratios(most).index((rows, columns)) + 1, rows * columns
+
+    def tiles(image: "Image") -> np.ndarray:
+        pixels = processor(images=[[image]], return_tensors="np")["pixel_values"][0, 0]
+        return np.moveaxis(np.asarray(pixels, np.float32), 1, -1).reshape(1, most * side, side, -1)
+
+    token = "<|image|>"
+    ids = _token_ids(tokenizer, (token,))
+    return ImageProcessor(
+        token, ids[0], frozenset(ids), lambda height, width: token, lambda height, width: 1, tiles,
+        (most * side, side), grid, before_text=True,
+    )  # fmt: skip
+
+
 def _mistral3(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
     """Pixtral's (arXiv 2410.07073) as Mistral Small 3.1 has it: an image keeps its shape, scaled to a longest edge if
     its own is longer, and to multiples of a token's side; a token ends each row of its tokens."""
@@ -538,6 +568,7 @@ FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any, Mapping[str, Any]], Ima
     "glm4v_moe": partial(_qwen_vl, glm=True),
     "internvl": _internvl,
     "mistral3": _mistral3,
+    "mllama": _mllama,
 }
 
 # The tokens that begin an image of Gemma 4, stand for it, and end it, where config.json and tokenizer name none.

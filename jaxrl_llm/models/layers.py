@@ -133,7 +133,7 @@ class Embed(nnx.Module):
     """Token embeddings `[V,D]`."""
 
     def __init__(self, config, rngs: nnx.Rngs):
-        shape = (config.vocab_size, config.outer_width)
+        shape = (config.vocab_size + config.unpredicted, config.outer_width)
         self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, config.param_dtype) * config.init_scale)
 
     def __call__(self, tokens, dtype):

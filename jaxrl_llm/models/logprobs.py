@@ -28,6 +28,7 @@ from jaxrl_llm.models.chunked_softmax import (
     chunked_uld,
     log_sum_squares,
 )
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Net, Params, Transformer
 
 LIKELIEST_BLOCK = 64  # positions whose logits are formed at once
@@ -258,7 +259,7 @@ class _Positions(NamedTuple):
 def _predicting(model: Transformer, inputs: Inputs) -> _Positions:
     if inputs.layout is not None:
         return _predicting_packed(model, inputs, inputs.layout)
-    tokens, segments = inputs.tokens, inputs.segments
+    tokens, segments = _predictable(inputs.tokens, model.config), inputs.segments
     assert segments is not None
     first = max(inputs.prompt_width, 1)
     predicted = (segments[:, first:] == segments[:, first - 1 : -1]) & (segments[:, first:] != 0)
@@ -274,6 +275,11 @@ def _predicting(model: Transformer, inputs: Inputs) -> _Positions:
 
     hidden = model.hidden(inputs)[:, first - 1 : -1]
     return _Positions(hidden, tokens[:, first:], None, at_tokens, columns, columns)
+
+
+def _predictable(tokens, config: ModelConfig):
+    """The tokens, the vocabulary's last in place of those that are never predicted, whose log-probs nobody reads."""
+    return jnp.minimum(tokens, config.vocab_size - 1) if config.unpredicted else tokens
 
 
 def _predicting_packed(model: Transformer, inputs: Inputs, layout: PackedLayout) -> _Positions:
@@ -330,4 +336,5 @@ def _predicting_packed(model: Transformer, inputs: Inputs, layout: PackedLayout)
     hidden = model.hidden(packed)
     hidden = constrain(hidden.reshape(shards, -1, hidden.shape[-1]), "rows", None, None)
     hidden = jnp.take_along_axis(hidden, layout.hidden_idx[..., None], axis=1)
-    return _Positions(hidden, picks(tokens), layout.num_read.max(), at_tokens, sums, picks)
+    targets = picks(_predictable(tokens, model.config))
+    return _Positions(hidden, targets, layout.num_read.max(), at_tokens, sums, picks)

@@ -163,7 +163,7 @@ def describe(
         tokenizer = hf.load_tokenizer(folder, trust_remote_code)
     generation = read_json(folder / "generation_config.json")
     if tokenizer is not None:
-        check_ids(tokenizer, net.config.vocab_size, generation, os.fspath(path))
+        check_ids(tokenizer, net.config.embeddings, generation, os.fspath(path))
         hf.remember_images(tokenizer, folder)
     return Model(net, net.shapes(), tokenizer, hf.read_config(folder, entries), generation, os.fspath(path))
 

@@ -58,6 +58,7 @@ class ModelConfig:
     final_norm: bool = True  # False: none behind the last layer
     parallel_ffn: bool = False  # feed-forwards read what the mixers of their layers read
     parallel_norm: bool = False  # they read it through a norm of their own
+    unpredicted: int = 0  # rows of the embedding behind the vocabulary, of tokens that are read and never sampled
     embed_width: int = 0  # of embedding and head, with a map to the width and one back; 0: the width
     learned_positions: int = 0  # rows of a table that is added to the embeddings; 0: none
     first_position: int = 0  # the row of a document's first token
@@ -202,6 +203,11 @@ class ModelConfig:
     def outer_width(self) -> int:
         """Numbers of an embedding, and of a hidden state as the heads read it."""
         return self.embed_width or self.width
+
+    @property
+    def embeddings(self) -> int:
+        """Rows of the embedding: tokens that can be read."""
+        return self.vocab_size + self.unpredicted
 
     @property
     def position_limit(self) -> int | None:

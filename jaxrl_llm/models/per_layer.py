@@ -19,7 +19,7 @@ class PerLayerEmbed(nnx.Module):
     def __init__(self, config, rngs: nnx.Rngs):
         self.width = config.per_layer_width
         size = config.layers * self.width
-        table = dataclasses.replace(config, vocab_size=config.per_layer_vocab, width=size)
+        table = dataclasses.replace(config, vocab_size=config.per_layer_vocab, unpredicted=0, width=size)
         self.embed = Embed(table, rngs)
         self.proj = Linear(config.width, size, config, rngs)
         self.norm = RMSNorm(self.width, config, rngs)

@@ -23,7 +23,8 @@ from jaxrl_llm.models.altup import AltUp, Laurel, Streams
 from jaxrl_llm.models.kernels.fused_attention import BY_SEGMENTS, implementation, is_in_chunks
 from jaxrl_llm.models.kernels.grouped_matmul import RESULT
 from jaxrl_llm.models.layers import Embed, FeedForward, Linear, PositionEmbed, RMSNorm, soft_cap, stacked
-from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer, NoMixer
+from jaxrl_llm.models.mixers.cross_attention import CrossAttention
+from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer, NoMixer, ShownImages
 from jaxrl_llm.models.model_config import LayerRun, ModelConfig
 from jaxrl_llm.models.moe import ExpertsBeside, MixtureOfExperts, Routing
 from jaxrl_llm.models.per_layer import PerLayerEmbed, PerLayerInput
@@ -106,24 +107,28 @@ class Block(nnx.Module):
         to, or None.
         """
         mixed, cache = self.mixer.prefill(_normed(self.input_norm, x), inputs, arrays)
-        x, _, routing = self._feed_forward(x, mixed, counted, replayed)
+        x, _, routing = self._feed_forward(x, mixed, counted, replayed, seen=inputs.shown and inputs.shown.seen)
         return x, (cache if is_read else None, routing)
 
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, tuple[Any, jax.Array | None]]:
         """Hidden states after the layer, and the mixer's cache and the experts `[N,T,k]` of each token."""
         mixed, cache = self.mixer.prefill(_normed(self.input_norm, x), inputs, arrays)
-        x, experts, _ = self._feed_forward(x, mixed)
+        x, experts, _ = self._feed_forward(x, mixed, seen=inputs.shown and inputs.shown.seen)
         return x, (cache, experts)
 
     def decode(self, x, inputs: DecodeInputs, prompt, cache, arrays) -> tuple[jax.Array, tuple[Any, jax.Array | None]]:
         """Hidden states of the next tokens after the layer, and the mixer's cache with them and their experts."""
         mixed, cache = self.mixer.decode(_normed(self.input_norm, x), inputs, prompt, cache, arrays)
-        x, experts, _ = self._feed_forward(x, mixed)
+        seen = prompt.seen[:, None] if isinstance(self.mixer, CrossAttention) else None
+        x, experts, _ = self._feed_forward(x, mixed, seen=seen)
         return x, (cache, experts)
 
     def _feed_forward(
-        self, x, mixed, counted=None, replayed=None
+        self, x, mixed, counted=None, replayed=None, seen=None
     ) -> tuple[jax.Array, jax.Array | None, Routing | None]:
+        factor = self.mixer.factor(seen) if isinstance(self.mixer, CrossAttention) else None
+        if factor is not None and not factor.size:  # there are no images, without which the layer adds nothing
+            return x, None, None
         before, x = x, self._added(x, mixed, self.attention_out_norm)
         if self.laurel is not None:
             x = (x + self.laurel(_normed(self.input_norm, before))) * 2**-0.5
@@ -136,6 +141,7 @@ class Block(nnx.Module):
             out, experts, routing = self.mlp(out, counted, replayed)
         else:
             out = self.mlp(out)
+        out = out if factor is None else out * factor.astype(out.dtype)
         return self._added(x, out, self.mlp_out_norm), experts, routing
 
     def finished(self, x, own, streams=None):
@@ -313,6 +319,10 @@ class Transformer(nnx.Module):
 
     def encode_images(self, tokens, segments, images: Images) -> ImageEmbeddings:
         """The images of rows as embeddings of their image tokens; raises ConfigError for a model without vision."""
+        if self.config.vision is not None and self.config.vision.is_read_apart:
+            raise ConfigError(
+                "rows with images are packed, which this model's layers cannot read: set batch.packing to false"
+            )
         features = self.image_features(images)
         assert self.vision is not None
         return self.vision.place(tokens, segments, segment_positions(segments), features, images)
@@ -359,8 +369,10 @@ class Transformer(nnx.Module):
             )
         segments = jnp.ones_like(tokens) if inputs.segments is None else inputs.segments
         positions = segment_positions(segments) if inputs.positions is None else inputs.positions
-        images, runs = inputs.images, None
-        if isinstance(images, Images):
+        images, runs, shown = inputs.images, None, None
+        if c.vision is not None and c.vision.is_read_apart:
+            shown, images = self._shown(inputs, segments), None
+        elif isinstance(images, Images):
             images = self.encode_images(tokens, segments, images)
         both_ways = "" if images is None or c.vision is None else c.vision.bidirectional
         if c.sees_prompts:
@@ -394,9 +406,19 @@ class Transformer(nnx.Module):
         causal = runs is None
         whole = runs if c.sees_prompts and c.sliding_layers else None  # those of images are seen within the window
         layout = AttentionInputs(
-            positions, segments, mask, by_mask, causal, sliding_mask, whole, inv_freq, rotary, shift
+            positions, segments, mask, by_mask, causal, sliding_mask, whole, inv_freq, rotary, shift, shown=shown
         )  # fmt: skip
         return layout, x, images
+
+    def _shown(self, inputs: Inputs, segments) -> ShownImages:
+        """The images of rows that layers read, none where there are none."""
+        if inputs.images is None:
+            none = jnp.zeros((len(segments), 0, self.config.width), self.config.dtype)
+            return ShownImages(none, jnp.zeros((*segments.shape, 0), bool))
+        assert isinstance(inputs.images, Images)
+        assert self.vision is not None
+        positions, states = segment_positions(segments), self.image_features(inputs.images)
+        return ShownImages(states, self.vision.seen(inputs.tokens, segments, positions, inputs.images))
 
     def _by_run(self, experts) -> tuple:
         """The experts `[N,T,L,k]` of all layers as those of each run: of a scanned one stacked, of a dense one None."""

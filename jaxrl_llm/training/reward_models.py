@@ -98,7 +98,7 @@ class RewardModel:
                     )
                 model = copied_model(path, self.mesh, dtype, merge=True, head=self.head)
                 if tokenizer is not None:
-                    check_ids(tokenizer, model.net.config.vocab_size, model.generation, self.name)
+                    check_ids(tokenizer, model.net.config.embeddings, model.generation, self.name)
                     model = dataclasses.replace(model, tokenizer=tokenizer)
             else:
                 model = load_model(

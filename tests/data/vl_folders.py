@@ -1,5 +1,5 @@
-"""The folders of a tiny InternVL, GLM-V, Mistral 3, Gemma 4, LFM2-VL, LLaVAs and PaliGemma without weights: 8 x 8
-pixels a token, a byte tokenizer."""
+"""The folders of a tiny InternVL, GLM-V, Mistral 3, Gemma 4, LFM2-VL, LLaVAs, PaliGemma and Llama 3.2 Vision without
+weights: 8 x 8 pixels a token, a byte tokenizer."""
 
 import json
 from pathlib import Path
@@ -13,6 +13,11 @@ from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProce
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
+)
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -104,6 +109,17 @@ PARTS: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "gemma2", **TEXT, "head_dim": 8, "sliding_window": 8},
         "vision_config": CLIP | {"model_type": "siglip_vision_model", "vision_use_head": False}, "projection_dim": 32,
     },
+    "mllama": {
+        "architectures": ["MllamaForConditionalGeneration"],
+        "text_config": {
+            "model_type": "mllama_text_model", **TEXT, "num_hidden_layers": 3, "cross_attention_layers": [1],
+        },
+        "vision_config": {
+            "model_type": "mllama_vision_model", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+            "num_global_layers": 1, "attention_heads": 3, "image_size": 16, "patch_size": 4, "vision_output_dim": 48,
+            "intermediate_layers_indices": [0],
+        },
+    },
 }  # fmt: skip
 GLM_TOKENS = ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>", "<|endoftext|>", "<|user|>"]
 # The image token first, and among the others the one that ends texts.
@@ -120,17 +136,18 @@ TOKENS = {
     ],
     **{name: ["<image>", "<video>", "</s>"] for name in PARTS if name.startswith("llava")},
     "paligemma": ["<image>", "<bos>", "<eos>"],
+    "mllama": ["<|image|>", "<|begin_of_text|>", "<|eot_id|>"],
 }  # fmt: skip
 ENDS = {
     "internvl": "<|im_end|>", "glm4v": "<|endoftext|>", "glm4v_moe": "<|endoftext|>", "mistral3": "</s>",
     "gemma4": "<turn|>", "lfm2_vl": "<|im_end|>", "llava": "</s>", "llava_next": "</s>", "llava_onevision": "</s>",
-    "paligemma": "<eos>",
+    "paligemma": "<eos>", "mllama": "<|eot_id|>",
 }  # fmt: skip
 # What the templates of the families write for an image, and around the messages of users and assistants.
 IMAGE = {
     "internvl": "<IMG_CONTEXT>\\n", "glm4v": "<|begin_of_image|><|image|><|end_of_image|>", "mistral3": "[IMG]",
     "gemma4": "\\n\\n<|image|>\\n\\n", "lfm2_vl": "<image>",
-    "llava": "<image>\\n",
+    "llava": "<image>\\n", "mllama": "<|image|>",
 }  # fmt: skip
 ROLES = {
     "internvl": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
@@ -139,6 +156,7 @@ ROLES = {
     "gemma4": ("<|turn>user\\n", "<turn|>\\n", "<|turn>model\\n"),
     "lfm2_vl": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
     "llava": ("USER: ", " ", "ASSISTANT: "),
+    "mllama": ("user\\n\\n", "<|eot_id|>", "assistant\\n\\n"),
 }
 # Of the image processor of LFM2-VL, which transformers has for torchvision alone.
 LFM2_VL = {
@@ -168,6 +186,8 @@ def processor_of(family: str) -> Any:
     if family == "mistral3":
         return PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size={"height": 4, "width": 4})
     tiles: dict[str, Any] = {"size": {"height": 16, "width": 16}, "image_grid_pinpoints": PLACES}
+    if family == "mllama":
+        return MllamaImageProcessorPil(size=tiles["size"])
     if family == "paligemma":
         return SiglipImageProcessorPil(size=tiles["size"])
     if family == "llava":
@@ -184,6 +204,8 @@ def processor_of(family: str) -> Any:
 def vl_folder(folder: Path, family: str) -> Path:
     """The folder, after config.json, tokenizer and image processor were written to it."""
     tokenizer: Any = AutoTokenizer.from_pretrained(EMBEDDED / "sort")
+    if family == "mllama":  # whose image token is behind the vocabulary
+        tokenizer.add_special_tokens({"bos_token": "<|begin_of_text|>", "eos_token": ENDS[family]})
     tokenizer.add_special_tokens({"additional_special_tokens": TOKENS[family], "eos_token": ENDS[family]})
     if family == "paligemma":  # which has no template
         tokenizer.add_special_tokens({"bos_token": "<bos>"})
@@ -191,11 +213,13 @@ def vl_folder(folder: Path, family: str) -> Path:
     tokenizer.save_pretrained(folder)
     assert len(tokenizer) < TEXT["vocab_size"]
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    by_index = ("mistral3", "paligemma", "llava", "llava_next", "llava_onevision")
+    by_index = ("mistral3", "mllama", "paligemma", "llava", "llava_next", "llava_onevision")
     entry = "image_token_index" if family in by_index else "image_token_id"
     token = {entry: tokenizer.convert_tokens_to_ids(TOKENS[family][0])}
     config = {"model_type": family, "tie_word_embeddings": False, **ids, **token, **PARTS[family]}
     config["text_config"] = {**config["text_config"], **ids}
+    if family == "mllama":
+        config["text_config"] |= {"vocab_size": config["image_token_index"], "bos_token_id": tokenizer.bos_token_id}
     if family == "gemma4":
         ends = dict(zip(("boi_token_id", "eoi_token_id"), TOKENS[family][1:3], strict=True))
         config |= {name: tokenizer.convert_tokens_to_ids(token) for name, token in ends.items()}
@@ -225,6 +249,11 @@ def as_transformers(folder: Path, images: list, ids: np.ndarray) -> dict[str, An
     if "llava" in family:
         made = processor_of(family)([images] if family == "llava_onevision" else images, return_tensors="pt")
         return dict(made)
+    if family == "mllama":
+        made = dict(processor_of(family)([images], return_tensors="pt"))
+        spans = get_cross_attention_token_mask(ids[0].tolist(), config["image_token_index"])
+        seen = convert_sparse_cross_attention_mask_to_dense([spans], made.pop("num_tiles"), 4, ids.shape[1])
+        return {**made, "cross_attention_mask": torch.tensor(seen)}
     if family == "paligemma":  # no token is in a prompt
         made = processor_of(family)(images, return_tensors="pt")
         return {**made, "token_type_ids": torch.ones(ids.shape, dtype=torch.int)}

@@ -20,6 +20,7 @@ from transformers import (
     LlavaNextConfig,
     LlavaOnevisionConfig,
     Mistral3Config,
+    MllamaConfig,
     PaliGemmaConfig,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
@@ -28,6 +29,10 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
     SmolVLMConfig,
+)
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
 )
 
 from jaxrl_llm.algorithms.batch import Images, Inputs
@@ -128,6 +133,15 @@ NUMBERS = {
     "llava_next": {(10, 48): (1, 2, 1, 6, 1, 6), (48, 30): (2, 2, 6, 4, 6, 4), (24, 20): (1, 2, 3, 2, 3, 2)},
     "llava_onevision": {(10, 48): (1, 2, 1, 6, 1, 6), (48, 30): (2, 2, 6, 4, 5, 3), (24, 20): (1, 2, 3, 2, 3, 2)},
 }
+# Of Llama 3.2 Vision: an image is one token, behind the vocabulary; numbers of the shapes of grids, and their tiles.
+MLLAMA_TEXT = SHAPE | {
+    "vocab_size": IMAGE_TOKEN, "num_hidden_layers": 5, "cross_attention_layers": [1, 3, 4], "bos_token_id": 0,
+}  # fmt: skip
+MLLAMA_ENCODER = {name: x for name, x in ENCODER.items() if name != "num_attention_heads"} | {
+    "attention_heads": 3, "num_hidden_layers": 4, "num_global_layers": 2, "intermediate_layers_indices": [1, 2],
+    "vision_output_dim": 3 * ENCODER["hidden_size"],
+}  # fmt: skip
+GRIDS = [(2, 2), (1, 1), (7, 3)]
 ANY_SIZE = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "mistral3",
     "gemma4", "lfm2_vl",
@@ -244,6 +258,9 @@ VISION = {
         image_token_index=IMAGE_TOKEN,
         projection_dim=SHAPE["hidden_size"],
     ),
+    "mllama": lambda: MllamaConfig(
+        text_config=MLLAMA_TEXT, vision_config=MLLAMA_ENCODER, image_token_index=IMAGE_TOKEN
+    ),
     "mistral3": lambda: Mistral3Config(
         text_config=VARIANTS["ministral3"]().to_dict(),
         vision_config=PIXTRAL,
@@ -281,6 +298,26 @@ def make_vision_oracle(family: str, config: Any = None):
                 buffer.copy_((0.8 + 0.4 * torch.rand(())) * (1 if name.endswith("_max") else -1))
             elif name.endswith(UNTRAINED):
                 buffer.add_(torch.randn_like(buffer) * 0.1)
+    return causal(oracle)
+
+
+def causal(oracle):
+    """The model, in which tokens that see no image read none.
+
+    In that of Llama 3.2 Vision transformers has them read all images of their row, those behind them too, and what pads
+    its images; Meta's own code and vLLM multiply what is read by 0.
+    """
+    if oracle.config.model_type != "mllama":
+        return oracle
+    seen = {}
+
+    def remember(_, args, kwargs):
+        seen["mask"] = kwargs["full_text_row_masked_out_mask"]
+
+    for layer in oracle.model.language_model.layers:
+        if hasattr(layer, "cross_attn"):
+            layer.register_forward_pre_hook(remember, with_kwargs=True)
+            layer.cross_attn.register_forward_hook(lambda module, args, out: (seen["mask"][:, 0] * out[0], *out[1:]))
     return oracle
 
 
@@ -289,19 +326,26 @@ def image_documents(tiles=(2, 1, 0), family: str = "") -> list[Document]:
     rng = np.random.default_rng(1)
     documents = []
     sizes = itertools.cycle(SIZES if family in ANY_SIZE else NUMBERS.get(family, [TILE[:2]]))
+    grids = itertools.cycle(GRIDS)
     for number, count in enumerate(tiles):
         parts, pixels = [rng.integers(0, IMAGE_TOKEN, 3 + number)], []
         for _ in range(count):
             high, wide = size = next(sizes)
             amount = high * wide // 64
-            if family in NUMBERS:
+            if family == "mllama":
+                tiles, amount = np.zeros((1, 4 * TILE[0], *TILE[1:]), np.float32), 1
+                numbers = next(grids)
+                filled = numbers[1] * TILE[0]
+                tiles[:, :filled] = rng.normal(size=(1, filled, *TILE[1:]))
+                pixels.append((tiles, numbers))
+            elif family in NUMBERS:
                 numbers = NUMBERS[family][size]
                 amount = TILE_TOKENS + numbers[4] * (numbers[5] + 1)
                 pixels.append((rng.normal(size=(1 + numbers[0] * numbers[1], *TILE)).astype(np.float32), numbers))
             else:
                 pixels.append(rng.normal(size=(high, wide, 3)).astype(np.float32))
             parts += [np.full(amount, IMAGE_TOKEN), rng.integers(0, IMAGE_TOKEN, 2)]
-        if family not in (*ANY_SIZE, *NUMBERS):
+        if family not in (*ANY_SIZE, *NUMBERS, "mllama"):
             pixels = np.array(pixels, np.float32).reshape(count, *TILE)
         frames = 0 if family in STILL else 2
         documents.append(Document(np.concatenate([*parts, rng.integers(0, IMAGE_TOKEN, 4)]), pixels, frames))
@@ -330,9 +374,10 @@ def padded_pixels(rows, frames: int = 2) -> Images:
     rng = np.random.default_rng(2)
     count = np.array(count_tiles(rows), np.int32)
     most = count.max()
-    if any(isinstance(image, tuple) for pixels in rows for image in pixels):
-        tiles = rng.normal(size=(len(rows), most + 1, *TILE)).astype(np.float32)
-        grids = rng.integers(1, 9, (len(rows), most + 1, 6)).astype(np.int32)
+    if pairs := [image for pixels in rows for image in pixels if isinstance(image, tuple)]:
+        shape, numbers = pairs[0][0].shape[1:], len(pairs[0][1])
+        tiles = rng.normal(size=(len(rows), most + 1, *shape)).astype(np.float32)
+        grids = rng.integers(1, 9, (len(rows), most + 1, numbers)).astype(np.int32)
         for row, images in enumerate(rows):
             for number, (own, numbers) in enumerate(images):
                 start = sum(len(image) for image, _ in images[:number])
@@ -364,6 +409,19 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
         for image, row in zip(document.pixels, pixels, strict=True):
             row[:, : image.shape[0], : image.shape[1]] = torch.tensor(image).permute(2, 0, 1)
         return found | {"pixel_values": pixels, "image_sizes": sizes}
+    if oracle.config.model_type == "mllama":
+        if not document.pixels:
+            return found
+        ids, counts = zip(*(numbers for _, numbers in document.pixels), strict=True)
+        pixels = torch.tensor(np.concatenate([tiles for tiles, _ in document.pixels]))
+        filled = torch.arange(4) < torch.tensor(counts)[:, None]
+        spans = get_cross_attention_token_mask(document.tokens.tolist(), IMAGE_TOKEN)
+        seen = convert_sparse_cross_attention_mask_to_dense([spans], [counts], 4, len(document.tokens))
+        return found | {
+            "pixel_values": pixels.reshape(1, len(pixels), 4, *TILE).permute(0, 1, 2, 5, 3, 4),
+            "aspect_ratio_ids": torch.tensor([ids]), "aspect_ratio_mask": filled[None].int(),
+            "cross_attention_mask": torch.tensor(seen),
+        }  # fmt: skip
     if oracle.config.model_type in NUMBERS:
         if not len(document.pixels):
             return found
@@ -434,7 +492,8 @@ def oracle_image_gradients(oracle, documents) -> dict[str, np.ndarray]:
     total = torch.zeros(())
     for document in documents:
         logps = oracle(**as_torch(oracle, document)).logits[0, :-1].log_softmax(-1)
-        total = total - logps.gather(-1, torch.tensor(document.tokens)[1:, None]).sum()
+        targets = torch.tensor(document.tokens).clamp(max=logps.shape[-1] - 1)  # as those are that have no logit
+        total = total - logps.gather(-1, targets[1:, None]).sum()
     (total / len(documents)).backward()
     untrained = {name: np.zeros(x.shape) for name, x in oracle.named_buffers() if name.endswith(UNTRAINED)}
     # Those of an encoder's layers that are not read have none.

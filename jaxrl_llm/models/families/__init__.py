@@ -71,6 +71,7 @@ from jaxrl_llm.models.families import (
     mistral,
     mistral3,
     mixtral,
+    mllama,
     nemotron,
     nemotron_h,
     olmo,
@@ -119,7 +120,7 @@ FAMILIES = {
         internvl, glm4v, glm4v_moe, mistral3,
         nemotron_h, afmoe, kimi_linear, olmo_hybrid, falcon_h1, dots1, hunyuan_v1_dense, arcee,
         cohere2, gemma4, lfm2_vl, apertus, ernie4_5_moe, granitemoe, hunyuan_v1_moe, llava_1_5, llava_next,
-        llava_onevision, gemma3n_text, paligemma,
+        llava_onevision, gemma3n_text, paligemma, mllama,
         gpt2, gpt_neox, opt, phi, stablelm, starcoder2, cohere, olmo, exaone, falcon,
         nemotron, jais2, cwm, ministral, flex_olmo, granitemoeshared, solar_open, deepseek_v2,
     )

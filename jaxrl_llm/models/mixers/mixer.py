@@ -28,6 +28,13 @@ class LayerConfig:
     fields: tuple[tuple[str, Any], ...] = ()  # of the ModelConfig, which differ in this layer
 
 
+class ShownImages(NamedTuple):
+    """The features of the images of rows that are no tokens, and which of them each token sees."""
+
+    states: jax.Array  # [N,M,D]; M is 0 where no row has an image
+    seen: jax.Array  # [N,T,M]
+
+
 class AttentionInputs(NamedTuple):
     """The layout of the rows that a mixer reads, the same for every layer."""
 
@@ -42,6 +49,7 @@ class AttentionInputs(NamedTuple):
     rotary: jax.Array | None = None  # [N,T,r/2] position of each frequency, where positions have several axes
     shift: jax.Array | None = None  # [N] added to the positions of tokens behind a prompt, where they have several axes
     shared: Any = None  # the cache that the layer's `LayerConfig.shares` has made of the rows
+    shown: ShownImages | None = None  # of models that have layers which read images
 
 
 class DecodeInputs(NamedTuple):

@@ -31,11 +31,11 @@ class ShuffleProjector(nnx.Module):
 
 
 class LinearProjector(nnx.Module):
-    """A linear map of patches, that of PaliGemma."""
+    """A linear map of patches, that of PaliGemma and Llama 3.2 Vision."""
 
     def __init__(self, encoder: SiglipConfig, factor: int, net: Any, rngs: nnx.Rngs):
         del factor  # 1
-        self.proj = Linear(encoder.width, net.width, net, rngs, True)
+        self.proj = Linear(encoder.features_width, net.width, net, rngs, True)
 
     def __call__(self, x):
         return self.proj(x)

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.vision.any_resolution import NUMBERS, token_counts
+from jaxrl_llm.models.vision.any_resolution import token_counts
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, patch_rows
 from jaxrl_llm.models.vision.tower import VisionConfig
 
@@ -64,7 +64,7 @@ def row_images(
         grids = np.zeros((len(ids), room, 2), np.int32)
     else:
         pixels = np.zeros((len(ids), room, *vision.tile_shape), np.float32)
-        grids = np.zeros((len(ids), room, NUMBERS), np.int32) if vision.newline else None
+        grids = np.zeros((len(ids), room, vision.numbers), np.int32) if vision.numbers else None
 
     def fill(rows: list[int]) -> None:
         own, row = tiles[rows[0]], rows[0]
@@ -84,7 +84,8 @@ def row_images(
                 )
             own, grid = np.concatenate([tiles for tiles, _ in images]), np.array([numbers for _, numbers in images])
             for row in rows:
-                check(row, int(token_counts(grid, vision.tile_tokens).sum()))
+                if vision.newline:
+                    check(row, int(token_counts(grid, vision.tile_tokens).sum()))
                 grids[row, : len(grid)] = grid
         # A table of rows in memory keeps them as lists; others are files, which are read here.
         own = np.asarray(own, np.float32)

@@ -44,6 +44,11 @@ class SiglipConfig:
         """Whole patches along each side of a tile."""
         return self.image_size // self.patch_size
 
+    @property
+    def features_width(self) -> int:
+        """Numbers of a feature."""
+        return self.width
+
 
 class LayerNorm(nnx.Module):
     """`(x - mean) / std * scale + shift` over the last dimension, in fp32 (arXiv 1607.06450)."""

@@ -14,6 +14,8 @@ from jaxrl_llm.models.vision.any_resolution import NUMBERS, of_first_tiles, put_
 from jaxrl_llm.models.vision.patch_rows import PatchRows, PatchRowsConfig, Tokens, token_grid
 from jaxrl_llm.models.vision.projector import PROJECTORS
 from jaxrl_llm.models.vision.siglip import Siglip, SiglipConfig
+from jaxrl_llm.models.vision.tiled import NUMBERS as TILED_NUMBERS
+from jaxrl_llm.models.vision.tiled import Tiled, TiledConfig, seen_features
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +37,24 @@ class VisionConfig:
     def tile_tokens(self) -> int:
         """Tokens that a tile becomes."""
         assert isinstance(self.encoder, SiglipConfig)
-        return (self.encoder.side // self.merge) ** 2
+        return 1 if self.is_read_apart else (self.encoder.side // self.merge) ** 2
 
     @property
     def tile_shape(self) -> tuple[int, int, int]:
-        """Height, width and channels of every tile."""
+        """Height, width and channels of every tile; of a Tiled encoder of every image, its tiles one below another."""
         assert isinstance(self.encoder, SiglipConfig)
-        return (self.encoder.image_size, self.encoder.image_size, self.encoder.channels)
+        tiles = self.encoder.tiles if isinstance(self.encoder, TiledConfig) else 1
+        return (tiles * self.encoder.image_size, self.encoder.image_size, self.encoder.channels)
+
+    @property
+    def is_read_apart(self) -> bool:
+        """True where layers of the decoder read the features of images, which are no tokens of its."""
+        return isinstance(self.encoder, TiledConfig)
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of an image or a tile that `Images.grids` has beside the pixels of tiles; 0: it has none."""
+        return TILED_NUMBERS if self.is_read_apart else NUMBERS if self.newline else 0
 
 
 class Vision(nnx.Module):
@@ -56,7 +69,8 @@ class Vision(nnx.Module):
             self.encoder = PatchRows(config.encoder, own, rngs)
             self.projector = None
         else:
-            self.encoder = Siglip(config.encoder, own, rngs)
+            tiled = isinstance(config.encoder, TiledConfig)
+            self.encoder = (Tiled if tiled else Siglip)(config.encoder, own, rngs)
             self.projector = PROJECTORS[config.projector](config.encoder, config.merge, own, rngs)
         line = jax.random.normal(rngs.params(), (net.width,), net.param_dtype) if config.newline else None
         self.newline = None if line is None else nnx.Param(line * net.width**-0.5)
@@ -77,15 +91,21 @@ class Vision(nnx.Module):
             count = pixels.shape[1] // self.config.merge**2
             return self.encoder(pixels.astype(dtype), self._tokens(images, count), checkpointed)
         rows, _, *shape = pixels.shape
-        of_grids = (None,) if images.grids is None else images.grids.shape[2:]
-        if tuple(shape) != self.config.tile_shape or of_grids != (NUMBERS if self.config.newline else None,):
-            grids = ", and grids of six numbers" if self.config.newline else ""
+        numbers, of_grids = self.config.numbers, 0 if images.grids is None else images.grids.shape[2]
+        if tuple(shape) != self.config.tile_shape or of_grids != numbers:
+            grids = f", and grids of {numbers} numbers" if numbers else ""
             raise ConfigError(
                 f"tiles of images are {' x '.join(map(str, shape))} (height, width, channels), but this model reads "
                 f"{' x '.join(map(str, self.config.tile_shape))}{grids}: use the image processor of its folder"
             )
-        assert isinstance(self.encoder, Siglip)
         assert self.projector is not None
+        if isinstance(self.encoder, Tiled):
+            tiles, grids = self.encoder.config.tiles, self._grids(images).reshape(-1, TILED_NUMBERS)
+            pixels = pixels.reshape(-1, tiles, shape[0] // tiles, *shape[1:]).astype(dtype)
+            pixels = constrain(pixels, "rows", None, None, None, None)
+            values = self.projector(self.encoder(pixels, grids, checkpointed))
+            return constrain(values.reshape(rows, -1, values.shape[-1]), "rows", None, None)
+        assert isinstance(self.encoder, Siglip)
         pixels = constrain(pixels.reshape(-1, *shape).astype(dtype), "rows", None, None, None)
         values = self.projector(self.encoder(pixels, checkpointed))
         if self.newline is not None:
@@ -93,6 +113,17 @@ class Vision(nnx.Module):
             grids = of_first_tiles(images.grids, images.count)
             return put_together(values, self.newline[...], grids, self.config.newline == "interpolated")
         return constrain(values.reshape(rows, -1, values.shape[-1]), "rows", None, None)
+
+    def _grids(self, images: Images) -> jax.Array:
+        """The numbers `[N,K,2]` of the images that a Tiled encoder reads, 0 behind those of a row."""
+        own = jnp.arange(images.pixels.shape[1]) < images.count[:, None]
+        return jnp.where(own[..., None], images.grids, 0)
+
+    def seen(self, tokens, segments, positions, images: Images) -> jax.Array:
+        """Which features of a Tiled encoder each token sees, see `seen_features`."""
+        assert isinstance(self.encoder, Tiled)
+        own = self._grids(images)
+        return seen_features(tokens, segments, positions, self.config.image_token, own, self.encoder.config)
 
     def _tokens(self, images: Images, count: int) -> Tokens:
         return token_grid(images.grids, images.count, count, self.config.merge)

@@ -165,11 +165,11 @@ def register(names: Any) -> None:
 def check_vocabulary(config, tokenizer: Any, model: Model | None) -> None:
     """Raises ConfigError where the tokenizer has ids that the model's embedding has no row for."""
     if model is not None:
-        check_ids(tokenizer, model.net.config.vocab_size, model.generation, model.path)
+        check_ids(tokenizer, model.net.config.embeddings, model.generation, model.path)
         return
     path, _ = base_and_adapter(config.model.path, None)
     folder = hf.locate(path, revision=config.model.revision, config_only=True)
-    size = hf.load_net(folder, model_entries(config)).config.vocab_size
+    size = hf.load_net(folder, model_entries(config)).config.embeddings
     check_ids(tokenizer, size, read_json(folder / "generation_config.json"), path)
 
 
