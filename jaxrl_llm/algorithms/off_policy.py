@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.aggregation import as_float, as_mask, masked_mean, masked_sum
+from jaxrl_llm.algorithms.losses import bounded_ratio
 
 Array = jax.Array
 
@@ -17,7 +18,7 @@ CRITERIA = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
     "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
-LARGEST_LOG_RATIO = 20.0  # of a token, in the divergences of rejection: exp(20) is 5e8
+LARGEST_LOG_RATIO = 20.0  # of a token, in divergences: exp(20) is 5e8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,8 @@ def importance_correction(
     `exp(old_logps - sample_logps)` of each token, or of the whole row, `exp(sum_t(...))`, in the `sequence` modes (the
     same number on every token), or `exp(mean_t(...))` in the `geometric` ones. `truncate` clips the ratio to [minimum,
     maximum]; `mask` sets ratios outside it to 0 (`token_mask` is IcePop, arXiv 2510.18855). None is no bound. A NaN
-    difference (a token the sampler could not score) counts as ratio 1. No gradient flows.
+    difference (a token the sampler could not score) counts as ratio 1. Logs of ratios, also of rows, are bounded to
+    +-20: an infinite one would be all that the mean of a batch says. No gradient flows.
 
     Both sides must be log-probs of the same distribution: full vocabulary, same temperature. The sum over tokens makes
     long rows leave the range sooner. Raises ValueError for an unknown mode. Source: truncated importance sampling,
@@ -53,7 +55,7 @@ def importance_correction(
         difference = jnp.broadcast_to(difference.sum(axis=1, keepdims=True), mask.shape)
     elif mode.startswith("geometric"):
         difference = jnp.broadcast_to(masked_mean(difference, mask, axis=1, keepdims=True), mask.shape)
-    ratio = jnp.exp(difference)
+    ratio = bounded_ratio(difference)
     if mode.endswith("truncate"):
         return jnp.clip(ratio, minimum, maximum), ratio
     lowest = -jnp.inf if minimum is None else minimum
@@ -172,8 +174,9 @@ def off_policy_sequence_mask(advantages, sampling_logps, logps, mask, threshold)
 def mismatch_kl(old_logps, sample_logps, mask) -> Array:
     """Returns the mean per token of the k3 estimate of KL(sampler || trainer), a scalar in nats; 0 when they agree.
 
-    Shapes: all `[N, T]`. With `x = old_logps - sample_logps`: `mean(exp(x) - 1 - x)`, never negative.
+    Shapes: all `[N, T]`. With `x = old_logps - sample_logps`, bounded to +-20: `mean(exp(x) - 1 - x)`, never negative.
     """
     x = as_float(old_logps) - as_float(sample_logps)
     x = jnp.where(as_mask(mask, x.shape) & ~jnp.isnan(x), x, 0.0)
+    x = jnp.clip(x, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return masked_mean(jnp.expm1(x) - x, mask)

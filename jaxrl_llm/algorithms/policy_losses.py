@@ -244,13 +244,14 @@ def vespo(
     lambda_positive=3.0,
     k_negative=3.0,
     lambda_negative=2.0,
-) -> Array:
+) -> tuple[Array, Metrics]:
     """Returns REINFORCE `[N, T]` weighted by a gamma-shaped function of the sequence ratio, `-stop(phi(w)) A logps`.
 
     Formula: `w = exp(sum_t log-ratio [+ sum_t log importance_weights])`, `phi(w) = exp(lambda + k log w - lambda w)`,
     which is 1 at w = 1; (k, lambda) are the positive pair where A >= 0. Token log-ratios are bounded to +-20 and log w
     to [log 1e-8, 20]. `importance_weights [N, T]` or `[N, 1]` (`off_policy.importance_correction`) enter w, so the
-    caller does not multiply the loss by them again. The epsilons are not read. Source: VESPO, arXiv 2602.10693.
+    caller does not multiply the loss by them again. The epsilons are not read. The metric `vespo/phi_seq_mean` is phi,
+    a mean over rows. Source: VESPO, arXiv 2602.10693.
     """
     del epsilon_low, epsilon_high
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
@@ -262,8 +263,8 @@ def vespo(
     log_w = jnp.clip(log_w, lowest, 20.0)
     k = jnp.where(advantages >= 0, k_positive, k_negative)
     lam = jnp.where(advantages >= 0, lambda_positive, lambda_negative)
-    phi = jnp.exp(lam + k * log_w - lam * jnp.exp(log_w))
-    return -jax.lax.stop_gradient(phi) * advantages * logps
+    phi = jax.lax.stop_gradient(jnp.exp(lam + k * log_w - lam * jnp.exp(log_w)))
+    return -phi * advantages * logps, {"vespo/phi_seq_mean": Metric(phi, "row_mean")}
 
 
 @declare(old_logps="sampler")

@@ -204,3 +204,18 @@ def test_interpolation_has_no_gradient_and_stays_between():
     np.testing.assert_array_equal(gradient, 0.0)
     unscored = interpolated_logps(np.full_like(OLD, np.nan), OLD, 0.5)
     np.testing.assert_allclose(unscored, OLD, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_far_apart_log_probs_have_finite_ratios(mode):
+    """float32 has no exp(100), nor exp(50) three times over: a metric of one such token would be that of no other."""
+    sample = np.array([[-101.0, -2.0, -1.0], [-52.0, -51.0, -51.0]], np.float32)
+    old = np.full((2, 3), -1.0, np.float32)
+    weights, ratio = importance_correction(old, sample, MASK, mode, 3.0)
+    far = {"token": (0, 0), "sequence": (1, 1), "geometric": (1, 1)}[mode.split("_")[0]]
+    np.testing.assert_allclose(ratio[far], np.exp(20.0), rtol=1e-6)
+    assert weights[far] == (3.0 if mode.endswith("truncate") else 0.0)
+    assert np.isfinite(ratio).all()
+    np.testing.assert_allclose(
+        mismatch_kl(old, sample, MASK), (3 * np.expm1(20.0) - 60 + np.expm1(1.0) - 1) / 5, rtol=1e-5
+    )

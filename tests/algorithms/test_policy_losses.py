@@ -220,7 +220,9 @@ def test_vespo_by_hand(x64):
     w = np.exp(-0.3)
     for advantage, k, lam in ((1.0, 2.0, 3.0), (-1.0, 3.0, 2.0)):
         phi = np.exp(lam) * w**k * np.exp(-lam * w)
-        np.testing.assert_allclose(vespo(LOGPS, OLD, [advantage], mask=ONES), -phi * advantage * LOGPS, rtol=1e-12)
+        loss, metrics = policy_losses.vespo(LOGPS, OLD, [advantage], mask=ONES)
+        np.testing.assert_allclose(loss, -phi * advantage * LOGPS, rtol=1e-12)
+        np.testing.assert_allclose(metrics["vespo/phi_seq_mean"].value, phi * ONES, rtol=1e-12)
     np.testing.assert_allclose(vespo(OLD, OLD, [1.0], mask=ONES), -OLD, rtol=1e-12)
     corrected = 0.5 * w  # log w gains log 0.5
     phi = np.exp(3.0) * corrected**2 * np.exp(-3.0 * corrected)

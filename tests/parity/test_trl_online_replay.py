@@ -28,7 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS, ROWS, GROUP, COMPLETION = 5, 8, 4, 10
 RATE, WARMUP = 1e-3, 2
 METRICS = ("entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
-           "clip_ratio/low_min", "clip_ratio/high_max", "cispo_clip_ratio", "policy_loss")  # fmt: skip
+           "clip_ratio/low_min", "clip_ratio/high_max", "cispo_clip_ratio", "policy_loss",
+           "vespo/phi_seq_mean")  # fmt: skip
 
 
 def digits_in_order(completions, **_):

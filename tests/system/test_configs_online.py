@@ -44,7 +44,7 @@ CONFIGS = {
     "further:topr": ("-kl", "-clip_ratio/region_mean", "rollout/age"),
     "further:dppo": ("-kl", "-clip_ratio/region_mean", "rollout/age"),
     "further:dro": ("-kl", "-clip_ratio/region_mean", "ratio/kl"),
-    "further:vespo": ("-kl", "-clip_ratio/region_mean", "ratio/kl"),
+    "further:vespo": ("-kl", "-clip_ratio/region_mean", "vespo/phi_seq_mean"),
     "further:m2po": ("-kl", "m2po/masked", "rollout/age"),
     "further:interpolated": ("-kl", "clip_ratio/region_mean", "rollout/age", "rollout/proximal_share"),
     "environment": ("kl", "environment/turns", "environment/failures", "-tools/call_frequency"),

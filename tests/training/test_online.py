@@ -179,7 +179,7 @@ def test_raw_mismatch_is_always_measured():
 def test_vespo_gets_the_importance_weights():
     settings = {"loss": "vespo", "importance_correction": "token_truncate", "importance_max": 1.2}
     weights = np.minimum(np.where(MASK > 0, MISMATCH, 1.0), 1.2)
-    expected = policy_losses.vespo(
+    expected, _ = policy_losses.vespo(
         LOGPS * MASK, BATCH.old_logps, ADVANTAGES, mask=MASK, importance_weights=weights.astype(np.float32)
     )
     np.testing.assert_allclose(

@@ -34,7 +34,8 @@ GROUPS = (
     Group(
         "Policy",
         "The distance the policy moves: KL in nats, shares of clipped tokens. Entropy near 0 samples alike.",
-        r"kl|\w+_kl|kl_coef|entropy|entropy_\w+|clip_ratio/.+|cispo_clip_ratio|ratio/.+|advantages/.+|objective/.+",
+        r"kl|\w+_kl|kl_coef|entropy|entropy_\w+|clip_ratio/.+|cispo_clip_ratio|ratio/.+|advantages/.+|objective/.+"
+        r"|(a2po|m2po|vespo)/.+|off_policy_masked",
     ),
     Group("Teacher", "The distance of the policy from its teacher; 0 where they agree.", r"teacher/.+"),
     Group(

@@ -181,7 +181,7 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
         **metrics,
         "ratio/kl": Metric(-change),
         "ratio/squared": Metric(0.5 * jnp.square(change)),
-        "ratio/mean": Metric(jnp.exp(change)),
+        "ratio/mean": Metric(bounded_ratio(change)),
     }
     if spec.off_policy_mask_threshold is not None:
         keep = off_policy_sequence_mask(advantages, batch.sample_logps, logps, mask, spec.off_policy_mask_threshold)

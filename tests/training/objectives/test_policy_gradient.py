@@ -373,6 +373,16 @@ def test_tokens_outside_the_mask_may_have_any_probability():
     jax.tree.map(np.testing.assert_array_equal, found(-100.0), found(-1.0))
 
 
+def test_a_policy_far_from_the_sampler_has_finite_metrics():
+    config, batch = default(), make_batch()
+    config.algorithm.update({"importance_correction": "sequence_mask"})
+    batch = batch.replace(ref_logps=None, sample_logps=batch.sample_logps - 100.0, old_logps=batch.old_logps - 100.0)
+    batch = batch.replace(sample_logps=batch.sample_logps - 100.0 * batch.mask)
+    loss, metrics = value(config, batch)
+    assert np.isfinite([loss, *(metric.value for metric in metrics.values())]).all()
+    np.testing.assert_allclose(metrics["ratio/mean"], np.exp(20.0), rtol=1e-5)
+
+
 def test_rejection_against_the_sampler_reads_the_policy_itself():
     config, batch = default(), make_batch()
     config.algorithm.update(
