@@ -241,10 +241,14 @@ def serve(
 
 
 def served_name(path: str) -> str:
-    """The name of a model in requests: the last part of its path, or the part before `hf`."""
+    """The name of a model in requests: the last part of its path, or the part before `hf`; of a run's checkpoint
+    RUN/checkpoints/10 that of the run with the step, `RUN-10`.
+    """
     if path.startswith("embedded:"):
         return path
     parts = [part for part in Path(path).absolute().parts if part not in ("hf", "/")]
+    if len(parts) > 2 and parts[-2] == "checkpoints" and parts[-1].isdigit():
+        return f"{parts[-3]}-{parts[-1]}"
     return parts[-1] if parts else "model"
 
 

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.serving.bodies import Asked, parse, parse_json
 from jaxrl_llm.serving.choice import Choice, Piece
-from jaxrl_llm.serving.errors import BadRequestError
+from jaxrl_llm.serving.errors import BadRequestError, lacks_memory
 from jaxrl_llm.serving.grid import RowRequest
 from jaxrl_llm.serving.guides import Guides
 from jaxrl_llm.serving.metrics import Metrics
@@ -369,6 +369,10 @@ class Answer:
                 raise BadRequestError(f"{self.asked.guide[1]}: {tokens}", param=self.asked.guide[1])
             if isinstance(tokens, BadRequestError):
                 raise tokens
+            if isinstance(tokens, BaseException) and lacks_memory(tokens):
+                raise BadRequestError(
+                    "there is no memory for this beside what else is decoded: ask for fewer tokens, or again later", 503
+                )
             if isinstance(tokens, BaseException):
                 raise BadRequestError(f"decoding failed: {type(tokens).__name__}", 500)
             if choice not in self.going:

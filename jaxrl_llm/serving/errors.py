@@ -1,6 +1,8 @@
-"""The error that a request is answered with."""
+"""The error that a request is answered with, and what is known of others."""
 
 from typing import Any
+
+import jax
 
 
 class BadRequestError(Exception):
@@ -15,3 +17,9 @@ class BadRequestError(Exception):
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """True for the error of a device, or of this machine, that has no memory left."""
+    out = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    return out or isinstance(error, MemoryError)

@@ -273,16 +273,17 @@ def widened(engine: Engine, params, prompts: Prompts, width: int) -> Prompts:
     """The prompts in caches of `width` tokens, more or fewer than they had: what is left out must be padding."""
     count = len(prompts.tokens)
 
-    def of_width():
+    def of_width(width: int):
         tokens = jnp.zeros((count, width), jnp.int32)
         keys = _keys(*(jnp.zeros(count, jnp.uint32),) * 2)
         return prefill(engine, params, tokens, tokens, keys)[0]
 
-    def fitted(x, like):
-        more = [new - old for new, old in zip(like.shape, x.shape, strict=True)]
+    def fitted(x, was, like):  # keys and values of images that are no tokens are none of a width
+        more = [new - old for new, old in zip(like.shape, was.shape, strict=True)]
         return jnp.pad(x[tuple(slice(max(-n, 0), None) for n in more)], [(max(n, 0), 0) for n in more])
 
-    return jax.tree.map(fitted, prompts, jax.eval_shape(of_width))
+    sizes = (prompts.tokens.shape[1], width)
+    return jax.tree.map(fitted, prompts, *(jax.eval_shape(functools.partial(of_width, size)) for size in sizes))
 
 
 @functools.partial(jax.jit, static_argnames="engine", donate_argnames="grid")
@@ -293,6 +294,11 @@ def join(engine: Engine, params, grid: Grid, prompts: Prompts, rows: Rows, keys,
         prompts = widened(engine, params, prompts, grid.width)
 
     def put(old, new):
+        # There may be more images in the new prompts than in all others, or fewer: what pads them is not seen.
+        most = [max(sizes) for sizes in zip(old.shape, new.shape, strict=True)]
+        old, new = (
+            jnp.pad(x, [(0, 0 if i == axis else most[i] - size) for i, size in enumerate(x.shape)]) for x in (old, new)
+        )
         return old.at[(slice(None),) * axis + (index,)].set(new.astype(old.dtype))
 
     def put_rows(old, new):

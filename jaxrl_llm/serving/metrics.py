@@ -15,6 +15,7 @@ OF_QUEUE = {
     "generated_tokens": ("counter", "Tokens that were sampled."),
     "finished_rows": ("counter", "Completions that have ended."),
     "cancelled_rows": ("counter", "Completions whose client left, or whose stop string came."),
+    "refused_rows": ("counter", "Completions for which there was no memory, or that failed."),
     "decode_steps": ("counter", "Decode steps of the slot grid."),
     "weight_version": ("gauge", "Updates of the weights since the start."),
     "running": ("gauge", "Rows in slots."),

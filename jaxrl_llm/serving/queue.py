@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from jaxrl_llm.models.logprobs import Likeliest
 from jaxrl_llm.rollout.engine import Engine, assign, decode_chunk, decoding_params
 from jaxrl_llm.rollout.grammar import GrammarRow
 from jaxrl_llm.rollout.scheduler import IDLE, Scheduler, SlotGrid
+from jaxrl_llm.serving.errors import lacks_memory
 from jaxrl_llm.serving.grid import (
     CAPACITY,
     Grid,
@@ -95,6 +97,7 @@ class Counts:
     generated_tokens: int = 0
     finished_rows: int = 0
     cancelled_rows: int = 0
+    refused_rows: int = 0
     decode_steps: int = 0
     weight_version: int = 0
     running: int = 0
@@ -141,7 +144,7 @@ class RequestQueue:
         self._lengths = np.zeros(size, np.int64)
         self._grid: Grid | None = None
         self._steps = 0  # decode steps of the grid that are counted
-        self._collected: list[tuple[Handle, Tokens | Exception]] = []  # read, and delivered beside the next chunk
+        self._collected: list[tuple[Handle, Tokens | BaseException]] = []  # read, and delivered beside the next chunk
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
 
     def start(self) -> None:
@@ -306,11 +309,18 @@ class RequestQueue:
                 done(self.failure or StoppedError("the queue has stopped"))
 
     def _loop(self) -> None:
-        while self._take_requests():
-            decoding = self._dispatch()
-            self._deliver()  # while the devices compute
-            if decoding:
-                self._collect()
+        while True:
+            try:
+                if not self._take_requests():
+                    return
+                decoding = self._dispatch()
+                self._deliver()  # while the devices compute
+                if decoding:
+                    self._collect()
+            except Exception as error:
+                if not lacks_memory(error):
+                    raise
+                self._lose_grid(error)
 
     def _deliver(self) -> None:
         collected, self._collected = self._collected, []
@@ -378,7 +388,10 @@ class RequestQueue:
                 self._shrinks = False
             if joining:
                 self._join(joining, free)
-        except BaseException:
+        except BaseException as error:
+            if lacks_memory(error):
+                self._lose_grid(error, joining)
+                return True
             with self._condition:
                 self._waiting.extendleft(reversed(joining))  # they are told as those that wait
             raise
@@ -484,10 +497,24 @@ class RequestQueue:
             self.counts.prompt_tokens += sum(len(request.prompt) for request in requests)
         self._grid = grid
 
-    def _refuse(self, handles: Sequence[Handle], error: Exception) -> None:
-        """Tells rows that have not begun why they cannot."""
+    def _refuse(self, handles: Sequence[Handle], error: BaseException) -> None:
+        """Tells rows why they cannot begin, or go on."""
+        traceback.print_exception(error)
+        # Without frames, which hold arrays: who is told may keep the error.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
         self._collected += [(handle, error) for handle in handles]
-        self.counts.cancelled_rows += len(handles)
+        self.counts.refused_rows += len(handles)
+
+    def _lose_grid(self, error: BaseException, joining: Sequence[Handle] = ()) -> None:
+        """Lets the grid go, of which a step without memory has left a part, with its rows and those that were joining.
+
+        Kept texts go too: there is more room for those that wait.
+        """
+        told = {handle for handle, tokens in self._collected if isinstance(tokens, BaseException)}
+        rows = dict.fromkeys(handle for handle in (*self._rows, *joining) if handle is not None)
+        self._grid, self._rows, self.counts.running = None, [None] * self.size, 0
+        self.clear_prefixes()
+        self._refuse([handle for handle in rows if handle not in told], error)
 
     def _keep_row(self, slot: int) -> None:
         """Keeps the text of a row that has ended; its newest token is not in its cache."""

@@ -218,7 +218,8 @@ def test_a_run_is_served_by_its_checkpoint(tiny_run, tmp_path):
     leaves = [model.params["embed"]["weight"] for model in (first, served)]
     assert (leaves[0] != leaves[1]).any()
     assert served_name(str(run)) == served_name(str(run / "hf")) == run.name
-    assert served_name("embedded:sort") == "embedded:sort"
+    assert served_name("embedded:sort") == "embedded:sort" and served_name("org/model-7b") == "model-7b"
+    assert served_name(str(run / "checkpoints" / "2")) == f"{run.name}-2"
     with pytest.raises(ConfigError, match="there is no checkpoint of step 7"):
         load_served(str(run / "checkpoints" / "7"), "auto", mesh)
     apart = tmp_path / "apart"  # a run whose checkpoint.folder is elsewhere

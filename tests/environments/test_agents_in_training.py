@@ -23,8 +23,10 @@ from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.distributed.own_part import OwnPart
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.environments.agents import Agents, AgentSpec
+from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
+from jaxrl_llm.serving import queue
 from jaxrl_llm.training.packing.layout import Sizes, plan
 from jaxrl_llm.training.rollouts.agent_rollout import AgentRollout
 from tests.models.decoding import trainer_logps
@@ -311,6 +313,21 @@ def test_agents_that_fail(model, play):
         ConfigError, match=r"2 of the step's 4 agents failed .*; the first: RuntimeError: zero \(.*py:\d+\)"
     ):
         play(sometimes, tasks[:2], on_error="stop")
+
+
+def test_completions_without_memory_end_the_step(play, monkeypatch):
+    """They are no failure of an agent, without which a step goes on."""
+    true, failed = queue.decode_chunk, []
+
+    def limited(*args):
+        if failed:
+            return true(*args)
+        failed.append(args)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    monkeypatch.setattr(queue, "decode_chunk", limited)
+    with pytest.raises(EpisodeError, match=r"[1-4] completions .* were not sampled, .* set fewer rollout\.slots"):
+        play(two_turns, [{"prompt": "sort:4821="}, {"prompt": "sort:99310="}])
 
 
 def tiny(root, folder, **settings):

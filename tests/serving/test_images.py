@@ -20,6 +20,7 @@ from jaxrl_llm.serving.app import Limits
 from tests.data.qwen_vl import FOLDERS
 from tests.data.smolvlm import picture, png
 from tests.models.conftest import variants
+from tests.models.images import with_open_gates
 
 IMAGES = [picture(40, 20), picture(40, 20, 1)]
 
@@ -27,7 +28,7 @@ IMAGES = [picture(40, 20), picture(40, 20, 1)]
 @pytest.fixture(scope="module", params=variants(FOLDERS, ("smolvlm",)))
 def model(request, tmp_path_factory):
     folder = FOLDERS[request.param](tmp_path_factory.mktemp("model") / request.param)
-    return load_model(folder, init_key=jax.random.key(0))
+    return with_open_gates(load_model(folder, init_key=jax.random.key(0)))
 
 
 def url_of(image):

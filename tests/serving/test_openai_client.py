@@ -58,6 +58,18 @@ def test_texts_and_ids_are_completed_alike(client, sorter):
     assert one.choices[0].text == texts[0][:2] and one.choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-300, 0.0009])
+def test_hardly_any_temperature_is_greedy(client, temperature):
+    """Clients that divide by it write such for greedy; log-probs are those of greedy, at temperature 1."""
+    found = [
+        client.completions.create(
+            model="sorter", prompt="sort:4821=", max_tokens=6, temperature=each, seed=3, logprobs=1
+        ).choices[0]
+        for each in (temperature, 0)
+    ]
+    assert found[0] == found[1] and found[0].logprobs.token_logprobs[0] < -0.1
+
+
 def test_log_probs_are_the_trainers(client, sorter):
     """Of the sampled tokens at the sampling temperature, whatever is filtered: those of the network on the same ids."""
     ids = render_prompt(sorter.tokenizer, CHAT)

@@ -380,20 +380,59 @@ def test_a_stopped_queue_ends_its_rows_and_takes_no_more(queue):
 
 
 def test_a_failure_is_given_to_every_row(queue, monkeypatch):
-    def no_memory(*_):
-        raise MemoryError("none left")
+    def broken(*_):
+        raise RuntimeError("a bug")
 
-    monkeypatch.setattr("jaxrl_llm.serving.queue.decode_chunk", no_memory)
+    monkeypatch.setattr("jaxrl_llm.serving.queue.decode_chunk", broken)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     rows = ask(queue, *(RowRequest([60 + i], 20, SamplingParams(), (), i) for i in range(9)))
     for row in rows:
-        assert row.done.wait(60) and isinstance(row.error, MemoryError)
-    with pytest.raises(StoppedError, match="none left"):
+        assert row.done.wait(60) and isinstance(row.error, RuntimeError)
+    with pytest.raises(StoppedError, match="a bug"):
         ask(queue, rows[0].handle.request)
     told: SimpleQueue = SimpleQueue()
     queue.call(queue.clear_prefixes, told.put)
-    assert isinstance(told.get(timeout=60), MemoryError)
+    assert isinstance(told.get(timeout=60), RuntimeError)
     queue.failure = None  # which the fixture looks at
+
+
+@pytest.mark.parametrize("lacking", ["decode_chunk", "newest", "join", "regrouped"])
+def test_rows_without_memory_to_decode_on_are_told_and_others_are_served(queue, monkeypatch, lacking):
+    """At a step, at its end, when a row joins and when groups become single rows: the grid is lost, the queue is not.
+
+    Rows that wait for a slot and those that come later are what they are alone.
+    """
+    from jaxrl_llm.serving import queue as module
+
+    request = RowRequest([60], 20, SamplingParams(), (), 5)
+    expected, before = ask(queue, request)[0].wait(), queue.counts.refused_rows
+    true, came, failed = getattr(module, lacking), threading.Event(), threading.Event()
+    others = [Collected(each) for each in (request, dataclasses.replace(request, prompt=[60]))]
+
+    def limited(*args):
+        if failed.is_set() or not (came.is_set() or lacking in ("join", "newest")):
+            return true(*args)
+        failed.set()
+        if lacking == "join":  # as where it has taken the grid already
+            jax.tree.map(lambda x: x.delete(), args[2])
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    def deliver(tokens):
+        if not came.is_set():
+            came.set()
+            queue.submit([row.handle for row in others])
+        going[0].deliver(tokens)
+
+    monkeypatch.setattr(module, lacking, limited)
+    prompt = [61]
+    going = [Collected(RowRequest(prompt, LONGEST, SamplingParams(), (), 7, number)) for number in range(queue.size)]
+    going[0].handle.deliver = deliver
+    queue.submit([row.handle for row in going])
+    assert [row.wait() for row in others] == [expected] * 2 and failed.is_set()
+    for row in going:
+        assert row.done.wait(60) and "RESOURCE_EXHAUSTED" in str(row.error) and row.error.__traceback__ is None
+    assert queue.counts.refused_rows == before + queue.size
+    assert queue.failure is None and queue.counts.running == 0
 
 
 CONFIG = ModelConfig(vocab_size=97, width=16, layers=3, heads=4, kv_heads=2, head_dim=8, ffn=24, init_scale=0.4)

@@ -232,7 +232,7 @@ class AgentRollout:
         """The rows of the step, those of an example adjacent, and their sessions.
 
         Row i of all processes draws from `fold_in(key, i)`. Raises EpisodeError when every agent has failed, or one
-        where `environment.on_error` is stop, in all processes.
+        where `environment.on_error` is stop, in all processes; and where there was no memory for a completion.
         """
         spec, engine = self.agents.spec, self.engine
         gateway = self._gateway(self.own.params(params))
@@ -254,7 +254,8 @@ class AgentRollout:
             for session in sessions
         ]  # fmt: skip
         outcomes, seconds = [Outcome() for _ in tasks], [0.0 for _ in tasks]
-        started = time.monotonic()
+        started, counts = time.monotonic(), gateway.queue.counts
+        refused = counts.refused_rows
 
         def ended(number: int, outcome: Outcome) -> None:
             gateway.end(sessions[number], outcome.failure or "its agent has ended")
@@ -267,6 +268,11 @@ class AgentRollout:
                 for session in sessions:
                     gateway.end(session, "the step is over")
                 _call(gateway.queue, gateway.queue.release)
+            if refused := counts.refused_rows - refused:  # which is no failure of an agent
+                raise EpisodeError(
+                    f"{refused} completions of agents were not sampled, as the error above says; where there was no "
+                    "memory, set fewer rollout.slots"
+                )
             names = [task.get("agent") if spec.others else None for task in tasks]
             episodes = AgentEpisodes(self.turns, sessions, outcomes, seconds, longest, spec.branches, names)
         reasons = [reason for own in gather(episodes.reasons) for reason in own]
