@@ -110,7 +110,7 @@ def is_finished(config: ConfigDict) -> bool:
     with processes.all_or_none():
         record = folder / "config.json"
         if jax.process_index() == 0 and (folder / "hf" / "config.json").is_file() and record.is_file():
-            with contextlib.suppress(ConfigError):  # of another version
+            with contextlib.suppress(ValueError):  # of another version, or what a crash has left of it
                 recorded = from_json(record.read_text(encoding="utf-8"))
                 if to_json(as_computed(config, recorded)) == to_json(recorded):
                     total_steps = recorded.total_steps

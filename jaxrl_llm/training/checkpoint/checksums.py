@@ -30,6 +30,8 @@ def damage(folder: Path, process: int = 0, processes: int = 1) -> str | None:
     """
     try:
         expected = json.loads((folder / HASHES).read_text(encoding="utf-8"))
+        if not expected or not isinstance(expected, dict) or not all(isinstance(x, dict) for x in expected.values()):
+            raise ValueError("it names no files with their hashes")
         names = sorted(expected)[process::processes]
         actual = _hashes(folder, [name for name in names if (folder / name).is_file()])
     except (OSError, ValueError) as error:
@@ -37,8 +39,8 @@ def damage(folder: Path, process: int = 0, processes: int = 1) -> str | None:
     for name in names:
         if name not in actual:
             return f"{folder / name} is missing"
-        if actual[name]["bytes"] != expected[name]["bytes"]:
-            return f"{folder / name} has {actual[name]['bytes']} bytes, but {expected[name]['bytes']} were saved"
+        if actual[name]["bytes"] != (saved := expected[name].get("bytes")):
+            return f"{folder / name} has {actual[name]['bytes']} bytes, but {saved} were saved"
         if actual[name] != expected[name]:
             return f"the content of {folder / name} has changed since it was saved"
     return None

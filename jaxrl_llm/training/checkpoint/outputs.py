@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import shutil
 import socket
 import sys
@@ -24,7 +23,7 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.models.adapters import peft
 from jaxrl_llm.models.adapters.lora import has_adapters
 from jaxrl_llm.models.files import hf
-from jaxrl_llm.models.files.safetensors import write_json
+from jaxrl_llm.models.files.safetensors import read_json, write_json
 from jaxrl_llm.models.model import Model, has_peft_adapter, save_adapter, save_hf
 
 GIVEN = "given.json"
@@ -128,8 +127,8 @@ def write_given(folder: Path, words: Mapping[str, str]) -> None:
 
 
 def given_to(run: Path) -> dict[str, str]:
-    """The content of given.json in the folder of a run, empty where there is none."""
-    return json.loads((run / GIVEN).read_text(encoding="utf-8")) if (run / GIVEN).is_file() else {}
+    """The content of given.json in the folder of a run, empty where there is none; raises ConfigError for no JSON."""
+    return read_json(run / GIVEN) or {}
 
 
 def _words(value: Any) -> str:

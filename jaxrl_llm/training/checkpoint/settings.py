@@ -38,8 +38,8 @@ Changes = dict[str, tuple[Any, Any]]  # by key, the former value and the present
 def changed_settings(folder: Path, config: ConfigDict) -> Changes:
     """The settings in `config` that differ from those in the folder's config.json, none where that cannot be read."""
     try:
-        former = from_json((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ConfigError):  # it is no part of the run's state, which goes on without it
+        former = _recorded(folder)
+    except ConfigError:  # it is no part of the run's state, which goes on without it; `start_record` tells of it
         return {}
     old, new = (flat(x.to_dict()) for x in (former, from_json(to_json(as_computed(config, former)))))
     return {
@@ -99,9 +99,9 @@ def check_frozen(folder: Any, config: ConfigDict, names: tuple[str, ...], accept
     Those that are `accepted` may differ. Returns a line where the folder has no config.json that can be read.
     """
     try:
-        former = from_json((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ConfigError) as error:
-        return [f"{folder / CONFIG} cannot be read ({error}): that its model.path and lora are these is not checked"]
+        former = _recorded(folder)
+    except ConfigError as error:
+        return [f"{error}: that its model.path and lora are these is not checked"]
     changes = changed_settings(folder, config)
     names = (*names, "seed") if former.model.random_init else names  # which it was drawn from
     if refused := [name for name in names if name in changes and name not in accepted]:
@@ -117,17 +117,30 @@ def check_frozen(folder: Any, config: ConfigDict, names: tuple[str, ...], accept
 def start_record(folder: Path, config: ConfigDict, changes: Changes, step: int | None) -> list[str]:
     """Writes config.json, and returns a line for each of `changes` after `step`; None: the run starts.
 
-    With changes the former config.json goes to config_history/.
+    With changes the former config.json goes to config_history/. A line tells where that one cannot be read.
     """
     told: list[str] = []
     if step is None:
         shutil.rmtree(folder / HISTORY, ignore_errors=True)  # of a run that this one takes the place of
     elif changes:
         told = _keep_former(folder, changes, step)
+    else:
+        try:
+            _recorded(folder)
+        except ConfigError as error:
+            told = [f"{error}: whether the settings are those that the run had is not checked"]
     unfinished = folder / f".{CONFIG}.part"
     unfinished.write_text(to_json(config), encoding="utf-8")  # a kill, or a full disk, leaves the former one as it was
     unfinished.replace(folder / CONFIG)
     return told
+
+
+def _recorded(folder: Path) -> ConfigDict:
+    """The configuration in the folder's config.json; raises ConfigError where it cannot be read."""
+    try:
+        return from_json((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # the latter of bytes that are no text, too
+        raise ConfigError(f"{folder / CONFIG} cannot be read ({error})") from error
 
 
 def _keep_former(folder: Path, changes: Changes, step: int) -> list[str]:

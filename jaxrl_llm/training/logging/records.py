@@ -67,7 +67,12 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     A last line that is torn (the machine stopped while it was written) is left out.
     Raises ConfigError for any other line that is not a JSON object with a step.
     """
-    with Path(path).open("rb") as file:
+    return (record for record, _ in _records(Path(path)))
+
+
+def _records(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """The objects of a metrics.jsonl, as `read_metrics` gives them, with their lines."""
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
@@ -75,18 +80,18 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
                 if not file.read(1):
                     return
                 raise ConfigError(f"line {number} of {path} is not JSON ({error}): repair or remove it") from error
-            if not isinstance(record, dict) or "step" not in record:
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
                 raise ConfigError(f"line {number} of {path} is not an object with a step: repair or remove it")
-            yield record
+            yield record, line.rstrip(b"\r\n") + b"\n"
 
 
 def trim_metrics(path: Path, last_step: int) -> None:
     """Removes the lines of metrics.jsonl after `last_step`, and a torn last line; the file is replaced atomically."""
     unfinished = path.with_name(f".{path.name}.part")
     with unfinished.open("wb") as file:
-        for record in read_metrics(path):
+        for record, line in _records(path):
             if record["step"] <= last_step:
-                file.write(_line(record))
+                file.write(line)
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)

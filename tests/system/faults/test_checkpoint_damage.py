@@ -115,7 +115,15 @@ def garble_the_hashes(step: Path) -> str:
     return "hashes.json cannot be read"
 
 
-@pytest.mark.parametrize("harm", [truncate, remove_a_file, remove_a_part, remove_the_hashes, garble_the_hashes])
+def empty_the_hashes(step: Path) -> str:
+    (step / "hashes.json").write_text("{}")
+    return "hashes.json cannot be read (it names no files"
+
+
+HARMS = truncate, remove_a_file, remove_a_part, remove_the_hashes, garble_the_hashes, empty_the_hashes
+
+
+@pytest.mark.parametrize("harm", HARMS)
 def test_a_damaged_checkpoint_is_passed_over(folder, harm):
     text = harm(folder / "3")
     with Checkpoints(folder) as checkpoints:

@@ -138,10 +138,23 @@ def test_experts_stay_as_they_were_before_there_was_a_setting_for_them(tmp_path)
     assert changed_settings(tmp_path, config) == {}
 
 
-@pytest.mark.parametrize("text", ["garbage", "{}\n[", '{"no_such_key": 1}'])
+@pytest.mark.parametrize("text", [b"garbage", b"{}\n[", b'{"no_such_key": 1}', b"\xff", b"\0\0", None])
 def test_a_record_that_cannot_be_read_is_no_obstacle(tmp_path, former, text):
-    (tmp_path / "config.json").write_text(text)
+    """A crash of the machine may leave zeros. The run goes on, and says what was not compared."""
+    (tmp_path / "config.json").unlink()
+    if text is not None:
+        (tmp_path / "config.json").write_bytes(text)
     assert changed_settings(tmp_path, former) == {}
+    (line,) = check_frozen(tmp_path, former, OF_FROZEN, ())
+    assert line.startswith(f"{tmp_path}/config.json cannot be read")
+    (line,) = start_record(tmp_path, former, {}, 7)
+    assert line.startswith(f"{tmp_path}/config.json cannot be read")
+    assert line.endswith("whether the settings are those that the run had is not checked")
+    assert start_record(tmp_path, former, {}, 8) == []
+    for words in ("{", "[]", "\0"):
+        (tmp_path / "given.json").write_text(words)
+        with pytest.raises(ConfigError, match=r"given\.json (is not JSON|must hold a JSON object)"):
+            given_to(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_a_torn_last_line_is_left_out(tmp_path):
         assert path.read_bytes() == (data if len(losses) == 2 else data[:start])
 
 
-@pytest.mark.parametrize("line", [b'{"step": 1', b"[1, 2]", b'{"loss": 1}', b"\xff"])
+@pytest.mark.parametrize("line", [b'{"step": 1', b"[1, 2]", b'{"loss": 1}', b'{"step": "2"}', b"\xff"])
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     whole = b'{"step": 1, "time": 1.0}\n' + line + b'\n{"step": 3, "time": 3.0}\n'
@@ -102,6 +102,17 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path, line):
         Logger(quiet_spec(), tmp_path, resume_step=3)
     assert path.read_bytes() == whole
     assert files(tmp_path / "completions") == ["completions_00004.parquet"]
+
+
+def test_lines_that_stay_are_as_they_were(tmp_path):
+    """Also those of another program, which may have written numbers that JSON has not."""
+    path = tmp_path / "metrics.jsonl"
+    own = b'{"step":1,"loss":NaN, "kl": 1e-07}\n'
+    path.write_bytes(own + b'{"step": 2}')
+    Logger(quiet_spec(), tmp_path, resume_step=2).close()
+    assert path.read_bytes() == own + b'{"step": 2}\n'
+    Logger(quiet_spec(), tmp_path, resume_step=1).close()
+    assert path.read_bytes() == own
 
 
 def test_a_killed_process_leaves_complete_lines(tmp_path, root):
