@@ -155,6 +155,15 @@ VISION_FILES = {
         "families/paligemma.py",
         "families/gemma.py families/gemma2.py families/llava.py families/siglip.py vision/siglip.py",
     ),
+    "aya_vision": (
+        "families/aya_vision.py",
+        "families/cohere2.py families/cohere.py families/llava.py families/siglip.py vision/projector.py",
+    ),
+    "cohere2_vision": ("families/cohere2_vision.py", "families/aya_vision.py families/cohere2.py, and theirs"),
+    "mllama": (
+        "families/mllama.py",
+        "families/llava.py families/siglip.py vision/tiled.py mixers/cross_attention.py vision/projector.py",
+    ),
     "llava": ("families/llava_1_5.py", "families/llava.py families/siglip.py vision/siglip.py vision/projector.py"),
     "llava_next": ("families/llava_next.py", "families/llava_1_5.py vision/any_resolution.py, and theirs"),
     "llava_onevision": ("families/llava_onevision.py", "families/llava_1_5.py vision/any_resolution.py, and theirs"),
@@ -186,6 +195,7 @@ def vision_row(family: str, folder: Path) -> list[str]:
     with jax.set_mesh(mesh):
         cut = np.asarray(load_model(folder / "model", mesh=mesh)(tokens, segments, images=seen))
     again = AutoModelForImageTextToText.from_pretrained(folder / "export", attn_implementation="eager").eval()
+    again = images.as_published(again)
     numbers = (
         load_mismatches(model, folder / "export"),
         against(oracle),

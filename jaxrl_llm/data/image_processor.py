@@ -2,9 +2,10 @@
 
 `load` reads the files of a model's folder. Resizing, tiling and normalising are those of transformers' processors on
 Pillow and numpy, which need no torch; the tokens are those that its classes `Idefics3Processor`, `SmolVLMProcessor`,
-`Gemma3Processor`, `Gemma4Processor`, `InternVLProcessor`, `Lfm2VlProcessor`, `LlavaProcessor`, `LlavaNextProcessor`,
-`LlavaOnevisionProcessor`, `MllamaProcessor`, `PaliGemmaProcessor`, `Qwen2VLProcessor`, `Qwen2_5_VLProcessor`,
-`Qwen3VLProcessor`, `Glm4vProcessor` and `PixtralProcessor` write.
+`AyaVisionProcessor`, `Cohere2VisionProcessor`, `Gemma3Processor`, `Gemma4Processor`, `InternVLProcessor`,
+`Lfm2VlProcessor`, `LlavaProcessor`, `LlavaNextProcessor`, `LlavaOnevisionProcessor`, `MllamaProcessor`,
+`PaliGemmaProcessor`, `Qwen2VLProcessor`, `Qwen2_5_VLProcessor`, `Qwen3VLProcessor`, `Glm4vProcessor` and
+`PixtralProcessor` write.
 """
 
 import json
@@ -323,6 +324,87 @@ def _internvl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Ma
     return ImageProcessor(token, ids[0], frozenset(ids), expand, tile_count, tiles, size)
 
 
+def _aya_vision(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
+    """Aya Vision's (arXiv 2505.08751): an image is cut as one of InternVL, and a tag is before the tokens of a tile."""
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    processor: Any = GotOcr2ImageProcessorPil.from_pretrained(folder, **settings)
+    cut = {"crop_to_patches": True}  # as transformers' class for the whole has it, whatever the file says
+    size, side = _tile_of(config, "siglip_vision_model")
+    token, start, end = "<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"
+    each = token * (side // config.get("downsample_factor", 2)) ** 2
+
+    def tile_count(height: int, width: int) -> int:
+        return processor.get_number_of_image_patches(height, width, cut)
+
+    def expand(height: int, width: int) -> str:
+        tiles = "".join(f"TILE_{number}{each}" for number in range(1, tile_count(height, width)))
+        return f"{start}{tiles}TILE_GLOBAL{each}{end}"
+
+    def tiles(image: "Image") -> np.ndarray:
+        pixels = processor(images=[image], return_tensors="np", **cut)["pixel_values"]
+        return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
+
+    ids = _token_ids(tokenizer, (token, start, end))
+    return ImageProcessor("<image>", ids[0], frozenset(ids), expand, tile_count, tiles, (size, size))
+
+
+def _cohere2_vision(
+    folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]
+) -> ImageProcessor:
+    """Command A Vision's: an image is scaled to the grid of square tiles that enlarges it least, of `max_patches` at
+    most, or else shrinks it least, and cut into these, which one of the whole follows; a token ends those of a tile.
+
+    transformers has its processor for torchvision alone; Pillow resizes as that does, but for the last of 8 bits, and
+    at the sharpest edges for the last three.
+    """
+    from PIL.Image import Resampling
+
+    entries = {**COHERE2_VISION, **read_json(folder / "preprocessor_config.json"), **settings}
+    side, most = entries["size"]["height"], entries["max_patches"]
+    size, patches = _tile_of(config, "siglip_vision_model")
+    _check_model(folder, "size", side, "image_size", size)
+    tokens = patches // config.get("downsample_factor", 2)
+    _check_model(folder, "patch_size", entries["patch_size"], "tokens along a tile", tokens)
+    token, start, end, line = "<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"
+    each = token * entries["patch_size"] ** 2 + line
+
+    def grid(height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tiles, (1, 1) for an image that is not cut."""
+        if not entries["crop_to_patches"]:
+            return 1, 1
+        shapes = [(wide, high) for wide in range(1, most + 1) for high in range(1, most + 1) if wide * high <= most]
+        shapes.sort(key=math.prod)
+        scales = (np.array(shapes) * side / np.array([width, height])).min(axis=1)
+        best = np.argmin(np.where(scales < 1, 10e9, scales)) if (scales >= 1).any() else np.argmax(scales)
+        columns, rows = shapes[int(best)]
+        return rows, columns
+
+    def tile_count(height: int, width: int) -> int:
+        tiles = math.prod(grid(height, width))
+        return tiles + int(tiles > 1)
+
+    def scaled(image: "Image", height: int, width: int) -> np.ndarray:
+        pixels = np.asarray(image.resize((width, height), Resampling(entries["resample"])), np.float32)
+        pixels = pixels * entries["rescale_factor"] if entries["do_rescale"] else pixels
+        mean, std = (np.array(entries[name], np.float32) for name in ("image_mean", "image_std"))
+        return (pixels - mean) / std if entries["do_normalize"] else pixels
+
+    def tiles(image: "Image") -> np.ndarray:
+        rows, columns = grid(image.height, image.width)
+        whole = scaled(image, side, side)[None]
+        if rows * columns == 1:
+            return whole
+        cells = scaled(image, rows * side, columns * side).reshape(rows, side, columns, side, -1).swapaxes(1, 2)
+        return np.concatenate([cells.reshape(rows * columns, side, side, -1), whole])
+
+    def expand(height: int, width: int) -> str:
+        return f"{start}{each * tile_count(height, width)}{end}"
+
+    ids = _token_ids(tokenizer, (token, start, end, line))
+    return ImageProcessor(token, ids[0], frozenset(ids), expand, tile_count, tiles, (side, side))
+
+
 def _llava(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
     """LLaVA-1.5's (arXiv 2310.03744): an image is one square tile, of CLIP's or SigLIP's processor or LLaVA's own."""
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -569,6 +651,8 @@ FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any, Mapping[str, Any]], Ima
     "internvl": _internvl,
     "mistral3": _mistral3,
     "mllama": _mllama,
+    "aya_vision": _aya_vision,
+    "cohere2_vision": _cohere2_vision,
 }
 
 # The tokens that begin an image of Gemma 4, stand for it, and end it, where config.json and tokenizer name none.
@@ -580,14 +664,23 @@ LFM2_VL: dict[str, Any] = {
     "max_pixels_tolerance": 2.0, "resample": 2, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
     "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
 }  # fmt: skip
+# Of an image processor of Command A Vision, where files have no entries.
+COHERE2_VISION: dict[str, Any] = {
+    "size": {"height": 512, "width": 512}, "patch_size": 16, "crop_to_patches": True, "min_patches": 1,
+    "max_patches": 12, "resample": 3, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+}  # fmt: skip
 SOFT_TOKENS = (70, 140, 280, 560, 1120)  # of an image of Gemma 4, at most
 SPLITTING = {"longest_edge": int, "do_image_splitting": bool}
 BOUNDS = {"min_pixels": int, "max_pixels": int}
+TILES = {"min_patches": int, "max_patches": int}
 # The options of data.image_processor and their types, by the model_type of config.json; other families have none.
 OPTIONS: dict[str, dict[str, type]] = {
     "idefics3": SPLITTING,
     "smolvlm": SPLITTING,
-    "internvl": {"min_patches": int, "max_patches": int},
+    "internvl": TILES,
+    "aya_vision": TILES,
+    "cohere2_vision": {"max_patches": int},
     "mistral3": {"longest_edge": int},
     "gemma4": {"max_soft_tokens": int},
     "lfm2_vl": {"min_image_tokens": int, "max_image_tokens": int, "max_tiles": int, "do_image_splitting": bool},
@@ -611,7 +704,7 @@ def settings_of(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any
         if type(value) is not known[name] or (known[name] is int and value < 1):
             allowed = "an integer from 1" if known[name] is int else "True or False"
             raise ConfigError(f"data.image_processor has {name}={value!r}; give {allowed}")
-    if model_type == "internvl":
+    if model_type in ("internvl", "aya_vision"):
         from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
         processor: Any = GotOcr2ImageProcessorPil.from_pretrained(folder, **options)

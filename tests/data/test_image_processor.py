@@ -1,10 +1,12 @@
 """Tokens and pixels of images against transformers' own processors, and without torch."""
 
+import ast
 import dataclasses
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,9 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models import cohere2_vision
+from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
+from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
@@ -173,7 +178,14 @@ def written_of_pixtral(made):
 INTERNVL: Any = SimpleNamespace(
     image_token="<IMG_CONTEXT>", start_image_token="<img>", end_image_token="</img>", image_seq_length=4
 )
-OPTIONS = {"internvl": {"max_patches": 2}, "mistral3": {"longest_edge": 16}, "glm4v": {"max_pixels": 512}}
+AYA: Any = SimpleNamespace(
+    img_size=16, patch_size=8, start_of_img_token="<|START_OF_IMG|>", end_of_img_token="<|END_OF_IMG|>",
+    img_patch_token="<|IMG_PATCH|>", tile_token="TILE", tile_global_token="TILE_GLOBAL",
+)  # fmt: skip
+OPTIONS = {
+    "internvl": {"max_patches": 2}, "mistral3": {"longest_edge": 16}, "glm4v": {"max_pixels": 512},
+    "aya_vision": {"max_patches": 2},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["plain", "options"])
@@ -193,9 +205,11 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family,
     write = {
         "internvl": lambda made: InternVLProcessor.replace_image_token(INTERNVL, made, 0),
         "mistral3": written_of_pixtral,
+        "aya_vision": lambda made: AyaVisionProcessor.replace_image_token(AYA, made, 0),
         "glm4v": lambda made: f"<|begin_of_image|>{Glm4vProcessor.replace_image_token(glm, made, 0)}<|end_of_image|>",
     }[family]
-    arguments = {"internvl": {"crop_to_patches": True}, "mistral3": {"patch_size": 8}}.get(family, {})
+    cut: dict[str, Any] = {"crop_to_patches": True}
+    arguments = {"internvl": cut, "aya_vision": cut, "mistral3": {"patch_size": 8}}.get(family, {})
     sizes = SIZES
     if family == "mistral3":
         with pytest.raises(ConfigError, match=r"an image of 200 x 3 pixels, scaled to .* = \d+, has none left"):
@@ -302,6 +316,46 @@ def test_lfm2_vl_cuts_large_images_into_tiles(tmp_path, size, grid, whole):
     tokenizer.image_settings = image_processor.settings_of(folder, {"do_image_splitting": False})
     alone = image_processor.load(folder, tokenizer)
     assert alone is not None and alone.tile_count(size[1], size[0]) == 1
+
+
+def test_command_a_vision_cuts_images_as_transformers(tmp_path):
+    """In the grids of the functions of its file, which needs torchvision as a whole; with the resizing of that, which
+    torch has too, but for few numbers."""
+    source = ast.parse((Path(cohere2_vision.__path__[0]) / "image_processing_cohere2_vision.py").read_text())
+    source.body = [part for part in source.body if isinstance(part, ast.FunctionDef)]
+    for function in source.body:
+        function.decorator_list = []
+    names: dict[str, Any] = {"np": np}
+    exec(compile(source, "image_processing_cohere2_vision.py", "exec"), names)
+    folder = vl_folders.vl_folder(tmp_path / "cohere2_vision", "cohere2_vision")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    own = image_processor.load(folder, tokenizer)
+    assert own is not None
+    writer: Any = SimpleNamespace(patch_size=2, image_token="<|IMG_PATCH|>", img_line_break_token="<|IMG_LINE_BREAK|>",
+                                  boi_token="<|START_OF_IMG|>", eoi_token="<|END_OF_IMG|>")  # fmt: skip
+    mean, std = (np.array(image_processor.COHERE2_VISION[name], np.float32) for name in ("image_mean", "image_std"))
+    for seed, size in enumerate(SIZES):
+        image = picture(*size, seed)
+        columns, rows = names["get_optimal_tiled_canvas"]((image.height, image.width), (16, 16), 1, 4)
+
+        def resized(height, width, image=image):
+            pixels = torch.tensor(np.asarray(image)).permute(2, 0, 1)[None]
+            scaled = torch.nn.functional.interpolate(pixels, (height, width), mode="bicubic", antialias=True)
+            return (scaled[0].permute(1, 2, 0).numpy() / np.float32(255) - mean) / std
+
+        cells = resized(16 * rows, 16 * columns).reshape(rows, 16, columns, 16, 3).swapaxes(1, 2).reshape(-1, 16, 16, 3)
+        tiles = cells if rows * columns == 1 else np.concatenate([cells, resized(16, 16)[None]])
+        found = own.pixels([image])
+        levels = np.abs(found - tiles) * std * 255  # cubics overshoot, which Pillow cuts off between its two passes
+        assert levels.max() < 6 and (levels > 1.01).mean() < 0.01
+        assert len(tiles) == own.tile_count(image.height, image.width)
+        text = Cohere2VisionProcessor.replace_image_token(writer, {"num_patches": [len(tiles)]}, 0)
+        assert own.expand(image.height, image.width) == text
+    assert own.special_ids == set(tokenizer.convert_tokens_to_ids(vl_folders.TOKENS["cohere2_vision"][:-1]))
+    entries = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps(entries | {"patch_size": 4}))
+    with pytest.raises(ConfigError, match=r"has patch_size = 4, and the model tokens along a tile = 2"):
+        image_processor.load(folder, tokenizer)
 
 
 @pytest.mark.parametrize("older", [False, True])

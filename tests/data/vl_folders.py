@@ -36,6 +36,7 @@ CLIP = {
     "model_type": "clip_vision_model", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
     "num_attention_heads": 3, "image_size": 16, "patch_size": 8,
 }  # fmt: skip
+SIGLIP = CLIP | {"model_type": "siglip_vision_model", "vision_use_head": False, "patch_size": 4}
 PLACES = [[16, 32], [32, 16], [32, 32]]
 # What differs between the families.
 PARTS: dict[str, dict[str, Any]] = {
@@ -109,6 +110,16 @@ PARTS: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "gemma2", **TEXT, "head_dim": 8, "sliding_window": 8},
         "vision_config": CLIP | {"model_type": "siglip_vision_model", "vision_use_head": False}, "projection_dim": 32,
     },
+    "aya_vision": {
+        "architectures": ["AyaVisionForConditionalGeneration"],
+        "text_config": {"model_type": "cohere2", **TEXT, "sliding_window": 8}, "alignment_intermediate_size": 20,
+        "vision_config": SIGLIP,
+    },
+    "cohere2_vision": {
+        "architectures": ["Cohere2VisionForConditionalGeneration"],
+        "text_config": {"model_type": "cohere2", **TEXT, "sliding_window": 8}, "alignment_intermediate_size": 20,
+        "vision_config": SIGLIP,
+    },
     "mllama": {
         "architectures": ["MllamaForConditionalGeneration"],
         "text_config": {
@@ -136,18 +147,23 @@ TOKENS = {
     ],
     **{name: ["<image>", "<video>", "</s>"] for name in PARTS if name.startswith("llava")},
     "paligemma": ["<image>", "<bos>", "<eos>"],
+    "aya_vision": ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|END_OF_TURN_TOKEN|>"],
+    "cohere2_vision": [
+        "<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>", "<|END_OF_TURN_TOKEN|>",
+    ],
     "mllama": ["<|image|>", "<|begin_of_text|>", "<|eot_id|>"],
 }  # fmt: skip
 ENDS = {
     "internvl": "<|im_end|>", "glm4v": "<|endoftext|>", "glm4v_moe": "<|endoftext|>", "mistral3": "</s>",
     "gemma4": "<turn|>", "lfm2_vl": "<|im_end|>", "llava": "</s>", "llava_next": "</s>", "llava_onevision": "</s>",
-    "paligemma": "<eos>", "mllama": "<|eot_id|>",
+    "paligemma": "<eos>", "mllama": "<|eot_id|>", "aya_vision": "<|END_OF_TURN_TOKEN|>",
+    "cohere2_vision": "<|END_OF_TURN_TOKEN|>",
 }  # fmt: skip
 # What the templates of the families write for an image, and around the messages of users and assistants.
 IMAGE = {
     "internvl": "<IMG_CONTEXT>\\n", "glm4v": "<|begin_of_image|><|image|><|end_of_image|>", "mistral3": "[IMG]",
     "gemma4": "\\n\\n<|image|>\\n\\n", "lfm2_vl": "<image>",
-    "llava": "<image>\\n", "mllama": "<|image|>",
+    "llava": "<image>\\n", "mllama": "<|image|>", "aya_vision": "<image>", "cohere2_vision": "<|IMG_PATCH|>",
 }  # fmt: skip
 ROLES = {
     "internvl": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
@@ -156,19 +172,34 @@ ROLES = {
     "gemma4": ("<|turn>user\\n", "<turn|>\\n", "<|turn>model\\n"),
     "lfm2_vl": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
     "llava": ("USER: ", " ", "ASSISTANT: "),
+    "aya_vision": ("USER: ", "<|END_OF_TURN_TOKEN|>", "CHATBOT: "),
     "mllama": ("user\\n\\n", "<|eot_id|>", "assistant\\n\\n"),
 }
-# Of the image processor of LFM2-VL, which transformers has for torchvision alone.
+# Of the image processors that transformers has for torchvision alone.
 LFM2_VL = {
-    "image_processor_type": "Lfm2VlImageProcessor", "encoder_patch_size": 4, "downsample_factor": 2, "tile_size": 16,
-    "min_image_tokens": 2, "max_image_tokens": 6, "min_tiles": 2, "max_tiles": 4, "max_pixels_tolerance": 1.5,
-}  # fmt: skip
+    "image_processor_type": "Lfm2VlImageProcessor",
+    "encoder_patch_size": 4,
+    "downsample_factor": 2,
+    "tile_size": 16,
+    "min_image_tokens": 2,
+    "max_image_tokens": 6,
+    "min_tiles": 2,
+    "max_tiles": 4,
+    "max_pixels_tolerance": 1.5,
+}
+COHERE2_VISION = {
+    "image_processor_type": "Cohere2VisionImageProcessor",
+    "size": {"height": 16, "width": 16},
+    "patch_size": 2,
+    "max_patches": 4,
+}
+FILES = {"lfm2_vl": LFM2_VL, "cohere2_vision": COHERE2_VISION}  # fmt: skip
 
 
 def template(family: str) -> str:
     """A chat template in the manner of the family."""
     family = {"glm4v_moe": "glm4v", "llava_next": "llava", "llava_onevision": "llava"}.get(family, family)
-    user, end, assistant = ROLES[family]
+    user, end, assistant = ROLES["aya_vision" if family == "cohere2_vision" else family]
     return (
         "{% for message in messages %}{% if message['role'] == 'user' %}" + user + "{% else %}" + assistant
         + "{% endif %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -181,7 +212,7 @@ def template(family: str) -> str:
 
 def processor_of(family: str) -> Any:
     """The image processor of the family, with small images."""
-    if family == "internvl":
+    if family in ("internvl", "aya_vision"):
         return GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, max_patches=4)
     if family == "mistral3":
         return PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size={"height": 4, "width": 4})
@@ -213,7 +244,7 @@ def vl_folder(folder: Path, family: str) -> Path:
     tokenizer.save_pretrained(folder)
     assert len(tokenizer) < TEXT["vocab_size"]
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    by_index = ("mistral3", "mllama", "paligemma", "llava", "llava_next", "llava_onevision")
+    by_index = ("mistral3", "mllama", "aya_vision", "paligemma", "llava", "llava_next", "llava_onevision")
     entry = "image_token_index" if family in by_index else "image_token_id"
     token = {entry: tokenizer.convert_tokens_to_ids(TOKENS[family][0])}
     config = {"model_type": family, "tie_word_embeddings": False, **ids, **token, **PARTS[family]}
@@ -225,8 +256,8 @@ def vl_folder(folder: Path, family: str) -> Path:
         config |= {name: tokenizer.convert_tokens_to_ids(token) for name, token in ends.items()}
         config |= {"video_token_id": None, "audio_token_id": None}
     (folder / "config.json").write_text(json.dumps(config))
-    if family == "lfm2_vl":
-        (folder / "preprocessor_config.json").write_text(json.dumps(LFM2_VL))
+    if family in FILES:
+        (folder / "preprocessor_config.json").write_text(json.dumps(FILES[family]))
         return folder
     processor_of(family).save_pretrained(folder)
     if family == "internvl":
@@ -240,7 +271,13 @@ def as_transformers(folder: Path, images: list, ids: np.ndarray) -> dict[str, An
 
     config = json.loads((folder / "config.json").read_text())
     family = config["model_type"]
-    if family == "internvl":
+    if family == "cohere2_vision":
+        from jaxrl_llm.data import image_processor
+
+        own = image_processor.load(folder, AutoTokenizer.from_pretrained(folder))
+        assert own is not None
+        return {"pixel_values": torch.tensor(own.pixels(images)).permute(0, 3, 1, 2)}
+    if family in ("internvl", "aya_vision"):
         made = GotOcr2ImageProcessorPil.from_pretrained(folder)(images, return_tensors="pt", crop_to_patches=True)
         return {"pixel_values": made["pixel_values"]}
     if family == "mistral3":

@@ -1,5 +1,6 @@
 """Tiny random models with vision, made by transformers, and rows with images for them."""
 
+import dataclasses
 import itertools
 from typing import Any, NamedTuple
 
@@ -9,6 +10,8 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForImageTextToText,
+    AyaVisionConfig,
+    Cohere2VisionConfig,
     Gemma3Config,
     Gemma4Config,
     Glm4vConfig,
@@ -133,6 +136,7 @@ NUMBERS = {
     "llava_next": {(10, 48): (1, 2, 1, 6, 1, 6), (48, 30): (2, 2, 6, 4, 6, 4), (24, 20): (1, 2, 3, 2, 3, 2)},
     "llava_onevision": {(10, 48): (1, 2, 1, 6, 1, 6), (48, 30): (2, 2, 6, 4, 5, 3), (24, 20): (1, 2, 3, 2, 3, 2)},
 }
+COHERE2 = VARIANTS["cohere2"]().to_dict()
 # Of Llama 3.2 Vision: an image is one token, behind the vocabulary; numbers of the shapes of grids, and their tiles.
 MLLAMA_TEXT = SHAPE | {
     "vocab_size": IMAGE_TOKEN, "num_hidden_layers": 5, "cross_attention_layers": [1, 3, 4], "bos_token_id": 0,
@@ -258,6 +262,19 @@ VISION = {
         image_token_index=IMAGE_TOKEN,
         projection_dim=SHAPE["hidden_size"],
     ),
+    "aya_vision": lambda: AyaVisionConfig(
+        text_config=COHERE2,
+        vision_config=ENCODER | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        image_token_index=IMAGE_TOKEN,
+        alignment_intermediate_size=20,
+        adapter_layer_norm_eps=1e-3,
+    ),
+    "cohere2_vision": lambda: Cohere2VisionConfig(
+        text_config=COHERE2,
+        vision_config=ENCODER | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        image_token_id=IMAGE_TOKEN,
+        alignment_intermediate_size=20,
+    ),
     "mllama": lambda: MllamaConfig(
         text_config=MLLAMA_TEXT, vision_config=MLLAMA_ENCODER, image_token_index=IMAGE_TOKEN
     ),
@@ -298,15 +315,18 @@ def make_vision_oracle(family: str, config: Any = None):
                 buffer.copy_((0.8 + 0.4 * torch.rand(())) * (1 if name.endswith("_max") else -1))
             elif name.endswith(UNTRAINED):
                 buffer.add_(torch.randn_like(buffer) * 0.1)
-    return causal(oracle)
+    return as_published(oracle)
 
 
-def causal(oracle):
-    """The model, in which tokens that see no image read none.
+def as_published(oracle):
+    """The model, without what transformers computes in another way than those who published the weights, and vLLM.
 
-    In that of Llama 3.2 Vision transformers has them read all images of their row, those behind them too, and what pads
-    its images; Meta's own code and vLLM multiply what is read by 0.
+    Logits of Aya Vision and Command A Vision are not scaled in it, as those of their decoders are. In Llama 3.2 Vision
+    tokens that see no image read all images of their row, those behind them too, and what pads its images; Meta's own
+    code multiplies what is read by 0.
     """
+    if oracle.config.model_type in ("aya_vision", "cohere2_vision"):
+        oracle.lm_head.register_forward_hook(lambda head, x, out: out * oracle.config.text_config.logit_scale)
     if oracle.config.model_type != "mllama":
         return oracle
     seen = {}
@@ -319,6 +339,17 @@ def causal(oracle):
             layer.register_forward_pre_hook(remember, with_kwargs=True)
             layer.cross_attn.register_forward_hook(lambda module, args, out: (seen["mask"][:, 0] * out[0], *out[1:]))
     return oracle
+
+
+def with_open_gates(model):
+    """The model, in which the layers of a Llama 3.2 Vision that read images add something: random ones start shut."""
+
+    def leaf(path, x):
+        return x + 0.5 if path_name(path).endswith("gate") else x
+
+    if (model.hf_config or {}).get("model_type") != "mllama":
+        return model
+    return dataclasses.replace(model, params=jax.tree_util.tree_map_with_path(leaf, model.params))
 
 
 def image_documents(tiles=(2, 1, 0), family: str = "") -> list[Document]:
@@ -447,7 +478,7 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
         found["token_type_ids"] = (ids == IMAGE_TOKEN).long()
     elif oracle.config.model_type == "paligemma":  # no token is in a prompt
         found["token_type_ids"] = torch.ones_like(ids)
-    elif oracle.config.model_type not in ("internvl", "llava"):
+    elif oracle.config.model_type not in ("internvl", "llava", "aya_vision", "cohere2_vision"):
         pixels = pixels[None]
     return found | ({"pixel_values": pixels} if len(document.pixels) else {})
 

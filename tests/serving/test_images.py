@@ -126,6 +126,10 @@ def test_a_text_model_refuses_images(listening):
 def test_the_command_reads_files(model, tmp_path, capsys, monkeypatch):
     IMAGES[0].save(tmp_path / "a.png")
     monkeypatch.setattr(command, "load_model", lambda *_, **__: model)
+    if model.hf_config["model_type"] in ("mllama", "paligemma"):
+        with pytest.raises(ConfigError, match="as plain text, but this model reads images in front of"):
+            jaxrl_llm.generate(model, ["see <image> and say"], 6, images=[[IMAGES[0]]])
+        return
     given = ["--model=smolvlm", "--temperature=0", "--max_new_tokens=6"]
     command.main([*given, "--prompt=see <image> and say", f"--image={tmp_path / 'a.png'}"])
     printed = capsys.readouterr().out.removesuffix("\n")

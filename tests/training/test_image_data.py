@@ -1,6 +1,5 @@
 """Users' rows with images end to end: verl's parquet file through GRPO to a folder that transformers loads; pairs."""
 
-import dataclasses
 import json
 
 import jax
@@ -15,7 +14,6 @@ from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.data import image_processor
 from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.data.tokenize import RowTokenizer
-from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.vision.row_images import row_images
 from jaxrl_llm.training.images import shown_images
 from jaxrl_llm.training.setup.data import tokenizer_of
@@ -28,7 +26,8 @@ from tests.models.conftest import variants
 SIZES = [(40, 20), (16, 16), (9, 30), (30, 31)]
 OPTIONS = {  # with which an image is fewer tokens; those of the others are "max_pixels=128"
     "smolvlm": "longest_edge=16", "mistral3": "longest_edge=16", "internvl": "max_patches=1", "glm4v": "max_pixels=256",
-    "glm4v_moe": "max_pixels=256", "gemma4": "max_soft_tokens=70", "lfm2_vl": "max_tiles=2",
+    "aya_vision": "max_patches=1", "cohere2_vision": "max_patches=1", "glm4v_moe": "max_pixels=256",
+    "gemma4": "max_soft_tokens=70", "lfm2_vl": "max_tiles=2",
 }  # fmt: skip
 PICTURES = [picture(*size, seed) for seed, size in enumerate(SIZES)]
 
@@ -72,7 +71,7 @@ def test_verls_rows_to_a_folder_that_transformers_loads(folder, tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForImageTextToText
 
-    from tests.models.images import causal
+    from tests.models.images import as_published, with_open_gates
 
     pq.write_table(pa.Table.from_pylist(verl_rows()), tmp_path / "rows.parquet")
     seen = {}
@@ -92,21 +91,15 @@ def test_verls_rows_to_a_folder_that_transformers_loads(folder, tmp_path):
     assert sorted(map(len, shown)) == [0, 0, 1, 1, 1, 1, 2, 2]
     assert all(url.startswith("data:image/png;base64,") and len(url) < 8192 for urls in shown for url in urls)
 
-    out, model = tmp_path / "exported", result.model
-    if folder.name == "mllama":  # whose gates start shut
-
-        def leaf(path, x):
-            return x + 0.5 if path_name(path).endswith("gate") else x
-
-        model = dataclasses.replace(model, params=jax.tree_util.tree_map_with_path(leaf, model.params))
-    jaxrl_llm.save_hf(model, out)
+    out = tmp_path / "exported"
+    jaxrl_llm.save_hf(with_open_gates(result.model), out)
     assert image_processor.load(out, result.model.tokenizer) is not None
     tokenize = RowTokenizer("prompts", result.model.tokenizer, images=ImageReader(result.model.tokenizer))
     row = tokenize({"prompt": verl_rows()[1]["prompt"], "images": PICTURES[1:3]})
     assert row is not None
     again, ids = jaxrl_llm.load_model(out), np.array([row["prompt_ids"]])
     own = again(ids, images=row_images(ids.tolist(), [row["pixels"]], again.net.config.vision))
-    theirs = causal(AutoModelForImageTextToText.from_pretrained(out, attn_implementation="eager").eval())
+    theirs = as_published(AutoModelForImageTextToText.from_pretrained(out, attn_implementation="eager").eval())
     given = {"input_ids": torch.tensor(ids)}
     if folder.name in OTHERS:
         given |= as_transformers(out, PICTURES[1:3], ids)

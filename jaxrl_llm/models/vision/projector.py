@@ -5,10 +5,11 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.models.layers import Linear, RMSNorm
-from jaxrl_llm.models.vision.siglip import LayerNorm, SiglipConfig
+from jaxrl_llm.models.vision.siglip import LayerNorm
 
 
 def pixel_shuffle(x, factor: int) -> jax.Array:
@@ -22,9 +23,10 @@ def pixel_shuffle(x, factor: int) -> jax.Array:
 class ShuffleProjector(nnx.Module):
     """A linear map of squares of patches, that of Idefics3 and SmolVLM."""
 
-    def __init__(self, encoder: SiglipConfig, factor: int, net: Any, rngs: nnx.Rngs):
-        self.factor = factor
-        self.proj = Linear(encoder.width * factor**2, net.width, net, rngs)
+    def __init__(self, config: Any, net: Any, rngs: nnx.Rngs):
+        """`config` is a VisionConfig."""
+        self.factor = config.merge
+        self.proj = Linear(config.encoder.width * config.merge**2, net.width, net, rngs)
 
     def __call__(self, x):
         return self.proj(pixel_shuffle(x, self.factor))
@@ -33,9 +35,8 @@ class ShuffleProjector(nnx.Module):
 class LinearProjector(nnx.Module):
     """A linear map of patches, that of PaliGemma and Llama 3.2 Vision."""
 
-    def __init__(self, encoder: SiglipConfig, factor: int, net: Any, rngs: nnx.Rngs):
-        del factor  # 1
-        self.proj = Linear(encoder.features_width, net.width, net, rngs, True)
+    def __init__(self, config: Any, net: Any, rngs: nnx.Rngs):
+        self.proj = Linear(config.encoder.features_width, net.width, net, rngs, True)
 
     def __call__(self, x):
         return self.proj(x)
@@ -44,8 +45,8 @@ class LinearProjector(nnx.Module):
 class AverageProjector(nnx.Module):
     """A linear map of the means of squares of patches, behind a norm, that of Gemma 3."""
 
-    def __init__(self, encoder: SiglipConfig, factor: int, net: Any, rngs: nnx.Rngs):
-        self.factor = factor
+    def __init__(self, config: Any, net: Any, rngs: nnx.Rngs):
+        self.factor, encoder = config.merge, config.encoder
         self.norm = RMSNorm(encoder.width, dataclasses.replace(net, norm_eps=encoder.norm_eps), rngs)
         self.proj = Linear(encoder.width, net.width, net, rngs)
 
@@ -57,8 +58,8 @@ class AverageProjector(nnx.Module):
 class TwoMapsProjector(nnx.Module):
     """Two linear maps of squares of patches, with GELU between them: behind a norm that of InternVL, else LLaVA's."""
 
-    def __init__(self, encoder: SiglipConfig, factor: int, net: Any, rngs: nnx.Rngs, normed: bool = True):
-        self.factor, square = factor, encoder.width * factor**2
+    def __init__(self, config: Any, net: Any, rngs: nnx.Rngs, normed: bool = True):
+        self.factor, square = config.merge, config.encoder.width * config.merge**2
         self.norm = LayerNorm(square, 1e-5, net.param_dtype) if normed else None
         self.fc1 = Linear(square, net.width, net, rngs, True)
         self.fc2 = Linear(net.width, net.width, net, rngs, True)
@@ -69,10 +70,26 @@ class TwoMapsProjector(nnx.Module):
         return self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
 
 
+class GatedProjector(nnx.Module):
+    """A gated feed-forward of squares of patches, that of Command A Vision, or behind a norm that of Aya Vision."""
+
+    def __init__(self, config: Any, net: Any, rngs: nnx.Rngs):
+        self.factor, square = config.merge, config.encoder.width * config.merge**2
+        self.norm = LayerNorm(square, config.projector_norm, net.param_dtype) if config.projector_norm else None
+        self.fc1 = Linear(square, config.projector_ffn, net, rngs, True)
+        self.fc2 = Linear(config.projector_ffn // 2, net.width, net, rngs, True)
+
+    def __call__(self, x):
+        x = pixel_shuffle(x, self.factor)
+        up, gate = jnp.split(self.fc1(x if self.norm is None else self.norm(x)), 2, axis=-1)
+        return self.fc2(jax.nn.silu(gate) * up)
+
+
 PROJECTORS = {
     "shuffle": ShuffleProjector,
     "average": AverageProjector,
     "linear": LinearProjector,
+    "gated": GatedProjector,
     "two_maps": TwoMapsProjector,
     "bare_maps": functools.partial(TwoMapsProjector, normed=False),
 }

@@ -172,7 +172,7 @@ def seen_features(tokens, segments, positions, image_token: int, grids, config: 
     number = jnp.cumsum(is_image, axis=1)
     start = jnp.arange(tokens.shape[1]) - positions
     before = jnp.take_along_axis(number - is_image, start, axis=1)  # images before the segment
-    follows = jnp.pad(is_image[:, :-1], ((0, 0), (1, 0))) & (positions > 0)
+    follows = jnp.roll(is_image, 1, axis=1) & (positions > 0)
     first = jax.lax.cummax(jnp.where(is_image & ~follows, number, 0), axis=1)  # of those that are adjacent
     image = jnp.arange(1, grids.shape[1] + 1)
     shown = (image >= first[..., None]) & (image <= number[..., None]) & (number > before)[..., None]  # [N,T,K]

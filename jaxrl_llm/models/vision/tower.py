@@ -31,6 +31,8 @@ class VisionConfig:
     bidirectional: str = ""
     blank_tokens: tuple[int, ...] = ()  # in whose place the decoder reads the token `blank`, wherever no feature is
     blank: int = 0
+    projector_ffn: int = 0  # channels of a gated projector, gates included
+    projector_norm: float = 0.0  # epsilon of its norm; 0: it has none
     newline: str = ""  # tiles of an image are put together, as `any_resolution` says: "exact", or "interpolated"
 
     @property
@@ -71,7 +73,7 @@ class Vision(nnx.Module):
         else:
             tiled = isinstance(config.encoder, TiledConfig)
             self.encoder = (Tiled if tiled else Siglip)(config.encoder, own, rngs)
-            self.projector = PROJECTORS[config.projector](config.encoder, config.merge, own, rngs)
+            self.projector = PROJECTORS[config.projector](config, own, rngs)
         line = jax.random.normal(rngs.params(), (net.width,), net.param_dtype) if config.newline else None
         self.newline = None if line is None else nnx.Param(line * net.width**-0.5)
 

@@ -54,8 +54,8 @@ from tests.models.images import (
     TILE,
     TILE_TOKENS,
     VISION,
+    as_published,
     as_torch,
-    causal,
     image_documents,
     image_gradients,
     image_greedy,
@@ -234,7 +234,8 @@ def test_export_is_bit_for_bit_and_read_by_transformers(oracle, folder, model, d
     save_hf(model, tmp_path / "out")
     stored, written = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
     # Written as on the hub; transformers leaves a word out.
-    if oracle.config.model_type in ("gemma3", "lfm2_vl", "llava", "llava_next", "llava_onevision", "paligemma"):
+    family = oracle.config.model_type
+    if family in ("gemma3", "lfm2_vl", "paligemma", "aya_vision", "cohere2_vision") or family.startswith("llava"):
         stored = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in stored.items()}
     if oracle.config.model_type == "qwen3_vl_moe":  # and these: transformers has them transposed
         stored = {name: x.swapaxes(1, 2) if ".experts." in name else x for name, x in stored.items()}
@@ -244,7 +245,7 @@ def test_export_is_bit_for_bit_and_read_by_transformers(oracle, folder, model, d
     again, info = AutoModelForImageTextToText.from_pretrained(
         tmp_path / "out", output_loading_info=True, attn_implementation="eager"
     )
-    again = causal(again)
+    again = as_published(again)
     assert type(again) is type(oracle)
     assert not any(info.values()), info
     with torch.no_grad():
@@ -337,6 +338,15 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
         ("gemma4", "vision_config", "num_key_value_heads", 1, "vision_config.num_key_value_heads = 1 .* supported: 3"),
         ("gemma4", "vision_config", "hidden_activation", "relu", "vision_config.hidden_activation = 'relu'"),
         ("gemma4", "vision_config", "rope_parameters", {"rope_type": "yarn"}, "vision_config.rope_type = 'yarn'"),
+        ("aya_vision", "text_config", "model_type", "llama", "text_config = .* of a cohere2 or cohere model"),
+        ("aya_vision", None, "vision_feature_layer", -2, "vision_feature_layer = -2"),
+        ("aya_vision", None, "vision_feature_select_strategy", "default", "vision_feature_select_strategy = 'default'"),
+        ("aya_vision", None, "downsample_factor", 4, "downsample_factor = 4 .* divisors of the 6 patches"),
+        ("aya_vision", None, "alignment_intermediate_size", 21, "alignment_intermediate_size = 21 .* even numbers"),
+        ("aya_vision", "vision_config", "vision_use_head", True, "vision_config.vision_use_head = True"),
+        ("cohere2_vision", "text_config", "model_type", "cohere", "text_config = .* of a cohere2 model"),
+        ("cohere2_vision", "vision_config", "model_type", "clip_vision_model", "vision_config.model_type = 'clip"),
+        ("cohere2_vision", None, "image_token_id", 97, "image_token_id = 97"),
         ("lfm2_vl", "text_config", "model_type", "llama", "text_config = .* of a lfm2 or lfm2_moe model"),
         ("lfm2_vl", None, "projector_hidden_act", "silu", "projector_hidden_act = 'silu'"),
         ("lfm2_vl", None, "image_token_id", 97, "image_token_id = 97"),

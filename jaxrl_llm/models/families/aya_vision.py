@@ -1,0 +1,115 @@
+"""Aya Vision (arXiv 2505.08751): SigLIP tiles, whose squares of patches become tokens behind a norm and a gated
+feed-forward, and a Command R or R7B that reads them."""
+
+import dataclasses
+from typing import Any
+
+from jaxrl_llm.models.families import cohere, cohere2, llava, siglip
+from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
+from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.vision.tower import VisionConfig
+
+MODEL_TYPE = "aya_vision"
+ARCHITECTURE = {"lm": "AyaVisionForConditionalGeneration", "score": "", "step": ""}  # transformers has no other
+TEXTS = {module.MODEL_TYPE: module for module in (cohere2, cohere)}
+PROJECTOR = "multi_modal_projector."
+
+
+def vision_keys(tower: str) -> tuple[TensorName, ...]:
+    """The keys of a vision part whose encoder's names begin so."""
+    return (
+        *siglip.keys(tower),
+        *layer_norm("vision/projector/norm", f"{PROJECTOR}layernorm"),
+        *linear("vision/projector/fc1", f"{PROJECTOR}linear_1"),
+        *linear("vision/projector/fc2", f"{PROJECTOR}linear_2"),
+    )
+
+
+TOWER, WHOLE_TOWER, TEXT_KEYS = "vision_tower.", "vision_tower.vision_model.", cohere.KEYS  # which has the other's
+KEYS = llava.on_the_hub(TEXT_KEYS, vision_keys(WHOLE_TOWER))
+MODULE_KEYS = llava.as_modules(TEXT_KEYS, vision_keys(TOWER))
+OTHER_KEYS = (
+    llava.on_the_hub(TEXT_KEYS, vision_keys(TOWER)),
+    MODULE_KEYS,
+    llava.as_modules(TEXT_KEYS, vision_keys(WHOLE_TOWER)),
+)
+# For entries that are left out.
+DEFAULTS = {
+    "image_token_index": 255_036, "downsample_factor": 2, "adapter_layer_norm_eps": 1e-6, "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full", "tie_word_embeddings": True,
+}  # fmt: skip
+TEXT_DEFAULTS = {
+    "vocab_size": 256_000, "hidden_size": 8192, "num_hidden_layers": 40, "intermediate_size": 22_528,
+    "num_attention_heads": 64,
+}  # fmt: skip
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    if hf["vision_feature_select_strategy"] != "full":
+        refuse("vision_feature_select_strategy", hf["vision_feature_select_strategy"], "'full'")
+    if hf["vision_feature_layer"] != -1:
+        refuse("vision_feature_layer", hf["vision_feature_layer"], "-1, the last one")
+    norm = number("adapter_layer_norm_eps", hf["adapter_layer_norm_eps"], above=0)
+    return config_of(hf, TEXTS, ARCHITECTURE, "image_token_index", norm, overrides)
+
+
+def config_of(
+    hf: dict[str, Any], families: dict[str, Any], architecture: dict[str, str], token: str, norm: float,
+    overrides: dict[str, Any],
+) -> ModelConfig:  # fmt: skip
+    """`to_config` of the families that have this shape; `token` is the entry of the image token, and `norm` the epsilon
+    of the projector's norm: without one (0) features are behind the encoder's own."""
+    family, text = llava.text_of(hf, families)
+    text = TEXT_DEFAULTS | text
+    entries = hf.get("vision_config") or {}
+    kind = entries.get("model_type", "siglip_vision_model")
+    if kind != "siglip_vision_model":
+        refuse("vision_config.model_type", kind, "siglip_vision_model")
+    if entries.get("vision_use_head", True):
+        refuse("vision_config.vision_use_head", True, "false (an encoder without the head that pools its patches)")
+    encoder = siglip.read(entries, siglip.DEFAULT)
+    encoder = dataclasses.replace(encoder, features_from=encoder.layers if norm else 0)
+    factor = positive(hf, "downsample_factor")
+    if encoder.side % factor:
+        refuse("downsample_factor", factor, f"divisors of the {encoder.side} patches along a side of a tile")
+    channels = positive({"alignment_intermediate_size": text["hidden_size"]} | hf, "alignment_intermediate_size")
+    if channels % 2:
+        refuse("alignment_intermediate_size", channels, "even numbers")
+    id_of_token = siglip.image_token(hf, token, text)
+    vision = VisionConfig(
+        encoder, factor, id_of_token, projector="gated", projector_ffn=channels, projector_norm=norm
+    )  # fmt: skip
+    return llava.config_of(hf, family, text, architecture, vision, overrides)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
+    vision = siglip.vision_of(config)
+    own = {
+        "model_type": MODEL_TYPE,
+        "image_token_index": vision.image_token,
+        "adapter_layer_norm_eps": vision.projector_norm,
+        "vision_feature_layer": -1,
+    }
+    return entries_of(config, base, TEXTS, ARCHITECTURE, own)
+
+
+def entries_of(
+    config: ModelConfig, base: dict[str, Any] | None, families: dict[str, Any], architecture: dict[str, str],
+    own: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """`from_config` of the families that have this shape; `own` are their entries besides those of all."""
+    vision = siglip.vision_of(config)
+    given = (base or {}).get("vision_config") or {"model_type": "siglip_vision_model", "vision_use_head": False}
+    own = {
+        "downsample_factor": vision.merge,
+        "alignment_intermediate_size": vision.projector_ffn,
+        "vision_config": given | siglip.write(vision),
+        **own,
+    }
+    if base is not None:
+        base = base | {"text_config": TEXT_DEFAULTS | base["text_config"]}
+    return llava.entries_of(config, base, families, architecture, own)
