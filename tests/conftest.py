@@ -29,7 +29,7 @@ if threading.current_thread() is threading.main_thread():
 ROOT = Path(__file__).parent.parent
 # Libraries that tests compare with; without one its tests are skipped, and on CI the whole run fails.
 ORACLES = {"torch": "2", "trl": "1.16", "peft": "0.18", "math_verify": "0.8", "openai": "1.60"}
-ORACLES |= {"tinker": "0.38"}
+ORACLES |= {"tinker": "0.38", "schedulefree": "1.4", "prodigyopt": "1.1.2", "came-pytorch": "0.1.3"}
 ORACLES |= {"starlette": "0.40", "uvicorn": "0.30", "outlines_core": "0.2.11", "llguidance": "1.0"}
 
 MOST_MAPS = 30_000  # of memory, behind which compiled programs are freed

@@ -15,6 +15,7 @@ MOMENT_ROUNDING = 2**31 - 7
 MIXTURE = 2**31 - 8  # of samples and given rows, by the number of steps made
 REFERENCE_ROUNDING = 2**31 - 9  # of a reference policy that moves, by the number of steps made
 REFERENCE_SAMPLES = 2**31 - 10  # of the reference before the first step, by row
+LAYERS = 2**31 - 11  # that are updated, by the number of updates made
 
 # Folded into the key of a step. REPLAY may equal EVALUATION: it is never folded into the same key.
 REPLAY = 2**31 - 1

@@ -28,6 +28,7 @@ from jaxrl_llm.config.schema import (
     NEW,
     OFFLINE,
     OPTIMIZERS,
+    SCHEDULE_FREE,
     ConfigDict,
 )
 
@@ -38,6 +39,7 @@ OF_OWN_CRITIC = (
 )  # fmt: skip
 # Settings of which each says how completions are made, in place of plain sampling.
 ENVIRONMENTS = ("environment.name", "environment.tools", "environment.rollout_func", "environment.agent")
+LEAST_PRODIGY_RATE = 0.01  # below it is a rate of another optimizer
 LARGEST_SERVED_BIAS = 100  # of a token, in OpenAI's API
 CURRICULUM = ("data.curriculum_easy", "data.curriculum_hard")
 # Ways to sample: each with the reason why some settings do not go with it, and these.
@@ -1054,10 +1056,41 @@ def _optimizer(config: ConfigDict) -> Iterator[str]:
         )
     if c.power != 1 and "polynomial" not in schedules.values():
         yield f"optimizer.power is {c.power:g}, but it is that of polynomial, with {named}: set it to 1"
+    if c.rate_factors and c.name in (SCHEDULE_FREE, "prodigy"):
+        reason = "estimates one rate" if c.name == "prodigy" else "averages with weights of one rate"
+        yield (
+            f"optimizer.rate_factors is set, but {c.name} {reason} for all parameters: leave the factors out, or take "
+            "another optimizer.name, adamw"
+        )
+    if c.name == "prodigy":
+        trained_apart = config.algorithm.name == "ppo" and not config.critic.shared
+        rates = {"optimizer": c.learning_rate} | ({"critic": config.critic.learning_rate} if trained_apart else {})
+        for section, rate in rates.items():
+            if rate == "auto" or rate < LEAST_PRODIGY_RATE:
+                yield (
+                    f"{section}.learning_rate is {rate}, but prodigy finds the rate itself, and multiplies it by that: "
+                    "set it to 1, and where that is too fast optimizer.d_coef to 0.5"
+                )
+    if c.lisa_layers and (c.name in (SCHEDULE_FREE, "prodigy") or c.name not in OPTIMIZERS):
+        yield (
+            f"optimizer.lisa_layers is {c.lisa_layers}, whose layers change while {c.name} follows all of them: set it "
+            "to 0, or take another optimizer.name, adamw"
+        )
+    whole = not (config.lora.rank or config.lora.path)
+    if c.name == "galore_adamw" and not whole:
+        yield (
+            "optimizer.name is galore_adamw, which projects the gradients of whole matrices, but adapters are trained, "
+            "whose rank is low already: take adamw, or set lora.rank to 0 and lora.path to none"
+        )
+    if c.name == SCHEDULE_FREE and whole and config.model.param_dtype != "float32":
+        yield (
+            f"model.param_dtype is {config.model.param_dtype}, but the average of {SCHEDULE_FREE} moves in ever "
+            "smaller steps, which so few bits do not hold: set it to float32, or train adapters (lora.rank)"
+        )
     if c.moment_dtype == "float8" and c.name == "adafactor":
         yield (
             "optimizer.moment_dtype is float8, but adafactor has statistics of rows and columns, small already: set "
-            "float32, or optimizer.name to adamw, lion, sgd, muon, ademamix or adopt"
+            "float32, or optimizer.name to adamw, lion, sgd, muon, ademamix, adopt or came"
         )
     if "cosine_with_restarts" in schedules.values() and (c.cycles < 1 or c.cycles % 1):
         yield (

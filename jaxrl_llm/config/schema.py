@@ -247,7 +247,10 @@ OFFLINE = ("sft", "preference", "reward_model", "process_reward_model")
 EPISODES = "episodes"  # the agent that plays environments
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED = ("none", "int8", "fp8", "int4", "nf4", "mxfp4")  # quantize.KINDS
-OPTIMIZERS = ("adamw", "adafactor", "lion", "sgd", "muon", "ademamix", "adopt")
+SCHEDULE_FREE = "schedule_free_adamw"
+OPTIMIZERS = (
+    "adamw", "adafactor", "lion", "sgd", "muon", "ademamix", "adopt", SCHEDULE_FREE, "prodigy", "came", "galore_adamw",
+)  # fmt: skip
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd", "rex")
 
 SECTIONS = {
@@ -905,9 +908,10 @@ KEYS = (
         "Keep the teacher in the host's memory; it visits the device for its log-probs.", bool),
 
     Setting("optimizer.name", "adamw",
-        "Optimizer: adamw, adafactor, lion, sgd, ademamix (a second, slow momentum), adopt (any b2), or muon for the "
-        "matrices of the layers with adamw for the rest; or a "
-        "function of the learning rate schedule that returns one of optax, `module:function` or "
+        "Optimizer: adamw, adafactor, lion, sgd, ademamix (a second, slow momentum), adopt (any b2), muon for the "
+        "matrices of the layers with adamw for the rest, schedule_free_adamw (an average in place of a decay), prodigy "
+        "(finds its rate), came (adafactor with momentum) or galore_adamw (moments of matrices in few dimensions); or "
+        "a function of the learning rate schedule that returns one of optax, `module:function` or "
         "`path/to/file.py:function`, with options in brackets, `optax:nadam(b1=0.95)`."),
     Setting("optimizer.learning_rate", 1e-6,
         "Peak learning rate. auto is 5e-5, ten times that for adapters, times a power of 2000 / width; for llama and "
@@ -938,10 +942,23 @@ KEYS = (
         choices=("linear", "cosine", "exponential", "1-sqrt", "constant")),
     Setting("optimizer.b1", 0.9, "Decay of the first moment; the momentum of sgd.", float, minimum=0, below=1),
     Setting("optimizer.b2", 0.999, "Decay of the second moment.", float, minimum=0, below=1),
-    Setting("optimizer.b3", 0.9999, "Decay of the slow first moment of ademamix.", float, minimum=0, below=1),
+    Setting("optimizer.b3", 0.9999,
+        "Decay of the slow first moment of ademamix; of the instability of came.", float, minimum=0, below=1),
     Setting("optimizer.mixing", 5.0, "Weight of the slow first moment of ademamix beside the other.", float, minimum=0),
     Setting("optimizer.mixing_steps", 0,
         "Training steps over which ademamix raises mixing from 0, and b3 from b1; 0 begins with them.", int, minimum=0),
+    Setting("optimizer.d_coef", 1.0,
+        "Factor of the distance that prodigy estimates, and so of its learning rate.", float, above=0),
+    Setting("optimizer.galore_rank", 128,
+        "Dimensions in which galore_adamw keeps moments of the matrices of layers that have more.", int, minimum=1),
+    Setting("optimizer.galore_every", 200,
+        "Training steps after which galore_adamw finds these dimensions anew, by singular values.", int, minimum=1),
+    Setting("optimizer.galore_scale", 0.25,
+        "Factor of the updates of galore_adamw in these dimensions.", float, above=0),
+    Setting("optimizer.lisa_layers", 0,
+        "Layers that are updated at a time, with all that is in no layer (LISA); 0 is all.", int, minimum=0),
+    Setting("optimizer.lisa_every", 20,
+        "Training steps after which others are drawn, whose moments begin anew.", int, minimum=1),
     Setting("optimizer.eps", 1e-8,
         "Added to the root of the second moment; adopt divides by no smaller root.", float, above=0),
     Setting("optimizer.weight_decay", 0.0, "Decoupled weight decay.", float, minimum=0),

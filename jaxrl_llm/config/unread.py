@@ -18,7 +18,12 @@ OF_OPTIMIZERS = (
     "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.weight_decay", "optimizer.weight_decay_end",
     "optimizer.weight_decay_shape", "optimizer.no_decay",
 )  # fmt: skip
-OF_ADEMAMIX = ("optimizer.b3", "optimizer.mixing", "optimizer.mixing_steps")
+OF_SOME_OPTIMIZERS = (
+    (("ademamix", "came"), ("optimizer.b3",)),
+    (("ademamix",), ("optimizer.mixing", "optimizer.mixing_steps")),
+    (("prodigy",), ("optimizer.d_coef",)),
+    (("galore_adamw",), ("optimizer.galore_rank", "optimizer.galore_every", "optimizer.galore_scale")),
+)
 OF_CRITICS = ("critic.b1", "critic.b2", "critic.weight_decay")
 OF_RATIOS = ("algorithm.epsilon_low", "algorithm.epsilon_high")
 # Of algorithms that sample: a setting, the value with which others have no effect, and these.
@@ -82,7 +87,13 @@ def unread(config: ConfigDict) -> list[str]:
         f"optimizer.name is {optimizer}, which takes its options in brackets": (
             of_optimizers if is_own(split_options(optimizer)[0]) else ()
         ),
-        f"optimizer.name is {optimizer}, which has no slow moment": () if optimizer == "ademamix" else OF_ADEMAMIX,
+        **{
+            f"optimizer.name is {optimizer}, and not {' or '.join(names)}": () if optimizer in names else keys
+            for names, keys in OF_SOME_OPTIMIZERS
+        },
+        "optimizer.lisa_layers is 0, so that all layers are updated": (
+            () if config.optimizer.lisa_layers else ("optimizer.lisa_every",)
+        ),
         f"algorithm.advantage is {config.algorithm.advantage}, whose formula leaves no choice of a deviation": (
             ("algorithm.scale_rewards",) if online and not scaled else ()
         ),

@@ -65,8 +65,8 @@ PARAMETERS = (
 # Arrays in few bits are cut as the one whose codes and scales they are; scales alone where their number divides too.
 PARTS = re.compile(r"/(codes|absmax|scales)$")
 
-# Adafactor's statistics of rows and columns: small, and of another shape than the parameter they belong to.
-FACTORED = re.compile(r"/v_(row|col)/")
+# Statistics of rows and columns, of adafactor and came: small, and of another shape than the parameter they belong to.
+FACTORED = re.compile(r"/(v_|instability_)?(row|col)/")
 
 # Meaning of an activation's dimension -> mesh axes.
 ACTIVATIONS = {

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +16,13 @@ from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.moe import ROUTER
 from jaxrl_llm.models.vision.clipped import BOUNDS
 from jaxrl_llm.training.moments import stored_in
+from jaxrl_llm.training.transformations import (
+    prodigy,
+    sampled_layers,
+    scale_by_came,
+    scale_by_galore,
+    schedule_free_adamw,
+)
 
 # Ends of the paths of parameters that are not trained: the correction of a router, the scale of a layer's output, what
 # standardises and clips in Gemma 4's encoder, and two numbers of xIELU.
@@ -49,6 +56,12 @@ class OptimizerSpec:
     b3: float
     mixing: float
     mixing_steps: int
+    d_coef: float
+    galore_rank: int
+    galore_every: int
+    galore_scale: float
+    lisa_layers: int
+    lisa_every: int
     eps: float
     weight_decay: float
     weight_decay_end: float | None
@@ -163,17 +176,25 @@ SHAPES: dict[str, Callable[..., Callable[[Any], Any]]] = {
 def build_optimizer(spec: OptimizerSpec, schedule: optax.Schedule | None = None) -> optax.GradientTransformation:
     """Clipping to the global norm, then the named optimizer; `schedule` takes the place of that of `spec`.
 
-    adamw (arXiv 1711.05101); adafactor with an explicit learning rate (arXiv 1804.04235), each layer by itself; lion
-    (arXiv 2302.06675); sgd with momentum b1; muon (arXiv 2502.16982) for the matrices of the layers and adamw for the
-    rest; ademamix (arXiv 2409.03137); adopt (arXiv 2411.02853). Weight decay is decoupled (`weight_decay_of`) and
-    leaves out the parameters of `no_decay`. Moments are computed in fp32 and stored in `moment_dtype`, whatever the
-    parameters' type. With `freeze_router` routers are left as they are. Any other name is that of a function of the
-    user's, which is called with the schedule of the learning rate and its options, and returns an optimizer of optax;
-    raises ConfigError where it cannot be called or returns something else.
+    adamw (arXiv 1711.05101); adafactor with an explicit learning rate (arXiv 1804.04235) and came (arXiv 2307.02047),
+    each layer by itself; lion (arXiv 2302.06675); sgd with momentum b1; muon (arXiv 2502.16982) and galore_adamw (arXiv
+    2403.03507) for the matrices of the layers and adamw for the rest; ademamix (arXiv 2409.03137); adopt (arXiv
+    2411.02853); schedule_free_adamw (arXiv 2405.15682); prodigy (arXiv 2306.06101). Weight decay is decoupled
+    (`weight_decay_of`) and leaves out the parameters of `no_decay`. Moments are computed in fp32 and stored in
+    `moment_dtype`, whatever the parameters' type. With `lisa_layers` so many layers are updated at a time. With
+    `freeze_router` routers are left as they are. Any other name is that of a function of the user's, which is called
+    with the schedule of the learning rate and its options, and returns an optimizer of optax; raises ConfigError where
+    it cannot be called or returns something else.
     """
     rate = schedule or learning_rate_schedule(spec)
     if spec.name in OPTIMIZERS:
-        return wrapped_optimizer(spec, stored_in(OPTIMIZERS[spec.name](spec, rate), spec.moment_dtype, spec.seed))
+        named = stored_in(OPTIMIZERS[spec.name](spec, rate), spec.moment_dtype, spec.seed)
+        if spec.lisa_layers:
+            clip = clip_by_global_norm(spec.max_grad_norm) if spec.max_grad_norm else optax.identity()
+            every = spec.lisa_every * spec.updates_per_step
+            named = sampled_layers(named, clip, spec.lisa_layers, every, spec.seed)
+            spec = replace(spec, max_grad_norm=0.0)
+        return wrapped_optimizer(spec, named)
     make, options = own_function(spec.name)
     try:
         with contained():
@@ -270,11 +291,10 @@ def weight_decay_of(spec: OptimizerSpec) -> optax.ScalarOrSchedule:
 def decayed(spec: OptimizerSpec) -> Callable[[Any], Any]:
     """The mask of the parameters that weight decay applies to, of a tree of parameters.
 
-    Nothing moves those of UNTRAINED.
+    Nothing moves those of UNTRAINED, nor routers that are frozen.
     """
-    return lambda params: jax.tree_util.tree_map_with_path(
-        lambda path, _: not path_name(path).endswith((*spec.no_decay, *UNTRAINED)), params
-    )
+    still = (*spec.no_decay, *UNTRAINED, *(ROUTER if spec.freeze_router else ()))
+    return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: not path_name(path).endswith(still), params)
 
 
 def _adamw(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
@@ -301,13 +321,15 @@ def _sgd(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformat
     )
 
 
-def _muon(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
-    def is_matrix(path, x) -> bool:  # biases of experts have as many dimensions, and so have convolutions
-        name = path_name(path)
-        return "layers" in name and x.ndim > 2 and name.endswith(MATRICES)
+def _is_matrix(path, x) -> bool:
+    """True for matrices of the layers; biases of experts have as many dimensions, and so have convolutions."""
+    name = path_name(path)
+    return "layers" in name and x.ndim > 2 and name.endswith(MATRICES)
 
+
+def _muon(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
     def labels(params):
-        return jax.tree_util.tree_map_with_path(lambda *leaf: "muon" if is_matrix(*leaf) else "adamw", params)
+        return jax.tree_util.tree_map_with_path(lambda *leaf: "muon" if _is_matrix(*leaf) else "adamw", params)
 
     def last_two(params):  # the leading dimensions (layers, experts) are a batch of matrices
         return jax.tree.map(lambda _: MuonDimensionNumbers(-2, -1), params)
@@ -357,6 +379,38 @@ def _adopt(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransform
     )
 
 
+def _schedule_free_adamw(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
+    return schedule_free_adamw(rate, spec.b1, spec.b2, spec.eps, weight_decay_of(spec), decayed(spec))
+
+
+def _prodigy(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
+    return prodigy(rate, spec.b1, spec.b2, spec.eps, weight_decay_of(spec), decayed(spec), spec.d_coef)
+
+
+def _came(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.chain(
+        per_layer(scale_by_came(spec.b1, spec.b2, spec.b3)),
+        optax.add_decayed_weights(weight_decay_of(spec), decayed(spec)),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+def _galore_adamw(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
+    def labels(params):
+        def of_leaf(path, x):
+            return "galore" if _is_matrix(path, x) and min(x.shape[-2:]) > spec.galore_rank else "adamw"
+
+        return jax.tree_util.tree_map_with_path(of_leaf, params)
+
+    every = spec.galore_every * spec.updates_per_step
+    projected = optax.chain(
+        scale_by_galore(spec.b1, spec.b2, spec.eps, spec.galore_rank, every, spec.galore_scale),
+        optax.add_decayed_weights(weight_decay_of(spec), decayed(spec)),
+        optax.scale_by_learning_rate(rate),
+    )
+    return optax.partition({"galore": projected, "adamw": _adamw(spec, rate)}, labels)
+
+
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adamw": _adamw,
     "adafactor": _adafactor,
@@ -365,6 +419,10 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "muon": _muon,
     "ademamix": _ademamix,
     "adopt": _adopt,
+    "schedule_free_adamw": _schedule_free_adamw,
+    "prodigy": _prodigy,
+    "came": _came,
+    "galore_adamw": _galore_adamw,
 }
 
 

@@ -23,6 +23,7 @@ from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.microbatch import map_microbatches, microbatches_of
 from jaxrl_llm.training.moments import updates_made
 from jaxrl_llm.training.objectives.objective import Objective
+from jaxrl_llm.training.transformations import Prodigy, state_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,7 @@ class UpdateSpec:
     offload_params: bool = False  # and so do parameters, trained and frozen
     dropout: float = 0.0  # of adapters
     seed: int = 0
+    gradient_point: Callable[[Params, optax.OptState], Params] | None = None  # None: the parameters themselves
 
 
 class Frozen(NamedTuple):
@@ -160,20 +162,24 @@ def optimizer_step(
     """One optimizer step, `(state, batch, frozen) -> (state, metrics)`, to be jitted by `make_update`.
 
     The batch is one optimizer batch. It is weighed as a whole and then split into micro-batches, whose gradients add
-    up in fp32: the update does not depend on their number. Parameters in fewer bits are rounded stochastically, by the
-    seed and the number of updates made. A gradient that is not finite leaves parameters and optimizer as they were and
-    sets `nonfinite_gradient` to 1.
+    up in fp32: the update does not depend on their number. They are taken, and metrics are, at `spec.gradient_point`.
+    Parameters in fewer bits are rounded stochastically, by the seed and the number of updates made. A gradient that is
+    not finite leaves parameters and optimizer as they were and sets `nonfinite_gradient` to 1.
     """
     shards = row_shards(mesh)
 
     def update(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
         if spec.offload_params:
             state, frozen = dataclasses.replace(state, params=on_device(state.params)), Frozen(on_device(frozen.params))
-        updates = updates_made(state.opt_state)
+        updates, point = updates_made(state.opt_state), state.params
+        if spec.gradient_point is not None:
+            if spec.offload:
+                state = dataclasses.replace(state, opt_state=on_device(state.opt_state))
+            point = spec.gradient_point(state.params, state.opt_state)
         if batch.seeds is not None:  # a batch that is used again draws other numbers
             batch = batch.replace(seeds=batch.seeds + updates.astype(batch.seeds.dtype))
         count = (spec.microbatch_rows and batch.rows // spec.microbatch_rows) or 1
-        batch = _prepare(objective, combine(frozen.params, state.params), batch, count, shards)
+        batch = _prepare(objective, combine(frozen.params, point), batch, count, shards)
 
         def loss_of(params: Params, microbatch: Batch, number) -> tuple[jax.Array, Metrics]:
             params = combine(frozen.params, params)
@@ -186,19 +192,19 @@ def optimizer_step(
         gradients_of = jax.value_and_grad(loss_of, has_aux=True)
         micro, zero = microbatches_of(batch, count, shards), jnp.zeros((), jnp.int32)
         if isinstance(micro.count, int) and micro.count == 1:
-            (_, metrics), gradients = gradients_of(state.params, micro.take(0), zero)
+            (_, metrics), gradients = gradients_of(point, micro.take(0), zero)
             gradients = jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
         else:
             # One program, whatever their number: the loop's length may be known to the device alone.
-            (_, metrics), gradients = jax.eval_shape(gradients_of, state.params, jax.eval_shape(micro.take, 0), zero)
+            (_, metrics), gradients = jax.eval_shape(gradients_of, point, jax.eval_shape(micro.take, 0), zero)
 
             def add(number, total):
-                (_, metrics), gradients = gradients_of(state.params, micro.take(number), number)
+                (_, metrics), gradients = gradients_of(point, micro.take(number), number)
                 return _merge(total[0], metrics), jax.tree.map(jnp.add, total[1], gradients)
 
             def add_in_place(number, total):
                 loss_at = functools.partial(loss_of, microbatch=micro.take(number), number=number)
-                return _merge(total, add_gradients(loss_at, state.params, sums))
+                return _merge(total, add_gradients(loss_at, point, sums))
 
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), gradients)
             in_fp32 = all(x.dtype == jnp.float32 for x in jax.tree.leaves(gradients))
@@ -233,6 +239,8 @@ def optimizer_step(
             own["lr"] = jnp.asarray(spec.schedule(updates))
         elif (rate := optax.tree_utils.tree_get(new.opt_state, "learning_rate", filtering=_is_number)) is not None:
             own["lr"] = jnp.asarray(rate)  # of optax.inject_hyperparams
+        if (estimate := state_of(state.opt_state, Prodigy)) is not None:
+            own["lr"] *= estimate.d
         return new, metrics | {name: Metric(value, "sum") for name, value in own.items()}
 
     return update

@@ -6,6 +6,7 @@ OF_THE_RUN = {
     "EVALUATION": 2**31 - 1, "DROPOUT": 2**31 - 3, "ADAPTERS": 2**31 - 4, "VALUE_HEAD": 2**31 - 5,
     "ROUNDING": 2**31 - 6, "MOMENT_ROUNDING": 2**31 - 7, "MIXTURE": 2**31 - 8,
     "REFERENCE_ROUNDING": 2**31 - 9, "REFERENCE_SAMPLES": 2**31 - 10,
+    "LAYERS": 2**31 - 11,
 }  # fmt: skip
 OF_A_STEP = {"REPLAY": 2**31 - 1, "ROW_SEEDS": 2**31 - 2}
 

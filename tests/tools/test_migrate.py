@@ -1553,13 +1553,15 @@ def test_schedules_of_transformers_without_a_warm_up(tmp_path, kind):
 
 def test_optimizers_of_transformers(tmp_path):
     """Those that are ours but for how they are computed and stored, and of the others that they are not here."""
-    same = re.compile(r"(adamw_.*|adafactor|sgd|ademamix|(paged_)?(adamw|lion|ademamix)_(8|32)bit)$")
+    ours = "adafactor|lion|sgd|ademamix|schedule_free_adamw|galore_adamw"
+    stored = r"(galore_)?adamw_.*|(paged_)?(adamw|lion|ademamix)_\d+bit"
+    same = re.compile(rf"({stored}|adafactor|sgd|ademamix|schedule_free_adamw|galore_adamw)$")
     for name in (one.value for one in OptimizerNames):
         file = written(tmp_path, "a.json", {"output_dir": "o", "dataset_name": "d", "max_steps": 5, "optim": name})
         config, text = migrate(file, trainer="sft", devices=1)
         noted = f"optim = '{name}' has no equivalent; {config.optimizer.name} is written" in " ".join(text.split())
         assert noted != bool(same.match(name)), name
-        assert config.optimizer.name in (*re.findall("adafactor|lion|sgd|ademamix", name), "adamw")[0]
+        assert config.optimizer.name in (*re.findall(ours, name), "adamw")[0]
         in_bits = bool(same.match(name) and re.search("[48]bit|fp8", name))
         assert config.optimizer.moment_dtype == ("float8" if in_bits else "float32"), name
         assert ("not from the table of bitsandbytes" in " ".join(text.split())) == in_bits
@@ -1573,9 +1575,32 @@ def test_optimizers_of_transformers(tmp_path):
     config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | {"optimizer": "adopt_adamw"})))
     expect(config, optimizer={"name": "adopt", "b3": 0.9999})
     assert "optim_args" in text.partition("from jaxrl_llm")[0]
-    more = {"optim": "galore_adamw", "optim_target_modules": ["q_proj"]}
+    more = {"optim": "galore_adamw", "optim_target_modules": ["q_proj"], "optim_args": "rank=64, update_proj_gap=50"}
+    config, text = migrate(written(tmp_path, "a.json", {"output_dir": "o", "max_steps": 5, **more}), trainer="sft")
+    expect(config, optimizer={"name": "galore_adamw", "galore_rank": 64, "galore_every": 50, "galore_scale": 0.25})
+    assert "all matrices of the layers are projected here" in " ".join(text.partition("from jaxrl_llm")[0].split())
+    more |= {"optim": "apollo_adamw", "optim_args": None}
     _, text = migrate(written(tmp_path, "a.json", {"output_dir": "o", "max_steps": 5, **more}), trainer="sft")
-    assert "no optimizer here projects gradients" in " ".join(text.partition("from jaxrl_llm")[0].split())
+    assert "APOLLO is not here" in " ".join(text.partition("from jaxrl_llm")[0].split())
+
+
+def test_optimizers_of_axolotl(tmp_path):
+    """CAME with its third decay; an average is not kept in 16 bits, but adapters beside 16 bits have one."""
+    tree = {"base_model": "m", "datasets": [{"path": "d"}], "learning_rate": 1e-5, "max_steps": 50, "bf16": True}
+    came = tree | {"optimizer": "came_pytorch", "adam_beta3": 0.99}
+    config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(came)))
+    expect(config, optimizer={"name": "came", "b3": 0.99}, model={"param_dtype": "bfloat16"})
+    assert "has no equivalent" not in text
+    average = tree | {"optimizer": "schedule_free_adamw", "lr_scheduler": "constant"}
+    config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(average)))
+    expect(config, optimizer={"name": "schedule_free_adamw"}, model={"param_dtype": "float32"})
+    assert "its average is not kept in 16 bits" in " ".join(text.split())
+    adapted = average | {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
+    config, _ = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(adapted)))
+    expect(config, optimizer={"name": "schedule_free_adamw"}, model={"param_dtype": "bfloat16"})
+    sampled = tree | {"lisa_n_layers": 4, "lisa_step_interval": 10, "lisa_layers_attribute": "model.layers"}
+    config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(sampled)))
+    expect(config, optimizer={"name": "adamw", "lisa_layers": 4, "lisa_every": 10})
 
 
 @pytest.mark.parametrize("name", ["AdamW", "adam", "torch.optim.AdamW", "_AdamW", "AdamW8bit", "FusedAdam", "muon"])

@@ -360,7 +360,7 @@ def test_a_frozen_router_does_not_decay():
     assert moved.pop("gate")["kernel"].all() and not any(x.any() for x in jax.tree.leaves(moved))
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon", "ademamix", "adopt"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon", "ademamix", "adopt", "came"])
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
 def test_weight_decay_moves_to_its_end(name, shape):
     """Without gradients each update multiplies by 1 - rate x decay, whatever the optimizer."""

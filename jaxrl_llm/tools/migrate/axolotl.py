@@ -263,6 +263,14 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
     elif unset:
         draft.set("optimizer.warmup_steps", min(int(WARMUP_RATIO * total), WARMUP_MOST), "warmup_steps")
     _rates(draft, yaml)
+    if count := yaml.get("lisa_n_layers"):
+        updates = draft.values.get("batch.minibatches", 1) * draft.values.get("algorithm.num_iterations", 1)
+        draft.set("optimizer.lisa_layers", int(count), "lisa_n_layers")
+        every = shared.divided(float(yaml.get("lisa_step_interval") or 20), updates)
+        draft.set("optimizer.lisa_every", every, "lisa_step_interval")
+        draft.use("lisa_layers_attribute")
+    if yaml.get("adam_beta3") and draft.values["optimizer.name"] == "came":
+        draft.set("optimizer.b3", float(yaml["adam_beta3"]), "adam_beta3")
     if yaml.get("use_eaft"):
         alpha = float(yaml.get("eaft_alpha") or 1.0)
         options = {"alpha": alpha} if alpha != 1 else {}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigDict, assign, default, validate
 from jaxrl_llm.config.resolve import ConfigError, closest, split_options
-from jaxrl_llm.config.schema import KEYS
+from jaxrl_llm.config.schema import KEYS, SCHEDULE_FREE
 from jaxrl_llm.config.secrets import HIDDEN
 from jaxrl_llm.rewards.built_in import BUILT_IN
 from jaxrl_llm.tools.migrate.shell import COMMAND
@@ -221,6 +221,11 @@ class Draft:
                 f"lora.targets: {', '.join(odd)[:200]} are no modules with adapters here; {', '.join(names)} is written"
             )
             self.values["lora.targets"] = names
+        adapted = self.values.get("lora.rank") or self.values.get("lora.path")
+        narrow = self.values.get("model.param_dtype", "float32") != "float32"
+        if self.values.get("optimizer.name") == SCHEDULE_FREE and narrow and not adapted:
+            self.check(f"{SCHEDULE_FREE}: its average is not kept in 16 bits; model.param_dtype is float32")
+            self.values["model.param_dtype"] = "float32"
         for name in self.values.get("rewards.functions", ()):
             if not re.search(r"[:.]", name) and name != "REWARD" and split_options(name)[0] not in BUILT_IN:
                 self.check(

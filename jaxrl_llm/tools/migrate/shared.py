@@ -15,11 +15,12 @@ from jaxrl_llm.tools.migrate.draft import OURS, Draft, Options, short, shown
 LOCAL = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 NO_TRACKER = ("none", "all", "console", "file")  # a choice of others, or what every run writes
 TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Names of an optimizer of ours, whatever computes and stores it: `torch.optim.AdamW`, `paged_adamw_8bit`. galore_adamw,
+# Names of an optimizer of ours, whatever computes and stores it: `torch.optim.AdamW`, `paged_adamw_8bit`. apollo_adamw,
 # schedule_free_sgd and the like are other algorithms.
 OPTIMIZER = re.compile(
-    r"([\w.]+\.)?_?((paged|fused|deepspeed|cpu|optimi|ao|flash|dist)_?)*(adamw?|adafactor|lion|muon|sgdw?|ademamix|adopt(_adamw)?)"
-    r"(_?(hf|torch|pytorch|bnb|apex|fused|xla|npu|anyprecision|\d+bit|fp8))*"
+    r"([\w.]+\.)?_?((paged|fused|deepspeed|cpu|optimi|ao|flash|dist)_?)*"
+    r"(adamw?|adafactor|lion|muon|sgdw?|ademamix|adopt(_adamw)?|schedule_free_adamw|prodigy|came|galore_adamw)"
+    r"(_?(hf|torch|pytorch|bnb|apex|fused|xla|npu|anyprecision|layerwise|\d+bit|fp8))*"
 )
 SCHEDULES = {name: name for name in schema.SCHEDULES} | {
     "cosine_with_min_lr": "cosine",
@@ -152,7 +153,7 @@ def optimizer(draft: Draft, name: str, key: str) -> None:
             f"{draft.named(key)} = {name!r} has no equivalent; {ours} is written. optimizer.name takes one of optax "
             "too, module:function"
         )
-    elif re.search("flash|[48]bit|fp8", plain) and ours in ("adamw", "lion", "muon", "ademamix"):
+    elif re.search("flash|[48]bit|fp8", plain) and ours in ("adamw", "lion", "muon", "ademamix", "galore_adamw"):
         draft.set("optimizer.moment_dtype", "float8", key)
         draft.check(
             f"{draft.named(key)} = {name!r}: moments are in 8 bits (optimizer.moment_dtype), floats with a scale for "
@@ -175,9 +176,7 @@ def optimizer(draft: Draft, name: str, key: str) -> None:
 
 def slow_moment(draft: Draft, key: str, updates: int) -> None:
     """Set what arguments of bitsandbytes' AdEMAMix, `beta3=0.999,alpha=8` or a mapping, say of it; `updates` a step."""
-    given = draft.get(key) or {}
-    if isinstance(given, str):
-        given = dict(entry.split("=") for entry in given.replace(" ", "").split(","))
+    given = arguments(draft, key)
     known = {"beta1": "b1", "beta2": "b2", "beta3": "b3", "alpha": "mixing", "eps": "eps"}
     for name, ours in known.items():
         if name in given:
@@ -189,6 +188,25 @@ def slow_moment(draft: Draft, key: str, updates: int) -> None:
         draft.check(f"{key}: t_alpha and t_beta3 are one number here, the larger (optimizer.mixing_steps)")
     if others := sorted(set(given) - {*known, "t_alpha", "t_beta3"}):
         draft.check(f"{key}: {', '.join(others)} of AdEMAMix is not here")
+
+
+def projection(draft: Draft, key: str, updates: int) -> None:
+    """Set what arguments of transformers' GaLore say of it."""
+    given = arguments(draft, key)
+    draft.set("optimizer.galore_rank", int(given.get("rank", 128)), key)
+    draft.set("optimizer.galore_every", divided(float(given.get("update_proj_gap", 200)), updates), key)
+    draft.set("optimizer.galore_scale", float(given.get("scale", 0.25)), key)
+    if (kind := given.get("proj_type", "std")) != "std":
+        draft.check(f"{key}: proj_type = {kind} has no equivalent; std, of the shorter dimension, is what there is")
+    if (named := draft.get("optim_target_modules")) not in (None, "all-linear", ["all-linear"]):
+        draft.check(f"optim_target_modules = {short(named)}: all matrices of the layers are projected here")
+    draft.use("optim_target_modules")
+
+
+def arguments(draft: Draft, key: str) -> dict[str, Any]:
+    """Return arguments of an optimizer, which are a text, `rank=64,scale=0.1`, or a mapping."""
+    given = draft.get(key) or {}
+    return dict(entry.split("=") for entry in given.replace(" ", "").split(",")) if isinstance(given, str) else given
 
 
 def betas(draft: Draft, key: str, section: str = "optimizer") -> None:

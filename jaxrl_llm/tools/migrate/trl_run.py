@@ -196,6 +196,8 @@ def learning_rate(draft: Draft, updates: int) -> None:
     shared.optimizer(draft, "adafactor" if own else draft.get("optim"), "adafactor" if own else "optim")
     if draft.values["optimizer.name"] == "ademamix":
         shared.slow_moment(draft, "optim_args", updates)
+    elif draft.values["optimizer.name"] == "galore_adamw":
+        shared.projection(draft, "optim_args", updates)
     elif arguments := draft.get("optim_args"):
         draft.check(f"optim_args = {short(arguments)}: arguments of an optimizer of torch are not read")
     if "critic.learning_rate" in draft.values:

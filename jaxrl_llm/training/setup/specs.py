@@ -9,7 +9,7 @@ from jaxrl_llm.algorithms.kl import AdaptiveKL, FixedKL
 from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.entries import environment_options, logit_bias
 from jaxrl_llm.config.resolve import split_options
-from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.config.schema import OFFLINE, SCHEDULE_FREE
 from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.data.curriculum import CurriculumSpec
 from jaxrl_llm.data.images import ImageLimits
@@ -36,6 +36,7 @@ from jaxrl_llm.training.setup.objectives import (
 from jaxrl_llm.training.teachers.cross_tokenizer import CrossTokenizerSpec
 from jaxrl_llm.training.teachers.teacher import TeacherSpec
 from jaxrl_llm.training.teachers.teacher_context import ContextSpec
+from jaxrl_llm.training.transformations import gradient_point
 from jaxrl_llm.training.update import UpdateSpec
 
 WIDTH_MULTIPLE = 8  # rows are padded to a multiple, so that similar data compiles to the same shapes
@@ -197,16 +198,18 @@ def update_spec(config) -> UpdateSpec:
         offload_params=config.model.offload,
         dropout=config.lora.dropout,
         seed=config.seed,
+        gradient_point=gradient_point(config.optimizer.b1) if config.optimizer.name == SCHEDULE_FREE else None,
     )
 
 
 def critic_update_spec(config) -> UpdateSpec:
     """The updates of a critic that is a network of its own."""
-    c, policy = config.critic, update_spec(config)
+    c, policy, optimizer = config.critic, update_spec(config), critic_optimizer_spec(config)
     return replace(
         policy,
         microbatch_rows=c.microbatch_rows,
-        schedule=learning_rate_schedule(critic_optimizer_spec(config)),
+        schedule=learning_rate_schedule(optimizer),
+        gradient_point=policy.gradient_point and gradient_point(optimizer.b1),
         offload=policy.offload if c.offload_optimizer is None else c.offload_optimizer,
         offload_params=policy.offload_params if c.offload is None else c.offload,
     )
@@ -428,7 +431,14 @@ def old_logps_of(config) -> str:
         return "interpolated"
     # The mean weight of a batch is taken before its micro-batches, where the policy's own are not yet known.
     known = c.old_logps == "trainer" or c.importance_normalize
-    computed = known or not one_update or c.replay_groups or measures_kl or rates
+    averages = config.optimizer.name == SCHEDULE_FREE  # whose gradients are of another policy than the one that samples
+    if averages and not policy_loss(config).reads_old_logps:
+        raise ConfigError(
+            f"optimizer.name is {SCHEDULE_FREE}, whose gradients are of another policy than the average that samples, "
+            f"and algorithm.loss = {c.loss!r} has no ratio that weighs them: take one that has, ppo_clip, or set "
+            "algorithm.old_logps to sampler and importance_correction to token_truncate, or take another optimizer"
+        )
+    computed = known or not one_update or c.replay_groups or measures_kl or rates or averages
     return "trainer" if computed else "policy"
 
 
