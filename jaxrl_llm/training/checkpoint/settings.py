@@ -31,6 +31,8 @@ OF_ARRAYS = (  # of IDENTITY: which arrays are trained, and their shapes
     "lora.layers_to_transform", "lora.exclude_modules", "lora.rank_pattern", "lora.modules_to_save", "critic.shared",
     "critic.lora_rank", "critic.lora_targets",
 )  # fmt: skip
+# Of IDENTITY: with another one the saved position means other rows, and `data.pipeline` refuses it.
+OF_POSITION = ("seed", "data.shuffle", "data.streaming", "data.packing")
 
 Changes = dict[str, tuple[Any, Any]]  # by key, the former value and the present one
 
@@ -70,21 +72,23 @@ def _has_experts(config: ConfigDict) -> bool:
 
 
 def check_changes(folder: Path, changes: Changes, accepted: tuple[str, ...]) -> None:
-    """Raises ConfigError for changed settings that say what the run is, unless they are `accepted`, and for those with
-    which a checkpoint holds other arrays than the run, accepted or not."""
-    arrays = {name for name in OF_ARRAYS if name in changes}
-    arrays |= {MOMENTS} if "float8" in changes.get(MOMENTS, ()) else set()
-    refused = [name for name in changes if name in IDENTITY and (name not in accepted or name in arrays)]
+    """Raises ConfigError for changed settings that say what the run is, unless they are `accepted`; and for those with
+    which a checkpoint holds other arrays than the run, or another position in its data, accepted or not."""
+    never = {name for name in (*OF_ARRAYS, *OF_POSITION) if name in changes}
+    never |= {MOMENTS} if "float8" in changes.get(MOMENTS, ()) else set()
+    refused = [name for name in changes if name in IDENTITY and (name not in accepted or name in never)]
     if refused:
         names = ",".join(dict.fromkeys((*accepted, *refused)))
         other = f", or change them all the same with checkpoint.accept_changes={names}"
         if "float8" in changes.get(MOMENTS, ()):
             other = "; moments of other types are not converted to float8, nor back"
-        if trained := [name for name in OF_ARRAYS if name in changes]:
+        trained, order = ([name for name in names if name in changes] for names in (OF_ARRAYS, OF_POSITION))
+        if trained or order:
+            differs = "other arrays are trained than its checkpoints hold"
+            differs = differs if trained else "its position in the data would be of other rows"
             other = (
-                f"; with another {', '.join(trained)} other arrays are trained than its checkpoints hold, and a new "
-                f"run begins from its model: model.path={folder / 'hf'}, or that of a checkpoint (jaxrl-llm export "
-                f"--run={folder})"
+                f"; with another {', '.join(trained or order)} {differs}, and a new run begins from its model: "
+                f"model.path={folder / 'hf'}, or that of a checkpoint (jaxrl-llm export --run={folder})"
             )
         begun = ", begin a new optimizer (checkpoint.load=model,extra)" if {*refused} & OF_OPTIMIZER else ""
         raise ConfigError(

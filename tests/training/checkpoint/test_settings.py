@@ -15,6 +15,7 @@ from jaxrl_llm.training.checkpoint.settings import (
     HISTORY,
     OF_ARRAYS,
     OF_FROZEN,
+    OF_POSITION,
     changed_settings,
     check_changes,
     check_frozen,
@@ -86,10 +87,21 @@ def test_other_arrays_are_not_trained_on(tmp_path, name):
     with pytest.raises(ConfigError, match=words):
         check_changes(tmp_path, {name: ("a", "b"), "seed": (1, 2)}, ())
     with pytest.raises(ConfigError, match=rf"another one: {name}: a -> b\. Set them back"):
-        check_changes(tmp_path, {name: ("a", "b"), "seed": (1, 2)}, (name, "seed"))
+        check_changes(tmp_path, {name: ("a", "b"), "algorithm.loss": (1, 2)}, (name, "algorithm.loss"))
 
 
-@pytest.mark.parametrize("name", sorted({*IDENTITY} - {*OF_ARRAYS}))
+@pytest.mark.parametrize("name", OF_POSITION)
+def test_a_position_is_of_one_order(tmp_path, name):
+    """The way out that the message names is one: to accept the change was offered, and refused behind it."""
+    for accepted in ((), (name,)):
+        with pytest.raises(
+            ConfigError, match=rf"one: {name}: .*with another {name} its position in the data.*/hf"
+        ) as told:
+            check_changes(tmp_path, {name: ("a", "b")}, accepted)
+        assert "accept_changes" not in str(told.value)
+
+
+@pytest.mark.parametrize("name", sorted({*IDENTITY} - {*OF_ARRAYS, *OF_POSITION}))
 def test_what_a_run_is_does_not_change_unasked(tmp_path, name):
     changes = {name: ("a", "b"), "optimizer.learning_rate": (1.0, 2.0)}
     with pytest.raises(ConfigError, match=rf"would go on as another one: {name}: a -> b\. .*accept_changes={name}$"):
