@@ -1,5 +1,6 @@
 """Every family against transformers: logits, layouts, decoding, gradients, export."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -307,6 +308,35 @@ def test_entries_of_published_files_read_alike(variant):
         name: x for name, x in PUBLISHED[variant].items() if x is not None
     }
     assert family.to_config(exported) == config
+
+
+# Entries whose absence is meant to be read otherwise: see below, and `llava.TIED_BY_FILES`.
+READ_OTHERWISE = {
+    "olmo_hybrid": ("rope_parameters",), "olmo_hybrid-rotary": ("rope_parameters",),
+    "internvl": ("tie_word_embeddings",), "mistral3": ("tie_word_embeddings",),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [*VARIANTS, *VISION])
+def test_entries_that_are_left_out_mean_what_they_do_in_transformers(variant):
+    """One after another, those of decoder and encoder too; what either refuses then is passed over."""
+    config = (VARIANTS | VISION)[variant]()
+
+    whole, compared = config.to_dict() | {"architectures": None}, 0
+    parts = {"": whole} | {name: whole[name] for name in ("text_config", "vision_config") if whole.get(name)}
+    for part, entries in parts.items():
+        for entry in entries.keys() - {*parts, "model_type", *READ_OTHERWISE.get(variant, ())}:
+            given = copy.deepcopy(whole)
+            del (given[part] if part else given)[entry]
+            try:
+                theirs = type(config)(**copy.deepcopy({x: given[x] for x in given if x != "model_type"})).to_dict()
+                expected, found = (family_of(x).to_config(x) for x in (theirs | {"architectures": None}, given))
+            except Exception:
+                continue
+            assert found == expected, (part, entry)
+            compared += 1
+    assert compared > 10
 
 
 @pytest.mark.parametrize("given", [{}, {"rope_parameters": None}, {"rope_theta": None}], ids=str)

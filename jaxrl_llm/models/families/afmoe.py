@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.entries import computed, experts_of, first_layers, number, positive
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "afmoe"
@@ -29,16 +29,13 @@ def _keys(experts: tuple[TensorName, ...]) -> tuple[TensorName, ...]:
         *decoder.FEED_FORWARD,
         TensorName(ROUTER, f"{LAYER}mlp.router.gate.weight", transpose=True),
         TensorName("layers/mlp/correction", f"{LAYER}mlp.expert_bias"),
-        *linear("layers/mlp/shared/gate", f"{LAYER}mlp.shared_experts.gate_proj"),
-        *linear("layers/mlp/shared/up", f"{LAYER}mlp.shared_experts.up_proj"),
-        *linear("layers/mlp/shared/down", f"{LAYER}mlp.shared_experts.down_proj"),
+        *decoder.maps("layers/mlp/shared", f"{LAYER}mlp.shared_experts", decoder.GATED),
         *(key for key in experts if key.path != ROUTER),
     )
 
 
-KEYS = _keys(decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
+KEYS = _keys(decoder.experts("mlp"))
 OTHER_KEYS = (_keys(decoder.stacked_experts("mlp")),)
-SIZES = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok", "expert_ffn": "moe_intermediate_size"}
 DEFAULTS = {
     "head_dim": 128,
     "rms_norm_eps": 1e-5,
@@ -59,28 +56,21 @@ FIXED = {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group"
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    layers, every = positive(hf, "num_hidden_layers"), positive(hf, "global_attn_every_n_layers")
-    dense = int(number("num_dense_layers", hf["num_dense_layers"]))
-    sizes = {field: positive(hf, entry) for field, entry in SIZES.items()}
-    for entry, value in FIXED.items():
-        if hf.get(entry, value) != value:
-            refuse(entry, hf[entry], f"{value}")
-    if dense >= layers:
-        refuse("num_dense_layers", dense, f"numbers below num_hidden_layers = {layers}")
-    if sizes["experts_per_token"] > sizes["experts"]:
-        refuse("num_experts_per_tok", sizes["experts_per_token"], f"up to num_experts = {sizes['experts']}")
+    computed(hf, FIXED)
+    every, channels = positive(hf, "global_attn_every_n_layers"), positive(hf, "moe_intermediate_size")
     windows = layer_types.read(hf, lambda layer: (layer + 1) % every != 0)
     own = {
-        **sizes,
         **windows,
         **decoder.attention_biases(hf),
-        "unrotated_layers": tuple(i for i in range(layers) if i not in windows.get("sliding_layers", ())),
+        **experts_of(hf, "num_experts", "num_experts_per_tok"),
+        "unrotated_layers": layer_types.outside(hf, windows),
         "norms": "both",
         "qk_norm": True,
         "attention_gate_map": True,
         "embed_scale": math.sqrt(positive(hf, "hidden_size")) if hf["mup_enabled"] else 1.0,
-        "shared_expert_ffn": sizes["expert_ffn"] * positive(hf, "num_shared_experts"),
-        "dense_layers": tuple(range(dense)),
+        "expert_ffn": channels,
+        "shared_expert_ffn": channels * positive(hf, "num_shared_experts"),
+        "dense_layers": first_layers(hf, "num_dense_layers"),
         "router_sigmoid": True,
         "router_correction": True,
         "normalize_top_k": True,
@@ -91,16 +81,15 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own: dict[str, Any] = {
-        **{entry: getattr(config, field) for field, entry in SIZES.items()},
+    own = {
+        **layer_types.write(config, base),
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.expert_ffn,
         "attention_bias": config.attention_bias,
         "mup_enabled": config.embed_scale != 1.0,
         "num_shared_experts": config.shared_expert_ffn // max(config.expert_ffn, 1),
         "num_dense_layers": len(config.dense_layers),
         "route_scale": config.routed_scale,
     }
-    if config.sliding_layers:
-        own["sliding_window"] = config.sliding_window
-    if base is None:
-        own |= layer_types.write(config) | decoder.NO_IDS
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

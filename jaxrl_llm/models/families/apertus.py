@@ -4,8 +4,8 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import refuse
+from jaxrl_llm.models.families.decoder import LAYER, TensorName
+from jaxrl_llm.models.families.entries import computed
 from jaxrl_llm.models.layers import XIELU_NUMBERS
 from jaxrl_llm.models.model_config import ModelConfig
 
@@ -17,8 +17,7 @@ KEYS = (
     TensorName("layers/post_attention_norm/scale", f"{LAYER}feedforward_layernorm.weight"),
     *decoder.ATTENTION,
     *decoder.QK_NORMS,
-    *linear("layers/mlp/up", f"{LAYER}mlp.up_proj"),
-    *linear("layers/mlp/down", f"{LAYER}mlp.down_proj"),
+    *decoder.FEED_FORWARD[2:],
     *(TensorName(f"layers/mlp/activation/{name}", f"{LAYER}mlp.act_fn.{name}") for name in XIELU_NUMBERS),
 )
 ROPE = {
@@ -34,9 +33,7 @@ COMPUTED = {"qk_norm": True, "post_norm": False, "mlp_bias": False}
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | _with_rope(hf)
-    for entry, value in COMPUTED.items():
-        if hf.get(entry, value) != value:
-            refuse(entry, hf[entry], repr(value))
+    computed(hf, COMPUTED)
     own = {**decoder.attention_biases(hf), "qk_norm": True, "ffn_gate": False}
     return decoder.to_config(
         hf, ARCHITECTURE, own, overrides, activations=ACTIVATIONS, rope={"theta": ROPE["rope_theta"]}
@@ -47,7 +44,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     """The config.json of a net, over the entries of `base`."""
     own: dict[str, Any] = {"attention_bias": config.attention_bias}
     if base is None:
-        own |= {"hidden_act": "xielu", **decoder.NO_IDS}
+        own |= {"hidden_act": "xielu"}
     rope = None if base is None else _with_rope(base)
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
 

@@ -7,7 +7,7 @@ from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "arcee"
 ARCHITECTURE = "Arcee"
-KEYS = tuple(key for key in decoder.KEYS if not key.path.startswith("layers/mlp/gate/"))
+KEYS = (*decoder.ENDS, *decoder.PRE_NORMS, *decoder.ATTENTION, *decoder.FEED_FORWARD[2:])
 DEFAULTS = {"rms_norm_eps": 1e-5}  # for entries that are left out
 ACTIVATIONS = {"relu2": "relu2"}
 
@@ -23,5 +23,5 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     """The config.json of a net, over the entries of `base`."""
     own: dict[str, Any] = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
     if base is None:
-        own |= {"hidden_act": "relu2", **decoder.NO_IDS}
+        own |= {"hidden_act": "relu2"}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -4,7 +4,7 @@ windows with rotary positions in three of four layers, neither in the fourth."""
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.entries import number, positive, unset
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "cohere2"
@@ -22,14 +22,13 @@ DEFAULTS = {
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    if hf.get("use_qk_norm"):
-        refuse("use_qk_norm", hf["use_qk_norm"], "false")
-    layers, every = positive(hf, "num_hidden_layers"), positive(hf, "sliding_window_pattern")
+    unset(hf, "use_qk_norm")
+    every = positive(hf, "sliding_window_pattern")
     windows = layer_types.read(hf, lambda layer: (layer + 1) % every != 0)
     own = {
         **windows,
         **decoder.attention_biases(hf),
-        "unrotated_layers": tuple(i for i in range(layers) if i not in windows.get("sliding_layers", ())),
+        "unrotated_layers": layer_types.outside(hf, windows),
         "rope_interleaved": True,
         "norm_eps": number("layer_norm_eps", hf["layer_norm_eps"]),
         "norm_centred": True,
@@ -47,13 +46,10 @@ def logit_scale(config: ModelConfig, base: dict[str, Any] | None) -> float:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own: dict[str, Any] = {
+    own = {
+        **layer_types.write(config, base),
         "attention_bias": config.attention_bias,
         "layer_norm_eps": config.norm_eps,
         "logit_scale": logit_scale(config, base),
     }
-    if config.sliding_layers:
-        own["sliding_window"] = config.sliding_window
-    if base is None:
-        own |= layer_types.write(config) | decoder.NO_IDS
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -29,10 +29,8 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own: dict[str, Any] = {"mlp_bias": config.mlp_bias}
-    own |= {"sliding_window": config.sliding_window} if config.sliding_layers else {}
-    if base is None:
-        own |= layer_types.write(config)
+    own = {"mlp_bias": config.mlp_bias, **layer_types.write(config, base)}
+    own |= {"bos_token_id": 128_000} if base is None else {}  # it may not be null
     rope = None if base is None else _with_rope(base)
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
 

@@ -5,7 +5,7 @@ additions. Files of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_p
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigError
@@ -42,7 +42,14 @@ def layer_norm(path: str, tensor: str) -> tuple[TensorName, TensorName]:
     return TensorName(f"{path}/scale", f"{tensor}.weight"), TensorName(f"{path}/shift", f"{tensor}.bias")
 
 
+def maps(path: str, block: str, words: Mapping[str, str]) -> tuple[TensorName, ...]:
+    """The keys of the linear maps of a block: `path/NAME`, in the files `block.WORD`, of each pair of `words`."""
+    return tuple(key for name, word in words.items() for key in linear(f"{path}/{name}", f"{block}.{word}"))
+
+
 LAYER = "model.layers.{layer}."
+QKVO = {name: f"{name}_proj" for name in "qkvo"}
+GATED = {name: f"{name}_proj" for name in ("gate", "up", "down")}
 ENDS = (
     TensorName("embed/weight", "model.embed_tokens.weight"),
     TensorName("norm/scale", "model.norm.weight"),
@@ -55,35 +62,21 @@ PRE_NORMS = (
     TensorName("layers/input_norm/scale", f"{LAYER}input_layernorm.weight"),
     TensorName("layers/post_attention_norm/scale", f"{LAYER}post_attention_layernorm.weight"),
 )
-ATTENTION = (
-    *linear("layers/attention/q", f"{LAYER}self_attn.q_proj"),
-    *linear("layers/attention/k", f"{LAYER}self_attn.k_proj"),
-    *linear("layers/attention/v", f"{LAYER}self_attn.v_proj"),
-    *linear("layers/attention/o", f"{LAYER}self_attn.o_proj"),
-)
+ATTENTION = maps("layers/attention", f"{LAYER}self_attn", QKVO)
 QK_NORMS = (
     TensorName("layers/attention/q_norm/scale", f"{LAYER}self_attn.q_norm.weight"),
     TensorName("layers/attention/k_norm/scale", f"{LAYER}self_attn.k_norm.weight"),
 )
-FEED_FORWARD = (
-    *linear("layers/mlp/gate", f"{LAYER}mlp.gate_proj"),
-    *linear("layers/mlp/up", f"{LAYER}mlp.up_proj"),
-    *linear("layers/mlp/down", f"{LAYER}mlp.down_proj"),
-)
+FEED_FORWARD = maps("layers/mlp", f"{LAYER}mlp", GATED)
 KEYS = (*ENDS, *PRE_NORMS, *ATTENTION, *FEED_FORWARD)
 
 
-def experts(block: str, gate: str, up: str, down: str) -> tuple[TensorName, ...]:
-    """The keys of a mixture of experts, named `block.experts.{expert}.gate.weight`, and of its router, `block.gate`."""
-    names = {"gate": gate, "up": up, "down": down}
+def experts(block: str, words: Mapping[str, str] = GATED) -> tuple[TensorName, ...]:
+    """The keys of a mixture of experts, named `block.experts.{expert}.WORD.weight`, and of its router, `block.gate`."""
+    each = f"{LAYER}{block}.experts.{{expert}}"
     return (
         TensorName("layers/mlp/router/kernel", f"{LAYER}{block}.gate.weight", transpose=True),
-        *(
-            TensorName(
-                f"layers/mlp/experts/{part}/kernel", f"{LAYER}{block}.experts.{{expert}}.{name}.weight", transpose=True
-            )
-            for part, name in names.items()
-        ),
+        *(TensorName(f"layers/mlp/experts/{x}/kernel", f"{each}.{word}.weight", True) for x, word in words.items()),
     )
 
 
@@ -95,6 +88,13 @@ def stacked_experts(block: str) -> tuple[TensorName, ...]:
         TensorName("layers/mlp/experts/up/kernel", f"{LAYER}{block}.experts.gate_up_proj", transpose=True),
         TensorName("layers/mlp/experts/down/kernel", f"{LAYER}{block}.experts.down_proj", transpose=True),
     )
+
+
+def expert_tables(
+    common: Iterable[TensorName], block: str = "mlp", words: Mapping[str, str] = GATED, stacked: str = ""
+) -> tuple[tuple[TensorName, ...], tuple[tuple[TensorName, ...]]]:
+    """KEYS and OTHER_KEYS of a family with `common` keys and those of experts, which transformers 5 writes stacked."""
+    return (*common, *experts(block, words)), ((*common, *stacked_experts(stacked or block)),)
 
 
 HEADS = {"lm": "ForCausalLM", "score": "ForSequenceClassification", "step": "ForTokenClassification"}
@@ -122,8 +122,7 @@ PLAIN = {
 LAYER_NORMS = {"norm_centred": True, "norm_bias": True}
 # Entries that `from_config` writes, and that families with learned positions and without grouped queries do not have.
 ROTARY_AND_GROUPED = (*rotary.ENTRIES, "num_key_value_heads", "head_dim")
-# Without them in config.json transformers takes the family's own tokens, which may be outside the vocabulary.
-NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def plain_name(activation: str, usual: str) -> str:
@@ -214,9 +213,10 @@ def from_config(
     """The config.json of a net: the entries of `base` (or defaults) with the net's shape over them.
 
     `rope` is `base` with the meaning of its rotary entries spelled out, where the family reads them its own way.
-    Without a `base`, rope and dtype entries are those of transformers 4, which version 5 reads as well.
+    Without a `base`, rope and dtype entries are those of transformers 4, which version 5 reads as well, and ids
+    of tokens are null: it would take the family's own, which may be outside the vocabulary.
     """
-    defaults = {"hidden_act": "silu", "max_position_embeddings": 32768, "use_cache": True}
+    defaults = {"hidden_act": "silu", "max_position_embeddings": 32768, "use_cache": True, **dict.fromkeys(IDS)}
     hf = dict(base) if base is not None else defaults
     hf |= {entry: getattr(config, field) for field, entry in SIZES.items()}
     if hf.get("head_dim", ...) is not None or config.head_dim * config.heads != config.width:
@@ -256,10 +256,9 @@ def from_own_names(
     no `base`.
     """
     common = None if base is None else renamed(base, names)
+    if base is None and (usual := defaults.get("hidden_act")):
+        own = own | {"hidden_act": plain_name(config.activation, usual)}
     rope = None if common is None else defaults | common
-    if base is None:
-        usual = defaults.get("hidden_act")
-        own = own | NO_IDS | ({"hidden_act": plain_name(config.activation, usual)} if usual else {})
     hf = from_config(config, common, family, model_type, own, rope=rope)
     if base is None and "partial_rotary_factor" in defaults:
         hf["partial_rotary_factor"] = config.rotary_fraction

@@ -4,7 +4,7 @@ their best one."""
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, deepseek_v3
-from jaxrl_llm.models.families.entries import refuse
+from jaxrl_llm.models.families.entries import refuse, unset
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "deepseek_v2"
@@ -29,9 +29,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     hf = DEFAULTS | hf
     if hf["topk_method"] not in METHODS:
         refuse("topk_method", hf["topk_method"], " and ".join(METHODS))
-    for entry in ("norm_topk_prob", "mlp_bias"):
-        if hf.get(entry):
-            refuse(entry, hf[entry], "false")
+    unset(hf, "norm_topk_prob", "mlp_bias")
     hf |= UNGROUPED if hf["topk_method"] == "greedy" else {}
     fields = {"router_sigmoid": False, "router_correction": False, "router_group_best": 1}
     return deepseek_v3.read(hf, ARCHITECTURE, overrides, fields)
@@ -43,7 +41,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     if config.router_groups == 1:
         own |= {entry: base[entry] for entry in UNGROUPED if base is not None and entry in base}
     if base is None:
-        own |= {"topk_method": METHODS[config.router_groups > 1], **decoder.NO_IDS}
+        own |= {"topk_method": METHODS[config.router_groups > 1]}
     hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
     without = {"rope_interleave", "num_nextn_predict_layers"} - {*(base or ())}
     return {entry: value for entry, value in hf.items() if entry not in without}

@@ -3,35 +3,34 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, maps
+from jaxrl_llm.models.families.entries import first_layers, number, positive, refuse
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "deepseek_v3"
 ARCHITECTURE = "DeepseekV3"
-FEED_FORWARD = (
-    *decoder.FEED_FORWARD,
-    TensorName("layers/mlp/correction", f"{LAYER}mlp.gate.e_score_correction_bias"),
-    *linear("layers/mlp/shared/gate", f"{LAYER}mlp.shared_experts.gate_proj"),
-    *linear("layers/mlp/shared/up", f"{LAYER}mlp.shared_experts.up_proj"),
-    *linear("layers/mlp/shared/down", f"{LAYER}mlp.shared_experts.down_proj"),
-)
-_COMMON = (
-    *decoder.ENDS,
-    *decoder.PRE_NORMS,
-    *linear("layers/latent/q", f"{LAYER}self_attn.q_proj"),
-    *linear("layers/latent/q_a", f"{LAYER}self_attn.q_a_proj"),
+
+
+def beside_experts(block: str) -> tuple[TensorName, ...]:
+    """The keys of the router's correction and of the experts that every token uses."""
+    return (
+        TensorName("layers/mlp/correction", f"{LAYER}{block}.gate.e_score_correction_bias"),
+        *maps("layers/mlp/shared", f"{LAYER}{block}.shared_experts", decoder.GATED),
+    )
+
+
+LATENT_KEYS = (
+    *maps("layers/latent", f"{LAYER}self_attn", {
+        "q": "q_proj", "q_a": "q_a_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "kv_b": "kv_b_proj",
+        "o": "o_proj",
+    }),
     TensorName("layers/latent/q_a_norm/scale", f"{LAYER}self_attn.q_a_layernorm.weight"),
-    *linear("layers/latent/q_b", f"{LAYER}self_attn.q_b_proj"),
-    *linear("layers/latent/kv_a", f"{LAYER}self_attn.kv_a_proj_with_mqa"),
     TensorName("layers/latent/kv_a_norm/scale", f"{LAYER}self_attn.kv_a_layernorm.weight"),
-    *linear("layers/latent/kv_b", f"{LAYER}self_attn.kv_b_proj"),
-    *linear("layers/latent/o", f"{LAYER}self_attn.o_proj"),
-    *FEED_FORWARD,
+)  # fmt: skip
+KEYS, OTHER_KEYS = decoder.expert_tables(
+    (*decoder.ENDS, *decoder.PRE_NORMS, *LATENT_KEYS, *decoder.FEED_FORWARD, *beside_experts("mlp"))
 )
-KEYS = (*_COMMON, *decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
-OTHER_KEYS = ((*_COMMON, *decoder.stacked_experts("mlp")),)
 # The fields that are an entry each, integers from 1.
 LATENT_SIZES = {
     "latent_size": "kv_lora_rank",
@@ -67,9 +66,7 @@ DEFAULTS = {
 def experts(hf: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields of the experts, all of whose entries are there."""
     sizes = {field: positive(hf, entry) for field, entry in EXPERT_SIZES.items()}
-    layers, groups, dense = positive(hf, "num_hidden_layers"), sizes["router_groups"], hf["first_k_dense_replace"] or 0
-    if dense >= layers:
-        refuse("first_k_dense_replace", dense, f"numbers below num_hidden_layers = {layers}")
+    groups, dense = sizes["router_groups"], first_layers(hf, "first_k_dense_replace")
     if sizes["experts"] % groups or sizes["router_top_groups"] > groups:
         refuse("n_group", groups, f"divisors of n_routed_experts = {sizes['experts']}, from topk_group on")
     if sizes["experts_per_token"] > sizes["experts"] // groups * sizes["router_top_groups"]:
@@ -77,7 +74,7 @@ def experts(hf: dict[str, Any]) -> dict[str, Any]:
     return {
         **sizes,
         "shared_expert_ffn": sizes["expert_ffn"] * positive(hf, "n_shared_experts"),
-        "dense_layers": tuple(range(dense)),
+        "dense_layers": dense,
         "router_sigmoid": True,
         "router_correction": True,
         "normalize_top_k": bool(hf["norm_topk_prob"]),

@@ -2,21 +2,13 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, deepseek_v3, layer_types
+from jaxrl_llm.models.families import decoder, deepseek_v3, glm4_moe, layer_types
 from jaxrl_llm.models.families.entries import positive
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "dots1"
 ARCHITECTURE = "Dots1"
-_COMMON = (
-    *decoder.ENDS,
-    *decoder.PRE_NORMS,
-    *decoder.ATTENTION,
-    *decoder.QK_NORMS,
-    *deepseek_v3.FEED_FORWARD,
-)
-KEYS = (*_COMMON, *decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
-OTHER_KEYS = ((*_COMMON, *decoder.stacked_experts("mlp")),)
+KEYS, OTHER_KEYS = glm4_moe.KEYS, glm4_moe.OTHER_KEYS
 DEFAULTS = {
     "num_key_value_heads": 32,
     "moe_intermediate_size": 1408,
@@ -45,9 +37,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own = {**deepseek_v3.expert_entries(config, base), "attention_bias": config.attention_bias}
-    if config.sliding_layers:
-        own["sliding_window"] = config.sliding_window
-    if base is None:
-        own |= layer_types.write(config) | decoder.NO_IDS
+    own = deepseek_v3.expert_entries(config, base) | layer_types.write(config, base)
+    own |= {"attention_bias": config.attention_bias}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -1,7 +1,7 @@
 """Reading single entries of config.json, and refusing what the network does not compute."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from jaxrl_llm.config import ConfigError
@@ -10,14 +10,17 @@ from jaxrl_llm.config import ConfigError
 KINDS = {
     ((list, tuple), "a list"): (
         "architectures", "layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers", "moe_layers",
-        "full_attn_idxs", "layers_block_type", "time_step_limit",
+        "full_attn_idxs", "layers_block_type", "time_step_limit", "activation_sparsity_pattern",
+        "fullatt_block_indexes", "deepstack_visual_indexes",
     ),
     (dict, "an object"): (
         "rope_parameters", "rope_scaling", "per_layer_config", "quantization_config", "text_config", "vision_config",
         "linear_attn_config",
     ),
     (str, "a text"): ("model_type", "hidden_act", "hidden_activation", "hybrid_override_pattern", "norm_type"),
-    (int, "an integer"): ("first_k_dense_replace", "decoder_sparse_step"),
+    (int, "an integer"): (
+        "first_k_dense_replace", "decoder_sparse_step", "moe_layer_start_index", "moe_layer_end_index",
+    ),
 }  # fmt: skip
 OF_TEXTS = ("architectures", "layer_types", "mlp_layer_types", "layers_block_type")  # lists of them
 
@@ -43,6 +46,46 @@ def check_kinds(hf: dict[str, Any]) -> None:
     for part in ("text_config", "vision_config"):
         if hf.get(part):
             check_kinds(hf[part])
+
+
+def computed(hf: Mapping[str, Any], values: Mapping[str, Any], part: str = "") -> None:
+    """Raises ConfigError for an entry of another value than its only one that is computed; `part` begins its name."""
+    for entry, value in values.items():
+        if hf.get(entry, value) != value:
+            refuse(f"{part}{entry}", hf[entry], f"{value}")
+
+
+def unset(hf: Mapping[str, Any], *entries: str) -> None:
+    """Raises ConfigError for an entry that says more than false, null or 0."""
+    for entry in entries:
+        if hf.get(entry):
+            refuse(entry, hf[entry], "false")
+
+
+def experts_of(hf: dict[str, Any], count: str, chosen: str) -> dict[str, int]:
+    """The ModelConfig fields of the number of experts, and of those that a token uses; raises ConfigError for more."""
+    fields = {"experts": positive(hf, count), "experts_per_token": positive(hf, chosen)}
+    if fields["experts_per_token"] > fields["experts"]:
+        refuse(chosen, fields["experts_per_token"], f"up to {count} = {fields['experts']}")
+    return fields
+
+
+def first_layers(hf: dict[str, Any], entry: str) -> tuple[int, ...]:
+    """The first layers, as many as the entry says; raises ConfigError where they are all."""
+    layers, count = positive(hf, "num_hidden_layers"), int(number(entry, 0 if hf[entry] is None else hf[entry]))
+    if count >= layers:
+        refuse(entry, count, f"numbers below num_hidden_layers = {layers}")
+    return tuple(range(count))
+
+
+def mixers_of(hf: dict[str, Any], mixers: Mapping[str, type], kind: Callable[[int], str]) -> tuple[type, ...]:
+    """The mixer of each layer by its type, one of the names in `mixers`: that of `layer_types` or, without it, its
+    `kind`. Raises ConfigError for other types, and a list of another length."""
+    layers = positive(hf, "num_hidden_layers")
+    types = hf.get("layer_types") or [kind(layer) for layer in range(layers)]
+    if len(types) != layers or set(types) - set(mixers):
+        refuse("layer_types", types, f"{' or '.join(mixers)} for each of the {layers} layers")
+    return tuple(mixers[kind] for kind in types)
 
 
 def renamed(hf: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

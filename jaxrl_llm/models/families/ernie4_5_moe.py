@@ -4,8 +4,8 @@ correction, beside experts that every token uses."""
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, ernie4_5
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.decoder import LAYER, TensorName
+from jaxrl_llm.models.families.entries import experts_of, number, positive, refuse, unset
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "ernie4_5_moe"
@@ -17,15 +17,13 @@ def _keys(experts: tuple[TensorName, ...], correction: str) -> tuple[TensorName,
     """The keys with these of the experts, where the correction of the router has that name."""
     return (
         *decoder.KEYS,
-        *(key for name in ("gate", "up", "down") for key in linear(
-            f"layers/mlp/shared/{name}", f"{LAYER}mlp.shared_experts.{name}_proj"
-        )),
+        *decoder.maps("layers/mlp/shared", f"{LAYER}mlp.shared_experts", decoder.GATED),
         TensorName("layers/mlp/correction", f"{LAYER}mlp.{correction}", as_row=True),
         *experts,
-    )  # fmt: skip
+    )
 
 
-KEYS = _keys(decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"), _CORRECTION)
+KEYS = _keys(decoder.experts("mlp"), _CORRECTION)
 MODULE_KEYS = _keys(decoder.stacked_experts("mlp"), f"gate.{_CORRECTION}")
 OTHER_KEYS = (MODULE_KEYS,)
 DEFAULTS = {
@@ -46,22 +44,17 @@ DEFAULTS = {
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    if hf.get("use_bias"):  # the head would have one too
-        refuse("use_bias", hf["use_bias"], "false")
-    layers, first, last = positive(hf, "num_hidden_layers"), hf["moe_layer_start_index"], hf["moe_layer_end_index"]
-    last, every = layers - 1 if last == -1 else last, positive(hf, "moe_layer_interval")
+    unset(hf, "use_bias")  # the head would have one too
+    layers, first, last = positive(hf, "num_hidden_layers"), hf["moe_layer_start_index"] or 0, hf["moe_layer_end_index"]
+    last, every = layers - 1 if last in (-1, None) else last, positive(hf, "moe_layer_interval")
     sparse = {layer for layer in range(layers) if first <= layer <= last and (layer + 1) % every == 0}
     if not sparse:
         refuse("moe_layer_start_index", first, f"numbers that leave experts to some of the {layers} layers")
-    experts, chosen = positive(hf, "moe_num_experts"), positive(hf, "moe_k")
-    if chosen > experts:
-        refuse("moe_k", chosen, f"up to moe_num_experts = {experts}")
     shared = int(number("moe_num_shared_experts", hf["moe_num_shared_experts"] or 0))
     own = {
         "rope_interleaved": True,
         "dense_layers": tuple(layer for layer in range(layers) if layer not in sparse),
-        "experts": experts,
-        "experts_per_token": chosen,
+        **experts_of(hf, "moe_num_experts", "moe_k"),
         "expert_ffn": positive(hf, "moe_intermediate_size"),
         "shared_expert_ffn": shared * positive(hf, "moe_intermediate_size"),
         "router_correction": True,
@@ -84,5 +77,4 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         sparse = [layer for layer in range(config.layers) if layer not in config.dense_layers]
         every = sparse[1] - sparse[0] if len(sparse) > 1 else 1
         own |= {"moe_layer_start_index": sparse[0], "moe_layer_end_index": sparse[-1], "moe_layer_interval": every}
-        own |= decoder.NO_IDS
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, llama
-from jaxrl_llm.models.families.decoder import TensorName, linear
+from jaxrl_llm.models.families.decoder import TensorName, maps
 from jaxrl_llm.models.families.entries import renamed
 from jaxrl_llm.models.model_config import ModelConfig
 
@@ -16,13 +16,8 @@ KEYS = (
     *decoder.ENDS[2:],
     TensorName("layers/input_norm/scale", f"{LAYER}ln_1.weight"),
     TensorName("layers/post_attention_norm/scale", f"{LAYER}ln_2.weight"),
-    *linear("layers/attention/q", f"{LAYER}attn.attention.q_proj"),
-    *linear("layers/attention/k", f"{LAYER}attn.attention.k_proj"),
-    *linear("layers/attention/v", f"{LAYER}attn.attention.v_proj"),
-    *linear("layers/attention/o", f"{LAYER}attn.attention.out_proj"),
-    *linear("layers/mlp/gate", f"{LAYER}mlp.c_fc_0"),
-    *linear("layers/mlp/up", f"{LAYER}mlp.c_fc_1"),
-    *linear("layers/mlp/down", f"{LAYER}mlp.c_proj"),
+    *maps("layers/attention", f"{LAYER}attn.attention", decoder.QKVO | {"o": "out_proj"}),
+    *maps("layers/mlp", f"{LAYER}mlp", {"gate": "c_fc_0", "up": "c_fc_1", "down": "c_proj"}),
 )
 MODULE_KEYS = decoder.KEYS
 OTHER_KEYS = (MODULE_KEYS,)
@@ -42,8 +37,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own: dict[str, Any] = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
-    own |= decoder.NO_IDS if base is None else {}
+    own = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
     names = {name: common for name, common in NAMES.items() if base is None or name in base}
     common = None if base is None else renamed(base, names)
     hf = decoder.from_config(config, common, _architecture(base or {}), MODEL_TYPE, own)

@@ -23,8 +23,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         own |= layer_types.read_uniform(hf)
     else:
         own |= layer_types.read(hf, _slides(hf))
-        slides = own.get("sliding_layers", ())
-        own["unrotated_layers"] = tuple(i for i in range(positive(hf, "num_hidden_layers")) if i not in slides)
+        own["unrotated_layers"] = layer_types.outside(hf, own)
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)
 
 
@@ -40,7 +39,4 @@ def _slides(hf: dict[str, Any]) -> Callable[[int], bool]:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own: dict[str, Any] = {"sliding_window": config.sliding_window} if config.sliding_layers else {}
-    if base is None:
-        own = layer_types.write(config) | decoder.NO_IDS
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, layer_types.write(config, base))

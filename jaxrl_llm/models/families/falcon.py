@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
-from jaxrl_llm.models.families.entries import positive, refuse, renamed
+from jaxrl_llm.models.families.entries import positive, renamed, unset
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "falcon"
@@ -53,8 +53,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     hf = DEFAULTS | renamed(hf, NAMES)
     if not hf.get("intermediate_size"):  # null, or left out
         hf |= {"intermediate_size": 4 * positive(hf, "hidden_size")}
-    if hf.get("alibi"):
-        refuse("alibi", hf["alibi"], "false")
+    unset(hf, "alibi")
     new, kv_heads = bool(hf.get("new_decoder_architecture")), hf.get("num_kv_heads")
     norms = hf.get("num_ln_in_parallel_attn")
     own = {

@@ -4,7 +4,7 @@ and give, of feed-forwards, embeddings and logits."""
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, granitemoehybrid
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
+from jaxrl_llm.models.families.decoder import LAYER, TensorName
 from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.mixers.parallel import AttentionAndMamba
 from jaxrl_llm.models.model_config import ModelConfig
@@ -18,11 +18,7 @@ KEYS = (
     TensorName("layers/post_attention_norm/scale", f"{LAYER}pre_ff_layernorm.weight"),
     *(key._replace(path=key.path.replace("/attention/", "/parallel/attention/")) for key in decoder.ATTENTION),
     *granitemoehybrid.mamba_keys(f"{LAYER}mamba", "layers/parallel/mamba"),
-    *(
-        key
-        for part in ("gate", "up", "down")
-        for key in linear(f"layers/mlp/{part}", f"{LAYER}feed_forward.{part}_proj")
-    ),
+    *decoder.maps("layers/mlp", f"{LAYER}feed_forward", decoder.GATED),
 )
 SCALES = ("attention_in_multiplier", "attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier")
 DEFAULTS = {
@@ -110,5 +106,5 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         if base.get("mamba_d_ssm", ...) is None:
             own["mamba_d_ssm"] = None
     else:
-        own |= {"mamba_d_head": "auto", "mamba_norm_before_gate": False, **decoder.NO_IDS}
+        own |= {"mamba_d_head": "auto", "mamba_norm_before_gate": False}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, olmo2, qwen3_moe
+from jaxrl_llm.models.families import decoder, olmo2, olmoe, qwen3_moe
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "flex_olmo"
 ARCHITECTURE = "FlexOlmo"
-KEYS = (*olmo2.KEYS, *decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
-OTHER_KEYS = ((*olmo2.KEYS, *decoder.stacked_experts("mlp")),)
+KEYS, OTHER_KEYS = decoder.expert_tables(olmo2.KEYS)
 DEFAULTS = {"num_experts_per_tok": 5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01}  # for entries left out
 
 
@@ -21,12 +20,4 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own: dict[str, Any] = {
-        **olmo2.own_entries(config, base),
-        "num_experts_per_tok": config.experts_per_token,
-        "norm_topk_prob": config.normalize_top_k,
-        "router_aux_loss_coef": config.router_aux_loss_coef,
-    }
-    if base is None:
-        own |= {"num_experts": config.experts, **decoder.NO_IDS}
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, olmoe.own_entries(config, base))

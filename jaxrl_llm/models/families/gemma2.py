@@ -41,17 +41,15 @@ def common(hf: dict[str, Any]) -> dict[str, Any]:
 def own_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The entries of config.json that `common` reads, and those of windows."""
     entries = {
+        **layer_types.write(config, base),
         "attention_bias": config.attention_bias,
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.logit_softcap,
     }
-    if config.sliding_layers:
-        entries["sliding_window"] = config.sliding_window
     if base is not None:
         return entries
     scalar = config.head_dim if config.query_scale is None else round(config.query_scale**-2)
-    entries |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar}
-    return entries | layer_types.write(config)
+    return entries | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

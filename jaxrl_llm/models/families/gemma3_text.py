@@ -15,34 +15,22 @@ DEFAULTS = {**gemma2.DEFAULTS, "attn_logit_softcapping": None, "final_logit_soft
 BASES = {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}  # of full and of sliding attention
 
 
-def _rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
+def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
     """The rotary parameters of both types of layers; files of transformers 4 have a base and a scaling of one each."""
     return rotary.both_sets(hf, *(base if hf.get(entry) is None else hf[entry] for entry, base in BASES.items()))
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    return config_of(hf, ARCHITECTURE, {}, overrides)
+    hf = DEFAULTS | hf
+    hf |= {"rope_parameters": rope_parameters(hf)}
+    every = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
+    own = {**gemma2.common(hf), "qk_norm": True, **layer_types.read(hf, lambda layer: (layer + 1) % every != 0)}
+    rope = {"by_type": True}
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides, activations=gemma2.ACTIVATIONS, rope=rope)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    return entries_of(config, base, ARCHITECTURE)
-
-
-def config_of(
-    hf: dict[str, Any], architecture: dict[str, str], fields: dict[str, Any], overrides: dict[str, Any]
-) -> ModelConfig:
-    """`to_config` of a model with this decoder, and these fields of its own."""
-    hf = DEFAULTS | hf
-    hf |= {"rope_parameters": _rope_parameters(hf)}
-    every = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
-    own = {**gemma2.common(hf), "qk_norm": True, **layer_types.read(hf, lambda layer: (layer + 1) % every != 0)}
-    rope = {"by_type": True}
-    return decoder.to_config(hf, architecture, own | fields, overrides, activations=gemma2.ACTIVATIONS, rope=rope)
-
-
-def entries_of(config: ModelConfig, base: dict[str, Any] | None, architecture: dict[str, str]) -> dict[str, Any]:
-    """`from_config` of a model with this decoder."""
-    rope = None if base is None else {**base, "rope_parameters": _rope_parameters(base)}
-    return decoder.from_config(config, base, architecture, MODEL_TYPE, gemma2.own_entries(config, base), rope=rope)
+    rope = None if base is None else {**base, "rope_parameters": rope_parameters(base)}
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, gemma2.own_entries(config, base), rope=rope)

@@ -6,9 +6,9 @@ Images and sound are not read: a folder of the type `gemma3n` is read as its tex
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, gemma, gemma2, gemma4_text, layer_types, rotary
+from jaxrl_llm.models.families import decoder, gemma, gemma2, gemma3_text, gemma4_text, layer_types
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import positive, refuse
+from jaxrl_llm.models.families.entries import computed, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "gemma3n_text"
@@ -41,7 +41,6 @@ DEFAULTS = {
     "laurel_rank": 64,
 }
 COMPUTED = {"altup_active_idx": 0, "altup_correct_scale": True}  # the only values that are
-BASES = {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}  # of full and of sliding attention
 EVERY = 5  # of so many layers the last has full attention
 SPARSE, SPARSITY = 10, 0.95  # the first layers, where there are more, and the share of their channels that are 0
 
@@ -49,10 +48,8 @@ SPARSE, SPARSITY = 10, 0.95  # the first layers, where there are more, and the s
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    hf |= {"rope_parameters": _rope_parameters(hf)}
-    for entry, value in COMPUTED.items():
-        if hf.get(entry, value) != value:
-            refuse(entry, hf[entry], repr(value))
+    hf |= {"rope_parameters": gemma3_text.rope_parameters(hf)}
+    computed(hf, COMPUTED)
     layers, sizes = positive(hf, "num_hidden_layers"), hf.get("intermediate_size")
     if isinstance(sizes, list | tuple):
         if len(sizes) != layers or len(set(sizes)) != 1:
@@ -77,15 +74,14 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     """The config.json of a net, over the entries of `base`."""
     pattern = [config.ffn_sparsity if layer in config.sparse_layers else 0.0 for layer in range(config.layers)]
     own: dict[str, Any] = {
+        **layer_types.write(config, base),
         "attention_bias": config.attention_bias,
         "final_logit_softcapping": config.logit_softcap,
         "intermediate_size": [config.ffn] * config.layers,
         "activation_sparsity_pattern": pattern,
     }
-    if config.sliding_layers:
-        own["sliding_window"] = config.sliding_window
     if base is None:
-        own |= layer_types.write(config) | {
+        own |= {
             "hidden_activation": "gelu_pytorch_tanh",
             "num_kv_shared_layers": config.shared_layers,
             "hidden_size_per_layer_input": config.per_layer_width,
@@ -93,16 +89,11 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
             "altup_num_inputs": config.altup_streams,
             "laurel_rank": config.laurel_rank,
         }
-    rope = None if base is None else {**base, "rope_parameters": _rope_parameters(base)}
+    rope = None if base is None else {**base, "rope_parameters": gemma3_text.rope_parameters(base)}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
 
 
 unused_tensors = gemma4_text.unused_tensors  # keys and values of the layers that share those of others
-
-
-def _rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
-    """The rotary parameters of both types of layers; files of transformers 4 have a base and a scaling of one each."""
-    return rotary.both_sets(hf, *(base if hf.get(entry) is None else hf[entry] for entry, base in BASES.items()))
 
 
 def _sparsity(hf: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, gemma, gemma2, layer_types, rotary
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.entries import experts_of, number, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "gemma4_text"
@@ -26,9 +26,7 @@ KEYS = (
     # Of layers that have experts beside the dense feed-forward:
     TensorName("layers/mlp/dense_norm/scale", f"{LAYER}pre_feedforward_layernorm.weight"),
     TensorName("layers/mlp/dense_out_norm/scale", f"{LAYER}post_feedforward_layernorm_1.weight"),
-    *linear("layers/mlp/dense/gate", f"{LAYER}mlp.gate_proj"),
-    *linear("layers/mlp/dense/up", f"{LAYER}mlp.up_proj"),
-    *linear("layers/mlp/dense/down", f"{LAYER}mlp.down_proj"),
+    *decoder.maps("layers/mlp/dense", f"{LAYER}mlp", decoder.GATED),
     TensorName("layers/mlp/experts_norm/scale", f"{LAYER}pre_feedforward_layernorm_2.weight"),
     TensorName("layers/mlp/experts_out_norm/scale", f"{LAYER}post_feedforward_layernorm_2.weight"),
     TensorName("layers/mlp/router_scale", f"{LAYER}router.scale"),
@@ -65,9 +63,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     windows = layer_types.read({**hf, "layer_types": types}, lambda layer: (layer + 1) % every != 0 and layer != last)
     own = {**common(hf, windows), **_full_heads(hf, windows.get("sliding_layers", ())), "layer_scale": True}
     if hf.get("enable_moe_block"):
-        own |= {field: positive(hf, entry) for field, entry in EXPERTS.items()}
-        if own["experts_per_token"] > own["experts"]:
-            refuse("top_k_experts", own["experts_per_token"], f"numbers up to num_experts = {own['experts']}")
+        own |= experts_of(hf, "num_experts", "top_k_experts") | {"expert_ffn": positive(hf, "moe_intermediate_size")}
         own |= {"experts_beside": True, "normalize_top_k": True}
         own["router_aux_loss_coef"] = number("router_aux_loss_coef", hf.get("router_aux_loss_coef", 0.0))
     if hf["hidden_size_per_layer_input"]:
@@ -83,15 +79,14 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
     own: dict[str, Any] = {
+        **layer_types.write(config, base),
         "attention_bias": config.attention_bias,
         "final_logit_softcapping": config.logit_softcap,
     }
-    if config.sliding_layers:
-        own["sliding_window"] = config.sliding_window
     if config.router_aux_loss_coef:
         own["router_aux_loss_coef"] = config.router_aux_loss_coef
     if base is None:
-        own |= layer_types.write(config) | {
+        own |= {
             "hidden_activation": "gelu_pytorch_tanh",
             "global_head_dim": config.full_head_dim or config.head_dim,
             "num_global_key_value_heads": config.full_kv_heads or None,

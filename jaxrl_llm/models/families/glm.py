@@ -29,12 +29,6 @@ def read(hf: dict[str, Any], family: str, overrides: dict[str, Any], **own) -> M
     return decoder.to_config(hf, family, own, overrides, rope={"partial": True})
 
 
-def own_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The entries of config.json that `read` reads, and the ids whose defaults small vocabularies do not have."""
-    own: dict[str, Any] = {"attention_bias": config.attention_bias}
-    return own if base is not None else own | dict.fromkeys(("pad_token_id", "eos_token_id"))
-
-
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     return read(hf, ARCHITECTURE, overrides)
@@ -42,4 +36,4 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config, base))
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, {"attention_bias": config.attention_bias})

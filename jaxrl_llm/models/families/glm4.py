@@ -25,4 +25,4 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, glm.own_entries(config, base))
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, {"attention_bias": config.attention_bias})

@@ -7,15 +7,7 @@ from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "glm4_moe"
 ARCHITECTURE = "Glm4Moe"
-_COMMON = (
-    *decoder.ENDS,
-    *decoder.PRE_NORMS,
-    *decoder.ATTENTION,
-    *decoder.QK_NORMS,
-    *deepseek_v3.FEED_FORWARD,
-)
-KEYS = (*_COMMON, *decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
-OTHER_KEYS = ((*_COMMON, *decoder.stacked_experts("mlp")),)
+KEYS, OTHER_KEYS = decoder.expert_tables((*decoder.KEYS, *decoder.QK_NORMS, *deepseek_v3.beside_experts("mlp")))
 DEFAULTS = {
     "num_key_value_heads": 8,
     "partial_rotary_factor": 0.5,

@@ -2,50 +2,35 @@
 positions of three axes; videos are not read."""
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
-from jaxrl_llm.models.families import glm4, qwen_vl
-from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
+from jaxrl_llm.models.families import glm4, llava, qwen_vl
+from jaxrl_llm.models.families.decoder import GATED, TensorName, layer_norm, linear, maps
 from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 
 MODEL_TYPE = "glm4v"
 ARCHITECTURE = {"lm": "Glm4vForConditionalGeneration", "score": "Glm4vForSequenceClassification"}
-TOWER, ENCODER = "model.visual.", "vision/encoder/"
+TOWER, ENCODER = "visual.", "vision/encoder/"
 BLOCK, LAYERS = f"{TOWER}blocks.{{layer}}.", f"{ENCODER}layers/"
+IMAGE_SIZE = 336  # where the entry is left out
 # The encoder's, which families with other decoders have too.
 TOWER_KEYS = (
     *linear(f"{ENCODER}patch", f"{TOWER}patch_embed.proj"),
     TensorName(f"{ENCODER}patch_norm/scale", f"{TOWER}post_conv_layernorm.weight"),
     TensorName(f"{ENCODER}position/weight", f"{TOWER}embeddings.position_embedding.weight"),
     TensorName(f"{LAYERS}norm1/scale", f"{BLOCK}norm1.weight"),
-    *(key for name in "qkv" for key in linear(f"{LAYERS}attention/{name}", f"{BLOCK}attn.qkv")),
-    *linear(f"{LAYERS}attention/out", f"{BLOCK}attn.proj"),
+    *maps(f"{LAYERS}attention", f"{BLOCK}attn", {"q": "qkv", "k": "qkv", "v": "qkv", "out": "proj"}),
     TensorName(f"{LAYERS}norm2/scale", f"{BLOCK}norm2.weight"),
-    *(key for name in ("gate", "up", "down") for key in linear(f"{LAYERS}mlp/{name}", f"{BLOCK}mlp.{name}_proj")),
+    *maps(f"{LAYERS}mlp", f"{BLOCK}mlp", GATED),
     TensorName(f"{ENCODER}merger/norm/scale", f"{TOWER}post_layernorm.weight"),
     *linear(f"{ENCODER}merger/downsample", f"{TOWER}downsample"),
     *linear(f"{ENCODER}merger/proj", f"{TOWER}merger.proj"),
     *layer_norm(f"{ENCODER}merger/proj_norm", f"{TOWER}merger.post_projection_norm"),
-    *(
-        key
-        for name in ("gate", "up", "down")
-        for key in linear(f"{ENCODER}merger/mlp/{name}", f"{TOWER}merger.{name}_proj")
-    ),
+    *maps(f"{ENCODER}merger/mlp", f"{TOWER}merger", GATED),
 )
-
-
-def with_tower(text: Iterable[TensorName]) -> tuple[TensorName, ...]:
-    """The keys of a decoder as part of a model with the encoder, and those of the encoder."""
-    return (
-        *(key._replace(tensor=key.tensor.replace("model.", "model.language_model.", 1)) for key in text),
-        *TOWER_KEYS,
-    )
-
-
-KEYS = with_tower(glm4.KEYS)
+KEYS = llava.as_modules(glm4.KEYS, TOWER_KEYS)
 FAMILY = qwen_vl.Family(
     MODEL_TYPE,
     ARCHITECTURE,
@@ -64,7 +49,7 @@ FAMILY = qwen_vl.Family(
     interleaved=False,
     encoder=PatchRowsConfig(
         width=1536, layers=24, heads=12, ffn=4096, patch_size=14, window_size=0, full_layers=(), norm_eps=1e-5,
-        attention_bias=False, bias=False, patch_bias=True, patch_norm=True, positions=24, places="cubic",
+        attention_bias=False, bias=False, patch_bias=True, patch_norm=True, places="cubic",
         merger="convolved", merger_ffn=13_696,
     ),
     # The channels of its layers are as many as the decoder's, and those of the merger are the entry of this name.
@@ -84,7 +69,7 @@ def encoder_of(hf: dict[str, Any], text: dict[str, Any], family: qwen_vl.Family)
     """The encoder of a config.json with the decoder's entries `text`; raises ConfigError for another network."""
     entries = hf.get("vision_config") or {}
     encoder = qwen_vl.encoder_of(entries, text, family)
-    size = positive({"image_size": family.encoder.positions * encoder.patch_size} | entries, "image_size")
+    size = positive({"image_size": IMAGE_SIZE} | entries, "image_size")
     if size < encoder.patch_size:
         refuse("vision_config.image_size", size, f"numbers from patch_size = {encoder.patch_size} on")
     return dataclasses.replace(

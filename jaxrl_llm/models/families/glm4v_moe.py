@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import deepseek_v3, glm4_moe, glm4v, qwen_vl
+from jaxrl_llm.models.families import deepseek_v3, glm4_moe, glm4v, llava, qwen_vl
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "glm4v_moe"
 ARCHITECTURE = {"lm": "Glm4vMoeForConditionalGeneration", "score": "Glm4vMoeForSequenceClassification"}
-KEYS = glm4v.with_tower(glm4_moe.KEYS)
-OTHER_KEYS = tuple(map(glm4v.with_tower, glm4_moe.OTHER_KEYS))
+KEYS = llava.as_modules(glm4_moe.KEYS, glm4v.TOWER_KEYS)
+OTHER_KEYS = (llava.as_modules(glm4_moe.OTHER_KEYS[0], glm4v.TOWER_KEYS),)
 FAMILY = glm4v.FAMILY._replace(
     model_type=MODEL_TYPE,
     architecture=ARCHITECTURE,

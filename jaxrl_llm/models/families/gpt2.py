@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
-from jaxrl_llm.models.families.entries import positive, refuse, renamed
+from jaxrl_llm.models.families.entries import positive, renamed, unset
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "gpt2"
@@ -66,9 +66,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     hf = DEFAULTS | renamed(hf, NAMES)
     if not hf.get("intermediate_size"):  # null, or left out
         hf |= {"intermediate_size": 4 * positive(hf, "hidden_size")}
-    for entry in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if hf.get(entry):
-            refuse(entry, hf[entry], "false")
+    unset(hf, "scale_attn_by_inverse_layer_idx", "add_cross_attention")
     own = {
         **decoder.LAYER_NORMS,
         "learned_positions": positive(hf, "n_positions"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types, rotary
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.entries import experts_of, number, positive
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "gpt_oss"
@@ -49,15 +49,11 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         hf["rope_parameters"] = YARN
     if (hf.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         hf["quantization_config"] = None
-    experts, chosen = positive(hf, "num_local_experts"), positive(hf, "num_experts_per_tok")
-    if chosen > experts:
-        refuse("num_experts_per_tok", chosen, f"up to num_local_experts = {experts}")
     own = {
         **decoder.attention_biases(hf),
         "attention_sinks": True,
         **layer_types.read(hf, lambda layer: layer % 2 == 0),
-        "experts": experts,
-        "experts_per_token": chosen,
+        **experts_of(hf, "num_local_experts", "num_experts_per_tok"),
         "expert_ffn": positive(hf, "intermediate_size"),
         "expert_bias": True,
         "swiglu_limit": number("swiglu_limit", hf["swiglu_limit"], above=0),
@@ -71,15 +67,13 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
     own = {
+        **layer_types.write(config, base),
         "attention_bias": config.attention_bias,
         "num_local_experts": config.experts,
         "num_experts_per_tok": config.experts_per_token,
         "swiglu_limit": config.swiglu_limit,
         "router_aux_loss_coef": config.router_aux_loss_coef,
     }
-    if config.sliding_layers:
-        own["sliding_window"] = config.sliding_window
-    if base is None:
-        own |= {"swiglu_alpha": config.swiglu_alpha, **layer_types.write(config)}
+    own |= {"swiglu_alpha": config.swiglu_alpha} if base is None else {}
     rope = None if base is None or rotary.parameters_of(base) else {**base, "rope_parameters": YARN}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)

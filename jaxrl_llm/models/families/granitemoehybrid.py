@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, granite, mixtral
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.entries import mixers_of, number, positive, refuse
 from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.mixers.mamba2 import Mamba2
 from jaxrl_llm.models.model_config import ModelConfig
@@ -96,10 +96,8 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     layers, shared = positive(hf, "num_hidden_layers"), positive(hf, "shared_intermediate_size")
-    types = hf.get("layer_types") or hf.get("layers_block_type") or ["mamba"] * layers
-    if len(types) != layers or set(types) - set(MIXERS):
-        refuse("layer_types", types, f"one of {', '.join(MIXERS)} for each of the {layers} layers")
-    mixers = tuple(MIXERS[kind] for kind in types)
+    types = hf.get("layer_types") or hf.get("layers_block_type")
+    mixers = mixers_of({**hf, "layer_types": types}, MIXERS, lambda _: "mamba")
     own: dict[str, Any] = {
         **granite.multipliers(hf),
         **decoder.attention_biases(hf),
@@ -165,7 +163,6 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
             "layer_types": [
                 "linear_attention" if kind.mixer is Mamba2 else "full_attention" for kind in config.layer_configs
             ],
-            **decoder.NO_IDS,
         }
     elif "intermediate_size" in base and not config.experts:
         own["intermediate_size"] = base["intermediate_size"]

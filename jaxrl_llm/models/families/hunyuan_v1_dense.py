@@ -31,13 +31,12 @@ def own_fields(hf: dict[str, Any]) -> dict[str, Any]:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
     rope = None if base is None else stretched(base)
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config, base), rope=rope)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config), rope=rope)
 
 
-def own_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+def own_entries(config: ModelConfig) -> dict[str, Any]:
     """The entries of config.json that `own_fields` reads, and the size of a head."""
-    own: dict[str, Any] = {"attention_bias": config.attention_bias, "head_dim": config.head_dim}
-    return own | (decoder.NO_IDS if base is None else {})
+    return {"attention_bias": config.attention_bias, "head_dim": config.head_dim}
 
 
 def stretched(hf: dict[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, hunyuan_v1_dense
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import positive, refuse
+from jaxrl_llm.models.families.decoder import LAYER, TensorName
+from jaxrl_llm.models.families.entries import experts_of, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "hunyuan_v1_moe"
@@ -15,14 +15,12 @@ def _keys(experts: tuple[TensorName, ...]) -> tuple[TensorName, ...]:
     gate, wg = f"{LAYER}mlp.gate.weight", f"{LAYER}mlp.gate.wg.weight"
     return (
         *(key for key in hunyuan_v1_dense.KEYS if not key.path.startswith("layers/mlp/")),
-        *(key for name in ("gate", "up", "down") for key in linear(
-            f"layers/mlp/shared/{name}", f"{LAYER}mlp.shared_mlp.{name}_proj"
-        )),
+        *decoder.maps("layers/mlp/shared", f"{LAYER}mlp.shared_mlp", decoder.GATED),
         *(key._replace(tensor=wg) if key.tensor == gate else key for key in experts),
-    )  # fmt: skip
+    )
 
 
-KEYS = _keys(decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
+KEYS = _keys(decoder.experts("mlp"))
 OTHER_KEYS = (_keys(decoder.stacked_experts("mlp")),)
 DEFAULTS = hunyuan_v1_dense.DEFAULTS | {"num_experts": 1, "moe_topk": 1}
 
@@ -35,12 +33,8 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
             if not hf[entry] or any(x != hf[entry][0] for x in hf[entry]):
                 refuse(entry, hf[entry], "the same number in every layer")
             hf[entry] = hf[entry][0]
-    experts, chosen = positive(hf, "num_experts"), positive(hf, "moe_topk")
-    if chosen > experts:
-        refuse("moe_topk", chosen, f"up to num_experts = {experts}")
     own = hunyuan_v1_dense.own_fields(hf) | {
-        "experts": experts,
-        "experts_per_token": chosen,
+        **experts_of(hf, "num_experts", "moe_topk"),
         "expert_ffn": positive(hf, "intermediate_size"),
         "shared_expert_ffn": positive(hf, "intermediate_size"),
         "normalize_top_k": True,
@@ -50,7 +44,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own = hunyuan_v1_dense.own_entries(config, base)
+    own = hunyuan_v1_dense.own_entries(config)
     own |= {"num_experts": config.experts, "moe_topk": config.experts_per_token}
     for entry in ("num_experts", "moe_topk"):
         if isinstance((base or {}).get(entry), list):

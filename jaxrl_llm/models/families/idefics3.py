@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, llama, siglip
+from jaxrl_llm.models.families import llama, llava, siglip
 from jaxrl_llm.models.families.decoder import linear
 from jaxrl_llm.models.families.entries import positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
@@ -21,14 +21,13 @@ KEYS = (
 )
 # For entries that are left out.
 DEFAULTS = {"image_token_id": 128257, "scale_factor": 2, "tie_word_embeddings": False}
-TEXT = "llama"  # the model_type of the decoder
-TEXT_SIZES = {
-    "vocab_size": 32_000,
-    "hidden_size": 4096,
-    "intermediate_size": 11_008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
+TEXTS = {llama.MODEL_TYPE: llama}
+TEXT_DEFAULTS = {
+    llama.MODEL_TYPE: {
+        "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+}  # fmt: skip
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
@@ -44,17 +43,13 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
 def config_of(hf: dict[str, Any], architecture: dict[str, str], overrides: dict[str, Any]) -> ModelConfig:
     """`to_config` of the families that have this shape."""
     hf = DEFAULTS | hf
-    text = hf.get("text_config") or {}
-    if text.get("model_type", TEXT) != TEXT:
-        refuse("text_config.model_type", text["model_type"], TEXT)
-    shared = ("architectures", "tie_word_embeddings", "quantization_config")
-    text = {**TEXT_SIZES, **text, **{name: hf.get(name) for name in shared}}
+    family, text = llava.text_of(hf | {"text_config": hf.get("text_config") or {}}, TEXTS, TEXT_DEFAULTS)
     encoder = siglip.read(hf.get("vision_config") or {}, SiglipConfig())
     factor = positive(hf, "scale_factor")
     if encoder.side % factor:
         refuse("scale_factor", factor, f"divisors of the {encoder.side} patches along a side of a tile")
     vision = VisionConfig(encoder, factor, siglip.image_token(hf, "image_token_id", text))
-    return decoder.to_config(text, architecture, {**llama.own_fields(text), "vision": vision}, overrides)
+    return llava.config_of(hf, family, text, architecture, vision, overrides)
 
 
 def entries_of(
@@ -62,20 +57,11 @@ def entries_of(
 ) -> dict[str, Any]:
     """`from_config` of the families that have this shape."""
     vision = siglip.vision_of(config)
-    base = base or {}
-    text_base = base.get("text_config")
-    text = llama.from_config(config, None if text_base is None else TEXT_SIZES | text_base)
-    # Of these the whole model's are read, and its decoder's stay as they are.
-    text = {name: x for name, x in text.items() if name not in ("architectures", "tie_word_embeddings")}
-    text |= {name: x for name, x in (text_base or {}).items() if name not in text}
-    encoder = (base.get("vision_config") or {"model_type": f"{model_type}_vision"}) | siglip.write(vision)
-    return {
-        **base,
+    own = {
         "model_type": model_type,
-        "architectures": [decoder.architectures(architecture)[config.head]],
         "image_token_id": vision.image_token,
         "scale_factor": vision.merge,
-        "tie_word_embeddings": config.tie_embeddings,
-        "text_config": text,
-        "vision_config": encoder,
+        "vision_config": ((base or {}).get("vision_config") or {"model_type": f"{model_type}_vision"})
+        | siglip.write(vision),
     }
+    return llava.entries_of(config, base, TEXTS, architecture, own, TEXT_DEFAULTS)

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import llama, llava, qwen2, qwen3, qwen3_moe, siglip
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear, stacked_experts
-from jaxrl_llm.models.families.entries import number, refuse
+from jaxrl_llm.models.families.entries import computed, number, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.siglip import SiglipConfig
 from jaxrl_llm.models.vision.tower import VisionConfig
@@ -39,14 +39,7 @@ _STACKED = (*qwen3.KEYS, *stacked_experts("mlp"))
 KEYS = llava.on_the_hub(qwen3_moe.KEYS, VISION_KEYS)  # those of the other decoders are among these
 MODULE_KEYS = llava.as_modules(qwen3_moe.KEYS, VISION_KEYS)
 OTHER_KEYS = (MODULE_KEYS, llava.on_the_hub(_STACKED, VISION_KEYS), llava.as_modules(_STACKED, VISION_KEYS))
-# For entries that are left out.
-DEFAULTS = {
-    "image_token_id": 151_667,
-    "downsample_ratio": 0.5,
-    "vision_feature_layer": -1,
-    "vision_feature_select_strategy": "default",
-    "projector_hidden_act": "gelu",
-}
+DEFAULTS = {"image_token_id": 151_667, "downsample_ratio": 0.5}  # for entries that are left out
 VISION = SiglipConfig(
     width=1024, layers=24, ffn=4096, image_size=448, patch_size=14, activation="gelu", attention_bias=False,
     class_token=True, layer_scale=0.1, last_norm=False,
@@ -62,9 +55,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS)
     encoder = _encoder(hf.get("vision_config") or {})
-    for entry, value in COMPUTED.items():
-        if hf[entry] != value:
-            refuse(entry, hf[entry], repr(value))
+    computed(hf, COMPUTED)
     ratio = number("downsample_ratio", hf["downsample_ratio"], above=0)
     merge = round(1 / ratio)
     if merge * ratio != 1 or encoder.side % merge:
@@ -75,9 +66,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def _encoder(hf: dict[str, Any]) -> SiglipConfig:
     """The encoder of a `vision_config`; raises ConfigError for another network."""
-    for entry, value in ENCODER_COMPUTED.items():
-        if hf.get(entry, value) != value:
-            refuse(f"vision_config.{entry}", hf[entry], repr(value))
+    computed(hf, ENCODER_COMPUTED, "vision_config.")
     hf = {"hidden_act": "gelu", "norm_type": "layer_norm"} | hf
     for entry in ("image_size", "patch_size"):  # height and width, or a number for both
         if isinstance(hf.get(entry), list | tuple):
@@ -119,6 +108,5 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
             "use_mean_pooling": not encoder.last_norm,
         },
     }
-    if base is None:
-        own["image_seq_length"] = vision.tile_tokens
+    own |= {"image_seq_length": vision.tile_tokens} if base is None else {}
     return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own)

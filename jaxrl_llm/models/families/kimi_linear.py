@@ -3,9 +3,9 @@ positions in the fourth, and experts as DeepSeek-V3."""
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, deepseek_v3, olmo_hybrid
+from jaxrl_llm.models.families import decoder, deepseek_v3, mixtral, olmo_hybrid
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import positive, refuse
+from jaxrl_llm.models.families.entries import computed, mixers_of, positive, refuse
 from jaxrl_llm.models.mixers.kimi_delta import KimiDelta
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.model_config import ModelConfig
@@ -13,7 +13,6 @@ from jaxrl_llm.models.model_config import ModelConfig
 MODEL_TYPE = "kimi_linear"
 ARCHITECTURE = "KimiLinear"
 NET = f"{LAYER}self_attn"
-LATENT_KEYS = tuple(key for key in deepseek_v3.KEYS if key.path.startswith("layers/latent/"))
 MIXERS = {"linear_attention": KimiDelta, "full_attention": LatentAttention}
 
 
@@ -22,7 +21,7 @@ def _keys(block: str, gate: str, experts: tuple[TensorName, ...]) -> tuple[Tenso
     return (
         *decoder.ENDS,
         *decoder.PRE_NORMS,
-        *LATENT_KEYS,
+        *deepseek_v3.LATENT_KEYS,
         *olmo_hybrid.conv_keys(NET),
         *linear("layers/delta/f_a", f"{NET}.{gate}f_a_proj"),
         *linear("layers/delta/f_b", f"{NET}.{gate}f_b_proj"),
@@ -31,15 +30,12 @@ def _keys(block: str, gate: str, experts: tuple[TensorName, ...]) -> tuple[Tenso
         *linear("layers/delta/g_a", f"{NET}.g_a_proj"),
         *linear("layers/delta/g_b", f"{NET}.g_b_proj"),
         *decoder.FEED_FORWARD,
-        TensorName("layers/mlp/correction", f"{LAYER}{block}.gate.e_score_correction_bias"),
-        *linear("layers/mlp/shared/gate", f"{LAYER}{block}.shared_experts.gate_proj"),
-        *linear("layers/mlp/shared/up", f"{LAYER}{block}.shared_experts.up_proj"),
-        *linear("layers/mlp/shared/down", f"{LAYER}{block}.shared_experts.down_proj"),
+        *deepseek_v3.beside_experts(block),
         *experts,
     )
 
 
-KEYS = _keys("block_sparse_moe", "", decoder.experts("block_sparse_moe", "w1", "w3", "w2"))
+KEYS = _keys("block_sparse_moe", "", decoder.experts("block_sparse_moe", mixtral.WORDS))
 MODULE_KEYS = _keys("mlp", "forget_gate.", decoder.stacked_experts("mlp"))
 # Transformers writes the dense layers' names as those of experts.
 OTHER_KEYS = (
@@ -86,21 +82,22 @@ FIXED = {"moe_router_activation_func": "sigmoid", "mla_use_nope": True, "moe_lay
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    for entry, value in FIXED.items():
-        if hf.get(entry, value) != value:
-            refuse(entry, hf[entry], f"{value}")
+    computed(hf, FIXED)
     layers, given = positive(hf, "num_hidden_layers"), hf.get("linear_attn_config") or {}
     sizes = {name: given.get(short, hf.get(name, default)) for name, short, default in SIZES.values()}
     fields = {field: positive(sizes, entry) for field, (entry, *_) in SIZES.items()}
     if fields["delta_conv"] < 2:
         refuse("linear_conv_kernel_dim", 1, "numbers from 2")
-    types = _types(hf, layers)
+    full = given.get("full_attn_layers")  # which counts from 1
+    full = range(5, layers + 1, 4) if full is None else full
+    if not isinstance(full, list | range):
+        refuse("linear_attn_config.full_attn_layers", full, "a list")
     mlps = hf.get("mlp_layer_types")
     dense = (hf.get("first_k_dense_replace", 1) or 0) if mlps is None else mlps.count("dense")
     if mlps is not None and mlps != ["dense"] * dense + ["sparse"] * (layers - dense):
         refuse("mlp_layer_types", mlps, f"dense layers before sparse ones, {layers} together")
     own = fields | {
-        "mixers": tuple(MIXERS[kind] for kind in types),
+        "mixers": mixers_of(hf, MIXERS, lambda layer: "full_attention" if layer + 1 in full else "linear_attention"),
         "delta_value_heads": fields["delta_key_heads"],
         "delta_value_dim": fields["delta_key_dim"],
         "unrotated_layers": tuple(range(layers)),
@@ -108,20 +105,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     renamed = {theirs: hf[name] for theirs, name in NAMES.items()}
     renamed |= {"first_k_dense_replace": dense, "rope_interleave": False}
     return deepseek_v3.read({**hf, **renamed}, ARCHITECTURE, overrides, own)
-
-
-def _types(hf: dict[str, Any], layers: int) -> list[str]:
-    """The type of each layer: by `layer_types` or the lists of `linear_attn_config`, which count from 1."""
-    given = hf.get("linear_attn_config") or {}
-    full = given.get("full_attn_layers")
-    full = range(5, layers + 1, 4) if full is None else full
-    if not isinstance(full, list | range):
-        refuse("linear_attn_config.full_attn_layers", full, "a list")
-    found = ["full_attention" if layer + 1 in full else "linear_attention" for layer in range(layers)]
-    types = hf.get("layer_types") or found
-    if len(types) != layers or set(types) - set(MIXERS):
-        refuse("layer_types", types, f"{' or '.join(MIXERS)} for each of the {layers} layers")
-    return types
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
@@ -135,7 +118,6 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
             "linear_attention" if kind.mixer is KimiDelta else "full_attention" for kind in config.layer_configs
         ]
         own["mlp_layer_types"] = ["sparse" if kind.experts else "dense" for kind in config.layer_configs]
-        own |= decoder.NO_IDS
     else:  # in files for transformers 4 it is a number of nothing
         own["head_dim"] = base.get("head_dim", own["head_dim"])
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -35,8 +35,15 @@ def read_uniform(hf: dict[str, Any]) -> dict[str, Any]:
     return read({**hf, "layer_types": None}, lambda _: window is not None)
 
 
-def write(config, sliding: str = SLIDING, size: str = "sliding_window") -> dict[str, Any]:
-    """The entries for the windows of a ModelConfig."""
+def outside(hf: dict[str, Any], windows: dict[str, Any]) -> tuple[int, ...]:
+    """The layers without a window, of the fields that `read` gives."""
+    return tuple(i for i in range(positive(hf, "num_hidden_layers")) if i not in windows.get("sliding_layers", ()))
+
+
+def write(config, base: Any = None, sliding: str = SLIDING, size: str = "sliding_window") -> dict[str, Any]:
+    """The entries for the windows of a ModelConfig; over those of a `base`, which has the layers', their size alone."""
+    if base is not None:
+        return {size: config.sliding_window} if config.sliding_layers else {}
     types = [sliding if layer in config.sliding_layers else FULL for layer in range(config.layers)]
     return {size: config.sliding_window, "layer_types": types}
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families import decoder, mixtral
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, maps
+from jaxrl_llm.models.families.entries import mixers_of, number, positive, refuse
 from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.mixers.short_conv import ShortConv
 from jaxrl_llm.models.model_config import ModelConfig
@@ -16,19 +16,13 @@ KEYS = (
     TensorName("norm/scale", "model.embedding_norm.weight"),
     TensorName("layers/input_norm/scale", f"{LAYER}operator_norm.weight"),
     TensorName("layers/post_attention_norm/scale", f"{LAYER}ffn_norm.weight"),
-    *linear("layers/attention/q", f"{LAYER}self_attn.q_proj"),
-    *linear("layers/attention/k", f"{LAYER}self_attn.k_proj"),
-    *linear("layers/attention/v", f"{LAYER}self_attn.v_proj"),
-    *linear("layers/attention/o", f"{LAYER}self_attn.out_proj"),
+    *maps("layers/attention", f"{LAYER}self_attn", decoder.QKVO | {"o": "out_proj"}),
     TensorName("layers/attention/q_norm/scale", f"{LAYER}self_attn.q_layernorm.weight"),
     TensorName("layers/attention/k_norm/scale", f"{LAYER}self_attn.k_layernorm.weight"),
-    *linear("layers/conv/into", f"{LAYER}conv.in_proj"),
+    *maps("layers/conv", f"{LAYER}conv", {"into": "in_proj", "out": "out_proj"}),
     TensorName("layers/conv/filter", f"{LAYER}conv.conv.weight"),
     TensorName("layers/conv/bias", f"{LAYER}conv.conv.bias"),
-    *linear("layers/conv/out", f"{LAYER}conv.out_proj"),
-    *linear("layers/mlp/gate", f"{LAYER}feed_forward.w1"),
-    *linear("layers/mlp/up", f"{LAYER}feed_forward.w3"),
-    *linear("layers/mlp/down", f"{LAYER}feed_forward.w2"),
+    *maps("layers/mlp", f"{LAYER}feed_forward", mixtral.WORDS),
 )
 MIXER_DEFAULTS = {
     "num_key_value_heads": 8,
@@ -64,16 +58,11 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def mixer_fields(hf: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields of all but the feed-forward, of entries with their defaults."""
-    layers, size, attends = positive(hf, "num_hidden_layers"), positive(hf, "conv_L_cache"), hf.get("full_attn_idxs")
+    size, attends = positive(hf, "conv_L_cache"), hf.get("full_attn_idxs")
     if size < 2:
         refuse("conv_L_cache", size, "numbers from 2")
-    types = hf.get("layer_types") or [
-        "full_attention" if attends is None or layer in attends else "conv" for layer in range(layers)
-    ]
-    if len(types) != layers or set(types) - set(MIXERS):
-        refuse("layer_types", types, f"{' or '.join(MIXERS)} for each of the {layers} layers")
     return {
-        "mixers": tuple(MIXERS[kind] for kind in types),
+        "mixers": mixers_of(hf, MIXERS, lambda i: "full_attention" if attends is None or i in attends else "conv"),
         "norm_eps": number("norm_eps", hf["norm_eps"]),
         "qk_norm": True,
         "conv_size": size,
@@ -105,7 +94,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
 
 
 def mixer_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The entries of config.json that `mixer_fields` reads, and ids whose defaults small vocabularies do not have."""
+    """The entries of config.json that `mixer_fields` reads."""
     own: dict[str, Any] = {
         "norm_eps": config.norm_eps,
         "conv_L_cache": config.conv_size,
@@ -113,5 +102,4 @@ def mixer_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str,
     }
     if base is None:
         own["layer_types"] = ["conv" if kind.mixer is ShortConv else "full_attention" for kind in config.layer_configs]
-        own |= decoder.NO_IDS
     return own

@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, lfm2
+from jaxrl_llm.models.families import decoder, lfm2, mixtral
 from jaxrl_llm.models.families.decoder import LAYER, TensorName
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.entries import experts_of, first_layers, number, positive
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "lfm2_moe"
 ARCHITECTURE = "Lfm2Moe"
-_COMMON = (*lfm2.KEYS, TensorName("layers/mlp/correction", f"{LAYER}feed_forward.expert_bias"))
-KEYS = (*_COMMON, *decoder.experts("feed_forward", "w1", "w3", "w2"))
-OTHER_KEYS = ((*_COMMON, *decoder.stacked_experts("feed_forward")),)
+KEYS, OTHER_KEYS = decoder.expert_tables(
+    (*lfm2.KEYS, TensorName("layers/mlp/correction", f"{LAYER}feed_forward.expert_bias")), "feed_forward", mixtral.WORDS
+)
 DEFAULTS = lfm2.MIXER_DEFAULTS | {
     "moe_intermediate_size": 1792,
     "num_dense_layers": 2,
@@ -26,16 +26,9 @@ DEFAULTS = lfm2.MIXER_DEFAULTS | {
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    layers, dense = positive(hf, "num_hidden_layers"), int(number("num_dense_layers", hf["num_dense_layers"]))
-    experts, chosen = positive(hf, "num_experts"), positive(hf, "num_experts_per_tok")
-    if dense >= layers:
-        refuse("num_dense_layers", dense, f"numbers below num_hidden_layers = {layers}")
-    if chosen > experts:
-        refuse("num_experts_per_tok", chosen, f"up to num_experts = {experts}")
     own = lfm2.mixer_fields(hf) | {
-        "dense_layers": tuple(range(dense)),
-        "experts": experts,
-        "experts_per_token": chosen,
+        **experts_of(hf, "num_experts", "num_experts_per_tok"),
+        "dense_layers": first_layers(hf, "num_dense_layers"),
         "expert_ffn": positive(hf, "moe_intermediate_size"),
         "router_sigmoid": True,
         "router_correction": bool(hf["use_expert_bias"]),

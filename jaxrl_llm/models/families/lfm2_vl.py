@@ -70,8 +70,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
     """The encoder of a config.json; raises ConfigError for another network."""
     entries = hf.get("vision_config") or {}
-    if entries.get("vision_use_head", True):
-        refuse("vision_config.vision_use_head", True, "false (an encoder without the head that pools its patches)")
+    siglip.refuse_head(entries)
     sizes = sizes_of(entries, SIZES)
     if sizes["width"] % sizes["heads"]:
         refuse("vision_config.hidden_size", sizes["width"], f"multiples of num_attention_heads = {sizes['heads']}")

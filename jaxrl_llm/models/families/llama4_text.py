@@ -3,8 +3,8 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.decoder import LAYER, TensorName
+from jaxrl_llm.models.families.entries import experts_of, number, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "llama4_text"
@@ -14,14 +14,8 @@ KEYS = (
     *decoder.ENDS,
     *decoder.PRE_NORMS,
     *decoder.ATTENTION,
-    *(
-        name
-        for part in ("gate", "up", "down")
-        for name in (
-            *linear(f"layers/mlp/{part}", f"{BLOCK}.{part}_proj"),
-            *linear(f"layers/mlp/shared/{part}", f"{BLOCK}.shared_expert.{part}_proj"),
-        )
-    ),
+    *decoder.maps("layers/mlp", BLOCK, decoder.GATED),
+    *decoder.maps("layers/mlp/shared", f"{BLOCK}.shared_expert", decoder.GATED),
     TensorName("layers/mlp/router/kernel", f"{BLOCK}.router.weight", transpose=True),
     TensorName("layers/mlp/experts/gate/kernel", f"{BLOCK}.experts.gate_up_proj", columns=True),
     TensorName("layers/mlp/experts/up/kernel", f"{BLOCK}.experts.gate_up_proj", columns=True),
@@ -51,16 +45,11 @@ THETA = 500_000.0
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    layers, experts, chosen = (
-        positive(hf, entry) for entry in ("num_hidden_layers", "num_local_experts", "num_experts_per_tok")
-    )
-    unrotated = layer_types.read_unrotated(hf)
+    layers, unrotated = positive(hf, "num_hidden_layers"), layer_types.read_unrotated(hf)
     step, sparse = positive(hf, "interleave_moe_layer_step"), hf.get("moe_layers")
     dense = tuple(layer for layer in range(layers) if ((layer + 1) % step if sparse is None else layer not in sparse))
     if len(dense) == layers:
         refuse("moe_layers", sparse, "lists with some of the layers")
-    if chosen > experts:
-        refuse("num_experts_per_tok", chosen, f"up to num_local_experts = {experts}")
     chunk = hf["attention_chunk_size"]
     windows = layer_types.read(hf, lambda layer: chunk is not None and layer not in unrotated, **CHUNKS)
     growth = number("attn_scale", hf["attn_scale"]) if hf["attn_temperature_tuning"] else 0.0
@@ -74,8 +63,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "query_growth_every": positive(hf, "floor_scale") if growth else 0,
         **decoder.attention_biases(hf),
         "ffn": positive(hf, "intermediate_size_mlp"),
-        "experts": experts,
-        "experts_per_token": chosen,
+        **experts_of(hf, "num_local_experts", "num_experts_per_tok"),
         "expert_ffn": positive(hf, "intermediate_size"),
         "shared_expert_ffn": positive(hf, "intermediate_size"),
         "dense_layers": dense,
@@ -89,6 +77,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
     own: dict[str, Any] = {
+        **layer_types.write(config, base, **CHUNKS),
         "use_qk_norm": config.qk_rms,
         "attn_temperature_tuning": bool(config.query_growth),
         "attention_bias": config.attention_bias,
@@ -100,10 +89,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     }
     if config.query_growth:
         own |= {"attn_scale": config.query_growth, "floor_scale": config.query_growth_every}
-    if config.sliding_layers:
-        own["attention_chunk_size"] = config.sliding_window
     if base is None:
-        own |= layer_types.write(config, **CHUNKS) | layer_types.write_unrotated(config)
+        own |= layer_types.write_unrotated(config)
         own["moe_layers"] = [layer for layer in range(config.layers) if layer not in config.dense_layers]
-        own |= decoder.NO_IDS
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

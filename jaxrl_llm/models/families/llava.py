@@ -41,13 +41,17 @@ def _renamed(text: Iterable[TensorName], model: str, head: str) -> Iterable[Tens
         yield key._replace(tensor=key.tensor.replace("model.", model, 1).replace("lm_head.", head, 1))
 
 
-def text_of(hf: dict[str, Any], families: Mapping[str, ModuleType]) -> tuple[ModuleType, dict[str, Any]]:
-    """The family of the decoder, one of those by model_type, and its entries; raises ConfigError for another one."""
+def text_of(
+    hf: dict[str, Any], families: Mapping[str, ModuleType], sizes: Mapping[str, dict[str, Any]] | None = None
+) -> tuple[ModuleType, dict[str, Any]]:
+    """The family of the decoder, one of those by model_type, and its entries, of which files may leave the family's
+    `sizes` out; raises ConfigError for another one."""
     text, shared = hf.get("text_config"), {name: hf[name] for name in SHARED if hf.get(name) is not None}
     family = families.get(text.get("model_type", next(iter(families)))) if isinstance(text, dict) else None
     if not isinstance(text, dict) or family is None:
-        refuse("text_config", text, f"the entries of a {' or '.join(families)} model")
-    return family, {**text, **shared, "architectures": None}
+        given = {"model_type": text["model_type"]} if isinstance(text, dict) else text
+        refuse("text_config", given, f"the entries of a {' or '.join(families)} model")
+    return family, (sizes or {}).get(family.MODEL_TYPE, {}) | text | shared | {"architectures": None}
 
 
 def config_of(
@@ -70,12 +74,14 @@ def entries_of(
     families: Mapping[str, ModuleType],
     architecture: dict[str, str],
     own: dict[str, Any],
+    sizes: Mapping[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; `own` are those beside the decoder's. Raises ConfigError
-    for a net whose decoder is of none of the families."""
+    """The config.json of a net, over the entries of `base`; `own` are those beside the decoder's, `sizes` as in
+    `text_of`. Raises ConfigError for a net whose decoder is of none of the families."""
     base = base or {}
     given = base.get("text_config")
     family = _family_for(config, families) if given is None else text_of(base, families)[0]
+    given = None if given is None else (sizes or {}).get(family.MODEL_TYPE, {}) | given
     text = family.from_config(config, given)
     # Of these the whole model's are read, and its decoder's stay as they are.
     shared = {name: text.pop(name) for name in SHARED if name in text}

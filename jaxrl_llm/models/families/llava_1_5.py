@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import llama, llava, mistral, qwen2, siglip
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
-from jaxrl_llm.models.families.entries import refuse
+from jaxrl_llm.models.families.entries import computed, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.siglip import SiglipConfig
 from jaxrl_llm.models.vision.tower import VisionConfig
@@ -79,13 +79,11 @@ def config_of(
 ) -> ModelConfig:  # fmt: skip
     """`to_config` of the families that have this shape; `encoder` is the model_type of a vision_config that has none,
     and `newline` as in a VisionConfig."""
-    family, text = llava.text_of(hf, TEXTS)
+    family, text = llava.text_of(hf, TEXTS, TEXT_DEFAULTS)
     # Of either the whole or the decoder, as in transformers.
     tied = any((part or {}).get("tie_word_embeddings") for part in (hf, hf["text_config"]))
-    text = TEXT_DEFAULTS[family.MODEL_TYPE] | text | {"tie_word_embeddings": tied}
-    for entry, value in COMPUTED.items():
-        if hf.get(entry, value) != value:
-            refuse(entry, hf[entry], repr(value))
+    text |= {"tie_word_embeddings": tied}
+    computed(hf, COMPUTED)
     entries = hf.get("vision_config")
     kind = entries.get("model_type", encoder) if isinstance(entries, dict) else None
     if not isinstance(entries, dict) or kind not in ENCODERS:
@@ -93,8 +91,8 @@ def config_of(
     default, strategy = ENCODERS[kind]
     if hf["vision_feature_select_strategy"] != strategy:
         refuse("vision_feature_select_strategy", hf["vision_feature_select_strategy"], f"{strategy!r} of a {kind}")
-    if kind == "siglip_vision_model" and entries.get("vision_use_head", True):
-        refuse("vision_config.vision_use_head", True, "false (an encoder without the head that pools its patches)")
+    if kind == "siglip_vision_model":
+        siglip.refuse_head(entries)
     read = siglip.read(entries, default)
     layer = hf["vision_feature_layer"]
     first = -read.layers if isinstance(layer, int) else 0
@@ -126,9 +124,5 @@ def entries_of(
         **own,
         "vision_config": entries | siglip.write(vision),
     }
-    if base is None:
-        own["image_seq_length"] = vision.tile_tokens
-    else:
-        sizes = TEXT_DEFAULTS[llava.text_of(base, TEXTS)[0].MODEL_TYPE]
-        base = base | {"text_config": sizes | base["text_config"]}
-    return llava.entries_of(config, base, TEXTS, architecture, own)
+    own |= {"image_seq_length": vision.tile_tokens} if base is None else {}
+    return llava.entries_of(config, base, TEXTS, architecture, own, TEXT_DEFAULTS)

@@ -16,7 +16,7 @@ def _keys(block: str, experts: tuple[TensorName, ...]) -> tuple[TensorName, ...]
     return (*decoder.ENDS, *decoder.PRE_NORMS, *decoder.ATTENTION, *decoder.QK_NORMS, correction, *experts)
 
 
-KEYS = _keys("block_sparse_moe", decoder.experts("block_sparse_moe", "w1", "w3", "w2"))
+KEYS = _keys("block_sparse_moe", decoder.experts("block_sparse_moe", mixtral.WORDS))
 OTHER_KEYS = (_keys("mlp", decoder.stacked_experts("mlp")),)
 DEFAULTS = {
     "num_key_value_heads": 8,

@@ -19,7 +19,4 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own = {"sliding_window": config.sliding_window} if config.sliding_layers else {}
-    if base is None:
-        own = layer_types.write(config)
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, layer_types.write(config, base))

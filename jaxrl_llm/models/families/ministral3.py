@@ -47,7 +47,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         if config.query_growth:
             growth["original_max_position_embeddings"] = config.query_growth_every
         parameters = {"rope_type": "default", **(hf.pop("rope_scaling") or {}), "rope_theta": hf.pop("rope_theta")}
-        hf |= {"rope_parameters": parameters | growth, **decoder.NO_IDS}
+        hf |= {"rope_parameters": parameters | growth}
     return hf
 
 

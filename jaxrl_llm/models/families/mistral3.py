@@ -4,8 +4,8 @@ size, squares of whose patches become tokens, and a Mistral or Ministral 3 that 
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, llava, ministral3, mistral, qwen_vl, siglip
-from jaxrl_llm.models.families.decoder import TensorName, linear
-from jaxrl_llm.models.families.entries import number, positive, refuse, sizes_of
+from jaxrl_llm.models.families.decoder import TensorName, linear, maps
+from jaxrl_llm.models.families.entries import computed, number, positive, refuse, sizes_of
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 from jaxrl_llm.models.vision.tower import VisionConfig
@@ -13,24 +13,18 @@ from jaxrl_llm.models.vision.tower import VisionConfig
 MODEL_TYPE = "mistral3"
 ARCHITECTURE = {"lm": "Mistral3ForConditionalGeneration", "score": "Mistral3ForSequenceClassification"}
 TEXTS = {module.MODEL_TYPE: module for module in (mistral, ministral3)}
-TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
+TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector"
 LAYERS, LAYER = "vision/encoder/layers", f"{TOWER}transformer.layers.{{layer}}."
-NAMES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}
 VISION_KEYS = (
     TensorName("vision/encoder/patch/kernel", f"{TOWER}patch_conv.weight", transpose=True),
     TensorName("vision/encoder/patch_norm/scale", f"{TOWER}ln_pre.weight"),
     TensorName(f"{LAYERS}/norm1/scale", f"{LAYER}attention_norm.weight"),
-    *(key for name, word in NAMES.items() for key in linear(f"{LAYERS}/attention/{name}", f"{LAYER}attention.{word}")),
+    *maps(f"{LAYERS}/attention", f"{LAYER}attention", {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}),
     TensorName(f"{LAYERS}/norm2/scale", f"{LAYER}ffn_norm.weight"),
-    *(
-        key
-        for name in ("gate", "up", "down")
-        for key in linear(f"{LAYERS}/mlp/{name}", f"{LAYER}feed_forward.{name}_proj")
-    ),
-    TensorName("vision/encoder/merger/norm/scale", f"{PROJECTOR}norm.weight"),
-    *linear("vision/encoder/merger/proj", f"{PROJECTOR}patch_merger.merging_layer"),
-    *linear("vision/encoder/merger/fc1", f"{PROJECTOR}linear_1"),
-    *linear("vision/encoder/merger/fc2", f"{PROJECTOR}linear_2"),
+    *maps(f"{LAYERS}/mlp", f"{LAYER}feed_forward", decoder.GATED),
+    TensorName("vision/encoder/merger/norm/scale", f"{PROJECTOR}.norm.weight"),
+    *linear("vision/encoder/merger/proj", f"{PROJECTOR}.patch_merger.merging_layer"),
+    *maps("vision/encoder/merger", PROJECTOR, {"fc1": "linear_1", "fc2": "linear_2"}),
 )
 KEYS = llava.on_the_hub(decoder.KEYS, VISION_KEYS)
 MODULE_KEYS = llava.as_modules(decoder.KEYS, VISION_KEYS)
@@ -52,11 +46,9 @@ ACTIVATIONS = {entry: name for entry, name in qwen_vl.ACTIVATIONS.items() if nam
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | COMPUTED | hf
+    hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS)
-    for entry, value in COMPUTED.items():
-        if hf[entry] != value:
-            refuse(entry, hf[entry], repr(value))
+    computed(hf, COMPUTED)
     encoder = _encoder(hf)
     token = siglip.image_token(hf, "image_token_index", text)
     vision = VisionConfig(encoder, encoder.merge, token, projector="")

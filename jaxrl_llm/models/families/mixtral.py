@@ -3,14 +3,15 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.entries import experts_of, number, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "mixtral"
 ARCHITECTURE = "Mixtral"
-_COMMON = (*decoder.ENDS, *decoder.PRE_NORMS, *decoder.ATTENTION)
-KEYS = (*_COMMON, *decoder.experts("block_sparse_moe", "w1", "w3", "w2"))
-OTHER_KEYS = ((*_COMMON, *decoder.stacked_experts("mlp")),)
+WORDS = {"gate": "w1", "up": "w3", "down": "w2"}
+KEYS, OTHER_KEYS = decoder.expert_tables(
+    (*decoder.ENDS, *decoder.PRE_NORMS, *decoder.ATTENTION), "block_sparse_moe", WORDS, stacked="mlp"
+)
 DEFAULTS = {
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
@@ -30,14 +31,10 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def experts(hf: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields of the experts, all of whose entries are there."""
-    count, chosen = positive(hf, "num_local_experts"), positive(hf, "num_experts_per_tok")
-    if chosen > count:
-        refuse("num_experts_per_tok", chosen, f"up to num_local_experts = {count}")
     if hf.get("router_jitter_noise"):
         refuse("router_jitter_noise", hf["router_jitter_noise"], "0")
     return {
-        "experts": count,
-        "experts_per_token": chosen,
+        **experts_of(hf, "num_local_experts", "num_experts_per_tok"),
         "expert_ffn": positive(hf, "intermediate_size"),
         "normalize_top_k": True,
         "router_aux_loss_coef": number("router_aux_loss_coef", hf["router_aux_loss_coef"]),

@@ -11,7 +11,8 @@ MODEL_TYPE = "nemotron"
 ARCHITECTURE = "Nemotron"
 KEYS = (*decoder.ENDS, *stablelm.NORMS, *decoder.ATTENTION, *decoder.FEED_FORWARD)
 NAMES = {"norm_eps": "rms_norm_eps"}
-DEFAULTS = {"hidden_act": "relu2", "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}  # for entries that are left out
+# For entries that are left out.
+DEFAULTS = {"hidden_act": "relu2", "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "initializer_range": 0.0134}
 PARTIAL = {"partial": True}
 
 

@@ -4,7 +4,7 @@ positions, a feed-forward or experts alone, the last two without gates, and expe
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, deepseek_v3, granitemoehybrid
-from jaxrl_llm.models.families.decoder import TensorName, linear
+from jaxrl_llm.models.families.decoder import TensorName, maps
 from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.mixers.mamba2 import UnadaptedOutMamba2
@@ -13,6 +13,7 @@ from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "nemotron_h"
 ARCHITECTURE = "NemotronH"
+UNGATED = {"up": "up_proj", "down": "down_proj"}
 
 
 def _keys(root: str, expert: str) -> tuple[TensorName, ...]:
@@ -25,19 +26,12 @@ def _keys(root: str, expert: str) -> tuple[TensorName, ...]:
         *decoder.ENDS[2:],
         TensorName("layers/input_norm/scale", f"{layer}norm.weight"),
         TensorName("layers/post_attention_norm/scale", f"{layer}norm.weight"),
-        *linear("layers/attention/q", f"{part}.q_proj"),
-        *linear("layers/attention/k", f"{part}.k_proj"),
-        *linear("layers/attention/v", f"{part}.v_proj"),
-        *linear("layers/attention/o", f"{part}.o_proj"),
+        *maps("layers/attention", part, decoder.QKVO),
         *granitemoehybrid.mamba_keys(part),
-        *linear("layers/mlp/up", f"{part}.up_proj"),
-        *linear("layers/mlp/down", f"{part}.down_proj"),
+        *maps("layers/mlp", part, UNGATED | {"narrow": "fc1_latent_proj", "widen": "fc2_latent_proj"}),
         TensorName("layers/mlp/router/kernel", f"{part}.gate.weight", transpose=True),
         TensorName("layers/mlp/correction", f"{part}.gate.e_score_correction_bias"),
-        *linear("layers/mlp/narrow", f"{part}.fc1_latent_proj"),
-        *linear("layers/mlp/widen", f"{part}.fc2_latent_proj"),
-        *linear("layers/mlp/shared/up", f"{part}.shared_experts.up_proj"),
-        *linear("layers/mlp/shared/down", f"{part}.shared_experts.down_proj"),
+        *maps("layers/mlp/shared", f"{part}.shared_experts", UNGATED),
         TensorName("layers/mlp/experts/up/kernel", f"{part}.experts.{expert.format('up_proj')}", transpose=True),
         TensorName("layers/mlp/experts/down/kernel", f"{part}.experts.{expert.format('down_proj')}", transpose=True),
     )
@@ -150,5 +144,5 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
             names.get(kind.mixer) or ("moe" if kind.experts else "mlp") for kind in config.layer_configs
         ]
         # Transformers cuts steps below a time_step_min off in whole rows, but not in decoding; vLLM never does.
-        own |= {"time_step_min": 1e-9, "hidden_act": None, **decoder.NO_IDS}
+        own |= {"time_step_min": 1e-9, "hidden_act": None}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

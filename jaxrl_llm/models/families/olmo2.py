@@ -24,11 +24,6 @@ def common(hf: dict[str, Any]) -> dict[str, Any]:
     return {"norms": "post", "qk_norm": True, "qk_norm_whole": True, **decoder.attention_biases(hf)}
 
 
-def own_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The entries of config.json that `common` reads, and the ids whose defaults small vocabularies do not have."""
-    return {"attention_bias": config.attention_bias, **({} if base is not None else {"pad_token_id": None})}
-
-
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     return decoder.to_config(DEFAULTS | hf, ARCHITECTURE, common(hf), overrides)
@@ -36,4 +31,4 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config, base))
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, {"attention_bias": config.attention_bias})

@@ -29,11 +29,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
     rope = None if base is None else {**base, "rope_parameters": _rope_parameters(base)}
-    own = olmo2.own_entries(config, base)
-    if config.sliding_layers:
-        own["sliding_window"] = config.sliding_window
-    if base is None:
-        own |= layer_types.write(config)
+    own = {"attention_bias": config.attention_bias, **layer_types.write(config, base)}
     hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
     if base is None:  # transformers takes one base for all layers for that of the layers without a window
         both = dataclasses.replace(config, local_rope=config.local_rope or config.rope)

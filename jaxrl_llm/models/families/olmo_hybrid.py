@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, olmo2, qwen3_next, rotary
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, maps
 from jaxrl_llm.models.families.entries import positive
 from jaxrl_llm.models.mixers.delta_net import ApartDeltaNet
 from jaxrl_llm.models.model_config import ModelConfig
@@ -21,8 +21,7 @@ def _keys(mixer_norm: str, ffn_norm: str, out_norm: str = "post_attention_layern
         TensorName("layers/input_norm/scale", f"{LAYER}{mixer_norm}.weight"),
         TensorName("layers/post_attention_norm/scale", f"{LAYER}{ffn_norm}.weight"),
         *conv_keys(NET),
-        *linear("layers/delta/a", f"{NET}.a_proj"),
-        *linear("layers/delta/z", f"{NET}.g_proj"),
+        *maps("layers/delta", NET, {"a": "a_proj", "z": "g_proj"}),
         TensorName("layers/delta/log_decay", f"{NET}.A_log"),
         TensorName("layers/delta/step_bias", f"{NET}.dt_bias"),
     )
@@ -31,11 +30,9 @@ def _keys(mixer_norm: str, ffn_norm: str, out_norm: str = "post_attention_layern
 def conv_keys(block: str) -> tuple[TensorName, ...]:
     """The keys of a delta net whose queries, keys and values come of maps and convolutions of their own."""
     return (
-        *(key for name in "qkv" for key in linear(f"layers/delta/{name}", f"{block}.{name}_proj")),
+        *maps("layers/delta", block, {"q": "q_proj", "k": "k_proj", "v": "v_proj", "b": "b_proj", "out": "o_proj"}),
         *(TensorName(f"layers/delta/{name}_conv", f"{block}.{name}_conv1d.weight") for name in "qkv"),
-        *linear("layers/delta/b", f"{block}.b_proj"),
         TensorName("layers/delta/norm_scale", f"{block}.o_norm.weight"),
-        *linear("layers/delta/out", f"{block}.o_proj"),
     )
 
 
@@ -43,13 +40,13 @@ KEYS = _keys("attention_layer_norm", "feedforward_layer_norm")
 MODULE_KEYS = _keys("input_layernorm", "post_attention_layernorm")
 # Transformers writes two norms by one name.
 OTHER_KEYS = (_keys("attention_layer_norm", "feedforward_layer_norm", "feedforward_layer_norm"), MODULE_KEYS)
-DEFAULTS = {"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True, "full_attention_interval": 4}
+DEFAULTS = {"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True}  # for entries that are left out
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | hf
     layers, heads = positive(hf, "num_hidden_layers"), positive(hf, "num_attention_heads")
+    hf = DEFAULTS | {"full_attention_interval": min(layers, 4)} | hf
     for entry in ("linear_num_key_heads", "linear_num_value_heads"):
         hf[entry] = heads if hf.get(entry) is None else hf[entry]
     if hf.get("linear_key_head_dim") is None:
@@ -71,7 +68,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
     own = qwen3_next.delta_entries(config, base) | {"linear_allow_neg_eigval": config.delta_negative}
-    own |= decoder.NO_IDS if base is None else {}
     hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
     if config.unrotated_layers:  # transformers takes a base of its own where none is null
         hf |= {"rope_theta": None} | ({"rope_parameters": None} if base is None else {})

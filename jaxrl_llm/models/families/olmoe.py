@@ -31,14 +31,17 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)
 
 
-def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
+def own_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The entries of config.json of attention and experts."""
     own: dict[str, Any] = {
         "attention_bias": config.attention_bias,
         "num_experts_per_tok": config.experts_per_token,
         "norm_topk_prob": config.normalize_top_k,
         "router_aux_loss_coef": config.router_aux_loss_coef,
     }
-    if base is None:
-        own |= {"num_experts": config.experts, **dict.fromkeys(("pad_token_id", "eos_token_id"))}
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+    return own | ({"num_experts": config.experts} if base is None else {})
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config, base))

@@ -4,7 +4,7 @@ embedding of OPT-350M is narrower than the model, and its layers norm the sums t
 from typing import Any
 
 from jaxrl_llm.models.families import decoder
-from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
+from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear, maps
 from jaxrl_llm.models.families.entries import positive, renamed
 from jaxrl_llm.models.model_config import ModelConfig
 
@@ -27,10 +27,7 @@ def _keys(root: str) -> tuple[TensorName, ...]:
         *layer_norm("layers/attention_out_norm", f"{layer}self_attn_layer_norm"),
         *layer_norm("layers/post_attention_norm", f"{layer}final_layer_norm"),
         *layer_norm("layers/mlp_out_norm", f"{layer}final_layer_norm"),
-        *linear("layers/attention/q", f"{layer}self_attn.q_proj"),
-        *linear("layers/attention/k", f"{layer}self_attn.k_proj"),
-        *linear("layers/attention/v", f"{layer}self_attn.v_proj"),
-        *linear("layers/attention/o", f"{layer}self_attn.out_proj"),
+        *maps("layers/attention", f"{layer}self_attn", decoder.QKVO | {"o": "out_proj"}),
         *linear("layers/mlp/up", f"{layer}fc1"),
         *linear("layers/mlp/down", f"{layer}fc2"),
     )

@@ -72,14 +72,13 @@ def other_keys(config: ModelConfig) -> tuple[tuple[TensorName, ...], ...]:
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    family, text = llava.text_of(hf, TEXTS)
+    family, text = llava.text_of(hf, TEXTS, TEXT_DEFAULTS)
     if text.get("use_bidirectional_attention") not in (None, True):
         refuse("text_config.use_bidirectional_attention", text["use_bidirectional_attention"], "true, or null")
     # Of prompts, see below.
-    text = TEXT_DEFAULTS[family.MODEL_TYPE] | text | {"use_bidirectional_attention": None}
+    text |= {"use_bidirectional_attention": None}
     entries = hf.get("vision_config") or {}
-    if entries.get("vision_use_head", True):
-        refuse("vision_config.vision_use_head", True, "false (an encoder without the head that pools its patches)")
+    siglip.refuse_head(entries)
     if (width := positive(text, "hidden_size")) != hf["projection_dim"]:
         refuse("projection_dim", hf["projection_dim"], f"the hidden_size of the text_config, {width}")
     token = siglip.image_token(hf, "image_token_index", text)
@@ -98,7 +97,4 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         "projection_dim": config.width,
         "vision_config": given | siglip.write(vision),
     }
-    if base is not None:
-        sizes = TEXT_DEFAULTS[llava.text_of(base, TEXTS)[0].MODEL_TYPE]
-        base = base | {"text_config": sizes | base["text_config"]}
-    return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own)
+    return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own, TEXT_DEFAULTS)

@@ -31,7 +31,4 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own = {"sliding_window": config.sliding_window}
-    if base is None:
-        own |= decoder.NO_IDS
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, {"sliding_window": config.sliding_window})

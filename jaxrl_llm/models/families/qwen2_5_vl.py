@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from jaxrl_llm.models.families import qwen2, qwen_vl
-from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
+from jaxrl_llm.models.families import llava, qwen2, qwen_vl
+from jaxrl_llm.models.families.decoder import GATED, TensorName, layer_norm, maps
 from jaxrl_llm.models.families.entries import refuse
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
@@ -13,27 +13,19 @@ MODEL_TYPE = "qwen2_5_vl"
 ARCHITECTURE = {"lm": "Qwen2_5_VLForConditionalGeneration", "score": "Qwen2_5_VLForSequenceClassification"}
 
 
-def _keys(text: str, tower: str) -> tuple[TensorName, ...]:
-    """The keys where the names of the decoder and of the encoder begin so, those of qwen2_vl's encoder among them."""
-    block = f"{tower}blocks.{{layer}}."
-    layers = "vision/encoder/layers"
-    return (
-        *(key._replace(tensor=key.tensor.replace("model.", text, 1)) for key in qwen2.KEYS),
-        TensorName("vision/encoder/patch/kernel", f"{tower}patch_embed.proj.weight", transpose=True),
-        *layer_norm(f"{layers}/norm1", f"{block}norm1"),
-        *(key for name in "qkv" for key in linear(f"{layers}/attention/{name}", f"{block}attn.qkv")),
-        *linear(f"{layers}/attention/out", f"{block}attn.proj"),
-        *layer_norm(f"{layers}/norm2", f"{block}norm2"),
-        *(key for name in ("gate", "up", "down") for key in linear(f"{layers}/mlp/{name}", f"{block}mlp.{name}_proj")),
-        *(key for name in ("fc1", "fc2") for key in linear(f"{layers}/mlp/{name}", f"{block}mlp.{name}")),
-        *layer_norm("vision/encoder/merger/norm", f"{tower}merger.ln_q"),
-        *linear("vision/encoder/merger/fc1", f"{tower}merger.mlp.0"),
-        *linear("vision/encoder/merger/fc2", f"{tower}merger.mlp.2"),
-    )
-
-
-KEYS = _keys("model.", "visual.")
-MODULE_KEYS = _keys("model.language_model.", "model.visual.")
+LAYERS, BLOCK, MERGER = "vision/encoder/layers", "visual.blocks.{layer}.", "visual.merger"
+# The encoder's, those of qwen2_vl's among them.
+TOWER_KEYS = (
+    TensorName("vision/encoder/patch/kernel", "visual.patch_embed.proj.weight", transpose=True),
+    *layer_norm(f"{LAYERS}/norm1", f"{BLOCK}norm1"),
+    *maps(f"{LAYERS}/attention", f"{BLOCK}attn", {"q": "qkv", "k": "qkv", "v": "qkv", "out": "proj"}),
+    *layer_norm(f"{LAYERS}/norm2", f"{BLOCK}norm2"),
+    *maps(f"{LAYERS}/mlp", f"{BLOCK}mlp", GATED | {"fc1": "fc1", "fc2": "fc2"}),
+    *layer_norm("vision/encoder/merger/norm", f"{MERGER}.ln_q"),
+    *maps("vision/encoder/merger", MERGER, {"fc1": "mlp.0", "fc2": "mlp.2"}),
+)
+KEYS = (*qwen2.KEYS, *TOWER_KEYS)
+MODULE_KEYS = llava.as_modules(qwen2.KEYS, TOWER_KEYS)
 OTHER_KEYS = (MODULE_KEYS,)
 FAMILY = qwen_vl.Family(
     MODEL_TYPE,
@@ -61,8 +53,8 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     encoder = qwen_vl.encoder_of(entries, text, FAMILY)
     if not encoder.window_tokens:
         refuse("vision_config.window_size", encoder.window_size, "windows of a token or more")
-    full_layers = tuple(entries.get("fullatt_block_indexes", encoder.full_layers))
-    encoder = dataclasses.replace(encoder, full_layers=full_layers)
+    if (full_layers := entries.get("fullatt_block_indexes")) is not None:
+        encoder = dataclasses.replace(encoder, full_layers=tuple(full_layers))
     return qwen_vl.config_of(hf, text, FAMILY, encoder, {"attention_bias": True}, overrides)
 
 

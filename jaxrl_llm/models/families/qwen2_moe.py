@@ -3,21 +3,17 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types, qwen2, qwen3_moe
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
+from jaxrl_llm.models.families.decoder import LAYER, TensorName
 from jaxrl_llm.models.families.entries import positive
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "qwen2_moe"
 ARCHITECTURE = "Qwen2Moe"
 SHARED = (
-    *linear("layers/mlp/shared/gate", f"{LAYER}mlp.shared_expert.gate_proj"),
-    *linear("layers/mlp/shared/up", f"{LAYER}mlp.shared_expert.up_proj"),
-    *linear("layers/mlp/shared/down", f"{LAYER}mlp.shared_expert.down_proj"),
+    *decoder.maps("layers/mlp/shared", f"{LAYER}mlp.shared_expert", decoder.GATED),
     TensorName("layers/mlp/shared_gate/kernel", f"{LAYER}mlp.shared_expert_gate.weight", True),
 )
-_COMMON = (*decoder.KEYS, *SHARED)
-KEYS = (*_COMMON, *decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
-OTHER_KEYS = ((*_COMMON, *decoder.stacked_experts("mlp")),)
+KEYS, OTHER_KEYS = decoder.expert_tables((*decoder.KEYS, *SHARED))
 DEFAULTS = {
     "num_key_value_heads": 16,
     "moe_intermediate_size": 1408,
@@ -59,9 +55,6 @@ def expert_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own = {"qkv_bias": config.attention_bias, **expert_entries(config, base)}
-    if config.sliding_layers:
-        own["sliding_window"] = config.sliding_window
-    if base is None:
-        own |= {"use_sliding_window": bool(config.sliding_layers), **layer_types.write(config)}
+    own = {"qkv_bias": config.attention_bias, **layer_types.write(config, base), **expert_entries(config, base)}
+    own |= {"use_sliding_window": bool(config.sliding_layers)} if base is None else {}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import qwen3_5_text, qwen3_next, qwen3_vl, qwen_vl
+from jaxrl_llm.models.families import llava, qwen3_5_text, qwen3_next, qwen3_vl, qwen_vl
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "qwen3_5"
 ARCHITECTURE = {"lm": "Qwen3_5ForConditionalGeneration", "score": "Qwen3_5ForSequenceClassification"}
-KEYS = qwen3_vl.with_tower(qwen3_5_text.KEYS)
+KEYS = llava.as_modules(qwen3_5_text.KEYS, qwen3_vl.TOWER_KEYS)
 FAMILY = qwen_vl.Family(
     MODEL_TYPE,
     ARCHITECTURE,

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import qwen3_5, qwen3_5_moe_text, qwen3_vl, qwen_vl
+from jaxrl_llm.models.families import llava, qwen3_5, qwen3_5_moe_text, qwen3_vl, qwen_vl
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "qwen3_5_moe"
 ARCHITECTURE = {"lm": "Qwen3_5MoeForConditionalGeneration", "score": "Qwen3_5MoeForSequenceClassification"}
-KEYS = qwen3_vl.with_tower(qwen3_5_moe_text.KEYS)
-OTHER_KEYS = tuple(map(qwen3_vl.with_tower, qwen3_5_moe_text.OTHER_KEYS))
+KEYS = llava.as_modules(qwen3_5_moe_text.KEYS, qwen3_vl.TOWER_KEYS)
+OTHER_KEYS = (llava.as_modules(qwen3_5_moe_text.OTHER_KEYS[0], qwen3_vl.TOWER_KEYS),)
 FAMILY = qwen3_5.FAMILY._replace(
     model_type=MODEL_TYPE,
     architecture=ARCHITECTURE,

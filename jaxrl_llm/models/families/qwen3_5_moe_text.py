@@ -7,9 +7,7 @@ from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "qwen3_5_moe_text"
 ARCHITECTURE = "Qwen3_5Moe"
-_COMMON = (*qwen3_5_text.KEYS, *qwen2_moe.SHARED)
-KEYS = (*_COMMON, *decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
-OTHER_KEYS = ((*_COMMON, *decoder.stacked_experts("mlp")),)
+KEYS, OTHER_KEYS = decoder.expert_tables((*qwen3_5_text.KEYS, *qwen2_moe.SHARED))
 DEFAULTS = qwen3_next.DEFAULTS | {"num_experts_per_tok": 8, "num_experts": 256}  # for entries that are left out
 # Other families' entries, which this one does not read: every layer has experts, whose weights add up to 1.
 FIXED = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, qwen3_next
-from jaxrl_llm.models.families.decoder import LAYER, linear
+from jaxrl_llm.models.families.decoder import LAYER, maps
 from jaxrl_llm.models.mixers.delta_net import SplitDeltaNet
 from jaxrl_llm.models.model_config import ModelConfig
 
@@ -11,11 +11,7 @@ MODEL_TYPE = "qwen3_5_text"
 ARCHITECTURE = {"lm": "Qwen3_5ForCausalLM", "score": "Qwen3_5TextForSequenceClassification"}
 KEYS = (
     *qwen3_next.DELTA_KEYS,
-    *(
-        key
-        for name in ("qkv", "z", "b", "a")
-        for key in linear(f"layers/delta/{name}", f"{LAYER}linear_attn.in_proj_{name}")
-    ),
+    *maps("layers/delta", f"{LAYER}linear_attn", {name: f"in_proj_{name}" for name in ("qkv", "z", "b", "a")}),
 )
 DEFAULTS = qwen3_next.DELTA_DEFAULTS | {"num_key_value_heads": 4}  # for entries that are left out
 

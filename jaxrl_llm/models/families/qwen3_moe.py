@@ -3,14 +3,12 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types, qwen2
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.entries import experts_of, number, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "qwen3_moe"
 ARCHITECTURE = "Qwen3Moe"
-_COMMON = (*decoder.KEYS, *decoder.QK_NORMS)
-KEYS = (*_COMMON, *decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
-OTHER_KEYS = ((*_COMMON, *decoder.stacked_experts("mlp")),)
+KEYS, OTHER_KEYS = decoder.expert_tables((*decoder.KEYS, *decoder.QK_NORMS))
 DEFAULTS = {
     "num_key_value_heads": 4,
     "moe_intermediate_size": 768,
@@ -37,16 +35,11 @@ def experts(hf: dict[str, Any]) -> dict[str, Any]:
     layers, step = positive(hf, "num_hidden_layers"), hf.get("decoder_sparse_step") or 1
     dense = tuple(n for n in range(layers) if n in (hf.get("mlp_only_layers") or ()) or (n + 1) % step)
     # Files of transformers 5 have Mixtral's name for the number of experts.
-    entry = "num_local_experts" if "num_experts" not in hf and "num_local_experts" in hf else "num_experts"
-    number_of_experts = positive(hf, entry)
+    hf = {"num_experts": hf["num_local_experts"]} | hf if "num_local_experts" in hf else hf
     if len(dense) == layers:
         refuse("mlp_only_layers", hf.get("mlp_only_layers"), "lists that leave some layers their experts")
-    chosen = positive(hf, "num_experts_per_tok")
-    if chosen > number_of_experts:
-        refuse("num_experts_per_tok", chosen, f"up to num_experts = {number_of_experts}")
     return {
-        "experts": number_of_experts,
-        "experts_per_token": chosen,
+        **experts_of(hf, "num_experts", "num_experts_per_tok"),
         "expert_ffn": positive(hf, "moe_intermediate_size"),
         "normalize_top_k": bool(hf["norm_topk_prob"]),
         "dense_layers": dense,

@@ -3,8 +3,8 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, qwen2_moe
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import positive, refuse
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear, maps
+from jaxrl_llm.models.families.entries import mixers_of, positive, refuse
 from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.mixers.delta_net import GatedDeltaNet
 from jaxrl_llm.models.model_config import ModelConfig
@@ -21,14 +21,8 @@ DELTA_KEYS = (
     TensorName("layers/delta/norm_scale", f"{LAYER}linear_attn.norm.weight"),
     *linear("layers/delta/out", f"{LAYER}linear_attn.out_proj"),
 )
-_COMMON = (
-    *DELTA_KEYS,
-    *linear("layers/delta/qkvz", f"{LAYER}linear_attn.in_proj_qkvz"),
-    *linear("layers/delta/ba", f"{LAYER}linear_attn.in_proj_ba"),
-    *qwen2_moe.SHARED,
-)
-KEYS = (*_COMMON, *decoder.experts("mlp", "gate_proj", "up_proj", "down_proj"))
-OTHER_KEYS = ((*_COMMON, *decoder.stacked_experts("mlp")),)
+MAPS = maps("layers/delta", f"{LAYER}linear_attn", {"qkvz": "in_proj_qkvz", "ba": "in_proj_ba"})
+KEYS, OTHER_KEYS = decoder.expert_tables((*DELTA_KEYS, *MAPS, *qwen2_moe.SHARED))
 LINEAR, FULL = "linear_attention", "full_attention"
 # The fields of delta nets that are an entry each, integers from 1, and their values where they are left out.
 SIZES = {
@@ -66,11 +60,7 @@ def delta_fields(hf: dict[str, Any], net: type[GatedDeltaNet]) -> dict[str, Any]
 
     Raises ConfigError for types of layers and sizes that the network does not compute.
     """
-    layers, every = positive(hf, "num_hidden_layers"), positive(hf, "full_attention_interval")
-    types = hf.get("layer_types") or [LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
-    mixers = {LINEAR: net, FULL: Attention}
-    if len(types) != layers or set(types) - set(mixers):
-        refuse("layer_types", types, f"{' or '.join(mixers)} for each of the {layers} layers")
+    every = positive(hf, "full_attention_interval")
     sizes = {field: positive(hf, entry) for field, (entry, _) in SIZES.items()}
     if sizes["delta_conv"] < 2:
         refuse("linear_conv_kernel_dim", 1, "numbers from 2")
@@ -79,7 +69,7 @@ def delta_fields(hf: dict[str, Any], net: type[GatedDeltaNet]) -> dict[str, Any]
         refuse("linear_num_value_heads", sizes["delta_value_heads"], f"multiples of linear_num_key_heads = {keys}")
     return {
         **sizes,
-        "mixers": tuple(mixers[kind] for kind in types),
+        "mixers": mixers_of(hf, {LINEAR: net, FULL: Attention}, lambda layer: LINEAR if (layer + 1) % every else FULL),
         "norm_offset": 1.0,
         "qk_norm": True,
         "attention_gate": True,

@@ -2,51 +2,37 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, qwen3, qwen_vl
-from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
+from jaxrl_llm.models.families import decoder, llava, qwen3, qwen_vl
+from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear, maps
 from jaxrl_llm.models.families.entries import positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 
 MODEL_TYPE = "qwen3_vl"
 ARCHITECTURE = {"lm": "Qwen3VLForConditionalGeneration", "score": "Qwen3VLForSequenceClassification"}
-TOWER, LAYERS = "model.visual.", "vision/encoder/layers"
+TOWER, LAYERS = "visual.", "vision/encoder/layers"
 BLOCK = f"{TOWER}blocks.{{layer}}."
-
-
+FC = {"fc1": "linear_fc1", "fc2": "linear_fc2"}
 # The encoder's, which families with other decoders have too.
 TOWER_KEYS = (
     *linear("vision/encoder/patch", f"{TOWER}patch_embed.proj"),
     TensorName("vision/encoder/position/weight", f"{TOWER}pos_embed.weight"),
     *layer_norm(f"{LAYERS}/norm1", f"{BLOCK}norm1"),
-    *(key for name in "qkv" for key in linear(f"{LAYERS}/attention/{name}", f"{BLOCK}attn.qkv")),
-    *linear(f"{LAYERS}/attention/out", f"{BLOCK}attn.proj"),
+    *maps(f"{LAYERS}/attention", f"{BLOCK}attn", {"q": "qkv", "k": "qkv", "v": "qkv", "out": "proj"}),
     *layer_norm(f"{LAYERS}/norm2", f"{BLOCK}norm2"),
-    *(key for name in ("fc1", "fc2") for key in linear(f"{LAYERS}/mlp/{name}", f"{BLOCK}mlp.linear_{name}")),
+    *maps(f"{LAYERS}/mlp", f"{BLOCK}mlp", FC),
     *(
         key
         for merger, tensor in (("merger", "merger"), ("deepstack", "deepstack_merger_list.{layer}"))
         for key in (
             *layer_norm(f"vision/encoder/{merger}/norm", f"{TOWER}{tensor}.norm"),
-            *linear(f"vision/encoder/{merger}/fc1", f"{TOWER}{tensor}.linear_fc1"),
-            *linear(f"vision/encoder/{merger}/fc2", f"{TOWER}{tensor}.linear_fc2"),
+            *maps(f"vision/encoder/{merger}", f"{TOWER}{tensor}", FC),
         )
     ),
 )
-
-
-def with_tower(text: Iterable[TensorName]) -> tuple[TensorName, ...]:
-    """The keys of a decoder as part of a model with the encoder, and those of the encoder."""
-    return (
-        *(key._replace(tensor=key.tensor.replace("model.", "model.language_model.", 1)) for key in text),
-        *TOWER_KEYS,
-    )
-
-
-KEYS = with_tower(qwen3.KEYS)
+KEYS = llava.as_modules(qwen3.KEYS, TOWER_KEYS)
 ENCODER = PatchRowsConfig(
     width=1152, layers=27, ffn=4304, patch_size=16, window_size=0, full_layers=(), norm="layer", gated=False,
     activation="gelu_tanh", patch_bias=True, positions=48, merger_adapters=True,
@@ -81,11 +67,12 @@ def encoder_of(hf: dict[str, Any], text: dict[str, Any], family: qwen_vl.Family)
     """The encoder of a config.json with the decoder's entries `text`; raises ConfigError for another network."""
     entries = hf.get("vision_config") or {}
     encoder = qwen_vl.encoder_of(entries, text, family)
-    entries = {"num_position_embeddings": encoder.positions**2, "deepstack_visual_indexes": encoder.deepstack} | entries
+    entries = {"num_position_embeddings": encoder.positions**2} | entries
     side = math.isqrt(positive(entries, "num_position_embeddings"))
     if side**2 != entries["num_position_embeddings"]:
         refuse("vision_config.num_position_embeddings", entries["num_position_embeddings"], "squares")
-    deepstack = tuple(entries["deepstack_visual_indexes"])
+    deepstack = entries.get("deepstack_visual_indexes")
+    deepstack = encoder.deepstack if deepstack is None else tuple(deepstack)
     fits = len(deepstack) <= positive(text, "num_hidden_layers") and set(deepstack) <= set(range(encoder.layers))
     if list(deepstack) != sorted(set(deepstack)) or not fits:
         refuse(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, qwen3, qwen3_moe, qwen3_vl, qwen_vl
+from jaxrl_llm.models.families import decoder, llava, qwen3, qwen3_moe, qwen3_vl, qwen_vl
 from jaxrl_llm.models.families.decoder import LAYER, TensorName
 from jaxrl_llm.models.model_config import ModelConfig
 
@@ -11,16 +11,17 @@ ARCHITECTURE = {"lm": "Qwen3VLMoeForConditionalGeneration", "score": "Qwen3VLMoe
 EXPERTS = f"{LAYER}mlp.experts."
 # On the hub the experts' matrices are stacked, `[E,D,2F]` and `[E,F,D]`; version 5 of transformers writes its own,
 # `[E,2F,D]` and `[E,D,F]`, under the same names.
-KEYS = qwen3_vl.with_tower(
+KEYS = llava.as_modules(
     (
         *qwen3.KEYS,
         TensorName("layers/mlp/router/kernel", f"{LAYER}mlp.gate.weight", transpose=True),
         TensorName("layers/mlp/experts/gate/kernel", f"{EXPERTS}gate_up_proj", columns=True),
         TensorName("layers/mlp/experts/up/kernel", f"{EXPERTS}gate_up_proj", columns=True),
         TensorName("layers/mlp/experts/down/kernel", f"{EXPERTS}down_proj"),
-    )
+    ),
+    qwen3_vl.TOWER_KEYS,
 )
-MODULE_KEYS = qwen3_vl.with_tower((*qwen3.KEYS, *decoder.stacked_experts("mlp")))
+MODULE_KEYS = llava.as_modules((*qwen3.KEYS, *decoder.stacked_experts("mlp")), qwen3_vl.TOWER_KEYS)
 OTHER_KEYS = (MODULE_KEYS,)
 FAMILY = qwen3_vl.FAMILY._replace(
     model_type=MODEL_TYPE,

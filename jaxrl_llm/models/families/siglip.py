@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
+from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear, maps
 from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.siglip import SiglipConfig
@@ -31,13 +31,9 @@ def keys(tower: str) -> tuple[TensorName, ...]:
         *linear("vision/encoder/patch", f"{tower}embeddings.patch_embedding"),
         TensorName("vision/encoder/position/weight", f"{tower}embeddings.position_embedding.weight"),
         *layer_norm("vision/encoder/layers/norm1", f"{layer}layer_norm1"),
-        *linear("vision/encoder/layers/attention/q", f"{layer}self_attn.q_proj"),
-        *linear("vision/encoder/layers/attention/k", f"{layer}self_attn.k_proj"),
-        *linear("vision/encoder/layers/attention/v", f"{layer}self_attn.v_proj"),
-        *linear("vision/encoder/layers/attention/out", f"{layer}self_attn.out_proj"),
+        *maps("vision/encoder/layers/attention", f"{layer}self_attn", {x: f"{x}_proj" for x in ("q", "k", "v", "out")}),
         *layer_norm("vision/encoder/layers/norm2", f"{layer}layer_norm2"),
-        *linear("vision/encoder/layers/mlp/fc1", f"{layer}mlp.fc1"),
-        *linear("vision/encoder/layers/mlp/fc2", f"{layer}mlp.fc2"),
+        *maps("vision/encoder/layers/mlp", f"{layer}mlp", {"fc1": "fc1", "fc2": "fc2"}),
         *layer_norm("vision/encoder/norm", f"{tower}post_layernorm"),
     )
 
@@ -61,6 +57,12 @@ def read(hf: dict[str, Any], default: SiglipConfig) -> SiglipConfig:
         activation=activation,
         init_scale=number("vision_config.initializer_range", hf.get("initializer_range", default.init_scale)),
     )
+
+
+def refuse_head(entries: dict[str, Any]) -> None:
+    """Raises ConfigError for a `vision_config` with a head, which it has unless it says otherwise."""
+    if entries.get("vision_use_head", True):
+        refuse("vision_config.vision_use_head", True, "false (an encoder without the head that pools its patches)")
 
 
 def vision_of(config: ModelConfig) -> VisionConfig:

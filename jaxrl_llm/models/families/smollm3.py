@@ -28,10 +28,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own: dict[str, Any] = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
-    if config.sliding_layers:
-        own["sliding_window"] = config.sliding_window
+    own = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias, **layer_types.write(config, base)}
     if base is None:
         own |= layer_types.write_unrotated(config) | {"use_sliding_window": bool(config.sliding_layers)}
-        own |= layer_types.write(config) | decoder.NO_IDS
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

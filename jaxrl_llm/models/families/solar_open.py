@@ -28,7 +28,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
     own = {**deepseek_v3.expert_entries(config, base), "attention_bias": config.attention_bias}
-    own |= decoder.NO_IDS if base is None else {}
     hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
     given = () if base is None else base
     own_only = {"intermediate_size", "first_k_dense_replace", "num_nextn_predict_layers"} - {*given}

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types, stablelm
-from jaxrl_llm.models.families.decoder import LAYER, linear
+from jaxrl_llm.models.families.decoder import LAYER, maps
 from jaxrl_llm.models.families.entries import renamed
 from jaxrl_llm.models.model_config import ModelConfig
 
@@ -13,14 +13,14 @@ KEYS = (
     *decoder.ENDS,
     *stablelm.NORMS,
     *decoder.ATTENTION,
-    *linear("layers/mlp/up", f"{LAYER}mlp.c_fc"),
-    *linear("layers/mlp/down", f"{LAYER}mlp.c_proj"),
+    *maps("layers/mlp", f"{LAYER}mlp", {"up": "c_fc", "down": "c_proj"}),
 )
 NAMES = {"norm_epsilon": "rms_norm_eps"}
 DEFAULTS = {
     "num_key_value_heads": 2,
     "hidden_act": "gelu_pytorch_tanh",
     "rms_norm_eps": 1e-5,
+    "initializer_range": 0.018042,
     "use_bias": True,
     "tie_word_embeddings": True,
 }  # for entries that are left out

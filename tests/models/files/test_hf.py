@@ -186,6 +186,18 @@ CONFIG_FAULTS = {
         {"model_type": "ernie4_5_moe", "architectures": None, "moe_layer_start_index": 2},
         "moe_layer_start_index = 2 .* leave experts to some of the 2 layers",
     ),
+    "experts from a layer of no number": (
+        {"model_type": "ernie4_5_moe", "architectures": None, "moe_layer_start_index": "x"},
+        "moe_layer_start_index = 'x' is not supported; supported: an integer",
+    ),
+    "layers of an encoder that are no list": (
+        {"model_type": "qwen2_5_vl", "architectures": None, "vision_config": {"fullatt_block_indexes": 3}},
+        "fullatt_block_indexes = 3 is not supported; supported: a list",
+    ),
+    "a decoder of another family": (
+        {"model_type": "gemma3", "architectures": None, "text_config": {"model_type": "llama"}},
+        r"text_config = \{'model_type': 'llama'\} is not supported; supported: the entries of a gemma3_text model",
+    ),
     "a norm behind each part": (
         {"model_type": "apertus", "architectures": None, "hidden_act": "xielu", "post_norm": True},
         "post_norm = True is not supported; supported: False",
