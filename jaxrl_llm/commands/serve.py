@@ -199,6 +199,7 @@ def serve(
             def stop() -> None:
                 self.force_exit = self.should_exit
                 self.should_exit = server.draining = True
+                loop.call_later(drain, server.end_answers)
 
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stop)
@@ -215,8 +216,8 @@ def serve(
             return await super().on_tick(counter) or queue.failure is not None
 
     web = uvicorn.Config(
-        server.app, http=Connection, log_level="warning", access_log=False, timeout_graceful_shutdown=int(drain),
-        server_header=False, lifespan="off",
+        server.app, http=Connection, log_level="warning", access_log=False, server_header=False, lifespan="off",
+        timeout_graceful_shutdown=int(drain) + 2,  # for what ended answers write; who reads none of it is cut off
     )  # fmt: skip
     queue.start()
     # A first row compiles the programs that the next ones need, and shows that the model runs here before anyone asks.

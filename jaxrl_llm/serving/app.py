@@ -83,6 +83,7 @@ class Server:
         self.guides = Guides(tokenizer, vocabulary, eos)
         self.metrics, self.created, self.active, self.draining = Metrics(), int(time.time()), 0, False
         self._tiles: list[weakref.ref[Decoded]] = []  # of requests, as long as these are held
+        self.answers: weakref.WeakSet[Answer] = weakref.WeakSet()  # under way
         own = (
             ("/v1/chat/completions", "POST", functools.partial(self.complete, chat=True)),
             ("/v1/completions", "POST", functools.partial(self.complete, chat=False)),
@@ -257,6 +258,11 @@ class Server:
                 each.cancel()
             await asyncio.gather(task, left, return_exceptions=True)
 
+    def end_answers(self) -> None:
+        """Ends the answers under way with status 503, streams with an event that says so."""
+        for handle in [handle for answer in self.answers for handle in answer.under_way()]:
+            handle.deliver(BadRequestError("the server is stopping", 503))
+
 
 def _too_large(most: int) -> BadRequestError:
     return BadRequestError(f"the body has more than {most} bytes; send less", 413, "request_too_large")
@@ -353,7 +359,12 @@ class Answer:
             )  # fmt: skip
             choice.handle = Handle(request, functools.partial(deliver, choice))
         self.going = set(self.choices)
-        server.queue.submit([choice.handle for choice in self.choices if choice.handle is not None])
+        server.queue.submit(self.under_way())
+        server.answers.add(self)
+
+    def under_way(self) -> list[Handle]:
+        """The rows that have not ended."""
+        return [choice.handle for choice in self.choices if choice in self.going and choice.handle is not None]
 
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
         """New parts of the choices until all have ended. Raises BadRequestError when time is over or decoding fails."""
@@ -390,7 +401,8 @@ class Answer:
     def close(self) -> None:
         """Cancels the rows that have not ended."""
         self.server.metrics.latency.add(time.monotonic() - self.started)
-        self.server.queue.cancel([choice.handle for choice in self.going if choice.handle is not None])
+        self.server.queue.cancel(self.under_way())
+        self.server.answers.discard(self)
         self.going.clear()
         for choice in self.choices:
             choice.handle = None  # which delivers to the choice: in a circle both, and its images, stay for a while

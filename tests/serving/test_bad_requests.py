@@ -246,6 +246,22 @@ def test_a_stream_that_fails_says_so(web, monkeypatch, capsys, path):
     assert capsys.readouterr().err.count("RuntimeError: of the server") == 2
 
 
+def test_answers_that_a_stopping_server_ends_say_so(web, running):
+    """As its command has it when `--drain` is over: no connection just breaks."""
+    body = {"prompt": "x", "n": 128, "max_tokens": 100, "ignore_eos": True}  # more than the slots do meanwhile
+    with ThreadPoolExecutor() as pool:
+        whole, stream = (pool.submit(web.post, TEXT, json={**body, "stream": each}) for each in (False, True))
+        while running.server.queue.counts.waiting <= 128:
+            time.sleep(0.01)
+        running.server.end_answers()
+        error = refused(whole.result(), 503)
+        *_, last, end = stream.result().text.removesuffix("\n\n").split("\n\n")
+    assert error["message"] == "the server is stopping" and error["type"] == "server_error"
+    assert json.loads(last.removeprefix("data: "))["error"] == error and end == "data: [DONE]"
+    answer = web.post(TEXT, json={"prompt": "sort:4821=", "temperature": 0})
+    assert answer.json()["choices"][0]["text"] == "1248" and not running.server.answers
+
+
 def test_paths_and_methods(web):
     refused(web.get("/v1/other"), 404)
     refused(web.get(TEXT), 405)
