@@ -10,124 +10,29 @@ names of tensors that files may have and that are not read, and UNREAD how the n
 
 import contextlib
 import dataclasses
+import importlib
 from types import ModuleType
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.families import (
-    afmoe,
-    apertus,
-    arcee,
-    aya_vision,
-    cohere,
-    cohere2,
-    cohere2_vision,
-    cwm,
-    deepseek_v2,
-    deepseek_v3,
-    dots1,
-    ernie4_5,
-    ernie4_5_moe,
-    exaone,
-    exaone4,
-    falcon,
-    falcon_h1,
-    flex_olmo,
-    gemma,
-    gemma2,
-    gemma3,
-    gemma3_text,
-    gemma3n_text,
-    gemma4,
-    gemma4_text,
-    glm,
-    glm4,
-    glm4_moe,
-    glm4_moe_lite,
-    glm4v,
-    glm4v_moe,
-    gpt2,
-    gpt_neox,
-    gpt_oss,
-    granite,
-    granitemoe,
-    granitemoehybrid,
-    granitemoeshared,
-    hunyuan_v1_dense,
-    hunyuan_v1_moe,
-    idefics3,
-    internvl,
-    jais2,
-    kimi_linear,
-    lfm2,
-    lfm2_moe,
-    lfm2_vl,
-    llama,
-    llama4_text,
-    llava_1_5,
-    llava_next,
-    llava_onevision,
-    minimax_m2,
-    ministral,
-    ministral3,
-    mistral,
-    mistral3,
-    mixtral,
-    mllama,
-    nemotron,
-    nemotron_h,
-    olmo,
-    olmo2,
-    olmo3,
-    olmo_hybrid,
-    olmoe,
-    opt,
-    paligemma,
-    phi,
-    phi3,
-    qwen2,
-    qwen2_5_vl,
-    qwen2_moe,
-    qwen2_vl,
-    qwen3,
-    qwen3_5,
-    qwen3_5_moe,
-    qwen3_5_moe_text,
-    qwen3_5_text,
-    qwen3_moe,
-    qwen3_next,
-    qwen3_vl,
-    qwen3_vl_moe,
-    seed_oss,
-    smollm3,
-    smolvlm,
-    solar_open,
-    stablelm,
-    starcoder2,
-)
 from jaxrl_llm.models.families.decoder import settings
 from jaxrl_llm.models.families.entries import check_kinds
 from jaxrl_llm.models.model_config import ModelConfig
 
-# A net without a config.json is exported as the first family that describes it.
-FAMILIES = {
-    module.MODEL_TYPE: module
-    for module in (
-        llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, phi3, qwen3_moe, mixtral, smollm3, olmo2,
-        olmo3, granite, glm, glm4, olmoe, qwen2_moe, gpt_oss, deepseek_v3,
-        qwen3_next, gemma4_text, qwen3_5_text, qwen3_5_moe_text, llama4_text, idefics3, smolvlm, gemma3, qwen2_5_vl,
-        qwen3_vl, qwen3_5, qwen3_5_moe, qwen3_vl_moe, qwen2_vl, glm4_moe, glm4_moe_lite,
-        minimax_m2, exaone4, ernie4_5, seed_oss,
-        lfm2, lfm2_moe, ministral3, granitemoehybrid,
-        internvl, glm4v, glm4v_moe, mistral3,
-        nemotron_h, afmoe, kimi_linear, olmo_hybrid, falcon_h1, dots1, hunyuan_v1_dense, arcee,
-        cohere2, gemma4, lfm2_vl, apertus, ernie4_5_moe, granitemoe, hunyuan_v1_moe, llava_1_5, llava_next,
-        llava_onevision, gemma3n_text, paligemma, mllama, aya_vision, cohere2_vision,
-        gpt2, gpt_neox, opt, phi, stablelm, starcoder2, cohere, olmo, exaone, falcon,
-        nemotron, jais2, cwm, ministral, flex_olmo, granitemoeshared, solar_open, deepseek_v2,
-    )
-}  # fmt: skip
-ALIKE = {"kimi_k2": deepseek_v3}  # model_types of another family's form, as which they are exported
+# The files of families. A net without a config.json is exported as the first one that describes it.
+NAMES = (
+    "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text phi3 qwen3_moe mixtral smollm3 olmo2 olmo3 granite glm glm4 "
+    "olmoe qwen2_moe gpt_oss deepseek_v3 qwen3_next gemma4_text qwen3_5_text qwen3_5_moe_text llama4_text idefics3 "
+    "smolvlm gemma3 qwen2_5_vl qwen3_vl qwen3_5 qwen3_5_moe qwen3_vl_moe qwen2_vl glm4_moe glm4_moe_lite minimax_m2 "
+    "exaone4 ernie4_5 seed_oss lfm2 lfm2_moe ministral3 granitemoehybrid internvl glm4v glm4v_moe mistral3 nemotron_h "
+    "afmoe kimi_linear olmo_hybrid falcon_h1 dots1 hunyuan_v1_dense arcee cohere2 gemma4 lfm2_vl apertus ernie4_5_moe "
+    "granitemoe hunyuan_v1_moe llava_1_5 llava_next llava_onevision gemma3n_text paligemma mllama aya_vision "
+    "cohere2_vision gpt2 gpt_neox opt phi stablelm starcoder2 cohere olmo exaone falcon nemotron jais2 cwm ministral "
+    "flex_olmo granitemoeshared solar_open deepseek_v2 "
+)
+MODULES = [importlib.import_module(f"{__name__}.{name}") for name in NAMES.split()]
+FAMILIES: dict[str, ModuleType] = {module.MODEL_TYPE: module for module in MODULES}
+ALIKE = {"kimi_k2": FAMILIES["deepseek_v3"]}  # model_types of another family's form, as which they are exported
 
 
 def register(module: ModuleType) -> None:

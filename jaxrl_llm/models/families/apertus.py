@@ -45,8 +45,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     own: dict[str, Any] = {"attention_bias": config.attention_bias}
     if base is None:
         own |= {"hidden_act": "xielu"}
-    rope = None if base is None else _with_rope(base)
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=_with_rope)
 
 
 def _with_rope(hf: dict[str, Any]) -> dict[str, Any]:

@@ -31,8 +31,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     """The config.json of a net, over the entries of `base`."""
     own = {"mlp_bias": config.mlp_bias, **layer_types.write(config, base)}
     own |= {"bos_token_id": 128_000} if base is None else {}  # it may not be null
-    rope = None if base is None else _with_rope(base)
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=_with_rope)
 
 
 def _with_rope(hf: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ additions. Files of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_p
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigError
@@ -208,11 +208,11 @@ def from_config(
     family: str | dict[str, str],
     model_type: str,
     own: dict[str, Any],
-    rope: dict[str, Any] | None = None,
+    rope: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> dict[str, Any]:
     """The config.json of a net: the entries of `base` (or defaults) with the net's shape over them.
 
-    `rope` is `base` with the meaning of its rotary entries spelled out, where the family reads them its own way.
+    `rope` spells the meaning of rotary entries out, where the family reads them its own way.
     Without a `base`, rope and dtype entries are those of transformers 4, which version 5 reads as well, and ids
     of tokens are null: it would take the family's own, which may be outside the vocabulary.
     """
@@ -230,7 +230,7 @@ def from_config(
         "initializer_range": config.init_scale,
         **own,
     }
-    if base is None or not _same_rope(rope or base, config):
+    if base is None or not _same_rope(rope(base), config):
         hf = {name: value for name, value in hf.items() if name not in rotary.ENTRIES} | rotary.write(config)
     count = {"lm": 0, "score": 1, "step": 2}[config.head]
     if count and len(hf.get("id2label") or ()) != count:  # else they have names of their own
@@ -258,8 +258,7 @@ def from_own_names(
     common = None if base is None else renamed(base, names)
     if base is None and (usual := defaults.get("hidden_act")):
         own = own | {"hidden_act": plain_name(config.activation, usual)}
-    rope = None if common is None else defaults | common
-    hf = from_config(config, common, family, model_type, own, rope=rope)
+    hf = from_config(config, common, family, model_type, own, rope=lambda base: defaults | base)
     if base is None and "partial_rotary_factor" in defaults:
         hf["partial_rotary_factor"] = config.rotary_fraction
     return with_own_names(hf, names, without)

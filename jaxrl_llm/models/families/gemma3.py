@@ -28,14 +28,7 @@ def _vision_keys(tower: str) -> tuple[TensorName, ...]:
     )
 
 
-TOWERS = [_vision_keys(tower) for tower in ("vision_tower.vision_model.", "vision_tower.")]
-KEYS = llava.on_the_hub(gemma3_text.KEYS, TOWERS[0])
-MODULE_KEYS = llava.as_modules(gemma3_text.KEYS, TOWERS[1])
-OTHER_KEYS = (
-    llava.on_the_hub(gemma3_text.KEYS, TOWERS[1]),
-    MODULE_KEYS,
-    llava.as_modules(gemma3_text.KEYS, TOWERS[0]),
-)
+KEYS, MODULE_KEYS, OTHER_KEYS = llava.tables(gemma3_text.KEYS, _vision_keys)
 # For entries that are left out.
 DEFAULTS = {"image_token_index": 262_144, "mm_tokens_per_image": 256, "tie_word_embeddings": True}
 TEXT_DEFAULTS = {

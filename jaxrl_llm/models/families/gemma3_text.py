@@ -15,15 +15,16 @@ DEFAULTS = {**gemma2.DEFAULTS, "attn_logit_softcapping": None, "final_logit_soft
 BASES = {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}  # of full and of sliding attention
 
 
-def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
-    """The rotary parameters of both types of layers; files of transformers 4 have a base and a scaling of one each."""
-    return rotary.both_sets(hf, *(base if hf.get(entry) is None else hf[entry] for entry, base in BASES.items()))
+def with_ropes(hf: dict[str, Any]) -> dict[str, Any]:
+    """The entries, with rotary parameters of both types of layers; files of transformers 4 have a base and a scaling of
+    one each."""
+    bases = (base if hf.get(entry) is None else hf[entry] for entry, base in BASES.items())
+    return {**hf, "rope_parameters": rotary.both_sets(hf, *bases)}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | hf
-    hf |= {"rope_parameters": rope_parameters(hf)}
+    hf = with_ropes(DEFAULTS | hf)
     every = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
     own = {**gemma2.common(hf), "qk_norm": True, **layer_types.read(hf, lambda layer: (layer + 1) % every != 0)}
     rope = {"by_type": True}
@@ -32,5 +33,5 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    rope = None if base is None else {**base, "rope_parameters": rope_parameters(base)}
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, gemma2.own_entries(config, base), rope=rope)
+    own = gemma2.own_entries(config, base)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=with_ropes)

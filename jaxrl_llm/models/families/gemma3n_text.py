@@ -47,8 +47,7 @@ SPARSE, SPARSITY = 10, 0.95  # the first layers, where there are more, and the s
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | hf
-    hf |= {"rope_parameters": gemma3_text.rope_parameters(hf)}
+    hf = gemma3_text.with_ropes(DEFAULTS | hf)
     computed(hf, COMPUTED)
     layers, sizes = positive(hf, "num_hidden_layers"), hf.get("intermediate_size")
     if isinstance(sizes, list | tuple):
@@ -89,8 +88,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
             "altup_num_inputs": config.altup_streams,
             "laurel_rank": config.laurel_rank,
         }
-    rope = None if base is None else {**base, "rope_parameters": gemma3_text.rope_parameters(base)}
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=gemma3_text.with_ropes)
 
 
 unused_tensors = gemma4_text.unused_tensors  # keys and values of the layers that share those of others

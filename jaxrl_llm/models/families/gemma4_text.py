@@ -54,8 +54,7 @@ ROPES = {
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | hf
-    hf |= {"rope_parameters": _rope_parameters(hf)}
+    hf = _with_ropes(DEFAULTS | hf)
     if hf.get("use_bidirectional_attention") == "vision":  # of images, which are not read
         hf["use_bidirectional_attention"] = None
     every, last = 6, positive(hf, "num_hidden_layers") - 1
@@ -98,8 +97,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
             "hidden_size_per_layer_input": config.per_layer_width,
             "vocab_size_per_layer_input": config.per_layer_vocab or config.vocab_size,
         }
-    rope = None if base is None else {**base, "rope_parameters": _rope_parameters(base)}
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=_with_ropes)
 
 
 def unused_tensors(config: ModelConfig) -> set[str]:
@@ -109,13 +107,13 @@ def unused_tensors(config: ModelConfig) -> set[str]:
     return {f"{LAYER.format(layer=layer)}self_attn.{part}.weight" for layer in layers for part in parts}
 
 
-def _rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
-    """The rotary parameters of both types of layers."""
+def _with_ropes(hf: dict[str, Any]) -> dict[str, Any]:
+    """The entries, with rotary parameters of both types of layers."""
     given = rotary.sets_of(hf)
     for entry in ("rope_scaling",) if given else ("rope_scaling", "rope_theta"):
         if hf.get(entry):
             refuse(entry, hf[entry], f"rope_parameters with a set for each of {', '.join(ROPES)}")
-    return ROPES | given
+    return {**hf, "rope_parameters": ROPES | given}
 
 
 def _full_heads(hf: dict[str, Any], sliding: tuple[int, ...]) -> dict[str, Any]:

@@ -44,9 +44,7 @@ THETA = 150_000.0
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | hf
-    if not rotary.parameters_of(hf):
-        hf["rope_parameters"] = YARN
+    hf = _with_rope(DEFAULTS | hf)
     if (hf.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         hf["quantization_config"] = None
     own = {
@@ -75,5 +73,9 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         "router_aux_loss_coef": config.router_aux_loss_coef,
     }
     own |= {"swiglu_alpha": config.swiglu_alpha} if base is None else {}
-    rope = None if base is None or rotary.parameters_of(base) else {**base, "rope_parameters": YARN}
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=_with_rope)
+
+
+def _with_rope(hf: dict[str, Any]) -> dict[str, Any]:
+    """The entries, with YaRN where they have no scaling."""
+    return hf if rotary.parameters_of(hf) else {**hf, "rope_parameters": YARN}

@@ -30,8 +30,7 @@ def own_fields(hf: dict[str, Any]) -> dict[str, Any]:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    rope = None if base is None else stretched(base)
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config), rope=rope)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config), rope=stretched)
 
 
 def own_entries(config: ModelConfig) -> dict[str, Any]:

@@ -49,5 +49,4 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     for entry in ("num_experts", "moe_topk"):
         if isinstance((base or {}).get(entry), list):
             own[entry] = [own[entry]] * len((base or {})[entry])
-    rope = None if base is None else hunyuan_v1_dense.stretched(DEFAULTS | base)
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=hunyuan_v1_dense.stretched)

@@ -5,7 +5,7 @@ Their tensors have LLaVA's names, on the hub and in the classes of transformers.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +33,16 @@ def as_modules(text: Iterable[TensorName], vision: Iterable[TensorName]) -> tupl
     """The same keys as the classes of transformers 5 have them."""
     inside = (key._replace(tensor=f"model.{key.tensor}") for key in vision)
     return (*_renamed(text, "model.language_model.", "lm_head."), *inside)
+
+
+def tables(
+    text: Iterable[TensorName], vision: Callable[[str], Iterable[TensorName]]
+) -> tuple[tuple[TensorName, ...], tuple[TensorName, ...], tuple[tuple[TensorName, ...], ...]]:
+    """KEYS, MODULE_KEYS and OTHER_KEYS of a family with the `vision` keys of an encoder whose names begin so; those of
+    transformers 5 lack a part."""
+    text, whole, short = tuple(text), *(tuple(vision(f"vision_tower.{part}")) for part in ("vision_model.", ""))
+    modules = as_modules(text, short)
+    return on_the_hub(text, whole), modules, (on_the_hub(text, short), modules, as_modules(text, whole))
 
 
 def _renamed(text: Iterable[TensorName], model: str, head: str) -> Iterable[TensorName]:

@@ -24,7 +24,8 @@ ROPE = {
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    rope = _rope_parameters(hf)
+    hf = _with_rope(hf)
+    rope = hf["rope_parameters"]
     beta = number("llama_4_scaling_beta", rope.get("llama_4_scaling_beta") or 0.0)
     every = rope.get("original_max_position_embeddings")
     if beta and (not isinstance(every, int) or every < 1):
@@ -32,14 +33,13 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     own = layer_types.read_uniform(hf)
     if beta:
         own |= {"query_growth": beta, "query_growth_every": every, "query_growth_rotated": True}
-    return decoder.to_config({**hf, "rope_parameters": rope}, ARCHITECTURE, own, overrides)
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
     own: dict[str, Any] = {"sliding_window": config.sliding_window}
-    rope = None if base is None else {**base, "rope_parameters": _rope_parameters(base)}
-    hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
+    hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=_with_rope)
     if base is None:
         if config.local_rope is not None:
             refuse("rope_parameters", hf["rope_parameters"], "one set of parameters for all layers")
@@ -51,6 +51,6 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     return hf
 
 
-def _rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
-    """The rotary parameters, of which files of transformers 4 have the base apart; those of the family without any."""
-    return rotary.parameters_of(hf) or ({} if hf.get("rope_theta") else ROPE)
+def _with_rope(hf: dict[str, Any]) -> dict[str, Any]:
+    """The entries, with rotary parameters, of which files of transformers 4 have the base apart, or the family's."""
+    return {**hf, "rope_parameters": rotary.parameters_of(hf) or ({} if hf.get("rope_theta") else ROPE)}

@@ -4,7 +4,7 @@ the tiles of images, which are no tokens, and an encoder that sees the tiles of 
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, llava, siglip
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, layer_norm, linear
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, layer_norm, linear, maps
 from jaxrl_llm.models.families.entries import positive, refuse
 from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.mixers.cross_attention import CrossAttention
@@ -16,7 +16,7 @@ MODEL_TYPE = "mllama"
 ARCHITECTURE = {"lm": "MllamaForConditionalGeneration", "score": "", "step": ""}  # transformers has no other
 TEXT_KEYS = (
     *decoder.KEYS,
-    *(key for name in "qkvo" for key in linear(f"layers/cross/{name}", f"{LAYER}cross_attn.{name}_proj")),
+    *maps("layers/cross", f"{LAYER}cross_attn", decoder.QKVO),
     TensorName("layers/cross/q_norm/scale", f"{LAYER}cross_attn.q_norm.weight"),
     TensorName("layers/cross/k_norm/scale", f"{LAYER}cross_attn.k_norm.weight"),
     TensorName("layers/cross/attention_gate", f"{LAYER}cross_attn_attn_gate"),
@@ -30,11 +30,10 @@ def _layers(stack: str, tensors: str) -> tuple[TensorName, ...]:
     here, layer = f"{ENCODER}{stack}/", f"{TOWER}{tensors}.layers.{{layer}}."
     return (
         *layer_norm(f"{here}norm1", f"{layer}input_layernorm"),
-        *(key for name in "qkvo" for key in linear(f"{here}attention/{name}", f"{layer}self_attn.{name}_proj")),
+        *maps(f"{here}attention", f"{layer}self_attn", decoder.QKVO),
         TensorName(f"{here}gate1", f"{layer}gate_attn"),
         *layer_norm(f"{here}norm2", f"{layer}post_attention_layernorm"),
-        *linear(f"{here}mlp/fc1", f"{layer}mlp.fc1"),
-        *linear(f"{here}mlp/fc2", f"{layer}mlp.fc2"),
+        *maps(f"{here}mlp", f"{layer}mlp", {"fc1": "fc1", "fc2": "fc2"}),
         TensorName(f"{here}gate2", f"{layer}gate_ffn"),
     )
 
@@ -137,7 +136,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     own = {"cross_attention_layers": reading} | ({"pad_token_id": None} if given is None else {})
     text = decoder.from_config(
         config, None if given is None else TEXT_DEFAULTS | given, ARCHITECTURE, "mllama_text_model", own,
-        rope=None if given is None else {"rope_theta": THETA} | given,
+        rope=lambda text: {"rope_theta": THETA} | text,
     )  # fmt: skip
     head = text.pop("architectures")
     text |= {name: x for name, x in (given or {}).items() if name == "architectures"}

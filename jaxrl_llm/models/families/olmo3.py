@@ -12,25 +12,24 @@ KEYS = olmo2.KEYS
 DEFAULTS = {**olmo2.DEFAULTS, "sliding_window": 4096, "rope_theta": 500_000.0}  # for entries that are left out
 
 
-def _rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
-    """The rotary parameters of both types of layers; files of transformers 4 scale those without a window."""
+def _with_ropes(hf: dict[str, Any]) -> dict[str, Any]:
+    """The entries, with rotary parameters of both types of layers; files of transformers 4 scale those without a
+    window."""
     base = hf.get("rope_theta") or DEFAULTS["rope_theta"]
-    return rotary.both_sets(hf, base, base)
+    return {**hf, "rope_parameters": rotary.both_sets(hf, base, base)}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | hf
-    hf |= {"rope_parameters": _rope_parameters(hf)}
+    hf = _with_ropes(DEFAULTS | hf)
     own = olmo2.common(hf) | layer_types.read(hf, lambda layer: (layer + 1) % 4 != 0)
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"by_type": True})
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    rope = None if base is None else {**base, "rope_parameters": _rope_parameters(base)}
     own = {"attention_bias": config.attention_bias, **layer_types.write(config, base)}
-    hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=rope)
+    hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=_with_ropes)
     if base is None:  # transformers takes one base for all layers for that of the layers without a window
         both = dataclasses.replace(config, local_rope=config.local_rope or config.rope)
         hf = {name: value for name, value in hf.items() if name not in rotary.ENTRIES} | rotary.write(both)

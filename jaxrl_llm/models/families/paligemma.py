@@ -13,7 +13,6 @@ MODEL_TYPE = "paligemma"
 # What reads a completion to rate it does not know where its prompt ends: there are no such heads.
 ARCHITECTURE = {"lm": "PaliGemmaForConditionalGeneration", "score": "", "step": ""}
 TEXTS = {module.MODEL_TYPE: module for module in (gemma, gemma2)}
-TOWERS = ("vision_tower.vision_model.", "vision_tower.")  # how names begin on the hub, and in transformers 5
 
 
 def _vision_keys(tower: str) -> tuple[TensorName, ...]:
@@ -21,9 +20,8 @@ def _vision_keys(tower: str) -> tuple[TensorName, ...]:
 
 
 # Of each decoder, as the norms of a Gemma's and of a Gemma 2's layers have one name for another place.
-FILES = {name: llava.on_the_hub(text.KEYS, _vision_keys(TOWERS[0])) for name, text in TEXTS.items()}
-MODULES = {name: llava.as_modules(text.KEYS, _vision_keys(TOWERS[1])) for name, text in TEXTS.items()}
-KEYS, MODULE_KEYS = FILES["gemma"], MODULES["gemma"]
+TABLES = {name: llava.tables(text.KEYS, _vision_keys) for name, text in TEXTS.items()}
+KEYS, MODULE_KEYS, _ = TABLES["gemma"]
 # The tokenizer has no chat template: images, the beginning of the text, the prompt and a line break, as the processor
 # of transformers writes them, then the answer.
 CHAT_TEMPLATE = (
@@ -51,22 +49,21 @@ TEXT_DEFAULTS = {
 
 def keys(config: ModelConfig) -> tuple[TensorName, ...]:
     """The table of the files of a net."""
-    return FILES["gemma2" if config.norms == "both" else "gemma"]
+    return _tables(config)[0]
 
 
 def module_keys(config: ModelConfig) -> tuple[TensorName, ...]:
     """The same of the class in transformers."""
-    return MODULES["gemma2" if config.norms == "both" else "gemma"]
+    return _tables(config)[1]
 
 
 def other_keys(config: ModelConfig) -> tuple[tuple[TensorName, ...], ...]:
     """The tables by which files are read too."""
-    text = TEXTS["gemma2" if config.norms == "both" else "gemma"].KEYS
-    return (
-        module_keys(config),
-        llava.on_the_hub(text, _vision_keys(TOWERS[1])),
-        llava.as_modules(text, _vision_keys(TOWERS[0])),
-    )
+    return _tables(config)[2]
+
+
+def _tables(config: ModelConfig):
+    return TABLES["gemma2" if config.norms == "both" else "gemma"]
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

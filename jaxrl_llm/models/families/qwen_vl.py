@@ -147,7 +147,7 @@ def entries_of(
     flat = given is base
     text = decoder.from_config(
         config, family.text | given, family.architecture, family.model_type + ("" if flat else "_text"), own,
-        rope=family.text | _default_rope(given),
+        rope=_default_rope,
     )  # fmt: skip
     if not any("mrope_section" in (text.get(entry) or {}) for entry in ("rope_parameters", "rope_scaling")):
         runs = [len(list(run)) for _, run in itertools.groupby(config.rope_axes)]
