@@ -17,6 +17,7 @@ from flax import nnx
 from jaxrl_llm.distributed.sharding import columns_are_whole, constrain, context_shards
 from jaxrl_llm.models import quantize
 from jaxrl_llm.models.adapters import lora
+from jaxrl_llm.models.kernels import stored_matmul
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -39,7 +40,7 @@ class Linear(nnx.Module):
 
     def __init__(self, d_in: int, d_out: int, config, rngs: nnx.Rngs, bias: bool = False, name: str = ""):
         kernel = jax.random.normal(rngs.params(), (d_in, d_out), config.param_dtype) * config.init_scale
-        self.d_in = d_in
+        self.d_in, self.name = d_in, name
         self.quantize, self.qat = (config.quantize, config.qat) if name else ("none", "none")
         quantize.check_inputs(d_in, self.qat, "model.qat")
         stored = kernel if self.quantize == "none" else quantize.quantize(kernel, self.quantize)
@@ -61,9 +62,12 @@ class Linear(nnx.Module):
         rows = x.reshape(-1, x.shape[-1]) if context_shards() == 1 else x
         is_array = isinstance(self.kernel, nnx.Param)
         kernel = self.kernel[...] if is_array else {name: array[...] for name, array in self.kernel.items()}
-        matmul = quantize.frozen_matmul if self.lora is not None or not is_array else quantize.matmul
-        matmul = matmul if self.qat == "none" else quantize.simulated_matmul
-        y: jax.Array = matmul(rows, kernel, self.quantize if self.qat == "none" else self.qat)
+        if self.qat == "none":
+            matmul = stored_matmul.frozen_matmul if self.lora is not None or not is_array else stored_matmul.matmul
+            matmul = functools.partial(matmul, kind=self.quantize, name=self.name)
+        else:
+            matmul = functools.partial(stored_matmul.simulated_matmul, kind=self.qat)
+        y: jax.Array = matmul(rows, kernel)
         if self.lora is not None and self.lora_a is not None and self.lora_b is not None:
             a, b = self.lora_a[...], self.lora_b[...]
             key_data = None if self.lora_key is None else self.lora_key[...]
@@ -73,7 +77,7 @@ class Linear(nnx.Module):
             else:
                 inputs = lora.dropped(rows, self.lora, key_data)
                 factors = lora.rescaling(kernel, a, b, self.lora_m[...], self.lora).astype(y.dtype)
-                base: jax.Array = y if key_data is None else matmul(inputs, kernel, self.quantize)
+                base: jax.Array = y if key_data is None else matmul(inputs, kernel)
                 y += (factors - 1) * base + factors * lora.delta(inputs, a, b, self.lora)
         y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
@@ -117,11 +121,11 @@ def as_blocks(x, heads: int, size: int, *maps: Linear) -> jax.Array | None:
     shape = (*x.shape[:-1], -1, heads, size)
     if kind == "none":
         return jnp.concatenate([each(rows) for each in maps], axis=-1).reshape(shape)
-    sums = jnp.concatenate([quantize.sums(rows, each.kernel["codes"][...]) for each in maps], axis=-1)
+    sums = jnp.concatenate([stored_matmul.sums(rows, each.kernel["codes"][...]) for each in maps], axis=-1)
     # Each block's scales are selected: put together they would be an array, written by a kernel of its own.
     scales = [block for each in maps for block in each.kernel["absmax"][...].reshape(-1, heads, size)]
     scales = jnp.select([np.arange(len(scales))[:, None, None] == i for i in range(len(scales))], scales)
-    return quantize.scaled(sums.reshape(shape), scales, kind).astype(x.dtype)
+    return stored_matmul.scaled(sums.reshape(shape), scales, kind).astype(x.dtype)
 
 
 def stacked(make: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs) -> Any:

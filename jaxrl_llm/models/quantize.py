@@ -2,9 +2,7 @@
 `mxfp4` per block of 32.
 
 A quantised kernel is a dict of `codes` and `absmax` (of mxfp4 `scales`), in place of the array. Two codes of 4 bits
-share a byte on every backend. Matmuls are computed in the compute dtype, those of 8 bits with the codes themselves: a
-column is scaled behind the sum over its inputs, so that what is read of the matrix is one byte a number. No kernel has
-a gradient.
+share a byte on every backend. Their matmuls are in kernels/stored_matmul.py. No kernel has a gradient.
 
 Numbers in fp8 are kept as bytes (uint8): compilers for devices without fp8 would widen an array to move a slice of it.
 """
@@ -12,7 +10,7 @@ Numbers in fp8 are kept as bytes (uint8): compilers for devices without fp8 woul
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +18,6 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.files import mxfp4
-from jaxrl_llm.models.kernels import cpu_matmul
 
 KINDS = ("none", "int8", "fp8", "int4", "nf4", "mxfp4")
 PARTS = ("codes", "absmax", "scales")  # of quantised kernels
@@ -109,72 +106,6 @@ def as_factors(scales) -> jax.Array:
 def as_matrix(kernel: Kernel, kind: str, dtype) -> jax.Array:
     """The kernel, quantised or not, as an array of `dtype`."""
     return dequantize(kernel, kind, dtype) if isinstance(kernel, dict) else kernel.astype(dtype)
-
-
-def matmul(x, kernel: Kernel, kind: str) -> jax.Array:
-    """`x @ kernel`, x `[n, in]`, in the dtype of x."""
-    if not isinstance(kernel, dict) or kind not in BYTES:
-        return cpu_matmul.matmul(x, dequantize(kernel, kind, x.dtype) if isinstance(kernel, dict) else kernel)
-    return scaled(sums(x, kernel["codes"]), kernel["absmax"], kind).astype(x.dtype)
-
-
-def sums(x, codes) -> jax.Array:
-    """The products `[n, out]` of x `[n, in]` and codes of 8 bits in fp32, to be `scaled`."""
-    return jnp.matmul(x, widened(codes, x.dtype), preferred_element_type=jnp.float32)
-
-
-def scaled(sums, absmax, kind: str) -> jax.Array:
-    """The products with the matrix whose codes gave these `sums`, in fp32."""
-    return sums * (absmax / BYTES[kind][1])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _frozen_matmul(x, kernel: Kernel, kind: str) -> jax.Array:
-    return matmul(x, kernel, kind)
-
-
-def frozen_matmul(x, kernel: Kernel, kind: str) -> jax.Array:
-    """`matmul` with a gradient for x alone.
-
-    The backward pass keeps the kernel as it is stored, and converts it again: autodiff would keep the converted matrix
-    of every layer.
-    """
-    return cast(jax.Array, _frozen_matmul(x, kernel, kind))
-
-
-def _forward(x, kernel: Kernel, kind: str):
-    return matmul(x, kernel, kind), kernel
-
-
-def _backward(kind: str, kernel: Kernel, gradient):
-    dtype = gradient.dtype
-    if not isinstance(kernel, dict) or kind not in BYTES:
-        return cpu_matmul.matmul_transposed(gradient, as_matrix(kernel, kind, dtype)), None
-    gradient = (gradient * kernel["absmax"]).astype(dtype)
-    gradient = jnp.matmul(gradient, widened(kernel["codes"], dtype).T, preferred_element_type=jnp.float32)
-    return (gradient / BYTES[kind][1]).astype(dtype), None
-
-
-_frozen_matmul.defvjp(_forward, _backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def simulated_matmul(x, kernel: jax.Array, kind: str) -> jax.Array:
-    """`matmul` with the kernel as `quantize` stores it. Its gradient is that of the stored one, as it is
-    (straight-through, arXiv 1308.3432).
-
-    The backward pass quantises again: autodiff would keep a second matrix of every layer.
-    """
-    return matmul(x, quantize(kernel, kind), kind)
-
-
-def _simulated_backward(kind: str, kept, gradient):
-    x, kernel = kept
-    of_x, _ = _backward(kind, quantize(kernel, kind), gradient)
-    return of_x, cpu_matmul.over_rows(x, gradient).astype(kernel.dtype)
-
-
-simulated_matmul.defvjp(lambda x, kernel, kind: (simulated_matmul(x, kernel, kind), (x, kernel)), _simulated_backward)
 
 
 def quantized_as(

@@ -17,12 +17,13 @@ from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.cast import draws_from_another, in_precision
 from jaxrl_llm.models.families import family_of
+from jaxrl_llm.models.kernels.stored_matmul import frozen_matmul, matmul
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.mixers.attention import Attention, KeyValues
 from jaxrl_llm.models.mixers.mamba2 import Mamba2
 from jaxrl_llm.models.mixers.short_conv import ShortConv
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.quantize import BYTES, dequantize, frozen_matmul, matmul, narrowed, quantize, widened
+from jaxrl_llm.models.quantize import BYTES, dequantize, narrowed, quantize, widened
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine

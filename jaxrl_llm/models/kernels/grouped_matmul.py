@@ -21,6 +21,8 @@ BLOCKS = (16, 128)  # the fewest and the most rows of a block
 RESULT = "grouped_matmul"  # as which policies of rematerialisation know results
 COLUMNS = 128  # of the results of a program of a GPU's kernel, at most
 BYTES = 128  # of a row that such a program reads at once
+WIDE = 64  # such columns where matrices are of 4 bits, which take more of its registers
+PROGRAMS = 512  # that fill a GPU, counting blocks that may be empty: fewer are split
 AHEAD = 3  # blocks of codes that it reads before it needs them
 
 
@@ -205,16 +207,14 @@ def _by_kernel(x, kernels: Kernel, sizes, transposed: bool, dtype, kind: str = "
 
     if isinstance(kernels, dict):
         codes, scales = kernels["codes"], scales_of(kernels)
-        # Codes are converted as they are read, once but for groups of more than a block's rows, and in whole blocks of
-        # numbers that share a scale, of which a product of tensor cores has 16 or more.
-        if not transposed and _block_rows(len(x), len(codes)) < BLOCKS[1] and codes.shape[1] >= 16 * scales.shape[1]:
-            return _by_codes(x, codes, scales, sizes, dtype, kind, interpret)
+        if not transposed and reads_codes(len(x), codes, scales):
+            return by_codes(x, codes, scales, sizes, dtype, kind, interpret)
         kernels = dequantize(kernels, kind, x.dtype)
     kernels = as_fp8(kernels)
     nothing = 0 if jnp.issubdtype(kernels.dtype, jnp.integer) else 0.0
     inner, depth = x.shape[1], BYTES // x.dtype.itemsize
 
-    def block(refs, group, steps, rows, columns, total):
+    def block(refs, group, low, high, rows, columns, total):
         x_ref, kernels_ref = refs
 
         def step(number, total):
@@ -229,25 +229,34 @@ def _by_kernel(x, kernels: Kernel, sizes, transposed: bool, dtype, kind: str = "
             matrix = triton.load(kernels_ref.at[(group, *there)], mask=mask, other=nothing)
             return total + triton.dot(ours, matrix.astype(x.dtype), trans_b=transposed)
 
-        return jax.lax.fori_loop(0, steps, step, total)
+        return jax.lax.fori_loop(low, high, step, total)
 
     width, steps = kernels.shape[1 if transposed else 2], -(-inner // depth)
-    return _over_programs(block, steps, (x, kernels), sizes, (dtype, width), "grouped_matmul", interpret)
+    return _over_programs(block, steps, (x, kernels), sizes, (dtype, width), "grouped_matmul", interpret, COLUMNS)
 
 
-def _by_codes(x, codes, scales, sizes, dtype, kind: str, interpret: bool):
-    """The grouped matmul with matrices of 4 bits, whose numbers are rounded as `dequantize` does and leave no program.
+def reads_codes(rows: int, codes, scales) -> bool:
+    """True where `by_codes` serves: for groups of a block's rows, so that it converts codes once, and whole blocks of
+    numbers that share a scale, of which a product of tensor cores has 16 or more."""
+    return rows <= BLOCKS[1] * len(codes) and codes.shape[1] >= 16 * scales.shape[1]
 
-    A program has the next blocks of codes in registers. Triton's own pipeline (`num_stages`) would have the level of
-    every number in shared memory, where it is written by an instruction of its own.
+
+def by_codes(x, codes, scales, sizes, dtype, kind: str, interpret: bool):
+    """The grouped matmul on GPUs with matrices of 4 bits, codes and scales as `quantize` has them.
+
+    Numbers are rounded as `dequantize` does, and leave no program. A program has the next blocks of codes in registers:
+    Triton's own pipeline (`num_stages`) would have the level of every number in shared memory, where it is written by
+    an instruction of its own. Of few groups several programs share a sum, as long as parts of it are fewer bytes than
+    codes.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     depth = codes.shape[1] // scales.shape[1]  # of bytes that share a scale
 
-    def block(refs, group, steps, rows, columns, total):
+    def block(refs, group, low, high, rows, columns, total):
         x_ref, codes_ref, scales_ref, levels_ref = refs
+        group = jnp.minimum(group, len(codes) - 1)  # blocks are read ahead of none too
 
         def read(number):
             number = jnp.minimum(number, scales.shape[1] - 1)
@@ -265,12 +274,13 @@ def _by_codes(x, codes, scales, sizes, dtype, kind: str, interpret: bool):
                 total += triton.dot(ours, (triton.load(levels_ref.at[each]) * factor).astype(x.dtype))
             return total, *others
 
-        return jax.lax.fori_loop(0, steps, step, (total, *map(read, range(AHEAD))))[0]
+        return jax.lax.fori_loop(low, high, step, (total, *(read(low + number) for number in range(AHEAD))))[0]
 
     halves = x.reshape(len(x), -1, 2).swapaxes(1, 2).reshape(x.shape)
     levels = LEVELS[kind] + jnp.zeros_like(x, jnp.float32, (16,))  # which says along which axes it varies
-    arrays, out = (halves, codes, scales, levels), (dtype, codes.shape[2])
-    return _over_programs(block, scales.shape[1], arrays, sizes, out, "grouped_matmul_of_codes", interpret, stages=1)
+    splits = min(PROGRAMS * WIDE // (_most_blocks(len(x), len(codes)) * codes.shape[2]), codes.shape[1] // (8 * len(x)))
+    run = functools.partial(_over_programs, block, scales.shape[1], (halves, codes, scales, levels), sizes)
+    return run((dtype, codes.shape[2]), "grouped_matmul_of_codes", interpret, WIDE, max(splits, 1), stages=1)
 
 
 class _Part(NamedTuple):
@@ -280,33 +290,38 @@ class _Part(NamedTuple):
     inside: jax.Array
 
 
-def _over_programs(block, steps: int, arrays, sizes, out, name: str, interpret: bool, stages: int = 3):
-    """The grouped matmul, of that type and width, of which each block of rows of the first array and each part of the
-    columns is `block(refs, group, steps, rows, columns, zeros)`, with the matrices of the second array."""
+def _over_programs(
+    block, steps: int, arrays, sizes, out, name: str, interpret: bool, most: int, splits: int = 1, stages: int = 3
+):
+    """The grouped matmul, of that type and width, of which each block of rows of the first array and at most so many
+    columns are `block(refs, group, low, high, rows, columns, zeros)`, with the matrices of the second array, of all
+    steps, or of a split's share of them."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     dtype, width = out
     rows, groups = len(arrays[0]), len(arrays[1])
     size = _block_rows(rows, groups)
-    columns = min(4 * size, COLUMNS)  # few rows wait for matrices, which more programs read faster
+    columns = min(4 * size, most)  # few rows wait for matrices, which more programs read faster
 
     def kernel(*refs):
         *refs, sizes_ref, out_ref = refs
         group, start, end = _place(sizes_ref[...], pl.program_id(0), size)
-        first = pl.program_id(1) * columns
+        first, split = pl.program_id(1) * columns, pl.program_id(2)
         ours = _Part(pl.ds(start, size), start + jnp.arange(size) < end)
         there = _Part(pl.ds(first, columns), first + jnp.arange(columns) < width)
         # What is behind the last group is a group without a matrix.
-        turns = (group < groups).astype(jnp.int32) * steps
-        total = block(refs, group, turns, ours, there, jnp.zeros((size, columns), jnp.float32))
+        low, high = ((group < groups).astype(jnp.int32) * (steps * n // splits) for n in (split, split + 1))
+        total = block(refs, group, low, high, ours, there, jnp.zeros((size, columns), jnp.float32))
         mask = ours.inside[:, None] & there.inside[None]
-        triton.store(out_ref.at[ours.at, there.at], total.astype(out_ref.dtype), mask=mask)
+        triton.store(out_ref.at[split, ours.at, there.at], total.astype(out_ref.dtype), mask=mask)
 
     sizes = jnp.append(sizes, rows - sizes.sum())
-    grid = (_most_blocks(rows, groups) + 1, pl.cdiv(width, columns))
+    grid = (_most_blocks(rows, groups) + 1, pl.cdiv(width, columns), splits)
     warps = 8 if size == BLOCKS[1] else 4
-    return _run(kernel, grid, arrays, sizes, (dtype, (rows, width)), warps, name, interpret, stages)
+    of_splits = dtype if splits == 1 else jnp.float32, (splits, rows, width)
+    found = _run(kernel, grid, arrays, sizes, of_splits, warps, name, interpret, stages)
+    return found[0] if splits == 1 else found.sum(axis=0).astype(dtype)
 
 
 def _outer_by_kernel(x, y, kernels, sizes, interpret: bool):

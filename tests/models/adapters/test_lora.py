@@ -17,9 +17,10 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.adapters.lora import LoraConfig
+from jaxrl_llm.models.kernels.stored_matmul import frozen_matmul
 from jaxrl_llm.models.logprobs import last_scores, token_logps
 from jaxrl_llm.models.model import add_adapters, has_peft_adapter, load_model, save_adapter, save_hf
-from jaxrl_llm.models.quantize import NF4, dequantize, frozen_matmul, quantize
+from jaxrl_llm.models.quantize import NF4, dequantize, quantize
 from tests.models.conftest import VOCAB, make_oracle, variants
 
 TOKENS = np.random.default_rng(0).integers(1, VOCAB, (2, 7))

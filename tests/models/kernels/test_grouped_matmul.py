@@ -105,7 +105,7 @@ def test_few_rows_read_codes_of_4_bits(kind):
     numbers = dequantize(stored, kind, jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(multiply(x, numbers), np.float32))
     assert np.abs(np.asarray(found, np.float32)[:38]).min(axis=1).max() > 0
-    for rows, forms in ((45, False), (5 * 100, True)):
+    for rows, forms in ((45, False), (5 * 200, True)):
         traced = jax.make_jaxpr(functools.partial(multiply, kind=kind))(jnp.zeros((rows, 192), jnp.bfloat16), stored)
         assert ("bf16[5,192,80]" in str(traced)) == forms
 
