@@ -129,6 +129,14 @@ def test_a_run_that_is_still_written_can_be_reported(tmp_path):
     assert run.steps[-1] == 5
 
 
+def test_values_that_are_no_numbers_are_gaps(tmp_path):
+    """The browser reads JSON, which has no NaN: the whole page would stay empty."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN, "reward": -Infinity, "kl": "high", "lr": 1e-3}\n')
+    (page,) = report([tmp_path])
+    (data,) = unpacked(page.read_text(encoding="utf-8"), "curves")
+    assert data["runs"][0]["metrics"] == {"loss": [None], "reward": [None], "kl": [None], "lr": [0.001]}
+
+
 def test_names_are_as_long_as_it_takes():
     assert short_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     assert short_names([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
@@ -265,6 +273,10 @@ def test_errors_name_what_is_wrong(tmp_path, monkeypatch):
         report([run, run])
     with pytest.raises(ConfigError, match="set another --output"):
         report([run], output=run / "config.json" / "report.html")
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"config\.json must hold a JSON object"):
+        report([tmp_path])
     (run / "completions" / "completions_00001.parquet").write_bytes(b"no parquet")
     with pytest.raises(ConfigError, match=r"completions_00001\.parquet cannot be read"):
         report([run])
@@ -322,6 +334,9 @@ def test_pictures(tmp_path):
     for path in paths[1:]:
         data = path.read_bytes()
         assert data.startswith(b"\x89PNG") and len(data) > 5000, path
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "metrics.jsonl").touch()  # before the first step there are no curves
+    assert report([tmp_path / "begun"], png=tmp_path / "none") == [tmp_path / "begun" / "report.html"]
 
 
 # In a browser

@@ -31,7 +31,8 @@ def check_pictures() -> None:
 
 
 def write_pictures(runs: Sequence[ReportedRun], folder: Path, smoothing: float) -> list[Path]:
-    """The paths of a PNG for each curve at the top of the page, and of curves.png with all of them.
+    """The paths of a PNG for each curve at the top of the page, and of curves.png with all of them; none before the
+    first step.
 
     Raises ConfigError when matplotlib is not installed.
     """
@@ -40,6 +41,8 @@ def write_pictures(runs: Sequence[ReportedRun], folder: Path, smoothing: float) 
     Figure = importlib.import_module("matplotlib.figure").Figure
     folder.mkdir(parents=True, exist_ok=True)
     shown, paths = headlines(runs), []
+    if not shown:
+        return paths
     with matplotlib.rc_context(STYLE):
         for title, metric in shown:
             figure = Figure(figsize=(4.2, 2.8))

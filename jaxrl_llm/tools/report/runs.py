@@ -1,12 +1,14 @@
 """`ReportedRun`: the records of one run, with the names that metrics have within it."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import default, flat
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.models.files.safetensors import read_json
 from jaxrl_llm.training.logging.metric_names import MetricNames
 from jaxrl_llm.training.logging.origin import read_starts
 from jaxrl_llm.training.logging.records import METRICS, read_metrics
@@ -69,26 +71,17 @@ def run_of(folder: Path, name: str | None = None) -> ReportedRun:
 
     Raises ConfigError for a file that cannot be read.
     """
-    path, settings = folder / METRICS, _settings(folder)
+    path, settings = folder / METRICS, flat(read_json(folder / "config.json") or {})
     names = _names(settings)
     records = list(read_metrics(path)) if path.is_file() else []
     metrics: dict[str, list[float | None]] = {}
     for number, record in enumerate(records):
         for shown, value in record.items():
             if shown not in ("step", "time") and not names.is_more(shown):
-                metrics.setdefault(names.internal(shown), [None] * len(records))[number] = value
+                known = isinstance(value, int | float) and math.isfinite(value)  # others write NaN, or texts
+                metrics.setdefault(names.internal(shown), [None] * len(records))[number] = value if known else None
     steps, times = [record["step"] for record in records], [record.get("time", 0.0) for record in records]
     return ReportedRun(name or folder.resolve().name, folder, settings, steps, times, metrics, read_starts(folder))
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.exists():
-        return {}
-    try:
-        return flat(json.loads(path.read_text()))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({error}): repair or remove it") from error
 
 
 def _names(settings: dict[str, Any]) -> MetricNames:
