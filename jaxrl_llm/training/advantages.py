@@ -42,6 +42,13 @@ INPUTS = (
     "scale",  # algorithm.scale_rewards
 )
 
+UNTRACEABLE = (  # what JAX raises of functions that want the values of arrays while it traces them
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
 
 @dataclass(frozen=True)
 class AdvantageSpec:
@@ -286,7 +293,10 @@ class AdvantageStep:
                 f"{rule.setting} is {rule.name!r}, which returns an array of the shape {jnp.shape(advantages)}, but it "
                 f"must return one number for each of {mask.shape[0]} rows, or for each token, {mask.shape}"
             )
-        advantages = mask * (advantages if advantages.ndim == 2 else advantages[:, None])
+        advantages = advantages if advantages.ndim == 2 else advantages[:, None]
+        # A rule of the user's may give NaN where the score is NaN, and may not know the mask.
+        without = (mask == 0) | (jnp.isnan(advantages) & (inputs["mask"] == 0))
+        advantages = jnp.where(without, 0.0, advantages)
         if (parts := inputs["parts"]) is not None and not rule.asks_for("parts"):
             spec, rewarded = self.spec, inputs["mask"]
             apart = turn_rules.by_turn(~jnp.isnan(parts.rewards), parts, rewarded)
@@ -357,16 +367,26 @@ def advantage_step(spec: AdvantageSpec, reward_names: tuple[str, ...]) -> Advant
 
 def check_options(setting: str, written: str, call: Callable[..., Any], *shapes: Any) -> None:
     """Raises ConfigError where a built-in function, which `call` calls with arrays of these shapes, does not take the
-    values of the options that are `written`."""
-    if is_own(split_options(written)[0]):
-        return
+    values of the options that are `written`, and where a user's own cannot be traced by JAX.
+
+    What else is wrong with a user's own it says when it is used: it may fail of these shapes alone.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):  # which come when it is used
             jax.eval_shape(call, *shapes)
-    except ValueError as error:
-        raise ConfigError(f"{setting} is {written!r}: {error}") from error
-    except TypeError as error:
-        raise ConfigError(f"{setting} is {written!r}, but an option takes a value of another type") from error
+    except UNTRACEABLE as error:
+        raise ConfigError(
+            f"{setting} is {written!r}, which wants numbers in arrays that JAX traces it with, but these have none: "
+            "compute with jax.numpy in place of numpy, and without float(), int() or an if of their values"
+        ) from error
+    except Exception as error:
+        if is_own(split_options(written)[0]):
+            return
+        if isinstance(error, ValueError):
+            raise ConfigError(f"{setting} is {written!r}: {error}") from error
+        if isinstance(error, TypeError):
+            raise ConfigError(f"{setting} is {written!r}, but an option takes a value of another type") from error
+        raise
 
 
 def advantage_rule(name: str) -> tuple[Callable[..., jax.Array], dict[str, Any]]:

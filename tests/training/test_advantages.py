@@ -455,11 +455,22 @@ def test_a_rule_of_the_users_own(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def centred(scores, lengths, power=1):\n    return (scores - scores.mean()) / lengths**power\n"
         "def total(scores):\n    return scores.sum()\n"
+        "import numpy\n"
+        "def of_numbers(scores):\n    return numpy.exp(scores)\n"
+        "def by_case(scores):\n    return scores if scores.max() > 0 else -scores\n"
+        "def above(scores):\n    return scores - 1\n"
+        "def everywhere(scores, mask):\n    return (scores[:, None] - 1) / mask\n"
     )
     with pytest.raises(ConfigError, match=r"mine\.py:total'.* shape \(\), but it must return one number for each of 4"):
         advantages_of([1, 0, 2, 1], advantage=f"{tmp_path}/mine.py:total")
     result = advantages_of([1, 0, 2, 1], advantage=f"{tmp_path}/mine.py:centred(power=2)")
     np.testing.assert_allclose(rows_of(result), np.array([0, -1, 1, 0]) / LENGTHS**2, rtol=1e-5)
+    for name in ("of_numbers", "by_case"):
+        with pytest.raises(ConfigError, match=rf"algorithm.advantage is .*mine\.py:{name}'.* compute with jax.numpy"):
+            step_of(configured(advantage=f"{tmp_path}/mine.py:{name}"))
+    for name in ("above", "everywhere"):  # a row without a reward teaches nothing, nor do tokens outside the mask
+        result = advantages_of([1, NAN, 2, 0], advantage=f"{tmp_path}/mine.py:{name}")
+        np.testing.assert_array_equal(rows_of(result), [0, 0, 1, -1])
 
 
 def test_critic_skips_unscorable_rows():

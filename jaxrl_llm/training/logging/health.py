@@ -55,7 +55,10 @@ def health_warnings(spec: HealthSpec, metrics: Mapping[str, float]) -> dict[str,
             f"{spec.mismatch:g}): {advice}"
         )
     if not math.isfinite(metrics.get("loss", 0.0)):
-        warnings["nonfinite_loss"] = f"the loss is {metrics['loss']:g}: look for a rate that is too high, or bad rows"
+        cause = "look for a rate that is too high, or bad rows"
+        if not math.isfinite(metrics.get("advantages/mean", 0.0)):
+            cause = "so are advantages: look at algorithm.advantage, of scores that are NaN for rows without a reward"
+        warnings["nonfinite_loss"] = f"the loss is {metrics['loss']:g}: {cause}"
     if metrics.get("unscorable_rows", 0):
         warnings["unscorable_rows"] = f"{metrics['unscorable_rows']:g} completions have no reward, and teach nothing"
     elif not math.isfinite(metrics.get("reward", 0.0)):

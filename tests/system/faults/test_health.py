@@ -46,6 +46,12 @@ def test_each_has_its_name(metric, value, name):
     assert names(**{metric: value}) == {name}
 
 
+def test_advantages_that_are_no_numbers_are_named():
+    nan = {"loss": math.nan, "advantages/mean": math.nan}
+    assert "algorithm.advantage" in health_warnings(health_spec(default()), HEALTHY | nan)["nonfinite_loss"]
+    assert "algorithm.advantage" not in health_warnings(health_spec(default()), {"loss": math.nan})["nonfinite_loss"]
+
+
 def test_a_mismatch_of_older_policies_is_no_matter_of_types():
     config = default()
     advice = lambda: health_warnings(health_spec(config), {DIFFERENCE: 0.2})["sampler_mismatch"]  # noqa: E731

@@ -252,6 +252,7 @@ def known_slopes(config, batch: Batch):
 
 
 OWN_LOSSES = """
+import numpy
 import jax
 import jax.numpy as jnp
 from jaxrl_llm.algorithms.losses import Metric
@@ -270,6 +271,10 @@ def mean(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=None):
 
 def by_likelihood(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=None):
     return -jnp.exp(logps - old_logps) * advantages * (jax.lax.stop_gradient(logps) > -3)
+
+
+def of_numbers(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask):
+    return -advantages * numpy.exp(logps - old_logps)
 """
 
 
@@ -287,6 +292,9 @@ def test_a_loss_of_ones_own(tmp_path):
     config.algorithm.loss = f"{tmp_path / 'own.py'}:mean"
     with pytest.raises(ConfigError, match=r"loss returns .* the shape \(\), but it must return one .* token, \(4, 7\)"):
         jax.eval_shape(objective_of(config, NET).loss, PARAMS, objective.prepare(batch))
+    config.algorithm.loss = f"{tmp_path / 'own.py'}:of_numbers"
+    with pytest.raises(ConfigError, match=r"algorithm.loss is .*own\.py:of_numbers'.* compute with jax.numpy"):
+        objective_of(config, NET)
     (value, metrics), gradient = found["clipped"]
     (expected, _), expected_gradient = found["ppo_clip"]
     np.testing.assert_allclose(value, expected, rtol=1e-6)
