@@ -1062,8 +1062,13 @@ def _optimizer(config: ConfigDict) -> Iterator[str]:
             f"optimizer.rate_factors is set, but {c.name} {reason} for all parameters: leave the factors out, or take "
             "another optimizer.name, adamw"
         )
+    trained_apart = config.algorithm.name == "ppo" and not config.critic.shared
+    if c.name == "came" and 0 in (c.b1, config.critic.b1 if trained_apart else None):
+        yield (
+            f"{'critic' if c.b1 else 'optimizer'}.b1 is 0, but came divides by how far updates are from their mean, of "
+            "which nothing is left then: set it to 0.9"
+        )
     if c.name == "prodigy":
-        trained_apart = config.algorithm.name == "ppo" and not config.critic.shared
         rates = {"optimizer": c.learning_rate} | ({"critic": config.critic.learning_rate} if trained_apart else {})
         for section, rate in rates.items():
             if rate == "auto" or rate < LEAST_PRODIGY_RATE:

@@ -1239,8 +1239,8 @@ IDENTITY = (
     "algorithm.reference_samples", "algorithm.drop_unsolved",
     "algorithm.loss", "algorithm.importance_sampling_level", "algorithm.aggregation", "algorithm.loss_weights",
     "algorithm.reference_free", "critic.path", "critic.shared", "critic.lora_rank", "critic.lora_alpha",
-    "critic.lora_targets", "optimizer.name", "optimizer.moment_dtype", "teacher.path", "teacher.revision",
-    "teacher.others", "teacher.column", "teacher.context",
+    "critic.lora_targets", "optimizer.name", "optimizer.moment_dtype", "optimizer.galore_rank",
+    "optimizer.lisa_layers", "teacher.path", "teacher.revision", "teacher.others", "teacher.column", "teacher.context",
 )  # fmt: skip
 NEW = "{new}"  # in the name of output_dir
 # Settings of a single start, of no meaning for the run.

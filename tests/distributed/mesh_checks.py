@@ -176,6 +176,44 @@ def test_moments_in_eight_bits_are_sharded_like_parameters(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, restored.opt_state, in_two.opt_state)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "schedule_free_adamw"},
+        {"name": "prodigy"},
+        {"name": "came"},
+        {"name": "galore_adamw", "galore_rank": 8, "galore_every": 2},
+        {"name": "adamw", "lisa_layers": 2, "lisa_every": 2},
+    ],
+    ids=lambda settings: settings["name"],
+)
+def test_updates_are_equal_on_every_mesh(settings):
+    """Of sums over all of a matrix, of its rows and columns, its singular vectors, and of a few layers of a stack."""
+    random = np.random.default_rng(0)
+    shapes = {"q": (3, 32, 64), "down": (3, 64, 48)}
+    params = {"layers": {name: {"kernel": random.normal(size=shape, scale=0.1)} for name, shape in shapes.items()}}
+    params = jax.tree.map(np.float32, {**params, "norm": {"scale": np.ones(32)}})
+    gradients = [jax.tree.map(lambda x, n=n: np.sin(x * (90 + n)), params) for n in range(3)]
+    changed = {f"optimizer__{name}": value for name, value in settings.items()}
+    optimizer = make_optimizer(config_of("grpo", **changed, optimizer__b1=0.9, optimizer__learning_rate=0.01))
+
+    def improved(mesh):
+        state = init_state(jax.device_put(params, shardings(params, mesh)), optimizer, mesh)
+        now, state = state.params, state.opt_state
+        for given in gradients:
+            changes, state = jax.jit(optimizer.update)(jax.device_put(given, shardings(params, mesh)), state, now)
+            now = optax.apply_updates(now, changes)
+        return now, state
+
+    whole, _ = improved(mesh_of(1, 1, 1))
+    for mesh in (mesh_of(2, 2, 2), mesh_of(1, 8, 1)):
+        made, state = improved(mesh)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), made, whole)
+        cut = [x.sharding.shard_shape(x.shape) != x.shape for x in jax.tree.leaves(state) if x.ndim == 3]
+        assert len(cut) >= 2 and all(cut), "moments of matrices are not cut"
+
+
 def is_adam(x):
     return isinstance(x, optax.ScaleByAdamState)
 

@@ -258,6 +258,7 @@ def test_samples_of_the_average_are_weighed():
         ({"name": "prodigy", "learning_rate": "auto"}, "learning_rate is auto, but prodigy finds the rate itself"),
         ({"name": "prodigy", "learning_rate": 1.0, "rate_factors": ("lora_B=16",)}, "estimates one rate for all"),
         ({"name": "schedule_free_adamw", "rate_factors": ("norm=2",)}, "averages with weights of one rate"),
+        ({"name": "came", "b1": 0.0}, "optimizer.b1 is 0, but came divides by how far .* set it to 0.9"),
         ({"name": "schedule_free_adamw", "lisa_layers": 2}, "change while schedule_free_adamw follows all of them"),
     ],
 )

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs, PackedLayout, Scalars
 from jaxrl_llm.config import batch_rows, rows_together
-from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.config.schema import OFFLINE, SCHEDULE_FREE
 from jaxrl_llm.distributed.sharding import (
     bytes_on_device,
     path_name,
@@ -156,7 +156,8 @@ def compile_step(
             return programs, rollout, Microbatch(0, 0)  # parameters come in the type that decodes
     objective, room = objective_of(config, shapes.net), None
     if accelerator and memory:
-        room = max(memory - held_bytes(shapes) - gradient_bytes(shapes.state.params), 0.0)
+        copies = 2 if config.optimizer.name == SCHEDULE_FREE else 1  # gradients, and the parameters that they are of
+        room = max(memory - held_bytes(shapes) - copies * gradient_bytes(shapes.state.params), 0.0)
     layouts = make_layouts(config, shapes.net, mesh, objective, widths, accelerator, packer, room)
     if only in ("", "logps", "training"):
         compile_logps(config, shapes, params, mesh, widths, layouts, compiler)

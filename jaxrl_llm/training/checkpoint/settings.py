@@ -25,7 +25,8 @@ OF_FROZEN = (  # what trained parameters, adapters above all, are trained beside
     "lora.modules_to_save",
 )  # fmt: skip
 OF_FROZEN_CRITIC = ("critic.path", "critic.lora_rank", "critic.lora_alpha", "critic.lora_targets")
-OF_OPTIMIZER = {"optimizer.name", MOMENTS}  # of IDENTITY: a new optimizer may have others
+OF_MOMENTS = ("optimizer.galore_rank", "optimizer.lisa_layers")  # of IDENTITY: the shapes of moments
+OF_OPTIMIZER = {"optimizer.name", MOMENTS, *OF_MOMENTS}  # of IDENTITY: a new optimizer may have others
 OF_ARRAYS = (  # of IDENTITY: which arrays are trained, and their shapes
     "model.trainable", "model.frozen", "model.vision", "lora.rank", "lora.dora", "lora.targets",
     "lora.layers_to_transform", "lora.exclude_modules", "lora.rank_pattern", "lora.modules_to_save", "critic.shared",
@@ -74,7 +75,7 @@ def _has_experts(config: ConfigDict) -> bool:
 def check_changes(folder: Path, changes: Changes, accepted: tuple[str, ...]) -> None:
     """Raises ConfigError for changed settings that say what the run is, unless they are `accepted`; and for those with
     which a checkpoint holds other arrays than the run, or another position in its data, accepted or not."""
-    never = {name for name in (*OF_ARRAYS, *OF_POSITION) if name in changes}
+    never = {name for name in (*OF_ARRAYS, *OF_POSITION, *OF_MOMENTS) if name in changes}
     never |= {MOMENTS} if "float8" in changes.get(MOMENTS, ()) else set()
     refused = [name for name in changes if name in IDENTITY and (name not in accepted or name in never)]
     if refused:
@@ -82,6 +83,8 @@ def check_changes(folder: Path, changes: Changes, accepted: tuple[str, ...]) -> 
         other = f", or change them all the same with checkpoint.accept_changes={names}"
         if "float8" in changes.get(MOMENTS, ()):
             other = "; moments of other types are not converted to float8, nor back"
+        elif shapes := [name for name in OF_MOMENTS if name in changes]:
+            other = f"; with another {', '.join(shapes)} moments have other shapes"
         trained, order = ([name for name in names if name in changes] for names in (OF_ARRAYS, OF_POSITION))
         if trained or order:
             differs = "other arrays are trained than its checkpoints hold"

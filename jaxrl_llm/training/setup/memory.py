@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.config.schema import OFFLINE, SCHEDULE_FREE
 from jaxrl_llm.distributed.processes import gather
 from jaxrl_llm.distributed.sharding import bytes_on_device, over, placed, row_shards
 from jaxrl_llm.models.adapters.lora import has_adapters, split
@@ -63,8 +63,9 @@ def microbatch_room(
 ) -> float | None:
     """Bytes that a run leaves free on each device, for micro-batches; None where devices do not tell, as CPUs.
 
-    What is left beside parameters, gradients and the states of the optimizers, a reference that is a copy, and an
-    average. Teachers and reward models are not counted: a micro-batch takes no more than a share of what is left.
+    What is left beside parameters, gradients and where they are taken, the states of the optimizers, a reference that
+    is a copy, and an average. Teachers and reward models are not counted: a micro-batch takes no more than a share of
+    what is left.
     """
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
     memory = 0 if jax.default_backend() == "cpu" else min(gather(min(limits)))
@@ -84,7 +85,8 @@ def microbatch_room(
     for part, its, offload in updated:
         trained = split(part.params, part.net.config.frozen)[1]
         state = placed(*optimizer_shapes(trained, its, mesh, offload))
-        held += bytes_on_device(part.params) + gradient_bytes(trained) + bytes_on_device(state)
+        gradients = gradient_bytes(trained) * (2 if config.optimizer.name == SCHEDULE_FREE else 1)
+        held += bytes_on_device(part.params) + gradients + bytes_on_device(state)
     return max(float(memory - held), 0.0)
 
 

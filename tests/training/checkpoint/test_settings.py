@@ -15,6 +15,7 @@ from jaxrl_llm.training.checkpoint.settings import (
     HISTORY,
     OF_ARRAYS,
     OF_FROZEN,
+    OF_MOMENTS,
     OF_POSITION,
     changed_settings,
     check_changes,
@@ -77,6 +78,15 @@ def test_moments_of_8_bits_are_not_converted(tmp_path):
     for accepted in ((), ("optimizer.moment_dtype",)):
         with pytest.raises(ConfigError, match=r"moments of other types are not converted to float8, nor back$"):
             check_changes(tmp_path, changes, accepted)
+
+
+@pytest.mark.parametrize("name", OF_MOMENTS)
+def test_moments_of_other_shapes_are_those_of_a_new_optimizer(tmp_path, name):
+    assert name in IDENTITY
+    for accepted in ((), (name,)):
+        words = rf"{name}: 2 -> 4\. .*checkpoint.load=model,extra.*with another {name} moments have other shapes$"
+        with pytest.raises(ConfigError, match=words):
+            check_changes(tmp_path, {name: (2, 4)}, accepted)
 
 
 @pytest.mark.parametrize("name", OF_ARRAYS)

@@ -126,7 +126,10 @@ def test_what_a_run_leaves_free(model, monkeypatch):
         return -counts <= room() - sizes * size <= 0
 
     assert is_left(10 - 4)
-    for name, moments in (("lion", 1), ("sgd", 1), ("ademamix", 3), ("adopt", 2)):
+    # Of schedule_free_adamw the point of the gradients besides.
+    for name, moments in (
+        ("lion", 1), ("sgd", 1), ("ademamix", 3), ("adopt", 2), ("schedule_free_adamw", 3), ("prodigy", 4)
+    ):  # fmt: skip
         config.optimizer.name = name
         assert is_left(10 - 2 - moments), name
     config.optimizer.name = "adafactor"  # which keeps sums of rows and columns
