@@ -29,6 +29,7 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.host_memory import return_memory
 from jaxrl_llm.distributed.overlap import overlap_collectives, overlaps
 from jaxrl_llm.distributed.turns import yielded
+from jaxrl_llm.models.files.hf import step_folders
 from jaxrl_llm.models.kernels.fused_attention import described
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rewards.runner import TrainerState
@@ -163,6 +164,11 @@ def train(
         def current() -> Model:
             return replace(run.model, params=merge_frozen(state, run.frozen).params)
 
+        def write_model() -> None:
+            written = export_step(folder, step, *finished_models(config, run, state), config.checkpoint.keep)
+            if problem := push_step(config, written, step):
+                log.warn([problem])
+
         def let_go(failed: object, *_: object) -> None:
             nonlocal run, state
             if failed:
@@ -193,6 +199,11 @@ def train(
                 with notices.ending("in the evaluation before the first step"):
                     log.log(0, {}, evaluate)
                 hooks("on_evaluate", 0, log.newest, current)
+            # The last step of the start before has no model of its own, nor has one behind whose save it was killed.
+            goes_on = step in checkpoints.steps() and step < min(config.total_steps, hooks.end)
+            with_model = goes_on and "hf" in config.checkpoint.contents
+            if with_model and not processes.gather(step in step_folders(folder))[0]:
+                write_model()
             while step < min(config.total_steps, hooks.end):
                 hooks("on_step_begin", step, log.newest, current)
                 step += 1
@@ -234,11 +245,7 @@ def train(
                         if "state" in config.checkpoint.contents or leaves:
                             checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
                         if "hf" in config.checkpoint.contents and not last:
-                            models = finished_models(config, run, state)
-                            written = export_step(folder, step, *models, config.checkpoint.keep)
-                            del models  # whose arrays the next step takes
-                            if problem := push_step(config, written, step):
-                                log.warn([problem])
+                            write_model()
                     hooks("on_save", step, log.newest, current)
                 log.warn(checkpoints.warnings())
                 profiler.end(step, state)

@@ -51,6 +51,17 @@ def test_models_beside_states_and_the_best_of_them(config):
     assert not same(exported, tensors(steps / f"{3 - best:05d}"))
 
 
+def test_every_state_that_a_run_goes_on_from_has_its_model(config):
+    """Of the last step of a start it was hf/, whose place the next one's takes; and a kill may come before it."""
+    config.checkpoint.contents, config.checkpoint.keep, config.total_steps = ("state", "hf"), 5, 2
+    first = jaxrl_llm.train(config, ROWS).output_dir
+    last = tensors(first / "hf")
+    assert [*step_folders(first)] == [1]
+    config.total_steps = 3
+    jaxrl_llm.train(config, ROWS)
+    assert [*step_folders(first)] == [1, 2] and same(last, tensors(first / "hf_steps" / "00002"))
+
+
 def test_the_model_just_written_stays(tmp_path):
     """Steps are in the order of their numbers, beyond five digits too."""
     model = load_model("embedded:sort")
