@@ -235,7 +235,7 @@ def serve(
     try:
         asyncio.run(Uvicorn(web).serve(sockets=[listener]))
     finally:
-        queue.stop(0 if queue.failure is not None else 5)
+        queue.stop()  # the rows have ended, or their answers have: a thread that still computes would abort the process
         published.clear()
     if queue.failure is not None:
         raise queue.failure

@@ -456,7 +456,8 @@ def _message(message: Mapping[str, Any], sees: bool) -> dict[str, Any]:
         raise BadRequestError(f"messages has the content {content!r:.100}, which is no text", param="messages")
     if content is None and not message.get("tool_calls"):
         raise BadRequestError("messages has one without content", param="messages")
-    read: dict[str, Any] = {**message, "role": role, "content": content}
+    # A turn of calls alone has null, as OpenAI writes it, which templates that add texts together would fail on.
+    read: dict[str, Any] = {**message, "role": role, "content": "" if content is None else content}
     if calls := message.get("tool_calls"):
         read["tool_calls"] = []
         for call in calls if isinstance(calls, list) else [None]:

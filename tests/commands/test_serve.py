@@ -106,6 +106,21 @@ def test_it_answers_and_drains(process, tiny_run, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_server_that_does_not_wait_for_its_answers_ends_them(process, tmp_path):
+    """With an error, and itself with 0, although its devices are busy at the time: they compile for the first rows."""
+    server, url = process("embedded:sort", "--drain=0", JAX_COMPILATION_CACHE_DIR=str(tmp_path))
+    body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "n": 128}
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=240)
+        while "jaxrl_llm_waiting 0" in httpx.get(f"{url}/metrics").text:
+            time.sleep(0.01)
+        server.send_signal(signal.SIGTERM)
+        assert answer.result().status_code == 503
+    assert answer.result().json()["error"]["message"] == "the server is stopping"
+    assert server.wait(240) == 0
+
+
+@pytest.mark.slow
 def test_a_client_of_tinker_goes_on_after_a_restart(process, tmp_path, monkeypatch):
     """With all weights and their moments, bit for bit, and a sampler of them at a time."""
     tinker = pytest.importorskip("tinker")

@@ -283,18 +283,21 @@ def test_the_stop_string_that_is_complete_first_ends_an_answer(sorter, texts, st
 
 @pytest.mark.parametrize("written", ["{{ '<' + c.arguments + '>' }}", "{{ '<' + c.arguments | tojson + '>' }}"])
 def test_messages_have_the_form_that_the_template_reads(sorter, written):
-    """Arguments are texts in DeepSeek's template and objects in Hermes'; parts of text are one text in both."""
+    """Arguments are texts in DeepSeek's template and objects in Hermes'; parts of text are one text in both.
+
+    A turn of calls alone has no content, which a template may add to another text.
+    """
     from jaxrl_llm.serving.bodies import parse
 
     tokenizer = copy.copy(sorter.tokenizer)
     tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m.content }}{% for c in m.tool_calls or [] %}{% set c = c.function %}"
+        "{% for m in messages %}{{ '[' + m.content }}{% for c in m.tool_calls or [] %}{% set c = c.function %}"
         + written
         + "{% endfor %}]{% endfor %}"
     )
     parts = [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]
     call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    calling = {"role": "assistant", "content": None, "tool_calls": [call]}
     body = {"messages": [{"role": "user", "content": parts}, calling, {"role": "tool", "content": "3"}]}
     (ids,) = parse(body, True, tokenizer, ["sorter"], (257,), 128, 320, 8).prompts
     assert tokenizer.decode(ids) == '[42][<{"a": 1}>][3]'
