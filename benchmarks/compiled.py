@@ -4,6 +4,7 @@
     python -m benchmarks.compiled --only=0.6b,h100      # those whose names have all of these parts
     python -m benchmarks.compiled --again               # anew
     python -m benchmarks.compiled --page                # the page alone
+    python -m benchmarks.compiled --only=0.6b,h100 --set='{"rollout.top_p": 0.9}'   # printed and not kept
     python -m benchmarks.compiled --only=tunix --tunix=PYTHON   # Tunix's decode step
 
 Wants `pip install "jaxrl_llm[plan-cuda]"` for GPUs and libtpu for TPUs (docs/plan.md); cells whose compiler is missing
@@ -59,6 +60,7 @@ MODELS["0.8b-hybrid"] = {  # Qwen3.5: gated delta nets in three layers of four
     "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4, "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
 }  # fmt: skip
+MODELS["8b of 3 layers"] = MODELS["8b"] | {"num_hidden_layers": 3}
 MODELS["0.6b of 2 layers"] = MODELS["0.6b"] | {"num_hidden_layers": 2}
 MODELS["0.8b-hybrid of 4 layers"] = MODELS["0.8b-hybrid"] | {"num_hidden_layers": 4}  # ten minutes for v6e
 # Layers of the kinds of Gemma 4 (its last three read the keys and values of the first) and Llama 4, not their number.
@@ -119,7 +121,7 @@ DEVICES = ("h100", "v5e", "v5p", "v6e")
 COUNTS = {
     "0.6b": {"v5e": 1}, "1.7b": {}, "8b": dict.fromkeys(DEVICES, 8), "70b": {"h100": 64, "v5p": 64},
     "0.8b-hybrid": {"h100": 1, "v6e": 1}, "0.8b-hybrid of 4 layers": {"v6e": 1},
-    "0.6b of 2 layers": {"h100": 1, "v6e": 1}, "gemma4 of 6 layers": {"h100": 1},
+    "8b of 3 layers": {"h100": 1}, "0.6b of 2 layers": {"h100": 1, "v6e": 1}, "gemma4 of 6 layers": {"h100": 1},
     "llama4 of 4 layers": {"h100": 1},
     "30b-a3b of 2 layers": {"h100": 1, "v6e": 1}, "gpt-oss-20b of 2 layers": {"h100": 1},
     **{model: {"h100": 1} for model in RECURRENT},
@@ -168,6 +170,7 @@ FURTHER = {
 # Of models that have not all phases on all devices: theirs, on those of COUNTS.
 FEW = {
     "70b": tuple(PHASES),
+    "8b of 3 layers": ("rollout",),
     "0.6b of 2 layers": ("update, rows of 32k", "update, 4 rows of 32k", "logps, 4 rows of 32k"),
     "0.8b-hybrid": ("rollout", "update, 4 rows of 32k", "logps, 4 rows of 32k"),
     "0.8b-hybrid of 4 layers": ("update, 4 rows of 32k",),
@@ -226,15 +229,16 @@ def target_of(config: Any, model: str, device: str, count: int) -> Iterator[Any]
         yield target(config, device, count)
 
 
-def measured(model: str, device: str, phase: str) -> dict[str, Any]:
-    """The programs of one cell: for each GB moved, kernels, GB of temporaries and arguments, seconds to compile."""
+def measured(model: str, device: str, phase: str, own: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The programs of one cell, of which settings may be one's own: for each GB moved, kernels, GB of temporaries and
+    arguments, seconds to compile."""
     from benchmarks.traffic import step_and_rest, traffic
     from jaxrl_llm.config import batch_rows, default
     from jaxrl_llm.tools.plan.planned import make_plan
 
     only, names, more = (PHASES | FURTHER)[phase]
     config, count = default(), COUNTS[model].get(device, 1)
-    for key, value in {**SETTINGS, **more}.items():
+    for key, value in {**SETTINGS, **more, **(own or {})}.items():
         config.update_from_flattened_dict({key: value})
     if count > 1:
         config.mesh.fsdp, config.mesh.data = count, 1
@@ -264,7 +268,7 @@ def measured(model: str, device: str, phase: str) -> dict[str, Any]:
     return found
 
 
-def pushed(model: str, device: str, phase: str) -> dict[str, Any]:
+def pushed(model: str, device: str, phase: str, own: dict[str, Any] | None = None) -> dict[str, Any]:
     """The programs that bring a policy into the type that decodes and the shards of the mesh that samples.
 
     Of the same devices one program does both. To others shards are copied as they are: that is no program.
@@ -284,7 +288,7 @@ def pushed(model: str, device: str, phase: str) -> dict[str, Any]:
 
     count, text = PUSHES[phase]
     config = default()
-    config.update_from_flattened_dict({**SETTINGS, "mesh.fsdp": count, "mesh.data": 1})
+    config.update_from_flattened_dict({**SETTINGS, "mesh.fsdp": count, "mesh.data": 1, **(own or {})})
     with target_of(config, model, device, count) as devices:
         if not devices.exact:
             return {"missing": devices.compiler}
@@ -391,21 +395,25 @@ def main() -> None:
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--page", action="store_true")
     parser.add_argument("--tunix", metavar="PYTHON", help="an interpreter that has Tunix, whose step is compiled too")
+    parser.add_argument(
+        "--set", metavar="JSON", type=json.loads, default={}, help="further settings, for cells that are printed"
+    )
     parser.add_argument("--cell", help=argparse.SUPPRESS)  # the child's: model, device and phase
     options = parser.parse_args()
     if options.cell:
         model, device, phase = options.cell.split(" | ")
-        report((pushed if phase in PUSHES else measured)(model, device, phase))
+        report((pushed if phase in PUSHES else measured)(model, device, phase, options.set))
         return
     store = json.loads(STORE.read_text()) if STORE.is_file() else {"versions": {}, "cells": {}}
-    lines = {name: [sys.executable, "-m", "benchmarks.compiled", f"--cell={name}"] for name in map(" | ".join, cells())}
+    command = [sys.executable, "-m", "benchmarks.compiled", f"--set={json.dumps(options.set)}"]
+    lines = {name: [*command, f"--cell={name}"] for name in map(" | ".join, cells())}
     for name in PEERS if options.tunix else ():
         model, device, _ = name.split(" | ")
         lines[name] = [options.tunix, "-m", "benchmarks.peers.compiled_tunix", f"--model={model}", f"--device={device}"]
     for name, line in () if options.page else lines.items():
         stored = store.setdefault("peers" if name in PEERS else "cells", {})
         wanted = all(part in name for part in options.only.split(","))
-        if not wanted or (name in stored and not options.again):
+        if not wanted or (name in stored and not (options.again or options.set)):
             continue
         done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
         found = result_of(done.stdout)
@@ -413,7 +421,7 @@ def main() -> None:
             print(f"{name}: failed\n{done.stderr[-2000:]}", flush=True)
             continue
         print(f"{name}: {found}", flush=True)
-        if "missing" not in found:
+        if "missing" not in found and not options.set:
             if name not in PEERS:  # whose versions are in their rows
                 names = [x for x in ("jax", "jax-cuda12-plugin", "libtpu") if _version(x)]
                 store["versions"] |= {x: _version(x) for x in names}

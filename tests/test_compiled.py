@@ -171,3 +171,15 @@ def test_a_mixture_reads_its_experts_once_and_no_token_for_all_of_them(monkeypat
     decode = found["rollout: decode"]
     assert decode["moved"] <= 1.2 * decode["least"]
     assert found["rollout: prefill"]["temporaries"] < 1e9
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _cuda_folder(), reason="the GPU compiler is not installed: pip install '.[plan-cuda]'")
+@pytest.mark.parametrize(
+    ("name", "key"), [("30b-a3b of 2 layers", "model.quantize_experts"), ("8b of 3 layers", "model.quantize")]
+)
+def test_matrices_of_4_bits_are_no_numbers_while_decoding(name, key, monkeypatch):
+    """Written as numbers and read again they would be three times, and twice, what one layer must move."""
+    monkeypatch.setitem(compiled.MODELS, name, compiled.MODELS[name] | {"num_hidden_layers": 1})
+    found = compiled.measured(name, "h100", "rollout", {"lora.rank": 16, key: "nf4"})["rollout: decode"]
+    assert found["moved"] <= 1.2 * found["least"]
