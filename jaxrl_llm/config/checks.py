@@ -1071,7 +1071,7 @@ def _optimizer(config: ConfigDict) -> Iterator[str]:
     if c.name == "prodigy":
         rates = {"optimizer": c.learning_rate} | ({"critic": config.critic.learning_rate} if trained_apart else {})
         for section, rate in rates.items():
-            if rate == "auto" or rate < LEAST_PRODIGY_RATE:
+            if isinstance(rate, str) or rate < LEAST_PRODIGY_RATE:
                 yield (
                     f"{section}.learning_rate is {rate}, but prodigy finds the rate itself, and multiplies it by that: "
                     "set it to 1, and where that is too fast optimizer.d_coef to 0.5"

@@ -84,7 +84,7 @@ def updates_made(state: optax.OptState) -> jax.Array:
     return optax.tree_utils.tree_get_all_with_path(state, "count")[0][1].reshape(-1)[0]
 
 
-def schedules_further(state: optax.OptState, updates: int) -> optax.OptState:
+def schedules_further(state: optax.OptState, updates: int | jax.Array) -> optax.OptState:
     """The state with its schedules so many updates further; moments and the counts that correct them stay."""
     return jax.tree.map(
         lambda x: x._replace(count=x.count + updates) if _is_schedule(x) else x, state, is_leaf=_is_schedule

@@ -53,7 +53,7 @@ def schedule_free_adamw(
         nu, z = jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.copy, params)
         return ScheduleFree(optax.ScaleByScheduleState(zero), zero, nu, z, jnp.zeros(()), jnp.zeros(()))
 
-    def update(updates, state, params):
+    def update(updates, state, params: Any = None):
         count, made = state.count + 1, state.schedule.count
         lr = jnp.asarray(rate(made), jnp.float32)
         nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, updates)
@@ -123,7 +123,7 @@ def prodigy(
         schedule, start = optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)), jax.tree.map(jnp.copy, params)
         return Prodigy(schedule, mu, nu, start, sums, jnp.zeros(()), jnp.full((), FIRST_DISTANCE))
 
-    def update(updates, state, params):
+    def update(updates, state, params: Any = None):
         made, d = state.schedule.count, state.d
         lr = jnp.asarray(rate(made), jnp.float32)
         decay, weight = _number(weight_decay, made), d / FIRST_DISTANCE * d * lr
@@ -309,18 +309,20 @@ def sampled_layers(
         layers, others = parts(params, stack_of(params), jnp.arange(count))
         return SampledLayers(optimizer.init(layers), optimizer.init(others))
 
-    def update(updates, state, params):
+    def update(updates, state, params: Any = None):
         stack, made = stack_of(params), updates_made(state.others)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), LAYERS), made // every)
         total = jax.tree.leaves(params[stack])[0].shape[0]
         index = jnp.sort(jax.random.permutation(key, total)[:count])
         of_layers, of_others = parts(params, stack, index)
         of_these, of_rest = parts(updates, stack, index)
-        gradients, _ = clip.update({**of_these, **of_rest}, optax.EmptyState())
+        clipped: Any = clip.update({**of_these, **of_rest}, optax.EmptyState())[0]
         new = schedules_further(optimizer.init(of_layers), made)
         begun = jax.tree.map(lambda a, b: jnp.where(made % every == 0, a, b), new, state.layers)
-        changes, layers = optimizer.update({stack: gradients.pop(stack)}, begun, of_layers)
-        changed, others = optimizer.update(gradients, state.others, of_others)
+        changes: Any
+        changed: Any
+        changes, layers = optimizer.update({stack: clipped.pop(stack)}, begun, of_layers)
+        changed, others = optimizer.update(clipped, state.others, of_others)
         of_all = jax.tree.map(lambda p, x: jnp.zeros(p.shape, x.dtype).at[index].set(x), params[stack], changes[stack])
         return {**changed, stack: of_all}, SampledLayers(layers, others)
 
