@@ -33,6 +33,6 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     own = {
         "attention_bias": config.attention_bias,
         "use_qk_norm": config.qk_norm,
-        "logit_scale": cohere2.logit_scale(config, base),
+        "logit_scale": decoder.reciprocal(config.logit_divisor, (DEFAULTS | (base or {}))["logit_scale"]),
     }
     return decoder.from_own_names(config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own)

@@ -38,18 +38,12 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)
 
 
-def logit_scale(config: ModelConfig, base: dict[str, Any] | None) -> float:
-    """The entry for the divisor of logits: that of `base` where it is the same, and not another in its last digit."""
-    given = (DEFAULTS | (base or {}))["logit_scale"]
-    return given if 1 / given == config.logit_divisor else 1 / config.logit_divisor
-
-
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
     own = {
         **layer_types.write(config, base),
         "attention_bias": config.attention_bias,
         "layer_norm_eps": config.norm_eps,
-        "logit_scale": logit_scale(config, base),
+        "logit_scale": decoder.reciprocal(config.logit_divisor, (DEFAULTS | (base or {}))["logit_scale"]),
     }
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

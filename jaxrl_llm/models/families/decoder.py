@@ -119,6 +119,7 @@ PLAIN = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu",
     "relu2": "relu2", **SILU,
 }  # fmt: skip
+BIASES = ("attention_bias", "attention_output_bias", "mlp_bias")  # of all maps of layers
 LAYER_NORMS = {"norm_centred": True, "norm_bias": True}
 # Entries that `from_config` writes, and that families with learned positions and without grouped queries do not have.
 ROTARY_AND_GROUPED = (*rotary.ENTRIES, "num_key_value_heads", "head_dim")
@@ -135,6 +136,11 @@ def with_own_names(hf: dict[str, Any], names: dict[str, str], without: Iterable[
     that it does not have."""
     own = {common: name for name, common in names.items()}
     return renamed({entry: value for entry, value in hf.items() if entry not in without}, own)
+
+
+def reciprocal(x: float, given: float) -> float:
+    """1 / x, as the `given` number where it is that, and not as another in its last digit."""
+    return given if 1 / given == x else 1 / x
 
 
 def settings(config: ModelConfig) -> dict[str, Any]:

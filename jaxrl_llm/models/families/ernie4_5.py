@@ -20,7 +20,7 @@ THETA = 500_000.0
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    biases = dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), bool(hf.get("use_bias", False)))
+    biases = dict.fromkeys(decoder.BIASES, bool(hf.get("use_bias", False)))
     return decoder.to_config(hf, ARCHITECTURE, {"rope_interleaved": True, **biases}, overrides, rope={"theta": THETA})
 
 

@@ -58,9 +58,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     norms = hf.get("num_ln_in_parallel_attn")
     own = {
         **decoder.LAYER_NORMS,
-        "attention_bias": bool(hf["bias"]),
-        "attention_output_bias": bool(hf["bias"]),
-        "mlp_bias": bool(hf["bias"]),
+        **dict.fromkeys(decoder.BIASES, bool(hf["bias"])),
         "joint_qkv": "heads",
         "parallel_ffn": new or bool(hf["parallel_attn"]),
         "parallel_norm": new and norms in (None, 2),

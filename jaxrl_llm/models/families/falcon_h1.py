@@ -50,16 +50,9 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         refuse("mamba_norm_before_gate", True, "false, where mamba_rms_norm is true")
     if hf["projectors_bias"] != hf["mamba_proj_bias"]:
         refuse("projectors_bias", hf["projectors_bias"], f"mamba_proj_bias = {hf['mamba_proj_bias']}")
-    fields = granitemoehybrid.mamba(hf, granitemoehybrid.SIZES)
-    heads = fields["delta_value_heads"]
     given = hf["mamba_d_ssm"] is not None
     width = positive(hf, "mamba_d_ssm") if given else positive(hf, "mamba_expand") * positive(hf, "hidden_size")
-    if width % heads or hf["mamba_d_head"] not in ("auto", width // heads):
-        refuse("mamba_d_head", hf["mamba_d_head"], f"mamba_d_ssm / mamba_n_heads = {width / heads:g}")
-    own = fields | {
-        "delta_value_dim": width // heads,
-        "conv_bias": bool(hf["mamba_conv_bias"]),
-        "state_bias": bool(hf["mamba_proj_bias"]),
+    own = granitemoehybrid.mamba_of(hf, width, "mamba_d_ssm") | {
         "mamba_norm": bool(hf["mamba_rms_norm"]),
         "mamba_scales": _numbers(hf, "ssm_multipliers", 5),
         "parallel_scales": tuple(number(entry, hf[entry]) for entry in SCALES),
@@ -100,9 +93,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         **dict(zip(SCALES, config.parallel_scales, strict=False)),
     }
     if base is not None:
-        given = (DEFAULTS | base)["lm_head_multiplier"]
-        if 1 / given == config.logit_divisor:  # and not another number in its last digit
-            own["lm_head_multiplier"] = given
+        own["lm_head_multiplier"] = decoder.reciprocal(config.logit_divisor, (DEFAULTS | base)["lm_head_multiplier"])
         if base.get("mamba_d_ssm", ...) is None:
             own["mamba_d_ssm"] = None
     else:

@@ -102,8 +102,6 @@ def _encoder(entries: Any) -> PatchRowsConfig:
     return PatchRowsConfig(
         **sizes,
         frames=0,
-        window_size=0,
-        full_layers=(),
         norms="both",
         norm_eps=number("vision_config.rms_norm_eps", entries.get("rms_norm_eps", 1e-6)),
         activation=ACTIVATIONS[activation],

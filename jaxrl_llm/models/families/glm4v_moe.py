@@ -13,16 +13,11 @@ FAMILY = glm4v.FAMILY._replace(
     model_type=MODEL_TYPE,
     architecture=ARCHITECTURE,
     text={
-        **glm4_moe.DEFAULTS,
-        "vocab_size": 151_424,
-        "hidden_size": 4096,
-        "intermediate_size": 10_944,
-        "num_hidden_layers": 46,
-        "num_attention_heads": 96,
-        "attention_bias": True,
+        **glm4_moe.DEFAULTS, "vocab_size": 151_424, "hidden_size": 4096, "intermediate_size": 10_944,
+        "num_hidden_layers": 46, "num_attention_heads": 96, "attention_bias": True,
     },
     image_token=151_363,
-)
+)  # fmt: skip
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

@@ -105,7 +105,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "unrotated_layers": () if hf.get("position_embedding_type") == "rope" else tuple(range(layers)),
     }
     if Mamba2 in mixers:
-        own |= _mamba(hf)
+        own |= mamba_of(hf, positive(hf, "mamba_expand") * positive(hf, "hidden_size"), "mamba_expand * hidden_size")
     if hf["num_local_experts"]:
         own |= mixtral.experts(hf) | {"shared_expert_ffn": shared}
     else:
@@ -113,11 +113,13 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)
 
 
-def _mamba(hf: dict[str, Any]) -> dict[str, Any]:
+def mamba_of(hf: dict[str, Any], width: int, named: str) -> dict[str, Any]:
+    """The ModelConfig fields of Mamba-2 with heads of `width` numbers together, `named` so; raises ConfigError as
+    `mamba`."""
     fields = mamba(hf, SIZES)
-    heads, width = fields["delta_value_heads"], positive(hf, "mamba_expand") * positive(hf, "hidden_size")
+    heads = fields["delta_value_heads"]
     if width % heads or hf["mamba_d_head"] not in ("auto", width // heads):
-        refuse("mamba_d_head", hf["mamba_d_head"], f"mamba_expand * hidden_size / mamba_n_heads = {width / heads:g}")
+        refuse("mamba_d_head", hf["mamba_d_head"], f"{named} / mamba_n_heads = {width / heads:g}")
     return fields | {
         "delta_value_dim": width // heads,
         "conv_bias": bool(hf["mamba_conv_bias"]),

@@ -83,8 +83,6 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
         **sizes,
         frames=0,
         merge=positive(hf, "downsample_factor"),
-        window_size=0,
-        full_layers=(),
         norm="layer",
         norm_eps=number("vision_config.layer_norm_eps", entries.get("layer_norm_eps", 1e-6)),
         last_norm=True,
@@ -109,6 +107,8 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     encoder = qwen_vl.net_encoder(config)
     assert config.vision is not None
     names = {name: entry for entry, name in siglip.ACTIVATIONS.items()}
+    if encoder.activation not in names:
+        refuse("vision_config.hidden_act", encoder.activation, ", ".join(siglip.ACTIVATIONS))
     own = {
         "model_type": MODEL_TYPE,
         "image_token_id": config.vision.image_token,

@@ -133,7 +133,8 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     base, encoder = base or {}, vision.encoder
     given = base.get("text_config")
     reading = [layer for layer, kind in enumerate(config.layer_configs) if kind.mixer is CrossAttention]
-    own = {"cross_attention_layers": reading} | ({"pad_token_id": None} if given is None else {})
+    # transformers takes no null for this one.
+    own = {"cross_attention_layers": reading} | ({"bos_token_id": 0} if given is None else {})
     text = decoder.from_config(
         config, None if given is None else TEXT_DEFAULTS | given, ARCHITECTURE, "mllama_text_model", own,
         rope=lambda text: {"rope_theta": THETA} | text,

@@ -61,9 +61,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "learned_positions": positive(hf, "max_position_embeddings") + FIRST,
         "first_position": FIRST,
         "rotary_fraction": 0.0,
-        "attention_bias": biases,
-        "attention_output_bias": biases,
-        "mlp_bias": biases,
+        **dict.fromkeys(decoder.BIASES, biases),
         "ffn_gate": False,
         "lora_names": (("o", "out"), ("up", "fc1"), ("down", "fc2")),
     }

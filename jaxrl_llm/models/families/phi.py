@@ -39,9 +39,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         refuse("tie_word_embeddings", True, "false")
     own = {
         **decoder.LAYER_NORMS,
-        "attention_bias": True,
-        "attention_output_bias": True,
-        "mlp_bias": True,
+        **dict.fromkeys(decoder.BIASES, True),
         "head_bias": True,
         "qk_norm": bool(hf.get("qk_layernorm")),
         "parallel_ffn": True,

@@ -31,20 +31,15 @@ FAMILY = qwen_vl.Family(
     MODEL_TYPE,
     ARCHITECTURE,
     text={
-        "vocab_size": 152_064,
-        "hidden_size": 8192,
-        "intermediate_size": 29_568,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
+        "vocab_size": 152_064, "hidden_size": 8192, "intermediate_size": 29_568, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
     },
     theta=1_000_000.0,
     sections=(16, 24, 24),
     interleaved=False,
-    encoder=PatchRowsConfig(width=3584),
+    encoder=PatchRowsConfig(width=3584, window_size=112, full_layers=(7, 15, 23, 31)),
     sizes=qwen_vl.SIZES | {"window_size": "window_size"},
-)
+)  # fmt: skip
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

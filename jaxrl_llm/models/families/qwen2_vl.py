@@ -14,9 +14,7 @@ KEYS, MODULE_KEYS, OTHER_KEYS = qwen2_5_vl.KEYS, qwen2_5_vl.MODULE_KEYS, qwen2_5
 FAMILY = qwen2_5_vl.FAMILY._replace(
     model_type=MODEL_TYPE,
     architecture=ARCHITECTURE,
-    encoder=PatchRowsConfig(
-        ffn=5120, window_size=0, full_layers=(), norm="layer", gated=False, activation="quick_gelu"
-    ),
+    encoder=PatchRowsConfig(ffn=5120, norm="layer", gated=False, activation="quick_gelu"),
     sizes={field: entry for field, entry in qwen_vl.SIZES.items() if field != "ffn"} | {"width": "embed_dim"},
     out="hidden_size",
 )

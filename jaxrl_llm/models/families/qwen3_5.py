@@ -12,19 +12,15 @@ FAMILY = qwen_vl.Family(
     MODEL_TYPE,
     ARCHITECTURE,
     text={
-        **qwen3_5_text.DEFAULTS,
-        "vocab_size": 248_320,
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 16,
+        **qwen3_5_text.DEFAULTS, "vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288,
+        "num_hidden_layers": 32, "num_attention_heads": 16,
     },
     theta=10_000.0,
     sections=(11, 11, 10),
     interleaved=True,
     encoder=qwen3_vl.ENCODER,
     image_token=248_056,
-)
+)  # fmt: skip
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

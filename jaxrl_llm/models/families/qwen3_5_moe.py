@@ -13,13 +13,10 @@ FAMILY = qwen3_5.FAMILY._replace(
     model_type=MODEL_TYPE,
     architecture=ARCHITECTURE,
     text={
-        **qwen3_5_moe_text.DEFAULTS,
-        "vocab_size": 248_320,
-        "hidden_size": 2048,
-        "num_hidden_layers": 40,
+        **qwen3_5_moe_text.DEFAULTS, "vocab_size": 248_320, "hidden_size": 2048, "num_hidden_layers": 40,
         "num_attention_heads": 16,
     },
-)
+)  # fmt: skip
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

@@ -34,26 +34,21 @@ TOWER_KEYS = (
 )
 KEYS = llava.as_modules(qwen3.KEYS, TOWER_KEYS)
 ENCODER = PatchRowsConfig(
-    width=1152, layers=27, ffn=4304, patch_size=16, window_size=0, full_layers=(), norm="layer", gated=False,
+    width=1152, layers=27, ffn=4304, patch_size=16, norm="layer", gated=False,
     activation="gelu_tanh", patch_bias=True, positions=48, merger_adapters=True,
 )  # fmt: skip
 FAMILY = qwen_vl.Family(
     MODEL_TYPE,
     ARCHITECTURE,
     text={
-        "vocab_size": 151_936,
-        "hidden_size": 4096,
-        "intermediate_size": 22_016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "head_dim": qwen3.HEAD_DIM,
+        "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22_016, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": qwen3.HEAD_DIM,
     },
     theta=500_000.0,
     sections=(24, 20, 20),
     interleaved=True,
     encoder=dataclasses.replace(ENCODER, deepstack=(8, 16, 24)),
-)
+)  # fmt: skip
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
@@ -67,12 +62,12 @@ def encoder_of(hf: dict[str, Any], text: dict[str, Any], family: qwen_vl.Family)
     """The encoder of a config.json with the decoder's entries `text`; raises ConfigError for another network."""
     entries = hf.get("vision_config") or {}
     encoder = qwen_vl.encoder_of(entries, text, family)
+    given = entries.get("deepstack_visual_indexes")
+    deepstack = encoder.deepstack if given is None else tuple(given)
     entries = {"num_position_embeddings": encoder.positions**2} | entries
     side = math.isqrt(positive(entries, "num_position_embeddings"))
     if side**2 != entries["num_position_embeddings"]:
         refuse("vision_config.num_position_embeddings", entries["num_position_embeddings"], "squares")
-    deepstack = entries.get("deepstack_visual_indexes")
-    deepstack = encoder.deepstack if deepstack is None else tuple(deepstack)
     fits = len(deepstack) <= positive(text, "num_hidden_layers") and set(deepstack) <= set(range(encoder.layers))
     if list(deepstack) != sorted(set(deepstack)) or not fits:
         refuse(

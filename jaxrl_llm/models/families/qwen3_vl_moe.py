@@ -27,17 +27,11 @@ FAMILY = qwen3_vl.FAMILY._replace(
     model_type=MODEL_TYPE,
     architecture=ARCHITECTURE,
     text={
-        "vocab_size": 151_936,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "moe_intermediate_size": 1408,
-        "num_experts_per_tok": 4,
+        "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "moe_intermediate_size": 1408, "num_experts_per_tok": 4,
         "router_aux_loss_coef": 0.001,
     },
-)
+)  # fmt: skip
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

@@ -29,13 +29,10 @@ DEFAULTS = {
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | renamed(hf, NAMES)
-    biases = bool(hf["use_bias"])
     own = {
         **decoder.LAYER_NORMS,
         **layer_types.read_uniform(hf),
-        "attention_bias": biases,
-        "attention_output_bias": biases,
-        "mlp_bias": biases,
+        **dict.fromkeys(decoder.BIASES, bool(hf["use_bias"])),
         "ffn_gate": False,
         "lora_names": (("down", "c_proj"),),
     }

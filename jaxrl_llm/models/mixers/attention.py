@@ -19,7 +19,7 @@ from jaxrl_llm.models.kernels.fused_attention import (
     splash_attention,
 )
 from jaxrl_llm.models.layers import Linear, RMSNorm, as_blocks, over_rms, side_by_side, soft_cap
-from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, LayerConfig
+from jaxrl_llm.models.mixers.mixer import AttentionInputs, Cacheless, DecodeInputs, LayerConfig
 from jaxrl_llm.models.rope import frequencies, rotate
 
 QUERY_BLOCKS, SMALLEST_BLOCK = 4, 64  # blocks that the queries of a row are split into, and the least queries of one
@@ -300,25 +300,10 @@ class Attention(nnx.Module):
         return self.sinks[...].astype(jnp.float32).reshape(self.config.kv_heads, -1)
 
 
-class SharedAttention(Attention):
+class SharedAttention(Cacheless, Attention):
     """Attention to the keys and values of an earlier layer, whose cache it reads: it has none of its own."""
 
     projects_keys = False
-
-    @staticmethod
-    def empty_cache(prompt, rows: int, size: int) -> tuple[()]:
-        """Nothing."""
-        return ()
-
-    @staticmethod
-    def grow_cache(cache, size: int) -> tuple[()]:
-        """Nothing."""
-        return ()
-
-    @staticmethod
-    def prompt_cache(prompt, row, end, size: int) -> tuple[()]:
-        """Nothing."""
-        return ()
 
 
 def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) -> jax.Array:

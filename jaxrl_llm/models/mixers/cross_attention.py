@@ -11,7 +11,7 @@ from jaxrl_llm.models.kernels.decode_attention import MASKED
 from jaxrl_llm.models.kernels.fused_attention import cudnn_attention, implementation
 from jaxrl_llm.models.layers import Linear, RMSNorm
 from jaxrl_llm.models.mixers.attention import QUERY_BLOCKS, SMALLEST_BLOCK, einsum
-from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, LayerConfig
+from jaxrl_llm.models.mixers.mixer import AttentionInputs, Cacheless, DecodeInputs, LayerConfig
 
 
 class ImageKeyValues(NamedTuple):
@@ -23,7 +23,7 @@ class ImageKeyValues(NamedTuple):
     seen: jax.Array  # [..., M]
 
 
-class CrossAttention(nnx.Module):
+class CrossAttention(Cacheless, nnx.Module):
     """Grouped-query attention to the features of images, behind a gate. A `Mixer`.
 
     A token that sees no image goes through its layer unchanged, feed-forward included, whose outputs have a gate too.
@@ -100,16 +100,6 @@ class CrossAttention(nnx.Module):
     def _output(self, out, seen, x):
         out = jnp.where(seen.any(-1, keepdims=True), out.reshape(*x.shape[:-1], -1), 0)
         return self.o(out) * jnp.tanh(self.attention_gate[...]).astype(x.dtype)
-
-    @staticmethod
-    def empty_cache(prompt, rows: int, size: int) -> tuple:
-        """Nothing."""
-        return ()
-
-    @staticmethod
-    def grow_cache(cache, size: int) -> tuple:
-        """Nothing."""
-        return ()
 
     @staticmethod
     def prompt_cache(prompt, row, end, size: int) -> ImageKeyValues:

@@ -277,10 +277,13 @@ class SplitDeltaNet(GatedDeltaNet):
 
     def _add_projections(self, values: int, rngs: nnx.Rngs) -> None:
         c = self.config
-        self.qkv = Linear(c.width, self.mixed, c, rngs, name="qkv")
+        self._add_queries_keys_values(values, rngs)
         self.z = Linear(c.width, values, c, rngs, name="z")
         self.b = Linear(c.width, c.delta_value_heads, c, rngs, name="b")
         self.a = Linear(c.width, c.delta_value_heads, c, rngs, name="a")
+
+    def _add_queries_keys_values(self, values: int, rngs: nnx.Rngs) -> None:
+        self.qkv = Linear(self.config.width, self.mixed, self.config, rngs, name="qkv")
 
     def _project(self, x):
         b, a = (each(apart(x)).reshape(*x.shape[:-1], self.config.delta_key_heads, -1) for each in (self.b, self.a))
@@ -297,13 +300,6 @@ class ApartDeltaNet(SplitDeltaNet):
 
     output_name = "o"
     norm_eps = 1e-5
-
-    def _add_projections(self, values: int, rngs: nnx.Rngs) -> None:
-        c = self.config
-        self._add_queries_keys_values(values, rngs)
-        self.z = Linear(c.width, values, c, rngs, name="z")
-        self.b = Linear(c.width, c.delta_value_heads, c, rngs, name="b")
-        self.a = Linear(c.width, c.delta_value_heads, c, rngs, name="a")
 
     def _add_queries_keys_values(self, values: int, rngs: nnx.Rngs) -> None:
         c, keys = self.config, self.config.delta_key_heads * self.config.delta_key_dim

@@ -120,7 +120,26 @@ class Mixer(Protocol):
         ...
 
 
-class NoMixer(nnx.Module):
+class Cacheless:
+    """The caches of a mixer that has none for rows."""
+
+    @staticmethod
+    def empty_cache(prompt, rows: int, size: int) -> tuple[()]:
+        """Nothing."""
+        return ()
+
+    @staticmethod
+    def grow_cache(cache, size: int) -> tuple[()]:
+        """Nothing."""
+        return ()
+
+    @staticmethod
+    def prompt_cache(prompt, row, end, size: int) -> Any:
+        """Nothing."""
+        return ()
+
+
+class NoMixer(Cacheless, nnx.Module):
     """The mixer of a layer that is a feed-forward alone: it adds nothing, and its caches are empty."""
 
     path = "feed_forward"  # of the stack of such layers; it has no parameters
@@ -146,18 +165,3 @@ class NoMixer(nnx.Module):
     def decode(self, x, inputs: DecodeInputs, prompt, cache, arrays) -> tuple[jax.Array, tuple]:
         """Zeros, and an empty cache."""
         return jnp.zeros_like(x), ()
-
-    @staticmethod
-    def empty_cache(prompt, rows: int, size: int) -> tuple:
-        """Nothing."""
-        return ()
-
-    @staticmethod
-    def grow_cache(cache, size: int) -> tuple:
-        """Nothing."""
-        return ()
-
-    @staticmethod
-    def prompt_cache(prompt, row, end, size: int) -> tuple:
-        """Nothing."""
-        return ()

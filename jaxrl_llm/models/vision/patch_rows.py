@@ -39,8 +39,8 @@ class PatchRowsConfig:
     frames: int = 2  # of a patch; an image is repeated that many times. 0: patches are of images alone
     channels: int = 3
     merge: int = 2  # patches along each side of a square that becomes one token
-    window_size: int = 112  # pixels along each side of a window; 0: patches see all of their image in every layer
-    full_layers: tuple[int, ...] = (7, 15, 23, 31)  # in which patches see all of their image
+    window_size: int = 0  # pixels along each side of a window; 0: patches see all of their image in every layer
+    full_layers: tuple[int, ...] = ()  # of those with windows, in which patches see all of their image
     norm: str = "rms"  # or "layer"
     norms: str = "pre"  # on the inputs of attention and feed-forward; "both": on their outputs too
     norm_eps: float = 1e-6
