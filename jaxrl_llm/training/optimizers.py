@@ -17,6 +17,8 @@ from jaxrl_llm.models.moe import ROUTER
 from jaxrl_llm.models.vision.clipped import BOUNDS
 from jaxrl_llm.training.moments import stored_in
 from jaxrl_llm.training.transformations import (
+    clip_by_global_norm,
+    per_layer,
     prodigy,
     sampled_layers,
     scale_by_came,
@@ -255,21 +257,6 @@ def with_rate_factors(
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
-    """Gradients g times `limit / max(|g|, limit)`, |g| over all of them.
-
-    One factor for all, unlike optax's division of each by the norm: XLA multiplies wherever a gradient is read, and
-    holds no second copy of them.
-    """
-
-    def clipped(updates, params):
-        del params
-        factor = limit / jnp.maximum(optax.tree.norm(updates), limit)
-        return jax.tree.map(lambda x: x * factor.astype(x.dtype), updates)
-
-    return optax.stateless(clipped)
-
-
 def weight_decay_of(spec: OptimizerSpec) -> optax.ScalarOrSchedule:
     """The weight decay: a number, or that of each update where it moves to `weight_decay_end` over the run.
 
@@ -424,33 +411,3 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "came": _came,
     "galore_adamw": _galore_adamw,
 }
-
-
-STACKS = {"layers": "stacked", "dense_layers": "dense"}  # stacks whose state has another name than their own
-
-
-def per_layer(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The transformation applied to every layer by itself, though parameters are stacked over layers.
-
-    Layers of another kind than most are a stack of their own, with as many layers as there are of that kind.
-    """
-
-    def over_layers(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda tree, *rest: (jax.vmap(function) if jax.tree.leaves(tree) else function)(tree, *rest)
-
-    stacked = optax.GradientTransformation(over_layers(transformation.init), over_layers(transformation.update))
-
-    def label(path, _) -> str:
-        name = path_name(path)
-        stack = next((part for part in name.split("/") if part.endswith("layers")), None)
-        return "whole" if stack is None else "vision" if "vision/" in name else STACKS.get(stack, stack)
-
-    def of_stacks(tree) -> optax.GradientTransformation:
-        labels = jax.tree_util.tree_map_with_path(label, tree)
-        stacks = {"vision", *STACKS.values(), *jax.tree.leaves(labels)} - {"whole"}
-        return optax.partition({**dict.fromkeys(sorted(stacks), stacked), "whole": transformation}, labels)
-
-    return optax.GradientTransformation(
-        lambda params: of_stacks(params).init(params),
-        lambda updates, state, params=None: of_stacks(updates).update(updates, state, params),
-    )

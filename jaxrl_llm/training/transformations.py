@@ -1,4 +1,5 @@
-"""Optimizers that optax has not, or not as their authors have them: each makes changes of parameters from gradients.
+"""Parts of optimizers that optax has not, or not as their authors have them, and ways to apply them: by layer, to a few
+layers, to gradients that are clipped.
 
 Their states name moments as optax does (`moments.MOMENTS`), so that these are stored in the type that is set; weight
 decay is a number or a schedule, of the parameters of a mask.
@@ -13,6 +14,7 @@ import optax
 
 from jaxrl_llm.algorithms.random_streams import LAYERS
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.moments import schedules_further, updates_made
 
@@ -327,6 +329,51 @@ def sampled_layers(
         return {**changed, stack: of_all}, SampledLayers(layers, others)
 
     return optax.GradientTransformation(init, update)
+
+
+STACKS = {"layers": "stacked", "dense_layers": "dense"}  # stacks whose state has another name than their own
+
+
+def per_layer(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The transformation applied to every layer by itself, though parameters are stacked over layers.
+
+    Layers of another kind than most are a stack of their own, with as many layers as there are of that kind.
+    """
+
+    def over_layers(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda tree, *rest: (jax.vmap(function) if jax.tree.leaves(tree) else function)(tree, *rest)
+
+    stacked = optax.GradientTransformation(over_layers(transformation.init), over_layers(transformation.update))
+
+    def label(path, _) -> str:
+        name = path_name(path)
+        stack = next((part for part in name.split("/") if part.endswith("layers")), None)
+        return "whole" if stack is None else "vision" if "vision/" in name else STACKS.get(stack, stack)
+
+    def of_stacks(tree) -> optax.GradientTransformation:
+        labels = jax.tree_util.tree_map_with_path(label, tree)
+        stacks = {"vision", *STACKS.values(), *jax.tree.leaves(labels)} - {"whole"}
+        return optax.partition({**dict.fromkeys(sorted(stacks), stacked), "whole": transformation}, labels)
+
+    return optax.GradientTransformation(
+        lambda params: of_stacks(params).init(params),
+        lambda updates, state, params=None: of_stacks(updates).update(updates, state, params),
+    )
+
+
+def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
+    """Gradients g times `limit / max(|g|, limit)`, |g| over all of them.
+
+    One factor for all, unlike optax's division of each by the norm: XLA multiplies wherever a gradient is read, and
+    holds no second copy of them.
+    """
+
+    def clipped(updates, params):
+        del params
+        factor = limit / jnp.maximum(optax.tree.norm(updates), limit)
+        return jax.tree.map(lambda x: x * factor.astype(x.dtype), updates)
+
+    return optax.stateless(clipped)
 
 
 def _decayed(mean, x, decay: float):

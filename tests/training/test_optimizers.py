@@ -14,13 +14,13 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import parameter_spec
 from jaxrl_llm.training.optimizers import (
     build_optimizer,
-    clip_by_global_norm,
     decayed,
     learning_rate_schedule,
     weight_decay_of,
 )
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import critic_optimizer_spec, optimizer_spec
+from jaxrl_llm.training.transformations import clip_by_global_norm
 
 LAYERS, STEPS = 3, 4
 
