@@ -353,7 +353,7 @@ class Answer:
         for choice in self.choices:
             prompt = choice.index // asked.n
             request = RowRequest(
-                choice.prompt, asked.limits[prompt], asked.sampling, asked.ends, seed, choice.index,
+                choice.prompt, asked.limits[prompt] or 1, asked.sampling, asked.ends, seed, choice.index,
                 asked.logprobs or 0, scored, grammar, "" if asked.model == server.names[0] else asked.model,
                 asked.tiles if asked.pixels is None else asked.pixels,  # those of a session are read with its prompt
             )  # fmt: skip

@@ -44,7 +44,7 @@ SETTINGS = {
         sampling_option("presence_penalty", 0.0),
         sampling_option("min_tokens", 0, minimum=0, maximum=MOST_COUNT),
         Setting("seed", None, "", int, minimum=-(2**63), maximum=2**63 - 1),
-        Setting("max_tokens", None, "", int, minimum=1, maximum=MOST_COUNT),
+        Setting("max_tokens", None, "", int, minimum=0, maximum=MOST_COUNT),
         Setting("max_completion_tokens", None, "", int, minimum=1, maximum=MOST_COUNT),
         Setting("stream", False, "", bool),
         Setting("ignore_eos", False, "", bool),
@@ -90,7 +90,7 @@ class Asked:
     prompts: list[list[int]]
     chat: bool
     model: str
-    limits: list[int]  # the most tokens of a completion of each prompt
+    limits: list[int]  # the most tokens of a completion of each prompt; 0: the prompt is scored alone
     n: int
     sampling: SamplingParams
     seed: int | None
@@ -230,12 +230,18 @@ def parse(
         **{name: values[name] for name in SAMPLING},
     )  # fmt: skip
     asked_tokens = values["max_completion_tokens"] or values["max_tokens"]
+    if asked_tokens == 0 and prompt_logprobs is None and not (values["echo"] and not chat):
+        raise BadRequestError(
+            "max_tokens is 0, for which there is nothing to answer without echo or prompt_logprobs of a text "
+            "completion: ask for 1 or more",
+            param="max_tokens",
+        )
     limits = []
     for prompt in prompts:
         room = longest - len(prompt)
         if not prompt:
             raise BadRequestError("the prompt has no tokens", param="messages" if chat else "prompt")
-        limit = asked_tokens or max(room if chat else min(room, DEFAULT_TOKENS), 1)
+        limit = max(room if chat else min(room, DEFAULT_TOKENS), 1) if asked_tokens is None else asked_tokens
         if limit > room:
             raise BadRequestError(
                 f"this model's rows have {longest} tokens; the prompt has {len(prompt)}, and {limit} are asked for as "

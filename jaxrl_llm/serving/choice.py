@@ -54,6 +54,9 @@ class Choice:
 
     def add(self, tokens: Tokens) -> Piece:
         """Takes tokens; the piece that can be given out now. Tokens behind a stop string are left out."""
+        if not self.asked.limits[self.index // self.asked.n]:  # a row samples one: that of a prompt which is scored
+            self.finish_reason = "length"
+            return Piece("", [], [], [], 0)
         first = len(self.ids)
         ended_by_id = tokens.finish_reason == "stop" and not self.asked.include_stop
         last = len(tokens.ids) - 1

@@ -279,6 +279,9 @@ class Call:
             raise BadRequestError(
                 f"prompt has {len(asked.prompts)} prompts; a session takes one a call", param="prompt"
             )
+        if not asked.limits[0]:
+            raise BadRequestError("max_tokens is 0, but sessions are of what they sample: ask for 1 or more",
+                                  code="unsupported", param="max_tokens")  # fmt: skip
         for name in UNSEEN:
             if value := getattr(asked.sampling, name):
                 raise BadRequestError(f"{name} is {value!r:.100}, which sessions do not take, as what they sample is "

@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 import jaxrl_llm
 from jaxrl_llm.data.templates import render_prompt
 from tests.data.spacing_tokenizer import SPACINGS, spacing_tokenizer
+from tests.serving.conftest import LONGEST
 
 openai = pytest.importorskip("openai")
 
@@ -120,6 +121,21 @@ def test_prompts_are_scored(client, sorter):
             assert told[str(row[place])]["rank"] == 1 + (before > before[row[place]]).sum()
             by_rank = sorted(told.items(), key=lambda entry: entry[1]["rank"])[:3]
             assert [int(index) for index, _ in by_rank] == np.argsort(-before)[:3].tolist()
+
+
+def test_prompts_are_scored_alone(client):
+    """Without a completion, also where the prompt leaves no room for one: what is told is that of the prompt."""
+    for prompt in ("sort:4821=1248", "7" * LONGEST):
+        ask = {"model": "sorter", "prompt": [prompt] * 2, "echo": True, "logprobs": 1, "temperature": 0}
+        answer = client.completions.create(**ask, max_tokens=0)
+        assert answer.usage.completion_tokens == 0 and answer.usage.prompt_tokens == 2 * len(prompt)
+        for choice in answer.choices:
+            assert choice.text == prompt and choice.finish_reason == "length"
+            assert choice.logprobs.text_offset == list(range(len(prompt)))
+            assert len(choice.logprobs.token_logprobs) == len(choice.logprobs.top_logprobs) == len(prompt)
+        if len(prompt) < LONGEST:
+            longer = client.completions.create(**ask, max_tokens=2).choices[0].logprobs
+            assert answer.choices[0].logprobs.token_logprobs == longer.token_logprobs[: len(prompt)]
 
 
 def spaced(spacing, chat, **body):

@@ -223,6 +223,11 @@ def test_what_a_session_does_not_sample_by_is_refused(turns, name, value):
     ask(session_of(turns), prompt="x", **{name: type(value)()})
 
 
+def test_a_prompt_that_is_scored_alone_is_no_call(turns):
+    with pytest.raises(BadRequestError, match="max_tokens is 0, but sessions are of what they sample"):
+        ask(session_of(turns), prompt="x", max_tokens=0, echo=True)
+
+
 def test_seeds_are_of_the_row_and_the_prompt(turns):
     def seeds(key, prompts):
         session = session_of(turns, key, calls=9)
@@ -296,7 +301,7 @@ def test_calls_at_once_keep_to_the_tokens_of_their_session(turns):
         two.deliver(end)
         assert second.result().status_code == 200
         three[0].deliver(MemoryError("none left"))  # nothing of it is kept
-        assert third.result().status_code == 500
+        assert third.result().status_code == 503
         fourth = pool.submit(post, max_tokens=60)
         [four] = waiting.get(timeout=60)
         assert four.request.limit == 6
