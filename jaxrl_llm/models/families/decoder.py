@@ -236,7 +236,8 @@ def from_config(
         "initializer_range": config.init_scale,
         **own,
     }
-    if base is None or not _same_rope(rope(base), config):
+    read = None if base is None else rotary.read(rope(base), config.rope.theta, partial=True, by_type=True)
+    if read is None or any(getattr(config, name) != value for name, value in read.items()):
         hf = {name: value for name, value in hf.items() if name not in rotary.ENTRIES} | rotary.write(config)
     count = {"lm": 0, "score": 1, "step": 2}[config.head]
     if count and len(hf.get("id2label") or ()) != count:  # else they have names of their own
@@ -268,11 +269,6 @@ def from_own_names(
     if base is None and "partial_rotary_factor" in defaults:
         hf["partial_rotary_factor"] = config.rotary_fraction
     return with_own_names(hf, names, without)
-
-
-def _same_rope(hf: dict[str, Any], config: ModelConfig) -> bool:
-    fields = rotary.read(hf, config.rope.theta, partial=True, by_type=True)
-    return all(getattr(config, name) == value for name, value in fields.items())
 
 
 def architectures(family: str | dict[str, str]) -> dict[str, str]:

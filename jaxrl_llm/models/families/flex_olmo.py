@@ -3,6 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, olmo2, olmoe, qwen3_moe
+from jaxrl_llm.models.families.entries import positive
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "flex_olmo"
@@ -14,7 +15,7 @@ DEFAULTS = {"num_experts_per_tok": 5, "norm_topk_prob": False, "router_aux_loss_
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    experts = qwen3_moe.experts({**hf, "moe_intermediate_size": hf.get("intermediate_size")})
+    experts = qwen3_moe.experts({**hf, "moe_intermediate_size": positive(hf, "intermediate_size")})
     return decoder.to_config(hf, ARCHITECTURE, olmo2.common(hf) | experts, overrides, rope={"theta": 500_000.0})
 
 

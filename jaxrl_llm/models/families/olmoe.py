@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, qwen3_moe
-from jaxrl_llm.models.families.entries import refuse
+from jaxrl_llm.models.families.entries import positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "olmoe"
@@ -26,7 +26,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "qk_norm": True,
         "qk_norm_whole": True,
         **decoder.attention_biases(hf),
-        **qwen3_moe.experts({**hf, "moe_intermediate_size": hf.get("intermediate_size")}),
+        **qwen3_moe.experts({**hf, "moe_intermediate_size": positive(hf, "intermediate_size")}),
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)
 

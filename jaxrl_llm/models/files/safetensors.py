@@ -179,8 +179,11 @@ class Files:
         if not present:
             raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}{self._advice(allow_pickle)}")
         single, index_name, open_file = present[0]
-        index = read_json(folder / index_name)
-        names = sorted(set(index.get("weight_map", {}).values())) if index is not None else [single]
+        # A file of all goes before an index, as in transformers: that may be of shards that were here before.
+        index = None if (folder / single).is_file() else read_json(folder / index_name)
+        if index is not None and not isinstance(index.get("weight_map"), dict):
+            raise ConfigError(f"{folder / index_name} has no weight_map: it names no tensors")
+        names = sorted(set(index["weight_map"].values())) if index is not None else [single]
         self.where: dict[str, Any] = {}
         files: dict[str, Path] = {}
         for name in names:

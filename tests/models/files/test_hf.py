@@ -422,6 +422,18 @@ def test_damaged_shards_are_named(copy):
     shutil.copy(shards[1], shards[0])
     with pytest.raises(ConfigError, match=r"index\.json names tensors that no file holds: .*embed_tokens"):
         hf.load(copy)
+    (copy / "model.safetensors.index.json").write_text('{"metadata": {}}')
+    with pytest.raises(ConfigError, match=r"index\.json has no weight_map"):
+        hf.load(copy)
+
+
+def test_a_file_of_all_tensors_goes_before_an_index(copy):
+    """As in transformers: the shards that the index names may be those of an earlier model."""
+    expected = hf.load(copy)[1]
+    index = {"weight_map": {"model.embed_tokens.weight": "model-00001-of-00002.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    AutoModelForCausalLM.from_pretrained(copy)
+    jax.tree.map(np.testing.assert_array_equal, hf.load(copy)[1], expected)
 
 
 def test_folders_without_a_model_are_refused(copy, tmp_path):
