@@ -131,9 +131,9 @@ def shard_error(model: Model, folder: Path) -> float:
 VISION_COLUMNS = ("load", "logits", "greedy", "gradients", "export", "8-device shard")
 # What is a family's own, in jaxrl_llm/models/, and what it shares with others.
 VISION_FILES = {
-    "idefics3": ("families/idefics3.py", "families/siglip.py vision/siglip.py vision/projector.py"),
+    "idefics3": ("families/idefics3.py", "families/llava.py families/siglip.py vision/siglip.py vision/projector.py"),
     "smolvlm": ("families/smolvlm.py", "families/idefics3.py, and its"),
-    "gemma3": ("families/gemma3.py", "families/siglip.py families/gemma3_text.py vision/siglip.py vision/projector.py"),
+    "gemma3": ("families/gemma3.py", "families/llava.py families/siglip.py families/gemma3_text.py vision/siglip.py"),
     "qwen2_vl": ("families/qwen2_vl.py", "families/qwen2_5_vl.py, and its"),
     "qwen2_5_vl": ("families/qwen2_5_vl.py", "families/qwen_vl.py vision/patch_rows.py"),
     "qwen3_vl": ("families/qwen3_vl.py", "families/qwen_vl.py vision/patch_rows.py"),
@@ -165,6 +165,7 @@ VISION_FILES = {
         "families/llava.py families/siglip.py vision/tiled.py mixers/cross_attention.py vision/projector.py",
     ),
     "llava": ("families/llava_1_5.py", "families/llava.py families/siglip.py vision/siglip.py vision/projector.py"),
+    "pixtral": ("families/llava_1_5.py", "families/mistral3.py, and its; a `llava` with Pixtral's encoder"),
     "llava_next": ("families/llava_next.py", "families/llava_1_5.py vision/any_resolution.py, and theirs"),
     "llava_onevision": ("families/llava_onevision.py", "families/llava_1_5.py vision/any_resolution.py, and theirs"),
 }  # fmt: skip

@@ -324,6 +324,11 @@ def _internvl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Ma
     return ImageProcessor(token, ids[0], frozenset(ids), expand, tile_count, tiles, size)
 
 
+def is_pixtral(config: Mapping[str, Any]) -> bool:
+    """True for the config.json of a LLaVA with Pixtral's encoder, which is Pixtral 12B."""
+    return config.get("model_type") == "llava" and (config.get("vision_config") or {}).get("model_type") == "pixtral"
+
+
 def _aya_vision(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
     """Aya Vision's (arXiv 2505.08751): an image is cut as one of InternVL, and a tag is before the tokens of a tile."""
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -406,7 +411,10 @@ def _cohere2_vision(
 
 
 def _llava(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
-    """LLaVA-1.5's (arXiv 2310.03744): an image is one square tile, of CLIP's or SigLIP's processor or LLaVA's own."""
+    """LLaVA-1.5's (arXiv 2310.03744): an image is one square tile, of CLIP's or SigLIP's processor or LLaVA's own; that
+    of a LLaVA with Pixtral's encoder is Pixtral's."""
+    if is_pixtral(config):
+        return _mistral3(folder, config | {"spatial_merge_size": 1}, tokenizer, settings)
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -547,8 +555,8 @@ def _mllama(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapp
 
 
 def _mistral3(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
-    """Pixtral's (arXiv 2410.07073) as Mistral Small 3.1 has it: an image keeps its shape, scaled to a longest edge if
-    its own is longer, and to multiples of a token's side; a token ends each row of its tokens."""
+    """Pixtral's (arXiv 2410.07073), which Mistral Small 3.1 has too: an image keeps its shape, scaled to a longest edge
+    if its own is longer, and to multiples of a token's side; a token ends each row of its tokens."""
     from transformers.image_utils import ChannelDimension
     from transformers.models.pixtral.image_processing_pil_pixtral import (
         PixtralImageProcessorPil,
@@ -693,7 +701,8 @@ def settings_of(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any
 
     Raises ConfigError: an option that the model's family does not have, or a value that it does not take.
     """
-    model_type = read_json(Path(folder) / "config.json").get("model_type")
+    config = read_json(Path(folder) / "config.json")
+    model_type = "mistral3" if is_pixtral(config) else config.get("model_type")
     known = OPTIONS.get(str(model_type), {})
     for name, value in options.items():
         if name not in known:

@@ -184,6 +184,7 @@ AYA: Any = SimpleNamespace(
 )  # fmt: skip
 OPTIONS = {
     "internvl": {"max_patches": 2}, "mistral3": {"longest_edge": 16}, "glm4v": {"max_pixels": 512},
+    "pixtral": {"longest_edge": 16},
     "aya_vision": {"max_patches": 2},
 }  # fmt: skip
 
@@ -204,14 +205,15 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family,
     glm: Any = SimpleNamespace(image_processor=pil, image_token="<|image|>")
     write = {
         "internvl": lambda made: InternVLProcessor.replace_image_token(INTERNVL, made, 0),
-        "mistral3": written_of_pixtral,
+        **dict.fromkeys(("mistral3", "pixtral"), written_of_pixtral),
         "aya_vision": lambda made: AyaVisionProcessor.replace_image_token(AYA, made, 0),
         "glm4v": lambda made: f"<|begin_of_image|>{Glm4vProcessor.replace_image_token(glm, made, 0)}<|end_of_image|>",
     }[family]
     cut: dict[str, Any] = {"crop_to_patches": True}
-    arguments = {"internvl": cut, "aya_vision": cut, "mistral3": {"patch_size": 8}}.get(family, {})
+    of_pixtral = family in ("mistral3", "pixtral")
+    arguments = {"internvl": cut, "aya_vision": cut}.get(family, {"patch_size": 8} if of_pixtral else {})
     sizes = SIZES
-    if family == "mistral3":
+    if of_pixtral:
         with pytest.raises(ConfigError, match=r"an image of 200 x 3 pixels, scaled to .* = \d+, has none left"):
             own.expand(3, 200)
         sizes = [size for size in SIZES if size != (200, 3)]

@@ -37,6 +37,12 @@ CLIP = {
     "num_attention_heads": 3, "image_size": 16, "patch_size": 8,
 }  # fmt: skip
 SIGLIP = CLIP | {"model_type": "siglip_vision_model", "vision_use_head": False, "patch_size": 4}
+COHERE2 = {
+    "model_type": "cohere2",
+    **TEXT,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 PLACES = [[16, 32], [32, 16], [32, 32]]
 # What differs between the families.
 PARTS: dict[str, dict[str, Any]] = {
@@ -95,6 +101,15 @@ PARTS: dict[str, dict[str, Any]] = {
         "architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "llama", **TEXT},
         "vision_config": CLIP,
     },
+    "pixtral": {
+        "model_type": "llava", "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": {"model_type": "mistral", **TEXT, "sliding_window": None},
+        "vision_config": {
+            "model_type": "pixtral", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+            "num_attention_heads": 3, "patch_size": 8, "image_size": 64,
+        },
+        "vision_feature_layer": -1, "vision_feature_select_strategy": "full",
+    },
     "llava_next": {
         "architectures": ["LlavaNextForConditionalGeneration"],
         "text_config": {"model_type": "mistral", **TEXT, "sliding_window": None},
@@ -112,12 +127,12 @@ PARTS: dict[str, dict[str, Any]] = {
     },
     "aya_vision": {
         "architectures": ["AyaVisionForConditionalGeneration"],
-        "text_config": {"model_type": "cohere2", **TEXT, "sliding_window": 8}, "alignment_intermediate_size": 20,
+        "text_config": COHERE2, "alignment_intermediate_size": 20,
         "vision_config": SIGLIP,
     },
     "cohere2_vision": {
         "architectures": ["Cohere2VisionForConditionalGeneration"],
-        "text_config": {"model_type": "cohere2", **TEXT, "sliding_window": 8}, "alignment_intermediate_size": 20,
+        "text_config": COHERE2, "alignment_intermediate_size": 20,
         "vision_config": SIGLIP,
     },
     "mllama": {
@@ -132,13 +147,15 @@ PARTS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
+PIXTRAL_TOKENS = ["[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]", "</s>"]
 GLM_TOKENS = ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>", "<|endoftext|>", "<|user|>"]
 # The image token first, and among the others the one that ends texts.
 TOKENS = {
     "internvl": ["<IMG_CONTEXT>", "<img>", "</img>", "<|im_start|>", "<|im_end|>"],
     "glm4v": GLM_TOKENS,
     "glm4v_moe": GLM_TOKENS,
-    "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]", "</s>"],
+    "mistral3": PIXTRAL_TOKENS,
+    "pixtral": PIXTRAL_TOKENS,
     "gemma4": ["<|image|>", "<|image>", "<image|>", "<|turn>", "<turn|>"],
     "lfm2_vl": [
         "<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
@@ -156,7 +173,7 @@ TOKENS = {
 ENDS = {
     "internvl": "<|im_end|>", "glm4v": "<|endoftext|>", "glm4v_moe": "<|endoftext|>", "mistral3": "</s>",
     "gemma4": "<turn|>", "lfm2_vl": "<|im_end|>", "llava": "</s>", "llava_next": "</s>", "llava_onevision": "</s>",
-    "paligemma": "<eos>", "mllama": "<|eot_id|>", "aya_vision": "<|END_OF_TURN_TOKEN|>",
+    "pixtral": "</s>", "paligemma": "<eos>", "mllama": "<|eot_id|>", "aya_vision": "<|END_OF_TURN_TOKEN|>",
     "cohere2_vision": "<|END_OF_TURN_TOKEN|>",
 }  # fmt: skip
 # What the templates of the families write for an image, and around the messages of users and assistants.
@@ -198,7 +215,8 @@ FILES = {"lfm2_vl": LFM2_VL, "cohere2_vision": COHERE2_VISION}  # fmt: skip
 
 def template(family: str) -> str:
     """A chat template in the manner of the family."""
-    family = {"glm4v_moe": "glm4v", "llava_next": "llava", "llava_onevision": "llava"}.get(family, family)
+    alike = {"glm4v_moe": "glm4v", "llava_next": "llava", "llava_onevision": "llava", "pixtral": "mistral3"}
+    family = alike.get(family, family)
     user, end, assistant = ROLES["aya_vision" if family == "cohere2_vision" else family]
     return (
         "{% for message in messages %}{% if message['role'] == 'user' %}" + user + "{% else %}" + assistant
@@ -214,8 +232,9 @@ def processor_of(family: str) -> Any:
     """The image processor of the family, with small images."""
     if family in ("internvl", "aya_vision"):
         return GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, max_patches=4)
-    if family == "mistral3":
-        return PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size={"height": 4, "width": 4})
+    if family in ("mistral3", "pixtral"):
+        side = {"mistral3": 4, "pixtral": 8}[family]
+        return PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size={"height": side, "width": side})
     tiles: dict[str, Any] = {"size": {"height": 16, "width": 16}, "image_grid_pinpoints": PLACES}
     if family == "mllama":
         return MllamaImageProcessorPil(size=tiles["size"])
@@ -244,7 +263,7 @@ def vl_folder(folder: Path, family: str) -> Path:
     tokenizer.save_pretrained(folder)
     assert len(tokenizer) < TEXT["vocab_size"]
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    by_index = ("mistral3", "mllama", "aya_vision", "paligemma", "llava", "llava_next", "llava_onevision")
+    by_index = ("mistral3", "pixtral", "mllama", "aya_vision", "paligemma", "llava", "llava_next", "llava_onevision")
     entry = "image_token_index" if family in by_index else "image_token_id"
     token = {entry: tokenizer.convert_tokens_to_ids(TOKENS[family][0])}
     config = {"model_type": family, "tie_word_embeddings": False, **ids, **token, **PARTS[family]}
@@ -270,7 +289,7 @@ def as_transformers(folder: Path, images: list, ids: np.ndarray) -> dict[str, An
     import torch
 
     config = json.loads((folder / "config.json").read_text())
-    family = config["model_type"]
+    family = "pixtral" if config["vision_config"].get("model_type") == "pixtral" else config["model_type"]
     if family == "cohere2_vision":
         from jaxrl_llm.data import image_processor
 
@@ -280,7 +299,7 @@ def as_transformers(folder: Path, images: list, ids: np.ndarray) -> dict[str, An
     if family in ("internvl", "aya_vision"):
         made = GotOcr2ImageProcessorPil.from_pretrained(folder)(images, return_tensors="pt", crop_to_patches=True)
         return {"pixel_values": made["pixel_values"]}
-    if family == "mistral3":
+    if family == "pixtral":  # that of Mistral 3 too
         made = PixtralImageProcessorPil.from_pretrained(folder)(images, return_tensors="pt", patch_size=8)
         return {"pixel_values": made["pixel_values"], "image_sizes": torch.as_tensor(made["image_sizes"])}
     if "llava" in family:

@@ -148,9 +148,9 @@ MLLAMA_ENCODER = {name: x for name, x in ENCODER.items() if name != "num_attenti
 GRIDS = [(2, 2), (1, 1), (7, 3)]
 ANY_SIZE = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "mistral3",
-    "gemma4", "lfm2_vl",
+    "gemma4", "lfm2_vl", "pixtral",
 )  # fmt: skip
-STILL = ("mistral3", "gemma4", "lfm2_vl")  # of these, those whose patches have no frames
+STILL = ("mistral3", "gemma4", "lfm2_vl", "pixtral")  # of these, those whose patches have no frames
 TOKENS = {
     "image_token_id": IMAGE_TOKEN, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93,
 }  # fmt: skip
@@ -242,6 +242,13 @@ VISION = {
     "llava": lambda: LlavaConfig(
         text_config={**SHAPE, "model_type": "llama"}, vision_config=CLIP, image_token_index=IMAGE_TOKEN
     ),
+    "pixtral": lambda: LlavaConfig(
+        text_config={**SHAPE, "model_type": "mistral", "sliding_window": None, "head_dim": 16},
+        vision_config=PIXTRAL | {"patch_size": 8},
+        image_token_index=IMAGE_TOKEN,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    ),
     "llava_next": lambda: LlavaNextConfig(
         text_config={**SHAPE, "model_type": "mistral", "sliding_window": None},
         vision_config=CLIP,
@@ -294,7 +301,7 @@ class Document(NamedTuple):
 
     tokens: np.ndarray
     pixels: Any
-    frames: int = 2  # of the patches of images of any size
+    rows: PatchRowsConfig = PatchRowsConfig(patch_size=4)  # how images of any size are patches
 
 
 def make_vision_oracle(family: str, config: Any = None):
@@ -378,8 +385,9 @@ def image_documents(tiles=(2, 1, 0), family: str = "") -> list[Document]:
             parts += [np.full(amount, IMAGE_TOKEN), rng.integers(0, IMAGE_TOKEN, 2)]
         if family not in (*ANY_SIZE, *NUMBERS, "mllama"):
             pixels = np.array(pixels, np.float32).reshape(count, *TILE)
-        frames = 0 if family in STILL else 2
-        documents.append(Document(np.concatenate([*parts, rng.integers(0, IMAGE_TOKEN, 4)]), pixels, frames))
+        rows = PatchRowsConfig(patch_size=4, frames=0 if family in STILL else 2)
+        rows = PatchRowsConfig(patch_size=8, frames=0, merge=1) if family == "pixtral" else rows
+        documents.append(Document(np.concatenate([*parts, rng.integers(0, IMAGE_TOKEN, 4)]), pixels, rows))
     assert max(document.tokens.max() for document in documents) < VOCAB
     return documents
 
@@ -392,7 +400,7 @@ def padded_images(documents, side: str = "left") -> tuple[np.ndarray, np.ndarray
     for row, (ids, *_) in enumerate(documents):
         place = slice(width - len(ids), width) if side == "left" else slice(0, len(ids))
         tokens[row, place], segments[row, place] = ids, 1
-    return tokens, segments, padded_pixels([document.pixels for document in documents], documents[0].frames)
+    return tokens, segments, padded_pixels([document.pixels for document in documents], documents[0].rows)
 
 
 def joined(parts):
@@ -400,7 +408,7 @@ def joined(parts):
     return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else [image for part in parts for image in part]
 
 
-def padded_pixels(rows, frames: int = 2) -> Images:
+def padded_pixels(rows, config: PatchRowsConfig) -> Images:
     """The images of rows with these pixels, padded with noise."""
     rng = np.random.default_rng(2)
     count = np.array(count_tiles(rows), np.int32)
@@ -419,7 +427,6 @@ def padded_pixels(rows, frames: int = 2) -> Images:
         for row, own in enumerate(rows):
             tiles[row, : len(own)] = own
         return Images(tiles, count)
-    config = PatchRowsConfig(patch_size=4, frames=frames)
     made = [patch_rows(pixels, config) for pixels in rows]
     patches = rng.normal(size=(len(rows), 8 + max(len(x) for x, _ in made), config.patch_numbers)).astype(np.float32)
     grids = rng.integers(1, 9, (len(rows), most + 1, 2)).astype(np.int32)
@@ -428,11 +435,17 @@ def padded_pixels(rows, frames: int = 2) -> Images:
     return Images(patches, count, grids=grids)
 
 
+def variant_of(oracle) -> str:
+    """The name in VISION of an oracle's configuration."""
+    kind = oracle.config.model_type
+    return "pixtral" if kind == "llava" and oracle.config.vision_config.model_type == "pixtral" else kind
+
+
 def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
     """The arguments of transformers for a document as a row."""
     ids = torch.tensor(document.tokens)[None]
     found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if oracle.config.model_type == "mistral3":
+    if variant_of(oracle) in ("mistral3", "pixtral"):
         sizes = torch.tensor([image.shape[:2] for image in document.pixels])
         if not len(sizes):
             return found

@@ -27,7 +27,7 @@ SIZES = [(40, 20), (16, 16), (9, 30), (30, 31)]
 OPTIONS = {  # with which an image is fewer tokens; those of the others are "max_pixels=128"
     "smolvlm": "longest_edge=16", "mistral3": "longest_edge=16", "internvl": "max_patches=1", "glm4v": "max_pixels=256",
     "aya_vision": "max_patches=1", "cohere2_vision": "max_patches=1", "glm4v_moe": "max_pixels=256",
-    "gemma4": "max_soft_tokens=70", "lfm2_vl": "max_tiles=2",
+    "pixtral": "longest_edge=16", "gemma4": "max_soft_tokens=70", "lfm2_vl": "max_tiles=2",
 }  # fmt: skip
 PICTURES = [picture(*size, seed) for seed, size in enumerate(SIZES)]
 

@@ -5,24 +5,23 @@ import dataclasses
 from typing import Any
 
 from jaxrl_llm.models.families import cohere, cohere2, llava, siglip
-from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.decoder import TensorName, layer_norm, maps
+from jaxrl_llm.models.families.entries import computed, number, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.tower import VisionConfig
 
 MODEL_TYPE = "aya_vision"
 ARCHITECTURE = {"lm": "AyaVisionForConditionalGeneration", "score": "", "step": ""}  # transformers has no other
 TEXTS = {module.MODEL_TYPE: module for module in (cohere2, cohere)}
-PROJECTOR = "multi_modal_projector."
+PROJECTOR = "multi_modal_projector"
 
 
 def vision_keys(tower: str) -> tuple[TensorName, ...]:
     """The keys of a vision part whose encoder's names begin so."""
     return (
         *siglip.keys(tower),
-        *layer_norm("vision/projector/norm", f"{PROJECTOR}layernorm"),
-        *linear("vision/projector/fc1", f"{PROJECTOR}linear_1"),
-        *linear("vision/projector/fc2", f"{PROJECTOR}linear_2"),
+        *layer_norm("vision/projector/norm", f"{PROJECTOR}.layernorm"),
+        *maps("vision/projector", PROJECTOR, {"fc1": "linear_1", "fc2": "linear_2"}),
     )
 
 
@@ -36,22 +35,19 @@ OTHER_KEYS = (
 )
 # For entries that are left out.
 DEFAULTS = {
-    "image_token_index": 255_036, "downsample_factor": 2, "adapter_layer_norm_eps": 1e-6, "vision_feature_layer": -1,
-    "vision_feature_select_strategy": "full", "tie_word_embeddings": True,
+    "image_token_index": 255_036, "downsample_factor": 2, "adapter_layer_norm_eps": 1e-6, "tie_word_embeddings": True,
 }  # fmt: skip
-TEXT_DEFAULTS = {
+_SIZES = {
     "vocab_size": 256_000, "hidden_size": 8192, "num_hidden_layers": 40, "intermediate_size": 22_528,
     "num_attention_heads": 64,
 }  # fmt: skip
+TEXT_DEFAULTS = dict.fromkeys(TEXTS, _SIZES)
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    if hf["vision_feature_select_strategy"] != "full":
-        refuse("vision_feature_select_strategy", hf["vision_feature_select_strategy"], "'full'")
-    if hf["vision_feature_layer"] != -1:
-        refuse("vision_feature_layer", hf["vision_feature_layer"], "-1, the last one")
+    computed(hf, {"vision_feature_select_strategy": "full", "vision_feature_layer": -1})
     norm = number("adapter_layer_norm_eps", hf["adapter_layer_norm_eps"], above=0)
     return config_of(hf, TEXTS, ARCHITECTURE, "image_token_index", norm, overrides)
 
@@ -62,14 +58,10 @@ def config_of(
 ) -> ModelConfig:  # fmt: skip
     """`to_config` of the families that have this shape; `token` is the entry of the image token, and `norm` the epsilon
     of the projector's norm: without one (0) features are behind the encoder's own."""
-    family, text = llava.text_of(hf, families)
-    text = TEXT_DEFAULTS | text
+    family, text = llava.text_of(hf, families, TEXT_DEFAULTS)
     entries = hf.get("vision_config") or {}
-    kind = entries.get("model_type", "siglip_vision_model")
-    if kind != "siglip_vision_model":
-        refuse("vision_config.model_type", kind, "siglip_vision_model")
-    if entries.get("vision_use_head", True):
-        refuse("vision_config.vision_use_head", True, "false (an encoder without the head that pools its patches)")
+    computed(entries, {"model_type": "siglip_vision_model"}, "vision_config.")
+    siglip.refuse_head(entries)
     encoder = siglip.read(entries, siglip.DEFAULT)
     encoder = dataclasses.replace(encoder, features_from=encoder.layers if norm else 0)
     factor = positive(hf, "downsample_factor")
@@ -110,6 +102,4 @@ def entries_of(
         "vision_config": given | siglip.write(vision),
         **own,
     }
-    if base is not None:
-        base = base | {"text_config": TEXT_DEFAULTS | base["text_config"]}
-    return llava.entries_of(config, base, families, architecture, own)
+    return llava.entries_of(config, base, families, architecture, own, TEXT_DEFAULTS)

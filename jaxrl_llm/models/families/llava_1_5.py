@@ -1,13 +1,14 @@
 """LLaVA-1.5 (arXiv 2310.03744; the model_type is `llava`): tiles of CLIP or SigLIP, whose patches become tokens by two
-linear maps, and one of several decoders."""
+linear maps, and one of several decoders; and Pixtral 12B (arXiv 2410.07073), whose images are of any size."""
 
 import dataclasses
 from typing import Any
 
-from jaxrl_llm.models.families import llama, llava, mistral, qwen2, siglip
+from jaxrl_llm.models.families import llama, llava, mistral, mistral3, qwen2, siglip
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
-from jaxrl_llm.models.families.entries import computed, refuse
+from jaxrl_llm.models.families.entries import computed, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 from jaxrl_llm.models.vision.siglip import SiglipConfig
 from jaxrl_llm.models.vision.tower import VisionConfig
 
@@ -37,6 +38,8 @@ OTHER_KEYS = (
     MODULE_KEYS,
     llava.as_modules(TEXT_KEYS, _keys(f"{TOWER}vision_model.")),
 )
+PIXTRAL = llava.on_the_hub(TEXT_KEYS, mistral3.VISION_KEYS)
+PIXTRAL_MODULES = llava.as_modules(TEXT_KEYS, mistral3.VISION_KEYS)
 # For entries that are left out, as those of the decoder's sizes are in LLaVA's files.
 DEFAULTS = {
     "image_token_index": 32_000,
@@ -61,16 +64,53 @@ CLIP = SiglipConfig(
 )
 ENCODERS = {"clip_vision_model": (CLIP, "default"), "siglip_vision_model": (siglip.DEFAULT, "full")}
 COMPUTED = {"projector_hidden_act": "gelu", "multimodal_projector_bias": True}  # the only values that are
+OF_PIXTRAL = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}  # likewise, of that encoder
+
+
+def keys(config: ModelConfig) -> tuple[TensorName, ...]:
+    """The table of the files of a net."""
+    return PIXTRAL if _is_pixtral(config) else KEYS
+
+
+def module_keys(config: ModelConfig) -> tuple[TensorName, ...]:
+    """The same of the class in transformers."""
+    return PIXTRAL_MODULES if _is_pixtral(config) else MODULE_KEYS
+
+
+def other_keys(config: ModelConfig) -> tuple[tuple[TensorName, ...], ...]:
+    """The tables by which files are read too."""
+    return (PIXTRAL_MODULES,) if _is_pixtral(config) else OTHER_KEYS
+
+
+def _is_pixtral(config: ModelConfig) -> bool:
+    return config.vision is not None and isinstance(config.vision.encoder, PatchRowsConfig)
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    return config_of(DEFAULTS | hf, ARCHITECTURE, overrides)
+    hf = DEFAULTS | hf
+    if (hf.get("vision_config") or {}).get("model_type") != "pixtral":
+        return config_of(hf, ARCHITECTURE, overrides)
+    family, text = llava.text_of(hf, TEXTS, TEXT_DEFAULTS)
+    computed(hf, COMPUTED | OF_PIXTRAL)
+    encoder = mistral3.encoder_of(hf | {"spatial_merge_size": 1, "multimodal_projector_bias": True})
+    width = positive(text, "hidden_size")
+    encoder = dataclasses.replace(encoder, merger="two_maps", merger_norm=False, merger_ffn=width)
+    vision = VisionConfig(encoder, 1, siglip.image_token(hf, "image_token_index", text), projector="")
+    return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
-    return entries_of(config, base, ARCHITECTURE, {"model_type": MODEL_TYPE})
+    if config.vision is None or not isinstance(config.vision.encoder, PatchRowsConfig):
+        return entries_of(config, base, ARCHITECTURE, {"model_type": MODEL_TYPE})
+    own = {
+        "model_type": MODEL_TYPE,
+        "image_token_index": config.vision.image_token,
+        **OF_PIXTRAL,
+        "vision_config": mistral3.encoder_entries(config.vision.encoder, base),
+    }
+    return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own, TEXT_DEFAULTS)
 
 
 def config_of(
@@ -87,7 +127,7 @@ def config_of(
     entries = hf.get("vision_config")
     kind = entries.get("model_type", encoder) if isinstance(entries, dict) else None
     if not isinstance(entries, dict) or kind not in ENCODERS:
-        refuse("vision_config.model_type", kind, ", ".join(ENCODERS))
+        refuse("vision_config.model_type", kind, ", ".join((*ENCODERS, *(() if newline else ("pixtral",)))))
     default, strategy = ENCODERS[kind]
     if hf["vision_feature_select_strategy"] != strategy:
         refuse("vision_feature_select_strategy", hf["vision_feature_select_strategy"], f"{strategy!r} of a {kind}")

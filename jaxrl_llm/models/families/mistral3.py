@@ -49,14 +49,14 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS)
     computed(hf, COMPUTED)
-    encoder = _encoder(hf)
+    encoder = encoder_of(hf)
     token = siglip.image_token(hf, "image_token_index", text)
     vision = VisionConfig(encoder, encoder.merge, token, projector="")
     return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
 
 
-def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
-    """The encoder of a config.json; raises ConfigError for another network."""
+def encoder_of(hf: dict[str, Any]) -> PatchRowsConfig:
+    """Pixtral's encoder of a config.json, with Mistral 3's merger; raises ConfigError for another network."""
     entries = hf.get("vision_config") or {}
     sizes = sizes_of(entries, SIZES)
     if sizes["width"] % (4 * sizes["heads"]):
@@ -89,17 +89,22 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
     assert config.vision is not None
-    names = {name: entry for entry, name in ACTIVATIONS.items()}
     own = {
         "model_type": MODEL_TYPE,
         "image_token_index": config.vision.image_token,
         "spatial_merge_size": encoder.merge,
         "multimodal_projector_bias": encoder.merger_bias,
-        "vision_config": {
-            **((base or {}).get("vision_config") or {"model_type": "pixtral"}),
-            **{entry: getattr(encoder, field) for field, (entry, _) in SIZES.items()},
-            "hidden_act": names[encoder.activation],
-            "initializer_range": encoder.init_scale,
-        },
+        "vision_config": encoder_entries(encoder, base),
     }
     return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own)
+
+
+def encoder_entries(encoder: PatchRowsConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The `vision_config` of such an encoder, over that of `base`."""
+    names = {name: entry for entry, name in ACTIVATIONS.items()}
+    return {
+        **((base or {}).get("vision_config") or {"model_type": "pixtral"}),
+        **{entry: getattr(encoder, field) for field, (entry, _) in SIZES.items()},
+        "hidden_act": names[encoder.activation],
+        "initializer_range": encoder.init_scale,
+    }

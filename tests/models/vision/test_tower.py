@@ -66,6 +66,7 @@ from tests.models.images import (
     oracle_image_greedy,
     padded_images,
     padded_pixels,
+    variant_of,
 )
 from tests.models.oracles import SHAPE, VARIANTS, in_parameters, of_files
 
@@ -94,7 +95,7 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def documents(oracle):
-    return image_documents(family=oracle.config.model_type)
+    return image_documents(family=variant_of(oracle))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +146,7 @@ def test_packed_documents_have_their_own_tiles(model, documents, alone):
     order = [2, 0, 1]
     tokens = np.concatenate([documents[i].tokens for i in order])[None]
     segments = np.concatenate([np.full(len(documents[i].tokens), 1 + i) for i in order])[None]
-    images = padded_pixels([joined([documents[i].pixels for i in order])], documents[0].frames)
+    images = padded_pixels([joined([documents[i].pixels for i in order])], documents[0].rows)
     logits = np.asarray(model(tokens, segments, images=images))[0]
     for i in order:
         np.testing.assert_allclose(logits[segments[0] == 1 + i], alone[i], atol=TOLERANCE)
@@ -198,9 +199,9 @@ def check_greedy_text(oracle, model, documents):
 
 def test_image_tokens_without_a_tile_keep_the_embedding_of_their_id(model, documents):
     """As those that a completion may have: sampling, which sees tokens alone, and training agree on them."""
-    ids, tiles, frames = documents[1]
+    ids, tiles, rows = documents[1]
     tokens = np.append(ids, [IMAGE_TOKEN, 3])[None]
-    images = padded_pixels([joined([tiles, tiles])], frames)
+    images = padded_pixels([joined([tiles, tiles])], rows)
     images = dataclasses.replace(images, count=images.count // 2)
     segments = np.ones_like(tokens)
     logits = np.asarray(model(tokens, segments, images=images, prompt_width=len(ids)))[0]
@@ -235,7 +236,9 @@ def test_export_is_bit_for_bit_and_read_by_transformers(oracle, folder, model, d
     stored, written = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
     # Written as on the hub; transformers leaves a word out.
     family = oracle.config.model_type
-    if family in ("gemma3", "lfm2_vl", "paligemma", "aya_vision", "cohere2_vision") or family.startswith("llava"):
+    if family in ("gemma3", "lfm2_vl", "paligemma", "aya_vision", "cohere2_vision") or variant_of(oracle).startswith(
+        "llava"
+    ):
         stored = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in stored.items()}
     if oracle.config.model_type == "qwen3_vl_moe":  # and these: transformers has them transposed
         stored = {name: x.swapaxes(1, 2) if ".experts." in name else x for name, x in stored.items()}
@@ -266,7 +269,7 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
     small = dataclasses.replace(images, pixels=images.pixels[:, :, :20])
     reads = r"(24|96) x 24 x 3(, and grids of [26] numbers)?: use the image processor"
     if images.pixels.ndim == 3:
-        reads = r"patches \[rows, patches, (96|48)\] and grids"
+        reads = r"patches \[rows, patches, (96|48|192)\] and grids"
     with pytest.raises(ConfigError, match=rf"this model reads {reads}"):
         model(tokens, segments, images=small)
     text = Net(dataclasses.replace(model.net.config, vision=None))
@@ -347,6 +350,10 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
         ("cohere2_vision", "text_config", "model_type", "cohere", "text_config = .* of a cohere2 model"),
         ("cohere2_vision", "vision_config", "model_type", "clip_vision_model", "vision_config.model_type = 'clip"),
         ("cohere2_vision", None, "image_token_id", 97, "image_token_id = 97"),
+        ("pixtral", None, "vision_feature_layer", -2, "vision_feature_layer = -2"),
+        ("pixtral", None, "vision_feature_select_strategy", "default", "vision_feature_select_strategy = 'default'"),
+        ("pixtral", "vision_config", "num_attention_heads", 4, "vision_config.hidden_size = 24 .* 4 times 4 heads"),
+        ("llava_next", "vision_config", "model_type", "pixtral", "vision_config.model_type = 'pixtral'"),
         ("lfm2_vl", "text_config", "model_type", "llama", "text_config = .* of a lfm2 or lfm2_moe model"),
         ("lfm2_vl", None, "projector_hidden_act", "silu", "projector_hidden_act = 'silu'"),
         ("lfm2_vl", None, "image_token_id", 97, "image_token_id = 97"),
