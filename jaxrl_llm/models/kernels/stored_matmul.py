@@ -5,6 +5,7 @@ of the matrix is one byte a number. Those of 4 bits are converted, on GPUs for f
 """
 
 import functools
+import math
 from typing import cast
 
 import jax
@@ -20,39 +21,39 @@ from jaxrl_llm.models.quantize import BYTES, Kernel, as_matrix, dequantize, quan
 
 def matmul(x, kernel: Kernel, kind: str, name: str = "") -> jax.Array:
     """`x @ kernel`, x `[n, in]`, in the dtype of x; the name of the map says how a mesh shards its matrix."""
-    if not isinstance(kernel, dict) or kind not in BYTES:
-        by_kernel = isinstance(kernel, dict) and jax.default_backend() == "gpu" and has_triton()
-        if by_kernel and (found := _of_codes(x, kernel, kind, name)) is not None:
-            return found
-        return cpu_matmul.matmul(x, dequantize(kernel, kind, x.dtype) if isinstance(kernel, dict) else kernel)
-    return scaled(sums(x, kernel["codes"]), kernel["absmax"], kind).astype(x.dtype)
+    if not isinstance(kernel, dict):
+        return cpu_matmul.matmul(x, kernel)
+    if kind in BYTES:
+        return scaled(sums(x, kernel["codes"]), kernel["absmax"], kind).astype(x.dtype)
+    by_kernel = jax.default_backend() == "gpu" and has_triton()
+    found = _of_codes(x, kernel, kind, name) if by_kernel else None
+    return cpu_matmul.matmul(x, dequantize(kernel, kind, x.dtype)) if found is None else found
 
 
 def _of_codes(x, kernel: dict[str, jax.Array], kind: str, name: str, interpret: bool = False) -> jax.Array | None:
     """`matmul` of few rows by the kernel of GPUs that reads codes of 4 bits, where it serves, or None."""
-    scales, run = scales_of(kernel), functools.partial(_of_one_group, kind=kind, interpret=interpret)
-    if x.ndim != 2 or not reads_codes(len(x), kernel["codes"][None], scales[None]):
+    codes, scales = kernel["codes"], scales_of(kernel)
+    run = functools.partial(_of_one_group, kind=kind, interpret=interpret)
+    if x.ndim != 2 or (is_sharded() and not name):
         return None
     if not is_sharded():
-        return run(x, kernel["codes"], scales)
-    if not name:
-        return None
+        return run(x, codes, scales) if reads_codes(len(x), codes[None], scales[None]) else None
     mesh = jax.sharding.get_abstract_mesh()
-    # Codes are gathered along the other axes, as the numbers would be.
-    specs = [parameter_spec(f"/{name}/kernel", array.shape, mesh) for array in (kernel["codes"], scales)]
-    of_codes, of_scales = ([axis if axis == "tensor" else None for axis in spec] or [None, None] for spec in specs)
-    if of_codes != of_scales:  # blocks of several devices, which have whole ones where XLA gathers them
-        return None
     rows = activation_spec(x.shape, "rows", None)[0]
+    own_rows = len(x) // math.prod(mesh.shape[axis] for axis in jax.tree.leaves(rows))
+    # Codes are gathered along the other axes, as the numbers would be.
+    specs = [parameter_spec(f"/{name}/kernel", array.shape, mesh) for array in (codes, scales)]
+    of_codes, of_scales = ([axis if axis == "tensor" else None for axis in spec] or [None, None] for spec in specs)
+    # Where devices share a block, each has the scales of all.
+    if of_codes != of_scales or not reads_codes(own_rows, codes[None], scales[None]):
+        return None
 
     def local(x, codes, scales):
         out = run(x, codes, scales)
         return out if of_codes[0] is None else jax.lax.psum(out, of_codes[0])
 
-    in_specs = (P(rows, of_codes[0]), P(*of_codes), P(*of_codes))
-    return jax.shard_map(local, in_specs=in_specs, out_specs=P(rows, of_codes[1]), check_vma=False)(
-        x, kernel["codes"], scales
-    )
+    in_specs, out_specs = (P(rows, of_codes[0]), P(*of_codes), P(*of_codes)), P(rows, of_codes[1])
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)(x, codes, scales)
 
 
 def _of_one_group(x, codes, scales, kind: str, interpret: bool):

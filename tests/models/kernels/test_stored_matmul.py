@@ -45,10 +45,12 @@ from jaxrl_llm.distributed.sharding import make_mesh, parameter_spec
 from jaxrl_llm.models.kernels import stored_matmul
 from tests.models.kernels.test_stored_matmul import drawn, product
 
-x, stored = drawn(16, 512, 128, "nf4")
+x, stored = drawn(160, 512, 128, "nf4")
 expected = product(x, stored, "nf4")
-for name, axes, own in (
-    ("up", {"data": 4}, (256, 128)), ("up", {"fsdp": 2, "tensor": 2}, (256, 64)), ("down", {"tensor": 4}, (64, 128))
+for name, axes, rows, own in (
+    ("up", {"data": 4}, 160, (256, 128)),
+    ("up", {"fsdp": 2, "tensor": 2}, 160, (256, 64)),
+    ("down", {"tensor": 4}, 16, (64, 128)),
 ):
     mesh = make_mesh(**({"data": 1} | axes))
     with jax.set_mesh(mesh):
@@ -57,16 +59,18 @@ for name, axes, own in (
             for part, array in stored.items()
         }
         run = jax.jit(lambda x, stored: stored_matmul._of_codes(x, stored, "nf4", name, interpret=True))
-        assert f"u8[1,{own[0]},{own[1]}]" in str(jax.make_jaxpr(run)(x, placed)), (name, axes)
-        found = np.asarray(run(x, placed), np.float64)
-        np.testing.assert_allclose(found, expected, atol=2**-7 * np.abs(expected).max())
-        odd = drawn(16, 192, 128, "nf4")[1]  # devices share a block of 64
-        assert name == "up" or stored_matmul._of_codes(x[:, :192], odd, "nf4", name) is None
+        assert f"u8[1,{own[0]},{own[1]}]" in str(jax.make_jaxpr(run)(x[:rows], placed)), (name, axes)
+        found = np.asarray(run(x[:rows], placed), np.float64)
+        np.testing.assert_allclose(found, expected[:rows], atol=2**-7 * np.abs(expected).max())
+        if name == "down":
+            assert run(x, placed) is None  # rows of one device are too many
+            odd = drawn(16, 192, 128, "nf4")[1]  # devices share a block of 64
+            assert stored_matmul._of_codes(x[:16, :192], odd, "nf4", name) is None
 """
 
 
 def test_on_a_mesh_every_device_reads_its_own_codes(run_python):
-    """Sums over sharded inputs are added; where devices share a scale, XLA converts."""
+    """Sums over sharded inputs are added; where devices share a scale, or have many rows, XLA converts."""
     result = run_python("-c", ON_A_MESH, devices=4)
     assert result.returncode == 0, result.stderr
 
