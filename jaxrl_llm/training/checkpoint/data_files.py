@@ -30,7 +30,8 @@ def checksums(sources: Iterable[DataSource]) -> dict[str, str]:
             files = {name: x for name, x in local_files(source.path).items() if READERS.keys() & {*x.suffixes}}
             found |= {name: checksum(file, number < FILES) for number, (name, file) in enumerate(files.items())}
         elif source.name and ".py:" not in source.name and is_table(source.rows):
-            name = f"{source.rows.split} of {masked(source.name)}"
+            split = source.rows.split  # None of rows that are parts of several
+            name = f"{split} of {masked(source.name)}" if split else masked(source.name)
             found[name] = f"{found.get(name, '')}{source.rows._fingerprint}"  # of several configurations of one id
     return found
 

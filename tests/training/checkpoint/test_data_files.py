@@ -65,6 +65,11 @@ def test_rows_behind_a_url_are_told_by_what_the_server_says_of_them(tmp_path, mo
     os.utime(file, (1, 1))
     (line,) = edited(before, checksums([source(url, sources.load(f"file://{file}"))]))
     assert line.startswith(f"train of file://{file}?token=***: edited since the checkpoint was written")
+    for name in ("train", "test"):
+        (tmp_path / "both").mkdir(exist_ok=True)
+        write(tmp_path / "both" / f"{name}.jsonl", range(12, 16))
+    both = f"file://{tmp_path}/both"
+    assert [*checksums([source(both, sources.load(both, "train+test"))])] == [both]
     made = sources.load(f"file://{file}")
     assert checksums([source("rows.py:function", made), source(made, made)]) == {}
     assert checksums([source(url, sources.load(f"file://{file}", streaming=True))]) == {}
