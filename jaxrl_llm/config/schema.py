@@ -453,7 +453,8 @@ KEYS = (
     Setting("data.image_processor", "",
         "Options of the image processor, `max_pixels=401408`, over those of the model's preprocessor_config.json; the "
         "trained model keeps them. Qwen-VL and GLM-V: min_pixels, max_pixels; Idefics3 and SmolVLM: longest_edge, "
-        "do_image_splitting; Mistral 3: longest_edge; InternVL: min_patches, max_patches; Gemma 4: max_soft_tokens; "
+        "do_image_splitting; Mistral 3 and Pixtral: longest_edge; InternVL and Aya Vision: min_patches, max_patches; "
+        "Command A Vision: max_patches; Gemma 4: max_soft_tokens; "
         "LFM2-VL: min_image_tokens, max_image_tokens, max_tiles, do_image_splitting."),
     Setting("data.system_prompt", None, "System message put before conversations that are read and have none."),
     Setting("data.chat_template", None,

@@ -1,6 +1,7 @@
 """Llama 3.2 Vision (arXiv 2407.21783, section 7; the model_type is `mllama`): a Llama with layers whose attention reads
 the tiles of images, which are no tokens, and an encoder that sees the tiles of an image together."""
 
+import dataclasses
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, llava, siglip
@@ -113,8 +114,8 @@ def _encoder(hf: dict[str, Any]) -> TiledConfig:
     grids = [list(ratio) for ratio in ratios]
     if grids != shapes(sizes["tiles"]):
         refuse("vision_config.supported_aspect_ratios", ratios, f"{shapes(sizes['tiles'])} with max_num_tiles")
-    fields = {name: getattr(read, name) for name in read.__dataclass_fields__}
-    encoder = TiledConfig(**fields | sizes | {"ratios": len(ratios), "read_layers": tuple(reading)})
+    encoder = dataclasses.replace(read, **sizes, ratios=len(ratios), read_layers=tuple(reading))
+    assert isinstance(encoder, TiledConfig)
     if hf.get("vision_output_dim", encoder.features_width) != encoder.features_width:
         refuse("vision_config.vision_output_dim", hf["vision_output_dim"], f"{encoder.features_width}")
     return encoder

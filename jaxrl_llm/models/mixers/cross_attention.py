@@ -62,15 +62,15 @@ class CrossAttention(Cacheless, nnx.Module):
 
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, ImageKeyValues]:
         """Output `[N,T,D]`, and the keys and values of what the last token of each row sees."""
-        c, seen, length = self.config, inputs.shown.seen, x.shape[1]
-        states = inputs.shown.states
+        assert inputs.shown is not None
+        c, length, (states, seen) = self.config, x.shape[1], inputs.shown
         if not states.shape[1]:
             none = jnp.zeros((len(x), c.kv_heads, 0, c.head_dim), x.dtype)
             return jnp.zeros_like(x), ImageKeyValues(none, none, seen[:, -1])
         k, v = (a.reshape(*states.shape[:2], c.kv_heads, -1) for a in (self.k(states), self.v(states)))
         k, v = (constrain(a, "rows", None, "heads", None) for a in (self.k_norm(k), v))
-        cache = (constrain(a.swapaxes(1, 2), "rows", "heads", None, None) for a in (k, v))
-        cache, q = ImageKeyValues(*cache, seen[:, -1]), self._queries(x)
+        keys, values = (constrain(a.swapaxes(1, 2), "rows", "heads", None, None) for a in (k, v))
+        cache, q = ImageKeyValues(keys, values, seen[:, -1]), self._queries(x)
         if implementation(c, length, True) == "cudnn":
             # Where nothing is seen it would divide by zero; what it gives there is left out below.
             return self._output(cudnn_attention(q, k, v, seen | ~seen.any(-1, keepdims=True)), seen, x), cache

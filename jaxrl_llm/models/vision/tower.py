@@ -71,8 +71,8 @@ class Vision(nnx.Module):
             self.encoder = PatchRows(config.encoder, own, rngs)
             self.projector = None
         else:
-            tiled = isinstance(config.encoder, TiledConfig)
-            self.encoder = (Tiled if tiled else Siglip)(config.encoder, own, rngs)
+            shape = config.encoder
+            self.encoder = Tiled(shape, own, rngs) if isinstance(shape, TiledConfig) else Siglip(shape, own, rngs)
             self.projector = PROJECTORS[config.projector](config, own, rngs)
         line = jax.random.normal(rngs.params(), (net.width,), net.param_dtype) if config.newline else None
         self.newline = None if line is None else nnx.Param(line * net.width**-0.5)

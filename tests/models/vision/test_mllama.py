@@ -12,9 +12,11 @@ from transformers.models.mllama.processing_mllama import get_cross_attention_tok
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.families import family_of
+from jaxrl_llm.models.files.new_tokens import with_tokens
 from jaxrl_llm.models.mixers.cross_attention import CrossAttention
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.vision.tiled import TiledConfig, seen_features
+from tests.data.vl_folders import vl_folder
 from tests.models.images import (
     IMAGE_TOKEN,
     image_documents,
@@ -161,3 +163,10 @@ def test_without_images_the_layers_that_read_them_are_skipped(tmp_path):
     grads = jax.grad(lambda params: model.net.bind(params)(tokens).sum())(model.params)
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(grads["cross_layers"]))
     assert any(torch.tensor(np.asarray(x)).any() for x in jax.tree.leaves(grads["layers"]))
+
+
+def test_new_tokens_are_refused(tmp_path):
+    """They would have the ids of tokens that are read and never sampled."""
+    model = load_model(vl_folder(tmp_path / "mllama", "mllama"), init_key=jax.random.key(0))
+    with pytest.raises(ConfigError, match="ids behind its vocabulary are of tokens that are never sampled"):
+        with_tokens(model, ["<new>"])
