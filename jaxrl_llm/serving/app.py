@@ -276,6 +276,8 @@ async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.scope['path']:.200}: {error.detail}"  # a wrong Host makes no URL
+    if error.status_code == 404:  # such as of clients that ask for responses unless they are told otherwise
+        message += "; of OpenAI's endpoints this server has /v1/chat/completions, /v1/completions and /v1/models"
     return JSONResponse(BadRequestError(message, error.status_code).body(), error.status_code, error.headers)
 
 

@@ -63,10 +63,13 @@ TEXT = {"prompt", "logprobs", "echo", "prompt_logprobs"}
 GUIDES = {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 COMMON = {"model", "stop", "stop_token_ids", "stream_options", "logit_bias", "bad_words", *GUIDES, *SETTINGS}
 COMMON -= {"echo", "parallel_tool_calls"}
-# They say who asks, and how the answer is billed and kept: no answer depends on them.
+# They say who asks, and how the answer is billed and kept: no answer depends on them. So it is with
+# spaces_between_special_tokens, of tokenizers written in Python, which trainers send.
 WITHOUT_EFFECT = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "request_id", "priority"}
+WITHOUT_EFFECT |= {"spaces_between_special_tokens"}
 # The value of a field at which it asks for nothing; another one is refused.
 NEUTRAL = {
+    "detokenize": True,
     "length_penalty": 1,
     "best_of": 1,
     "suffix": "",

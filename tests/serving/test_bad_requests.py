@@ -221,6 +221,7 @@ def test_what_asks_for_nothing_is_taken(web):
     body = {"prompt": "sort:4821=", "temperature": 0, "user": "me", "top_k": -1, "seed": -5, **neutral}
     assert web.post(TEXT, json=body).json()["choices"][0]["text"] == "1248"
     body = {"messages": MESSAGES, "response_format": {"type": "text"}, "metadata": {"a": "b"}, "tools": None}
+    body |= {"spaces_between_special_tokens": False, "detokenize": True}
     parts = [{"type": "text", "text": "sort:"}, {"type": "text", "text": "1="}]
     for content in ("sort:1=", parts):
         messages = [{"role": "user", "content": content}]
@@ -263,7 +264,7 @@ def test_answers_that_a_stopping_server_ends_say_so(web, running):
 
 
 def test_paths_and_methods(web):
-    refused(web.get("/v1/other"), 404)
+    assert "has /v1/chat/completions" in refused(web.post("/v1/responses", json={"input": "x"}), 404)["message"]
     refused(web.get(TEXT), 405)
     refused(web.get("/v1/models/other"), 404)
     assert web.get("/health").text == "ok"
