@@ -4,7 +4,7 @@ queries, keys and values of each key/value head in one range of a tensor."""
 from typing import Any
 
 from jaxrl_llm.models.families import decoder
-from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
+from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear, maps
 from jaxrl_llm.models.families.entries import positive, renamed, unset
 from jaxrl_llm.models.model_config import ModelConfig
 
@@ -23,10 +23,8 @@ def _keys(input_norm: str, ffn_norm: str) -> tuple[TensorName, ...]:
         *linear("score", "score"),
         *layer_norm("layers/input_norm", f"{LAYER}{input_norm}"),
         *layer_norm("layers/post_attention_norm", f"{LAYER}{ffn_norm}"),
-        *linear("layers/attention/qkv", f"{LAYER}self_attention.query_key_value"),
-        *linear("layers/attention/o", f"{LAYER}self_attention.dense"),
-        *linear("layers/mlp/up", f"{LAYER}mlp.dense_h_to_4h"),
-        *linear("layers/mlp/down", f"{LAYER}mlp.dense_4h_to_h"),
+        *maps("layers/attention", f"{LAYER}self_attention", {"qkv": "query_key_value", "o": "dense"}),
+        *maps("layers/mlp", f"{LAYER}mlp", {"up": "dense_h_to_4h", "down": "dense_4h_to_h"}),
     )
 
 

@@ -7,23 +7,21 @@ Images and sound are not read: a folder of the type `gemma3n` is read as its tex
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, gemma, gemma2, gemma3_text, gemma4_text, layer_types
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, maps
 from jaxrl_llm.models.families.entries import computed, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "gemma3n_text"
 ARCHITECTURE = "Gemma3n"
+ALTUP = {"modality": "modality_router", "prediction": "prediction_coefs", "correction": "correction_coefs"}
 KEYS = (
     *gemma2.KEYS,
     *decoder.QK_NORMS,
     *gemma4_text.PER_LAYER,
     TensorName("layers/altup/norm/scale", f"{LAYER}altup.router_norm.weight"),
-    *linear("layers/altup/modality", f"{LAYER}altup.modality_router"),
-    *linear("layers/altup/prediction", f"{LAYER}altup.prediction_coefs"),
-    *linear("layers/altup/correction", f"{LAYER}altup.correction_coefs"),
+    *maps("layers/altup", f"{LAYER}altup", ALTUP),
     TensorName("layers/altup/scale", f"{LAYER}altup.correct_output_scale"),
-    *linear("layers/laurel/left", f"{LAYER}laurel.linear_left"),
-    *linear("layers/laurel/right", f"{LAYER}laurel.linear_right"),
+    *maps("layers/laurel", f"{LAYER}laurel", {"left": "linear_left", "right": "linear_right"}),
     TensorName("layers/laurel/norm/scale", f"{LAYER}laurel.post_laurel_norm.weight"),
     TensorName("streams/spread/kernel", "model.altup_projections.{layer}.weight", transpose=True),
     TensorName("streams/gather/kernel", "model.altup_unembed_projections.{layer}.weight", transpose=True),

@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 from jaxrl_llm.models.families import llama, llava, qwen2, qwen3, qwen3_moe, siglip
-from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear, stacked_experts
+from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear, maps, stacked_experts
 from jaxrl_llm.models.families.entries import computed, number, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.siglip import SiglipConfig
@@ -14,26 +14,27 @@ from jaxrl_llm.models.vision.tower import VisionConfig
 MODEL_TYPE = "internvl"
 ARCHITECTURE = {"lm": "InternVLForConditionalGeneration", "score": "InternVLForSequenceClassification"}
 TEXTS = {module.MODEL_TYPE: module for module in (qwen2, qwen3, llama, qwen3_moe)}
-TOWER, ENCODER, PROJECTOR = "vision_tower.", "vision/encoder/", "multi_modal_projector."
+TOWER, ENCODER, PROJECTOR = "vision_tower.", "vision/encoder/", "multi_modal_projector"
 LAYER = f"{TOWER}encoder.layer.{{layer}}."
 VISION_KEYS = (
     TensorName(f"{ENCODER}class_token", f"{TOWER}embeddings.cls_token"),
     *linear(f"{ENCODER}patch", f"{TOWER}embeddings.patch_embeddings.projection"),
     TensorName(f"{ENCODER}position/weight", f"{TOWER}embeddings.position_embeddings"),
     *layer_norm(f"{ENCODER}layers/norm1", f"{LAYER}layernorm_before"),
-    *(key for name in "qkv" for key in linear(f"{ENCODER}layers/attention/{name}", f"{LAYER}attention.{name}_proj")),
+    *maps(
+        f"{ENCODER}layers/attention",
+        f"{LAYER}attention",
+        {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "projection_layer"},
+    ),
     TensorName(f"{ENCODER}layers/attention/q_norm/scale", f"{LAYER}attention.q_norm.weight"),
     TensorName(f"{ENCODER}layers/attention/k_norm/scale", f"{LAYER}attention.k_norm.weight"),
-    *linear(f"{ENCODER}layers/attention/out", f"{LAYER}attention.projection_layer"),
     TensorName(f"{ENCODER}layers/scale1", f"{LAYER}lambda_1"),
     *layer_norm(f"{ENCODER}layers/norm2", f"{LAYER}layernorm_after"),
-    *linear(f"{ENCODER}layers/mlp/fc1", f"{LAYER}mlp.fc1"),
-    *linear(f"{ENCODER}layers/mlp/fc2", f"{LAYER}mlp.fc2"),
+    *maps(f"{ENCODER}layers/mlp", f"{LAYER}mlp", {"fc1": "fc1", "fc2": "fc2"}),
     TensorName(f"{ENCODER}layers/scale2", f"{LAYER}lambda_2"),
     *layer_norm(f"{ENCODER}norm", f"{TOWER}layernorm"),
-    *layer_norm("vision/projector/norm", f"{PROJECTOR}layer_norm"),
-    *linear("vision/projector/fc1", f"{PROJECTOR}linear_1"),
-    *linear("vision/projector/fc2", f"{PROJECTOR}linear_2"),
+    *layer_norm("vision/projector/norm", f"{PROJECTOR}.layer_norm"),
+    *maps("vision/projector", PROJECTOR, {"fc1": "linear_1", "fc2": "linear_2"}),
 )
 _STACKED = (*qwen3.KEYS, *stacked_experts("mlp"))
 KEYS = llava.on_the_hub(qwen3_moe.KEYS, VISION_KEYS)  # those of the other decoders are among these

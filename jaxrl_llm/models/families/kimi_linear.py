@@ -4,7 +4,7 @@ positions in the fourth, and experts as DeepSeek-V3."""
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, deepseek_v3, mixtral, olmo_hybrid
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear, maps
 from jaxrl_llm.models.families.entries import computed, mixers_of, positive, refuse
 from jaxrl_llm.models.mixers.kimi_delta import KimiDelta
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
@@ -27,8 +27,7 @@ def _keys(block: str, gate: str, experts: tuple[TensorName, ...]) -> tuple[Tenso
         *linear("layers/delta/f_b", f"{NET}.{gate}f_b_proj"),
         TensorName("layers/delta/log_decay", f"{NET}.{gate}A_log"),
         TensorName("layers/delta/step_bias", f"{NET}.{gate}dt_bias"),
-        *linear("layers/delta/g_a", f"{NET}.g_a_proj"),
-        *linear("layers/delta/g_b", f"{NET}.g_b_proj"),
+        *maps("layers/delta", NET, {"g_a": "g_a_proj", "g_b": "g_b_proj"}),
         *decoder.FEED_FORWARD,
         *deepseek_v3.beside_experts(block),
         *experts,

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from jaxrl_llm.models.families import lfm2, lfm2_moe, llava, qwen_vl, siglip
-from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
+from jaxrl_llm.models.families.decoder import TensorName, layer_norm, maps
 from jaxrl_llm.models.families.entries import number, positive, refuse, sizes_of
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
@@ -14,16 +14,15 @@ from jaxrl_llm.models.vision.tower import VisionConfig
 MODEL_TYPE = "lfm2_vl"
 ARCHITECTURE = {"lm": "Lfm2VlForConditionalGeneration", "score": "Lfm2VlForSequenceClassification"}
 TEXTS = {module.MODEL_TYPE: module for module in (lfm2, lfm2_moe)}
-PROJECTOR = "multi_modal_projector."
+PROJECTOR = "multi_modal_projector"
 
 
 def _keys(text: tuple[TensorName, ...], tower: str) -> tuple[TensorName, ...]:
     """The keys of a decoder, and of an encoder whose names begin so."""
     vision = (
         *siglip.keys(tower),
-        *layer_norm("vision/encoder/merger/norm", f"{PROJECTOR}layer_norm"),
-        *linear("vision/encoder/merger/fc1", f"{PROJECTOR}linear_1"),
-        *linear("vision/encoder/merger/fc2", f"{PROJECTOR}linear_2"),
+        *layer_norm("vision/encoder/merger/norm", f"{PROJECTOR}.layer_norm"),
+        *maps("vision/encoder/merger", PROJECTOR, {"fc1": "linear_1", "fc2": "linear_2"}),
     )
     return llava.as_modules(text, vision)
 

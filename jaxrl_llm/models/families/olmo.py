@@ -27,5 +27,4 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
     own = {"attention_bias": config.attention_bias, "clip_qkv": config.qkv_clip}
-    hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
-    return decoder.with_own_names(hf, {}, ("rms_norm_eps",))
+    return decoder.from_own_names(config, base, {}, {}, ARCHITECTURE, MODEL_TYPE, own, ("rms_norm_eps",))

@@ -4,7 +4,7 @@ of each head rotated, and biases everywhere, also of the head."""
 from typing import Any
 
 from jaxrl_llm.models.families import decoder
-from jaxrl_llm.models.families.decoder import LAYER, layer_norm, linear
+from jaxrl_llm.models.families.decoder import LAYER, layer_norm, linear, maps
 from jaxrl_llm.models.families.entries import refuse, renamed
 from jaxrl_llm.models.model_config import ModelConfig
 
@@ -16,12 +16,10 @@ KEYS = (
     *linear("head", "lm_head"),
     *linear("score", "score"),
     *layer_norm("layers/input_norm", f"{LAYER}input_layernorm"),
-    *decoder.ATTENTION[:6],
-    *linear("layers/attention/o", f"{LAYER}self_attn.dense"),
+    *maps("layers/attention", f"{LAYER}self_attn", decoder.QKVO | {"o": "dense"}),
     *layer_norm("layers/attention/q_norm", f"{LAYER}self_attn.q_layernorm"),
     *layer_norm("layers/attention/k_norm", f"{LAYER}self_attn.k_layernorm"),
-    *linear("layers/mlp/up", f"{LAYER}mlp.fc1"),
-    *linear("layers/mlp/down", f"{LAYER}mlp.fc2"),
+    *maps("layers/mlp", f"{LAYER}mlp", {"up": "fc1", "down": "fc2"}),
 )
 NAMES = {"layer_norm_eps": "rms_norm_eps"}
 DEFAULTS = {"hidden_act": "gelu_new", "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}  # for entries left out
