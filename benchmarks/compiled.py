@@ -234,7 +234,9 @@ def measured(model: str, device: str, phase: str, own: dict[str, Any] | None = N
     arguments, seconds to compile."""
     from benchmarks.traffic import step_and_rest, traffic
     from jaxrl_llm.config import batch_rows, default
+    from jaxrl_llm.distributed.sharding import rollout_mesh
     from jaxrl_llm.tools.plan.planned import make_plan
+    from jaxrl_llm.tools.plan.topology import traced_as_on
 
     only, names, more = (PHASES | FURTHER)[phase]
     config, count = default(), COUNTS[model].get(device, 1)
@@ -246,6 +248,9 @@ def measured(model: str, device: str, phase: str, own: dict[str, Any] | None = N
         if not devices.exact:
             return {"missing": devices.compiler}
         plan = make_plan(config, devices, only=only)
+        with traced_as_on(devices):
+            sampling = rollout_mesh(devices.mesh, config.rollout.mesh, MODELS[model]["num_key_value_heads"]).shape
+        shards = sampling["fsdp"] * sampling["tensor"]  # of the table of embeddings, of which a step reads few rows
     found: dict[str, Any] = {"devices": count, "mesh": dict(plan.target.mesh.shape), "note": plan.note}
     for program in plan.programs:
         if program.name not in names or not plan.target.exact:
@@ -258,8 +263,7 @@ def measured(model: str, device: str, phase: str, own: dict[str, Any] | None = N
             step, rest = step_and_rest(program.text)
             of_config = MODELS[model]
             table = 0 if of_config["tie_word_embeddings"] else of_config["vocab_size"] * of_config["hidden_size"] * 2
-            share = table * plan.sampling["the sampler's parameters"] / (2 * plan.parameters)
-            least = sum(plan.sampling.values()) - share + state_bytes(of_config, batch_rows(config)) / count
+            least = sum(plan.sampling.values()) - table / shards + state_bytes(of_config, batch_rows(config)) / count
             row |= step._asdict() | {"beside": rest.moved, "least": least}
         else:  # of two loops over logits the second runs over what the first leaves
             trips = (*program.trips[:-1], (program.trips[-1], 1.0)) if program.trips else ()
