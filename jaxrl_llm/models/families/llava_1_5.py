@@ -30,14 +30,8 @@ def _keys(tower: str) -> tuple[TensorName, ...]:
     )
 
 
-TOWER, TEXT_KEYS = "vision_tower.", qwen2.KEYS  # those of the other decoders are among these
-KEYS = llava.on_the_hub(TEXT_KEYS, _keys(f"{TOWER}vision_model."))
-MODULE_KEYS = llava.as_modules(TEXT_KEYS, _keys(TOWER))
-OTHER_KEYS = (
-    llava.on_the_hub(TEXT_KEYS, _keys(TOWER)),
-    MODULE_KEYS,
-    llava.as_modules(TEXT_KEYS, _keys(f"{TOWER}vision_model.")),
-)
+TEXT_KEYS = qwen2.KEYS  # those of the other decoders are among these
+KEYS, MODULE_KEYS, OTHER_KEYS = llava.tables(TEXT_KEYS, _keys)
 PIXTRAL = llava.on_the_hub(TEXT_KEYS, mistral3.VISION_KEYS)
 PIXTRAL_MODULES = llava.as_modules(TEXT_KEYS, mistral3.VISION_KEYS)
 # For entries that are left out, as those of the decoder's sizes are in LLaVA's files.

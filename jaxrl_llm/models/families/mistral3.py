@@ -70,8 +70,6 @@ def encoder_of(hf: dict[str, Any]) -> PatchRowsConfig:
         **sizes,
         frames=0,
         merge=positive(hf, "spatial_merge_size"),
-        window_size=0,
-        full_layers=(),
         norm_eps=1e-5,
         activation=ACTIVATIONS[activation],
         attention_bias=False,
