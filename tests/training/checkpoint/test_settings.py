@@ -111,7 +111,7 @@ def test_a_position_is_of_one_order(tmp_path, name):
         assert "accept_changes" not in str(told.value)
 
 
-@pytest.mark.parametrize("name", sorted({*IDENTITY} - {*OF_ARRAYS, *OF_POSITION}))
+@pytest.mark.parametrize("name", sorted({*IDENTITY} - {*OF_ARRAYS, *OF_MOMENTS, *OF_POSITION}))
 def test_what_a_run_is_does_not_change_unasked(tmp_path, name):
     changes = {name: ("a", "b"), "optimizer.learning_rate": (1.0, 2.0)}
     with pytest.raises(ConfigError, match=rf"would go on as another one: {name}: a -> b\. .*accept_changes={name}$"):
