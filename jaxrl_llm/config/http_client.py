@@ -3,9 +3,8 @@
 import asyncio
 import os
 import ssl
+from collections.abc import Mapping
 from typing import NamedTuple
-
-import httpx
 
 from jaxrl_llm.config.background import EventLoop
 
@@ -15,7 +14,7 @@ class Reply(NamedTuple):
 
     status: int
     reason: str
-    headers: httpx.Headers
+    headers: Mapping[str, str]
     data: bytes
 
     @property
@@ -49,6 +48,8 @@ class HttpClient:
     """
 
     def __init__(self, connections: int):
+        import httpx  # here, as it takes a quarter of the start of a worker that computes rewards and asks nobody
+
         self.loop, self.is_closed = EventLoop("requests"), False
         self.client = httpx.AsyncClient(
             timeout=None,
@@ -72,6 +73,8 @@ class HttpClient:
     def _reply(
         self, method: str, url: str, content: bytes | None, headers: dict[str, str], seconds: float, largest: int
     ) -> Reply:
+        import httpx
+
         if self.is_closed:
             raise RequestError("the client is closed")
         try:
