@@ -24,6 +24,12 @@ def padded(documents, side: str):
 
 
 @functools.partial(jax.jit, static_argnums=0)
+def logits_of(net, params, tokens, segments):
+    """Logits [B, T, V] of whole rows."""
+    return net.bind(params)(tokens, segments)
+
+
+@functools.partial(jax.jit, static_argnums=0)
 def prefill(net, params, tokens, segments):
     hidden, prompt, _ = net.bind(params).prefill(tokens, segments)
     return net.bind(params).logits(hidden), prompt

@@ -12,7 +12,7 @@ from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.multi_turn import slots_to_read
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.tools.plan.programs import ScannedEngine
-from tests.models.decoding import padded, trainer_logps
+from tests.models.decoding import logits_of, padded, trainer_logps
 from tests.rollout.test_engine import ENGINE, NET, PROMPTS
 
 WIDTH, C = 7, 24
@@ -135,6 +135,6 @@ def test_a_silent_server_changes_nothing(params):
 
 def test_greedy_turns(params):
     rollout = sample_rows(params, Echo(), sampling=SamplingParams(0.0), chunk=24)
-    hidden = NET.bind(params)(jnp.asarray(rollout.tokens), jnp.asarray(rollout.segments)).argmax(-1)
+    hidden = logits_of(NET, params, rollout.tokens, rollout.segments).argmax(-1)
     sampled = rollout.mask > 0
     np.testing.assert_array_equal(np.roll(hidden, 1, axis=1)[sampled], rollout.tokens[sampled])

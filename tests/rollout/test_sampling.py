@@ -252,33 +252,31 @@ def test_gpus_draw_the_same_in_fewer_passes(vocab, monkeypatch):
     logits[:, 3] = -np.inf  # a token that cannot be
     uniforms = np.random.default_rng(1).random(200).astype(np.float32)
 
-    def found():
-        jax.clear_caches()
+    def found():  # by functions of its own, which are traced anew for each backend
         settings = (SamplingParams(temperature=0.7), SamplingParams(top_p=0.9, top_k=30))
-        return [jax.jit(sample, static_argnums=2)(logits, uniforms, setting) for setting in settings]
+        return [jax.jit(lambda *rows, by=setting: sample(*rows, by))(logits, uniforms) for setting in settings]
 
     expected = found()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for (tokens, logps), (expected_tokens, expected_logps) in zip(found(), expected, strict=True):
         np.testing.assert_array_equal(tokens, expected_tokens)
         np.testing.assert_allclose(logps, expected_logps, atol=3e-6)
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.slow)])
 def test_settings_by_row_are_those_of_each_row(backend, monkeypatch):
     """Rows of different settings in one batch: tokens and log-probs of each are, bit for bit, those of `sample`."""
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    jax.clear_caches()
     settings = [SamplingParams(), SamplingParams(temperature=0), *(SamplingParams(**filters) for filters in FILTERS)]
     logits, draws = random_logits(1, 300, 3.0)[0], 50
     uniforms = np.random.default_rng(1).random(draws).astype(np.float32)
     rows = [setting for setting in settings for _ in range(draws)]
     columns = (np.asarray([getattr(row, name) for row in rows]) for name in ("temperature", "top_p", "top_k", "min_p"))
     by_row = RowSampling(*(x.astype(np.int32 if x.dtype == int else np.float32) for x in columns), np.empty((0, 1)))
-    tokens, logps = jax.jit(sample_by_row)(np.tile(logits, (len(rows), 1)), np.tile(uniforms, len(settings)), by_row)
+    whole = jax.jit(lambda *given: sample_by_row(*given))  # functions of its own are traced anew for each backend
+    tokens, logps = whole(np.tile(logits, (len(rows), 1)), np.tile(uniforms, len(settings)), by_row)
     for number, setting in enumerate(settings):
-        alone = jax.jit(sample, static_argnums=2)(np.tile(logits, (draws, 1)), uniforms, setting)
+        alone = jax.jit(lambda *given, by=setting: sample(*given, by))(np.tile(logits, (draws, 1)), uniforms)
         part = slice(number * draws, (number + 1) * draws)
         np.testing.assert_array_equal(tokens[part], alone[0])
         np.testing.assert_allclose(logps[part], alone[1], rtol=1e-6)

@@ -95,7 +95,7 @@ def test_update_is_adamw_of_summed_gradient():
     config = config_with(optimizer__weight_decay=0.1, optimizer__max_grad_norm=0.05)
     batch = make_batch()
     objective = objective_of(config, NET)
-    params = NET.init(jax.random.key(0))
+    params = jax.jit(NET.init)(jax.random.key(0))
     gradient = jax.jit(jax.grad(lambda p: objective.loss(p, objective.prepare(batch))[0]))(params)
     norm = float(optax.tree.norm(gradient))
     state, metrics = run_update(config, batch)

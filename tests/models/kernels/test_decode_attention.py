@@ -15,6 +15,7 @@ from jaxrl_llm.models.mixers import attention, latent_attention
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Net
+from tests.models import decoding
 from tests.models.decoding import continued_logits
 
 CONFIG = ModelConfig(
@@ -134,6 +135,13 @@ def drawn(config):
     return jax.tree_util.tree_map_with_path(leaf, params)
 
 
+def forget_programs() -> None:
+    """Of the helpers, which are jitted by net alone, and a backend does not change in a process; those of other tests
+    stay, as to compile them again takes longer than this test."""
+    decoding.prefill.clear_cache()
+    decoding.decode.clear_cache()
+
+
 def trace_as_on(backend: str, monkeypatch) -> None:
     """Programs that are traced from here on are those of an accelerator, as far as they run on CPUs."""
     kernel = functools.partial(decode_attention.decode_attention, interpret=True)
@@ -142,7 +150,7 @@ def trace_as_on(backend: str, monkeypatch) -> None:
     for module in (attention, transformer):  # prompts have no kernel that runs here
         monkeypatch.setattr(module, "implementation", lambda *_: "xla")
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    jax.clear_caches()
+    forget_programs()
 
 
 @pytest.mark.parametrize(
@@ -160,11 +168,11 @@ def test_accelerators_decode_the_same(backend, at_once, config, monkeypatch):
     segments[0, :4] = 0
     continuations = np.random.default_rng(2).integers(0, 31, (2, 3, 4))
     params = drawn(config)
-    jax.clear_caches()  # the helpers are jitted by net alone, and a backend does not change in a process
+    forget_programs()
     expected = continued_logits(Net(config), params, tokens, segments, continuations, at_once)
     trace_as_on(backend, monkeypatch)
     found = continued_logits(Net(config), params, tokens, segments, continuations, at_once)
-    jax.clear_caches()
+    forget_programs()
     np.testing.assert_allclose(found, expected, atol=0.04)  # in float16: either is up to 0.055 off those of float32
 
 

@@ -17,7 +17,7 @@ from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Net, segment_positions
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
-from tests.models.decoding import continued_logits, padded, trainer_logps
+from tests.models.decoding import continued_logits, logits_of, padded, trainer_logps
 from tests.rollout.test_multi_turn import Echo
 
 
@@ -131,7 +131,7 @@ def test_decode_equals_prefill(params, rows, scan_layers):
     continuations = np.random.default_rng(2).integers(0, 31, (3, 2, 4))
     full = np.concatenate([np.repeat(tokens, 2, axis=0), continuations.reshape(6, 4)], axis=1)
     full_segments = np.concatenate([np.repeat(segments, 2, axis=0), np.ones((6, 4), int)], axis=1)
-    expected = np.asarray(NET.bind(params)(full, full_segments))[:, -4:].reshape(3, 2, 4, -1)
+    expected = np.asarray(logits_of(NET, params, full, full_segments))[:, -4:].reshape(3, 2, 4, -1)
     for at_once in (1, 2):
         found = continued_logits(net, params, tokens, segments, continuations, at_once)
         np.testing.assert_allclose(found, expected, atol=2e-5)

@@ -21,7 +21,7 @@ from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from tests.models.conftest import variants
-from tests.models.decoding import continued_logits, padded, trainer_logps
+from tests.models.decoding import continued_logits, logits_of, padded, trainer_logps
 from tests.rollout.test_multi_turn import Echo
 
 SHAPE = ModelConfig(
@@ -71,7 +71,7 @@ def test_prefill_and_decode_equal_the_full_forward(net, params, rows):
     continuations = np.random.default_rng(2).integers(0, 31, (3, 2, 6))
     full = np.concatenate([np.repeat(tokens, 2, axis=0), continuations.reshape(6, 6)], axis=1)
     full_segments = np.concatenate([np.repeat(segments, 2, axis=0), np.ones((6, 6), int)], axis=1)
-    expected = np.asarray(net.bind(params)(full, full_segments))[:, -6:].reshape(3, 2, 6, -1)
+    expected = np.asarray(logits_of(net, params, full, full_segments))[:, -6:].reshape(3, 2, 6, -1)
     for at_once in (1, 3):
         found = continued_logits(net, params, tokens, segments, continuations, at_once)
         np.testing.assert_allclose(found, expected, atol=2e-5)

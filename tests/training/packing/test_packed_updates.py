@@ -118,7 +118,7 @@ def both_updates(config, batch: Batch, shape: ModelConfig = SHAPE, make=objectiv
         if config.algorithm.name == "ppo":
             params = {**Net(SHAPE).init(jax.random.key(0)), "score": {"kernel": jnp.ones((16, 1)) / 16}}
         else:
-            params = net.init(jax.random.key(0))
+            params = jax.jit(net.init)(jax.random.key(0))
         packed = packer_of(config, shape, mesh, objective, sample_of(batch), backend)(batch)
         update = make_update(objective, optimizer, update_spec(config), mesh)
         found = [update(init_state(jax.tree.map(jnp.copy, params), optimizer, mesh), rows) for rows in (batch, packed)]
@@ -286,7 +286,7 @@ def test_experts_balance_over_the_same_tokens():
 def test_log_probs_without_gradient():
     """The pass for old and reference log-probs: the same on scored tokens, 0 elsewhere."""
     batch, net, mesh = online_batch(), Net(SHAPE), make_mesh(devices=jax.devices()[:1])
-    params = net.init(jax.random.key(0))
+    params = jax.jit(net.init)(jax.random.key(0))
     with jax.set_mesh(mesh):
         config = config_of("grpo")
         packer = packer_of(config, SHAPE, mesh, objective_of(config, net), sample_of(batch))
@@ -383,7 +383,7 @@ def test_passes_of_several_micro_batches_give_the_same_log_probs():
     """`batch.logps_microbatch_tokens` joins micro-batches of the update, evenly, where nothing is differentiated."""
     mesh, batch = make_mesh(devices=jax.devices()[:1]), online_batch()
     net = Net(SHAPE)
-    params, found = net.init(jax.random.key(0)), {}
+    params, found = jax.jit(net.init)(jax.random.key(0)), {}
     for size in (0, 30, 1000):
         config = config_of(
             "grpo", batch__logps_microbatch_tokens=size, batch__microbatch_tokens=10, batch__pack_length=10
@@ -407,7 +407,7 @@ def test_packed_update_memory_without_vocabulary(monkeypatch):
     sizes = []
     with jax.set_mesh(mesh):
         optimizer, objective = make_optimizer(config), objective_of(config, Net(shape))
-        state = init_state(Net(shape).init(jax.random.key(0)), optimizer, mesh)
+        state = init_state(jax.jit(Net(shape).init)(jax.random.key(0)), optimizer, mesh)
         update = make_update(objective, optimizer, update_spec(config), mesh)
         for groups in (2, 8):
             sample = typical_rollouts(groups * GROUP, GROUP, 8, 24, full=True)
