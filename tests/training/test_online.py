@@ -17,6 +17,7 @@ from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import update_spec
 from jaxrl_llm.training.update import init_state, make_update
+from tests.models.decoding import logits_of
 from tests.training.objectives.test_policy_gradient import COMPLETION, NET, PARAMS, make_batch, naive_logps
 
 BATCH = make_batch(seed=3, rows=10)
@@ -128,9 +129,7 @@ def test_kl_terms(name):
 
 
 def naive_entropy() -> np.ndarray:
-    logits = np.asarray(
-        NET.bind(PARAMS)(jnp.asarray(BATCH.inputs.tokens), jnp.asarray(BATCH.inputs.segments)), np.float64
-    )
+    logits = np.asarray(logits_of(NET, PARAMS, BATCH.inputs.tokens, BATCH.inputs.segments), np.float64)
     logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     entropy = -(np.exp(logps) * logps).sum(-1)
     return np.pad(entropy[:, :-1], ((0, 0), (1, 0)))

@@ -54,7 +54,7 @@ def test_noise_has_the_size_of_the_paper_and_comes_from_the_seeds():
 def test_every_objective_has_the_noise_in_updates_alone(name, loss):
     """That is: where a batch has seeds, the loss is that of embeddings with `neftune_noise` added by hand."""
     net = Net(ModelConfig(**SHAPE, init_scale=0.3, head="score" if name == "reward_model" else "lm"))
-    params, config = net.init(jax.random.key(0)), default()
+    params, config = jax.jit(net.init)(jax.random.key(0)), default()
     config.algorithm.name, config.algorithm.loss, config.algorithm.beta = name, loss, 0.1
     plain = objective_of(config, net)
     config.algorithm.neftune_alpha = 20.0

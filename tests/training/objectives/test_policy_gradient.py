@@ -13,6 +13,7 @@ from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.objectives import policy_gradient
 from jaxrl_llm.training.passes import scored_distributions
 from jaxrl_llm.training.setup.objectives import objective_of, policy_spec
+from tests.models.decoding import logits_of
 
 NET = Net(ModelConfig(vocab_size=31, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3))
 PARAMS = jax.jit(NET.init)(jax.random.key(0))
@@ -39,8 +40,7 @@ def make_batch(seed: int = 0, rows: int = 4) -> Batch:
 
 def naive_logps(batch: Batch, temperature: float) -> np.ndarray:
     """log p(token t | tokens before t), from full logits in float64."""
-    tokens, segments = jnp.asarray(batch.inputs.tokens), jnp.asarray(batch.inputs.segments)
-    logits = np.asarray(NET.bind(PARAMS)(tokens, segments), np.float64) / temperature
+    logits = np.asarray(logits_of(NET, PARAMS, batch.inputs.tokens, batch.inputs.segments), np.float64) / temperature
     logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     out = np.zeros(batch.inputs.tokens.shape)
     for row, t in np.ndindex(*batch.inputs.tokens.shape):
@@ -90,9 +90,9 @@ def test_the_full_kl_is_that_of_the_networks_logits():
     """By the log-probs of the whole vocabulary; on policy, where the slopes of the policy loss are known, and off."""
     config, batch = default(), make_batch().replace(ref_logps=None)
     config.algorithm.aggregation, config.algorithm.kl, config.algorithm.beta = "token", "full", 0.3
-    reference = NET.init(jax.random.key(1))
+    reference = jax.jit(NET.init)(jax.random.key(1))
     tokens, segments = batch.inputs.tokens, batch.inputs.segments
-    logps = [jax.nn.log_softmax(NET.bind(params)(tokens, segments)) for params in (PARAMS, reference)]
+    logps = [jax.nn.log_softmax(logits_of(NET, params, tokens, segments)) for params in (PARAMS, reference)]
     kl = jnp.pad((jnp.exp(logps[0]) * (logps[0] - logps[1])).sum(-1)[:, :-1], ((0, 0), (1, 0)))
     expected = float((kl * batch.mask).sum() / batch.mask.sum())
     hidden, head = scored_distributions(NET, reference, batch.inputs, 2, 1)

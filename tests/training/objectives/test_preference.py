@@ -20,6 +20,7 @@ from jaxrl_llm.training.setup.objectives import needs_reference, objective_of
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import update_spec
 from jaxrl_llm.training.update import _prepare, init_state, make_measure, make_update
+from tests.models.decoding import logits_of
 
 SHAPE = {"vocab_size": 29, "width": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 24}
 NET = Net(ModelConfig(**SHAPE, init_scale=0.3, scan_layers=False))
@@ -49,7 +50,7 @@ def make_batch(rows: int = 8, labels: bool = False) -> Batch:
 
 def naive_logits(params, tokens, segments):
     """log p(v | tokens before t) of every token v, from full logits in float64, `[N,T,V]`; 0 for the first token."""
-    logits = np.asarray(NET.bind(params)(jnp.asarray(tokens), jnp.asarray(segments)), np.float64)
+    logits = np.asarray(logits_of(NET, params, tokens, segments), np.float64)
     logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     return np.concatenate([np.zeros_like(logps[:, :1]), logps[:, :-1]], axis=1)
 

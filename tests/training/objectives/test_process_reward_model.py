@@ -18,6 +18,7 @@ from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import packing_spec, update_spec
 from jaxrl_llm.training.update import init_state, make_update
+from tests.models.decoding import logits_of
 
 NET = Net(
     ModelConfig(
@@ -78,11 +79,11 @@ def test_by_hand(tmp_path):
     )
     batch, config = make_batch(), config_of()
     config.algorithm.loss = f"{tmp_path}/own.py:own"
-    params, objective = NET.init(jax.random.key(1)), objective_of(config, NET)
-    logits = np.asarray(NET.bind(params)(batch.inputs.tokens, batch.inputs.segments), np.float64)
+    params, objective = jax.jit(NET.init)(jax.random.key(1)), objective_of(config, NET)
+    logits = np.asarray(logits_of(NET, params, batch.inputs.tokens, batch.inputs.segments), np.float64)
     steps, right = np.asarray(batch.mask) > 0, np.asarray(batch.step_labels) > 0
     log_odds = logits[..., 1] - logits[..., 0]
-    loss, metrics = objective.loss(params, objective.prepare(batch))
+    loss, metrics = jax.jit(objective.loss)(params, objective.prepare(batch))
     metrics = {name: float(metric) for name, metric in metrics.items()}
     expected = np.log1p(np.exp(np.where(right, -log_odds, log_odds)))[steps].mean()
     correct = (log_odds > 0) == right
@@ -144,7 +145,7 @@ def test_a_loss_of_ones_own(tmp_path):
     )
     config, batch = config_of(), make_batch()
     objective = objective_of(config, NET)
-    params = NET.init(jax.random.key(1))
+    params = jax.jit(NET.init)(jax.random.key(1))
     whole, _ = objective.loss(params, objective.prepare(batch))
     config.algorithm.loss = f"{tmp_path / 'mine.py'}:scaled(factor=3.0)"
     own = objective_of(config, NET)

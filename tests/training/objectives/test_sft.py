@@ -12,6 +12,7 @@ from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.setup.objectives import objective_of
+from tests.models.decoding import logits_of
 
 NET = Net(ModelConfig(vocab_size=31, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3))
 WIDTH = 9
@@ -46,13 +47,13 @@ def loss_and_gradient(config, params, batch):
 def test_label_smoothing_is_that_of_transformers(params):
     batch = batch_of()
     value, gradient = loss_and_gradient(config_of(label_smoothing=0.2), params, batch)
-    logits = np.asarray(NET.bind(params)(batch.inputs.tokens, batch.inputs.segments))
+    logits = np.asarray(logits_of(NET, params, batch.inputs.tokens, batch.inputs.segments))
     logits = torch.tensor(logits, requires_grad=True)
     labels = torch.tensor(np.where(batch.mask > 0, batch.inputs.tokens, -100)).long()
     theirs = LabelSmoother(epsilon=0.2)({"logits": logits}, labels, shift_labels=True)
     np.testing.assert_allclose(float(value), float(theirs.detach()), rtol=1e-5)
     (wanted,) = torch.autograd.grad(theirs, logits)
-    _, back = jax.vjp(lambda p: NET.bind(p)(batch.inputs.tokens, batch.inputs.segments), params)
+    _, back = jax.vjp(lambda p: logits_of(NET, p, batch.inputs.tokens, batch.inputs.segments), params)
     (expected,) = back(jnp.asarray(wanted.numpy()))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, expected)
 
@@ -86,7 +87,7 @@ def test_eaft_is_that_of_axolotl(params):
     """Its formula over the whole vocabulary, in torch; gradients are of the log-probs alone."""
     batch = batch_of()
     value, gradient = loss_and_gradient(config_of(loss="eaft(alpha=1.5, scale=1.0)"), params, batch)
-    logits = NET.bind(params)(batch.inputs.tokens, batch.inputs.segments)
+    logits = logits_of(NET, params, batch.inputs.tokens, batch.inputs.segments)
     shifted = torch.tensor(np.asarray(logits)[:, :-1], requires_grad=True)
     mask, labels = torch.tensor(batch.mask[:, 1:] > 0), torch.tensor(batch.inputs.tokens[:, 1:]).long()
     top = torch.topk(shifted[mask].detach(), 31).values.softmax(-1)
@@ -94,7 +95,7 @@ def test_eaft_is_that_of_axolotl(params):
     theirs = (torch.nn.functional.cross_entropy(shifted[mask], labels[mask], reduction="none") * weights).mean()
     np.testing.assert_allclose(float(value), float(theirs.detach()), rtol=1e-5)
     (wanted,) = torch.autograd.grad(theirs, shifted)
-    _, back = jax.vjp(lambda p: NET.bind(p)(batch.inputs.tokens, batch.inputs.segments)[:, :-1], params)
+    _, back = jax.vjp(lambda p: logits_of(NET, p, batch.inputs.tokens, batch.inputs.segments)[:, :-1], params)
     (expected,) = back(jnp.asarray(wanted.numpy()))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, expected)
     for written, message in (
@@ -119,7 +120,7 @@ def test_a_loss_of_ones_own_with_metrics(params, tmp_path):
     )
     batch, objective = batch_of(), objective_of(config_of(loss=f"{tmp_path}/own.py:unlikely"), NET)
     gradient, metrics = jax.jit(jax.grad(lambda p: objective.loss(p, objective.prepare(batch)), has_aux=True))(params)
-    logits = jax.nn.log_softmax(NET.bind(params)(batch.inputs.tokens, batch.inputs.segments))[:, :-1]
+    logits = jax.nn.log_softmax(logits_of(NET, params, batch.inputs.tokens, batch.inputs.segments))[:, :-1]
     logps = np.asarray(jnp.take_along_axis(logits, batch.inputs.tokens[:, 1:, None], axis=-1)[..., 0])
     mask = batch.mask[:, 1:]
     np.testing.assert_allclose(metrics["own/p"], np.exp(logps)[mask > 0].mean(), rtol=1e-5)

@@ -30,13 +30,14 @@ from jaxrl_llm.training.setup.run import CriticAlone, build
 from jaxrl_llm.training.setup.specs import critic_optimizer_spec, update_spec
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import NOTHING, State, init_state, make_critic_update, merge_frozen, optimizer_step
+from tests.models.decoding import logits_of
 
 NET = Net(
     ModelConfig(
         vocab_size=31, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=24, head="score", init_scale=0.3
     )
 )
-PARAMS = NET.init(jax.random.key(0))
+PARAMS = jax.jit(NET.init)(jax.random.key(0))
 
 
 def make_batch() -> Batch:
@@ -50,7 +51,7 @@ def make_batch() -> Batch:
 
 def test_a_value_is_of_the_state_before_the_token():
     batch = make_batch()
-    scores = np.asarray(NET.bind(PARAMS)(jnp.asarray(batch.inputs.tokens), jnp.asarray(batch.inputs.segments)))
+    scores = np.asarray(logits_of(NET, PARAMS, batch.inputs.tokens, batch.inputs.segments))
     values = np.asarray(token_values(NET, PARAMS, batch.inputs))
     np.testing.assert_allclose(values[1, 3:], scores[1, 2:-1], rtol=1e-5)
     np.testing.assert_allclose(values[0, 3:5], scores[0, 2:4], rtol=1e-5)
@@ -187,7 +188,7 @@ def test_a_shared_critic_reads_the_hidden_states_of_the_policy_once(root, tmp_pa
     config.critic.shared, config.critic.coef, config.algorithm.beta = True, 0.3, 0.0
     config.algorithm.kl_in_reward = False
     net = Net(replace(NET.config, head="lm"))
-    params, draw = net.init(jax.random.key(1)), np.random.default_rng(1)
+    params, draw = jax.jit(net.init)(jax.random.key(1)), np.random.default_rng(1)
     kernel = jnp.asarray(draw.normal(size=(16, 1)), jnp.float32)
     batch = make_batch()
     batch = batch.replace(
@@ -217,7 +218,7 @@ def test_values_of_a_shared_critic_are_of_the_states_that_its_own_network_reads(
     config = ppo(root, tmp_path, 1)
     config.critic.shared, config.algorithm.beta, config.algorithm.kl_in_reward = True, 0.0, False
     net = Net(replace(NET.config, head="lm", logit_divisor=8.0))
-    params = net.init(jax.random.key(1)) | {"score": {"kernel": jnp.ones((16, 1))}}
+    params = jax.jit(net.init)(jax.random.key(1)) | {"score": {"kernel": jnp.ones((16, 1))}}
     batch = make_batch()
     batch = batch.replace(sample_logps=-batch.mask, old_logps=-batch.mask, advantages=batch.mask)
     objective = objective_of(config, net)
