@@ -13,14 +13,15 @@ FILES = [x for x in ROOT.rglob("*.py") if ROOT / "config" not in x.parents or x.
 
 @functools.cache
 def fields_of_classes() -> dict[str, set[str]]:
-    """The annotated names of every class, which are the fields of a spec."""
-    classes = [node for path in FILES for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef)]
+    """The annotated names of the classes of modules, which are the fields of a spec."""
+    classes = [node for path in FILES for node in parse(path).body if isinstance(node, ast.ClassDef)]
     return {
         node.name: {x.target.id for x in node.body if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)}
         for node in classes
     }
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -30,13 +31,13 @@ def read_keys(tree: ast.AST) -> set[str]:
     those of `spec_of(Spec, config.a, ...)`: the fields of that class that it is not given otherwise."""
     # A name such as `c` stands for another section in each function, so each is read by itself.
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return set().union(*(keys_of_scope(scope, section_names(scope)) for scope in (tree, *functions)))
+    return set().union(*(keys_of_scope(list(ast.walk(scope))) for scope in (tree, *functions)))
 
 
-def keys_of_scope(scope: ast.AST, sections: dict[str, str]) -> set[str]:
-    """The keys read in a module or function, nested functions included."""
-    found = set()
-    for node in ast.walk(scope):
+def keys_of_scope(nodes: list[ast.AST]) -> set[str]:
+    """The keys read in the nodes of a module or function, nested functions included."""
+    found, sections = set(), section_names(nodes)
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             if is_config(node.value):
                 found.add(node.attr)
@@ -49,10 +50,10 @@ def keys_of_scope(scope: ast.AST, sections: dict[str, str]) -> set[str]:
     return found
 
 
-def section_names(tree: ast.AST) -> dict[str, str]:
+def section_names(nodes: list[ast.AST]) -> dict[str, str]:
     """The section of each variable that is assigned from `config.<section>` or is an argument of that name."""
     names = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 many = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)

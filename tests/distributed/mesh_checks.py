@@ -264,27 +264,25 @@ def test_compiled_activations_are_sharded(rows):
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_few_tokens_go_to_the_parts_of_the_vocabulary(tied):
+@pytest.mark.parametrize(("vocab", "gathered"), [(512, False), pytest.param(40, True, marks=pytest.mark.slow)])
+def test_few_tokens_go_to_the_parts_of_the_vocabulary(vocab, gathered, tied):
     """With fewer tokens than words no device ever has the whole embedding or head; the numbers are those of one."""
     tokens = np.random.default_rng(0).integers(0, 40, (8, 9)).astype(np.int32)
     inputs, mesh = Inputs(tokens, np.ones_like(tokens)), mesh_of(1, 8, 1)
+    net = Net(dataclasses.replace(CONFIG, vocab_size=vocab, layers=1, tie_embeddings=tied, scan_layers=False))
 
-    for vocab, gathered in ((512, False), (40, True)):
-        config = dataclasses.replace(CONFIG, vocab_size=vocab, layers=1, tie_embeddings=tied, scan_layers=False)
-        net = Net(config)
+    def loss(params, inputs):
+        logps, entropy = token_logps(net, params, inputs, 0.7)
+        return (logps * np.linspace(-1, 1, 9)).sum() + 0.1 * entropy.sum()
 
-        def loss(params, inputs, net=net):
-            logps, entropy = token_logps(net, params, inputs, 0.7)
-            return (logps * np.linspace(-1, 1, 9)).sum() + 0.1 * entropy.sum()
-
-        params = jax.jit(net.init)(jax.random.key(0))
-        expected = jax.jit(jax.value_and_grad(loss))(params, inputs)
-        with jax.set_mesh(mesh):
-            placed, given = jax.device_put(params, shardings(params, mesh)), rows_to_global(inputs, mesh)
-            compiled = jax.jit(jax.value_and_grad(loss)).lower(placed, given).compile()
-            jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), compiled(placed, given), expected)
-        shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())}
-        assert bool({(vocab, 16), (16, vocab)} & shapes) == gathered
+    params = jax.jit(net.init)(jax.random.key(0))
+    expected = jax.jit(jax.value_and_grad(loss))(params, inputs)
+    with jax.set_mesh(mesh):
+        placed, given = jax.device_put(params, shardings(params, mesh)), rows_to_global(inputs, mesh)
+        compiled = jax.jit(jax.value_and_grad(loss)).lower(placed, given).compile()
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), compiled(placed, given), expected)
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())}
+    assert bool({(vocab, 16), (16, vocab)} & shapes) == gathered
 
 
 def test_constraints_without_a_mesh_do_nothing(net, params, rows):

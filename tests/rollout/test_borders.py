@@ -1,6 +1,7 @@
 """Borders: rows go on by other parameters, each token drawn by those of its time, or end where they are."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -18,15 +19,22 @@ ENGINES = {
     "plain": LONG,
     "few slots, speculative tokens": dataclasses.replace(LONG, slots=5, chunk=3, speculative_tokens=2),
 }
-POLICIES = [jax.jit(NET.init)(jax.random.key(number)) for number in range(3)]
 TOKENS, SEGMENTS = padded(PROMPTS, "left")
 WIDTH, K = TOKENS.shape[1], ENGINE.group_size
 ROWS = len(PROMPTS) * K
 KEY = jax.random.key(5)
 
 
+@functools.cache
+def policies():
+    """Three, made when a test asks for them: every process of the default run imports this file."""
+    return [jax.jit(NET.init)(jax.random.key(number)) for number in range(3)]
+
+
 def sampled(engine, on_border, **others):
-    return jax.tree.map(np.asarray, engine.generate(POLICIES[0], TOKENS, SEGMENTS, KEY, on_border=on_border, **others))
+    return jax.tree.map(
+        np.asarray, engine.generate(policies()[0], TOKENS, SEGMENTS, KEY, on_border=on_border, **others)
+    )
 
 
 @pytest.mark.slow
@@ -40,7 +48,7 @@ def test_each_token_is_drawn_by_the_policy_of_its_time_behind_the_caches_that_ar
         if len(asked) not in (2, 4):
             return Border()
         swaps.append(lengths)
-        return Border(POLICIES[len(swaps)])
+        return Border(policies()[len(swaps)])
 
     rollout = sampled(engine, on_border)
     versions = sum((np.arange(C) >= start[:, None]).astype(int) for start in swaps)
@@ -49,12 +57,12 @@ def test_each_token_is_drawn_by_the_policy_of_its_time_behind_the_caches_that_ar
     keys, differs = row_keys(KEY, 0, ROWS), 0.0
     for row in range(ROWS):
         prompt, segments = (x[row // K][None] for x in (TOKENS, SEGMENTS))
-        logits, cache = prefill(NET, POLICIES[0], prompt, segments)
+        logits, cache = prefill(NET, policies()[0], prompt, segments)
         logits, caches = logits[:, -1], row_caches(NET, cache, 1, C)
         for place in range(rollout.lengths[row]):
             if place:
                 newest = rollout.tokens[row, WIDTH + place - 1].reshape(1, 1, 1)
-                every = [decode(NET, policy, newest, segments, cache, caches, place - 1) for policy in POLICIES]
+                every = [decode(NET, policy, newest, segments, cache, caches, place - 1) for policy in policies()]
                 logits, caches = every[versions[row, place]]
                 logits = logits.reshape(1, -1)
                 differs = max(differs, float(abs(jax.nn.log_softmax(every[0][0]) - jax.nn.log_softmax(logits)).max()))
