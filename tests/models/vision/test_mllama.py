@@ -116,7 +116,7 @@ def test_a_score_head_is_refused():
 def test_tokens_see_the_images_of_their_document():
     """The last one, and those adjacent to it, as the spans of transformers' processor; in packed rows their own."""
     rng, encoder = np.random.default_rng(0), TiledConfig(image_size=2, patch_size=1, tiles=3)
-    for _ in range(20):
+    for _ in range(5):
         parts = [np.where(rng.random(size) < 0.4, IMAGE_TOKEN, 5) for size in (6, 9)]
         counts = [int((part == IMAGE_TOKEN).sum()) for part in parts]
         tokens, tiles = np.concatenate(parts), rng.integers(1, 4, sum(counts))
@@ -153,6 +153,7 @@ def test_text_before_an_image_does_not_see_it(tmp_path):
     assert np.abs(difference[:place]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_without_images_the_layers_that_read_them_are_skipped(tmp_path):
     """As in transformers; nothing of them is computed."""
     oracle = make_vision_oracle("mllama")
@@ -165,6 +166,7 @@ def test_without_images_the_layers_that_read_them_are_skipped(tmp_path):
     assert any(torch.tensor(np.asarray(x)).any() for x in jax.tree.leaves(grads["layers"]))
 
 
+@pytest.mark.slow
 def test_new_tokens_are_refused(tmp_path):
     """They would have the ids of tokens that are read and never sampled."""
     model = load_model(vl_folder(tmp_path / "mllama", "mllama"), init_key=jax.random.key(0))
