@@ -348,10 +348,9 @@ def configured(function: Callable[..., Any], arguments: Sequence[str], path: Pat
 def _explain(error: Exception) -> str:
     """The message for an error in a config file, with the full name of the key where the tree has none of that name."""
     message = str(error)
-    # A locked ConfigDict names only the last part of the key, and lists its neighbours as objects.
-    unknown = re.search(r"""Key "(\w+)" does not exist|^(?:"'|'\\')(\w+)\\?'""", message)
+    unknown = re.search(r"""^(?:"'|'\\')(\w+)\\?'""", message)  # a ConfigDict that is read names only the last part
     if isinstance(error, AttributeError | KeyError) and unknown:
-        leaf = unknown[1] or unknown[2]
+        leaf = unknown[1]
         if former := [name for name in FORMER if name.rpartition(".")[2] == leaf]:
             return "; ".join(unknown_key(name) for name in former)
         return f"there is no key {leaf}; the closest is {nearest(leaf, [*SECTIONS, *BY_NAME])}"

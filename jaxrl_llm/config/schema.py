@@ -28,16 +28,19 @@ else:
 
 
 class SettingError(ConfigError):
-    """A value that a key does not take: its type is another one."""
+    """A name that is no key, or a value that a key does not take: its type is another one."""
 
 
 class Tree(ConfigDict):
     """The configuration, or a section of it. Scalars of numpy and JAX are taken for the numbers that they are.
 
-    Raises SettingError, which names the key, for a value of another type.
+    Raises SettingError, which names the key, for a name that is none and for a value of another type.
     """
 
     def __setitem__(self, key, value):
+        if self.is_locked and key not in self:  # ml_collections would print the whole tree
+            section = next((f"{name}." for name in SECTIONS if name and self._is(name)), "")
+            raise SettingError(unknown_key(section + key))
         value = plain(value)
         try:
             super().__setitem__(key, value)
@@ -73,9 +76,13 @@ class Tree(ConfigDict):
         """The key of this name in the section that has these names."""
         for key in KEYS:
             section, _, name = key.name.rpartition(".")
-            if name == leaf and all(x.rpartition(".")[2] in self for x in BY_NAME if x.rpartition(".")[0] == section):
+            if name == leaf and self._is(section):
                 return key
         return None
+
+    def _is(self, section: str) -> bool:
+        """True where all keys of the section are in this one; several sections have keys of the same names."""
+        return all(name.rpartition(".")[2] in self for name in BY_NAME if name.rpartition(".")[0] == section)
 
 
 # Advice where an object was given to a key that takes a name.
@@ -1304,11 +1311,13 @@ SYNONYMS = {
 def nearest(name: str, known: Iterable[str] = ()) -> str:
     """The key that a name most likely means: what another library calls so, else the most similar of `known`.
 
-    `known` are all keys unless given.
+    `known` are all keys unless given. `critic.lr` is the learning rate of the critic, not that of the optimizer.
     """
     known = tuple(known) or tuple(BY_NAME)
-    meant = SYNONYMS.get(name.rpartition(".")[2])
-    return meant if meant is not None and meant in known else closest(name, known)
+    section, _, leaf = name.rpartition(".")
+    meant = SYNONYMS.get(leaf, "")
+    beside = f"{section}.{meant.rpartition('.')[2]}"
+    return next((key for key in (beside, meant) if key in known), None) or closest(name, known)
 
 
 def unknown_key(name: str) -> str:

@@ -546,6 +546,26 @@ def test_unknown_names_list_the_shipped_configs(tmp_path, monkeypatch):
 # --- keys of earlier versions ---
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("per_device_train_batch_size", "batch.prompts"),
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("critic.lr", "critic.learning_rate"),
+        ("batch.micro_batch_size", "batch.microbatch_rows"),
+    ],
+)
+def test_unknown_keys_are_refused_in_python(name, meant):
+    """In one line, as on the command line: scripts and notebooks set attributes or items of the tree."""
+    section, _, leaf = name.rpartition(".")
+    config = default()
+    node = config[section] if section else config
+    for attempt in (lambda: setattr(node, leaf, 4), lambda: node.update({leaf: 4})):
+        with pytest.raises(ConfigError) as error:
+            attempt()
+        assert str(error.value) == f"there is no key {name}; the closest is {meant}"
+
+
 def test_former_keys_have_a_replacement():
     """A key with the same meaning, or an option of losses that has the default of the key."""
     assert not set(FORMER) & set(BY_NAME)
