@@ -140,7 +140,7 @@ def remember_images(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
     """
     config = read_config(folder)
     tokenizer.image_folder = Path(folder) if "vision_config" in config else None
-    own = getattr(FAMILIES.get(config.get("model_type")), "CHAT_TEMPLATE", None)
+    own = getattr(FAMILIES.get(str(config.get("model_type"))), "CHAT_TEMPLATE", None)
     if own is not None and not getattr(tokenizer, "chat_template", None):
         tokenizer.chat_template = own
 
