@@ -210,7 +210,7 @@ def test_forbidden_imports_are_seen(importer, statement):
     ("importer", "statement"),
     [
         ("algorithms.kl", "from jaxrl_llm.algorithms import aggregation"),
-        ("config.checks", "from jaxrl_llm.algorithms import advantages"),
+        ("config.checks.values", "from jaxrl_llm.algorithms import advantages"),
         (
             "rollout.engine",
             "from jaxrl_llm.models.logprobs import token_logps\nfrom jaxrl_llm.config import ConfigError",

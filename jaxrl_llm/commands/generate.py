@@ -17,7 +17,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.checks import check_structured
+from jaxrl_llm.config.checks.sampling import check_structured
 from jaxrl_llm.config.entries import logit_bias as read_logit_bias
 from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.resolve import split_options

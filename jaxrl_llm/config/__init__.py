@@ -6,8 +6,8 @@ Rewards, environments and data import nothing of each other, so that what they s
 (background), HTTP (http_client), calls of users' functions (user_code), texts without secrets (secrets), the version.
 """
 
-from jaxrl_llm.config.checks import batch_rows as batch_rows
-from jaxrl_llm.config.checks import rows_together as rows_together
+from jaxrl_llm.config.checks.values import batch_rows as batch_rows
+from jaxrl_llm.config.checks.values import rows_together as rows_together
 from jaxrl_llm.config.corrections import with_correction as with_correction
 from jaxrl_llm.config.entries import eval_set as eval_set
 from jaxrl_llm.config.resolve import ConfigError as ConfigError

@@ -7,7 +7,7 @@ from typing import Any
 
 from ml_collections.config_dict import placeholder
 
-from jaxrl_llm.config.checks import contradictions_at_a_look
+from jaxrl_llm.config.checks.contradictions import contradictions_at_a_look
 from jaxrl_llm.config.corrections import with_correction
 from jaxrl_llm.config.resolve import ConfigError, split_losses, split_options
 from jaxrl_llm.config.schema import (

@@ -2,7 +2,7 @@
 
 import inspect
 
-from jaxrl_llm.config.checks import advantages_of, changed, compares_with_reference, named_policy_loss, takes
+from jaxrl_llm.config.checks.values import advantages_of, changed, compares_with_reference, named_policy_loss, takes
 from jaxrl_llm.config.entries import environment_options
 from jaxrl_llm.config.resolve import is_own, split_losses, split_options
 from jaxrl_llm.config.schema import BY_NAME, KEYS, OFFLINE, ConfigDict
@@ -37,7 +37,7 @@ OF_OTHERS = (
     ("algorithm.overlong_buffer", 0, ("algorithm.overlong_penalty",)),
     ("algorithm.dynamic_sampling", False, ("algorithm.max_sampling_rounds",)),
 )  # fmt: skip
-# What every algorithm reads, or checks.py refuses where it does not fit.
+# What every algorithm reads, or the checks refuse where it does not fit.
 OF_ALL = (
     "algorithm.name", "algorithm.loss", "algorithm.neftune_alpha", "algorithm.label_smoothing",
     "algorithm.num_iterations", "algorithm.ref_sync_steps", "algorithm.ref_sync_to", "algorithm.ref_sync_after",

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxrl_llm.config import ConfigError, default, rows_together, validate
-from jaxrl_llm.config.checks import check_own_functions
+from jaxrl_llm.config.checks.contradictions import check_own_functions
 from jaxrl_llm.config.resolve import resolve_with_options
 from jaxrl_llm.training.advantages import advantage_rule
 from jaxrl_llm.training.setup.mesh import build_mesh

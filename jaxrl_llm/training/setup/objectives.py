@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.off_policy import Criterion, rejection_criteria
 from jaxrl_llm.algorithms.preference_losses import bradley_terry
 from jaxrl_llm.algorithms.step_losses import step_cross_entropy
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.checks import changed
+from jaxrl_llm.config.checks.values import changed
 from jaxrl_llm.config.entries import environment_options
 from jaxrl_llm.config.resolve import resolve_with_options, split_losses, split_options
 from jaxrl_llm.config.schema import OFFLINE
@@ -267,7 +267,7 @@ def _preference_loss(config, written: str, weight: float) -> PreferenceLoss:
             raise ConfigError(f"algorithm.loss is {written!r}, but {name} takes {takes}")
 
     def call(x):
-        beta = config.algorithm.beta or 1.0  # checks.py refuses 0
+        beta = config.algorithm.beta or 1.0  # the checks refuse 0
         if getattr(function, "rows", "pair") in ("pair", "triple"):
             return function(x, x, x, x, beta, lengths=(x, x), **options)
         return function(x, x, x, beta, kl=x[0], **options)

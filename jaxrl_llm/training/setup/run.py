@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows, with_correction
-from jaxrl_llm.config.checks import check_own_functions
+from jaxrl_llm.config.checks.contradictions import check_own_functions
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.config.unread import unread
 from jaxrl_llm.data.templates import called_turn

@@ -130,7 +130,7 @@ def online_source(
             config.total_steps,
             publish=worker.copy_policy,
             frozen=model.net.config.frozen,
-            pipeline=cast(Pipeline, producer.pipeline),  # see config/checks.py
+            pipeline=cast(Pipeline, producer.pipeline),  # see config/checks/
             facts=processes.agreed_facts(config),
             mesh=mesh,
             watch=stopwatch,
@@ -337,7 +337,7 @@ def _cross_tokenizer(
     width, longest = specs.cross_tokenizer_widths(config, prompt_width, completion_length)
     cause = "teacher.max_prompt_length and max_completion_length, twice as many as the policy has unless they are set"
     teacher = build_teacher(config, model, mesh, width + longest, cause)
-    assert isinstance(teacher, Teacher)  # a server is refused by config/checks.py
+    assert isinstance(teacher, Teacher)  # a server is refused by config/checks/
     packer = make_packer(packed, teacher.net.config, mesh, Positions(), sample_of(width, longest))
     settings = specs.cross_tokenizer_spec(config)
     return teacher, CrossTokenizer.of(settings, model, teacher, eos_ids(model), width, longest, packer)
@@ -407,7 +407,7 @@ def _producer(
                 f"batch.prompts + rollout.partial_prompts is {settings.in_flight}, which does not divide into the "
                 f"{shards} shards of rows of the mesh that samples: set rollout.partial_prompts to another number"
             )
-        assert isinstance(pipeline, Pipeline)  # neither streams nor a curriculum: see config/checks.py
+        assert isinstance(pipeline, Pipeline)  # neither streams nor a curriculum: see config/checks/
         partial_rollouts = PartialRollouts(
             settings, worker.engine, pipeline, key, own_mesh, worker.prompt_width, watch, arrivals
         )

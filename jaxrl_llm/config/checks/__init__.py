@@ -1,0 +1,1 @@
+"""Checks of settings against each other, by section, and what follows from several of them."""
