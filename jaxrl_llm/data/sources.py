@@ -575,8 +575,8 @@ def _from_list(items: Any) -> RowList:
     if isinstance(items, Mapping) or not isinstance(items, Sequence):
         raise ConfigError(
             "data given as a Python object is a list of dictionaries, one for each row, or of threads, and not a "
-            f"{type(items).__name__}; a generator becomes one with list(rows), a pandas.DataFrame a data set with "
-            "datasets.Dataset.from_pandas(frame)"
+            f"{type(items).__name__}; a generator becomes one with list(rows), a dictionary of columns a data set with "
+            "datasets.Dataset.from_dict(columns), a pandas.DataFrame with datasets.Dataset.from_pandas(frame)"
         )
     if not items:
         raise ConfigError("the list has no rows; give at least one dictionary")

@@ -166,6 +166,11 @@ def test_no_rows(empty):
         load(empty)
 
 
+def test_a_dictionary_of_columns_is_no_list():
+    with pytest.raises(ConfigError, match=r"not a dict; .* dictionary of columns .* datasets\.Dataset\.from_dict"):
+        load({"prompt": ["a", "b"], "answer": ["1", "2"]})
+
+
 def test_a_list_that_is_no_table():
     with pytest.raises(ConfigError, match=r"list of dictionaries"):
         load([1, 2])
