@@ -47,7 +47,7 @@ class ProgramStats(NamedTuple):
 # The matmuls of a block of queries and a block of keys, of jax's flash kernels of GPUs.
 FLASH = {"mha_forward": 2, "mha_backward": 7}
 # The kernels and loops of models.grouped_matmul, which compute what is asked for.
-GROUPED = ("grouped_matmul", "grouped_outer", "looped_matmul", "looped_outer")
+GROUPED = ("grouped_matmul", "grouped_matmul_of_codes", "grouped_outer", "looped_matmul", "looped_outer")
 # The CPU's compiler computes in float32. Where nothing is gathered in a loop over layers, moving what does not change
 # out of it leaves float32 copies of all parameters, keys and values.
 IN_LAYERS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
@@ -134,11 +134,11 @@ def _flops(equation, trips: Trips) -> float:
         left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
         return 2.0 * math.prod(out) * math.prod(left[i] for i in contracted)
     if name.startswith("ragged_dot") or (name in ("pallas_call", "jit", "pjit") and params["name"] in GROUPED):
-        # Rows `[m,k]` with one matrix each of `[g,k,n]`, or the gradient `[g,k,n]` of those. Of experts that devices
-        # share each has rows for all, and computes those of its own.
+        # Rows `[m,k]` with one matrix each of g, `[m,n]` or parts `[s,m,n]` of that sum, or of rows `[m,k]` and `[m,n]`
+        # the gradient of the matrices. Of experts that devices share each has rows for all, and computes its own.
         left, right, out = (x.aval.shape for x in (*equation.invars[:2], equation.outvars[0]))
         shared = equation.invars[0].aval.sharding.mesh.shape.get("expert", 1)
-        return (2.0 * math.prod(left) * right[-1] if len(out) == 3 else 2.0 * math.prod(out) * left[-1]) / shared
+        return 2.0 * math.prod(left) * (right if len(right) == 2 else out)[-1] / shared
     within = trips[1:] if name == "while" else trips
     inside = [traced_flops(x, within) for value in params.values() for x in _jaxprs(value)]
     if name == "scan":

@@ -108,6 +108,7 @@ def test_few_rows_read_codes_of_4_bits(kind):
     for rows, forms in ((45, False), (5 * 200, True)):
         traced = jax.make_jaxpr(functools.partial(multiply, kind=kind))(jnp.zeros((rows, 192), jnp.bfloat16), stored)
         assert ("bf16[5,192,80]" in str(traced)) == forms
+        assert traced_flops(traced) == 2 * rows * 192 * 80
 
 
 @pytest.mark.parametrize("backend", ["gpu", "cpu"])
