@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from jaxrl_llm.algorithms.random_streams import LAYERS
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.sharding import path_name
+from jaxrl_llm.distributed.sharding import parameter_spec, path_name
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.moments import schedules_further, updates_made
 
@@ -234,42 +235,57 @@ def scale_by_galore(
     """The direction of GaLore (arXiv 2403.03507) for matrices: `scale` times Adam's in a subspace of rank `rank`.
 
     The subspace is that of the largest singular values of the gradient, found anew at the first of each `every`
-    updates; moments stay as they are when it changes, as in its authors' code. Matrices are decomposed one at a time.
+    updates; moments stay as they are when it changes, as in its authors' code. Of sharded gradients a device gathers
+    and decomposes one matrix at a time; their projections are sums over the devices.
     """
 
     def init(params):
+        def low(p):
+            *lead, rows, columns = p.shape
+            return jnp.zeros((*lead, rank, columns) if rows <= columns else (*lead, rows, rank))
+
         basis = jax.tree.map(lambda p: jnp.zeros((*p.shape[:-2], min(p.shape[-2:]), rank)), params)
-        low = jax.eval_shape(lambda: jax.tree.map(_projected, params, basis))
-        mu, nu = (jax.tree.map(lambda x: jnp.zeros(x.shape), low) for _ in range(2))
-        return GaLore(jnp.zeros((), jnp.int32), mu, nu, basis)
+        return GaLore(jnp.zeros((), jnp.int32), jax.tree.map(low, params), jax.tree.map(low, params), basis)
 
     @jax.default_matmul_precision("highest")
     def update(updates, state, params=None):
         del params
+        count, mesh = state.count + 1, jax.sharding.get_abstract_mesh()
 
-        def leading(g):
-            flat = g.reshape(-1, *g.shape[-2:])
-            tall = g.shape[-1] < g.shape[-2]
-            found = jax.lax.map(lambda x: jnp.linalg.svd(x.T if tall else x, full_matrices=False)[0][:, :rank], flat)
-            return found.reshape(*g.shape[:-2], *found.shape[1:])
+        def of_matrix(path, g, m, v, basis):
+            wide = g.shape[-2] <= g.shape[-1]  # its rows are projected
 
-        basis = jax.lax.cond(state.count % every == 0, lambda: jax.tree.map(leading, updates), lambda: state.basis)
-        count, low = state.count + 1, jax.tree.map(_projected, updates, basis)
-        mu = jax.tree.map(lambda m, g: _decayed(m, g, b1), state.mu, low)
-        nu = jax.tree.map(lambda v, g: _decayed(v, g * g, b2), state.nu, low)
+            def leading():
+                flat = g.reshape(-1, *g.shape[-2:])
+                found = jax.lax.map(
+                    lambda x: jnp.linalg.svd(x if wide else x.T, full_matrices=False)[0][:, :rank], flat
+                )
+                return found.reshape(basis.shape)
 
-        def direction(g, m, v, q):
-            step = m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + eps)
-            return scale * (jnp.matmul(q, step) if q.shape[-2] == g.shape[-2] else jnp.matmul(step, q.mT))
+            def sharded(x, rows: bool, columns: bool):
+                """Along the dimensions that it shares with g; ranks are whole, or XLA would gather all g in place of
+                these."""
+                if mesh.empty or not (axes := parameter_spec(path_name(path), g.shape, mesh)):
+                    return x
+                spec = *axes[:-2], axes[-2] if rows else None, axes[-1] if columns else None
+                return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
-        return jax.tree.map(direction, updates, mu, nu, basis), GaLore(count, mu, nu, basis)
+            basis = jax.lax.cond(state.count % every == 0, leading, lambda: basis)
+            if wide:
+                q = sharded(basis, True, False)
+                low = sharded(jnp.matmul(q.mT, g), False, True)
+            else:
+                q = sharded(basis.mT, False, True).mT
+                low = sharded(jnp.matmul(g, q), True, False)
+            m, v = _decayed(m, low, b1), _decayed(v, low * low, b2)
+            step = sharded(m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + eps), not wide, wide)
+            return scale * (jnp.matmul(q, step) if wide else jnp.matmul(step, q.mT)), m, v, basis
+
+        found = jax.tree_util.tree_map_with_path(of_matrix, updates, state.mu, state.nu, state.basis)
+        directions, *new = (jax.tree.map(lambda _, each, n=n: each[n], updates, found) for n in range(4))
+        return directions, GaLore(count, *new)
 
     return optax.GradientTransformation(init, update)
-
-
-def _projected(g, q) -> jax.Array:
-    """The gradient in the subspace of its rows, where these are the shorter dimension or as long, or of its columns."""
-    return jnp.matmul(q.mT, g) if g.shape[-2] <= g.shape[-1] else jnp.matmul(g, q)
 
 
 class SampledLayers(NamedTuple):

@@ -18,6 +18,7 @@ from jaxrl_llm.distributed.sharding import (
     AXES,
     local_rows,
     make_mesh,
+    over,
     path_name,
     rollout_mesh,
     row_groups,
@@ -49,6 +50,7 @@ from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import update_spec
 from jaxrl_llm.training.teachers.cross_tokenizer import at_ends
+from jaxrl_llm.training.transformations import scale_by_galore
 from jaxrl_llm.training.update import init_state, make_update
 from tests.models.kernels.test_fused_attention import dense, outputs_and_gradients
 from tests.rollout.test_multi_turn import Echo
@@ -201,9 +203,10 @@ def test_updates_are_equal_on_every_mesh(settings):
     def improved(mesh):
         state = init_state(jax.device_put(params, shardings(params, mesh)), optimizer, mesh)
         now, state = state.params, state.opt_state
-        for given in gradients:
-            changes, state = jax.jit(optimizer.update)(jax.device_put(given, shardings(params, mesh)), state, now)
-            now = optax.apply_updates(now, changes)
+        with jax.set_mesh(mesh):
+            for given in gradients:
+                changes, state = jax.jit(optimizer.update)(jax.device_put(given, shardings(params, mesh)), state, now)
+                now = optax.apply_updates(now, changes)
         return now, state
 
     whole, _ = improved(mesh_of(1, 1, 1))
@@ -212,6 +215,23 @@ def test_updates_are_equal_on_every_mesh(settings):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), made, whole)
         cut = [x.sharding.shard_shape(x.shape) != x.shape for x in jax.tree.leaves(state) if x.ndim == 3]
         assert len(cut) >= 2 and all(cut), "moments of matrices are not cut"
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1), pytest.param((1, 4, 2), marks=pytest.mark.slow)], ids=str)
+def test_devices_gather_one_gradient_to_decompose_it(sizes):
+    """GaLore's singular vectors are of whole matrices; its projections are sums of what each device has."""
+    mesh, layers = mesh_of(*sizes), 6
+    shapes = {"q": (layers, 64, 256), "o": (layers, 256, 64)}
+    params = {"layers": {name: {"kernel": jax.ShapeDtypeStruct(shape, "f")} for name, shape in shapes.items()}}
+    optimizer = scale_by_galore(0.9, 0.999, 1e-8, rank=8, every=2, scale=1.0)
+    state = jax.eval_shape(optimizer.init, params)
+    with jax.set_mesh(mesh):
+        placed = (over(params, mesh), over(state, mesh))
+        places = (shardings(params, mesh), shardings(state, mesh))
+        compiled = jax.jit(optimizer.update, out_shardings=places).lower(*placed).compile()
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", compiled.as_text())
+    sizes = [math.prod(map(int, dims.split(","))) for dims in gathered]
+    assert 64 * 256 in sizes and max(sizes) == 64 * 256
 
 
 def is_adam(x):
@@ -722,7 +742,7 @@ def samples(on_one_device):
 
     def make(name):
         own, params, _ = on_one_device[name]
-        engine = Engine(own, SamplingParams(temperature=0.9), 3, 9, (5, 6), chunk=4)
+        engine = Engine(own, SamplingParams(temperature=0.9), 3, 9, (5, 6), chunk=9)
         return engine, engine.generate(params, prompts, segments, jax.random.key(1))
 
     return (prompts, segments), Found(make)
