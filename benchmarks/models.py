@@ -267,10 +267,12 @@ difference.
   that is stretched by an `alpha` (Hunyuan), and layers without (SmolLM3, Llama 4, EXAONE 4.0, Trinity, Command A,
   Nemotron, Kimi Linear, and OLMo Hybrid where its base is null or left out: its authors mean none by both, and
   transformers takes 10000 where it is left out). With `dynamic`, rows longer than `max_position_embeddings` are scored
-  and trained on, but not sampled. Of both blocks in a config.json `rope_scaling` is read, as in transformers;
-  `model.overrides` changes the one that the model has, and the export says so. A number that nothing is computed of is
-  a warning of the run: yarn's `attn_factor` (DeepSeek-R1-0528-Qwen3-8B), which transformers does not read either, and
-  vLLM multiplies cosines and sines by.
+  and trained on, but not sampled; so are those longer than `original_max_position_embeddings` with `longrope`
+  (Phi-3-mini-128k, Phi-3.5-mini and Phi-4-mini: 4096), whose documents are each rotated by their own length. With the
+  numbers of `long_factor` as those of `short_factor` too, rows of any length are sampled, as in vLLM. Of both
+  blocks in a config.json `rope_scaling` is read, as in transformers; `model.overrides` changes the one that the model
+  has, and the export says so. A number that nothing is computed of is a warning of the run: yarn's `attn_factor`
+  (DeepSeek-R1-0528-Qwen3-8B), which transformers does not read either, and vLLM multiplies cosines and sines by.
 - Windows (`sliding_window`) in all layers, in some (`layer_types`, `max_window_layers`, `sliding_window_pattern`), in
   training, prefill and decoding. The cache keeps all tokens.
 - Chunks (`attention_chunk_size`, Llama 4): a token sees those of its own chunk, counted from the start of its document,
@@ -417,7 +419,7 @@ Another one is a class with this protocol in a file beside it, and a family that
 `ModelConfig.mixers` and its tensors in `KEYS`, as `layers/<path>/...`. Layers of one mixer are stacked, and consecutive
 ones run in one scan. `tests/models/mixers/test_mixer.py` has a recurrent one, and samples with it.
 
-Not supported: the vision part of Llama 4, sound and videos, Phi-3's `longrope` (and so Phi-3.5-MoE), checkpoints
+Not supported: the vision part of Llama 4, sound and videos, Phi-3.5-MoE, checkpoints
 quantized otherwise, texts that are read in both directions (but PaliGemma's prompts), ALiBi (Falcon-RW, BLOOM, MPT),
 and a scale of attention for each layer (`scale_attn_by_inverse_layer_idx`).
 """

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigError
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "proportional")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 class Rope(NamedTuple):
@@ -17,7 +17,9 @@ class Rope(NamedTuple):
     linear: all frequencies divided by `factor` (arXiv 2306.15595). dynamic: rows longer than `original_max_positions`
     have a larger base, which depends on their length. llama3: low frequencies divided, high ones kept (arXiv
     2407.21783). yarn: the same, between two numbers of turns, and cosines and sines times `attention_factor` (arXiv
-    2309.00071). proportional: the highest frequencies alone, that `fraction` of all, divided by `factor`; dimensions of
+    2309.00071). longrope: each frequency divided by a number of its own, of `long_factors` in rows longer than
+    `original_max_positions` and of `short_factors` in others, and cosines and sines times `attention_factor` (arXiv
+    2402.13753). proportional: the highest frequencies alone, that `fraction` of all, divided by `factor`; dimensions of
     the others are not rotated.
     """
 
@@ -29,17 +31,27 @@ class Rope(NamedTuple):
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0
-    attention_factor: float = 1.0
+    attention_factor: float = 1.0  # longrope too
     truncate: bool = True
     mscale_all_dim: float = 0.0  # of attention scores, where the layer takes them; see latent_attention.score_scale
     fraction: float = 1.0  # proportional
+    short_factors: tuple[float, ...] = ()  # longrope, one of each frequency
+    long_factors: tuple[float, ...] = ()
+
+    @property
+    def changes_beyond(self) -> int | None:
+        """The length of rows beyond which every token is rotated by how long its row is; None where none is."""
+        changes = self.kind == "dynamic" or (self.kind == "longrope" and self.short_factors != self.long_factors)
+        return self.original_max_positions if changes else None
 
 
 def frequencies(rope: Rope, size: int) -> np.ndarray:
-    """Inverse frequencies `[size/2]` in fp32, of `size` rotated dimensions; of dynamic scaling those of short rows."""
+    """Inverse frequencies `[size/2]` in fp32, of `size` rotated dimensions; those of short rows where rows differ."""
     inv_freq = (1.0 / rope.theta ** (np.arange(0, size, 2, dtype=np.float32) / size)).astype(np.float32)
     if rope.kind == "linear":
         inv_freq = inv_freq / rope.factor
+    elif rope.kind == "longrope":
+        inv_freq = inv_freq / np.array(rope.short_factors, np.float32)
     elif rope.kind == "proportional":
         rotated = np.arange(size // 2) < int(rope.fraction * size // 2)
         inv_freq = np.where(rotated, inv_freq / rope.factor, 0.0)
@@ -73,19 +85,23 @@ def _yarn_ramp(rope: Rope, size: int) -> np.ndarray:
 
 
 def dynamic_frequencies(rope: Rope, size: int, lengths):
-    """Inverse frequencies `[..., size/2]` of dynamic scaling, for rows of `lengths` `[...]` tokens.
+    """Inverse frequencies `[..., size/2]` of dynamic scaling and longrope, for rows of `lengths` `[...]` tokens.
 
-    The base is theta x (factor x length / original - (factor - 1)) ** (size / (size - 2)), for rows longer than that.
+    Of dynamic scaling the base is theta x (factor x length / original - (factor - 1)) ** (size / (size - 2)), for rows
+    longer than that.
     """
     original = rope.original_max_positions
+    if rope.kind == "longrope":
+        short, long = frequencies(rope, size), frequencies(rope._replace(short_factors=rope.long_factors), size)
+        return jnp.where(lengths[..., None] > original, long, short)
     longer = rope.factor * jnp.maximum(lengths, original) / original - (rope.factor - 1)
     theta = rope.theta * longer ** (size / (size - 2))
     return 1.0 / theta[..., None] ** (np.arange(0, size, 2, dtype=np.float32) / size)
 
 
 def long_row_frequencies(rope: Rope, size: int, segments, positions):
-    """Inverse frequencies `[N,T,size/2]` of each token's own document; None unless dynamic scaling may change them."""
-    if rope.kind != "dynamic" or segments.shape[1] <= rope.original_max_positions:
+    """Inverse frequencies `[N,T,size/2]` of each token's own document; None unless its length may change them."""
+    if rope.changes_beyond is None or segments.shape[1] <= rope.changes_beyond:
         return None
     same = segments[:, :, None] == segments[:, None, :]
     lengths = jnp.where(same, positions[:, None, :], 0).max(-1) + 1
@@ -95,13 +111,18 @@ def long_row_frequencies(rope: Rope, size: int, segments, positions):
 def check_length(rope: Rope, length: int) -> None:
     """Raises ConfigError where rows of up to `length` tokens cannot be sampled one token at a time.
 
-    With dynamic scaling the positions of all earlier tokens change as a row grows beyond the original length.
+    With dynamic scaling and longrope the positions of all earlier tokens change as a row grows beyond the original
+    length.
     """
-    if rope.kind == "dynamic" and length > rope.original_max_positions:
+    if rope.changes_beyond is not None and length > rope.changes_beyond:
+        other = {
+            "longrope": "the numbers of its long_factor as its short_factor too, with which rows of every length "
+            "are rotated alike, as vLLM does"
+        }.get(rope.kind, "rope_type yarn or linear")
         raise ConfigError(
-            f"rope_type dynamic rotates every token anew as a row grows beyond {rope.original_max_positions} tokens: "
+            f"rope_type {rope.kind} rotates every token anew as a row grows beyond {rope.changes_beyond} tokens: "
             f"rows of up to {length} cannot be sampled: use shorter ones (rollout.max_prompt_length, "
-            "rollout.max_completion_length), or rope_type yarn or linear in config.json"
+            f"rollout.max_completion_length), or {other} in config.json (model.overrides)"
         )
 
 

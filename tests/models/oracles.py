@@ -110,6 +110,10 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,  # with these, of the 8 waves some are kept, some slowed, some between
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONG_ROPE = {  # as Phi-4-mini has it
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.0, 2.5, 6.0],
+}  # fmt: skip
 HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
@@ -205,6 +209,10 @@ VARIANTS = {
         top_k_experts=2, moe_intermediate_size=16, hidden_size_per_layer_input=0,
     ),
     "phi3": lambda: Phi3Config(**SHAPE, sliding_window=WINDOW, partial_rotary_factor=0.5),
+    "phi3-long": lambda: Phi3Config(
+        **SHAPE, original_max_position_embeddings=8, max_position_embeddings=32,  # documents are shorter and longer
+        rope_parameters=LONG_ROPE,
+    ),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **SHAPE | {"num_hidden_layers": 3}, **EXPERTS, head_dim=8, moe_intermediate_size=16, num_experts=4,
         norm_topk_prob=True, mlp_only_layers=[1],

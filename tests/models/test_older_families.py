@@ -345,3 +345,26 @@ def test_a_reward_model_of_opt_and_its_scores_of_quantised_pythia(root, tmp_path
     model = load_model(tmp_path / "neox", quantize="int8")
     save_hf(model, tmp_path / "dequantised")
     np.testing.assert_allclose(load_model(tmp_path / "dequantised")(TOKENS), model(TOKENS), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_rows_of_any_length_are_sampled_with_the_long_factors_alone(root, tmp_path):
+    """GRPO of Phi-4-mini's shape: rows beyond the original length are refused, unless both lists of factors are one."""
+    tokenizer = AutoTokenizer.from_pretrained(hf.EMBEDDED / "sort")
+    shape = VARIANTS["phi3-long"]()
+    shape.vocab_size = len(tokenizer)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path / "phi")
+    tokenizer.save_pretrained(tmp_path / "phi")
+
+    def length(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    config = run_of(root, "grpo", tmp_path / "phi", [{"prompt": f"{i} 3 1 2" + " 4" * (i % 3)} for i in range(8)])
+    config.rollout.max_prompt_length, config.rollout.max_completion_length = 12, 8
+    with pytest.raises(ConfigError, match="rope_type longrope rotates every token anew as a row grows beyond 8 tokens"):
+        jaxrl_llm.train(config, rewards=length)
+    factors = {"short_factor": [1.0, 2.5, 6.0], "long_factor": [1.0, 2.5, 6.0]}
+    config.model.overrides = f"rope_parameters={ {'rope_type': 'longrope', **factors} }"
+    result = jaxrl_llm.train(config, rewards=length)
+    assert result.metrics[0]["sampling/sampling_logp_difference/max"] < 1e-4
+    assert json.loads((tmp_path / "grpo/hf/config.json").read_text())["rope_parameters"]["short_factor"] == [1, 2.5, 6]

@@ -26,6 +26,14 @@ ROPES = {
         "original_max_position_embeddings": 8192,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+    "longrope": {
+        "rope_type": "longrope", "factor": 32.0, "original_max_position_embeddings": 1024,
+        "short_factor": [1 + i / 64 for i in range(32)], "long_factor": [1 + i for i in range(32)],
+    },
+    "longrope-attention-factor": {
+        "rope_type": "longrope", "attention_factor": 1.25, "original_max_position_embeddings": 4096,
+        "short_factor": [1.0] * 32, "long_factor": [2.0] * 32,
+    },
     "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.3, "factor": 2.0},
     "yarn-without-length": {"rope_type": "yarn", "factor": 4.0},
     "yarn-mscale": {
@@ -71,11 +79,25 @@ def test_dynamic_frequencies_follow_the_length_of_a_row():
     np.testing.assert_allclose(dynamic_frequencies(rope, 32, jnp.array(5)), frequencies(rope, 32), rtol=1e-6)
 
 
+def test_frequencies_of_longrope_are_those_of_short_rows_or_of_long_ones():
+    parameters = ROPES["longrope"] | {"rope_theta": 1e4}
+    config = LlamaConfig(head_dim=64, max_position_embeddings=32768, rope_parameters=parameters)
+    rope = rotary.read({"rope_parameters": parameters})["rope"]
+    lengths = (4, 1024, 1025, 9000)
+    for length, found in zip(lengths, dynamic_frequencies(rope, 64, jnp.array(lengths)), strict=True):
+        expected, _ = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=length)
+        np.testing.assert_allclose(found, expected.numpy(), rtol=2e-6)
+
+
 def test_rows_that_grow_beyond_the_original_length_are_not_sampled():
     check_length(Rope(1e4, "dynamic", 2.0, 16), 16)
     check_length(Rope(1e4, "yarn", 2.0, 16), 1000)
     with pytest.raises(ConfigError, match="rows of up to 17 cannot be sampled"):
         check_length(Rope(1e4, "dynamic", 2.0, 16), 17)
+    long = Rope(1e4, "longrope", 2.0, 16, short_factors=(1.0, 1.0), long_factors=(1.0, 2.0))
+    with pytest.raises(ConfigError, match=r"longrope .* beyond 16 .* its long_factor as its short_factor too"):
+        check_length(long, 17)
+    check_length(long._replace(short_factors=(1.0, 2.0)), 1000)
 
 
 def test_rotation_by_hand():

@@ -199,6 +199,11 @@ def to_config(
     unrotated = len(fields.get("unrotated_layers", ())) == fields["layers"] or not fields.get("rotary_fraction", 1.0)
     if unrotated and fields["rope"].kind != "default":
         refuse("rope_type", fields["rope"].kind, "default, as no layer of this model has rotary positions")
+    rotated = fields.get("rotary_head_dim") or int(fields["head_dim"] * fields.get("rotary_fraction", 1.0))
+    longrope = {"short_factor": fields["rope"].short_factors, "long_factor": fields["rope"].long_factors}
+    for entry, factors in longrope.items():
+        if fields["rope"].kind == "longrope" and len(factors) != rotated // 2:
+            refuse(f"{entry} of rope_type longrope", list(factors), f"{rotated // 2} numbers, one of each frequency")
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     for name, value in overrides.items():
         if name not in known:

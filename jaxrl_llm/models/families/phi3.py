@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (arXiv 2404.14219): queries, keys and values in one tensor, gate and up in another."""
+"""Phi-3 and Phi-4 (arXiv 2404.14219, 2503.01743): queries, keys and values in one tensor, gate and up in another."""
 
 from typing import Any
 
@@ -17,18 +17,33 @@ KEYS = (
     *(TensorName(f"layers/mlp/{name}/kernel", f"{LAYER}mlp.gate_up_proj.weight", True) for name in ("gate", "up")),
     TensorName("layers/mlp/down/kernel", f"{LAYER}mlp.down_proj.weight", True),
 )
+ORIGINAL = "original_max_position_embeddings"
 DEFAULTS = {"rms_norm_eps": 1e-5}  # for entries that are left out
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | hf
-    kind = rotary.kind_of(rotary.parameters_of(hf))
-    if kind != "default":
-        refuse("rope_type", kind, f"default, in {MODEL_TYPE} models (the short ones: 4k, 16k)")
+    hf = DEFAULTS | as_longrope(hf)
     return decoder.to_config(hf, ARCHITECTURE, layer_types.read_uniform(hf), overrides, rope={"partial": True})
+
+
+def as_longrope(hf: dict[str, Any]) -> dict[str, Any]:
+    """The entries with the rotary scaling under the name that it has today, and the lengths that it counts with.
+
+    The original length is an entry beside the scaling, which goes before one in it, as in transformers.
+    """
+    given = rotary.parameters_of(hf)
+    if (kind := rotary.kind_of(given)) == "default":
+        return hf
+    if kind not in ("longrope", "su", "yarn"):  # all of which mean longrope in these models
+        refuse("rope_type", kind, f"default and longrope, in {MODEL_TYPE} models")
+    hf = {ORIGINAL: 4096, rotary.MOST: 4096} | hf
+    place = "rope_scaling" if given is hf.get("rope_scaling") else "rope_parameters"
+    return hf | {place: given | {"rope_type": "longrope", ORIGINAL: hf[ORIGINAL]}}
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, {"sliding_window": config.sliding_window})
+    own = {"sliding_window": config.sliding_window}
+    own |= {ORIGINAL: config.rope.original_max_positions} if config.rope.kind == "longrope" else {}
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, as_longrope)

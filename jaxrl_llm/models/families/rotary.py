@@ -15,7 +15,8 @@ BLOCKS = ("rope_scaling", "rope_parameters")
 APART = ("rope_theta", "partial_rotary_factor")  # which files of transformers 4 have beside the scaling
 READ = (
     *APART, "rope_type", "type", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
-    "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim", "llama_4_scaling_beta", MOST,
+    "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim", "llama_4_scaling_beta",
+    "short_factor", "long_factor", MOST,
 )  # fmt: skip
 READ_BESIDE = {"hunyuan_v1_dense": ("alpha",), "hunyuan_v1_moe": ("alpha",)}  # by single families
 
@@ -108,8 +109,8 @@ def read(hf: dict[str, Any], theta: float = 10000.0, partial: bool = False, by_t
     for typed in per_type.values():
         if kind_of(typed) != "proportional":
             _fraction(typed.get("partial_rotary_factor"), False)
-    if "dynamic" in (local.kind, full.kind):
-        refuse("rope_type", "dynamic", "dynamic with one set of parameters for all layers")
+    if changes := [rope.kind for rope in (local, full) if rope.changes_beyond is not None]:
+        refuse("rope_type", changes[0], f"{changes[0]} with one set of parameters for all layers")
     return {"rope": full, "local_rope": None if local == full else local}
 
 
@@ -213,6 +214,11 @@ def _rope(parameters: dict[str, Any], hf: dict[str, Any], theta: float) -> Rope:
             refuse("low_freq_factor", factors[2], f"numbers up to high_freq_factor = {factors[3]:g}")
         return Rope(theta, kind, *factors)
     factor = scaling("factor", None if most is None else most / original)
+    if kind == "longrope":
+        short, long = (_factors(parameters, name) for name in ("short_factor", "long_factor"))
+        stretch = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        stretch = scaling("attention_factor", stretch)
+        return Rope(theta, kind, factor, original, attention_factor=stretch, short_factors=short, long_factors=long)
     return Rope(
         theta,
         kind,
@@ -224,6 +230,14 @@ def _rope(parameters: dict[str, Any], hf: dict[str, Any], theta: float) -> Rope:
         truncate=bool(parameters.get("truncate", True)),
         mscale_all_dim=number("mscale_all_dim", parameters.get("mscale_all_dim") or 0.0),
     )
+
+
+def _factors(parameters: dict[str, Any], entry: str) -> tuple[float, ...]:
+    """The numbers of longrope's frequencies; raises ConfigError for anything else than a list of numbers above 0."""
+    given = parameters.get(entry)
+    if not isinstance(given, list | tuple) or not given:
+        refuse(f"{entry} of rope_type longrope", given, "a list of numbers above 0, one of each frequency")
+    return tuple(number(f"{entry} of rope_type longrope", x, above=0) for x in given)
 
 
 def _attention_factor(parameters: dict[str, Any], factor: float) -> float:
@@ -245,10 +259,13 @@ def _scaling(rope: Rope) -> dict[str, Any]:
         entries["factor"] = rope.factor
     if rope.kind == "proportional":
         entries["partial_rotary_factor"] = rope.fraction
-    if rope.kind in ("llama3", "yarn"):
+    if rope.kind in ("llama3", "yarn", "longrope"):
         entries["original_max_position_embeddings"] = rope.original_max_positions
     if rope.kind == "llama3":
         entries |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.kind == "longrope":
+        entries |= {"attention_factor": rope.attention_factor}
+        entries |= {"short_factor": list(rope.short_factors), "long_factor": list(rope.long_factors)}
     if rope.kind == "yarn":
         names = ("beta_fast", "beta_slow", "attention_factor", "truncate")
         entries |= {name: getattr(rope, name) for name in names}

@@ -214,8 +214,8 @@ def _obstacle(spec: PackingSpec, net: ModelConfig, sample: TypicalRows | None) -
         )
     if not net.shares_prefixes:
         return "the layers of this model cannot read a prefix that rows share: set batch.packing to false"
-    if net.rope.kind == "dynamic" and sample.tokens.shape[1] > net.rope.original_max_positions:
-        return "rope_type dynamic rotates a prompt by the length of its row: set batch.packing to false"
+    if net.rope.changes_beyond is not None and sample.tokens.shape[1] > net.rope.changes_beyond:
+        return f"rope_type {net.rope.kind} rotates a prompt by the length of its row: set batch.packing to false"
     return None
 
 

@@ -64,8 +64,8 @@ CONFIG_FAULTS = {
     "no model_type": ({"model_type": "remove"}, "model_type None"),
     "hidden_act": ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; supported: silu"),
     "rope type": (
-        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}},
-        "rope_type = 'longrope' is not supported; supported: default, linear, dynamic, llama3, yarn",
+        {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4, "factor": 4.0}},
+        "rope_type = 'ntk' is not supported; supported: default, linear, dynamic, llama3, yarn",
     ),
     "old rope type": ({"rope_parameters": "remove", "rope_scaling": {"type": "su", "factor": 2.0}}, "'su'"),
     "linear without factor": (
@@ -84,9 +84,17 @@ CONFIG_FAULTS = {
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": "remove"},
         "dynamic needs the entry 'max_position_embeddings'",
     ),
-    "longrope of phi3": (
-        {"model_type": "phi3", "architectures": None, "rope_parameters": {"rope_type": "longrope"}},
-        "rope_type = 'longrope' .* in phi3 models",
+    "rope type of phi3": (
+        {"model_type": "phi3", "architectures": None, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        "rope_type = 'linear' .* default and longrope, in phi3 models",
+    ),
+    "longrope without factors": (
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        "short_factor of rope_type longrope = None is not supported; supported: a list of numbers above 0",
+    ),
+    "longrope of other heads": (
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+        r"short_factor of rope_type longrope = \[1.0\] is not supported; supported: \d+ numbers, one of each",
     ),
     "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     "too much rotary": (
