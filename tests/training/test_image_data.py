@@ -82,8 +82,8 @@ def test_verls_rows_to_a_folder_that_transformers_loads(folder, tmp_path):
             seen[json.dumps(prompt)] = [image.tobytes() for image in own]
         return [float(len(completion[0]["content"]) % 3) for completion in completions]
 
-    config = configured(folder, tmp_path, **{"data.path": str(tmp_path / "rows.parquet")})
-    result = jaxrl_llm.train(config, rewards=reward)
+    changes = {"data.path": str(tmp_path / "rows.parquet"), "model.vision": "frozen"}
+    result = jaxrl_llm.train(configured(folder, tmp_path, **changes), rewards=reward)
     assert len(seen) == 4 and sorted(map(len, seen.values())) == [0, 1, 1, 2]
     assert [image.tobytes() for image in PICTURES[1:3]] in seen.values()
     rows = pq.read_table(tmp_path / "run" / "completions" / "completions_00002.parquet").to_pylist()

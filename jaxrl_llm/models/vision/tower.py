@@ -118,7 +118,7 @@ class Vision(nnx.Module):
 
     def _grids(self, images: Images) -> jax.Array:
         """The numbers `[N,K,2]` of the images that a Tiled encoder reads, 0 behind those of a row."""
-        own = jnp.arange(images.pixels.shape[1]) < images.count[:, None]
+        own = jnp.arange(images.grids.shape[1]) < images.count[:, None]  # features may be there without pixels
         return jnp.where(own[..., None], images.grids, 0)
 
     def seen(self, tokens, segments, positions, images: Images) -> jax.Array:

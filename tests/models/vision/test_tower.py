@@ -120,6 +120,15 @@ def test_rows_with_two_one_and_no_images(model, documents, alone, side):
     assert changed[0] > 1e-2 and changed[1] > 1e-2 and changed[2] == 0
 
 
+def test_images_that_were_encoded_before_give_the_same_logits(model, documents):
+    """As those of an update are where what encodes them is frozen: without pixels."""
+    tokens, segments, images = jax.tree.map(jnp.asarray, padded_images(documents))
+    features = model.net.bind(model.params).image_features(images)
+    known = dataclasses.replace(images, pixels=None, features=features)
+    found, expected = (np.asarray(model(tokens, segments, images=x)) for x in (known, images))
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+
+
 def test_blocks_of_queries_see_the_image_that_ends_behind_them(model, documents, alone, monkeypatch):
     """As in rows that are long enough for blocks, of tokens and of patches."""
     monkeypatch.setattr(attention, "SMALLEST_BLOCK", 4)
