@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.schema import OFFLINE, SCHEDULE_FREE
 from jaxrl_llm.distributed.processes import gather
@@ -117,14 +118,19 @@ def with_fitting_slots(
     """The engine with no more slots than keep what sampling holds within a `share` of `memory`, that of all devices.
 
     It holds the parameters in the type that samples, and keys and values of `prompts` prompts of `width` tokens and of
-    the slots, at their longest. Raises ConfigError where not one slot for each row shard of `mesh` fits.
+    the slots, at their longest; of one image a prompt too, where images are no tokens. Raises ConfigError where not one
+    slot for each row shard of `mesh` fits.
     """
-    count, longest = prompts * engine.group_size, engine.max_completion_length
+    count, longest, vision = prompts * engine.group_size, engine.max_completion_length, engine.net.config.vision
+    array, images = jax.ShapeDtypeStruct, None
+    if vision is not None and vision.is_read_apart:
+        pixels, tiles = array((prompts, 1, *vision.tile_shape), np.float32), array((prompts,), np.int32)
+        images = Images(pixels, tiles, grids=array((prompts, 1, vision.numbers), np.int32))
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(partial(decoding_params, decoder=engine.decoder), params)
-        tokens = jax.ShapeDtypeStruct((prompts, width), np.int32)
+        tokens = array((prompts, width), np.int32)
         keys = jax.eval_shape(lambda: row_keys(jax.random.key(0), np.uint32(0), count))
-        cached = jax.eval_shape(partial(prefill, engine), shapes, tokens, tokens, keys)[0].cache
+        cached = jax.eval_shape(partial(prefill, engine), shapes, tokens, tokens, keys, images=images)[0].cache
         rows = jax.eval_shape(lambda cached: engine.decoder.empty_caches(cached, 1, longest), cached)
     weights, shards = bytes_on_device(over(shapes, mesh)) * mesh.size, row_shards(mesh)
     cached, row = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (cached, rows))

@@ -10,8 +10,8 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.distributed.sharding import bytes_on_device, make_mesh
-from jaxrl_llm.models.model import load_model
+from jaxrl_llm.distributed.sharding import bytes_on_device, make_mesh, over
+from jaxrl_llm.models.model import describe, load_model
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.optimizers import build_optimizer
@@ -21,6 +21,7 @@ from jaxrl_llm.training.setup import run as run_setup
 from jaxrl_llm.training.setup.evaluation import build_evaluations
 from jaxrl_llm.training.setup.sources import build_rewards
 from jaxrl_llm.training.setup.specs import critic_optimizer_spec, optimizer_spec, rollout_spec
+from tests.data.vl_folders import vl_folder
 
 PROMPTS, WIDTH, LONGEST = 4, 16, 24
 
@@ -53,6 +54,19 @@ def test_slots_by_a_share_of_the_memory(model, slots, given):
     assert found.slots == (min(given, slots) if given else slots)
     more = memory.with_fitting_slots(engine, model.params, 1.0, 1e15, PROMPTS, WIDTH, mesh)
     assert more.slots == (given or 16)
+
+
+@pytest.mark.slow
+def test_images_that_are_no_tokens_are_counted(tmp_path):
+    """Keys and values of one of each prompt, in the layer of a Llama 3.2 Vision that reads them."""
+    model, mesh = describe(vl_folder(tmp_path / "mllama", "mllama")), make_mesh(devices=jax.devices()[:1])
+    c, params = model.net.config, over(model.net.shapes(), mesh)
+    features, token = 4 * 17, 2 * c.kv_heads * c.head_dim * 4
+    images = PROMPTS * features * (token + 1)  # and which of them are seen
+    room = bytes_on_device(params) + token * (c.layers - 1) * (PROMPTS * WIDTH + 5 * LONGEST) + images
+    for missing, slots in ((0, 5), (1, 4)):
+        found = memory.with_fitting_slots(engine_of(model), params, 1.0, room - missing, PROMPTS, WIDTH, mesh)
+        assert found.slots == slots
 
 
 def test_too_little_memory_for_a_slot(model):
