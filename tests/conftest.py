@@ -1,9 +1,11 @@
 """What every test shares: tests run on the CPU and never reach the network, unless the environment says otherwise."""
 
+import dataclasses
 import gc
 import importlib.metadata
 import itertools
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -146,18 +148,38 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, small_tasks: int):
-    """The Result of two steps of configs/grpo.py, with a checkpoint of each, on a task with all its rows."""
+    """The Result of two steps of configs/grpo.py, with a checkpoint of each, on a task with all its rows.
+
+    The first of xdist's workers that asks for it trains it, and the others read its files.
+    """
+    import jax
+    from filelock import FileLock
+
     import jaxrl_llm
     from jaxrl_llm.config.flags import load_config_file
     from jaxrl_llm.data import tasks
+    from jaxrl_llm.train import Result
+    from jaxrl_llm.training.setup.mesh import build_mesh
+    from jaxrl_llm.training.setup.models import build_model
 
-    config = load_config_file(f"{ROOT / 'configs' / 'grpo.py'}:tiny")
-    config.output_dir = str(tmp_path_factory.mktemp("tiny_run") / "run")
-    config.checkpoint.every = 1
-    config.logging.backends = ("jsonl",)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tasks.SIZES, "train", small_tasks)
-        return jaxrl_llm.train(config)
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "tiny_run"
+    folder.mkdir(exist_ok=True)
+    config, kept = load_config_file(f"{ROOT / 'configs' / 'grpo.py'}:tiny"), folder / "result"
+    with FileLock(folder / "lock"):
+        if kept.exists():
+            params, metrics = pickle.loads(kept.read_bytes())
+            model = build_model(config, build_mesh(config))
+            params = jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), params, model.params)
+            return Result(dataclasses.replace(model, params=params, changed=True), metrics, folder / "run")
+        config.output_dir = str(folder / "run")
+        config.checkpoint.every = 1
+        config.logging.backends = ("jsonl",)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(tasks.SIZES, "train", small_tasks)
+            result = jaxrl_llm.train(config)
+        kept.write_bytes(pickle.dumps((jax.device_get(result.model.params), result.metrics)))
+        return result
 
 
 @pytest.fixture
