@@ -299,6 +299,16 @@ def test_microbatches_do_not_change_the_update(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SETTINGS)
+def test_states_in_the_hosts_memory_change_nothing(case):
+    settings, batch = {f"optimizer__{key}": value for key, value in SETTINGS[case].items()}, make_batch()
+    plain, _ = run_update(config_with(**settings), batch, 2)
+    state, _ = run_update(config_with(**settings, optimizer__offload=True), batch, 2)
+    jax.tree.map(np.testing.assert_array_equal, state.params, plain.params)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim} == {"pinned_host"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SETTINGS)
 def test_a_resumed_run_equals_a_whole_one(case, root, tmp_path):
     def run(name, steps):
         config = load_config_file(f"{root / 'configs' / 'sft.py'}:tiny")
