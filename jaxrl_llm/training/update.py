@@ -173,7 +173,7 @@ def optimizer_step(
             state, frozen = dataclasses.replace(state, params=on_device(state.params)), Frozen(on_device(frozen.params))
         updates, point = updates_made(state.opt_state), state.params
         if spec.gradient_point is not None:
-            read = on_device(state.opt_state) if spec.offload else state.opt_state  # of which the rest stays on the host
+            read = on_device(state.opt_state) if spec.offload else state.opt_state  # the rest stays where it is
             point = spec.gradient_point(state.params, read)
         if batch.seeds is not None:  # a batch that is used again draws other numbers
             batch = batch.replace(seeds=batch.seeds + updates.astype(batch.seeds.dtype))
