@@ -197,6 +197,7 @@ def test_a_model_in_memory_is_exported_once_it_has_a_folder(in_memory, tmp_path)
         jaxrl_llm.train(config, CHAT, tokenizer=tokenizer)
 
 
+@pytest.mark.slow
 def test_adapters_of_a_model_in_memory_have_no_base(in_memory, tmp_path):
     """Neither in a checkpoint nor as a PEFT folder."""
     config, model = in_memory
@@ -214,9 +215,8 @@ def test_adapters_of_a_model_in_memory_have_no_base(in_memory, tmp_path):
         load_served(str(run), "auto", make_mesh())
 
 
-@pytest.mark.parametrize(
-    "kind", ["text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("trained", "frozen"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "trained", "frozen"])
 def test_what_the_run_made_of_its_model_is_exported(kind, root, tmp_path):
     """Entries in place of those of config.json, another chat template, and a tower that is trained, or is as it was."""
     if kind == "text":

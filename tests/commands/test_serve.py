@@ -221,6 +221,7 @@ def test_a_run_samples_from_another_process(process, root, tmp_path, full_every)
     assert ["weights/changed_share" in row for row in rows if name in row] == [False, full_every == 2, False]
 
 
+@pytest.mark.slow
 def test_a_run_is_served_by_its_checkpoint(tiny_run, tmp_path):
     """The folder of a run and that of its last checkpoint give the tokens of its model folder."""
     mesh = make_mesh()

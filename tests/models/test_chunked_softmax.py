@@ -127,6 +127,7 @@ def test_chunked_log_probs_go_through_the_cap(monkeypatch, temperature):
     np.testing.assert_allclose(log_sum_squares(hidden, kernel, 2.0), jax.nn.logsumexp(2 * logps, axis=-1), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_sampler_and_trainer_agree_on_capped_logits(params):
     """The sampler's log-probs are the trainer's, through soft caps and a window, on prompts longer than it."""
     net = Net(CONFIG)

@@ -114,7 +114,11 @@ def test_a_truncated_row_is_not_finished(params):
 
 @pytest.mark.parametrize(
     "sampling",
-    [SamplingParams(), SamplingParams(0.6), SamplingParams(1.4, top_k=9, top_p=0.7, min_p=0.1)],
+    [
+        SamplingParams(),
+        pytest.param(SamplingParams(0.6), marks=pytest.mark.slow),
+        SamplingParams(1.4, top_k=9, top_p=0.7, min_p=0.1),
+    ],
     ids=str,
 )
 def test_sample_logps_are_what_the_trainer_computes(params, sampling):
@@ -205,11 +209,8 @@ def next_greedy(net, params, tokens, segments, place):
     return net.bind(params)(tokens, segments)[:, place].argmax(-1)
 
 
-@pytest.mark.parametrize(
-    ("scanned", "tied"),
-    [pytest.param(False, False, marks=pytest.mark.slow), (True, True)],
-    ids=["unrolled", "scanned and tied"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("scanned", "tied"), [(False, False), (True, True)], ids=["unrolled", "scanned and tied"])
 def test_greedy_equals_repeated_forward_passes(monkeypatch, scanned, tied):
     """24 tokens, the row cache growing from 10 to 24, against a forward pass of the whole row for every token."""
     net = Net(dataclasses.replace(CONFIG, tie_embeddings=tied, attention_bias=scanned, layers=3))
@@ -432,6 +433,7 @@ def test_row_caches_are_replaced_a_layer_at_a_time(slots, monkeypatch):
     np.testing.assert_allclose(found.sample_logps, expected.sample_logps, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_caches_in_another_type(params):
     """bfloat16 keys and values under a float32 network: half the memory, log-probs close to the policy's."""
     rollout, width = generate(dataclasses.replace(ENGINE, cache_dtype="bfloat16"), params)
@@ -441,6 +443,7 @@ def test_caches_in_another_type(params):
     assert 1e-4 < error < 0.2
 
 
+@pytest.mark.slow
 def test_bfloat16_decoding_stays_close(params):
     """Caches and products in bfloat16, log-probs still float32 and those of the policy to bfloat16's rounding."""
     net = Net(dataclasses.replace(CONFIG, dtype="bfloat16"))

@@ -124,6 +124,7 @@ def test_an_observation_without_room_ends_its_row(params):
     assert (rollout.lengths <= C).all()
 
 
+@pytest.mark.slow
 def test_a_silent_server_changes_nothing(params):
     class Silent(Echo):
         def submit(self, row, tokens):
@@ -133,6 +134,7 @@ def test_a_silent_server_changes_nothing(params):
     jax.tree.map(np.testing.assert_array_equal, silent._replace(steps=0), plain._replace(steps=0))
 
 
+@pytest.mark.slow
 def test_greedy_turns(params):
     rollout = sample_rows(params, Echo(), sampling=SamplingParams(0.0), chunk=24)
     hidden = logits_of(NET, params, rollout.tokens, rollout.segments).argmax(-1)

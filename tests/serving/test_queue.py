@@ -303,6 +303,7 @@ def test_rows_that_have_ended_are_cancelled_in_a_grid_that_shrank():
     assert queue.failure is None and queue.counts.cancelled_rows <= 1
 
 
+@pytest.mark.slow
 def test_new_parameters_count_from_the_next_chunk(queue, model):
     ids = prompt_rows(model, ["sort:4821="])[0]["prompt_ids"]
     request = RowRequest(ids, 6, SamplingParams(0.0), (), 0)

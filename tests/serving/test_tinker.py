@@ -93,6 +93,7 @@ def test_log_probs_of_sampler_and_trainer_are_those_of_one_model(client):
     assert found.prompt_logprobs[0] is None
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_what_it_saved_bit_for_bit(client, training):
     run = made(client)
 
@@ -344,6 +345,7 @@ def taught(client, word: str, **others):
     return run
 
 
+@pytest.mark.slow
 def test_weights_that_are_written_over_are_those_that_answer(client):
     run = taught(client, "333")
     path = run.save_state("latest").result().path

@@ -107,6 +107,7 @@ def test_gradients_of_a_micro_batch_are_planned_as_the_device_holds_them(folder)
     assert h100 == v5e > cpu + 4 * PARAMETERS
 
 
+@pytest.mark.slow
 def test_sampling_in_eight_bits_is_planned(folder, planned):
     """A byte for each number of the matrices and of keys and values, which is what decoding reads."""
     config = small(folder)
@@ -183,6 +184,7 @@ def test_steps_of_epochs_are_not_known(planned):
     assert "run       2 epochs in steps of 1 update" in text and f"{config.total_steps} steps" not in text
 
 
+@pytest.mark.slow
 def test_the_report_says_how_many_packed_tokens_an_update_takes(folder):
     """On accelerators memory decides, where no key does."""
     config = small(folder)
@@ -211,7 +213,7 @@ def test_advice_is_computed(planned):
         {"optimizer.offload": True},
         {"lora.rank": 4},
         {"optimizer.name": "adafactor"},
-        {"optimizer.moment_dtype": "float8", "optimizer.offload": True},
+        pytest.param({"optimizer.moment_dtype": "float8", "optimizer.offload": True}, marks=pytest.mark.slow),
     ],
 )
 def test_shapes_are_those_of_a_real_run(change):
@@ -323,6 +325,7 @@ def test_the_policy_as_its_teacher_holds_its_copy_and_reads_longer_rows(folder):
     assert bytes_on_device(describe_for(config, on).teachers[""].own) == 0
 
 
+@pytest.mark.slow
 def test_what_scores_completions_is_held_and_runs(folder):
     """Of the 8 completions of a step; two judges share a model."""
     config, on = small(folder), target(small(folder), "h100", 1, simulate=True)
@@ -375,6 +378,7 @@ def test_what_scores_completions_is_planned_as_it_is_loaded(tmp_path):
         assert shapes[0] == shapes[1]
 
 
+@pytest.mark.slow
 def test_greedy_completions_that_others_are_compared_with_are_sampled_too(folder):
     config, on = small(folder), target(small(folder), "h100", 1, simulate=True)
     config.algorithm.advantage, config.algorithm.loss = "remax", "reinforce"

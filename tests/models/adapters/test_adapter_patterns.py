@@ -139,6 +139,7 @@ def test_maps_of_one_name_in_a_layer(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
 
 
+@pytest.mark.slow
 def test_beside_quantised_matrices(llama_folder, tmp_path):
     """Those without an adapter are written as they are stored."""
     base, patterns = load_model(llama_folder, quantize="int8"), AdapterPatterns(layers_to_transform=(1,))

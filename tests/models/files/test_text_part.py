@@ -43,7 +43,7 @@ def whole(kind: str):
     return model, lambda tokens: model.language_model(tokens).logits
 
 
-@pytest.mark.parametrize("kind", ["gemma4", "llama4"])
+@pytest.mark.parametrize("kind", [pytest.param("gemma4", marks=pytest.mark.slow), "llama4"])
 def test_the_text_part_computes_as_in_the_whole(tmp_path, kind):
     oracle, logits = whole(kind)
     oracle.eval().save_pretrained(tmp_path / "whole")

@@ -69,6 +69,7 @@ for name, axes, rows, own in (
 """
 
 
+@pytest.mark.slow
 def test_on_a_mesh_every_device_reads_its_own_codes(run_python):
     """Sums over sharded inputs are added; where devices share a scale, or have many rows, XLA converts."""
     result = run_python("-c", ON_A_MESH, devices=4)

@@ -113,6 +113,7 @@ def test_layers_are_stacked_by_kind(params):
     assert set(params["layers"]) == {"input_norm", "attention", "post_attention_norm", "mlp"}
 
 
+@pytest.mark.slow
 def test_unrolled_equals_scanned(params, rows):
     tokens, segments = rows
 

@@ -44,7 +44,7 @@ CONFIGS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=variants(CONFIGS, quick=("delta net", "mamba", "convolution")))
+@pytest.fixture(scope="module", params=variants(CONFIGS, quick=("delta net",)))
 def net(request):
     return Net(CONFIGS[request.param])
 

@@ -309,6 +309,7 @@ def test_very_short_runs_fit_the_bar(tmp_path, monkeypatch, total):
     assert f"step {total}/{total}" in text_of(console)
 
 
+@pytest.mark.slow
 def test_a_pipe_stays_plain(tmp_path, run_python, monkeypatch):
     code = f"""
 from jaxrl_llm.config import default
@@ -333,6 +334,7 @@ with Logger(logging_spec(default()), {str(tmp_path)!r}) as logger:
     assert "[bold]x[/bold] :smile: \\x1b[2J\\x07 \\xe9" in result.stdout
 
 
+@pytest.mark.slow
 def test_only_the_first_process_writes(tmp_path, run_python):
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -41,15 +41,10 @@ def test_noise_has_the_size_of_the_paper_and_comes_from_the_seeds():
     assert not np.allclose(noise[0], noise[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "loss"),
-    [
-        ("sft", "nll"),
-        pytest.param("preference", "dpo", marks=pytest.mark.slow),
-        pytest.param("preference", "kto", marks=pytest.mark.slow),
-        pytest.param("reward_model", "auto", marks=pytest.mark.slow),
-        pytest.param("grpo", "auto", marks=pytest.mark.slow),
-    ],
+    [("sft", "nll"), ("preference", "dpo"), ("preference", "kto"), ("reward_model", "auto"), ("grpo", "auto")],
 )
 def test_every_objective_has_the_noise_in_updates_alone(name, loss):
     """That is: where a batch has seeds, the loss is that of embeddings with `neftune_noise` added by hand."""

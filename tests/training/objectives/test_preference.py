@@ -124,9 +124,7 @@ def test_loss_is_the_formula(loss):
     np.testing.assert_allclose(evaluate(config_of(loss), make_batch())[0], hand_computed()[loss], rtol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "loss", [pytest.param(x, marks=() if x in ("dpo", "orpo") else pytest.mark.slow) for x in PAIRED]
-)
+@pytest.mark.parametrize("loss", [pytest.param(x, marks=() if x == "orpo" else pytest.mark.slow) for x in PAIRED])
 def test_every_paired_loss_is_the_mean_of_its_function_and_has_a_gradient(loss):
     config, batch = config_of(loss), make_batch()
     objective = objective_of(config, NET)

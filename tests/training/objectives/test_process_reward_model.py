@@ -138,6 +138,7 @@ def test_loss_and_gradient_are_those_of_transformers(tmp_path):
     )  # through the network
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from jaxrl_llm.algorithms.step_losses import step_cross_entropy\n\n\n"

@@ -95,6 +95,7 @@ def write_model(net, params, folder, root):
         shutil.copy(root / "jaxrl_llm/models/embedded/sort" / name, folder / name)
 
 
+@pytest.mark.slow
 def test_a_critic_without_adapters_has_no_quantised_experts(net, params, tmp_path, root):
     """One of critic.path may be dense: what is quantised is known when it is read."""
     write_model(net, params, tmp_path / "mixture", root)

@@ -398,6 +398,7 @@ def test_passes_of_several_micro_batches_give_the_same_log_probs():
         np.testing.assert_allclose(logps * batch.mask, found[0][1] * batch.mask, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_packed_update_memory_without_vocabulary(monkeypatch):
     """Temporary memory grows with the hidden states of one micro-batch, not with rows times vocabulary."""
     shape = dataclasses.replace(SHAPE, vocab_size=4096, tie_embeddings=True)

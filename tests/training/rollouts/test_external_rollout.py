@@ -92,6 +92,7 @@ def test_the_engine_for_a_function(model, rollout):
     np.testing.assert_allclose(made.sample_logps, policy_logps(model, made), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_conversation_that_a_function_holds(model, rollout):
     tokenizer = model.tokenizer
 
