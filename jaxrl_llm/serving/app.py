@@ -28,15 +28,15 @@ from starlette.routing import Route
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.serving.bodies import Asked, parse, parse_json
 from jaxrl_llm.serving.choice import Choice, Piece
-from jaxrl_llm.serving.errors import BadRequestError, lacks_memory
+from jaxrl_llm.serving.errors import FAILED, BadRequestError, lacks_memory, renamed
 from jaxrl_llm.serving.grid import RowRequest
 from jaxrl_llm.serving.guides import Guides
 from jaxrl_llm.serving.metrics import Metrics
 from jaxrl_llm.serving.queue import Handle, RequestQueue, StoppedError, Tokens
+from jaxrl_llm.serving.responses import Conversations, ResponsesRequest
 
 AT_ONCE = 2**16  # bytes of a body that is read as JSON without a thread
 LEFT = 499  # the status that is counted for a client which left
-FAILED = BadRequestError("the server failed on this request", 500)
 
 
 class Decoded(list[Any]):
@@ -84,9 +84,11 @@ class Server:
         self.metrics, self.created, self.active, self.draining = Metrics(), int(time.time()), 0, False
         self._tiles: list[weakref.ref[Decoded]] = []  # of requests, as long as these are held
         self.answers: weakref.WeakSet[Answer] = weakref.WeakSet()  # under way
+        self.conversations = Conversations()
         own = (
             ("/v1/chat/completions", "POST", functools.partial(self.complete, chat=True)),
             ("/v1/completions", "POST", functools.partial(self.complete, chat=False)),
+            ("/v1/responses", "POST", functools.partial(self.complete, chat=True, of=ResponsesRequest)),
             ("/v1/models", "GET", self.models),
             ("/v1/models/{name:path}", "GET", self.model),
             *((path, method, functools.partial(handler, self)) for path, method, handler in routes),
@@ -234,16 +236,28 @@ class Server:
             raise BadRequestError(f"there is no model {name!r:.100}", 404, "model_not_found", "model")
         return JSONResponse(self._described(name))
 
-    async def complete(self, request: Request, chat: bool) -> Response:
-        """The completions of a request, at once or as a stream of events."""
-        asked = await self.asked(await self.body(request), chat)
-        answer = Answer(self, asked)
-        if asked.stream:
-            return EventStream(answer, self)
+    async def complete(
+        self, request: Request, chat: bool, of: Callable[..., ResponsesRequest] | None = None
+    ) -> Response:
+        """The completions of a request, at once or as a stream of events; `of` reads those of another API as chats."""
+        body = await self.body(request)
+        other = None if of is None else of(body, self.conversations)
+        with renamed({} if other is None else other.names):
+            asked = await self.asked(body if other is None else other.chat, chat)
+            answer = Answer(self, asked)
+        return await self.answered(request, answer, other)
+
+    async def answered(self, request: Request, answer: "Answer", other: ResponsesRequest | None) -> Response:
+        """The response of an answer, or of a request of another API which it answers."""
+        shown = answer
+        if other is not None:
+            other.answer, shown = answer, other
+        if answer.asked.stream:
+            return EventStream(shown, self)
         try:
-            return await self.unless_left(request, answer.whole())
+            return await self.unless_left(request, shown.whole())
         finally:
-            answer.close()
+            shown.close()
 
     async def unless_left(self, request: Request, work: Any) -> Any:
         """The result of a coroutine, which is cancelled when the client leaves. Raises ClientDisconnect then."""
@@ -276,34 +290,27 @@ async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.scope['path']:.200}: {error.detail}"  # a wrong Host makes no URL
-    if error.status_code == 404:  # such as of clients that ask for responses unless they are told otherwise
-        message += "; of OpenAI's endpoints this server has /v1/chat/completions, /v1/completions and /v1/models"
+    if error.status_code == 404:
+        message += (
+            "; of OpenAI's endpoints this server has those at /v1: chat/completions, responses, completions, models"
+        )
     return JSONResponse(BadRequestError(message, error.status_code).body(), error.status_code, error.headers)
 
 
 class EventStream(Response):
     """An answer as server-sent events, until its end, or until the client leaves or reads too slowly."""
 
-    def __init__(self, answer: "Answer", server: "Server"):
+    def __init__(self, answer: "Answer | ResponsesRequest", server: "Server"):
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self.answer, self.server = answer, server
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def sent() -> None:
-            async def write(data: str, more: bool = True) -> None:
-                await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
-
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            try:
-                async for event in self.answer.events():
-                    await write(json.dumps(event, ensure_ascii=False))
-            except BadRequestError as error:
-                await write(json.dumps(error.body()))
-            except Exception:
-                traceback.print_exc()
-                await write(json.dumps(FAILED.body()))
-            await write("[DONE]", more=False)
+            async for frame in self.answer.frames():
+                await send({"type": "http.response.body", "body": frame.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         self.server.active += 1
         tasks = [asyncio.ensure_future(sent()), asyncio.ensure_future(_left(receive))]
@@ -409,15 +416,19 @@ class Answer:
         for choice in self.choices:
             choice.handle = None  # which delivers to the choice: in a circle both, and its images, stay for a while
 
-    def _object(self, choices: list[dict[str, Any]], streamed: bool, **others: Any) -> dict[str, Any]:
-        kind = "text_completion" if not self.asked.chat else "chat.completion" + (".chunk" if streamed else "")
+    def versions(self) -> dict[str, int]:
+        """The versions of the weights that the answer's tokens are of, from the oldest to the newest."""
         handles = [choice.handle for choice in self.choices]
         begun = [handle for handle in handles if handle is not None and handle.slot is not None]
         current = self.server.queue.counts.weight_version
         oldest = min((handle.version for handle in begun), default=current)
         newest = max((handle.newest for handle in begun), default=current)
+        return {"weight_version": oldest, "newest_weight_version": newest}
+
+    def _object(self, choices: list[dict[str, Any]], streamed: bool, **others: Any) -> dict[str, Any]:
+        kind = "text_completion" if not self.asked.chat else "chat.completion" + (".chunk" if streamed else "")
         return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model, "choices": choices,
-                "weight_version": oldest, "newest_weight_version": newest, **others}  # fmt: skip
+                **self.versions(), **others}  # fmt: skip
 
     def usage(self) -> dict[str, int]:
         """Tokens of the prompts, and of all completions."""
@@ -439,7 +450,6 @@ class Answer:
     def _response(self) -> Response:
         choices = []
         for choice in self.choices:
-            everything = Piece(choice.text, choice.ids, choice.logps, choice.top, 0)
             shown: dict[str, Any] = {"index": choice.index}
             if self.asked.chat:
                 text = choice.text[: choice.given]
@@ -449,7 +459,7 @@ class Answer:
                 shown["message"] = message
             else:
                 shown["text"] = choice.text
-            shown |= {"logprobs": choice.logprobs(everything), "finish_reason": choice.finish_reason}
+            shown |= {"logprobs": choice.logprobs(choice.whole_piece()), "finish_reason": choice.finish_reason}
             if self.asked.echo:
                 text, before = choice.echoed()
                 shown["text"] = text + choice.text
@@ -467,6 +477,18 @@ class Answer:
         if self.asked.return_token_ids and self.asked.chat:
             others["prompt_token_ids"] = self.asked.prompts[0]
         return JSONResponse(self._object(choices, False, **others))
+
+    async def frames(self) -> AsyncGenerator[str, None]:
+        """The answer as server-sent events, as it comes. One that fails says so in the last but one."""
+        try:
+            async for event in self.events():
+                yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
+        except BadRequestError as error:
+            yield f"data: {json.dumps(error.body())}\n\n"
+        except Exception:
+            traceback.print_exc()
+            yield f"data: {json.dumps(FAILED.body())}\n\n"
+        yield "data: [DONE]\n\n"
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer in pieces, as they come."""

@@ -160,6 +160,10 @@ class Choice:
         """The calls that the answer gives: the first one where `parallel_tool_calls` is false."""
         return self.calls if self.asked.parallel_calls else self.calls[:1]
 
+    def whole_piece(self) -> Piece:
+        """All that has come."""
+        return Piece(self.text, self.ids, self.logps, self.top, 0)
+
     def logprobs(self, piece: Piece) -> dict[str, Any] | None:
         """The log-probs of a piece, in the form of a chat or of a text completion; None where none were asked for.
 

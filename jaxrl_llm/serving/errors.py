@@ -1,5 +1,7 @@
 """The error that a request is answered with, and what is known of others."""
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +19,23 @@ class BadRequestError(Exception):
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+FAILED = BadRequestError("the server failed on this request", 500)
+
+
+@contextlib.contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Has refusals name the fields that a client sent, where others were made of them: `names` are theirs by these."""
+    try:
+        yield
+    except BadRequestError as error:
+        param, told = error.param or "", str(error)
+        if param not in names:
+            raise
+        own = names[param]
+        told = own + told.removeprefix(param) if told.startswith(param) else told
+        raise BadRequestError(told, error.status, error.code, own) from None
 
 
 def lacks_memory(error: BaseException) -> bool:

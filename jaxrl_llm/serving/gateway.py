@@ -2,7 +2,7 @@
 
 | path | |
 |---|---|
-| `/session/ID/v1/chat/completions`, `/session/ID/v1/completions` | as those of `app.py`, sampled as the run is |
+| `/session/ID/v1/{chat/completions,responses,completions}` | as those of `app.py`, sampled as the run is |
 | `/session/ID/v1/models` | the model's name |
 | `/session/v1/chat/completions`, ... | the same for one client of many sessions: `model` names the session |
 | `/session/ID/reward`, `/session/ID/v1/reward` | `{"reward": 1.0}`: see `Session.set_reward` |
@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import uvicorn
 from starlette.requests import Request
@@ -24,11 +24,12 @@ from starlette.responses import JSONResponse, Response
 
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.observations import TurnTokenizer
-from jaxrl_llm.serving.app import AT_ONCE, Answer, EventStream, Limits, Server
+from jaxrl_llm.serving.app import AT_ONCE, Answer, Limits, Server
 from jaxrl_llm.serving.bodies import Asked, parse
 from jaxrl_llm.serving.choice import Choice, Piece
-from jaxrl_llm.serving.errors import BadRequestError
+from jaxrl_llm.serving.errors import BadRequestError, renamed
 from jaxrl_llm.serving.queue import RequestQueue
+from jaxrl_llm.serving.responses import ResponsesRequest
 from jaxrl_llm.serving.sessions import MODEL, OVER, Call, Session, SessionSpec
 
 MANY = 2**20  # requests at once and rows that wait: as many as agents ask for
@@ -51,6 +52,7 @@ class Gateway:
         self.lock = threading.Lock()  # between the agents' requests and the end of their sessions
         paths = (
             ("chat/completions", "POST", functools.partial(self.complete, chat=True)),
+            ("responses", "POST", functools.partial(self.complete, chat=True, of=ResponsesRequest)),
             ("completions", "POST", functools.partial(self.complete, chat=False)),
             ("models", "GET", Server.models),
             ("reward", "POST", self.reward),
@@ -58,7 +60,7 @@ class Gateway:
         )
         routes = [("/session/{id}/reward", "POST", self.reward)]
         routes += [(f"/session/{{id}}/v1/{path}", method, handler) for path, method, handler in paths]
-        routes += [(f"/session/v1/{path}", method, handler) for path, method, handler in paths[:3]]
+        routes += [(f"/session/v1/{path}", method, handler) for path, method, handler in paths[:4]]
         limits = Limits(ANY_LENGTH, body=LARGEST, requests=MANY, rows=MANY, seconds=seconds)
         self.server = Server(queue, turns.tokenizer, [MODEL], turns.eos, vocabulary, limits, self.key, routes)
         listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
@@ -109,28 +111,29 @@ class Gateway:
             raise BadRequestError(f"there is no session {name!r:.100}: it is over", 403, "session_over")
         return self.sessions[name]
 
-    async def complete(self, server: Server, request: Request, chat: bool) -> Response:
-        """The completions of a request, which its session keeps."""
+    async def complete(
+        self, server: Server, request: Request, chat: bool, of: Callable[..., ResponsesRequest] | None = None
+    ) -> Response:
+        """The completions of a request, which its session keeps; `of` as in `Server.complete`."""
         body = await server.body(request)
         session = self._session(request.path_params.get("id", str(body.get("model"))))
-        call = Call(session)
+        call, other = Call(session), None
+        if of is not None:
+            other = of(body, session.conversations)
+            body = other.chat
         read = functools.partial(
             parse, body | {"model": MODEL}, chat, server.tokenizer, server.names, server.eos, ANY_LENGTH,
             server.vocabulary, MANY, call.render, self.images
         )  # fmt: skip
         # Short ones in the order in which they came; a long text would have all other agents wait for its tokens.
         is_short = int(request.headers.get("content-length", LARGEST)) <= AT_ONCE
-        asked = read() if is_short else await asyncio.to_thread(read)
-        if asked.guide is not None:  # compiled the first time, and one that cannot be is no call of the session
-            await asyncio.to_thread(server.guides.grammar, *asked.guide)
-        with self.lock:
-            answer = KeptAnswer(server, call.bounded(asked), call, self.lock)
-        if asked.stream:
-            return EventStream(answer, server)
-        try:
-            return await server.unless_left(request, answer.whole())
-        finally:
-            answer.close()
+        with renamed({} if other is None else other.names):
+            asked = read() if is_short else await asyncio.to_thread(read)
+            if asked.guide is not None:  # compiled the first time, and one that cannot be is no call of the session
+                await asyncio.to_thread(server.guides.grammar, *asked.guide)
+            with self.lock:
+                answer = KeptAnswer(server, call.bounded(asked), call, self.lock)
+        return await server.answered(request, answer, other)
 
     async def reward(self, server: Server, request: Request) -> Response:
         """Sets the reward of a session, or of one of its turns."""

@@ -25,6 +25,7 @@ from jaxrl_llm.serving.bodies import Asked
 from jaxrl_llm.serving.choice import Choice
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.queue import Handle
+from jaxrl_llm.serving.responses import Conversations
 
 MODEL = "policy"  # whatever model a request names
 OVER, BUDGET, TOO_LONG = "session_over", "budget_exceeded", "context_length_exceeded"
@@ -92,6 +93,7 @@ class Session:
         self.calls = self.sampled = self.retokenised = 0
         self.asked: Counter[bytes] = Counter()  # calls by the digest of their prompts
         self.handles: set[Handle] = set()  # of calls under way
+        self.conversations = Conversations()
         self.reward: float | dict[str, float] | None = None
         self.turn_rewards: dict[int, float] = {}
         self.turn_states: dict[int, Any] = {}

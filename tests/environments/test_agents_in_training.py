@@ -122,6 +122,32 @@ def test_calls_are_rows_of_the_policy(model, play):
     assert len({tuple(row) for row in rollout.tokens.tolist()}) == 4
 
 
+@pytest.mark.parametrize("by_id", [True, False])
+def test_responses_are_rows_as_chats_are(play, by_id):
+    """The same tokens: with all items, those of the answer among them, or by the id of the response before."""
+
+    def agent(base_url, api_key, task):
+        items, previous, said = [{"role": "user", "content": task["prompt"]}], None, []
+        with openai.OpenAI(base_url=base_url, api_key=api_key, timeout=1000) as client:
+            for stream in (False, True):
+                reply = client.responses.create(model="gpt", input=items, max_output_tokens=8, stream=stream,
+                                                previous_response_id=previous, temperature=0.1)  # fmt: skip
+                reply = [*reply][-1].response if stream else reply
+                said.append(reply.output_text)
+                question = {"role": "user", "content": "least?"}
+                items = [question] if by_id else [*items, *(item.to_dict() for item in reply.output), question]
+                previous = reply.id if by_id else None
+        return {"first": len(said[0]), "second": len(said[1]) / 10}
+
+    tasks = [{"prompt": "sort:4821="}, {"prompt": "sort:99310="}]
+    chats, _ = play(two_turns, tasks)
+    rollout, episodes = play(agent, tasks)
+    np.testing.assert_array_equal(rollout.tokens, chats.tokens)
+    np.testing.assert_array_equal(rollout.mask, chats.mask)
+    np.testing.assert_allclose(rollout.sample_logps, chats.sample_logps, atol=1e-5)
+    assert set(episodes.release(4)[1].values()) == {0.0} and [row.last.turns for row in episodes.rows] == [2] * 4
+
+
 def test_one_client_asks_for_many_sessions(play):
     """At the address without a session, which the model names."""
 
@@ -217,6 +243,7 @@ def wins(pile: int) -> bool:
     return any(not wins(pile - take) for take in (1, 2, 3) if take <= pile)
 
 
+@pytest.mark.slow
 def test_a_game_of_two_is_played_and_judged(root, model, play):
     """The moves of both players, put together again from their sessions, are a game with this winner."""
     tasks = [{"prompt": f"sort:{'7' * digits}="} for digits in (4, 6, 8)]
@@ -328,6 +355,30 @@ def test_completions_without_memory_end_the_step(play, monkeypatch):
     monkeypatch.setattr(queue, "decode_chunk", limited)
     with pytest.raises(EpisodeError, match=r"[1-4] completions .* were not sampled, .* set fewer rollout\.slots"):
         play(two_turns, [{"prompt": "sort:4821="}, {"prompt": "sort:99310="}])
+
+
+ASKS_FOR_RESPONSES = """
+from openai import OpenAI
+
+def run(base_url, api_key, task):
+    with OpenAI(base_url=base_url, api_key=api_key) as client:
+        first = client.responses.create(model="any", input=task["prompt"], instructions="sort", max_output_tokens=6)
+        then = client.responses.create(model="any", input="again", instructions="sort", previous_response_id=first.id,
+                                       max_output_tokens=6)
+    return float(len(first.output_text) > len(then.output_text))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_of_an_agent_that_asks_for_responses(root, tmp_path):
+    (tmp_path / "asks.py").write_text(ASKS_FOR_RESPONSES)
+    settings = {"environment.agent": f"{tmp_path}/asks.py:run", "rollout.max_completion_length": 40}
+    settings |= {"rollout.max_prompt_length": 60}
+    result = jaxrl_llm.train(tiny(root, tmp_path / "run", **settings))
+    for line in result.metrics:
+        np.testing.assert_allclose(line["sampling/importance_sampling_ratio/mean"], 1.0, atol=1e-4)
+        assert line["environment/turns"] == line["environment/calls"] == 2 and line["environment/branches"] == 1
+        assert line["environment/retokenised_tokens"] == line["environment/failures"] == 0
 
 
 def tiny(root, folder, **settings):

@@ -1,6 +1,7 @@
 """Sessions of agents without a network: what goes on with a row, what forks, budgets, seeds and rewards."""
 
 import dataclasses
+import json
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from jaxrl_llm.serving.bodies import parse
 from jaxrl_llm.serving.choice import Choice
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.queue import Handle, Tokens
+from jaxrl_llm.serving.responses import ResponsesRequest
 from jaxrl_llm.serving.sessions import MODEL, Branch, Call, Session, SessionSpec
 from tests.data.qwen_vl import qwen_vl_folder
 from tests.data.smolvlm import picture
@@ -150,6 +152,36 @@ def test_calls_of_tools_go_on(turns):
     assert len(both.messages[0]["tool_calls"]) == 2
     _, fork = ask(session, "1", messages=[QUESTION, said, {**result, "content": "2"}], tools=tools)
     assert fork.parent is one
+
+
+@pytest.mark.parametrize("by_id", [True, False])
+def test_calls_of_responses_go_on(turns, by_id):
+    """By the id of the response before, or with its items, each call before its output as some programs have them."""
+    session, tool = session_of(turns, completion=400), {"type": "function", "name": "f", "parameters": {}}
+    question = {"role": "user", "content": "sort:21="}
+    first = ResponsesRequest({"input": [question], "tools": [tool]}, session.conversations)
+    call = '<tool_call>{"name": "f", "arguments": {"x": %d}}</tool_call>'
+    _, branch = ask(session, f"So: \n{call % 1}\n{call % 2}", **first.chat)
+    said = branch.messages[-1]
+    session.conversations.add("resp_1", [*first.messages, {**said, "content": "So:"}])
+    calls = [
+        {"type": "function_call", "call_id": called["id"], "name": called["function"]["name"],
+         "arguments": json.dumps(called["function"]["arguments"])}
+        for called in said["tool_calls"]
+    ]  # fmt: skip
+    outputs = [{"type": "function_call_output", "call_id": one["call_id"], "output": "3"} for one in calls]
+    message = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So:"}]}
+    body = {"input": [question, message, calls[0], outputs[0], calls[1], outputs[1]], "tools": [tool]}
+    if by_id:
+        body |= {"input": outputs, "previous_response_id": "resp_1"}
+    asked, after = ask(session, **ResponsesRequest(body, session.conversations).chat)
+    assert after.parent is branch and after.turns == 2 and session.retokenised == 0 and len(calls) == 2
+    assert asked.prompts[0][: len(branch.prompt_ids) + len(branch.completion_ids)] == [
+        *branch.prompt_ids, *branch.completion_ids
+    ]  # fmt: skip
+    other = [{**question, "content": "sort:1="}, *body["input"][1:]] if not by_id else [*outputs, question]
+    _, forked = ask(session, **ResponsesRequest({**body, "input": other}, session.conversations).chat)
+    assert forked.parent is (branch if by_id else None)
 
 
 def test_texts_and_ids_go_on(turns):

@@ -1,0 +1,434 @@
+"""OpenAI's Responses API over chats: a body becomes one of a chat, and the answer to that the items of a response.
+
+The conversations of responses are kept, within bounds, for requests that go on with one by `previous_response_id`.
+"""
+
+import asyncio
+import itertools
+import json
+import re
+import time
+import traceback
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from jaxrl_llm.config.resolve import closest
+from jaxrl_llm.serving.bodies import CHAT, COMMON, SETTINGS, WITHOUT_EFFECT
+from jaxrl_llm.serving.choice import Choice
+from jaxrl_llm.serving.errors import FAILED, BadRequestError
+
+MOST_BYTES = 2**26  # of the conversations that a server, or a session, keeps
+OWN = {  # fields with a meaning of their own; the others of a chat, vLLM's among them, go on to it
+    "input", "instructions", "tools", "tool_choice", "text", "include", "top_logprobs", "max_output_tokens", "store",
+    "previous_response_id", "metadata",
+}  # fmt: skip
+AS_CHAT = (CHAT | COMMON) - {
+    "messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "response_format", "return_token_ids", *OWN
+}  # fmt: skip
+# As in bodies.py; max_tool_calls counts the calls of tools that a server hosts.
+NO_EFFECT = WITHOUT_EFFECT | {"prompt_cache_retention", "prompt_cache_options", "client_metadata", "max_tool_calls"}
+NEUTRAL = {"background": False, "truncation": "disabled"}
+NO_WORD = {"background", "truncation", "reasoning", "conversation", "prompt", "context_management", "moderation"}
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the second is of items that no answer here has
+# The field that a client sent, in place of the chat's that was made of it.
+NAMES = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
+OWN_CALL = re.compile("call_([0-9a-f]{16})[0-9a-f]{8}")  # the id of a call that an answer here gave, and its answer's
+
+
+class Conversations:
+    """The messages up to the end of each response, by its id; the latest, of up to `most` bytes as JSON in all."""
+
+    def __init__(self, most: int = MOST_BYTES):
+        self.most, self._bytes = most, 0
+        self._kept: OrderedDict[str, tuple[list[dict[str, Any]], int]] = OrderedDict()
+
+    def add(self, name: str, messages: list[dict[str, Any]]) -> None:
+        """Keeps the messages of a response, as long as there is room."""
+        size = len(json.dumps(messages))
+        self._kept[name], self._bytes = (messages, size), self._bytes + size
+        while self._bytes > self.most:
+            self._bytes -= self._kept.popitem(last=False)[1][1]
+
+    def of(self, name: Any) -> list[dict[str, Any]]:
+        """The messages of a response; raises BadRequestError where it is not kept."""
+        if not isinstance(name, str) or name not in self._kept:
+            raise BadRequestError(
+                f"previous_response_id is {name!r:.100}, which is not kept here: the latest responses are, without "
+                f"store=false, up to {self.most} bytes; send the whole conversation as input",
+                code="previous_response_not_found",
+                param="previous_response_id",
+            )
+        self._kept.move_to_end(name)
+        return self._kept[name][0]
+
+
+class ResponsesRequest:
+    """A request, `chat` as the body of one that asks the same; once its `answer` is set, the response to it."""
+
+    names = NAMES
+
+    def __init__(self, body: Mapping[str, Any], conversations: Conversations):
+        """Raises BadRequestError, which names the field."""
+        self.body = body = {name: value for name, value in body.items() if value is not None}
+        self.conversations = conversations
+        self.answer: Any = None  # an `Answer`
+        self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
+        for name, value in body.items():
+            if name not in OWN | AS_CHAT | NO_EFFECT | NO_WORD:
+                raise BadRequestError(
+                    f"there is no field {name!r:.100}; the closest is {closest(name[:100], OWN | AS_CHAT)}",
+                    param=name[:100],
+                )
+            empty = name == "reasoning" and isinstance(value, Mapping) and not any(value.values())
+            if name in NO_WORD and value != NEUTRAL.get(name) and not empty:
+                raise BadRequestError(
+                    f"{name} is {value!r:.100}, but this server has no {name}: leave it out", code="unsupported",
+                    param=name,
+                )  # fmt: skip
+        for name, kind in (("store", bool), ("metadata", Mapping), ("instructions", str)):
+            if name in body and not isinstance(body[name], kind):
+                raise BadRequestError(
+                    f"{name} is {body[name]!r:.100}; it takes {'an object' if kind is Mapping else kind.__name__}",
+                    param=name,
+                )
+        tokens = SETTINGS["max_completion_tokens"]
+        if "max_output_tokens" in body and not tokens.accepts(body["max_output_tokens"]):
+            raise BadRequestError(
+                f"max_output_tokens is {body['max_output_tokens']!r:.100}, but it takes {tokens.allowed}",
+                param="max_output_tokens",
+            )
+        previous = body.get("previous_response_id")
+        self.messages = [] if previous is None else list(conversations.of(previous))  # without instructions
+        _add_items(self.messages, body.get("input"))
+        messages = self.messages
+        if "instructions" in body:
+            first, *others = messages
+            said = {"role": "system", "content": body["instructions"]}
+            if first["role"] == "system" and isinstance(first["content"], str):  # templates take one
+                messages = [{**said, "content": f"{said['content']}\n\n{first['content']}"}, *others]
+            else:
+                messages = [said, *messages]
+        include, top = body.get("include") or [], body.get("top_logprobs")
+        if not isinstance(include, list) or (unknown := [each for each in include if each not in INCLUDED]):
+            wrong = unknown[0] if isinstance(include, list) else include
+            raise BadRequestError(f"include has {wrong!r:.100}; it takes a list of {', '.join(INCLUDED)}",
+                                  param="include")  # fmt: skip
+        self.chat = {name: value for name, value in body.items() if name in AS_CHAT} | {"messages": messages}
+        self.chat |= {"max_completion_tokens": body.get("max_output_tokens"), "top_logprobs": top}
+        self.chat |= {"logprobs": LOGPROBS in include or bool(top), "response_format": _response_format(body)}
+        self.chat |= {"tools": _tools(body), "tool_choice": _tool_choice(body)}
+
+    async def whole(self) -> Response:
+        """The response, when it has ended."""
+        await self.answer.finished()
+        choice = self.answer.choices[0]
+        self._keep(choice)
+        if self.answer.asked.logprobs is None:
+            return JSONResponse(self._ended(choice))
+        return JSONResponse(await asyncio.to_thread(self._ended, choice))  # it may have millions of numbers
+
+    async def frames(self) -> AsyncGenerator[str, None]:
+        """The response as server-sent events, as it comes."""
+        async for event in self.events():
+            yield f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
+
+    def close(self) -> None:
+        """Cancels what has not ended."""
+        self.answer.close()
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a stream, in the order of OpenAI's. One that fails ends with `response.failed`."""
+        numbers = itertools.count()
+
+        def event(kind: str, **fields: Any) -> dict[str, Any]:
+            return {"type": f"response.{kind}", "sequence_number": next(numbers), **fields}
+
+        yield event("created", response=self._response("in_progress"))
+        yield event("in_progress", response=self._response("in_progress"))
+        answer, opened, held, logprobs = self.answer, False, "", []
+        choice = answer.choices[0]
+        part = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+
+        def message(status: str, content: list[Any]) -> dict[str, Any]:
+            return {"output_index": 0, "item": self._message(status, content)}
+
+        try:
+            async for _, piece in answer.pieces():
+                logprobs += self._logprobs(choice, piece)
+                text, held = held + piece.text, ""
+                ended = choice.finish_reason is not None
+                if answer.asked.tools and not (ended and not choice.calls):  # space before a call is no text
+                    text, held = text.rstrip(), text[len(text.rstrip()) :]
+                if not opened and (text or (ended and not choice.calls)):
+                    opened = True
+                    yield event("output_item.added", **message("in_progress", []))
+                    yield event("content_part.added", **part, part=_text_part(""))
+                if text:
+                    yield event("output_text.delta", **part, delta=text, logprobs=logprobs)
+                    logprobs = []
+        except BadRequestError as error:
+            yield event("failed", response=self._response("failed", error=error))
+            return
+        except Exception:
+            traceback.print_exc()
+            yield event("failed", response=self._response("failed", error=FAILED))
+            return
+        self._keep(choice)
+        ended = self._ended(choice)
+        for index, item in enumerate(ended["output"]):
+            if item["type"] == "message":
+                (content,) = item["content"]
+                yield event("output_text.done", **part, text=content["text"], logprobs=content["logprobs"])
+                yield event("content_part.done", **part, part=content)
+            else:
+                place = {"item_id": item["id"], "output_index": index}
+                yield event("output_item.added", output_index=index,
+                            item={**item, "arguments": "", "status": "in_progress"})  # fmt: skip
+                yield event("function_call_arguments.delta", **place, delta=item["arguments"])
+                yield event("function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"])
+            yield event("output_item.done", output_index=index, item=item)
+        yield event(ended["status"], response=ended)
+
+    @property
+    def _message_id(self) -> str:
+        return self.id.replace("resp_", "msg_")
+
+    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _logprobs(self, choice: Choice, piece: Any) -> list[dict[str, Any]]:
+        told = choice.logprobs(piece)
+        return [] if told is None else told["content"]
+
+    def _keep(self, choice: Choice) -> None:
+        """Keeps the conversation up to the end of a choice, unless the request says otherwise."""
+        if self.body.get("store") is not False:
+            calls = {"tool_calls": choice.shown_calls} if choice.calls else {}
+            said = {"role": "assistant", "content": _text(choice), **calls}
+            self.conversations.add(self.id, [*self.messages, said])
+
+    def _ended(self, choice: Choice) -> dict[str, Any]:
+        """The response to a choice that has ended."""
+        status = "incomplete" if choice.finish_reason == "length" else "completed"
+        text, calls, output = _text(choice), choice.shown_calls, []
+        if text or not calls:
+            logprobs = self._logprobs(choice, choice.whole_piece())
+            output.append(self._message(status, [_text_part(text, logprobs)]))
+        output += [
+            {"id": call["id"].replace("call_", "fc_"), "type": "function_call", "status": "completed",
+             "call_id": call["id"], **call["function"]}
+            for call in calls
+        ]  # fmt: skip
+        return self._response(status, output)
+
+    def _response(
+        self, status: str, output: Sequence[Any] = (), error: BadRequestError | None = None
+    ) -> dict[str, Any]:
+        body, asked, usage = self.body, self.answer.asked, None
+        if status in ("completed", "incomplete"):
+            counted = self.answer.usage()
+            usage = {
+                "input_tokens": counted["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": counted["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": counted["total_tokens"],
+            }
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "error": None if error is None else {"code": error.code or "server_error", "message": str(error)},
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": asked.model,
+            "output": list(output),
+            "usage": usage,
+            "instructions": body.get("instructions"),
+            "max_output_tokens": body.get("max_output_tokens"),
+            "metadata": body.get("metadata") or {},
+            "parallel_tool_calls": asked.parallel_calls,
+            "previous_response_id": body.get("previous_response_id"),
+            "reasoning": {"effort": None, "summary": None},
+            "store": body.get("store") is not False,
+            "temperature": asked.sampling.temperature,
+            "text": body.get("text") or {"format": {"type": "text"}},
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": body.get("tools") or [],
+            "top_logprobs": asked.logprobs or 0,
+            "top_p": asked.sampling.top_p,
+            "truncation": "disabled",
+            "background": False,
+            **self.answer.versions(),
+        }
+
+
+def _text(choice: Choice) -> str:
+    """The text of a choice that has ended, up to its calls."""
+    return choice.text[: choice.given].rstrip() if choice.calls else choice.text
+
+
+def _text_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def _add_items(messages: list[dict[str, Any]], given: Any) -> None:
+    """Adds the input of a request to the messages of a chat. Raises BadRequestError.
+
+    A turn of the model is one message: its text, and the calls behind it, also where their outputs stand between them.
+    Thoughts stand with what follows them.
+    """
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given or not all(isinstance(item, Mapping) for item in given):
+        raise BadRequestError(f"input is {given!r:.100}; it takes a text, or a list of items", param="input")
+    thoughts = ""
+
+    def turn(**fields: Any) -> dict[str, Any]:
+        nonlocal thoughts
+        own, thoughts = thoughts, ""
+        messages.append({"role": "assistant", **({"reasoning_content": own} if own else {}), **fields})
+        return messages[-1]
+
+    called = {call["id"]: message for message in messages for call in message.get("tool_calls") or ()}
+    for item in given:
+        kind = item.get("type") or ("message" if "role" in item else None)
+        if kind == "message":
+            role, content = item.get("role"), _content(item.get("content"))
+            if role == "assistant":
+                turn(content=content)
+            elif role in ("user", "system", "developer"):
+                thoughts = ""
+                messages.append({"role": "user" if role == "user" else "system", "content": content})
+            else:
+                raise BadRequestError(
+                    f"input has the role {role!r:.100}; it takes user, assistant, system and developer", param="input"
+                )
+        elif kind == "function_call":
+            name, arguments, call_id = (item.get(field) for field in ("name", "arguments", "call_id"))
+            if not (isinstance(name, str) and isinstance(arguments, str) and isinstance(call_id, str)):
+                raise BadRequestError(
+                    "input has a function_call without name, arguments and call_id, each a text", param="input"
+                )
+            own = OWN_CALL.fullmatch(call_id)
+            of_turn = messages[-1] if messages and messages[-1]["role"] == "assistant" and not thoughts else None
+            if own is not None:  # one of ours names its turn, wherever outputs of other calls stand
+                same = (message for known, message in called.items() if known[:-8] == call_id[:-8])
+                of_turn = next(same, of_turn)
+            of_turn = turn(content="") if of_turn is None else of_turn
+            # A copy, as earlier messages are those of a conversation that is kept.
+            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            place = next(place for place, message in enumerate(messages) if message is of_turn)
+            messages[place] = of_turn = {**of_turn, "tool_calls": [*of_turn.get("tool_calls", ()), call]}
+            called |= {each["id"]: of_turn for each in of_turn["tool_calls"]}
+        elif kind == "function_call_output":
+            call_id = item.get("call_id")
+            if call_id not in called:
+                raise BadRequestError(
+                    f"input has the output of a call {call_id!r:.100}, and no such call before it", param="input"
+                )
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(item.get("output"))})
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            if not parts and item.get("encrypted_content"):
+                raise BadRequestError(
+                    "input has a reasoning item with encrypted_content alone, which this server cannot read: leave it "
+                    "out",
+                    code="unsupported",
+                    param="input",
+                )
+            text = _content(parts)
+            thoughts += text if isinstance(text, str) else ""
+        else:
+            raise BadRequestError(
+                f"input has an item of type {kind!r:.100}; this server takes message, function_call, "
+                "function_call_output and reasoning",
+                code="unsupported",
+                param="input",
+            )
+    if not messages:
+        raise BadRequestError("input has no message", param="input")
+
+
+TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text",
+              "reasoning_text": "text", "refusal": "refusal"}  # fmt: skip
+
+
+def _content(given: Any) -> str | list[dict[str, Any]]:
+    """The content of a message: its text, or parts of a chat where there are images. Raises BadRequestError."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise BadRequestError(f"input has the content {given!r:.100}; it takes a text, or a list of parts",
+                              param="input")  # fmt: skip
+    parts = []
+    for part in given:
+        kind = part.get("type") if isinstance(part, Mapping) else part
+        text = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
+        if isinstance(text, str):
+            parts.append({"type": "text", "text": text})
+        elif kind == "input_image" and part.get("file_id") is None:
+            parts.append({"type": "image_url", "image_url": {"url": part.get("image_url")}})
+        else:
+            raise BadRequestError(
+                f"input has a part {kind!r:.100}; this server takes texts, and input_image with a data: URL as "
+                "image_url",
+                code="unsupported",
+                param="input",
+            )
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools as a chat has them. `strict` is what a forced call is, and no part of what the model is shown."""
+    tools = body.get("tools") or []
+    found = []
+    for tool in tools if isinstance(tools, list) else [tools]:
+        kind = tool.get("type") if isinstance(tool, Mapping) else tool
+        if kind != "function" or not isinstance(tool.get("name"), str):
+            raise BadRequestError(
+                f"tools has one of type {kind!r:.100}; this server hosts none and takes functions: "
+                '{"type": "function", "name": ..., "parameters": ...}',
+                code="unsupported",
+                param="tools",
+            )
+        shown = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+        found.append({"type": "function", "function": shown})
+    return found or None
+
+
+def _tool_choice(body: Mapping[str, Any]) -> Any:
+    choice = body.get("tool_choice")
+    if not isinstance(choice, Mapping):
+        return choice
+    if choice.get("type") != "function":
+        raise BadRequestError(
+            f"tool_choice is {choice!r:.100}; it takes auto, none, required, or "
+            '{"type": "function", "name": ...}',
+            code="unsupported",
+            param="tool_choice",
+        )  # fmt: skip
+    return {"type": "function", "function": {"name": choice.get("name")}}
+
+
+def _response_format(body: Mapping[str, Any]) -> Any:
+    """`text.format` as the response_format of a chat, whose schema lies one level deeper."""
+    text = body.get("text", {})
+    fields: Iterator[tuple[str, Any]] = iter(text.items()) if isinstance(text, Mapping) else iter([("", text)])
+    for name, value in fields:
+        if name not in ("format", "verbosity") or (name == "verbosity" and value not in (None, "medium")):
+            raise BadRequestError(
+                f"text is {text!r:.100}; it takes format, and no verbosity but medium", code="unsupported", param="text"
+            )
+    given = text.get("format")
+    if isinstance(given, Mapping) and given.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {k: v for k, v in given.items() if k != "type"}}
+    return given
