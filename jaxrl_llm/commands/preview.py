@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxrl_llm.config.flags import load_flags
 from jaxrl_llm.config.schema import Setting
-from jaxrl_llm.data import loading
-from jaxrl_llm.data.loading import DataSource, DataSpec
+from jaxrl_llm.data import loading, opening
+from jaxrl_llm.data.opening import DataSource, DataSpec
 from jaxrl_llm.data.tokenize import COLUMNS, STEP_LABELS, RowTokenizer
 from jaxrl_llm.training.setup.data import tokenizer_of
 from jaxrl_llm.training.setup.evaluation import eval_data, eval_measure
@@ -36,7 +36,7 @@ def preview(config, rows: int = 3, measure: int = 10_000, held_out: bool = True,
     """The report on the data of `config`; raises ConfigError for data that training could not read."""
     tokenizer = tokenizer_of(config)
     spec = data_spec(config)
-    sources = loading.open_sources(spec, tokenizer)
+    sources = opening.open_sources(spec, tokenizer)
     lines = report(spec, "trained on", spec.kind, sources, tokenizer, rows, measure, colour)
     if held_out and config.eval.every >= 0:
         for one, sources in eval_data(config, tokenizer):

@@ -1,7 +1,9 @@
 """Host-side data: rows of any source become token rows, and token rows an endless, resumable stream of batches.
 
-`sources` opens data, `formats` makes examples of its rows, `tokenize` makes token rows of examples (with the chat
-`templates`), `loading` does all three as a `DataSpec` says, and `pipeline` puts token rows in order. Numpy only.
+`sources` gives the rows of whatever names data (`files`, and data sets with their `splits`), `opening` those that a
+`DataSpec` asks for; `formats` makes examples of rows, `tokenize` token rows of examples (with the chat `templates`, of
+`conversations` and of `pairs`); `loading` does this for whole sources, and `pipeline` puts token rows in order. Numpy
+only.
 """
 
 from typing import Any

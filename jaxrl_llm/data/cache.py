@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data import Row, sources
+from jaxrl_llm.data import Row
+from jaxrl_llm.data.splits import is_table
 from jaxrl_llm.data.tokenize import COLUMNS, REST, STEP_LABELS, RowTokenizer, exchange, prompt_columns
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def file_of(setting: str, rows: Any, format_key: Any, code: bytes | None, tokeni
     `format_key` identifies the format, and `code` is the text of the user's own; without it nothing is kept.
     `setting` is `auto` (large sources only, in $JAXRL_LLM_CACHE or ~/.cache/jaxrl_llm), a folder, or `none`.
     """
-    if setting == "none" or code is None or not (sources.is_table(rows) or isinstance(rows, list)):
+    if setting == "none" or code is None or not (is_table(rows) or isinstance(rows, list)):
         return None
     if setting == "auto" and len(rows) < LARGE:
         return None
@@ -54,7 +55,7 @@ def file_of(setting: str, rows: Any, format_key: Any, code: bytes | None, tokeni
         sorted(getattr(t.tokenizer, "without_embedding", ())),  # texts with these are refused
     ]
     try:
-        data = rows._fingerprint if sources.is_table(rows) else hashlib.sha256(pickle.dumps(rows)).hexdigest()
+        data = rows._fingerprint if is_table(rows) else hashlib.sha256(pickle.dumps(rows)).hexdigest()
     except Exception:  # objects of many kinds cannot be pickled
         return None
     identity = [format_key, settings, tokenizer, data, len(rows)]

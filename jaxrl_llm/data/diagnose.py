@@ -1,4 +1,4 @@
-"""The faults of text files of rows, with their lines: the errors of the readers name neither the line nor the fix."""
+"""Which reader reads a file of rows; and the faults of text files, with their lines, which the readers do not name."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,17 @@ from typing import Any
 
 import fsspec
 
+READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 TYPE_NAMES = {bool: "true or false", str: "text", int: "a number", float: "a number", dict: "an object"}
+
+
+def reader_of(path: str) -> str | None:
+    """The reader for a file, from its name; None for a name that tells nothing."""
+    suffixes = Path(path).suffixes
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return READERS.get(suffixes[-1]) if suffixes else None
 
 
 def encoding_fault(file: str, reader: str) -> str | None:
@@ -30,11 +40,12 @@ def encoding_fault(file: str, reader: str) -> str | None:
     return None
 
 
-def content_fault(file: str, reader: str) -> str | None:
+def content_fault(file: str) -> str | None:
     """The fault of a json or csv file that could not be read, with its line; None when nothing is found.
 
     It is no JSON, a row that is no object, a column of two types, or a csv file without rows.
     """
+    reader = reader_of(file)
     if any(letter in file for letter in "*?[") or reader not in ("json", "csv"):
         return None
     try:

@@ -46,7 +46,6 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
     sample = typical_rollouts(count, engine.group_size, learner.prompt_width, engine.max_completion_length)
     tokens, segments, mask = rows_to_global((sample.tokens, sample.segments, sample.mask), mesh)
     inputs = learner.inputs(tokens, segments, mask)
-    in_loss = learner.kl_in_loss
 
     def logps(params, net: Net = learner.net, program: Any = scored_logps) -> Callable[[], object]:
         arguments = (inputs, spec.temperature, run.batch.forward_rows, row_shards(mesh))
@@ -70,13 +69,13 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
         sample_logps=mask,
         old_logps=mask if spec.old_logps in ("trainer", "sampler", "reference") else None,
         proximal_share=mask if spec.old_logps == "interpolated" else None,
-        ref_logps=mask if in_loss else None,
+        ref_logps=mask if learner.kl_in_loss else None,
         advantages=mask,
         observed=mask if spec.observations else None,
         seeds=rows_to_global(np.zeros(count, np.uint32), mesh) if spec.draws_seeds else None,
-        **learner.weights_of_rows([""] * count, in_loss),
+        **learner.weights_of_rows([""] * count),
     )
-    batch = batch.replace(scalars=learner.scalars(batch, in_loss))
+    batch = batch.replace(scalars=learner.scalars(batch))
     update: Any = run.update
     minibatch = minibatches_of(run, batch, None, run.batch.minibatches, 1)[0]
     yield lambda: update.lower(state, minibatch, run.frozen).compile()

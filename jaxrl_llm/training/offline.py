@@ -20,8 +20,9 @@ from jaxrl_llm.algorithms.controllers import RunningMean
 from jaxrl_llm.algorithms.sequence_logps import sequence_logps, split_pairs
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.collate import pad_rows
+from jaxrl_llm.data.pairs import ANSWERS
 from jaxrl_llm.data.pipeline import Pipeline, Stream
-from jaxrl_llm.data.tokenize import ANSWERS, PIXELS, STEP_LABELS
+from jaxrl_llm.data.tokenize import PIXELS, STEP_LABELS
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global

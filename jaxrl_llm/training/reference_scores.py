@@ -21,8 +21,9 @@ from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.advantages import AdvantageStep
 from jaxrl_llm.training.evaluation.run import full_batches
-from jaxrl_llm.training.online import OnlineSource, RolloutWorker
+from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.reference import Reference
+from jaxrl_llm.training.rollouts.worker import RolloutWorker
 
 FILE = "reference_scores.jsonl"
 NOTE_SECONDS = 60.0  # between lines of how far it is

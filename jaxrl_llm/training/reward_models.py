@@ -23,9 +23,9 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.data.collate import pad_rows
+from jaxrl_llm.data.conversations import as_messages, joined, prompt_and_completion, with_steps
 from jaxrl_llm.data.named_templates import with_chat_template
 from jaxrl_llm.data.templates import chat_ids, forms_read, is_conversational, render_chat, render_prompt
-from jaxrl_llm.data.tokenize import as_messages, joined, prompt_and_completion, with_steps
 from jaxrl_llm.distributed.sharding import has_host_memory, make_mesh, on_device, on_host, row_sharding
 from jaxrl_llm.distributed.turns import turn
 from jaxrl_llm.models.adapters import peft

@@ -12,7 +12,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from jaxrl_llm.config import ConfigError, default
-from jaxrl_llm.data import loading
+from jaxrl_llm.data import loading, opening
 from jaxrl_llm.data.image_rows import ImageReader, Tiles
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.tokenize import RowTokenizer
@@ -244,7 +244,7 @@ def test_files_of_rows_and_paths_beside_them(folder, tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     config = config_of(folder, tmp_path / "rows.parquet")
     tokenizer, spec = tokenizer_of(config), data_spec(config)
-    made = loading.tokenized(spec, loading.open_sources(spec, tokenizer), "prompts", tokenizer).rows
+    made = loading.tokenized(spec, opening.open_sources(spec, tokenizer), "prompts", tokenizer).rows
     for row, image in zip(made, (IMAGE, OTHER), strict=True):
         (read,) = row["pixels"].read()
         assert read.size == image.size and read.tobytes() == image.tobytes()
@@ -252,7 +252,7 @@ def test_files_of_rows_and_paths_beside_them(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"b\.png cannot be read"):
         np.asarray(made[1]["pixels"])
     with pytest.raises(ConfigError, match=r"rows\.parquet row 1: image 0: the image 'pictures/b\.png' is no file here"):
-        loading.tokenized(spec, loading.open_sources(spec, tokenizer), "prompts", tokenizer)
+        loading.tokenized(spec, opening.open_sources(spec, tokenizer), "prompts", tokenizer)
 
 
 def test_columns_that_datasets_decodes_are_read_within_bounds(folder):
@@ -268,13 +268,13 @@ def test_columns_that_datasets_decodes_are_read_within_bounds(folder):
     )  # fmt: skip
     config = config_of(folder, "unused")
     tokenizer, spec = tokenizer_of(config), data_spec(config)
-    (row,) = loading.tokenized(spec, loading.open_sources(spec, tokenizer, rows), "prompts", tokenizer).rows
+    (row,) = loading.tokenized(spec, opening.open_sources(spec, tokenizer, rows), "prompts", tokenizer).rows
     assert row["pixels"].read()[0].tobytes() == IMAGE.tobytes() and isinstance(row["images"][0]["bytes"], bytes)
     config.data.image_pixels = 799
     spec = data_spec(config)
     assert spec.image_limits == ImageLimits(pixels=799)
     with pytest.raises(ConfigError, match=r"40 x 20 pixels, and data\.image_pixels=799"):
-        loading.tokenized(spec, loading.open_sources(spec, tokenizer, rows), "prompts", tokenizer)
+        loading.tokenized(spec, opening.open_sources(spec, tokenizer, rows), "prompts", tokenizer)
 
 
 def test_an_image_without_patches_is_named_with_its_row(tmp_path):
@@ -283,7 +283,7 @@ def test_an_image_without_patches_is_named_with_its_row(tmp_path):
     tokenizer, spec = tokenizer_of(config), data_spec(config)
     rows = [{"prompt": "<image>", "images": [picture(*size)]} for size in ((40, 20), (300, 2))]
     with pytest.raises(ConfigError, match=r"row 1: an image of 300 x 2 pixels, scaled to .*; crop it, or drop the row"):
-        loading.tokenized(spec, loading.open_sources(spec, tokenizer, rows), "prompts", tokenizer)
+        loading.tokenized(spec, opening.open_sources(spec, tokenizer, rows), "prompts", tokenizer)
 
 
 @pytest.mark.slow
@@ -291,6 +291,6 @@ def test_a_stream_reads_images(folder):
     config = config_of(folder, "unused")
     config.data.streaming, config.batch.prompts = True, 1
     tokenizer, spec = tokenizer_of(config), data_spec(config)
-    sources = loading.open_sources(spec, tokenizer, [{"prompt": "<image>", "images": [IMAGE]}])
+    sources = opening.open_sources(spec, tokenizer, [{"prompt": "<image>", "images": [IMAGE]}])
     (row,) = next(loading.stream(spec, sources, "prompts", tokenizer))
     assert len(np.asarray(row["pixels"])) == len(row["pixels"])

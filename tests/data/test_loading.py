@@ -14,7 +14,7 @@ import pytest
 from jaxrl_llm.config import default, from_json, to_json, validate
 from jaxrl_llm.config.flags import load_flags
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data import cache, loading
+from jaxrl_llm.data import cache, loading, opening
 from jaxrl_llm.data.formats.lookup import fitting
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.training.setup.specs import data_spec
@@ -56,7 +56,7 @@ def config_of(name="preference", **data):
 
 def tokens_of(config, tokenizer, prompts=False, **options):
     spec = data_spec(config)
-    sources = loading.open_sources(spec, tokenizer, **options)
+    sources = opening.open_sources(spec, tokenizer, **options)
     return loading.tokenized(
         spec, loading.as_prompts(sources) if prompts else sources, "prompts" if prompts else spec.kind, tokenizer
     )
@@ -64,7 +64,7 @@ def tokens_of(config, tokenizer, prompts=False, **options):
 
 def stream_of(config, tokenizer, dataset=None, **changes):
     spec = replace(data_spec(config), streaming=True, **changes)
-    return loading.stream(spec, loading.open_sources(spec, tokenizer, dataset), spec.kind, tokenizer)
+    return loading.stream(spec, opening.open_sources(spec, tokenizer, dataset), spec.kind, tokenizer)
 
 
 def texts(rows, tokenizer, column="chosen_ids"):
@@ -177,7 +177,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 def test_a_system_prompt_comes_before_what_is_read(tokenizer, name, row, changed):
     """Whatever else a row holds: a text `prompt` beside conversations is not what such data begins with."""
     (plain,), (prompted,) = (
-        loading.open_sources(data_spec(config_of(name, system_prompt=system)), tokenizer, [row])
+        opening.open_sources(data_spec(config_of(name, system_prompt=system)), tokenizer, [row])
         for system in (None, "Be brief.")
     )
     made, example = plain.form(plain.rows[0]), prompted.form(prompted.rows[0])
@@ -333,26 +333,26 @@ def test_held_out_rows(tokenizer):
     orca = "orca.jsonl(eval_split='train', format='chatml.intel')"  # four rows; ultra.jsonl has three
     config = config_of(sources=[orca, "ultra.jsonl(eval_split='train')"])
     spec = data_spec(config)
-    sources = loading.first_rows(loading.open_sources(spec, tokenizer, held_out=True), 5)
+    sources = loading.first_rows(opening.open_sources(spec, tokenizer, held_out=True), 5)
     assert [len(source.rows) for source in sources] == [3, 2]
     in_memory = loading.tokenized(spec, sources, "pairs", tokenizer).rows
     spec = replace(spec, streaming=True)
-    sources = loading.first_rows(loading.open_sources(spec, tokenizer, held_out=True), 5)
+    sources = loading.first_rows(opening.open_sources(spec, tokenizer, held_out=True), 5)
     assert isinstance(sources[0].rows, datasets.IterableDataset)
     assert loading.tokenized(spec, sources, "pairs", tokenizer).rows == in_memory
     spec = replace(spec, streaming=False, eval_path="ultra.jsonl", eval_split="train")
-    assert [source.name for source in loading.open_sources(spec, tokenizer, held_out=True)] == ["ultra.jsonl"]
+    assert [source.name for source in opening.open_sources(spec, tokenizer, held_out=True)] == ["ultra.jsonl"]
 
 
 def test_a_file_to_evaluate_on_needs_no_split(folder, tokenizer):
     """It has one. Data that is trained on is left out all the same, as are splits that are asked for."""
     config = config_of(eval_path="ultra.jsonl")
-    held_out = lambda config: loading.open_sources(data_spec(config), tokenizer, held_out=True)  # noqa: E731
+    held_out = lambda config: opening.open_sources(data_spec(config), tokenizer, held_out=True)  # noqa: E731
     assert [len(source.rows) for source in held_out(config)] == [3]
     datasets.DatasetDict(dev=datasets.Dataset.from_list(ULTRA)).save_to_disk(folder / "saved")
     config.data.eval_path = "saved"
     assert [len(source.rows) for source in held_out(config)] == [3]
-    parts = loading.open_sources(data_spec(config), tokenizer, held_out=True, named=[{"path": "ultra.jsonl"}])
+    parts = opening.open_sources(data_spec(config), tokenizer, held_out=True, named=[{"path": "ultra.jsonl"}])
     assert [len(part.rows) for part in parts] == [3]
     config.data.eval_path = None
     assert held_out(config) == held_out(config_of(sources=("orca.jsonl", "ultra.jsonl"))) == []
@@ -370,7 +370,7 @@ def test_the_configuration_is_that_of_the_data_that_is_trained_on(folder, tokeni
     ):
         config = config_of("grpo", **paths)
         config.data.name = "main"
-        (source,) = loading.open_sources(data_spec(config), tokenizer, held_out=True)
+        (source,) = opening.open_sources(data_spec(config), tokenizer, held_out=True)
         assert source.rows == [{"prompt": name}]
 
 
@@ -417,7 +417,7 @@ def test_streaming_gives_the_same_rows(tokenizer):
     config = config_of(sources=["orca.jsonl(format='user_defined(field_prompt=\"question\")')"], shuffle=False)
     in_memory = tokens_of(config, tokenizer).rows
     spec = replace(data_spec(config), streaming=True, shuffle_buffer=3, batch_size=2)
-    sources = loading.open_sources(spec, tokenizer)
+    sources = opening.open_sources(spec, tokenizer)
     # Looking at the first row takes nothing away.
     assert loading.columns(sources[0]).keys() >= {"prompt", "chosen", "rejected"}
     stream = loading.stream(spec, sources, "pairs", tokenizer)
@@ -436,7 +436,7 @@ def test_shuffled_streams_that_can_be_resumed(tokenizer):
     spec = replace(data_spec(config_of("sft", shuffle=False)), streaming=True, batch_size=2, shuffle_buffer=3)
 
     def begun(given):
-        return loading.stream(spec, loading.open_sources(spec, tokenizer, given), "completions", tokenizer)
+        return loading.stream(spec, opening.open_sources(spec, tokenizer, given), "completions", tokenizer)
 
     stream, in_order = begun(plain.shuffle(seed=1, buffer_size=1)), begun(plain)
     assert [next(stream) for _ in range(2)] != [next(in_order) for _ in range(2)]
@@ -454,7 +454,7 @@ def test_shuffled_streams_that_can_be_resumed(tokenizer):
     ):
         with pytest.raises(ConfigError, match=r"a buffer of 5 rows, .*: leave this to data.shuffle_buffer"):
             begun(given)
-    held_out = loading.open_sources(spec, tokenizer, shuffled, held_out=True)  # of which nothing is resumed
+    held_out = opening.open_sources(spec, tokenizer, shuffled, held_out=True)  # of which nothing is resumed
     assert len(list(loading.first_rows(held_out, 3)[0].rows)) == 3
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.data.conversations import conversation
 from jaxrl_llm.data.named_templates import TEMPLATES, with_chat_template
-from jaxrl_llm.data.tokenize import conversation
 
 CHAT = [
     {"role": "system", "content": "S"},

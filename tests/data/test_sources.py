@@ -457,5 +457,5 @@ def test_a_column_of_two_types_is_named(tmp_path):
     (tmp_path / "mixed.jsonl").write_text('{"p": "a"}\n\n{"p": [{"role": "user"}]}\n')
     (tmp_path / "fine.jsonl").write_text('{"p": "a"}\n{"p": null, "q": 1}\n{"q": 2.5}\n')
     message = "column 'p' is a list of an object in line 3 but text in line 1; a column has one type"
-    assert message in str(content_fault(str(tmp_path / "mixed.jsonl"), "json"))
-    assert content_fault(str(tmp_path / "fine.jsonl"), "json") is None
+    assert message in str(content_fault(str(tmp_path / "mixed.jsonl")))
+    assert content_fault(str(tmp_path / "fine.jsonl")) is None

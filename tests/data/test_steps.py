@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_llm.commands.preview import preview
 from jaxrl_llm.config import ConfigError, default, validate
-from jaxrl_llm.data import loading, tasks
+from jaxrl_llm.data import loading, opening, tasks
 from jaxrl_llm.data.formats.lookup import find
 from jaxrl_llm.data.tokenize import RowTokenizer
 from jaxrl_llm.training.setup.specs import data_spec
@@ -33,7 +33,7 @@ def rows_of(tokenizer, rows, **settings):
     config.algorithm.name = "process_reward_model"
     config.data.update(settings)
     spec = data_spec(config)
-    return loading.tokenized(spec, loading.open_sources(spec, tokenizer, rows), spec.kind, tokenizer).rows
+    return loading.tokenized(spec, opening.open_sources(spec, tokenizer, rows), spec.kind, tokenizer).rows
 
 
 def labels_of(made):

@@ -8,8 +8,10 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.loading import DataSource, token_rows
-from jaxrl_llm.data.tokenize import LOSS_ON, RowTokenizer, split_pair
+from jaxrl_llm.data.loading import token_rows
+from jaxrl_llm.data.opening import DataSource
+from jaxrl_llm.data.pairs import split_pair
+from jaxrl_llm.data.tokenize import LOSS_ON, RowTokenizer
 from tests.data.spacing_tokenizer import SPACINGS, spacing_tokenizer
 
 END = 257

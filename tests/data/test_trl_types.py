@@ -4,7 +4,7 @@ import datasets
 import pytest
 
 from jaxrl_llm.config import default
-from jaxrl_llm.data import loading
+from jaxrl_llm.data import loading, opening
 from jaxrl_llm.data.formats.lookup import find
 from jaxrl_llm.training.setup.specs import data_spec
 
@@ -48,7 +48,7 @@ def config_of(method):
 
 def token_rows(method, rows, tokenizer):
     spec = data_spec(config_of(method))
-    sources = loading.open_sources(spec, tokenizer, rows)
+    sources = opening.open_sources(spec, tokenizer, rows)
     return loading.tokenized(spec, sources, spec.kind, tokenizer).rows
 
 

@@ -12,6 +12,7 @@ import jaxrl_llm
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data import sources, tasks
+from jaxrl_llm.data.splits import SplitError
 from jaxrl_llm.environments.agents import Agents, AgentSpec, Connection, Outcome
 
 MINE = '''
@@ -161,7 +162,7 @@ def test_rows_are_tasks(mine):
     }  # fmt: skip
     path = "task:verifiers(taskset='my-tasks')"
     assert len(sources.load(path)) == 16
-    with pytest.raises(sources.SplitError, match="only the split 'train', not 'test'"):
+    with pytest.raises(SplitError, match="only the split 'train', not 'test'"):
         sources.load(path, "test")
     with pytest.raises(ConfigError, match=r"without end: give their number, size=1000"):
         tasks.generate("verifiers(taskset='endless-tasks')")

@@ -19,7 +19,7 @@ from jaxrl_llm.rewards.signatures import RewardError
 from jaxrl_llm.rollout.slots import Rollout
 from jaxrl_llm.training.logging.reward_metrics import add_totals, join, over_processes, table_value
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.online import RolloutWorker
+from jaxrl_llm.training.rollouts.worker import RolloutWorker
 from jaxrl_llm.training.setup.sources import build_rewards
 from tests.rewards.judge_server import JudgeServer
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import ConfigError, batch_rows, default, validate
-from jaxrl_llm.data import loading, tasks
+from jaxrl_llm.data import loading, opening, tasks
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.train import train
@@ -38,7 +38,7 @@ def built(config, rows=None):
 
 def examples_of(config, rows, tokenizer):
     spec = data_spec(config)
-    sources = loading.open_sources(spec, tokenizer, rows)
+    sources = opening.open_sources(spec, tokenizer, rows)
     return offline.as_examples(loading.tokenized(spec, sources, spec.kind, tokenizer).rows)
 
 

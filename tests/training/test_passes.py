@@ -19,7 +19,7 @@ def made():
     config.rollout.temperature = 2.0
     with jax.set_mesh(MESH), pytest.MonkeyPatch.context() as patch:
         run = build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=digits)
-        patch.setattr("jaxrl_llm.training.online.scored_logps", None)  # the log-probs are of the same pass
+        patch.setattr("jaxrl_llm.training.learner.scored_logps", None)  # the log-probs are of the same pass
         rollouts = run.source.producer.produce(run.state.params, 0, 1, jax.random.key(1))
         experience = run.source.learner.prepare(rollouts, run.state, jax.random.key(2))
     return run, experience, rollouts.rewards[:, 0]

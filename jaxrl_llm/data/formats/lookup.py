@@ -9,7 +9,8 @@ from typing import Any
 from jaxrl_llm.config.resolve import ConfigError, closest, failing_as, resolve, split_options
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.formats import axolotl, native
-from jaxrl_llm.data.tokenize import ANSWERS, TEXTS
+from jaxrl_llm.data.pairs import ANSWERS
+from jaxrl_llm.data.tokenize import TEXTS
 
 Example = Row
 Format = Callable[[Mapping[str, Any]], Example]

@@ -10,8 +10,9 @@ from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import Row
+from jaxrl_llm.data.pairs import has_prompt, split_pair
 from jaxrl_llm.data.templates import is_conversational, render_chat, template_options
-from jaxrl_llm.data.tokenize import TEXTS, has_prompt, split_pair
+from jaxrl_llm.data.tokenize import TEXTS
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 

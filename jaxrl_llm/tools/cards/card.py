@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_llm.config import ConfigDict, ConfigError, default, eval_set, flat
 from jaxrl_llm.config.schema import KEYS, OFFLINE
 from jaxrl_llm.config.version import __version__
-from jaxrl_llm.data.loading import evaluated_on
+from jaxrl_llm.data.opening import evaluated_on
 from jaxrl_llm.models.adapters import peft
 from jaxrl_llm.tools.cards.clean import in_words, shareable
 from jaxrl_llm.tools.cards.curves import curves_svg

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl_llm.data.loading import source_options
+from jaxrl_llm.data.opening import source_options
 from jaxrl_llm.models.files.hf import EMBEDDED
 from jaxrl_llm.models.files.remote import fetched, is_url
 

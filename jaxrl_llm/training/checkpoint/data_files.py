@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from jaxrl_llm.config.secrets import masked
-from jaxrl_llm.data.loading import DataSource
-from jaxrl_llm.data.sources import READERS, folder_of, is_table, local_files
+from jaxrl_llm.data.diagnose import READERS
+from jaxrl_llm.data.files import folder_of, local_files
+from jaxrl_llm.data.opening import DataSource
+from jaxrl_llm.data.splits import is_table
 
 WHOLE = 1 << 24  # bytes of a file that is read whole
 BLOCK = 1 << 16  # bytes of a part of a larger one

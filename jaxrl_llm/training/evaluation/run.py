@@ -14,7 +14,7 @@ from jaxrl_llm.config.resolve import ConfigError, closest
 from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.collate import columns_of
-from jaxrl_llm.data.sources import is_splits
+from jaxrl_llm.data.splits import is_splits
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.row_groups import RowGroup
@@ -33,7 +33,7 @@ from jaxrl_llm.training.evaluation.metrics import (
     with_logged,
 )
 from jaxrl_llm.training.logging.reward_metrics import add_logs, add_totals
-from jaxrl_llm.training.online import RolloutWorker
+from jaxrl_llm.training.rollouts.worker import RolloutWorker
 
 # (parameters, key[, table[, state]]) -> metrics named eval/...; `table` gets a row for each completion.
 Evaluate = Callable[..., dict[str, float]]

@@ -28,8 +28,8 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
 from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.data.collate import pad_prompts
+from jaxrl_llm.data.conversations import ended
 from jaxrl_llm.data.templates import continued_ids, is_conversational, render_prompt
-from jaxrl_llm.data.tokenize import ended
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
 from jaxrl_llm.environments.server import server

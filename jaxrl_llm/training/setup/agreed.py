@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from jaxrl_llm.data import Row
-from jaxrl_llm.data.loading import DataSource, digest_of
-from jaxrl_llm.data.sources import local_files
+from jaxrl_llm.data.files import local_files
+from jaxrl_llm.data.opening import DataSource, digest_of
 from jaxrl_llm.data.tokenize import COLUMNS, STEP_LABELS
 from jaxrl_llm.distributed.processes import check_agreed
 from jaxrl_llm.models.files import hf

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigDict, ConfigError, validate
 from jaxrl_llm.config.resolve import import_file, import_module, split_options
-from jaxrl_llm.data import image_processor, loading
-from jaxrl_llm.data.loading import DataSource, Tokenized
+from jaxrl_llm.data import image_processor, loading, opening
+from jaxrl_llm.data.loading import Tokenized
 from jaxrl_llm.data.named_templates import with_chat_template, with_eos_token
-from jaxrl_llm.data.sources import is_stream
+from jaxrl_llm.data.opening import DataSource
+from jaxrl_llm.data.splits import is_stream
 from jaxrl_llm.models import families
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.files.safetensors import read_json
@@ -41,7 +42,7 @@ def read_data(config, train_dataset: Any, eval_dataset: Any, tokenizer: Any, mod
     tokenizer, spec, algorithm = tokenizer_of(config, tokenizer, model), data_spec(config), algorithm_of(config)
     check_vocabulary(config, tokenizer, model)
     seen: set[bytes] = set()
-    sources, tokens = loading.open_sources(spec, tokenizer, train_dataset, seen=seen), None
+    sources, tokens = opening.open_sources(spec, tokenizer, train_dataset, seen=seen), None
     notes: list[str] = []
     if spec.streaming:
         check_same_streams(sources)

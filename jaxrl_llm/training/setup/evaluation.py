@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import ConfigError, eval_set
 from jaxrl_llm.config.resolve import resolve
 from jaxrl_llm.config.schema import OFFLINE
-from jaxrl_llm.data import Row, loading
-from jaxrl_llm.data.loading import DataSource
+from jaxrl_llm.data import Row, loading, opening
+from jaxrl_llm.data.opening import DataSource
 from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.models.model import Model, check_positions
@@ -22,8 +22,9 @@ from jaxrl_llm.training.evaluation.run import Compute, EvalSpec, Evaluate, Evalu
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.offline import HeldOut, OfflineSource
-from jaxrl_llm.training.online import OnlineSource, RolloutWorker
+from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.reference import start_reference
+from jaxrl_llm.training.rollouts.worker import RolloutWorker
 from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.setup.agreed import check_same_rows
 from jaxrl_llm.training.setup.worker import build_worker
@@ -58,7 +59,7 @@ def eval_data(config, tokenizer: Any, rows: Any = None) -> list[tuple[NamedSet, 
     """Each set that is evaluated on outside of training, with its first rows by source; `rows` are those in memory."""
     spec, trained_on = specs.data_spec(config), set[bytes]()
     if spec.deduplicate and not spec.eval_fraction:
-        loading.open_sources(spec, tokenizer, seen=trained_on)
+        opening.open_sources(spec, tokenizer, seen=trained_on)
     return [
         (named, loading.first_rows(open_eval(config, tokenizer, named, trained_on), named.prompts))
         for named in named_sets(eval_spec(config), rows)
@@ -66,13 +67,13 @@ def eval_data(config, tokenizer: Any, rows: Any = None) -> list[tuple[NamedSet, 
 
 
 def open_eval(config, tokenizer: Any, named: NamedSet, trained_on: Iterable[bytes]) -> list[DataSource]:
-    """All rows of a set, by source; none where `loading.open_sources` finds nothing to evaluate on.
+    """All rows of a set, by source; none where `opening.open_sources` finds nothing to evaluate on.
 
     `trained_on` are the digests of rows that data.deduplicate leaves out.
     """
     spec = specs.data_spec(config)
     try:
-        return loading.open_sources(spec, tokenizer, named.rows, held_out=True, named=named.sources, seen={*trained_on})
+        return opening.open_sources(spec, tokenizer, named.rows, held_out=True, named=named.sources, seen={*trained_on})
     except ConfigError as error:
         ways = "or evaluate on nothing (eval.every=-1)"
         if named.sources is not None:

@@ -12,7 +12,7 @@ from jaxrl_llm.config import ConfigDict, ConfigError, flat
 from jaxrl_llm.config.entries import lora_init
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.config.schema import BY_NAME
-from jaxrl_llm.data.sources import is_splits, is_stream
+from jaxrl_llm.data.splits import is_splits, is_stream
 from jaxrl_llm.models.model import Model, load_model
 from jaxrl_llm.rewards.signatures import reward_name
 

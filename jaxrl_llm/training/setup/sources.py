@@ -10,9 +10,10 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError, batch_rows, with_correction
-from jaxrl_llm.data import loading
+from jaxrl_llm.data import loading, opening
 from jaxrl_llm.data.curriculum import Curriculum
-from jaxrl_llm.data.loading import DataSource, Tokenized
+from jaxrl_llm.data.loading import Tokenized
+from jaxrl_llm.data.opening import DataSource
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.scored_prompts import SCORES, ScoredPrompts
 from jaxrl_llm.data.tokenize import PIXELS
@@ -29,13 +30,14 @@ from jaxrl_llm.training import offline
 from jaxrl_llm.training.advantages import AdvantageStep, advantage_step
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.average import Average
+from jaxrl_llm.training.learner import Critic, Learner
 from jaxrl_llm.training.local_judge import with_local_model
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.mixed import MixedSource
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.objectives.value import critic_params
 from jaxrl_llm.training.offline import OfflineSource
-from jaxrl_llm.training.online import Critic, Learner, OnlineSource, Producer, RolloutWorker
+from jaxrl_llm.training.online import OnlineSource, Producer
 from jaxrl_llm.training.packing.documents import first_fit
 from jaxrl_llm.training.packing.planner import Packer, PackingSpec, TypicalRows, make_packer, typical_rollouts
 from jaxrl_llm.training.reference import Reference, start_reference
@@ -46,6 +48,7 @@ from jaxrl_llm.training.rollouts.partial_rollouts import PartialRollouts
 from jaxrl_llm.training.rollouts.replay import empty_replay
 from jaxrl_llm.training.rollouts.rollout_files import FOLDER, FileQueue, Rendezvous
 from jaxrl_llm.training.rollouts.rollout_queue import RolloutQueue
+from jaxrl_llm.training.rollouts.worker import RolloutWorker
 from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.setup.data import read_data
 from jaxrl_llm.training.setup.mesh import sampling_devices, sampling_mesh, shard_rows
@@ -448,7 +451,7 @@ def mixed_source(config, online: OnlineSource, model: Model, train_dataset: Any)
     given.algorithm.name, given.batch.prompts, given.teacher.path = "sft", batch_rows(config), None
     given.data.max_length = width
     spec, tokens = specs.data_spec(given), None
-    data = loading.open_sources(spec, model.tokenizer, train_dataset)
+    data = opening.open_sources(spec, model.tokenizer, train_dataset)
     if not spec.streaming:
         tokens = loading.tokenized(spec, data, "completions", model.tokenizer)
     batch = replace(specs.batch_spec(given), microbatch_rows=learner.batch.microbatch_rows)

@@ -13,14 +13,15 @@ from jaxrl_llm.config.schema import OFFLINE, SCHEDULE_FREE
 from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.data.curriculum import CurriculumSpec
 from jaxrl_llm.data.images import ImageLimits
-from jaxrl_llm.data.loading import DataSpec
+from jaxrl_llm.data.opening import DataSpec
 from jaxrl_llm.rollout.engine import RolloutSpec
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.advantages import AdvantageSpec
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.average import AverageSpec
+from jaxrl_llm.training.learner import LearnerSpec
 from jaxrl_llm.training.offline import OfflineSpec
-from jaxrl_llm.training.online import LearnerSpec, ProducerSpec
+from jaxrl_llm.training.online import ProducerSpec
 from jaxrl_llm.training.optimizers import OptimizerSpec, learning_rate_schedule
 from jaxrl_llm.training.packing.planner import PackingSpec
 from jaxrl_llm.training.reference import ReferenceSpec

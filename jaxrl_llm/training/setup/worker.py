@@ -35,11 +35,11 @@ from jaxrl_llm.rollout.grammar import build_grammar
 from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.online import RolloutWorker
 from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.rollouts.agent_rollout import AgentRollout
 from jaxrl_llm.training.rollouts.episode_agent import EpisodeAgent
 from jaxrl_llm.training.rollouts.external_rollout import ExternalRollout, load_rollout_function, returns_texts
+from jaxrl_llm.training.rollouts.worker import RolloutWorker
 from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.setup.memory import check_memory, device_memory, with_fitting_slots
 

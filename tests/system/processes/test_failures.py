@@ -58,7 +58,7 @@ from pathlib import Path
 from jaxrl_llm.config import default
 from jaxrl_llm.config.flags import run
 from jaxrl_llm.training.checkpoint import outputs
-from jaxrl_llm.data.loading import DataSource
+from jaxrl_llm.data.opening import DataSource
 from jaxrl_llm.training.setup.agreed import check_same_model, check_same_rows, check_same_streams
 
 def main(argv):
@@ -125,6 +125,7 @@ def test_processes_join_and_agree_on_a_failure(together):
     assert "Traceback" not in ended[0].err + ended[1].err
 
 
+@pytest.mark.slow
 def test_an_error_elsewhere_ends_the_others(together):
     began = time.monotonic()
     ended = together(2, *script("bug", 0))

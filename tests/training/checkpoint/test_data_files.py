@@ -9,7 +9,7 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.config import default
 from jaxrl_llm.data import sources
-from jaxrl_llm.data.loading import DataSource
+from jaxrl_llm.data.opening import DataSource
 from jaxrl_llm.training.checkpoint import data_files
 from jaxrl_llm.training.checkpoint.data_files import checksums, edited
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.data.loading import DataSource
+from jaxrl_llm.data.opening import DataSource
 from jaxrl_llm.data.sources import RowList
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.training.setup import agreed

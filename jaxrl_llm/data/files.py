@@ -1,0 +1,268 @@
+"""Files of rows, here or in a bucket: parquet, json, csv and arrow, one by one or the splits of a folder."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.data import Row
+from jaxrl_llm.data.diagnose import READERS, encoding_fault, reader_of
+from jaxrl_llm.data.splits import SplitError, is_splits, is_stream, is_table, pick, reading, split_names
+from jaxrl_llm.data.tokenize import TEXTS
+
+ONLY = "train"  # the split of what has one
+SAVED = ("dataset_dict.json", "dataset_info.json")  # files of a folder that save_to_disk wrote
+NUMBERS = {int: "int64", float: "float64"}  # of a csv file
+DENSE = 2.0**53  # below which a float holds every integer
+TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d+)?$"  # what Arrow writes of a time as text
+
+
+def read_files(files: list[str], split: str, streaming: bool, ds_type: str | None) -> Any:
+    """The rows of files of one type, `ds_type` or what their names say: of their one split, or a part of it."""
+    reader, shown = ds_type or reader_of(files[0]), ", ".join(files)
+    if reader is None or reader not in READERS.values():
+        raise ConfigError(f"{shown!r} is not a kind of file that can be read; those are {', '.join(READERS)}")
+    if split.partition("[")[0] != ONLY:
+        raise SplitError(
+            f"{shown!r} is one file and has only the split 'train', not {split!r}; set the split to train, or name "
+            "another file",
+            [ONLY],
+        )
+    for file in files:
+        if not streaming and (fault := encoding_fault(file, reader)) is not None:
+            raise ConfigError(f"cannot load {file}: {fault}")
+
+    def read() -> Any:
+        import datasets
+
+        if reader == "csv":
+            return _read_csv(files, split, streaming)
+        if reader == "json":
+            return _read_json(files, split, streaming)
+        return datasets.load_dataset(reader, data_files=files, split=split, streaming=streaming)  # pyright: ignore
+
+    return reading(shown, read, files)
+
+
+def _read_csv(files: list[str], split: str, streaming: bool) -> Any:
+    """The rows of csv files; pandas alone would make 42 of 0042, and None of the words null, NA and None."""
+    import datasets
+    import pandas
+
+    first: tuple[str, list[str]] | None = None
+    for opened in fsspec.open_files(files, "rb", compression="infer"):
+        with opened as file:
+            columns = [str(name) for name in pandas.read_csv(file, nrows=0).columns]
+        if first is not None and set(columns) != set(first[1]):
+            raise ConfigError(
+                f"{opened.path} has the columns {', '.join(columns)}, but {first[0]} has {', '.join(first[1])}; files "
+                "that are read together have the same"
+            )
+        first = first or (opened.path, columns)
+    assert first is not None
+    features = datasets.Features({name: datasets.Value("string") for name in first[1]})
+    rows = datasets.load_dataset(
+        "csv", data_files=files, split=split, streaming=streaming, features=features, keep_default_na=False,
+        na_values=[""],
+    )  # fmt: skip
+    if not is_table(rows):
+        return rows
+    for name in first[1]:
+        if name in TEXTS:
+            continue
+        column, kinds = rows.data.column(name), set[str | None]()
+        for text in (text for chunk in column.chunks for text in chunk.to_pylist() if text is not None):
+            kinds.add(next((dtype for number, dtype in NUMBERS.items() if _writes(number, text)), None))
+            if None in kinds:
+                break
+        if kinds and None not in kinds:
+            rows = rows.cast_column(name, datasets.Value("float64" if "float64" in kinds else "int64"))
+    return rows
+
+
+def _writes(number: Callable[[str], int | float], text: str) -> bool:
+    """True where the text is what Python writes of a number of that kind, of 64 bits."""
+    try:
+        value = number(text)
+    except ValueError:
+        return False
+    fits = -(2**63) <= value < 2**63 if isinstance(value, int) else math.isfinite(value)
+    return fits and str(value) == text
+
+
+def _read_json(files: list[str], split: str, streaming: bool) -> Any:
+    """The rows of json files; Arrow alone would make times of texts that are dates, where all of a column are.
+
+    Raises ConfigError for an integer that it would make another number of, unless rows are streamed.
+    """
+    import datasets
+    import pyarrow
+    import pyarrow.compute
+
+    compute: Any = pyarrow.compute
+
+    def has_text(column: Any) -> bool:
+        """True where a column of texts has one that may have been a time."""
+        is_text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+        return is_text and bool(compute.any(compute.match_substring_regex(column, TIME)).as_py())
+
+    def has_large(column: Any) -> bool:
+        """True where a column of floats has one that may have been another integer."""
+        is_float = pyarrow.types.is_float64(column.type)
+        return is_float and bool(compute.any(compute.greater_equal(compute.abs(column), DENSE)).as_py())
+
+    def any_column(column: Any, holds: Callable[[Any], bool]) -> bool:
+        """True where something holds of a column, or of one in its lists and structures."""
+        if pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
+            return any_column(compute.list_flatten(column), holds)
+        if pyarrow.types.is_struct(column.type):
+            fields = range(column.type.num_fields)
+            return any(any_column(compute.struct_field(column, number), holds) for number in fields)
+        return holds(column)
+
+    def untimed(feature: Any) -> Any:
+        if isinstance(feature, dict):
+            return {name: untimed(each) for name, each in feature.items()}
+        if isinstance(feature, datasets.List):
+            return datasets.List(untimed(feature.feature), length=feature.length)
+        timed = isinstance(feature, datasets.Value) and feature.dtype.startswith("timestamp")
+        return datasets.Value("string") if timed else feature
+
+    rows: Any = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
+    features = rows.features  # of the first rows; None for a file that is one list, which is read whole in any case
+    timed = features is not None and untimed(features) != features
+    if features is None or not (timed or streaming):
+        rows = datasets.load_dataset("json", data_files=files, split=split)
+        features = rows.features
+        # Times behind other texts are text again, but not as it was written.
+        columns = [rows.data.column(name) for name in features]
+        timed = untimed(features) != features or any(any_column(column, has_text) for column in columns)
+        if not timed and any(any_column(column, has_large) for column in columns):
+            for _ in _json_rows(files, features, ()):  # which raises
+                pass
+    if timed:
+        kind, plain = datasets.IterableDataset if streaming else datasets.Dataset, datasets.Features(untimed(features))
+        # `datasets` keeps the rows by these arguments, of which the key tells a file that has changed.
+        keys = tuple(file.fs.ukey(file.path) for file in fsspec.open_files(files))
+        arguments = {"files": files, "features": plain, "keys": keys}
+        rows = kind.from_generator(_json_rows, features=plain, gen_kwargs=arguments)
+    return pick({"train": rows}, split, ", ".join(files)) if timed or is_stream(rows) else rows
+
+
+def _json_rows(files: Sequence[str], features: Mapping[str, Any], keys: Any) -> Iterator[Row]:
+    """The objects of json files, one a line or in one list, with None for the columns that they lack.
+
+    Raises ConfigError for what a table would lose: a key that the features have not, or digits of an integer.
+    """
+
+    def check(value: Any, feature: Any, path: str) -> None:
+        is_float = getattr(feature, "dtype", None) == "float64"
+        if isinstance(value, int) and is_float and not (abs(value) < 2**63 and int(float(value)) == value):
+            raise ConfigError(
+                f"{path} has the integer {str(value)[:40]}, which would lose digits as a float: it has more than 64 "
+                "bits, or its column has fractions. Write it as text, in quotes"
+            )
+        if isinstance(feature, Mapping) and isinstance(value, Mapping):
+            for key, held in value.items():
+                if key not in feature:
+                    raise ConfigError(f"{path} has the key {key!r}, which no row before it has: put such a row first")
+                check(held, feature[key], path)
+        elif isinstance(value, list) and (inner := getattr(feature, "feature", None)) is not None:
+            for held in value:
+                check(held, inner, path)
+
+    for opened in fsspec.open_files(list(files), "rt", encoding="utf-8-sig", compression="infer"):
+        with opened as file:
+            start = file.readline()
+            if start.lstrip().startswith("["):
+                rows = json.loads(start + file.read())
+            else:
+                rows = (json.loads(line) for line in chain([start], file) if line.strip())
+            for row in rows:
+                check(row, features, opened.path)
+                yield {**dict.fromkeys(features), **row}
+
+
+def read_folder(folder: str, split: str, name: str | None, streaming: bool) -> Any:
+    """The rows of a split of a folder, here or at a URL that fsspec understands."""
+    import datasets
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    fs, inner = fsspec.url_to_fs(folder)
+    files = {str(file).removeprefix(inner).strip("/"): str(file) for file in fs.find(inner)}
+    if files.keys() & set(SAVED):
+        loaded = reading(folder, lambda: datasets.load_from_disk(folder))
+        if not is_splits(loaded):  # one data set: the rows to train on, or of the split that it was saved from
+            own = str(loaded.split or "train").partition("[")[0]
+            loaded = datasets.DatasetDict({"train": loaded, own: loaded})
+        return pick(loaded, split, folder)
+    if not any(map(reader_of, files)):
+        raise ConfigError(f"the folder {folder!r} holds no {', '.join(READERS)} file and no saved data set")
+    remote = "://" in folder
+    if remote or (name is None and "README.md" not in files):  # which may tell configurations
+        found = reading(folder, lambda: DataFilesDict.from_patterns(get_data_patterns(folder), base_path=folder))
+        readable = {str(part): [file for file in its if reader_of(file)] for part, its in found.items()}
+        if remote or sum(map(len, readable.values())) == sum(map(len, found.values())):  # else images, or the like
+            readable = {part: its for part, its in readable.items() if its}
+            parts = split_names(split, readable, folder)
+            return pick({part: read_files(readable[part], "train", streaming, None) for part in parts}, split, folder)
+    if not streaming:
+        for file in files.values():
+            if (reader := reader_of(file)) and (fault := encoding_fault(file, reader)) is not None:
+                raise ConfigError(f"cannot load {file}: {fault}")
+    loaded = reading(folder, lambda: datasets.load_dataset(folder, name, streaming=streaming), list(files.values()))
+    return pick(loaded, split, folder)
+
+
+def read_remote(path: str, split: str, name: str | None, streaming: bool, ds_type: str | None) -> Any:
+    """The rows at a URL that fsspec understands."""
+    if "*" in path or ds_type or reader_of(path):
+        return read_files([path], split, streaming, ds_type)
+    fs, inner = reading(path, lambda: fsspec.url_to_fs(path))
+    if not reading(path, lambda: fs.isdir(inner)):
+        raise ConfigError(f"there is no folder {path!r}, and it is no {', '.join(READERS)} file; check data.path")
+    return read_folder(path, split, name, streaming)
+
+
+def folder_of(path: Any) -> Path | None:
+    """The folder of files here that `path` names, None for other data."""
+    first = path[0] if isinstance(path, list | tuple) and path else path
+    if (
+        not isinstance(first, str | Path)
+        or "://" in str(first)
+        or str(first).startswith("task:")
+        or ".py:" in str(first)
+    ):
+        return None
+    local = Path(str(first).partition("*")[0] if "*" in str(first) else first).expanduser()
+    if local.is_dir():
+        return local
+    return local.parent if local.is_file() or "*" in str(first) else None
+
+
+def local_files(path: Any) -> dict[str, Path]:
+    """The files here that `path` names, by names that are the same on every machine; none for other data."""
+    if folder_of(path) is None:
+        return {}
+    found = {}
+    for one in map(str, path if isinstance(path, list | tuple) else [path]):
+        folder, local = folder_of(one), Path(one).expanduser()
+        if folder is None:
+            continue
+        if "*" in one:
+            files = matching(local)
+        else:
+            files = [local] if local.is_file() else folder.rglob("*")
+        found |= {f"{os.path.relpath(file, folder)} of {one}": file for file in sorted(files) if file.is_file()}
+    return found
+
+
+def matching(pattern: Path) -> Iterator[Path]:
+    """The files and folders here that match a pattern, which may start at the root."""
+    return Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))

@@ -1,0 +1,144 @@
+"""Data sets of Hugging Face: which kind one is, its splits, and one message for the many errors of reading one."""
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.data.diagnose import content_fault
+
+if TYPE_CHECKING:
+    import datasets  # slow to import: only the functions that make such rows do so
+    from typing_extensions import TypeIs
+
+
+class SplitError(ConfigError):
+    """A split that a source does not have; the message lists those it has, `splits`."""
+
+    def __init__(self, message: str, splits: Sequence[str]):
+        super().__init__(message)
+        self.splits = splits
+
+
+def is_table(rows: object) -> "TypeIs[datasets.Dataset]":
+    """True for a `datasets.Dataset`."""
+    return _is(rows, "Dataset")
+
+
+def is_stream(rows: object) -> "TypeIs[datasets.IterableDataset]":
+    """True for a `datasets.IterableDataset`, whose rows are read as they are needed."""
+    return _is(rows, "IterableDataset")
+
+
+def is_splits(rows: object) -> "TypeIs[datasets.DatasetDict | datasets.IterableDatasetDict]":
+    """True for the splits of a data set by their names."""
+    return _is(rows, "DatasetDict", "IterableDatasetDict")
+
+
+def _is(value: object, *classes: str) -> bool:
+    """True for an instance of one of these classes of `datasets`: nothing is one before that is imported."""
+    module = sys.modules.get("datasets")
+    return module is not None and isinstance(value, tuple(getattr(module, name) for name in classes))
+
+
+def numbers_in_split(rows: object, split: str) -> range | None:
+    """The numbers, in the whole split, of the rows of a part of one (`train[10%:]`); None where that is not known."""
+    if not is_table(rows) or "[" not in split or "+" in split or not (infos := rows.info.splits):
+        return None
+    import datasets
+
+    counts = {str(name): info.num_examples for name, info in infos.items()}
+    (part,) = datasets.ReadInstruction.from_spec(split).to_absolute(counts)
+    numbers = _numbers(part, counts)
+    return numbers if len(numbers) == len(rows) else None
+
+
+def pick(splits: Mapping[Any, Any], split: str, shown: str) -> Any:
+    """The rows of a split, or of parts of splits (train[:10%], train+test), by their names."""
+    if split in splits:
+        return splits[split]
+    names = split_names(split, splits, shown)
+    if any(is_stream(splits[name]) for name in names):
+        raise ConfigError(
+            f"the split {split!r} is a part of {shown}, whose rows are streamed and not counted; set data.streaming to "
+            "False, or name a whole split"
+        )
+    import datasets
+
+    counts = {name: len(splits[name]) for name in names}
+    parts = reading(shown, lambda: datasets.ReadInstruction.from_spec(split).to_absolute(counts))
+    chosen = [splits[part.splitname].select(_numbers(part, counts)) for part in parts]
+    return reading(shown, lambda: datasets.concatenate_datasets(chosen))
+
+
+def _numbers(part: Any, counts: Mapping[str, int]) -> range:
+    """The numbers of the rows of an absolute read instruction, of splits with so many rows."""
+    return range(part.from_ or 0, counts[part.splitname] if part.to is None else part.to)
+
+
+def split_names(split: str, splits: Mapping[Any, Any], shown: str) -> list[str]:
+    """The splits that `split` is made of; raises SplitError for one that there is not."""
+    names = [part.partition("[")[0] for part in split.split("+")]
+    if unknown := [name for name in names if name not in splits]:
+        known = [str(name) for name in splits]
+        raise SplitError(f"{shown} has no split {unknown[0]!r}; its splits are {', '.join(known)}", known)
+    return names
+
+
+def shuffle_buffer(rows: "datasets.IterableDataset") -> int:
+    """The rows of the largest buffer that a stream shuffles in (`IterableDataset.shuffle`); 0 without one."""
+    largest, parts = 0, [rows._ex_iterable]
+    while parts:
+        part: Any = parts.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            largest = max(largest, part.buffer_size)
+        parts += [part.ex_iterable] if hasattr(part, "ex_iterable") else getattr(part, "ex_iterables", [])
+    return largest
+
+
+def undecoded(rows: Any) -> Any:
+    """The rows with images as the bytes or paths of their files: they are read within bounds, when they are needed."""
+    if not (is_table(rows) or is_stream(rows)) or rows.features is None:
+        return rows
+    import datasets
+
+    def plain(feature: Any) -> Any:
+        if isinstance(feature, datasets.Image):
+            return datasets.Image(mode=feature.mode, decode=False)
+        if isinstance(feature, dict):
+            return {name: plain(each) for name, each in feature.items()}
+        if isinstance(feature, datasets.List):
+            return datasets.List(plain(feature.feature), length=feature.length)
+        if isinstance(feature, datasets.LargeList):
+            return datasets.LargeList(plain(feature.feature))
+        return feature
+
+    for name, feature in rows.features.items():
+        if (read := plain(feature)) != feature:
+            rows = rows.cast_column(name, read)
+    return rows
+
+
+def reading(shown: str, reader: Callable[[], Any], files: Sequence[str] = ()) -> Any:
+    """The result of `reader`; the many errors of reading become one that says what was read and why it failed.
+
+    A fault that is found in one of the files says more than the reader's own error.
+    """
+    try:
+        return reader()
+    except ConfigError:
+        raise
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = " ".join(f"{error} ({cause})".split() if cause is not error else str(error).split())
+        for file in files:
+            if fault := content_fault(file):
+                reason = fault if len(files) == 1 else f"{file}: {fault}"
+                break
+        message = f"cannot load {shown}: {reason}; check data.path, data.name and the split"
+        if isinstance(error, ValueError) and str(error).startswith(("Unknown split", "Bad split")):
+            raise SplitError(message, re.findall(r"'([^']+)'", str(error))) from error
+        raise ConfigError(message) from error
