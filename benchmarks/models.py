@@ -253,9 +253,9 @@ difference.
 - export: logits of the exported folder in transformers, against ours.
 - LoRA: the same with random adapters on every linear map, merged by the export. Experts and routers have none.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`); transformers has none
-  of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo Hybrid,
-  Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open and the mixtures of
-  experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, Pythia and Falcon are refused: their classes have other
+  of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2 and 3, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo
+  Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open and the mixtures
+  of experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, Pythia and Falcon are refused: their classes have other
   names.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
@@ -317,8 +317,9 @@ difference.
   computed, as with TRL's `disable_dropout`; `lora.dropout` is.
 - A tokenizer needs no padding token (GPT-2's and Pythia's have none): what is padding is known by its place. One
   without a chat template takes rows of text, and refuses messages unless `data.chat_template` names a template.
-- Gated short convolutions beside attention (LFM2, LFM2-MoE). They see no token of another document, nor padding. A
-  row's cache are its latest tokens, whatever its length; an update's rows are not packed (`batch.packing`).
+- Gated short convolutions beside attention (LFM2, LFM2-MoE, LFM3). They see no token of another document, nor padding.
+  A row's cache are its latest tokens, whatever its length; an update's rows are not packed (`batch.packing`).
+- Gates of what attention gives, of each number (Qwen3-Next, Trinity) or of each head (LFM3).
 - Attention sinks (gpt-oss): on NVIDIA GPUs, in 16 bits, by cuDNN and the kernel of decode steps, elsewhere by `xla`;
   `flash` and `splash` have none and are refused.
 - Soft caps on attention scores and logits, wherever logits are formed. `model.fp32_head` forms them in float32.

@@ -92,6 +92,7 @@ class ModelConfig:
     value_head_dim: int = 0
     attention_gate: bool = False  # queries come with numbers whose sigmoids multiply the heads' outputs
     attention_gate_map: bool = False  # such numbers come from a map of their own
+    attention_gate_heads: bool = False  # it has one for each head
     attention_sinks: bool = False  # each head has a number that joins the softmax of its scores, and no value
     mlp_bias: bool = False
     qk_norm: bool = False

@@ -50,6 +50,7 @@ from transformers import (
     KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
+    Lfm3Config,
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -436,6 +437,13 @@ VARIANTS = {
         q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
         routed_scaling_factor=1.5, rope_parameters=YARN_ROPE | {"mscale_all_dim": 0.7, "mscale": 0.7},
     ),
+    "lfm3": lambda: Lfm3Config(
+        **SHAPE | {"num_hidden_layers": 5}, head_dim=8, sliding_window=WINDOW, conv_L_cache=4, tie_word_embeddings=False
+    ),
+    "lfm3-plain": lambda: Lfm3Config(
+        **SHAPE, head_dim=16, sliding_window=WINDOW, layer_types=["sliding_attention", "conv"], conv_bias=True,
+        use_sandwich_norm=False, use_attention_gate=False,
+    ),
     "deepseek_v2-greedy": lambda: DeepseekV2Config(
         **SHAPE | {"num_key_value_heads": 4}, num_experts_per_tok=2, moe_intermediate_size=16, n_routed_experts=8,
         q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
@@ -449,7 +457,7 @@ UNTRAINED = (
 SHAKEN = ("bias", "sinks", "scale", "router.gate.weight", "alpha_p", "alpha_n")
 NO_CLASSIFIER = (  # of which transformers has none
     "granite", "olmoe", "gemma3n_text", "gemma4_text", "qwen3_5_moe_text", "llama4_text", "glm4_moe", "glm4_moe_lite",
-    "minimax_m2", "ernie4_5", "lfm2", "lfm2_moe", "granitemoehybrid", "nemotron_h", "afmoe", "kimi_linear",
+    "minimax_m2", "ernie4_5", "lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "nemotron_h", "afmoe", "kimi_linear",
     "olmo_hybrid", "dots1", "falcon_h1", "cohere2", "apertus", "ernie4_5_moe", "granitemoe", "cohere",
     "exaone", "jais2", "cwm", "flex_olmo", "granitemoeshared", "solar_open",
 )  # fmt: skip
@@ -526,6 +534,7 @@ def oracle_gradients(oracle, tokens, segments) -> dict[str, np.ndarray]:
 
 OWN_NAMES = {  # of modules in transformers, and in files
     "gpt_neox": [("lm_head", "embed_out")],
+    "lfm3": [("g_proj", "gate_proj")],
     "exaone": [
         ("model.embed_tokens", "transformer.wte"), ("model.layers.", "transformer.h."),
         ("model.norm", "transformer.ln_f"), (".self_attn.", ".attn.attention."), (".o_proj", ".out_proj"),
@@ -547,7 +556,7 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "router.weight": "router.layer.weight",
     }  # fmt: skip
     for name, x in arrays.items():
-        if family in ("gpt_neox", "exaone"):
+        if family in OWN_NAMES:
             found[functools.reduce(lambda name, pair: name.replace(*pair), OWN_NAMES[family], name)] = x
             continue
         if family in ("kimi_linear", "olmo_hybrid"):

@@ -348,6 +348,26 @@ def test_a_reward_model_of_opt_and_its_scores_of_quantised_pythia(root, tmp_path
 
 
 @pytest.mark.slow
+def test_what_gated_heads_sample_is_what_they_score(root, tmp_path):
+    """GRPO of LFM3's shape, with adapters beside quantised maps; the export is a model of transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(hf.EMBEDDED / "sort")
+    shape = VARIANTS["lfm3"]()
+    shape.vocab_size = len(tokenizer)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path / "lfm3")
+    tokenizer.save_pretrained(tmp_path / "lfm3")
+
+    def length(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    config = run_of(root, "grpo", tmp_path / "lfm3", [{"prompt": f"{i} 3 1 2" + " 4" * (i % 3)} for i in range(8)])
+    config.rollout.max_prompt_length, config.rollout.max_completion_length = 12, 8
+    config.model.quantize, config.lora.rank = "int8", 2
+    result = jaxrl_llm.train(config, rewards=length)
+    assert result.metrics[0]["sampling/sampling_logp_difference/max"] < 1e-4
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "grpo/hf")).__name__ == "Lfm3ForCausalLM"
+
+
+@pytest.mark.slow
 def test_rows_of_any_length_are_sampled_with_the_long_factors_alone(root, tmp_path):
     """GRPO of Phi-4-mini's shape: rows beyond the original length are refused, unless both lists of factors are one."""
     tokenizer = AutoTokenizer.from_pretrained(hf.EMBEDDED / "sort")

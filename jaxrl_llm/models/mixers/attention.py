@@ -66,6 +66,7 @@ class Attention(nnx.Module):
     shares_prefixes = True
     projects_keys = True
     output_name = "o"  # of `lora.TARGETS`
+    gate_name = "gate"
 
     def __init__(self, config, rngs: nnx.Rngs):
         c = config
@@ -78,7 +79,8 @@ class Attention(nnx.Module):
         self.k = Linear(c.width, keys, c, rngs, c.attention_bias, "k") if own_keys else None
         self.v = Linear(c.width, keys, c, rngs, c.attention_bias, "v") if own_keys and not c.keys_as_values else None
         self.o = Linear(c.heads * c.head_dim, c.width, c, rngs, c.attention_output_bias, self.output_name)
-        self.gate = Linear(c.width, c.heads * c.head_dim, c, rngs, name="gate") if c.attention_gate_map else None
+        gates = c.heads * (1 if c.attention_gate_heads else c.head_dim)
+        self.gate = Linear(c.width, gates, c, rngs, name=self.gate_name) if c.attention_gate_map else None
         self.sinks = nnx.Param(jnp.zeros((c.heads,), c.param_dtype)) if c.attention_sinks else None
 
         def norm(heads: int):
@@ -219,7 +221,7 @@ class Attention(nnx.Module):
         return ShiftedKeyValues(*found, prompt.shift) if isinstance(prompt, ShiftedKeyValues) else found
 
     def _project(self, x, positions, arrays: AttentionArrays, decodes: bool = False):
-        """Queries `[..., t, J, H/J, d]` (scaled), keys and values `[..., t, J, d]`, gates `[..., t, H*d]` of x.
+        """Queries `[..., t, J, H/J, d]` (scaled), keys and values `[..., t, J, d]`, gates `[..., t, H*d or H]` of x.
 
         Keys and values are None where they are those of another layer.
         """
@@ -291,7 +293,10 @@ class Attention(nnx.Module):
 
     def _output(self, out, gate, x):
         out = out.reshape(*x.shape[:-1], -1)
-        return self.o(out if gate is None else out * jax.nn.sigmoid(gate.reshape(out.shape)))
+        if gate is not None:  # of each number, or of each head
+            by_head = (*x.shape[:-1], self.config.heads, -1)
+            out = (out.reshape(by_head) * jax.nn.sigmoid(gate.reshape(by_head))).reshape(out.shape)
+        return self.o(out)
 
     def _sinks(self):
         """The scores `[J,H/J]` of the sinks in fp32, None without sinks."""

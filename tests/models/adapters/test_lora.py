@@ -129,8 +129,8 @@ def test_peft_gives_the_same_logits_and_gradients(llama_folder, adapter, adapted
 @pytest.mark.parametrize(
     "variant",
     variants(
-        ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2-biases", "granitemoehybrid", "nemotron_h",
-         "falcon_h1", "kimi_linear", "olmo_hybrid"]
+        ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2-biases", "lfm3", "granitemoehybrid",
+         "nemotron_h", "falcon_h1", "kimi_linear", "olmo_hybrid"]
     ),
 )  # fmt: skip
 def test_other_mixers_have_the_adapters_of_peft(tmp_path, variant):
@@ -149,12 +149,13 @@ def test_other_mixers_have_the_adapters_of_peft(tmp_path, variant):
             save_hf(load_model(tmp_path / "base", quantize=kind), base)
         oracle = in_peft(base, tmp_path / f"{kind}-adapter", attn_implementation="eager")
         adapted = {name.split(".")[-2] for name, _ in oracle.named_modules() if name.endswith(".lora_A")}
-        names = ("lfm2-biases", "granitemoehybrid", "nemotron_h", "falcon_h1")
+        names = ("lfm2-biases", "lfm3", "granitemoehybrid", "nemotron_h", "falcon_h1")
         projections = {name: {"in_proj"} for name in names}
         projections |= {"kimi_linear": set(), "olmo_hybrid": set()}
         projections["qwen3_next"] = {"in_proj_qkvz", "in_proj_ba"}
         expected = projections.get(variant, {f"in_proj_{name}" for name in ("qkv", "z", "b", "a")})
         assert {name for name in adapted if "in_proj" in name} == expected
+        assert ("g_proj" in adapted) == (variant in ("lfm3", "olmo_hybrid"))
         with torch.no_grad():
             np.testing.assert_allclose(model(TOKENS), oracle(torch.tensor(TOKENS)).logits.numpy(), atol=1e-4)
 
