@@ -78,7 +78,8 @@ def test_a_run_reports_the_same_numbers(config, tiny_run):
 
 
 @pytest.mark.parametrize(
-    ("samples", "ks"), [pytest.param(4, [1, 2, 4], marks=pytest.mark.slow), (3, [1, 2, 3]), (1, [1])]
+    ("samples", "ks"),
+    [pytest.param(4, [1, 2, 4], marks=pytest.mark.slow), (3, [1, 2, 3]), pytest.param(1, [1], marks=pytest.mark.slow)],
 )
 def test_metrics_of_known_rewards(samples, ks, config):
     def first_of_each(completions, right, **columns):

@@ -165,13 +165,9 @@ def test_a_model_without_tokenizer_cannot_read(model):
 # --- the command line ---
 
 
-def test_command_prints_one_completion_as_it_is(model, run_python):
-    result = run_python(
-        "-m", "jaxrl_llm", "generate", "--model=embedded:sort", "--prompt=sort:4821=", "--temperature=0",
-        "--max_new_tokens=8",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == jaxrl_llm.generate(model, ["sort:4821="], 8, temperature=0)[0] + "\n"
+def test_command_prints_one_completion_as_it_is(model, capsys):
+    module.main(["--model=embedded:sort", "--prompt=sort:4821=", "--temperature=0", "--max_new_tokens=8"])
+    assert capsys.readouterr().out == jaxrl_llm.generate(model, ["sort:4821="], 8, temperature=0)[0] + "\n"
 
 
 def test_the_folder_of_a_run_leads_to_its_model(tmp_path):

@@ -52,10 +52,11 @@ def test_summaries_are_those_of_the_commands(command):
     assert module.__doc__.startswith(COMMANDS[command].rstrip("."))
 
 
-def test_train_without_arguments_prints_it(run_python, tmp_path):
-    result = run_python("-m", "jaxrl_llm.train")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "python -m jaxrl_llm.train --config=" in result.stdout
+def test_train_without_arguments_prints_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    importlib.import_module("jaxrl_llm.train").main([])
+    printed = capsys.readouterr()
+    assert "python -m jaxrl_llm.train --config=" in printed.out and printed.err == ""
     assert not [*tmp_path.iterdir()]
 
 

@@ -36,8 +36,8 @@ FLAGS = (
     ("installed", "started", "given", "then"),
     [
         (True, False, None, f"{FLAGS} True"),
-        (False, False, None, "None False"),
-        (True, True, None, "None False"),  # too late: libtpu would not read them
+        pytest.param(False, False, None, "None False", marks=pytest.mark.slow),
+        pytest.param(True, True, None, "None False", marks=pytest.mark.slow),  # too late: libtpu would not read them
         (
             True,
             False,

@@ -48,7 +48,7 @@ def test_layers_read_the_latest_of_their_kind(model):
     assert model.params["shared_layers"]["attention"].keys() == {"q", "q_norm", "o"}
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_decoding_gives_the_logits_of_whole_rows(oracle, model, at_once):
     """Also several tokens at a time, in caches that hold what earlier rows left there."""
     tokens, segments = padded(DOCUMENTS, "left")

@@ -59,7 +59,7 @@ def test_what_is_in_mxfp4_already_keeps_every_number():
 
 
 @pytest.mark.parametrize(("way", "kind"), [
-    pytest.param(way, kind, marks=() if (way, kind) in ((grouped, "int8"), (dense, "nf4")) else pytest.mark.slow)
+    pytest.param(way, kind, marks=() if (way, kind) == (grouped, "nf4") else pytest.mark.slow)
     for way in (dense, grouped) for kind in KINDS if kind != "none"
 ])  # fmt: skip
 def test_they_compute_as_their_numbers(way, kind):

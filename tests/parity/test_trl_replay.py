@@ -123,9 +123,8 @@ def compare(theirs, ours, without=()):
 SLOW_SFT = [("all", "nll"), ("completion", "dft")]
 
 
-@pytest.mark.parametrize(
-    ("loss_on", "loss"), [("completion", "nll"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_SFT)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss_on", "loss"), [("completion", "nll"), *SLOW_SFT])
 def test_sft(folder, tmp_path, loss_on, loss):
     rows = [{name: row[name] for name in ("prompt", "completion")} for row in tasks.generate("sort_demos", size=20)]
     settings = {"completion_only_loss": loss_on == "completion", "loss_type": loss}

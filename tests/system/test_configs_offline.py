@@ -29,7 +29,7 @@ METRICS = {
 HEADS = {"reward_model": ("score", "LlamaForSequenceClassification"), "prm": ("step", "LlamaForTokenClassification")}
 
 
-QUICK = ("sft", "dpo", "reward_model", "prm")  # of the others all but kto have objectives of the kind of dpo
+QUICK = ("sft", "dpo", "kto", "reward_model")  # of the others all but prm have objectives of the kind of dpo
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in METRICS])

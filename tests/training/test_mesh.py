@@ -237,6 +237,7 @@ def test_a_teacher_with_another_tokenizer_on_a_mesh(run_python, root, tmp_path):
     check(run_python, root, shapes, settings)
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_is_refused(run_python, root):
     flags = [
         "--config.batch.prompts=3",

@@ -625,6 +625,7 @@ def test_a_text_beyond_model_max_length_is_no_warning(copy, caplog, monkeypatch)
     assert len(hf.load_tokenizer(copy)("two one two")["input_ids"]) > 2 and not caplog.text
 
 
+@pytest.mark.slow
 def test_the_embedded_model_loads_without_torch_and_datasets(run_python):
     code = (
         "import sys, jaxrl_llm.train, jaxrl_llm\n"

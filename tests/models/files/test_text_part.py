@@ -59,6 +59,7 @@ def test_the_text_part_computes_as_in_the_whole(tmp_path, kind):
     np.testing.assert_array_equal(load_model(tmp_path / "text")(TOKENS), model(TOKENS))
 
 
+@pytest.mark.slow
 def test_gemma3n_is_read_without_its_images_and_sound(tmp_path):
     """transformers needs another library for the encoder of the whole: here is what its files hold."""
     oracle = make_oracle("gemma3n_text")

@@ -251,6 +251,7 @@ def test_a_net_is_the_same(interpreted, sliding, scan, changes):
         np.testing.assert_allclose(*by_token, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_completions_see_their_prompt(interpreted):
     segments, prefixes, positions = shared_prompts()
     tokens = np.random.default_rng(0).integers(0, 31, segments.shape)

@@ -51,6 +51,7 @@ def test_models_beside_states_and_the_best_of_them(config):
     assert not same(exported, tensors(steps / f"{3 - best:05d}"))
 
 
+@pytest.mark.slow
 def test_every_state_that_a_run_goes_on_from_has_its_model(config):
     """Of the last step of a start it was hf/, whose place the next one's takes; and a kill may come before it."""
     config.checkpoint.contents, config.checkpoint.keep, config.total_steps = ("state", "hf"), 5, 2

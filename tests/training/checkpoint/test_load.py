@@ -86,6 +86,7 @@ def test_a_new_optimizer_goes_on_with_data_and_learning_rate(whole, tmp_path, ca
     assert not np.allclose(mu, vector(state_of(whole.output_dir, 3)["opt_state"], "mu"))
 
 
+@pytest.mark.slow
 def test_another_optimizer_may_be_named(whole, tmp_path):
     config = interrupted(whole, tmp_path / "run", 3)
     config.optimizer.name = "sgd"
