@@ -25,14 +25,7 @@ def vision_keys(tower: str) -> tuple[TensorName, ...]:
     )
 
 
-TOWER, WHOLE_TOWER, TEXT_KEYS = "vision_tower.", "vision_tower.vision_model.", cohere.KEYS  # which has the other's
-KEYS = llava.on_the_hub(TEXT_KEYS, vision_keys(WHOLE_TOWER))
-MODULE_KEYS = llava.as_modules(TEXT_KEYS, vision_keys(TOWER))
-OTHER_KEYS = (
-    llava.on_the_hub(TEXT_KEYS, vision_keys(TOWER)),
-    MODULE_KEYS,
-    llava.as_modules(TEXT_KEYS, vision_keys(WHOLE_TOWER)),
-)
+KEYS, MODULE_KEYS, OTHER_KEYS = llava.tables(cohere.KEYS, vision_keys)  # those of both decoders
 # For entries that are left out.
 DEFAULTS = {
     "image_token_index": 255_036, "downsample_factor": 2, "adapter_layer_norm_eps": 1e-6, "tie_word_embeddings": True,

@@ -10,8 +10,7 @@ MODEL_TYPE = "cohere2_vision"
 ARCHITECTURE = {"lm": "Cohere2VisionForConditionalGeneration", "score": "", "step": ""}  # transformers has no other
 TEXTS = {cohere2.MODEL_TYPE: cohere2}
 KEYS, MODULE_KEYS = (
-    llava.as_modules(cohere2.KEYS, aya_vision.vision_keys(tower))
-    for tower in (aya_vision.WHOLE_TOWER, aya_vision.TOWER)
+    llava.as_modules(cohere2.KEYS, aya_vision.vision_keys(f"vision_tower.{part}")) for part in ("vision_model.", "")
 )
 OTHER_KEYS = (MODULE_KEYS,)
 # For entries that are left out.
