@@ -85,7 +85,7 @@ def test_new_ones_change_nothing_bit_for_bit():
         pytest.param(grouped, {"router_on_inputs": True}, marks=pytest.mark.slow),
         pytest.param(grouped, {"expert_bias": True}, marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_they_compute_what_the_merged_matrices_do(way, options):
     """Outputs, and gradients: with G that of a merged matrix, scale G B^T is A's and scale A^T G is B's."""
