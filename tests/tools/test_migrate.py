@@ -1578,7 +1578,13 @@ def test_optimizers_of_transformers(tmp_path):
     more = {"optim": "galore_adamw", "optim_target_modules": ["q_proj"], "optim_args": "rank=64, update_proj_gap=50"}
     config, text = migrate(written(tmp_path, "a.json", {"output_dir": "o", "max_steps": 5, **more}), trainer="sft")
     expect(config, optimizer={"name": "galore_adamw", "galore_rank": 64, "galore_every": 50, "galore_scale": 0.25})
-    assert "all matrices of the layers are projected here" in " ".join(text.partition("from jaxrl_llm")[0].split())
+    assert " ".join(text.split()).count("galore_adamw is for all matrices of the layers") == 2  # first, and by its key
+    rising = {"output_dir": "o", "max_steps": 50, "optim": "schedule_free_adamw", "warmup_steps": 10}
+    for scheduler in ("constant", "linear"):  # of which transformers warms up the second alone, this optimizer both
+        file = written(tmp_path, "a.json", rising | {"lr_scheduler_type": scheduler})
+        config, text = migrate(file, trainer="sft")
+        expect(config, optimizer={"schedule": scheduler, "warmup_steps": 10})
+        assert ("warms up there by itself and by the schedule" in " ".join(text.split())) == (scheduler == "linear")
     more |= {"optim": "apollo_adamw", "optim_args": None}
     _, text = migrate(written(tmp_path, "a.json", {"output_dir": "o", "max_steps": 5, **more}), trainer="sft")
     assert "APOLLO is not here" in " ".join(text.partition("from jaxrl_llm")[0].split())

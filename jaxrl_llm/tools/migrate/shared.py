@@ -198,9 +198,6 @@ def projection(draft: Draft, key: str, updates: int) -> None:
     draft.set("optimizer.galore_scale", float(given.get("scale", 0.25)), key)
     if (kind := given.get("proj_type", "std")) != "std":
         draft.check(f"{key}: proj_type = {kind} has no equivalent; std, of the shorter dimension, is what there is")
-    if (named := draft.get("optim_target_modules")) not in (None, "all-linear", ["all-linear"]):
-        draft.check(f"optim_target_modules = {short(named)}: all matrices of the layers are projected here")
-    draft.use("optim_target_modules")
 
 
 def arguments(draft: Draft, key: str) -> dict[str, Any]:

@@ -174,7 +174,9 @@ def learning_rate(draft: Draft, updates: int) -> None:
         draft.set("optimizer.decay_steps", max(1, draft.values["total_steps"] // 10), "lr_scheduler_type")
         draft.check("the last tenth of the steps is the decay of wsd: set optimizer.decay_steps")
     steps, ratio = float(draft.get("warmup_steps") or 0), draft.get("warmup_ratio") or 0.0
-    if scheduler in UNWARMED:
+    # This one rises by itself, under any schedule, in a number of steps and not in a share of them.
+    rises = steps >= 1 and "schedule_free_adamw" in str(draft.get("optim"))
+    if scheduler in UNWARMED and not rises:
         steps = ratio = 0
     elif steps >= 1:
         warmup = min(shared.divided(steps, updates), draft.values["total_steps"])
@@ -192,6 +194,11 @@ def learning_rate(draft: Draft, updates: int) -> None:
     draft.use("lr_scheduler_kwargs", "adafactor")
     if scheduler not in UNWARMED:
         draft.use("warmup_steps", "warmup_ratio")
+        if rises:
+            draft.check(
+                f"{draft.named('optim')} = schedule_free_adamw warms up there by itself and by the schedule: in those "
+                "steps the rate is the square of the share that it is here"
+            )
     own = draft.get("adafactor")
     shared.optimizer(draft, "adafactor" if own else draft.get("optim"), "adafactor" if own else "optim")
     if draft.values["optimizer.name"] == "ademamix":
