@@ -254,9 +254,9 @@ difference.
 - LoRA: the same with random adapters on every linear map, merged by the export. Experts and routers have none.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`); transformers has none
   of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2 and 3, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo
-  Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open and the mixtures
-  of experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, Pythia and Falcon are refused: their classes have other
-  names.
+  Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open, nanochat and the
+  mixtures of experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, Pythia and Falcon are refused: their classes
+  have other names.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
@@ -296,8 +296,9 @@ difference.
 - Mamba-2, in the same way, with a state a head: in layers of its own (Granite 4, Nemotron-H and 3) or beside attention
   in each layer (Falcon-H1, with its multipliers). Its steps have the limits of `time_step_limit`.
   Transformers cuts those of Nemotron off below `time_step_min` in whole rows, but not in decoding; here neither is.
-- Layers that are a mixer, a feed-forward or experts alone, feed-forwards and experts without gates (Nemotron, and
-  Arcee's AFM), and experts that are narrower than the model (Nemotron 3 Super). Experts without gates have no adapters.
+- Layers that are a mixer, a feed-forward or experts alone, feed-forwards and experts without gates (Nemotron,
+  nanochat and Arcee's AFM), and experts that are narrower than the model (Nemotron 3 Super). Experts without gates have
+  no adapters.
 - xIELU (arXiv 2411.13010), the activation of Apertus: `a x^2 + b x` above 0 and `c (exp(x) - 1 - x) + b x` below it,
   in fp32. Its two numbers of each layer, of which a and c are the softplus, are trained with the rest; `b` stays.
 - Learned positions (GPT-2, OPT) in place of rotary ones: a row of a table is added to each token's embedding, counted
@@ -308,6 +309,8 @@ difference.
   (Command R and A), or without any parameter (OLMo 1, Galactica). OPT-350M norms the sums behind attention and
   feed-forward, has no last norm, and maps its narrower embedding to the model's width and back, behind which its heads
   are.
+- Norms without parameters of embeddings, layers, and of queries and keys that are rotated already, and by negative
+  angles (nanochat).
 - Attention and feed-forward side by side, behind one layer norm (Command R, R7B and A, Phi-2, Falcon 7B and 11B, some
   StableLM) or one each (Pythia, Falcon 40B and 180B).
 - Norms of queries and keys with a scale for each head, one array (Command R+) or a tensor for each (StableLM 2 12B).

@@ -63,6 +63,7 @@ class ModelConfig:
     learned_positions: int = 0  # rows of a table that is added to the embeddings; 0: none
     first_position: int = 0  # the row of a document's first token
     embed_scale: float = 1.0
+    embed_norm: bool = False  # embeddings are divided by their rms
     residual_scale: float = 1.0  # times what mixer and feed-forward add
     rope: Rope = DEFAULT_ROPE
     local_rope: Rope | None = None  # of the sliding layers; None: the same
@@ -70,6 +71,7 @@ class ModelConfig:
     rotary_head_dim: int = 0  # dimensions that are rotated; 0: as rotary_fraction says
     rope_axes: tuple[int, ...] = ()  # of each rotary frequency: 0 time, 1 height, 2 width of images; (): time alone
     rope_interleaved: bool = False  # neighbouring dimensions are rotated together, not those of two halves
+    rope_reversed: bool = False  # by negative angles
     unrotated_layers: tuple[int, ...] = ()
     sliding_window: int | None = None  # tokens that a sliding layer sees, the current one included
     sliding_layers: tuple[int, ...] = ()

@@ -22,7 +22,7 @@ from jaxrl_llm.models.adapters.lora import LoraConfig, has_adapters, has_adapter
 from jaxrl_llm.models.altup import AltUp, Laurel, Streams
 from jaxrl_llm.models.kernels.fused_attention import BY_SEGMENTS, implementation, is_in_chunks
 from jaxrl_llm.models.kernels.grouped_matmul import RESULT
-from jaxrl_llm.models.layers import Embed, FeedForward, Linear, PositionEmbed, RMSNorm, soft_cap, stacked
+from jaxrl_llm.models.layers import Embed, FeedForward, Linear, PositionEmbed, RMSNorm, over_rms, soft_cap, stacked
 from jaxrl_llm.models.mixers.cross_attention import CrossAttention
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer, NoMixer, ShownImages
 from jaxrl_llm.models.model_config import LayerRun, ModelConfig
@@ -356,6 +356,7 @@ class Transformer(nnx.Module):
         x = x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
         x = x if noise is None else x + noise.astype(x.dtype)
         x = x if self.project_in is None else self.project_in(x)
+        x = over_rms(x, self.config.norm_eps).astype(x.dtype) if self.config.embed_norm else x
         if self.positions is None:
             return x
         return x + constrain(self.positions(positions, x.dtype), "rows", "positions", None)

@@ -44,6 +44,7 @@ MODULES = {  # of linear maps in the layers
     "gpt_neox": {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
     "opt-narrow": {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"},
     "phi": {"q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"},
+    "nanochat": {"q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2"},
     "starcoder2": {"q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"},
     "falcon-grouped": {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
     "exaone": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
@@ -348,23 +349,24 @@ def test_a_reward_model_of_opt_and_its_scores_of_quantised_pythia(root, tmp_path
 
 
 @pytest.mark.slow
-def test_what_gated_heads_sample_is_what_they_score(root, tmp_path):
-    """GRPO of LFM3's shape, with adapters beside quantised maps; the export is a model of transformers."""
+@pytest.mark.parametrize(("variant", "name"), [("lfm3", "Lfm3ForCausalLM"), ("nanochat", "NanoChatForCausalLM")])
+def test_a_run_samples_what_it_scores(variant, name, root, tmp_path):
+    """GRPO of new layers, with adapters beside quantised maps; the export is a model of transformers."""
     tokenizer = AutoTokenizer.from_pretrained(hf.EMBEDDED / "sort")
-    shape = VARIANTS["lfm3"]()
+    shape = VARIANTS[variant]()
     shape.vocab_size = len(tokenizer)
-    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path / "lfm3")
-    tokenizer.save_pretrained(tmp_path / "lfm3")
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path / variant)
+    tokenizer.save_pretrained(tmp_path / variant)
 
     def length(completions, **columns):
         return [float(len(text)) for text in completions]
 
-    config = run_of(root, "grpo", tmp_path / "lfm3", [{"prompt": f"{i} 3 1 2" + " 4" * (i % 3)} for i in range(8)])
+    config = run_of(root, "grpo", tmp_path / variant, [{"prompt": f"{i} 3 1 2" + " 4" * (i % 3)} for i in range(8)])
     config.rollout.max_prompt_length, config.rollout.max_completion_length = 12, 8
     config.model.quantize, config.lora.rank = "int8", 2
     result = jaxrl_llm.train(config, rewards=length)
     assert result.metrics[0]["sampling/sampling_logp_difference/max"] < 1e-4
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "grpo/hf")).__name__ == "Lfm3ForCausalLM"
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "grpo/hf")).__name__ == name
 
 
 @pytest.mark.slow

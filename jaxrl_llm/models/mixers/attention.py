@@ -100,7 +100,7 @@ class Attention(nnx.Module):
         rotated = layer.rope is not None if config.qk_rms or config.query_growth else None
         if layer.rope is None:
             return AttentionArrays(np.zeros(config.rotated_size // 2, np.float32), 1.0, window, rotated)
-        inv_freq = frequencies(layer.rope, config.rotated_size)
+        inv_freq = frequencies(layer.rope, config.rotated_size) * np.float32(-1 if config.rope_reversed else 1)
         return AttentionArrays(inv_freq, layer.rope.attention_factor, window, rotated)
 
     @staticmethod
@@ -113,7 +113,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, KeyValues | ShiftedKeyValues | tuple[()]]:
         """Output `[N,T,D]` and the layer's own keys and values `[N,J,T,d]`."""
         if inputs.inv_freq is not None:  # a layer without rotary positions has none in long rows either
-            arrays = arrays._replace(inv_freq=jnp.where(arrays.inv_freq == 0, 0.0, inputs.inv_freq))
+            arrays = arrays._replace(inv_freq=jnp.sign(arrays.inv_freq) * inputs.inv_freq)
         positions = inputs.positions if inputs.rotary is None else inputs.rotary
         q, k, v, gate = self._project(x, positions, arrays)
         window = arrays.window
