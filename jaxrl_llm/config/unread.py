@@ -24,6 +24,10 @@ OF_SOME_OPTIMIZERS = (
     (("prodigy",), ("optimizer.d_coef",)),
     (("galore_adamw",), ("optimizer.galore_rank", "optimizer.galore_every", "optimizer.galore_scale")),
 )
+NOT_OF = {  # an optimizer, what its formula has not
+    "adafactor": ("optimizer.b1", "optimizer.b2", "optimizer.eps"), "came": ("optimizer.eps",),
+    "lion": ("optimizer.eps",), "sgd": ("optimizer.b2", "optimizer.eps"),
+}  # fmt: skip
 OF_CRITICS = ("critic.b1", "critic.b2", "critic.weight_decay")
 OF_RATIOS = ("algorithm.epsilon_low", "algorithm.epsilon_high")
 # Of algorithms that sample: a setting, the value with which others have no effect, and these.
@@ -91,6 +95,7 @@ def unread(config: ConfigDict) -> list[str]:
             f"optimizer.name is {optimizer}, and not {' or '.join(names)}": () if optimizer in names else keys
             for names, keys in OF_SOME_OPTIMIZERS
         },
+        f"optimizer.name is {optimizer}, whose formula has no such number": NOT_OF.get(optimizer, ()),
         "optimizer.lisa_layers is 0, so that all layers are updated": (
             () if config.optimizer.lisa_layers else ("optimizer.lisa_every",)
         ),

@@ -52,6 +52,11 @@ def own_loss(logps, advantages, epsilon_low):
         ({"name": "sft", "algorithm__beta": 0.1}, "algorithm.name is sft, which samples no .*: algorithm.beta"),
         ({"name": "preference", "algorithm__epsilon_high": 0.3}, "which samples no .*: algorithm.epsilon_high"),
         ({"optimizer__name": "optax:nadam(b1=0.8)", "optimizer__b1": 0.8}, "takes its options in .*: optimizer.b1 has"),
+        ({"optimizer__name": "came", "optimizer__eps": 1e-6}, "has no such number: optimizer.eps has"),
+        (
+            {"optimizer__name": "adafactor", "optimizer__b1": 0.8, "optimizer__b2": 0.9},
+            "r.b1, optimizer.b2 has no effe",
+        ),
         ({"name": "ppo", "optimizer__name": "optax:nadam", "critic__weight_decay": 0.1}, ": critic.weight_decay has"),
         ({"name": "reward_model", "algorithm__offload_reference": True}, ": algorithm.offload_reference has no effect"),
         ({"name": "sft", "data__precompute_reference": True}, "no reference: data.precompute_reference has no effect"),
