@@ -119,8 +119,8 @@ def train(
     dictionary of such by the names of sets) take the place of `data.path` and `data.eval_path`, and rewards (a function
     or a list of them) that of `rewards.functions`; with a train_dataset alone, and no `eval.sets`, nothing is
     evaluated. environment (what makes one, or a dictionary of such) takes the place of `environment.name`; tools
-    (functions) come after those of `environment.tools`, and callbacks (objects, see docs/callbacks.md) after those of
-    `callbacks`.
+    (functions, or one) come after those of `environment.tools`, and callbacks (objects, see docs/callbacks.md) after
+    those of `callbacks`.
 
     model is one in memory (that of `load_model`, or of the Result of an earlier run), which stays as it is, or a path;
     tokenizer one of transformers. peft_config (PEFT's LoraConfig) sets the keys of `lora`. optimizers is an optimizer
@@ -140,7 +140,7 @@ def train(
         eval_dataset=eval_dataset,
         rewards=rewards,
         environment=environment,
-        tools=tools,
+        tools=tools if isinstance(tools, list | tuple) else [] if tools is None else [tools],
         model=model,
         tokenizer=tokenizer,
         compute_metrics=compute_metrics,

@@ -17,7 +17,7 @@ from pathlib import Path
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_options, positional
 from jaxrl_llm.config.schema import Setting
-from jaxrl_llm.tools.migrate import LIBRARIES, migrate
+from jaxrl_llm.tools.migrate import LIBRARIES, companion_of, migrate
 from jaxrl_llm.tools.migrate.documentation import page
 from jaxrl_llm.tools.migrate.trl import RULES
 
@@ -70,4 +70,6 @@ def main(argv: Sequence[str]) -> None:
         sys.stdout.write(text)
         return
     output.write_text(text.replace("THIS_FILE", str(output)), encoding="utf-8")
-    print(f"wrote {output}; its first lines say what to look at")
+    functions = companion_of(output)
+    also = f" and {functions}, the functions that {files[0]} defines" if functions.name in text else ""
+    print(f"wrote {output}{also}; its first lines say what to look at")

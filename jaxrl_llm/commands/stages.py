@@ -57,7 +57,10 @@ def load_stages(spec: str, folder: str | Path) -> dict[str, ConfigDict]:
         raise ConfigError(f"get_stages of {path} must return a dict of configurations by name")
     for name, config in stages.items():
         config.output_dir = str(folder / name)
-        validate(config)
+        try:
+            validate(config)
+        except ConfigError as error:
+            raise ConfigError(f"the stage {name}: {error}") from error
         if "state" not in config.checkpoint.contents:
             raise ConfigError(
                 f"checkpoint.contents of the stage {name} is hf alone, from which no stage goes on, and without a "
@@ -96,6 +99,8 @@ def run_stages(stages: Mapping[str, ConfigDict]) -> dict[str, Result]:
                 elif read:
                     folder.mkdir(parents=True, exist_ok=True)
                     write_json(folder / READ_MODELS, read)
+        if jax.process_index() == 0:
+            print(f"stage {name}: {f'finished before, in {folder}' if finished else folder}", flush=True)
         if not finished:
             results[name] = train(config)
     return results

@@ -4,6 +4,7 @@
 `config.validate()`, the command line with its `--help` (flags.py), and docs/configuration.md.
 """
 
+import difflib
 import json
 import re
 import sys
@@ -31,16 +32,27 @@ class SettingError(ConfigError):
     """A name that is no key, or a value that a key does not take: its type is another one."""
 
 
+class MissingKeyError(SettingError, AttributeError):
+    """A name that is no key, read as an attribute: `hasattr` and `getattr` with a default take it for what it is."""
+
+
 class Tree(ConfigDict):
     """The configuration, or a section of it. Scalars of numpy and JAX are taken for the numbers that they are.
 
     Raises SettingError, which names the key, for a name that is none and for a value of another type.
     """
 
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):  # of Python, which looks for its own
+                raise
+            raise MissingKeyError(self._unknown(name)) from None
+
     def __setitem__(self, key, value):
         if self.is_locked and key not in self:  # ml_collections would print the whole tree
-            section = next((f"{name}." for name in SECTIONS if name and self._is(name)), "")
-            raise SettingError(unknown_key(section + key))
+            raise SettingError(self._unknown(key))
         value = plain(value)
         try:
             super().__setitem__(key, value)
@@ -79,6 +91,13 @@ class Tree(ConfigDict):
             if name == leaf and self._is(section):
                 return key
         return None
+
+    def _unknown(self, name: str) -> str:
+        """The message for a name that is neither a key of this section nor, at the top, a section."""
+        section = next((f"{known}." for known in SECTIONS if known and self._is(known)), "")
+        if not section and (similar := difflib.get_close_matches(name, [known for known in SECTIONS if known], 1)):
+            return f"there is no section {name}; the closest is {similar[0]}"
+        return unknown_key(section + name)
 
     def _is(self, section: str) -> bool:
         """True where all keys of the section are in this one; several sections have keys of the same names."""

@@ -67,9 +67,10 @@ class Environments:
         if isinstance(environment, Mapping):
             self.factories = {str(name): _resolve(factory, BUILT_IN) for name, factory in environment.items()}
         elif environment is not None and not callable(environment):
+            shown = f"is {spec.environment!r}, which is" if isinstance(spec.environment, str) else "is"
             raise EpisodeError(
-                f"environment.name is {spec.environment!r}, which is a {type(environment).__name__}; name a class or "
-                "function"
+                f"the environment {shown} a {type(environment).__name__}, but each episode has one of its own: give "
+                "the class, or a function that makes one"
             )
         settings = {
             "reward_scale": (spec.reward_scales, "rewards.weights"),

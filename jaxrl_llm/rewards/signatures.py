@@ -209,9 +209,15 @@ def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Ite
         is_required = parameter.default is parameter.empty and not is_variadic
         if is_required and parameter.name not in inputs and parameter.name not in services:
             if (column := parameter.name.removesuffix("s")) not in inputs:
+                way_out = f"the closest is {closest(parameter.name, inputs)}"
+                if name == "exact_match":
+                    way_out = "rewards.functions has it unless others are named: name yours"
+                    way_out += ", or environment for what its steps earn" if "environment_reward" in inputs else ""
+                    learned = not inputs.keys().isdisjoint(("completion", "messages", "chosen", "label"))
+                    way_out += ", or measure held-out rows by the loss alone (eval.measure=loss)" if learned else ""
                 raise RewardError(
                     f"reward {name!r} needs {parameter.name!r}, which is neither a column nor set as an option; there "
-                    f"are {', '.join(inputs)}; the closest is {closest(parameter.name, inputs)}"
+                    f"are {', '.join(inputs)}; {way_out}"
                 )
             plurals[parameter.name] = inputs[column]
     if takes_any(grader):

@@ -53,7 +53,7 @@ def get_stages(folder):
 """
 
 
-def test_a_finished_stage_whose_settings_are_computed_is_skipped(tmp_path):
+def test_a_finished_stage_whose_settings_are_computed_is_skipped(tmp_path, capsys):
     """Its record has the steps of its epochs and its learning rate as numbers."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(3 * (json.dumps({"prompt": "sort:21=", "completion": "12"}) + "\n"))
@@ -64,7 +64,9 @@ def test_a_finished_stage_whose_settings_are_computed_is_skipped(tmp_path):
         return load_stages(str(file), tmp_path / "stages")
 
     assert [len(done.metrics) for done in run_stages(stages(1.0)).values()] == [2]
+    assert f"stage sft: {tmp_path}/stages/sft\n" in capsys.readouterr().out
     assert run_stages(stages(1.0)) == {}
+    assert capsys.readouterr().out == f"stage sft: finished before, in {tmp_path}/stages/sft\n"
     assert not is_finished(stages(2.0)["sft"])
     changed = stages(1.0)["sft"]
     changed.batch.prompts = 3
@@ -127,11 +129,16 @@ def test_files_without_stages(root, tmp_path):
 @pytest.mark.parametrize(
     ("line", "argument", "message"),
     [
-        ("config.optimizer.learning_rat = 1.0", "", r"stages\.py:4: there is no key learning_rat; the closest is"),
+        (
+            "config.optimizer.learning_rat = 1.0",
+            "",
+            r"stages\.py:4: there is no key optimizer\.learning_rat; the closest is",
+        ),
         ("config.batch.prompts = 'many'", "", r"stages\.py:4: "),
         ("{}['a']", "", r"stages\.py:4: KeyError"),
         ("pass", ":tiny", r"--stages is '.*:tiny', but .* defines get_stages\(folder\): too many"),
         ("config.checkpoint.contents = ('hf',)", "", "checkpoint.contents of the stage one is hf alone"),
+        ("config.rollout.group_size = 1", "", "the stage one: rollout.group_size is 1"),
         ("return {}", "", "must return a dict of configurations"),
     ],
 )

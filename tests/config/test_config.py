@@ -1,5 +1,6 @@
 """The configuration tree, its command line, and names to objects: what they accept, and what their errors say."""
 
+import copy
 import importlib
 import inspect
 import json
@@ -564,6 +565,36 @@ def test_unknown_keys_are_refused_in_python(name, meant):
         with pytest.raises(ConfigError) as error:
             attempt()
         assert str(error.value) == f"there is no key {name}; the closest is {meant}"
+
+
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [
+        (lambda c: c.optimzer.learning_rate, "there is no section optimzer; the closest is optimizer"),
+        (lambda c: c.optimizer.lr, "there is no key optimizer.lr; the closest is optimizer.learning_rate"),
+        (lambda c: c.total_step, "there is no key total_step; the closest is total_steps"),
+    ],
+)
+def test_unknown_names_that_are_read_in_python(read, words):
+    """As those that are set; to `hasattr` and `getattr` they are attributes that are not there."""
+    config = default()
+    with pytest.raises(ConfigError) as error:
+        read(config)
+    assert str(error.value) == words
+    assert not hasattr(config, "optimzer") and getattr(config.optimizer, "lr", 3) == 3
+    assert copy.deepcopy(config).optimizer.learning_rate == config.optimizer.learning_rate
+
+
+def test_one_completion_of_a_prompt_has_no_group():
+    """For ppo the way out is the advantage of its critic, not more completions."""
+    config = default()
+    config.rollout.group_size = 1
+    for name, way_out in (("grpo", "set rollout.group_size to 2 or more"), ("ppo", "set algorithm.advantage to ppo, ")):
+        config.algorithm.name = name
+        with pytest.raises(ConfigError, match=f"'group' compares the completions .* with each other: {way_out}"):
+            validate(config)
+    config.algorithm.advantage = "ppo"
+    validate(config)
 
 
 def test_former_keys_have_a_replacement():

@@ -70,6 +70,14 @@ def test_what_does_not_go_together(root, tmp_path, algorithm, functions, environ
         jaxrl_llm.train(config, environment=environment)
 
 
+def test_one_tool_without_a_list(root, tmp_path):
+    """As one reward, and one callback, may be given."""
+    config = tiny(root, tmp_path)
+    config.algorithm.name, config.environment.name = "sft", None
+    with pytest.raises(ConfigError, match=r"there is an environment or a tool, .* 'sft' samples nothing"):
+        jaxrl_llm.train(config, tools=len)
+
+
 class Sometimes(SortThenSmallest):
     """Asks on whatever the first answer was, save in rows whose last digit is odd: those fail."""
 

@@ -600,7 +600,7 @@ class OnlyReset:
         (None, (described,), "the tool 'described' cannot be described"),
         (None, (add, add), "two tools named 'add'"),
         (None, ("no_such_module:add",), "no module 'no_such_module'"),
-        (3, (), "which is a int; name a class or function"),
+        (3, (), "the environment is a int, but each episode has one of its own: give the class, or a function"),
     ],
 )
 def test_what_cannot_be_used_is_named(environment, tools, message):

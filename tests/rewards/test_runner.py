@@ -424,6 +424,13 @@ def test_a_missing_column_is_named_with_the_closest():
         grade(needs, ["a"], {"answer": ["1"], "task": ["m"]})
     with pytest.raises(RewardError, match="reward 'soft_overlong' needs 'max_length'"):
         grade("soft_overlong", ["a"])
+    for columns, words in (
+        ({"task": ["m"]}, "task; rewards.functions has it unless others are named: name yours$"),
+        ({"environment_reward": [1.0]}, "name yours, or environment for what its steps earn$"),
+        ({"chosen": ["a"], "rejected": ["b"]}, r"name yours, or measure .* by the loss alone \(eval.measure=loss\)$"),
+    ):
+        with pytest.raises(RewardError, match=f"reward 'exact_match' needs 'answer', .*{words}"):
+            grade("exact_match", ["a"], columns)
 
 
 def test_inputs_that_do_not_fit():

@@ -2408,7 +2408,10 @@ def test_the_home_folder_in_paths_of_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     output = tmp_path / "home" / "mine.py"
     main([str(FILES / "trl_kto.yaml"), "--rows=100", "--devices=1", "--output=~/mine.py"])
-    assert output.is_file() and f"wrote {output}" in capsys.readouterr().out
+    assert output.is_file() and f"wrote {output}; its first lines" in capsys.readouterr().out
+    main([str(FILES / "trl_grpo.py"), "--devices=1", "--output=~/grpo.py"])
+    functions = tmp_path / "home" / "grpo_functions.py"
+    assert functions.is_file() and f"/grpo.py and {functions}, the functions that " in capsys.readouterr().out
     (tmp_path / "home" / "s.py").write_text(FILES.joinpath("trl_grpo.py").read_text())
     migrate("~/s.py", devices=1)
     assert (tmp_path / "home" / "s_functions.py").is_file() and not (tmp_path / "~").exists()

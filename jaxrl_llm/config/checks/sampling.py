@@ -204,9 +204,10 @@ def check_online(config: ConfigDict) -> Iterator[str]:
     for setting, written in rules.items():
         rule, _ = split_options(written)  # refuses options that cannot be read
         if rollout.group_size < 2 and takes(rule, "group_size"):
+            of_critic = "algorithm.advantage to ppo, which reads the critic" if algorithm.name == "ppo" else ""
             yield (
                 f"rollout.group_size is {rollout.group_size}, but {setting} = {written!r} compares the completions of "
-                "a prompt with each other: set rollout.group_size to 2 or more"
+                f"a prompt with each other: set {of_critic or 'rollout.group_size to 2 or more'}"
             )
 
 

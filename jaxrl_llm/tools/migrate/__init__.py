@@ -35,7 +35,7 @@ def migrate(
     `path`. Raises ConfigError: a file that cannot be read, or that configures nothing.
     """
     path, named = Path(path).expanduser(), Path(output or path).expanduser()
-    companion = named.with_name(f"{named.stem}_functions.py")
+    companion = companion_of(named)
     source = read(str(path), system, trainer, str(companion))
     options, checks = Options(devices, rows, version, str(companion)), []
     while True:
@@ -50,6 +50,11 @@ def migrate(
         reason = str(error).removeprefix(f"{path}: ")
         checks.append(f"{shown(key, source.settings[key])} is left out: {reason}")
         source = source.without(key)
+
+
+def companion_of(config_file: Path) -> Path:
+    """The file of the functions that a config file of this name takes from its source."""
+    return config_file.with_name(f"{config_file.stem}_functions.py")
 
 
 def _converted(

@@ -154,7 +154,7 @@ class Callbacks:
         answers, known = [], ANSWERS.get(hook, (STOP,))  # those given, each with the name of its callback
         with all_or_none():
             for name, method in hooks.items():
-                with _naming(name, hook, step):
+                with _naming(name, hook, step, self.named[name]):
                     given = method(moment)
                     for answer in given if isinstance(given, list) else [] if given is None else [given]:
                         if answer not in known:
@@ -242,12 +242,12 @@ def _hook(callback: Any, name: str) -> Callable[[Moment], Any] | None:
 
 
 @contextlib.contextmanager
-def _naming(name: str, hook: str, step: int):
-    """Turns the errors of a callback into CallbackError, with its name, the hook and the step."""
+def _naming(name: str, hook: str, step: int, callback: Any = None):
+    """Turns the errors of a callback into CallbackError, with its name, the hook (transformers' own) and the step."""
     try:
         with contained():
             yield
-    except ConfigError as error:
-        raise CallbackError(f"the callback {name}, {hook} at step {step}: {error}") from error
     except Exception as error:
-        raise CallbackError(f"the callback {name}, {hook} at step {step}: {error_text(error)}") from error
+        called = callback.calling or hook if isinstance(callback, TrainerCallbackHooks) else hook
+        text = str(error) if isinstance(error, ConfigError) else error_text(error)
+        raise CallbackError(f"the callback {name}, {called} at step {step}: {text}") from error

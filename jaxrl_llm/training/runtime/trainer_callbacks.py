@@ -68,6 +68,7 @@ class TrainerCallbackHooks:
 
     def __init__(self, callback: Any):
         self.callback = callback
+        self.calling = ""  # the last hook of the callback's own that was called
         self.in_epoch = False  # between on_epoch_begin and on_epoch_end
         self.args: Arguments | None = None
         self.control = SimpleNamespace(
@@ -107,6 +108,7 @@ class TrainerCallbackHooks:
         state.global_step, state.max_steps = moment.step, self.args.max_steps
         state.num_train_epochs = self.args.num_train_epochs
         state.is_world_process_zero = state.is_local_process_zero = jax.process_index() == 0
+        self.calling = hook
         if self._overrides(hook):
             model = moment.model()
             given = {"model": model, "processing_class": model.tokenizer, "tokenizer": model.tokenizer, **more}

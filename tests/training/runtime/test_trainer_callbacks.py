@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.config import ConfigError, default
-from jaxrl_llm.training.runtime.callbacks import load_callbacks
+from jaxrl_llm.config import ConfigError, default, to_json
+from jaxrl_llm.training.runtime.callbacks import Callbacks, load_callbacks
 from jaxrl_llm.training.runtime.trainer_callbacks import TrainerCallbackHooks
 
 
@@ -150,6 +150,17 @@ def test_wishes_and_unknown_arguments_are_refused_by_name(tmp_path):
         TrainerCallbackHooks(Wishes()).on_step(moment)
     with pytest.raises(AttributeError, match=r"no 'deepspeed' here: .*args\.config"):
         TrainerCallbackHooks(Asks()).on_step(moment)
+
+
+def test_an_error_names_the_hook_of_transformers(tmp_path):
+    class Logs(TrainerCallback):
+        def on_log(self, args, state, control, **kwargs):
+            raise OSError("no network")
+
+    record, model = to_json(default()), SimpleNamespace(tokenizer=None)
+    callbacks = Callbacks(load_callbacks([Logs()]), record, tmp_path)
+    with pytest.raises(ConfigError, match=r"the callback Logs, on_log at step 1: OSError: no network"):
+        callbacks("on_step", 1, {"reward": 1.0}, lambda: model)
 
 
 def test_transformers_early_stopping():
