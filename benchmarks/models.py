@@ -254,9 +254,9 @@ difference.
 - LoRA: the same with random adapters on every linear map, merged by the export. Experts and routers have none.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`); transformers has none
   of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2 and 3, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo
-  Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open, nanochat and the
-  mixtures of experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, Pythia and Falcon are refused: their classes
-  have other names.
+  Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open, nanochat,
+  VaultGemma and the mixtures of experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, Pythia and Falcon are
+  refused: their classes have other names.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed

@@ -81,6 +81,7 @@ from transformers import (
     SolarOpenConfig,
     StableLmConfig,
     Starcoder2Config,
+    VaultGemmaConfig,
 )
 
 from jaxrl_llm.distributed.sharding import path_name
@@ -450,6 +451,7 @@ VARIANTS = {
         **SHAPE, attention_bias=True, final_logit_softcapping=None, max_position_embeddings=8,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
     ),
+    "vaultgemma": lambda: VaultGemmaConfig(**SHAPE, **CAPS, head_dim=8, sliding_window=WINDOW),
     "deepseek_v2-greedy": lambda: DeepseekV2Config(
         **SHAPE | {"num_key_value_heads": 4}, num_experts_per_tok=2, moe_intermediate_size=16, n_routed_experts=8,
         q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
@@ -465,7 +467,7 @@ NO_CLASSIFIER = (  # of which transformers has none
     "granite", "olmoe", "gemma3n_text", "gemma4_text", "qwen3_5_moe_text", "llama4_text", "glm4_moe", "glm4_moe_lite",
     "minimax_m2", "ernie4_5", "lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "nemotron_h", "afmoe", "kimi_linear",
     "olmo_hybrid", "dots1", "falcon_h1", "cohere2", "apertus", "ernie4_5_moe", "granitemoe", "cohere",
-    "exaone", "jais2", "cwm", "flex_olmo", "granitemoeshared", "solar_open", "nanochat",
+    "exaone", "jais2", "cwm", "flex_olmo", "granitemoeshared", "solar_open", "nanochat", "vaultgemma",
 )  # fmt: skip
 # Families whose nets another describes too.
 ALIKE = {"glm4_moe_lite": "deepseek_v3", "cwm": "smollm3", "ministral": "smollm3"}

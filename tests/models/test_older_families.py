@@ -1,5 +1,5 @@
 """What GPT-2, Pythia, OPT, Phi-2 and Falcon have of their own: older files, PEFT's adapters, a biased head, learned
-positions, tokenizers without padding and chat template. test_families.py compares their nets with transformers."""
+positions, tokenizers without padding and chat template; and runs of later families with layers of their own."""
 
 import dataclasses
 import json
