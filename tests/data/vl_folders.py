@@ -1,10 +1,12 @@
 """The folders of a tiny InternVL, GLM-V, Mistral 3, Gemma 4, LFM2-VL, LLaVAs, PaliGemma and Llama 3.2 Vision without
 weights: 8 x 8 pixels a token, a byte tokenizer."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from transformers import AutoTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -21,6 +23,7 @@ from transformers.models.mllama.processing_mllama import (
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.files.hf import EMBEDDED
 
 TEXT = {
@@ -282,6 +285,17 @@ def vl_folder(folder: Path, family: str) -> Path:
     if family == "internvl":
         (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": 4}))
     return folder
+
+
+def with_open_gates(model):
+    """The model, in which the layers of a Llama 3.2 Vision that read images add something: random ones start shut."""
+
+    def leaf(path, x):
+        return x + 0.5 if path_name(path).endswith("gate") else x
+
+    if (model.hf_config or {}).get("model_type") != "mllama":
+        return model
+    return dataclasses.replace(model, params=jax.tree_util.tree_map_with_path(leaf, model.params))
 
 
 def as_transformers(folder: Path, images: list, ids: np.ndarray) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from jaxrl_llm.training.rollouts.agent_rollout import AgentRollout
 from jaxrl_llm.training.setup.worker import eos_ids
 from tests.data.qwen_vl import FOLDERS
 from tests.data.smolvlm import picture
+from tests.data.vl_folders import with_open_gates
 from tests.models.decoding import trainer_logps
 from tests.training.test_image_data import configured, verl_rows
 
@@ -58,10 +59,10 @@ def looking(base_url, api_key, task):
     return float(len("".join(said)))
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "smolvlm"])
+@pytest.fixture(scope="module", params=["qwen3_vl", "smolvlm", "mllama"])
 def model(request, tmp_path_factory):
     folder = FOLDERS[request.param](tmp_path_factory.mktemp("model") / request.param)
-    return load_model(folder, init_key=jax.random.key(0))
+    return with_open_gates(load_model(folder, init_key=jax.random.key(0)))
 
 
 @pytest.mark.slow

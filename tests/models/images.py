@@ -1,6 +1,5 @@
 """Tiny random models with vision, made by transformers, and rows with images for them."""
 
-import dataclasses
 import itertools
 from typing import Any, NamedTuple
 
@@ -346,17 +345,6 @@ def as_published(oracle):
             layer.register_forward_pre_hook(remember, with_kwargs=True)
             layer.cross_attn.register_forward_hook(lambda module, args, out: (seen["mask"][:, 0] * out[0], *out[1:]))
     return oracle
-
-
-def with_open_gates(model):
-    """The model, in which the layers of a Llama 3.2 Vision that read images add something: random ones start shut."""
-
-    def leaf(path, x):
-        return x + 0.5 if path_name(path).endswith("gate") else x
-
-    if (model.hf_config or {}).get("model_type") != "mllama":
-        return model
-    return dataclasses.replace(model, params=jax.tree_util.tree_map_with_path(leaf, model.params))
 
 
 def image_documents(tiles=(2, 1, 0), family: str = "") -> list[Document]:

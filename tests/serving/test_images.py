@@ -19,8 +19,8 @@ from jaxrl_llm.models.model import load_model
 from jaxrl_llm.serving.app import Limits
 from tests.data.qwen_vl import FOLDERS
 from tests.data.smolvlm import picture, png
+from tests.data.vl_folders import with_open_gates
 from tests.models.conftest import variants
-from tests.models.images import with_open_gates
 
 IMAGES = [picture(40, 20), picture(40, 20, 1)]
 

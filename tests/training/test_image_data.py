@@ -20,7 +20,7 @@ from jaxrl_llm.training.setup.data import tokenizer_of
 from tests.data.qwen_vl import FOLDERS
 from tests.data.smolvlm import picture, png
 from tests.data.vl_folders import PARTS as OTHERS
-from tests.data.vl_folders import as_transformers
+from tests.data.vl_folders import as_transformers, with_open_gates
 from tests.models.conftest import variants
 
 SIZES = [(40, 20), (16, 16), (9, 30), (30, 31)]
@@ -71,7 +71,7 @@ def test_verls_rows_to_a_folder_that_transformers_loads(folder, tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForImageTextToText
 
-    from tests.models.images import as_published, with_open_gates
+    from tests.models.images import as_published
 
     pq.write_table(pa.Table.from_pylist(verl_rows()), tmp_path / "rows.parquet")
     seen = {}
