@@ -6,10 +6,10 @@
         -d '{"model": "grpo", "messages": [{"role": "user", "content": "sort:4821="}]}'
 
 MODEL is a Hugging Face folder, its URL or hub id, `embedded:<name>`, the folder of a run (its newest checkpoint) or of
-one of its checkpoints. Endpoints: /v1/chat/completions, /v1/responses, /v1/completions, /v1/models, /health, /metrics,
-and those of TRL's and axolotl's servers; with --tinker=FOLDER those of Tinker, by which clients train the model, or
-adapters of it. With a key in the variable JAXRL_LLM_API_KEY requests must bring it. SIGTERM and Ctrl-C let
-the answers under way end. Needs `pip install "jaxrl_llm[serve]"`. See docs/serving.md.
+one of its checkpoints. Endpoints: /v1/chat/completions, /v1/responses, /v1/completions, /v1/messages (Anthropic's),
+/v1/models, /health, /metrics, and those of TRL's and axolotl's servers; with --tinker=FOLDER those of Tinker, by which
+clients train the model, or adapters of it. With a key in the variable JAXRL_LLM_API_KEY requests must bring it. SIGTERM
+and Ctrl-C let the answers under way end. Needs `pip install "jaxrl_llm[serve]"`. See docs/serving.md.
 """
 
 import asyncio

@@ -31,12 +31,15 @@ from jaxrl_llm.serving.choice import Choice, Piece
 from jaxrl_llm.serving.errors import FAILED, BadRequestError, lacks_memory, renamed
 from jaxrl_llm.serving.grid import RowRequest
 from jaxrl_llm.serving.guides import Guides
+from jaxrl_llm.serving.messages import MessagesRequest
 from jaxrl_llm.serving.metrics import Metrics
 from jaxrl_llm.serving.queue import Handle, RequestQueue, StoppedError, Tokens
 from jaxrl_llm.serving.responses import Conversations, ResponsesRequest
 
 AT_ONCE = 2**16  # bytes of a body that is read as JSON without a thread
 LEFT = 499  # the status that is counted for a client which left
+
+Translated = ResponsesRequest | MessagesRequest
 
 
 class Decoded(list[Any]):
@@ -89,6 +92,7 @@ class Server:
             ("/v1/chat/completions", "POST", functools.partial(self.complete, chat=True)),
             ("/v1/completions", "POST", functools.partial(self.complete, chat=False)),
             ("/v1/responses", "POST", functools.partial(self.complete, chat=True, of=ResponsesRequest)),
+            ("/v1/messages", "POST", functools.partial(self.complete, chat=True, of=MessagesRequest)),
             ("/v1/models", "GET", self.models),
             ("/v1/models/{name:path}", "GET", self.model),
             *((path, method, functools.partial(handler, self)) for path, method, handler in routes),
@@ -115,7 +119,8 @@ class Server:
                 headers = {"Retry-After": "1"} if error.status == 429 else {}
                 if error.status == 408:  # clients ask again by themselves, and would wait as long
                     headers["x-should-retry"] = "false"
-                response = JSONResponse(error.body(), error.status, headers)
+                as_anthropic = {"type": "error"} if path.endswith("/messages") else {}
+                response = JSONResponse(as_anthropic | error.body(), error.status, headers)
             except StoppedError as error:
                 response = JSONResponse(BadRequestError(str(error), 503).body(), 503)
             except RecursionError:
@@ -236,9 +241,7 @@ class Server:
             raise BadRequestError(f"there is no model {name!r:.100}", 404, "model_not_found", "model")
         return JSONResponse(self._described(name))
 
-    async def complete(
-        self, request: Request, chat: bool, of: Callable[..., ResponsesRequest] | None = None
-    ) -> Response:
+    async def complete(self, request: Request, chat: bool, of: Callable[..., Translated] | None = None) -> Response:
         """The completions of a request, at once or as a stream of events; `of` reads those of another API as chats."""
         body = await self.body(request)
         other = None if of is None else of(body, self.conversations)
@@ -247,7 +250,7 @@ class Server:
             answer = Answer(self, asked)
         return await self.answered(request, answer, other)
 
-    async def answered(self, request: Request, answer: "Answer", other: ResponsesRequest | None) -> Response:
+    async def answered(self, request: Request, answer: "Answer", other: Translated | None) -> Response:
         """The response of an answer, or of a request of another API which it answers."""
         shown = answer
         if other is not None:
@@ -292,7 +295,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     message = f"{request.method} {request.scope['path']:.200}: {error.detail}"  # a wrong Host makes no URL
     if error.status_code == 404:
         message += (
-            "; of OpenAI's endpoints this server has those at /v1: chat/completions, responses, completions, models"
+            "; this server has at /v1: chat/completions, responses, completions and models, and Anthropic's messages"
         )
     return JSONResponse(BadRequestError(message, error.status_code).body(), error.status_code, error.headers)
 
@@ -300,7 +303,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 class EventStream(Response):
     """An answer as server-sent events, until its end, or until the client leaves or reads too slowly."""
 
-    def __init__(self, answer: "Answer | ResponsesRequest", server: "Server"):
+    def __init__(self, answer: "Answer | Translated", server: "Server"):
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self.answer, self.server = answer, server

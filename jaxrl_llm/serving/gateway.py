@@ -2,7 +2,7 @@
 
 | path | |
 |---|---|
-| `/session/ID/v1/{chat/completions,responses,completions}` | as those of `app.py`, sampled as the run is |
+| `/session/ID/v1/{chat/completions,responses,messages,completions}` | as those of `app.py`, sampled as the run is |
 | `/session/ID/v1/models` | the model's name |
 | `/session/v1/chat/completions`, ... | the same for one client of many sessions: `model` names the session |
 | `/session/ID/reward`, `/session/ID/v1/reward` | `{"reward": 1.0}`: see `Session.set_reward` |
@@ -24,10 +24,11 @@ from starlette.responses import JSONResponse, Response
 
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.observations import TurnTokenizer
-from jaxrl_llm.serving.app import AT_ONCE, Answer, Limits, Server
+from jaxrl_llm.serving.app import AT_ONCE, Answer, Limits, Server, Translated
 from jaxrl_llm.serving.bodies import Asked, parse
 from jaxrl_llm.serving.choice import Choice, Piece
 from jaxrl_llm.serving.errors import BadRequestError, renamed
+from jaxrl_llm.serving.messages import MessagesRequest
 from jaxrl_llm.serving.queue import RequestQueue
 from jaxrl_llm.serving.responses import ResponsesRequest
 from jaxrl_llm.serving.sessions import MODEL, OVER, Call, Session, SessionSpec
@@ -53,6 +54,7 @@ class Gateway:
         paths = (
             ("chat/completions", "POST", functools.partial(self.complete, chat=True)),
             ("responses", "POST", functools.partial(self.complete, chat=True, of=ResponsesRequest)),
+            ("messages", "POST", functools.partial(self.complete, chat=True, of=MessagesRequest)),
             ("completions", "POST", functools.partial(self.complete, chat=False)),
             ("models", "GET", Server.models),
             ("reward", "POST", self.reward),
@@ -60,7 +62,7 @@ class Gateway:
         )
         routes = [("/session/{id}/reward", "POST", self.reward)]
         routes += [(f"/session/{{id}}/v1/{path}", method, handler) for path, method, handler in paths]
-        routes += [(f"/session/v1/{path}", method, handler) for path, method, handler in paths[:4]]
+        routes += [(f"/session/v1/{path}", method, handler) for path, method, handler in paths[:5]]
         limits = Limits(ANY_LENGTH, body=LARGEST, requests=MANY, rows=MANY, seconds=seconds)
         self.server = Server(queue, turns.tokenizer, [MODEL], turns.eos, vocabulary, limits, self.key, routes)
         listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
@@ -112,7 +114,7 @@ class Gateway:
         return self.sessions[name]
 
     async def complete(
-        self, server: Server, request: Request, chat: bool, of: Callable[..., ResponsesRequest] | None = None
+        self, server: Server, request: Request, chat: bool, of: Callable[..., Translated] | None = None
     ) -> Response:
         """The completions of a request, which its session keeps; `of` as in `Server.complete`."""
         body = await server.body(request)

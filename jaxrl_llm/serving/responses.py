@@ -150,21 +150,16 @@ class ResponsesRequest:
 
         yield event("created", response=self._response("in_progress"))
         yield event("in_progress", response=self._response("in_progress"))
-        answer, opened, held, logprobs = self.answer, False, "", []
-        choice = answer.choices[0]
+        choice, opened, logprobs = self.answer.choices[0], False, []
         part = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
 
         def message(status: str, content: list[Any]) -> dict[str, Any]:
             return {"output_index": 0, "item": self._message(status, content)}
 
         try:
-            async for _, piece in answer.pieces():
+            async for text, piece in settled_texts(self.answer):
                 logprobs += self._logprobs(choice, piece)
-                text, held = held + piece.text, ""
-                ended = choice.finish_reason is not None
-                if answer.asked.tools and not (ended and not choice.calls):  # space before a call is no text
-                    text, held = text.rstrip(), text[len(text.rstrip()) :]
-                if not opened and (text or (ended and not choice.calls)):
+                if not opened and (text or (choice.finish_reason is not None and not choice.calls)):
                     opened = True
                     yield event("output_item.added", **message("in_progress", []))
                     yield event("content_part.added", **part, part=_text_part(""))
@@ -202,20 +197,24 @@ class ResponsesRequest:
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
     def _logprobs(self, choice: Choice, piece: Any) -> list[dict[str, Any]]:
+        def entry(of_chat: dict[str, Any]) -> dict[str, Any]:  # a part of a character has bytes that nobody knows
+            return {**of_chat, "bytes": of_chat["bytes"] or []}
+
         told = choice.logprobs(piece)
-        return [] if told is None else told["content"]
+        places = [] if told is None else told["content"]
+        return [{**entry(place), "top_logprobs": list(map(entry, place["top_logprobs"]))} for place in places]
 
     def _keep(self, choice: Choice) -> None:
         """Keeps the conversation up to the end of a choice, unless the request says otherwise."""
         if self.body.get("store") is not False:
             calls = {"tool_calls": choice.shown_calls} if choice.calls else {}
-            said = {"role": "assistant", "content": _text(choice), **calls}
+            said = {"role": "assistant", "content": text_before_calls(choice), **calls}
             self.conversations.add(self.id, [*self.messages, said])
 
     def _ended(self, choice: Choice) -> dict[str, Any]:
         """The response to a choice that has ended."""
         status = "incomplete" if choice.finish_reason == "length" else "completed"
-        text, calls, output = _text(choice), choice.shown_calls, []
+        text, calls, output = text_before_calls(choice), choice.shown_calls, []
         if text or not calls:
             logprobs = self._logprobs(choice, choice.whole_piece())
             output.append(self._message(status, [_text_part(text, logprobs)]))
@@ -269,9 +268,19 @@ class ResponsesRequest:
         }
 
 
-def _text(choice: Choice) -> str:
-    """The text of a choice that has ended, up to its calls."""
+def text_before_calls(choice: Choice) -> str:
+    """The text of a choice that has ended, up to its calls and the space before them."""
     return choice.text[: choice.given].rstrip() if choice.calls else choice.text
+
+
+async def settled_texts(answer: Any) -> AsyncGenerator[tuple[str, Any], None]:
+    """With each piece of an `Answer` the text that is settled: in all that of `text_before_calls`."""
+    choice, held = answer.choices[0], ""
+    async for _, piece in answer.pieces():
+        text, held = held + piece.text, ""
+        if answer.asked.tools and (choice.finish_reason is None or choice.calls):  # it may be space before a call
+            text, held = text.rstrip(), text[len(text.rstrip()) :]
+        yield text, piece
 
 
 def _text_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:

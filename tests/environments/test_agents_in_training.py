@@ -122,14 +122,21 @@ def test_calls_are_rows_of_the_policy(model, play):
     assert len({tuple(row) for row in rollout.tokens.tolist()}) == 4
 
 
-@pytest.mark.parametrize("by_id", [True, False])
-def test_responses_are_rows_as_chats_are(play, by_id):
-    """The same tokens: with all items, those of the answer among them, or by the id of the response before."""
+@pytest.mark.parametrize("way", ["items", "id", "messages"])
+def test_responses_and_messages_are_rows_as_chats_are(play, way):
+    """The same tokens: with all items, those of the answer among them, by the id of the response before, or by the API
+    of Anthropic."""
 
     def agent(base_url, api_key, task):
+        by_id = way == "id"
         items, previous, said = [{"role": "user", "content": task["prompt"]}], None, []
         with openai.OpenAI(base_url=base_url, api_key=api_key, timeout=1000) as client:
-            for stream in (False, True):
+            for _ in range(2 if way == "messages" else 0):
+                reply = client.post("/messages", cast_to=dict, body={"messages": items, "max_tokens": 8})
+                said.append("".join(block["text"] for block in reply["content"]))
+                items += [{"role": "assistant", "content": reply["content"]}]
+                items += [{"role": "user", "content": [{"type": "text", "text": "least?"}]}]
+            for stream in (False, True) if way != "messages" else ():
                 reply = client.responses.create(model="gpt", input=items, max_output_tokens=8, stream=stream,
                                                 previous_response_id=previous, temperature=0.1)  # fmt: skip
                 reply = [*reply][-1].response if stream else reply

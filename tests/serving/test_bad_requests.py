@@ -264,7 +264,7 @@ def test_answers_that_a_stopping_server_ends_say_so(web, running):
 
 
 def test_paths_and_methods(web):
-    assert "at /v1: chat/completions, responses" in refused(web.post("/v1/audio", json={"input": "x"}), 404)["message"]
+    assert "has at /v1: chat/completions" in refused(web.post("/v1/audio", json={"input": "x"}), 404)["message"]
     refused(web.get(TEXT), 405)
     refused(web.get("/v1/models/other"), 404)
     assert web.get("/health").text == "ok"

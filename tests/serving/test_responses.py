@@ -30,6 +30,14 @@ def read(body, conversations=None):
     return ResponsesRequest(body, conversations or Conversations()).chat
 
 
+def checked(events):
+    """The events, each of which is what the type of OpenAI's package says; it does not check by itself."""
+    event_type = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
+    for event in events:
+        event_type.validate_python(event.to_dict())
+    return events
+
+
 def saying(monkeypatch, running, sorter, text):
     """Has the server answer with a text."""
     ids = [*sorter.tokenizer.encode(text), sorter.tokenizer.eos_token_id]
@@ -64,7 +72,7 @@ def test_log_probs_are_those_of_the_chat(client):
         found = client.responses.create(**ASK, max_output_tokens=8, include=include, **options)
         assert [entry.to_dict() for entry in found.output[0].content[0].logprobs] == told
     assert len(told[0]["top_logprobs"]) == 3
-    events = list(client.responses.create(**ASK, max_output_tokens=8, include=include, stream=True, **options))
+    events = checked(list(client.responses.create(**ASK, max_output_tokens=8, stream=True, **options)))
     (done,) = [event for event in events if event.type == "response.output_text.done"]
     assert [entry.to_dict() for entry in done.logprobs] == told
     deltas = [event.logprobs for event in events if event.type == "response.output_text.delta"]
@@ -77,7 +85,7 @@ def test_the_events_of_a_stream(client, running, sorter, monkeypatch):
     """In the order of OpenAI's, numbered from 0; the client's own accumulator makes the whole of them."""
     options = {**ASK, "max_output_tokens": 16, "temperature": 1.3, "extra_body": {"seed": 11, "ignore_eos": True}}
     whole = client.responses.create(**options)
-    events = list(client.responses.create(**options, stream=True))
+    events = checked(list(client.responses.create(**options, stream=True)))
     kinds = [event.type.removeprefix("response.") for event in events]
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert kinds == [
@@ -90,6 +98,7 @@ def test_the_events_of_a_stream(client, running, sorter, monkeypatch):
     names = {event.item_id for event in events if hasattr(event, "item_id")}
     assert names == {events[-1].response.output[0].id} and events[-1].response.output_text == whole.output_text
     saying(monkeypatch, running, sorter, "é is 私, not 👍🏽.")
+    checked(list(client.responses.create(**ASK, stream=True, include=["message.output_text.logprobs"])))
     with client.responses.stream(**ASK) as stream:
         snapshots = [event.snapshot for event in stream if event.type == "response.output_text.delta"]
         final = stream.get_final_response()
@@ -105,6 +114,8 @@ def test_calls(client, running, sorter, monkeypatch, text, said, count):
     tokens = saying(monkeypatch, running, sorter, text)
     ask = {**ASK, "tools": [TOOL]}
     found = client.responses.create(**ask)
+    openai.types.responses.Response.model_validate(found.to_dict())
+    checked(list(client.responses.create(**ask, stream=True)))
     kinds = ["message"] * (said is not None) + ["function_call"] * count
     assert [item.type for item in found.output] == kinds and found.usage.output_tokens == tokens
     assert (found.output_text or None) == said and found.status == "completed"
@@ -294,7 +305,7 @@ def test_a_stream_that_fails_says_so(client, running, monkeypatch):
                 handle.deliver(BadRequestError("the server is stopping", 503))
 
     monkeypatch.setattr(running.server, "queue", Failing(running.server.queue, []))
-    *_, last = client.responses.create(**ASK, stream=True)
+    *_, last = checked(list(client.responses.create(**ASK, stream=True)))
     assert last.type == "response.failed" and last.response.status == "failed"
     assert (last.response.error.code, last.response.error.message) == ("server_error", "the server is stopping")
     with pytest.raises(openai.InternalServerError, match="the server is stopping"):

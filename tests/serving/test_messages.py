@@ -1,0 +1,196 @@
+"""Anthropic's Messages API: messages are the chats that ask the same, whole and in streams."""
+
+import json
+
+import httpx
+import pytest
+
+pytest.importorskip("starlette")
+
+from jaxrl_llm.serving.errors import BadRequestError
+from jaxrl_llm.serving.messages import MessagesRequest
+from tests.serving.test_openai_client import CALL, CHAT, Told
+
+TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {"a": {"enum": [3]}}}}
+ASK = {"model": "sorter", "max_tokens": 12, "messages": CHAT}
+
+
+@pytest.fixture
+def web(running):
+    with httpx.Client(base_url=running.url, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture
+def say(running, sorter, monkeypatch):
+    """Has the server answer with a text."""
+
+    def says(text):
+        ids = [*sorter.tokenizer.encode(text), sorter.tokenizer.eos_token_id]
+        monkeypatch.setattr(running.server, "queue", Told(running.server.queue, ids))
+
+    return says
+
+
+def streamed(web, body):
+    """The events of a stream, and the message that they make, as Anthropic's SDK accumulates it."""
+    with web.stream("POST", "/v1/messages", json={**body, "stream": True}) as answer:
+        frames = answer.read().decode().removesuffix("\n\n").split("\n\n")
+    events = []
+    for frame in frames:
+        kind, data = frame.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert kind == f"event: {events[-1]['type']}"
+    message, written = events[0]["message"], {}
+    for event in events[1:]:
+        if event["type"] == "content_block_start":
+            message["content"].append(event["content_block"])
+            assert event["index"] == len(message["content"]) - 1
+        elif event["type"] == "content_block_delta":
+            delta, block = event["delta"], message["content"][event["index"]]
+            if delta["type"] == "text_delta":
+                block["text"] += delta["text"]
+            else:
+                written[event["index"]] = written.get(event["index"], "") + delta["partial_json"]
+        elif event["type"] == "message_delta":
+            message |= event["delta"]
+            message["usage"] |= event["usage"]
+    for index, text in written.items():
+        message["content"][index]["input"] = json.loads(text)
+    return [event["type"] for event in events], message
+
+
+def test_a_message_is_that_of_the_chat(web):
+    options = {"temperature": 0.9, "top_p": 0.95, "top_k": 20, "seed": 7}
+    chat = web.post("/v1/chat/completions", json={**ASK, **options}).json()
+    found = web.post("/v1/messages", json={**ASK, **options}).json()
+    assert found["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
+    assert (found["type"], found["role"], found["model"]) == ("message", "assistant", "sorter")
+    ended = "end_turn" if chat["choices"][0]["finish_reason"] == "stop" else "max_tokens"
+    assert (found["stop_reason"], found["stop_sequence"]) == (ended, None)
+    assert found["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    assert found["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
+    kinds, message = streamed(web, {**ASK, **options})
+    assert kinds[:3] == ["message_start", "content_block_start", "content_block_delta"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert {**message, "id": ""} == {**found, "id": ""}
+    cut = web.post("/v1/messages", json={**ASK, **options, "max_tokens": 1}).json()
+    assert cut["stop_reason"] == "max_tokens" and cut["usage"]["output_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "blocks", "end"),
+    [
+        (f"Let me see. \n{CALL}", {}, ["Let me see.", {"a": 3}], ("tool_use", None)),
+        (f"{CALL}\n{CALL}", {}, [{"a": 3}, {"a": 3}], ("tool_use", None)),
+        (f"{CALL}\n{CALL}", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, [{"a": 3}],
+         ("tool_use", None)),
+        (f"No: {CALL}", {"tool_choice": {"type": "none"}}, [f"No: {CALL}"], ("end_turn", None)),
+        ("It is 5. So", {"stop_sequences": [".", ". S", "x"]}, ["It is 5"], ("stop_sequence", ".")),
+        ("  It is 5. ", {}, ["  It is 5. "], ("end_turn", None)),
+        ("", {}, [], ("end_turn", None)),
+    ],
+)  # fmt: skip
+def test_blocks_and_ends(web, say, text, fields, blocks, end):
+    say(text)
+    ask = {**ASK, "tools": [TOOL], **fields}
+    found = web.post("/v1/messages", json=ask).json()
+    assert [block.get("text") or block.get("input") for block in found["content"]] == blocks
+    assert (found["stop_reason"], found["stop_sequence"]) == end
+    _, message = streamed(web, ask)
+
+    def known(message):
+        return [{**block, "id": ""} for block in message["content"]], message["stop_reason"], message["stop_sequence"]
+
+    assert known(message) == known(found)
+
+
+def test_messages_are_those_of_a_chat():
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    body = {
+        "max_tokens": 5,
+        "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "See:"}, image]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "text", "text": "So:"},
+                {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 3}},
+            ]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "4"}]},
+                {"type": "text", "text": "And?"},
+            ]},
+        ],
+        "tools": [TOOL],
+        "tool_choice": {"type": "tool", "name": "add"},
+    }  # fmt: skip
+    chat = MessagesRequest(body).chat
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    call = {"id": "t1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
+    assert chat["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "See:"}, picture]},
+        {"role": "assistant", "content": "So:", "tool_calls": [call], "reasoning_content": "Hm."},
+        {"role": "tool", "tool_call_id": "t1", "content": "4"},
+        {"role": "user", "content": "And?"},
+    ]
+    function = {"name": "add", "description": "Adds.", "parameters": TOOL["input_schema"]}
+    assert chat["tools"] == [{"type": "function", "function": function}]
+    assert chat["tool_choice"] == {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"max_tokens": None}, "max_tokens", "max_tokens is missing"),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens is -1"),
+        ({"messages": "x"}, "messages", "messages takes a list"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "the role 'tool'"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages", "a block 'document'"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]},
+            "messages",
+            "without name and input",
+        ),
+        ({"system": [{"type": "image"}]}, "system", "system has a block 'image'"),
+        ({"stop_sequences": [""]}, "stop_sequences", "stop_sequences takes a text"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools", "this server hosts none"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice", "names none of the tools"),
+        ({"tool_choice": "auto"}, "tool_choice", "its type is auto, any"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking", "no budget of thoughts"),
+        ({"max_completion_tokens": 3}, "max_completion_tokens", "there is no field"),
+    ],
+)
+def test_what_is_refused(web, fields, param, message):
+    answer = web.post("/v1/messages", json={**ASK, **fields})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and answer.json()["type"] == "error" and error["param"] == param
+    assert message in error["message"] and error["type"] == "invalid_request_error"
+
+
+def test_a_stream_that_fails_says_so(web, running, monkeypatch):
+    class Failing(Told):
+        def submit(self, handles):
+            for handle in handles:
+                handle.deliver(BadRequestError("the server is stopping", 503))
+
+    monkeypatch.setattr(running.server, "queue", Failing(running.server.queue, []))
+    with web.stream("POST", "/v1/messages", json={**ASK, "stream": True}) as answer:
+        last = answer.read().decode().removesuffix("\n\n").split("\n\n")[-1]
+    assert last.startswith("event: error\n") and "the server is stopping" in last
+
+
+def test_anthropics_own_client(running, say):
+    anthropic = pytest.importorskip("anthropic")
+    say(f"Let me see. {CALL}")
+    with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0) as client:
+        found = client.messages.create(**ASK, tools=[TOOL])
+        with client.messages.stream(**ASK, tools=[TOOL]) as stream:
+            texts = "".join(stream.text_stream)
+            final = stream.get_final_message()
+        with pytest.raises(anthropic.BadRequestError, match="there is no field 'container'"):
+            client.messages.create(**ASK, extra_body={"container": "x"})
+    for message in (found, final):
+        anthropic.types.Message.model_validate(message.to_dict())
+        assert [block.type for block in message.content] == ["text", "tool_use"] and message.stop_reason == "tool_use"
+        assert message.content[0].text == texts == "Let me see." and message.content[1].input == {"a": 3}
