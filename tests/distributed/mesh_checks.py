@@ -283,8 +283,9 @@ def test_compiled_activations_are_sharded(rows):
     assert not {shape for shape in shapes if shape[0] == 48 or (shape[:2] == (8, 6) and len(shape) > 2)}
 
 
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("vocab", "gathered"), [(512, False), pytest.param(40, True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("vocab", "gathered"), [(512, False), (40, True)])
 def test_few_tokens_go_to_the_parts_of_the_vocabulary(vocab, gathered, tied):
     """With fewer tokens than words no device ever has the whole embedding or head; the numbers are those of one."""
     tokens = np.random.default_rng(0).integers(0, 40, (8, 9)).astype(np.int32)
@@ -604,7 +605,7 @@ def test_tokens_are_drawn_where_their_logits_are(monkeypatch):
     assert 0 < max(gathered) <= 32 * 4 * 3, gathered  # of 3 blocks of each device
 
 
-@pytest.mark.parametrize("count", [13, 9])
+@pytest.mark.parametrize("count", [pytest.param(13, marks=pytest.mark.slow), 9])
 def test_log_probs_of_columns_that_devices_share(count):
     """Devices share the columns of each chunk, and of the parts of the last one, of rows of any length."""
     rng = np.random.default_rng(0)

@@ -273,7 +273,8 @@ def test_the_host_stops_between_chunks(params, monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "useful"),
     [
-        ({"slots": 6, "chunk": 2}, 0.75),
+        ({"slots": 6, "chunk": 4}, 0.5),
+        pytest.param({"slots": 6, "chunk": 2}, 0.75, marks=pytest.mark.slow),
         pytest.param({"slots": 3, "chunk": 1}, 0.95, marks=pytest.mark.slow),
         pytest.param({"chunk": 1}, 0.8, marks=pytest.mark.slow),
         pytest.param({"chunk": 1, "shrink": 0.9}, 0.95, marks=pytest.mark.slow),
@@ -361,7 +362,7 @@ def test_a_group_of_one_with_few_slots(params):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"slots": 6, "chunk": 2}, pytest.param({"chunk": 3}, marks=pytest.mark.slow)], ids=str
+    "setting", [{"slots": 6, "chunk": 4}, pytest.param({"chunk": 3}, marks=pytest.mark.slow)], ids=str
 )
 def test_rows_are_streamed_when_they_end(params, setting, monkeypatch):
     """Each once, with its tokens; those that end early before the last decode steps begin."""

@@ -167,6 +167,7 @@ def test_another_type(params):
     assert 1e-4 < difference < 0.3
 
 
+@pytest.mark.slow
 def test_what_the_trainer_has_in_fp32_is_not_rounded_in_16_bits():
     """Logits of the sampler's parameters are those of the trainer's bit for bit, routers and biases included."""
     config = dataclasses.replace(

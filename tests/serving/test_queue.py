@@ -254,6 +254,7 @@ def test_groups_share_their_prompts_and_shrink(model, monkeypatch):
     assert queue.failure is None
 
 
+@pytest.mark.slow
 def test_an_empty_grid_is_traced_once(model, monkeypatch):
     """A queue makes one whenever it was idle: each trace would stay in memory."""
     from jaxrl_llm.serving import grid

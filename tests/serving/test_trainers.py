@@ -32,8 +32,15 @@ def likely(sorter, prompt_ids, ids, temperature: float):
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-@pytest.mark.parametrize("logprobs", [0, 3])
-@pytest.mark.parametrize("chat", [False, True], ids=["generate", "chat"])
+@pytest.mark.parametrize(
+    ("chat", "logprobs"),
+    [
+        pytest.param(False, 0, marks=pytest.mark.slow, id="generate-0"),
+        pytest.param(False, 3, id="generate-3"),
+        pytest.param(True, 0, id="chat-0"),
+        pytest.param(True, 3, marks=pytest.mark.slow, id="chat-3"),
+    ],
+)
 def test_trls_client_samples(trl_client, sorter, chat, logprobs):
     """Ids and log-probs that TRL's trainer gets are those of the network at the sampling temperature."""
     settings = {"n": 2, "temperature": 0.8, "top_p": 0.95, "max_tokens": 6, "logprobs": logprobs}
@@ -71,8 +78,15 @@ def test_trls_client_learns_that_weights_come_by_files(trl_client):
     trl_client.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["before 1.0", "1.0"])
-@pytest.mark.parametrize("chat", [False, True], ids=["generate", "chat"])
+@pytest.mark.parametrize(
+    ("chat", "nested"),
+    [
+        pytest.param(False, False, marks=pytest.mark.slow, id="generate, before 1.0"),
+        pytest.param(False, True, id="generate, 1.0"),
+        pytest.param(True, False, id="chat, before 1.0"),
+        pytest.param(True, True, marks=pytest.mark.slow, id="chat, 1.0"),
+    ],
+)
 def test_the_endpoints_of_earlier_versions(running, sorter, chat, nested):
     """`/generate/` and `/chat/`, with the bodies that those clients send."""
     body = {"n": 2, "repetition_penalty": 1.0, "temperature": 0.8, "top_p": 1.0, "top_k": -1, "min_p": 0.0}

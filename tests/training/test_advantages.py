@@ -345,14 +345,14 @@ OWN_RULES = (
     "group", "gdpo", "rloo(normalize=True)", "gpg", "passk", "pkpo(k=2)", "maxrl", "opo", "remax", "otb",
     "reinforce_plus_plus(gamma=0.9)", "reinforce_plus_plus_baseline", "turn", "mt_grpo", "gigpo", "zero",
 )  # fmt: skip
-QUICK = ("group", "gdpo", "remax")
+QUICK = ("group", "remax")
 
 
 @pytest.mark.parametrize(
     ("rule", "scale"),
     [
         *(pytest.param(x, "group", marks=() if x in QUICK else pytest.mark.slow) for x in OWN_RULES),
-        *(pytest.param(x, "batch", marks=() if x == "group" else pytest.mark.slow) for x in OWN_RULES),
+        *(pytest.param(x, "batch", marks=pytest.mark.slow) for x in OWN_RULES),
     ],
 )
 def test_a_mixed_batch_has_the_advantages_of_each_environment_alone(rule, scale):

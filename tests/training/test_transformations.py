@@ -224,6 +224,7 @@ def test_gradients_of_an_update_are_taken_between_the_average_and_what_it_averag
     y = jax.tree.map(lambda x, z: 0.5 * x + 0.5 * z, before.params, state.z)
     objective, optimizer = objective_of(config, NET), make_optimizer(config)
 
+    @jax.jit
     def updated(point):
         loss, gradient = jax.value_and_grad(lambda p: objective.loss(p, objective.prepare(batch))[0])(point)
         changes, _ = optimizer.update(gradient, before.opt_state, before.params)

@@ -157,7 +157,8 @@ def test_rows_of_other_numbers_of_targets_are_one_request(run):
     assert answer.metrics["loss:sum"] == pytest.approx(-4 * answer.outputs[1]["logprobs"].sum())
 
 
-@pytest.mark.parametrize("loss_fn", ["dro", pytest.param("gspo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_fn", ["dro", "gspo"])
 def test_on_policy_gradients_are_those_of_weighted_log_probs(run, loss_fn):
     """At a ratio of 1, where nothing is clipped, and no penalty pulls."""
     rows = [row for row in ROWS if len(row.tokens) <= 16]

@@ -326,6 +326,7 @@ def test_when_evaluations_happen(every, start, end, first, steps, config, tmp_pa
     assert evaluated_steps(jaxrl_llm.train(config)) == steps
 
 
+@pytest.mark.slow
 def test_held_out_losses_of_several_sets():
     """Each is what it is alone, in rows of the width of the longest."""
     config = default()
@@ -373,6 +374,7 @@ def test_the_best_of_a_metric_that_is_not_there():
         check_best("eval/pass@4", {"eval/math/pass@4": 0.5, "eval/math/pass@1": 0.5})
 
 
+@pytest.mark.slow
 def test_a_missing_best_metric_ends_the_run(config, tmp_path):
     config.output_dir, config.eval.every, config.checkpoint.every = str(tmp_path), 1, 1
     config.eval.greedy, config.checkpoint.best = False, "eval/greedy_accuracy"

@@ -64,6 +64,7 @@ def test_what_a_run_is_told_by_numbers(tmp_path):
     assert card.text.lstrip().startswith("# Sorted by decay\n") and card.data.tags[-2:] == ["sorting", "toys"]
 
 
+@pytest.mark.slow
 def test_what_is_added_to_rewards_and_moves_by_itself():
     """The score's bounds and its fall with length, a KL in the reward, the entropy bonus, and solved prompts."""
     config = configured(**{

@@ -203,9 +203,8 @@ DIVERGENCES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x == "beside rewards" else pytest.mark.slow) for x in DIVERGENCES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIVERGENCES)
 def test_the_divergence_in_the_loss(teacher, name):
     """By the whole logits of both models, at a temperature of its own; without rewards nothing else is in the loss."""
     learned, computed = DIVERGENCES[name]
