@@ -177,6 +177,13 @@ def test_the_report_names_what_matters(planned):
     assert floors(planned).step > 0
 
 
+@pytest.mark.slow
+def test_the_report_says_that_images_are_not_counted(planned):
+    plan = make_plan(small("embedded:shapes"), target(default(), "h100", 1, simulate=True))
+    said = "planned without images: what encodes those of rows, and holds them, comes on top"
+    assert list(lines(plan))[-1] == said and said not in lines(planned)
+
+
 def test_steps_of_epochs_are_not_known(planned):
     config = planned.config.copy_and_resolve_references()
     config.num_epochs = 2.0

@@ -113,13 +113,16 @@ def is_split(config) -> bool:
 
 
 def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packer: Packer | None) -> Plan:
-    note = ""
+    notes = []
     if config.model.attention not in ("auto", "xla") and not target_.exact:
-        note = f"planned with model.attention=xla, which needs more: simulated devices have no {config.model.attention}"
+        kind = config.model.attention
+        notes.append(f"planned with model.attention=xla, which needs more: simulated devices have no {kind}")
         config = config.copy_and_resolve_references()
         config.model.attention = "xla"
     with jax.set_mesh(target_.mesh), traced_as_on(target_):
         shapes = describe_for(config, target_)
+        if shapes.net.config.vision is not None:
+            notes.append("planned without images: what encodes those of rows, and holds them, comes on top")
         programs, rollout, microbatch = compile_step(
             config,
             shapes,
@@ -174,7 +177,7 @@ def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packe
         sampling=sampling,
         programs=programs,
         microbatch=microbatch,
-        note=note,
+        note="; ".join(notes),
     )
 
 
