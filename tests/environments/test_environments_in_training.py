@@ -214,7 +214,7 @@ def test_there_is_a_reference_where_an_environment_reads_it(root, tmp_path, beta
     mesh = build_mesh(config)
     with jax.set_mesh(mesh):
         learner = build(config, mesh, rows, environment=GAMES).source.learner
-        fields = learner.weights_of_rows(["sort"] * 16, learner.reference is not None)
+        fields = learner.weights_of_rows(["sort"] * 16)
     assert (learner.reference is not None) == is_there
     assert ("kl_weight" in fields) == is_there and ("loss_weight" in fields) == ("weight" in options[0])
 
