@@ -1,4 +1,4 @@
-"""The models of a run, built from its configuration: the policy, PPO's critic, and teachers."""
+"""The models of a run, built from its configuration: the policy, and PPO's critic."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,20 +8,16 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
 from jaxrl_llm.config import ConfigDict, ConfigError
-from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.models.adapters.lora import LoraConfig, has_adapters, parse_targets
 from jaxrl_llm.models.adapters.peft import read_config
 from jaxrl_llm.models.adapters.peft_patterns import AdapterPatterns
-from jaxrl_llm.models.model import Model, add_adapters, check_positions, check_same_vocabulary, copied_model, load_model
+from jaxrl_llm.models.model import Model, add_adapters, check_same_vocabulary, copied_model, load_model
 from jaxrl_llm.models.trained import Trained
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.value import shared_critic
 from jaxrl_llm.training.reward_models import right_label
-from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.setup.agreed import check_same_model
 from jaxrl_llm.training.setup.data import model_entries, tokenizer_of
-from jaxrl_llm.training.teachers.served_teacher import ServedTeacher, Server
-from jaxrl_llm.training.teachers.teacher import Teacher
 
 
 def build_model(
@@ -182,50 +178,3 @@ def critic_config(config) -> ConfigDict:
         own.lora.targets = critic.lora_targets or own.lora.targets
         own.lora.modules_to_save = own.lora.modules_to_save if critic.lora_rank else ()
     return own
-
-
-def build_teacher(
-    config, policy: Model, mesh: Mesh, length: int, cause: str, other: str | None = None
-) -> Teacher | ServedTeacher | None:
-    """The teacher of the configuration, or of an entry `other` of teacher.others, for rows of up to `length` tokens.
-
-    None without one. Raises ConfigError for a model that has no head for tokens, too few positions for rows of that
-    length, which `cause` explains, or another vocabulary that is not asked for, and for more likeliest tokens than it
-    has.
-    """
-    c, own = config.teacher, config.model
-    key, path, revision = "teacher.path", c.path, c.revision
-    if other is not None:
-        value, _, path = other.partition("=")
-        key, revision = f"teacher.others, {value}", None
-    if path is None:
-        return None
-    name, options = split_options(path)
-    if name == "server":
-        try:
-            return ServedTeacher(specs.teacher_spec(config), Server(**options), mesh, key)
-        except TypeError as error:
-            raise ConfigError(
-                f"{key} = {path!r}: {error}; write server(url='http://localhost:8000/v1', model='m'), with "
-                "timeout and api_key (a variable's name) where they differ"
-            ) from None
-    check_same_model(path, revision, own.allow_pickle)
-    model = load_model(
-        path, own.dtype if c.dtype == "auto" else c.dtype, mesh=mesh, allow_pickle=own.allow_pickle,
-        trust_remote_code=own.trust_remote_code, revision=revision, head="lm", quantize=c.quantize,
-    )  # fmt: skip
-    if model.tokenizer is None:
-        raise ConfigError(f"{key} = {path!r} has no tokenizer, by which its vocabulary could be compared")
-    if c.form != "uld":
-        check_same_vocabulary(policy, model, f"{key} = {path!r}:", ", or set teacher.form to uld")
-    check_positions(model, length, cause)
-    check_top(c.top_k, model, path)
-    return Teacher.of(specs.teacher_spec(config), model, mesh, policy.net.config.vocab_size)
-
-
-def check_top(top_k: int, model: Model, path: str) -> None:
-    """Raises ConfigError unless a teacher has more tokens than its likeliest ones that are asked for."""
-    if top_k >= model.net.config.vocab_size:
-        raise ConfigError(
-            f"teacher.top_k is {top_k}, but {path} has {model.net.config.vocab_size} tokens: 0 is all of them"
-        )

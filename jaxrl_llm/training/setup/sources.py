@@ -34,12 +34,11 @@ from jaxrl_llm.training.learner import Critic, Learner
 from jaxrl_llm.training.local_judge import with_local_model
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.mixed import MixedSource
-from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.objectives.value import critic_params
 from jaxrl_llm.training.offline import OfflineSource
 from jaxrl_llm.training.online import OnlineSource, Producer
 from jaxrl_llm.training.packing.documents import first_fit
-from jaxrl_llm.training.packing.planner import Packer, PackingSpec, TypicalRows, make_packer, typical_rollouts
+from jaxrl_llm.training.packing.planner import Packer, TypicalRows, typical_rollouts
 from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.reference_scores import FirstStage
 from jaxrl_llm.training.reward_models import ProcessRewardModel, with_reward_models
@@ -52,21 +51,19 @@ from jaxrl_llm.training.rollouts.worker import RolloutWorker
 from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.setup.data import read_data
 from jaxrl_llm.training.setup.mesh import sampling_devices, sampling_mesh, shard_rows
-from jaxrl_llm.training.setup.models import build_model, build_teacher, check_top
+from jaxrl_llm.training.setup.models import build_model
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, preference_spec
+from jaxrl_llm.training.setup.teachers import build_teacher, cross_tokenizer, online_teacher
 from jaxrl_llm.training.setup.worker import (
     build_worker,
     check_correction,
     environment_spec,
-    eos_ids,
     played_environments,
     reads_prompts_as_they_are,
 )
 from jaxrl_llm.training.step_credit import MOST_STEPS, StepCredit
 from jaxrl_llm.training.teachers.cross_tokenizer import CrossTokenizer
-from jaxrl_llm.training.teachers.served_teacher import ServedTeacher
-from jaxrl_llm.training.teachers.teacher import SelfTeacher, Teacher
-from jaxrl_llm.training.teachers.teacher_context import TeacherContext
+from jaxrl_llm.training.teachers.teacher import SelfTeacher
 
 
 def build_rewards(config, rewards=None) -> Rewards:
@@ -123,7 +120,7 @@ def online_source(
         per_row = [field for field, weights in by_environment.items() if weights]
         replay = empty_replay(config.algorithm.replay_groups, rollout.group_size, width + longest, width, mesh, per_row)
     sample_of = partial(typical_rollouts, shard_rows(config, mesh), rollout.group_size)
-    teacher, context, others = _online_teacher(config, model, mesh, width, sample_of)
+    teacher, context, others = online_teacher(config, model, mesh, width, sample_of)
     of_learner = mesh, Stopwatch(within=stopwatch), environments, advantages, reference
     stage = _first_stage(config, model, producer.pipeline, rewards, *of_learner)
     if rollout.processes:
@@ -272,78 +269,6 @@ def _check_online(config, advantages: AdvantageStep, environments: Environments 
             f"rollout.update_in_flight is true, but {mesh.size} devices sample and train in turn, so that no policy is "
             "new while they sample: give sampling devices of its own (rollout.devices), or set it to false"
         )
-
-
-def _online_teacher(
-    config, model: Model, mesh: Mesh, width: int, sample_of: Callable[[int, int], TypicalRows]
-) -> tuple[
-    Teacher | ServedTeacher | SelfTeacher | None,
-    TeacherContext | CrossTokenizer | None,
-    dict[str, Teacher | ServedTeacher],
-]:
-    """The teacher, what makes its rows of the policy's with prompts of up to `width` tokens, and the other teachers by
-    their value.
-
-    `sample_of` makes rows of a width of prompts and a length of completions. None without a teacher, or where it reads
-    the policy's rows.
-    """
-    longest, shown, context = config.rollout.max_completion_length, specs.context_spec(config), None
-    length, cause = width + longest, "the longest prompt and rollout.max_completion_length"
-    # Nothing is asked of the packed rows of a pass over the teacher's own but to be cheap.
-    packed = replace(
-        specs.packing_spec(config),
-        packing="false" if config.batch.packing == "false" else "auto",
-        pack_length=0,
-        microbatch_tokens=0,
-        group_size=config.rollout.group_size,
-    )
-    if shown is not None:
-        own_width = specs.context_width(config, width)
-        length = own_width + longest
-        cause = "the longest prompt of the teacher (teacher.max_prompt_length) and rollout.max_completion_length"
-        context = TeacherContext(
-            shown, model.tokenizer, specs.data_spec(config).template_kwargs, mesh, own_width, width,
-            make_packer(packed, model.net.config, mesh, Positions(), sample_of(own_width, longest)),
-        )  # fmt: skip
-
-    def teacher_of(other: str | None = None) -> Any:
-        return build_teacher(config, model, mesh, length, cause, other)
-
-    if specs.is_own_teacher(config):
-        check_positions(model, length, cause)
-        check_top(config.teacher.top_k, model, config.teacher.path)
-        settings, lora = specs.self_reference(config), model.net.config.lora
-        copy = None if settings is None else Reference(start_reference(settings, model.params, lora), settings, lora)
-        teacher = SelfTeacher(specs.teacher_spec(config), model.net, mesh, copy)
-    elif config.teacher.form == "uld":
-        teacher, context = _cross_tokenizer(config, model, mesh, width, longest, packed, sample_of)
-    else:
-        teacher = teacher_of()
-    return teacher, context, {entry.partition("=")[0]: teacher_of(entry) for entry in config.teacher.others}
-
-
-def _cross_tokenizer(
-    config,
-    model: Model,
-    mesh: Mesh,
-    prompt_width: int,
-    completion_length: int,
-    packed: PackingSpec,
-    sample_of: Callable[[int, int], TypicalRows | None],
-) -> tuple[Teacher | None, CrossTokenizer | None]:
-    """A teacher with another tokenizer, for prompts and completions of up to so many tokens; (None, None) without one.
-
-    Its rows are `packed` with sizes for a sample of them, of which `sample_of` is given the width and the length.
-    """
-    if config.teacher.path is None:
-        return None, None
-    width, longest = specs.cross_tokenizer_widths(config, prompt_width, completion_length)
-    cause = "teacher.max_prompt_length and max_completion_length, twice as many as the policy has unless they are set"
-    teacher = build_teacher(config, model, mesh, width + longest, cause)
-    assert isinstance(teacher, Teacher)  # a server is refused by config/checks/
-    packer = make_packer(packed, teacher.net.config, mesh, Positions(), sample_of(width, longest))
-    settings = specs.cross_tokenizer_spec(config)
-    return teacher, CrossTokenizer.of(settings, model, teacher, eos_ids(model), width, longest, packer)
 
 
 def _producer(
@@ -533,7 +458,7 @@ def offline_source(
     if config.teacher.form == "uld":
         lengths_of = (spec.width, spec.width) if tokens is None else offline.longest_parts(examples)
         unpacked = replace(specs.packing_spec(config), packing="false")
-        teacher, cross = _cross_tokenizer(config, model, mesh, *lengths_of, unpacked, lambda *_: None)
+        teacher, cross = cross_tokenizer(config, model, mesh, *lengths_of, unpacked, lambda *_: None)
     else:
         teacher = build_teacher(config, model, mesh, longest, "the longest of the data, up to data.max_length")
     return OfflineSource(
