@@ -129,6 +129,7 @@ def test_max_new_tokens_cuts(model):
     assert jaxrl_llm.generate(model, PROMPTS, 2, temperature=0) == [text[:2] for text in longer]
 
 
+@pytest.mark.slow
 def test_chat_is_its_rendered_text(model):
     rendered = "<|user|>sort:4821=<|end|><|assistant|>"
     assert jaxrl_llm.generate(model, [CHAT], 8, seed=3) == jaxrl_llm.generate(model, [rendered], 8, seed=3)

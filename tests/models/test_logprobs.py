@@ -65,7 +65,7 @@ def values_and_gradients(function, params, coefficients):
     [
         ("left", True, 0.7),
         pytest.param("right", False, 1.0, marks=pytest.mark.slow),
-        ("packed", False, 0.7),
+        pytest.param("packed", False, 0.7, marks=pytest.mark.slow),
         pytest.param("packed", True, 1.0, marks=pytest.mark.slow),
     ],
 )

@@ -142,12 +142,10 @@ def test_a_folder_is_read_in_fewer_bits_and_written_as_numbers(tmp_path):
         copied_model(adapted, mesh, quantize="int8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kinds", "beside"),
-    [
-        ({"quantize_experts": "mxfp4"}, {"experts"}),
-        pytest.param({"quantize": "int8"}, {"experts", "attention"}, marks=pytest.mark.slow),
-    ],
+    [({"quantize_experts": "mxfp4"}, {"experts"}), ({"quantize": "int8"}, {"experts", "attention"})],
 )
 def test_the_sampler_has_them_as_they_are(kinds, beside):
     """With the adapters of quantised matrices beside these, and others merged."""

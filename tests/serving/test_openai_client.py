@@ -59,6 +59,7 @@ def test_texts_and_ids_are_completed_alike(client, sorter):
     assert one.choices[0].text == texts[0][:2] and one.choices[0].finish_reason == "length"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1e-5, 1e-300, 0.0009])
 def test_hardly_any_temperature_is_greedy(client, temperature):
     """Clients that divide by it write such for greedy; log-probs are those of greedy, at temperature 1."""

@@ -133,6 +133,7 @@ def test_no_matrix_is_merged_or_has_a_gradient_in_training(way):
     assert not made(jax.grad(lambda adapters: loss(lora.combine(frozen, adapters))), adapters)
 
 
+@pytest.mark.slow
 def test_merged_unrolled_and_padded_they_are_the_same(params):
     expected = logits(NET, params, TOKENS % 31)
     merged = lora.merge(params, SHAPE)
