@@ -127,4 +127,4 @@ def test_bounds_are_the_same_wherever_an_option_is_set():
             if kind is not None and {name: x for name, x in found.items() if x is not None} != bounds:
                 own.add(setting.name)
             assert kind in (None, setting.kind)
-    assert own == {"top_k", "min_tokens"}
+    assert own == {"temperature", "top_k", "min_tokens"}
