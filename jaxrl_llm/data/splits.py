@@ -1,5 +1,6 @@
 """Data sets of Hugging Face: which kind one is, its splits, and one message for the many errors of reading one."""
 
+import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,9 @@ from jaxrl_llm.data.diagnose import content_fault
 if TYPE_CHECKING:
     import datasets  # slow to import: only the functions that make such rows do so
     from typing_extensions import TypeIs
+
+# `datasets` logs the errors that it raises; what `reading` makes of them is told once.
+logging.getLogger("datasets.packaged_modules.json.json").addFilter(lambda record: record.levelno < logging.ERROR)
 
 
 class SplitError(ConfigError):
@@ -123,8 +127,15 @@ def undecoded(rows: Any) -> Any:
 def reading(shown: str, reader: Callable[[], Any], files: Sequence[str] = ()) -> Any:
     """The result of `reader`; the many errors of reading become one that says what was read and why it failed.
 
-    A fault that is found in one of the files says more than the reader's own error.
+    A fault that is found in one of the files says more than the reader's own error. Bars of `datasets` are for
+    terminals: in a file or a notebook each is a line of control characters.
     """
+    import datasets
+
+    asked = datasets.config.HF_DATASETS_DISABLE_PROGRESS_BARS is not None  # by its variable, which it holds to
+    hides = datasets.is_progress_bar_enabled() and not asked and not sys.stderr.isatty()
+    if hides:
+        datasets.disable_progress_bars()
     try:
         return reader()
     except ConfigError:
@@ -142,3 +153,6 @@ def reading(shown: str, reader: Callable[[], Any], files: Sequence[str] = ()) ->
         if isinstance(error, ValueError) and str(error).startswith(("Unknown split", "Bad split")):
             raise SplitError(message, re.findall(r"'([^']+)'", str(error))) from error
         raise ConfigError(message) from error
+    finally:
+        if hides:
+            datasets.enable_progress_bars()

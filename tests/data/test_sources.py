@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import logging
 import re
 import types
 
@@ -25,6 +26,24 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def table():
     return datasets.Dataset.from_list(ROWS)
+
+
+def test_reading_leaves_the_console_alone(tmp_path, monkeypatch, capsys):
+    """Outside of a terminal no bars of `datasets`, and of its errors the one message that is raised; bars stay on."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "bad.json").write_text('{"a": 1}\n{nonsense')
+    logged, handler = [], logging.Handler()
+    handler.emit = logged.append
+    logger = logging.getLogger("datasets")
+    logger.addHandler(handler)
+    try:
+        assert list(load("rows.jsonl")) == ROWS
+        with pytest.raises(ConfigError, match=r"cannot load bad.json"):
+            load("bad.json")
+    finally:
+        logger.removeHandler(handler)
+    assert capsys.readouterr().err == "" and not logged and datasets.is_progress_bar_enabled()
 
 
 def test_a_data_set_passes_through(table):
