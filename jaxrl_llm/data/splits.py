@@ -130,7 +130,7 @@ def reading(shown: str, reader: Callable[[], Any], files: Sequence[str] = ()) ->
     A fault that is found in one of the files says more than the reader's own error. Bars of `datasets` are for
     terminals: in a file or a notebook each is a line of control characters.
     """
-    import datasets
+    import datasets.config
 
     asked = datasets.config.HF_DATASETS_DISABLE_PROGRESS_BARS is not None  # by its variable, which it holds to
     hides = datasets.is_progress_bar_enabled() and not asked and not sys.stderr.isatty()
