@@ -723,11 +723,11 @@ def test_run_keeps_the_traceback_of_other_errors_in_a_file(run_python, tmp_path)
 
 def test_run_keeps_it_in_the_folder_of_the_run(run_python, tmp_path):
     (tmp_path / "mine").mkdir()
-    code = "from jaxrl_llm.config.flags import load_flags, run\nrun(lambda argv: load_flags(argv).config.nothing)"
+    code = "from jaxrl_llm.config.flags import load_flags, run\nrun(lambda argv: load_flags(argv).config.seed / 0)"
     result = run_python("-c", code, "--config.output_dir=mine")
     assert result.returncode == 1
     assert result.stderr.endswith(f"The full traceback is in {tmp_path / 'mine' / 'error.txt'}\n")
-    assert "AttributeError" in (tmp_path / "mine" / "error.txt").read_text()
+    assert "ZeroDivisionError" in (tmp_path / "mine" / "error.txt").read_text()
 
 
 def test_the_home_folder_in_output_dir(run_python, tmp_path, monkeypatch):
@@ -736,7 +736,7 @@ def test_the_home_folder_in_output_dir(run_python, tmp_path, monkeypatch):
     code = "from jaxrl_llm.config.flags import load_flags, run\nrun(lambda argv: print(load_flags(argv).config.%s))"
     done = run_python("-c", code % "output_dir", "--config.output_dir=~/mine")
     assert done.stdout == f"{tmp_path / 'home' / 'mine'}\n"
-    assert run_python("-c", code % "nothing", "--config.output_dir=~/mine").returncode == 1
+    assert run_python("-c", code % "seed / 0", "--config.output_dir=~/mine").returncode == 1
     assert (tmp_path / "home" / "mine" / "error.txt").is_file()
 
 
