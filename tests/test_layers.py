@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -142,23 +143,46 @@ def test_imports_go_down_only():
 def test_no_files_import_each_other_in_a_circle():
     """Imports inside functions and of types alone count; the package's own interface is imported lazily."""
     modules = {module_name(path): path for path in FILES}
-    arrows = {name: edges(name, path, modules) for name, path in modules.items() if name != PACKAGE}
+    arrows = {name: edges(name, ast.walk(parse(path)), modules) for name, path in modules.items() if name != PACKAGE}
     while leaves := [name for name, targets in arrows.items() if not targets & arrows.keys()]:
         for name in leaves:
             del arrows[name]
     assert not arrows, f"in circles, or above one: {sorted(arrows)}"
 
 
-def edges(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
-    """The modules of the package that a module imports."""
+def edges(name: str, nodes: Iterable[ast.AST], modules: dict[str, Path]) -> set[str]:
+    """The modules of the package that a module imports by these statements."""
     found = set()
-    for node in ast.walk(parse(path)):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             full = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {x if x in modules else node.module for x in full}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
     return (found & modules.keys()) - {name}
+
+
+def test_every_command_is_imported_without_extras():
+    """Where the tests run all extras are installed, so that no import of theirs fails."""
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [wanted for packages in project["optional-dependencies"].values() for wanted in packages]
+    names = [{re.split(r"[^\w-]", wanted)[0].replace("-", "_") for wanted in wants}
+             for wants in (extras, project["dependencies"])]  # fmt: skip
+    optional = names[0] - names[1]
+    assert {"starlette", "uvicorn", "matplotlib"} <= optional
+    modules = {module_name(path): path for path in FILES}
+    waiting = [name for name in modules if part(name) in ("commands", "train", "__main__")]
+    reached, faults = set(waiting), []
+    while waiting:
+        name = waiting.pop()
+        module = parse(modules[name])
+        faults += [f"{name} imports {x}" for node in module.body if isinstance(node, ast.Import | ast.ImportFrom)
+                   for x in imports(node) if x.split(".")[0] in optional]  # fmt: skip
+        found = edges(name, module.body, modules) - reached
+        reached |= found
+        waiting += found
+    assert f"{PACKAGE}.training.rollouts.agent_rollout" in reached
+    assert not faults
 
 
 def test_training_does_not_import_tools():

@@ -28,13 +28,14 @@ from starlette.routing import Route
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.serving.bodies import Asked, parse, parse_json
 from jaxrl_llm.serving.choice import Choice, Piece
+from jaxrl_llm.serving.conversations import Conversations
 from jaxrl_llm.serving.errors import FAILED, BadRequestError, lacks_memory, renamed
 from jaxrl_llm.serving.grid import RowRequest
 from jaxrl_llm.serving.guides import Guides
 from jaxrl_llm.serving.messages import MessagesRequest
 from jaxrl_llm.serving.metrics import Metrics
 from jaxrl_llm.serving.queue import Handle, RequestQueue, StoppedError, Tokens
-from jaxrl_llm.serving.responses import Conversations, ResponsesRequest
+from jaxrl_llm.serving.responses import ResponsesRequest
 
 AT_ONCE = 2**16  # bytes of a body that is read as JSON without a thread
 LEFT = 499  # the status that is counted for a client which left

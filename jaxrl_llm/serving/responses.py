@@ -10,7 +10,6 @@ import re
 import time
 import traceback
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +18,9 @@ from starlette.responses import JSONResponse, Response
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.serving.bodies import CHAT, COMMON, SETTINGS, WITHOUT_EFFECT
 from jaxrl_llm.serving.choice import Choice
+from jaxrl_llm.serving.conversations import Conversations
 from jaxrl_llm.serving.errors import FAILED, BadRequestError
 
-MOST_BYTES = 2**26  # of the conversations that a server, or a session, keeps
 OWN = {  # fields with a meaning of their own; the others of a chat, vLLM's among them, go on to it
     "input", "instructions", "tools", "tool_choice", "text", "include", "top_logprobs", "max_output_tokens", "store",
     "previous_response_id", "metadata",
@@ -38,33 +37,6 @@ INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the second is of items t
 # The field that a client sent, in place of the chat's that was made of it.
 NAMES = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
 OWN_CALL = re.compile("call_([0-9a-f]{16})[0-9a-f]{8}")  # the id of a call that an answer here gave, and its answer's
-
-
-class Conversations:
-    """The messages up to the end of each response, by its id; the latest, of up to `most` bytes as JSON in all."""
-
-    def __init__(self, most: int = MOST_BYTES):
-        self.most, self._bytes = most, 0
-        self._kept: OrderedDict[str, tuple[list[dict[str, Any]], int]] = OrderedDict()
-
-    def add(self, name: str, messages: list[dict[str, Any]]) -> None:
-        """Keeps the messages of a response, as long as there is room."""
-        size = len(json.dumps(messages))
-        self._kept[name], self._bytes = (messages, size), self._bytes + size
-        while self._bytes > self.most:
-            self._bytes -= self._kept.popitem(last=False)[1][1]
-
-    def of(self, name: Any) -> list[dict[str, Any]]:
-        """The messages of a response; raises BadRequestError where it is not kept."""
-        if not isinstance(name, str) or name not in self._kept:
-            raise BadRequestError(
-                f"previous_response_id is {name!r:.100}, which is not kept here: the latest responses are, without "
-                f"store=false, up to {self.most} bytes; send the whole conversation as input",
-                code="previous_response_not_found",
-                param="previous_response_id",
-            )
-        self._kept.move_to_end(name)
-        return self._kept[name][0]
 
 
 class ResponsesRequest:

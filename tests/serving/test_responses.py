@@ -10,8 +10,9 @@ pytest.importorskip("starlette")
 
 from jaxrl_llm.data.templates import render_prompt
 from jaxrl_llm.serving.bodies import parse
+from jaxrl_llm.serving.conversations import Conversations
 from jaxrl_llm.serving.errors import BadRequestError
-from jaxrl_llm.serving.responses import Conversations, ResponsesRequest
+from jaxrl_llm.serving.responses import ResponsesRequest
 from tests.serving.test_openai_client import CALL, CHAT, Told
 
 openai = pytest.importorskip("openai")
