@@ -53,8 +53,10 @@ class Scripted:
     """A queue whose policy says `say(the text of the prompt)`, at once and to its end."""
 
     def __init__(self, tokenizer, eos, say):
+        from jaxrl_llm.serving.queue import Counts
+
         self.tokenizer, self.eos, self.say = tokenizer, eos, say
-        self.counts, self.adapters = types.SimpleNamespace(waiting=0, weight_version=0), {}
+        self.counts, self.adapters = Counts(), {}
         self.images: list[int] = []  # of each request
 
     def submit(self, handles):
