@@ -122,6 +122,8 @@ def plain(value: Any) -> Any:
     """The value with scalars of numpy and JAX, also those in a list, as Python's own."""
     if isinstance(value, tuple | list):
         return type(value)(map(plain, value)) if type(value) in (tuple, list) else value
+    if isinstance(value, ConfigDict):  # which would look for the key closest to `shape`
+        return value
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
     return value
