@@ -216,7 +216,6 @@ def _lfm2_vl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Map
 
     transformers has its processor for torchvision alone; Pillow resizes as that does, but for the last of 8 bits.
     """
-    from PIL.Image import Resampling
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
     entries = {**_lfm2_vl_entries(folder), **settings}
@@ -261,23 +260,32 @@ def _lfm2_vl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Map
         tiles = math.prod(grid(height, width))
         return tiles + int(tiles > 1 and thumbnail)
 
-    def scaled(image: "Image", height: int, width: int) -> np.ndarray:
-        pixels = np.asarray(image.resize((width, height), Resampling(entries["resample"])), np.float32)
-        pixels = pixels * entries["rescale_factor"] if entries["do_rescale"] else pixels
-        mean, std = (np.array(entries[name], np.float32) for name in ("image_mean", "image_std"))
-        return (pixels - mean) / std if entries["do_normalize"] else pixels
-
     def tiles(image: "Image") -> list[np.ndarray]:
         rows, columns = grid(image.height, image.width)
-        whole = [scaled(image, *resized(image.height, image.width))]
+        whole = [_scaled(image, *resized(image.height, image.width), entries)]
         if rows * columns == 1:
             return whole
-        cells = scaled(image, rows * side, columns * side).reshape(rows, side, columns, side, -1).swapaxes(1, 2)
-        return [*cells.reshape(rows * columns, side, side, -1), *(whole if thumbnail else [])]
+        return [*_cells(image, rows, columns, side, entries), *(whole if thumbnail else [])]
 
     tags = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 11) for column in range(1, 11)]
     ids = _token_ids(tokenizer, (start, token, end, small, *tags))
     return ImageProcessor(token, ids[1], frozenset(ids), expand, tile_count, tiles, None)
+
+
+def _scaled(image: "Image", height: int, width: int, entries: Mapping[str, Any]) -> np.ndarray:
+    """Normalised pixels `[height, width, C]` of an image that is scaled to this size."""
+    from PIL.Image import Resampling
+
+    pixels = np.asarray(image.resize((width, height), Resampling(entries["resample"])), np.float32)
+    pixels = pixels * entries["rescale_factor"] if entries["do_rescale"] else pixels
+    mean, std = (np.array(entries[name], np.float32) for name in ("image_mean", "image_std"))
+    return (pixels - mean) / std if entries["do_normalize"] else pixels
+
+
+def _cells(image: "Image", rows: int, columns: int, side: int, entries: Mapping[str, Any]) -> np.ndarray:
+    """Normalised pixels `[rows x columns, side, side, C]` of an image that is scaled to a grid of tiles and cut."""
+    pixels = _scaled(image, rows * side, columns * side, entries)
+    return pixels.reshape(rows, side, columns, side, -1).swapaxes(1, 2).reshape(rows * columns, side, side, -1)
 
 
 def _lfm2_vl_entries(folder: Path) -> dict[str, Any]:
@@ -298,10 +306,7 @@ def _check_model(folder: Path, own: str, value: Any, entry: str, wanted: Any) ->
 def _internvl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
     """InternVL's (arXiv 2404.16821): an image is scaled to the grid of square tiles whose shape is nearest to its own,
     of `min_patches` to `max_patches`, cut into these, and followed by a tile of the whole."""
-    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-
-    processor: Any = GotOcr2ImageProcessorPil.from_pretrained(folder, **settings)
-    cut = {"crop_to_patches": True}  # as transformers' class for the whole has it, whatever the file says
+    processor, tile_count, tiles = _cut_to_shape(folder, settings)
     encoder, ratio = config["vision_config"], config.get("downsample_ratio", 0.5)
     # Files have the sides of an image and of a patch as a number, or as height and width.
     sides = (np.ravel(encoder.get(entry, size))[0] for entry, size in (("image_size", 448), ("patch_size", 14)))
@@ -310,18 +315,31 @@ def _internvl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Ma
     token, start, end = "<IMG_CONTEXT>", "<img>", "</img>"
     ids = _token_ids(tokenizer, (token, start, end))
 
-    def tile_count(height: int, width: int) -> int:
-        return processor.get_number_of_image_patches(height, width, cut)
-
     def expand(height: int, width: int) -> str:
         return f"{start}{token * embeddings * tile_count(height, width)}{end}"
+
+    size = (processor.size["height"], processor.size["width"])
+    return ImageProcessor(token, ids[0], frozenset(ids), expand, tile_count, tiles, size)
+
+
+def _cut_to_shape(
+    folder: Path, settings: Mapping[str, Any]
+) -> "tuple[Any, Callable[[int, int], int], Callable[[Image], np.ndarray]]":
+    """The processor that cuts an image to the grid of tiles whose shape is nearest to its own, the number of tiles by
+    height and width, and the tiles of an image."""
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    processor: Any = GotOcr2ImageProcessorPil.from_pretrained(folder, **settings)
+    cut = {"crop_to_patches": True}  # as transformers' class for the whole has it, whatever the file says
+
+    def tile_count(height: int, width: int) -> int:
+        return processor.get_number_of_image_patches(height, width, cut)
 
     def tiles(image: "Image") -> np.ndarray:
         pixels = processor(images=[image], return_tensors="np", **cut)["pixel_values"]
         return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
 
-    size = (processor.size["height"], processor.size["width"])
-    return ImageProcessor(token, ids[0], frozenset(ids), expand, tile_count, tiles, size)
+    return processor, tile_count, tiles
 
 
 def is_pixtral(config: Mapping[str, Any]) -> bool:
@@ -331,24 +349,14 @@ def is_pixtral(config: Mapping[str, Any]) -> bool:
 
 def _aya_vision(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
     """Aya Vision's (arXiv 2505.08751): an image is cut as one of InternVL, and a tag is before the tokens of a tile."""
-    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-
-    processor: Any = GotOcr2ImageProcessorPil.from_pretrained(folder, **settings)
-    cut = {"crop_to_patches": True}  # as transformers' class for the whole has it, whatever the file says
+    _, tile_count, tiles = _cut_to_shape(folder, settings)
     size, side = _tile_of(config, "siglip_vision_model")
     token, start, end = "<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"
     each = token * (side // config.get("downsample_factor", 2)) ** 2
 
-    def tile_count(height: int, width: int) -> int:
-        return processor.get_number_of_image_patches(height, width, cut)
-
     def expand(height: int, width: int) -> str:
         tiles = "".join(f"TILE_{number}{each}" for number in range(1, tile_count(height, width)))
         return f"{start}{tiles}TILE_GLOBAL{each}{end}"
-
-    def tiles(image: "Image") -> np.ndarray:
-        pixels = processor(images=[image], return_tensors="np", **cut)["pixel_values"]
-        return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
 
     ids = _token_ids(tokenizer, (token, start, end))
     return ImageProcessor("<image>", ids[0], frozenset(ids), expand, tile_count, tiles, (size, size))
@@ -363,8 +371,6 @@ def _cohere2_vision(
     transformers has its processor for torchvision alone; Pillow resizes as that does, but for the last of 8 bits, and
     at the sharpest edges for the last three.
     """
-    from PIL.Image import Resampling
-
     entries = {**COHERE2_VISION, **read_json(folder / "preprocessor_config.json"), **settings}
     side, most = entries["size"]["height"], entries["max_patches"]
     size, patches = _tile_of(config, "siglip_vision_model")
@@ -389,19 +395,12 @@ def _cohere2_vision(
         tiles = math.prod(grid(height, width))
         return tiles + int(tiles > 1)
 
-    def scaled(image: "Image", height: int, width: int) -> np.ndarray:
-        pixels = np.asarray(image.resize((width, height), Resampling(entries["resample"])), np.float32)
-        pixels = pixels * entries["rescale_factor"] if entries["do_rescale"] else pixels
-        mean, std = (np.array(entries[name], np.float32) for name in ("image_mean", "image_std"))
-        return (pixels - mean) / std if entries["do_normalize"] else pixels
-
     def tiles(image: "Image") -> np.ndarray:
         rows, columns = grid(image.height, image.width)
-        whole = scaled(image, side, side)[None]
+        whole = _scaled(image, side, side, entries)[None]
         if rows * columns == 1:
             return whole
-        cells = scaled(image, rows * side, columns * side).reshape(rows, side, columns, side, -1).swapaxes(1, 2)
-        return np.concatenate([cells.reshape(rows * columns, side, side, -1), whole])
+        return np.concatenate([_cells(image, rows, columns, side, entries), whole])
 
     def expand(height: int, width: int) -> str:
         return f"{start}{each * tile_count(height, width)}{end}"

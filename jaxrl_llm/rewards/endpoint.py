@@ -14,7 +14,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -53,6 +53,9 @@ class RetryError(Exception):
         self.after = after
 
 
+SPENT = ("requests", "cached", "retries", "failures", "prompt_tokens", "completion_tokens")  # counts of an endpoint
+
+
 @dataclass(frozen=True)
 class EndpointSpec:
     """Settings of an endpoint: the model `model` at `url` (".../v1"), limits and cache.
@@ -85,6 +88,17 @@ class Answer(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     cached: bool
+
+
+def log_counts(endpoints: Sequence["Endpoint"], name: str, log_total: Any, more: Sequence[str] = ()) -> Counter[str]:
+    """The counts of all since they were last taken; those in SPENT, and `more`, are logged as `<name>/<count>`."""
+    counts: Counter[str] = Counter()
+    for endpoint in endpoints:
+        counts.update(endpoint.take_counts())
+    if log_total is not None:
+        for count in (*SPENT, *more):
+            log_total(f"{name}/{count}", counts[count])
+    return counts
 
 
 class Endpoint:

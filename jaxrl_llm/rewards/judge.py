@@ -16,7 +16,7 @@ import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.rewards.endpoint import Endpoint, EndpointError, EndpointSpec
+from jaxrl_llm.rewards.endpoint import Endpoint, EndpointError, EndpointSpec, log_counts
 from jaxrl_llm.rewards.replies import ReplyError, read_rubric, read_score, read_winner
 from jaxrl_llm.rewards.signatures import RewardError, text_of, text_of_content
 
@@ -174,10 +174,8 @@ class JudgeSpec(PathSpec, EndpointSpec):
     def _log_spend(self, log_total: Any) -> None:
         if log_total is None:
             return
-        counts = self.endpoint.take_counts()
-        for name in ("requests", "cached", "retries", "failures", "unreadable", "prompt_tokens", "completion_tokens"):
-            log_total(f"{self.name}/{name}", counts.get(name, 0))
-        tokens = (counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0))
+        counts = log_counts([self.endpoint], self.name, log_total, ("unreadable",))
+        tokens = (counts["prompt_tokens"], counts["completion_tokens"])
         if any(self.prices):
             log_total(f"{self.name}/cost", sum(n * price / 1e6 for n, price in zip(tokens, self.prices, strict=True)))
 

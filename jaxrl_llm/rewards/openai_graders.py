@@ -20,7 +20,7 @@ from typing import Any
 from jaxrl_llm.config.background import in_thread
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.config.user_code import contained, error_text
-from jaxrl_llm.rewards.endpoint import Endpoint, EndpointSpec
+from jaxrl_llm.rewards.endpoint import Endpoint, EndpointSpec, log_counts
 from jaxrl_llm.rewards.replies import ReplyError, json_objects
 from jaxrl_llm.rewards.signatures import RewardError, Sample, is_async, openai_sample, shorten
 from jaxrl_llm.rewards.similarity import METRICS
@@ -48,7 +48,6 @@ NO_METRICS = {
     "cosine": "compares embeddings by a model of OpenAI, which has it for evaluations alone: write a python grader",
 }
 SERVER = tuple(field.name for field in fields(EndpointSpec) if field.name != "parameters")
-SPENT = ("requests", "cached", "retries", "failures", "prompt_tokens", "completion_tokens")  # counts of an endpoint
 Grade = Callable[[Sample], Any]  # async where it asks a model
 
 
@@ -60,7 +59,7 @@ class OpenAIGrader:
     `Judge`: its url, cache, concurrency and so on, and `model` where the grader's own is to be another. A score is
     clipped to the grader's `range`, [0, 1] unless it has one; a label is 1 where it passes and else 0. A reply without
     score or label is 0; `rewards/<name>/unreadable` is the share of rows with one. A request that the endpoint does not
-    answer is an error of the row. Of the requests of a batch the counts in SPENT are logged, `<name>/requests`.
+    answer is an error of the row. Of the requests of a batch the counts of its endpoints are logged, `<name>/requests`.
 
     Templates read `{{item.COLUMN}}` and `{{sample.output_text}}`, `output_json`, `output_tools` and `choices`. What a
     completion lacks (`{{sample.output_json.answer}}` of a text that is no JSON) makes the score 0; a column that
@@ -114,10 +113,7 @@ class OpenAIGrader:
             try:
                 return await asyncio.gather(*map(grade, samples))
             finally:  # a request that failed was one
-                counts = [endpoint.take_counts() for endpoint in self.endpoints]
-                if log_total is not None:
-                    for name in SPENT:
-                        log_total(f"{self.name}/{name}", sum(each.get(name, 0) for each in counts))
+                log_counts(self.endpoints, self.name, log_total)
 
         vars(grade_rows)["by_row"] = True
         return grade_rows

@@ -29,7 +29,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.serving.bodies import Asked, parse, parse_json
 from jaxrl_llm.serving.choice import Choice, Piece
 from jaxrl_llm.serving.conversations import Conversations
-from jaxrl_llm.serving.errors import FAILED, BadRequestError, lacks_memory, renamed
+from jaxrl_llm.serving.errors import FAILED, BadRequestError, lacks_memory, renamed, with_failure
 from jaxrl_llm.serving.grid import RowRequest
 from jaxrl_llm.serving.guides import Guides
 from jaxrl_llm.serving.messages import MessagesRequest
@@ -484,14 +484,9 @@ class Answer:
 
     async def frames(self) -> AsyncGenerator[str, None]:
         """The answer as server-sent events, as it comes. One that fails says so in the last but one."""
-        try:
-            async for event in self.events():
-                yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
-        except BadRequestError as error:
-            yield f"data: {json.dumps(error.body())}\n\n"
-        except Exception:
-            traceback.print_exc()
-            yield f"data: {json.dumps(FAILED.body())}\n\n"
+        async for event in with_failure(self.events()):
+            shown = event.body() if isinstance(event, BadRequestError) else event
+            yield f"data: {json.dumps(shown, ensure_ascii=False)}\n\n"
         yield "data: [DONE]\n\n"
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:

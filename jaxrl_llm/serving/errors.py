@@ -1,10 +1,13 @@
 """The error that a request is answered with, and what is known of others."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+import traceback
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
+
+Piece = TypeVar("Piece")
 
 
 class BadRequestError(Exception):
@@ -36,6 +39,19 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         own = names[param]
         told = own + told.removeprefix(param) if told.startswith(param) else told
         raise BadRequestError(told, error.status, error.code, own) from None
+
+
+async def with_failure(pieces: AsyncIterator[Piece]) -> AsyncGenerator[Piece | BadRequestError, None]:
+    """The pieces of a stream as they come, and last the refusal of one that fails: FAILED, with a traceback here, where
+    it is no other."""
+    try:
+        async for piece in pieces:
+            yield piece
+    except BadRequestError as error:
+        yield error
+    except Exception:
+        traceback.print_exc()
+        yield FAILED
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -1,21 +1,27 @@
 """Anthropic's Messages API over chats: a body becomes one of a chat, and the answer to that the blocks of a message."""
 
 import json
-import traceback
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.serving.choice import Choice
-from jaxrl_llm.serving.errors import FAILED, BadRequestError
-from jaxrl_llm.serving.responses import settled_texts, text_before_calls
+from jaxrl_llm.serving.errors import BadRequestError, with_failure
+from jaxrl_llm.serving.translated import (
+    check_fields,
+    frame,
+    function,
+    settled_texts,
+    text_before_calls,
+    text_or_parts,
+)
 
 OWN = {"system", "messages", "tools", "tool_choice", "max_tokens", "stop_sequences"}
 AS_CHAT = {"model", "stream", "temperature", "top_p", "top_k", "chat_template_kwargs", "seed"}
 NO_EFFECT = {"metadata", "service_tier", "cache_control"}  # who asks, and how the answer is billed
+THOUGHTLESS = {"type": "disabled"}
 NAMES = {"stop": "stop_sequences"}  # the field that a client sent, in place of the chat's that was made of it
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -30,20 +36,13 @@ class MessagesRequest:
         body = {name: value for name, value in body.items() if value is not None}
         self.id = f"msg_{uuid.uuid4().hex}"
         self.answer: Any = None  # an `Answer`
-        for name, value in body.items():
-            if name in OWN | AS_CHAT | NO_EFFECT:
-                continue
-            if name != "thinking":
-                raise BadRequestError(
-                    f"there is no field {name!r:.100}; the closest is {closest(name[:100], OWN | AS_CHAT)}",
-                    param=name[:100],
-                )
-            if value != {"type": "disabled"}:
-                raise BadRequestError(
-                    f"thinking is {value!r:.100}, but this server has no budget of thoughts: leave it out",
-                    code="unsupported",
-                    param="thinking",
-                )
+        check_fields(body, OWN | AS_CHAT, NO_EFFECT | {"thinking"})
+        if (thinking := body.get("thinking", THOUGHTLESS)) != THOUGHTLESS:
+            raise BadRequestError(
+                f"thinking is {thinking!r:.100}, but this server has no budget of thoughts: leave it out",
+                code="unsupported",
+                param="thinking",
+            )
         if "max_tokens" not in body:
             raise BadRequestError("max_tokens is missing: it is the most tokens of the answer", param="max_tokens")
         messages: list[dict[str, Any]] = []
@@ -81,14 +80,9 @@ class MessagesRequest:
 
     async def frames(self) -> AsyncGenerator[str, None]:
         """The message as server-sent events, as it comes. One that fails ends with `error`."""
-        try:
-            async for kind, fields in self._events():
-                yield _frame(kind, fields)
-        except BadRequestError as error:
-            yield _frame("error", error.body())
-        except Exception:
-            traceback.print_exc()
-            yield _frame("error", FAILED.body())
+        async for event in with_failure(self._events()):
+            kind, fields = ("error", event.body()) if isinstance(event, BadRequestError) else event
+            yield frame({"type": kind, **fields})
 
     async def _events(self) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
         yield "message_start", {"message": self._message([], None, None)}
@@ -132,10 +126,6 @@ class MessagesRequest:
                       "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0},
             **self.answer.versions(),
         }  # fmt: skip
-
-
-def _frame(kind: str, fields: Mapping[str, Any]) -> str:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields}, ensure_ascii=False)}\n\n"
 
 
 def _blocks(choice: Choice) -> list[dict[str, Any]]:
@@ -203,9 +193,7 @@ def _content(given: Any, param: str = "messages") -> str | list[dict[str, Any]]:
                 code="unsupported",
                 param=param,
             )
-    if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
-    return parts
+    return text_or_parts(parts)
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -219,6 +207,5 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
                 code="unsupported",
                 param="tools",
             )
-        shown = {"name": tool["name"], "description": tool.get("description"), "parameters": tool.get("input_schema")}
-        found.append({"type": "function", "function": {k: v for k, v in shown.items() if v is not None}})
+        found.append(function(tool["name"], tool.get("description"), tool.get("input_schema")))
     return found or None

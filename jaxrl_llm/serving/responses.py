@@ -5,21 +5,26 @@ The conversations of responses are kept, within bounds, for requests that go on 
 
 import asyncio
 import itertools
-import json
 import re
 import time
-import traceback
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.serving.bodies import CHAT, COMMON, SETTINGS, WITHOUT_EFFECT
 from jaxrl_llm.serving.choice import Choice
 from jaxrl_llm.serving.conversations import Conversations
-from jaxrl_llm.serving.errors import FAILED, BadRequestError
+from jaxrl_llm.serving.errors import BadRequestError, with_failure
+from jaxrl_llm.serving.translated import (
+    check_fields,
+    frame,
+    function,
+    settled_texts,
+    text_before_calls,
+    text_or_parts,
+)
 
 OWN = {  # fields with a meaning of their own; the others of a chat, vLLM's among them, go on to it
     "input", "instructions", "tools", "tool_choice", "text", "include", "top_logprobs", "max_output_tokens", "store",
@@ -50,12 +55,8 @@ class ResponsesRequest:
         self.conversations = conversations
         self.answer: Any = None  # an `Answer`
         self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
+        check_fields(body, OWN | AS_CHAT, NO_EFFECT | NO_WORD)
         for name, value in body.items():
-            if name not in OWN | AS_CHAT | NO_EFFECT | NO_WORD:
-                raise BadRequestError(
-                    f"there is no field {name!r:.100}; the closest is {closest(name[:100], OWN | AS_CHAT)}",
-                    param=name[:100],
-                )
             empty = name == "reasoning" and isinstance(value, Mapping) and not any(value.values())
             if name in NO_WORD and value != NEUTRAL.get(name) and not empty:
                 raise BadRequestError(
@@ -107,7 +108,7 @@ class ResponsesRequest:
     async def frames(self) -> AsyncGenerator[str, None]:
         """The response as server-sent events, as it comes."""
         async for event in self.events():
-            yield f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
+            yield frame(event)
 
     def close(self) -> None:
         """Cancels what has not ended."""
@@ -122,29 +123,27 @@ class ResponsesRequest:
 
         yield event("created", response=self._response("in_progress"))
         yield event("in_progress", response=self._response("in_progress"))
-        choice, opened, logprobs = self.answer.choices[0], False, []
+        choice = self.answer.choices[0]
         part = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
 
-        def message(status: str, content: list[Any]) -> dict[str, Any]:
-            return {"output_index": 0, "item": self._message(status, content)}
-
-        try:
+        async def deltas() -> AsyncGenerator[dict[str, Any], None]:
+            opened, logprobs = False, []
             async for text, piece in settled_texts(self.answer):
                 logprobs += self._logprobs(choice, piece)
                 if not opened and (text or (choice.finish_reason is not None and not choice.calls)):
                     opened = True
-                    yield event("output_item.added", **message("in_progress", []))
+                    item = self._message("in_progress", [])
+                    yield event("output_item.added", output_index=0, item=item)
                     yield event("content_part.added", **part, part=_text_part(""))
                 if text:
                     yield event("output_text.delta", **part, delta=text, logprobs=logprobs)
                     logprobs = []
-        except BadRequestError as error:
-            yield event("failed", response=self._response("failed", error=error))
-            return
-        except Exception:
-            traceback.print_exc()
-            yield event("failed", response=self._response("failed", error=FAILED))
-            return
+
+        async for delta in with_failure(deltas()):
+            if isinstance(delta, BadRequestError):
+                yield event("failed", response=self._response("failed", error=delta))
+                return
+            yield delta
         self._keep(choice)
         ended = self._ended(choice)
         for index, item in enumerate(ended["output"]):
@@ -238,21 +237,6 @@ class ResponsesRequest:
             "background": False,
             **self.answer.versions(),
         }
-
-
-def text_before_calls(choice: Choice) -> str:
-    """The text of a choice that has ended, up to its calls and the space before them."""
-    return choice.text[: choice.given].rstrip() if choice.calls else choice.text
-
-
-async def settled_texts(answer: Any) -> AsyncGenerator[tuple[str, Any], None]:
-    """With each piece of an `Answer` the text that is settled: in all that of `text_before_calls`."""
-    choice, held = answer.choices[0], ""
-    async for _, piece in answer.pieces():
-        text, held = held + piece.text, ""
-        if answer.asked.tools and (choice.finish_reason is None or choice.calls):  # it may be space before a call
-            text, held = text.rstrip(), text[len(text.rstrip()) :]
-        yield text, piece
 
 
 def _text_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
@@ -363,9 +347,7 @@ def _content(given: Any) -> str | list[dict[str, Any]]:
                 code="unsupported",
                 param="input",
             )
-    if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
-    return parts
+    return text_or_parts(parts)
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -381,8 +363,7 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
                 code="unsupported",
                 param="tools",
             )
-        shown = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-        found.append({"type": "function", "function": shown})
+        found.append(function(tool["name"], tool.get("description"), tool.get("parameters")))
     return found or None
 
 

@@ -1,4 +1,4 @@
-"""What follows from several settings, for the checks and for who reads a configuration."""
+"""Values that follow from several settings, for the checks and for code that reads a configuration."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping

@@ -5,7 +5,6 @@ The token is that of the variable HF_TOKEN, and nothing shows or keeps it.
 
 import contextlib
 import functools
-import json
 import os
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
@@ -19,7 +18,7 @@ from jaxrl_llm.config.secrets import HIDDEN
 from jaxrl_llm.config.version import __version__
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.models.files.hf import CRITIC, EXPORTED
-from jaxrl_llm.models.files.safetensors import write_json
+from jaxrl_llm.models.files.safetensors import read_json, write_json
 
 PUSHED = "pushed.json"  # in the folder of a run: the commit that it has pushed to each repository
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
@@ -165,7 +164,7 @@ def _token() -> str:
 def _recorded(record: Path | None) -> dict[str, str]:
     """The commits in the record of a run, by repository; none where there is no record that can be read."""
     with contextlib.suppress(OSError, ValueError):
-        return {} if record is None else json.loads(record.read_text(encoding="utf-8"))
+        return (record and read_json(record)) or {}
     return {}
 
 

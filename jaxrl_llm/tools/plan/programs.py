@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs, PackedLayout, Scalars
 from jaxrl_llm.config import batch_rows, rows_together
-from jaxrl_llm.config.schema import OFFLINE, SCHEDULE_FREE
+from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.sharding import (
     bytes_on_device,
     path_name,
@@ -41,7 +41,7 @@ from jaxrl_llm.training.packing import planner
 from jaxrl_llm.training.packing.layout import Sizes, plan
 from jaxrl_llm.training.packing.planner import Packer, TypicalRows, make_packer
 from jaxrl_llm.training.passes import scored_distributions, scored_logps, scored_norms, scored_top, values_before
-from jaxrl_llm.training.setup.memory import gradient_bytes, with_fitting_slots
+from jaxrl_llm.training.setup.memory import update_bytes, with_fitting_slots
 from jaxrl_llm.training.setup.mesh import shard_rows
 from jaxrl_llm.training.setup.objectives import critic_spec, kl_in_loss, needs_reference, objective_of, policy_loss
 from jaxrl_llm.training.setup.run import critic_alone, make_optimizer, sized_critic_updates, sized_updates
@@ -156,8 +156,7 @@ def compile_step(
             return programs, rollout, Microbatch(0, 0)  # parameters come in the type that decodes
     objective, room = objective_of(config, shapes.net), None
     if accelerator and memory:
-        copies = 2 if config.optimizer.name == SCHEDULE_FREE else 1  # gradients, and the parameters that they are of
-        room = max(memory - held_bytes(shapes) - copies * gradient_bytes(shapes.state.params), 0.0)
+        room = max(memory - held_bytes(shapes) - update_bytes(config, shapes.state.params), 0.0)
     layouts = make_layouts(config, shapes.net, mesh, objective, widths, accelerator, packer, room)
     if only in ("", "logps", "training"):
         compile_logps(config, shapes, params, mesh, widths, layouts, compiler)

@@ -86,8 +86,7 @@ def microbatch_room(
     for part, its, offload in updated:
         trained = split(part.params, part.net.config.frozen)[1]
         state = placed(*optimizer_shapes(trained, its, mesh, offload))
-        gradients = gradient_bytes(trained) * (2 if config.optimizer.name == SCHEDULE_FREE else 1)
-        held += bytes_on_device(part.params) + gradients + bytes_on_device(state)
+        held += bytes_on_device(part.params) + update_bytes(config, trained) + bytes_on_device(state)
     return max(float(memory - held), 0.0)
 
 
@@ -96,6 +95,11 @@ def gradient_bytes(params: Any) -> int:
     return bytes_on_device(
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32, sharding=x.sharding), params)
     )
+
+
+def update_bytes(config, params: Any) -> int:
+    """Bytes on one device of the gradients of parameters and, where they are taken at others, of those."""
+    return gradient_bytes(params) * (2 if config.optimizer.name == SCHEDULE_FREE else 1)
 
 
 def fitting_rows(room: float | None, net: ModelConfig, rows: int, width: int, multiple: int, shards: int) -> int:
