@@ -1,0 +1,127 @@
+"""A decoder layer: a mixer and a feed-forward, with norms before or behind them, and what stands beside."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl_llm.distributed.sharding import constrain
+from jaxrl_llm.models.altup import AltUp, Laurel
+from jaxrl_llm.models.layers import FeedForward, RMSNorm
+from jaxrl_llm.models.mixers.cross_attention import CrossAttention
+from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer, NoMixer
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.moe import ExpertsBeside, MixtureOfExperts, Routing
+from jaxrl_llm.models.per_layer import PerLayerInput
+
+
+class Block(nnx.Module):
+    """A decoder layer: a mixer, then a dense feed-forward or a mixture of experts, each with norms and a residual.
+
+    Of a layer that is a mixer or a feed-forward alone the other part adds nothing, and has no norms.
+    """
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, rngs: nnx.Rngs):
+        config = config.of(layer)
+
+        def norm(*kinds: str, of: bool = True):
+            return RMSNorm(config.width, config, rngs) if of and config.norms in kinds else None
+
+        def part(name: str) -> ModelConfig:  # both may have a map of one name, whose adapters differ
+            if config.lora is None or not config.lora.groups:
+                return config
+            return dataclasses.replace(config, lora=config.lora.of_group(0, f"{name}/"))
+
+        mixes = layer.mixer is not NoMixer
+        self.residual_scale = config.residual_scale
+        self.input_norm = norm("pre", "both", of=mixes)
+        self.mixer_path = layer.mixer.path  # the mixer's own name, which parameters and checkpoints have
+        setattr(self, layer.mixer.path, layer.mixer(part(layer.mixer.path), rngs))
+        self.attention_out_norm = norm("post", "both", "sum", of=mixes)
+        beside = layer.experts and config.experts_beside  # which have the norms of their inputs themselves
+        self.side_by_side, self.norms_sums = config.parallel_ffn, config.norms == "sum"
+        shared = config.parallel_ffn and not config.parallel_norm
+        self.post_attention_norm = norm("pre", "both", of=not (beside or layer.bare or shared))
+        experts = ExpertsBeside if beside else MixtureOfExperts
+        feed_forward = experts if layer.experts else FeedForward
+        self.mlp = None if layer.bare else feed_forward(part("mlp"), rngs)
+        self.mlp_out_norm = norm("post", "both", "sum", of=not layer.bare)
+        self.per_layer = PerLayerInput(config, rngs) if config.per_layer_width else None
+        self.out_scale = nnx.Param(jnp.ones((1,), config.param_dtype)) if config.layer_scale else None
+        self.altup = AltUp(config, rngs) if config.altup_streams else None
+        self.laurel = Laurel(config, rngs) if config.laurel_rank else None
+
+    @property
+    def mixer(self) -> Mixer:
+        """The layer's mixer."""
+        return getattr(self, self.mixer_path)
+
+    def apply(
+        self, x, inputs: AttentionInputs, counted, replayed, arrays, is_read: bool = False
+    ) -> tuple[jax.Array, tuple[Any, Routing | None]]:
+        """Hidden states after the layer, and the mixer's cache where it `is_read` by others, and the routing.
+
+        `counted` `[N,T]` is how often a token counts in the routing, `replayed` `[N,T,k]` the experts that tokens go
+        to, or None.
+        """
+        mixed, cache = self.mixer.prefill(normed(self.input_norm, x), inputs, arrays)
+        x, _, routing = self._feed_forward(x, mixed, counted, replayed, seen=inputs.shown and inputs.shown.seen)
+        return x, (cache if is_read else None, routing)
+
+    def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, tuple[Any, jax.Array | None]]:
+        """Hidden states after the layer, and the mixer's cache and the experts `[N,T,k]` of each token."""
+        mixed, cache = self.mixer.prefill(normed(self.input_norm, x), inputs, arrays)
+        x, experts, _ = self._feed_forward(x, mixed, seen=inputs.shown and inputs.shown.seen)
+        return x, (cache, experts)
+
+    def decode(self, x, inputs: DecodeInputs, prompt, cache, arrays) -> tuple[jax.Array, tuple[Any, jax.Array | None]]:
+        """Hidden states of the next tokens after the layer, and the mixer's cache with them and their experts."""
+        mixed, cache = self.mixer.decode(normed(self.input_norm, x), inputs, prompt, cache, arrays)
+        seen = prompt.seen[:, None] if isinstance(self.mixer, CrossAttention) else None
+        x, experts, _ = self._feed_forward(x, mixed, seen=seen)
+        return x, (cache, experts)
+
+    def _feed_forward(
+        self, x, mixed, counted=None, replayed=None, seen=None
+    ) -> tuple[jax.Array, jax.Array | None, Routing | None]:
+        factor = self.mixer.factor(seen) if isinstance(self.mixer, CrossAttention) else None
+        if factor is not None and not factor.size:  # there are no images, without which the layer adds nothing
+            return x, None, None
+        before, x = x, self._added(x, mixed, self.attention_out_norm)
+        if self.laurel is not None:
+            x = (x + self.laurel(normed(self.input_norm, before))) * 2**-0.5
+        if self.mlp is None:
+            return x, None, None
+        # The norm that the mixer has computed is not computed again by XLA.
+        norm = self.post_attention_norm or (self.input_norm if self.side_by_side else None)
+        out, experts, routing = normed(norm, before if self.side_by_side else x), None, None
+        if isinstance(self.mlp, MixtureOfExperts):
+            out, experts, routing = self.mlp(out, counted, replayed)
+        else:
+            out = self.mlp(out)
+        out = out if factor is None else out * factor.astype(out.dtype)
+        return self._added(x, out, self.mlp_out_norm), experts, routing
+
+    def finished(self, x, own, streams=None):
+        """Hidden states after the layer, with what its numbers `[N,T,P]` of the tokens, or None, add to them; all
+        streams of them, where it has predicted `streams`."""
+        if self.altup is not None:
+            added = functools.partial(self.per_layer.added, own=own) if self.per_layer is not None else jnp.zeros_like
+            return self.altup.corrected(streams, x, added)
+        x = x if self.per_layer is None else self.per_layer(x, own)
+        x = x if self.out_scale is None else x * jax.lax.stop_gradient(self.out_scale[...]).astype(x.dtype)
+        return x
+
+    def _added(self, x, out, norm: RMSNorm | None):
+        """x and what mixer or feed-forward give, normed alone or together."""
+        out = out if self.norms_sums else normed(norm, out)
+        x = x + (out if self.residual_scale == 1.0 else out * self.residual_scale)
+        return constrain(normed(norm, x) if self.norms_sums else x, "rows", "positions", None)
+
+
+def normed(norm: RMSNorm | None, x):
+    """x `[...,D]` after the norm, where there is one."""
+    return x if norm is None else norm(x)
