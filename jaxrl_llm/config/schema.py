@@ -305,12 +305,11 @@ SECTIONS = {
     "watch": "Watchdog and warnings. See docs/reliability.md.",
 }
 
-COLDEST = 0.001  # temperature above 0
+COLDEST = 0.001  # temperature above 0: at lower ones float32 does not hold the log-probs
 # The options of sampling: their types and bounds, in a run, its evaluations, the commands and the judges that it loads.
 # Where requests over HTTP have bounds of their own, serving/bodies.py has the reason.
 SAMPLING_OPTIONS: Mapping[str, tuple[type, Mapping[str, Any]]] = {
-    # At lower ones than that float32 does not hold the log-probs; 0 is greedy.
-    "temperature": (float, {"minimum": COLDEST, "besides": 0}),
+    "temperature": (float, {"minimum": 0}),  # below COLDEST it is greedy: `SamplingParams`
     "top_p": (float, {"above": 0, "maximum": 1}),
     "top_k": (int, {"minimum": 0}),
     "min_p": (float, {"minimum": 0, "maximum": 1}),
@@ -535,7 +534,7 @@ KEYS = (
         "Longest completion, in tokens, end of text included.", int, minimum=1),
     sampling_option("rollout.temperature", 1.0,
         "Sampling temperature; the trainer's log-probs use the same. 0 is greedy, the likeliest token every time: the "
-        "completions of a prompt are then the same, and log-probs are at temperature 1."),
+        "completions of a prompt are then the same, and log-probs are at temperature 1.", minimum=COLDEST, besides=0),
     sampling_option("rollout.top_p", 1.0,
         "Sample from the smallest set of tokens with this probability; 1 is off."),
     sampling_option("rollout.top_k", 0, "Sample from this many most likely tokens; 0 is off."),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.config.schema import COLDEST
 from jaxrl_llm.distributed.sharding import constrain, vocab_shards
 
 BLOCK = 128  # tokens per block of the two-level inverse CDF
@@ -18,6 +19,7 @@ PARTS = 16  # that GPUs divide the bit patterns of probabilities into at once; a
 class SamplingParams:
     """Temperature and filters, which act in the order temperature, top_k, top_p, min_p; temperature 0 is greedy.
 
+    A temperature below `COLDEST` becomes 0: clients that divide by it write 1e-5 for greedy.
     The others act on the logits before (processors.py). logit_bias: pairs of a token id and what is added to its logit.
     bad_words: sequences of token ids that are not sampled. min_tokens: tokens of a completion before it may end.
     """
@@ -32,6 +34,10 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < COLDEST:
+            object.__setattr__(self, "temperature", 0.0)
 
     @property
     def greedy(self) -> "SamplingParams":

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
-from jaxrl_llm.config.schema import COLDEST, Setting, sampling_option
+from jaxrl_llm.config.schema import Setting, sampling_option
 from jaxrl_llm.data.image_rows import ImageReader, ImageText, Tiles
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.templates import is_conversational, render_prompt
@@ -35,7 +35,7 @@ SETTINGS = {
     setting.name: setting
     for setting in (
         Setting("n", 1, "", int, minimum=1, maximum=128),
-        sampling_option("temperature", 1.0, minimum=0),
+        sampling_option("temperature", 1.0),
         sampling_option("top_p", 1.0),
         sampling_option("top_k", 0, minimum=-1, maximum=MOST_COUNT),  # -1 is off too, as in vLLM
         sampling_option("min_p", 0.0),
@@ -226,8 +226,6 @@ def parse(
         if values["stream"] and (values["echo"] or prompt_logprobs is not None):
             raise BadRequestError("echo and prompt_logprobs are not for streams", code="unsupported", param="stream")
     guide = guide_of(body, tools, tokenizer)
-    if values["temperature"] < COLDEST:  # clients that divide by it write 1e-5 for greedy
-        values["temperature"] = 0.0
     sampling = SamplingParams(
         top_k=max(values["top_k"], 0), logit_bias=_biases(body, vocabulary), bad_words=_bad_words(body, tokenizer),
         **{name: values[name] for name in SAMPLING},

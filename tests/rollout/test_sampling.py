@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from jaxrl_llm.config.schema import SAMPLING_OPTIONS
+from jaxrl_llm.config.schema import COLDEST, sampling_option
 from jaxrl_llm.rollout.sampling import (
     BLOCK,
     RowSampling,
@@ -104,8 +104,7 @@ def test_the_coldest_temperature_is_greedy_and_finite():
     logits = np.concatenate([random_logits(8, 300, scale) for scale in (1e-3, 1.0, 1e4)])
     logits[:, 7] = -np.inf  # a token that is forbidden
     uniforms = np.linspace(0, LARGEST_UNIFORM, len(logits), dtype=np.float32)
-    (_, bounds), options = SAMPLING_OPTIONS["temperature"], {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    coldest, row = bounds["minimum"], np.ones(len(logits), np.float32)
+    options, coldest, row = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}, COLDEST, np.ones(len(logits), np.float32)
     by_row = RowSampling(coldest * row, row, 0 * row.astype(np.int32), 0 * row, -np.ones((len(row), 1), np.int32))
     for tokens, logps in (
         sample(logits, uniforms, SamplingParams(coldest, **options)),
@@ -115,6 +114,12 @@ def test_the_coldest_temperature_is_greedy_and_finite():
         assert sure.sum() >= 14
         np.testing.assert_array_equal(np.asarray(tokens)[sure], logits.argmax(axis=1)[sure])
         assert np.isfinite(logps).all() and not np.asarray(logps)[sure].any()
+
+
+def test_lower_temperatures_are_greedy():
+    """In generation, evaluations and requests alike, as clients that divide by it write 1e-5."""
+    assert SamplingParams(1e-5, top_k=3) == SamplingParams(0.0, top_k=3) != SamplingParams(COLDEST, top_k=3)
+    assert sampling_option("eval.temperature", None).accepts(1e-30)
 
 
 def test_the_chi_square_can_fail():
