@@ -9,11 +9,16 @@ from typing import Any
 
 from jaxrl_llm.rewards.bounded import scores_in_time
 from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
-from jaxrl_llm.rewards.values import boxed_content, last_number, plain
+from jaxrl_llm.rewards.values import boxed_content, last_number, plain, quantity
 
 SECONDS = 5  # for parsing or comparing one expression, by math-verify's own clock
 ROW_SECONDS = 12.0  # for all of a completion, by ours
 LONGEST = 1000  # characters of an expression
+# Patterns of what math-verify does not read, or misreads, and what means the same.
+SYNONYMS = {
+    r"\\\$": "", "~": " ", r"\\lbrace": r"\\{", r"\\rbrace": r"\\}", r"\\varnothing": r"\\emptyset",
+    r"(?<![.,;\s])\s*[.,;]\s*$": "",
+}  # fmt: skip
 
 
 def numeric_answer(
@@ -46,11 +51,12 @@ def math_accuracy(
 ) -> list[float | None]:
     r"""1.0 where the completion's LaTeX answer, its last `\boxed{}` first, equals `answer` as mathematics, else 0.0.
 
-    None where answer is None or cannot be parsed. Of an equation the last side counts, unless two of its sides are
-    different numbers (`41=42`); several answers (`42 or 43`) equal no single one. With `after`, `</think>` for example,
-    only what follows the last such text is read, and a completion without it scores 0.0. It needs the package
-    math-verify (`pip install jaxrl_llm[math]`), which runs in processes of its own: a completion that takes more than
-    12 seconds, or whose answer has more than 1000 characters, scores 0.0, the former with a warning.
+    None where answer is None or cannot be parsed. Numbers are read as `boxed_accuracy` reads them, and units are passed
+    over. Of an equation the last side counts, unless two of its sides are different numbers (`41=42`); several answers
+    (`42 or 43`) equal no single one. With `after`, `</think>` for example, only what follows the last such text is
+    read, and a completion without it scores 0.0. It needs the package math-verify (`pip install jaxrl_llm[math]`),
+    which runs in processes of its own: a completion that takes more than 12 seconds, or whose answer has more than 1000
+    characters, scores 0.0, the former with a warning.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise RewardError("math_accuracy needs the package math-verify: pip install math-verify")
@@ -84,11 +90,12 @@ def verified(texts: Sequence[str], answers: Sequence[str]) -> list[float | None]
 
     rewards: list[float | None] = []
     for text, wanted in zip(texts, answers, strict=True):
-        gold = parsed(_delimited(wanted))
+        box, right = readable(boxed_content(text)), readable(boxed_content(wanted) or wanted)
+        # Without delimiters the parser takes `\frac{1}{2}` for text.
+        gold = parsed(right if re.search(r"\$|\\\(|\\\[", right) else f"${right}$")
         if not gold:
             rewards.append(None)
             continue
-        box, right = boxed_content(text), boxed_content(wanted) or wanted
         if len(box) > LONGEST or (several(box, gold[0]) and not several(right)):
             rewards.append(0.0)
             continue
@@ -97,6 +104,21 @@ def verified(texts: Sequence[str], answers: Sequence[str]) -> list[float | None]
         agree = all(verify(*pair, timeout_seconds=SECONDS) for chain in chains for pair in itertools.pairwise(chain))
         rewards.append(float(agree and verify(gold, answer, timeout_seconds=SECONDS)))
     return rewards
+
+
+def readable(expression: str) -> str:
+    r"""The expression as math-verify reads it: of a quantity its number, else without what it stumbles over.
+
+    To it `1\,234` is 1 + 234, `2 3/4`, `5 000`, `1e5` and `5 km` are products, `0.\overline{3}` is 0, `\$5` nothing. A
+    percent sign it knows itself.
+    """
+    number = quantity(plain(expression.replace(r"\$", "$")).strip("$ "))
+    if number is not None and not number.percent and not re.fullmatch(r"[-+]?\d*\.?\d+", expression):
+        above, below = number.value.as_integer_ratio()
+        return str(above) if below == 1 else rf"\frac{{{above}}}{{{below}}}"
+    for name, common in SYNONYMS.items():
+        expression = re.sub(rf"{name}(?![A-Za-z])", common, expression)
+    return expression.strip()
 
 
 def several(expression: str, gold: Any = None) -> bool:
@@ -124,8 +146,3 @@ def equated_numbers(value: Any) -> list[list[Any]]:
     equations = [part.atoms(Eq) if isinstance(part, Basic) else () for part in parts]
     chains = [[side for equation in each for side in equation.args] for each in equations]
     return [[side for side in chain if side.is_number and side != E and not side.has(AppliedUndef)] for chain in chains]
-
-
-def _delimited(answer: str) -> str:
-    r"""An answer with LaTeX delimiters, without which the parser takes `\frac{1}{2}` for text."""
-    return answer if re.search(r"\$|\\boxed|\\\(|\\\[", answer) else f"${answer}$"

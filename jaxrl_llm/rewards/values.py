@@ -76,7 +76,8 @@ class Quantity(NamedTuple):
 def plain(text: str) -> str:
     r"""LaTeX, Markdown and typeset signs in one plain form, white space as single spaces.
 
-    `\dfrac12` and `\frac{1}{2}` are `1/2`, `\text{A}` is `A`, `5\,000` is `5000`, `**5**` is `5`, U+2212 is `-`.
+    `\dfrac12` and `\frac{1}{2}` are `1/2`, `0.\overline{3}` is `1/3`, `\text{A}` is `A`, `5\,000` is `5000`, `**5**` is
+    `5`, U+2212 is `-`.
     """
     text = text.translate(SIGNS).replace("{,}", ",")
     text = re.sub(r"(?<![^\s(=:])–(?=[$€£¥]?\.?\d)", "-", text)  # an en dash that can only be a sign
@@ -89,6 +90,8 @@ def plain(text: str) -> str:
         text = re.sub(r"\\[()\[\]]", "", text)
         numerator = r"(?:\s?\{\s?([-+]?[\d.,]{1,50})\s?\}|\s?(\d))"
         text = re.sub(rf"\\[dtc]?frac{numerator}{numerator}", _fraction, text)
+        repeated = r"\\(?:overline|bar|dot)\s?(?:\{\s?(\d{1,50})\s?\}|(\d))(?!\d)"
+        text = re.sub(rf"(?<![\d.,])(\d{{0,50}})\.(\d{{0,50}}){repeated}", _repeating, text)
         text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
     text = re.sub(rf"(?<=\d){_THIN}(?=\d{{3}}(?!\d))", "", text)
     text = re.sub(_THIN, " ", text)
@@ -107,9 +110,20 @@ def _fraction(match: re.Match[str]) -> str:
     return f"{space}{match[1] or match[2]}/{match[3] or match[4]} "
 
 
+def _repeating(match: re.Match[str]) -> str:
+    """The fraction that a repeating decimal is: 0.1666... = (16 - 1) / (10 * 9)."""
+    first, period = match[1] + match[2], match[3] or match[4]
+    value = Fraction(int(first + period) - int(first or 0), 10 ** len(match[2]) * (10 ** len(period) - 1))
+    return f"{value.numerator}/{value.denominator} "
+
+
 def quantity(text: str) -> Quantity | None:
-    """The number that a plain text is, with its unit; None for any other text, or one that holds several."""
-    number, rest = _leading(text)
+    """The number that a plain text is, with its unit; None for any other text, or one that holds several.
+
+    `12 000` is one number where nothing else stands before it, as `12 3` is two.
+    """
+    spaced = r"^[-+]?\d{1,3}(?: \d{3})+(?!\d)"
+    number, rest = _leading(re.sub(spaced, lambda match: match[0].replace(" ", ""), text))
     rest = rest.removesuffix(".")
     if number is None or (rest.strip() and (not UNIT.fullmatch(rest) or NO_UNIT.search(rest))):
         return None

@@ -180,6 +180,28 @@ def test_math_accuracy():
     assert math_accuracy([r"\boxed{42} \boxed{43}", r"\boxed{x = \pm 1}"], ["43", r"x = \pm 1"]) == [1.0, 1.0]
 
 
+def test_math_accuracy_reads_numbers_as_boxes_do():
+    """math-verify alone finds no number in `\\$18.90`, 0 in `0.\\overline{3}` and `5 000`, 235 in `1\\,234`."""
+    pytest.importorskip("math_verify")
+    numbers = {
+        r"\$18.90": "18.9", r"\$32,\!348": "32348", r"0.\overline{3}": r"\frac13", r"0.1\dot{6}": r"\frac16",
+        "5 000": "5000", r"1\,234": "1234", "1e5": "100000", "2 3/4": r"\frac{11}{4}", "2.5 million": "2500000",
+        "5 dollars": "5", "42 km/h": "42", "12 000 000": "12000000", "7.": "7",
+    }  # fmt: skip
+    texts = {r"\lbrace 1, 2\rbrace": r"\{1,2\}", r"\varnothing": r"\emptyset", "A.": r"\text{A}", r"x = \$5": "5"}
+    pairs = [pair for one, other in (numbers | texts).items() for pair in ((one, other), (other, one))]
+    got = math_accuracy([rf"\boxed{{{one}}}" for one, _ in pairs], [other for _, other in pairs])
+    assert not [pair for pair, each in zip(pairs, got, strict=True) if each != 1.0]
+    wrong = [
+        ("0", r"0.\overline{3}"),
+        ("235", r"1\,234"),
+        ("0", "5 000"),
+        ("5/4", "2 3/4"),
+        ("1.2", r"\lbrace 1,2\rbrace"),
+    ]
+    assert math_accuracy([rf"\boxed{{{box}}}" for box, _ in wrong], [answer for _, answer in wrong]) == [0.0] * 5
+
+
 def test_math_accuracy_behind_the_thoughts_is_that_of_trl():
     rewards = pytest.importorskip("trl.rewards")
     pytest.importorskip("math_verify")
