@@ -15,19 +15,17 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images, Inputs, PackedLayout
 from jaxrl_llm.algorithms.distillation import prefix_logps
 from jaxrl_llm.distributed.sharding import constrain
-from jaxrl_llm.models.chunked_softmax import (
+from jaxrl_llm.models.chunked_divergences import (
     AlignedDistributions,
     Distributions,
-    Slopes,
     TopTokens,
     UldOptions,
     chunked_divergence,
     chunked_kl,
-    chunked_logps,
     chunked_top,
     chunked_uld,
-    log_sum_squares,
 )
+from jaxrl_llm.models.chunked_softmax import Slopes, chunked_logps, log_sum_squares
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.transformer import Net, Params, Transformer
 

@@ -28,7 +28,8 @@ from jaxrl_llm.distributed.sharding import (
 )
 from jaxrl_llm.models import chunked_softmax, moe
 from jaxrl_llm.models.adapters import lora
-from jaxrl_llm.models.chunked_softmax import AlignedDistributions, UldOptions, chunked_logps, chunked_uld
+from jaxrl_llm.models.chunked_divergences import AlignedDistributions, UldOptions, chunked_uld
+from jaxrl_llm.models.chunked_softmax import chunked_logps
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.files.safetensors import Files
 from jaxrl_llm.models.kernels.decode_attention import decode_attention

@@ -10,7 +10,7 @@ import pytest
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.algorithms.distillation import generalized_jsd, with_tail, without_tail
 from jaxrl_llm.distributed.sharding import path_name
-from jaxrl_llm.models import chunked_softmax
+from jaxrl_llm.models import chunked_divergences, chunked_softmax
 from jaxrl_llm.models.layers import soft_cap
 from jaxrl_llm.models.logprobs import chunked_logps, log_sum_squares, token_logps
 from jaxrl_llm.models.model_config import ModelConfig
@@ -83,8 +83,8 @@ def test_the_kl_of_whole_distributions(monkeypatch, softcap):
     weights = rng.normal(size=(2, 5)).astype(np.float32)
 
     def weighed(hidden, kernel):
-        reference = chunked_softmax.Distributions(*map(jnp.asarray, arrays[2:]))
-        kl = chunked_softmax.chunked_kl(hidden, kernel, reference, 0.7, softcap)
+        reference = chunked_divergences.Distributions(*map(jnp.asarray, arrays[2:]))
+        kl = chunked_divergences.chunked_kl(hidden, kernel, reference, 0.7, softcap)
         return (weights * kl).sum(), kl
 
     (_, found), gradients = jax.jit(jax.value_and_grad(weighed, (0, 1), has_aux=True))(*map(jnp.asarray, arrays[:2]))
@@ -192,11 +192,11 @@ def test_the_divergence_of_a_teacher(monkeypatch, beta, top_k, of_policy, tail, 
         return generalized_jsd(own, theirs, beta)
 
     def chunked(hidden, kernel):
-        teacher = chunked_softmax.Distributions(other, head, jnp.float32(1.5))
+        teacher = chunked_divergences.Distributions(other, head, jnp.float32(1.5))
         if top_k and not of_policy:
-            teacher = chunked_softmax.chunked_top(other, head[:, :31], 0.7, top_k, 1.5)
+            teacher = chunked_divergences.chunked_top(other, head[:, :31], 0.7, top_k, 1.5)
         options = (top_k if of_policy else 0, tail, least)
-        return chunked_softmax.chunked_divergence(hidden, kernel, teacher, 0.7, beta, 2.0, None, *options)
+        return chunked_divergences.chunked_divergence(hidden, kernel, teacher, 0.7, beta, 2.0, None, *options)
 
     def run(function):
         def weighed(*arguments):
@@ -208,9 +208,9 @@ def test_the_divergence_of_a_teacher(monkeypatch, beta, top_k, of_policy, tail, 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
     assert np.abs(expected[1][1]).max() > 0.001
     if not top_k:  # a policy with more tokens than its teacher
-        narrow = chunked_softmax.Distributions(other, head[:, :29])
+        narrow = chunked_divergences.Distributions(other, head[:, :29])
         own = jax.nn.log_softmax((hidden @ kernel)[..., :29])
         by_hand = generalized_jsd(own, jax.nn.log_softmax(other @ head[:, :29]), beta)
         np.testing.assert_allclose(
-            chunked_softmax.chunked_divergence(hidden, kernel, narrow, 1.0, beta), by_hand, atol=1e-5
+            chunked_divergences.chunked_divergence(hidden, kernel, narrow, 1.0, beta), by_hand, atol=1e-5
         )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.distillation import generalized_jsd, with_tail, without_tail
-from jaxrl_llm.models.chunked_softmax import Distributions, chunked_divergence
+from jaxrl_llm.models.chunked_divergences import Distributions, chunked_divergence
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("trl", minversion="1.16")

@@ -15,7 +15,8 @@ from jaxrl_llm.algorithms.aggregation import loss_weights
 from jaxrl_llm.algorithms.distillation import prefix_logps
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models import chunked_softmax
-from jaxrl_llm.models.chunked_softmax import AlignedDistributions, UldOptions, chunked_logps, chunked_uld
+from jaxrl_llm.models.chunked_divergences import AlignedDistributions, UldOptions, chunked_uld
+from jaxrl_llm.models.chunked_softmax import chunked_logps
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.teachers.cross_tokenizer import CrossTokenizer, CrossTokenizerSpec, at_ends

@@ -23,7 +23,8 @@ from jaxrl_llm.algorithms.off_policy import (
     rejection_mask,
 )
 from jaxrl_llm.algorithms.policy_losses import top_entropy_mask
-from jaxrl_llm.models.chunked_softmax import Distributions, Slopes
+from jaxrl_llm.models.chunked_divergences import Distributions
+from jaxrl_llm.models.chunked_softmax import Slopes
 from jaxrl_llm.models.logprobs import TokenStatistics, token_logps, token_statistics
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.distillation import (
