@@ -410,8 +410,9 @@ def local_rows(tree):
     return jax.tree.map(leaf, tree)
 
 
-def local_start(rows: jax.Array | np.ndarray) -> int:
-    """The index at which this process's own rows of a global array begin; 0 for numpy arrays."""
+def local_range(rows: jax.Array | np.ndarray) -> slice:
+    """The rows of a global array that are this process's own, which are adjacent; all of a numpy array."""
     if not isinstance(rows, jax.Array) or rows.is_fully_addressable:
-        return 0
-    return min(shard.index[0].start or 0 for shard in rows.addressable_shards)
+        return slice(0, len(rows))
+    found = [shard.index[0].indices(len(rows)) for shard in rows.addressable_shards]
+    return slice(min(start for start, _, _ in found), max(stop for _, stop, _ in found))

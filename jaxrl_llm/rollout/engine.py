@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.sharding import local_start, on_device, path_name, row_shards
+from jaxrl_llm.distributed.sharding import local_range, on_device, path_name, row_shards
 from jaxrl_llm.models.adapters.lora import copied, has_adapters, merge
 from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.layers import XIELU_NUMBERS
@@ -202,7 +202,7 @@ class Engine:
         count = local * self.group_size
         shard_slots = self.shard_slots(shards, count)
         scheduler = Scheduler(local, self.group_size, shards, shard_slots, self.shrink, (prompts.shape[1], longest))
-        first_own = local_start(prompts) * self.group_size
+        first_own = local_range(prompts).start * self.group_size
         turns = None if turn_server is None else TurnTracker(turn_server, count * shards, first_own, longest)
         finished_rows = FinishedRows(on_finished if turns is None else None, count * shards, first_own)
         borders = None if on_border is None else Borders(on_border, count * shards, begun)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxrl_llm.distributed.sharding import local_rows, local_start
+from jaxrl_llm.distributed.sharding import local_range, local_rows
 from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
 
 MIN_TOKENS = 8  # observation tokens that are read at once; for fewer the program is not worth compiling
@@ -68,30 +68,31 @@ class TurnTracker:
 
         tokens `[G,R,C]` on the devices; lengths and finished `[G,R]`. With `wait`, waits for one row to be answered.
         """
-        numbers = grid.numbers(self.rows)
+        numbers, own = grid.numbers(self.rows), local_range(tokens)
+        own_rows, own_lengths = numbers[own] - self.first_row, lengths[own]
         ended = finished & (numbers != IDLE) & ~self.waiting[numbers] & ~self.over[numbers]
         if ended.any():
-            rows, start = local_rows(tokens), local_start(tokens)
-            for g, r in np.argwhere(ended[start : start + len(rows)]):
-                completion = rows[g, r, : lengths[start + g, r]].tolist()
-                self.server.submit(int(numbers[start + g, r]) - self.first_row, completion)
+            rows = local_rows(tokens)
+            for g, r in np.argwhere(ended[own]):
+                self.server.submit(int(own_rows[g, r]), rows[g, r, : own_lengths[g, r]].tolist())
             self.waiting[numbers[ended]] = True
         if not self.waiting.any():
             return None
-        answers = {row + self.first_row: answer for row, answer in self.server.poll(wait).items()}
+        answers = self.server.poll(wait)
         # A process knows the answers of its own rows only, but all must run the same program on the same arrays: they
-        # agree on the width, a power of two so that few programs are compiled, and add up arrays that are 0 in the
-        # rows of others.
-        longest = _over_processes(np.asarray(max((len(answer or ()) for answer in answers.values()), default=0)), max)
-        width = 1 << max(int(longest) - 1, 0).bit_length()
-        observed = np.zeros((*numbers.shape, width), np.int32)
-        counts, answered, over = (np.zeros(numbers.shape, np.int32) for _ in range(3))
-        for g, r in np.argwhere(np.isin(numbers, list(answers))):
-            answer = answers[int(numbers[g, r])]
-            answered[g, r], over[g, r] = 1, answer is None
-            if answer is not None:
-                observed[g, r, : len(answer)], counts[g, r] = answer, len(answer)
-        observed, counts, answered, over = (_over_processes(x, sum) for x in (observed, counts, answered, over))
+        # agree on the width, a power of two so that few programs are compiled, and each gives its slots alone.
+        longest = max((len(answer or ()) for answer in answers.values()), default=0)
+        agreed = _of_processes(np.array([longest, own.start]))
+        width = 1 << max(int(agreed[:, 0].max()) - 1, 0).bit_length()
+        given = np.zeros((*own_rows.shape, width + 3), np.int32)  # tokens; how many, whether answered, whether over
+        for g, r in np.argwhere(np.isin(own_rows, list(answers))):
+            answer = answers[int(own_rows[g, r])]
+            given[g, r, : len(answer or ())] = answer or ()
+            given[g, r, width:] = len(answer or ()), 1, answer is None
+        found = np.zeros((*numbers.shape, width + 3), np.int32)
+        for start, part in zip(agreed[:, 1], _of_processes(given), strict=True):
+            found[start : start + len(part)] += part  # where several have the same slots, one alone gives answers
+        observed, (counts, answered, over) = found[..., :width], np.moveaxis(found[..., width:], -1, 0)
         truncated = (counts > 0) & (lengths + counts >= self.max_length)
         counts = np.where(truncated, 0, counts)
         self.waiting[numbers[answered > 0]] = False
@@ -114,5 +115,6 @@ def slots_to_read(counts: np.ndarray, least: int = MIN_TOKENS) -> np.ndarray | N
     return index
 
 
-def _over_processes(x: np.ndarray, merge) -> np.ndarray:
-    return x if jax.process_count() == 1 else merge(np.asarray(multihost_utils.process_allgather(x)))
+def _of_processes(x: np.ndarray) -> np.ndarray:
+    """The arrays of all processes, `[processes,...]`."""
+    return x[None] if jax.process_count() == 1 else np.asarray(multihost_utils.process_allgather(x))

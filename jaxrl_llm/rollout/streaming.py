@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.distributed.sharding import local_rows, local_start
+from jaxrl_llm.distributed.sharding import local_range, local_rows
 from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
 
 OnFinished = Callable[[int, list[int]], None]  # gets a row of this process, from 0, and its tokens
@@ -33,9 +33,9 @@ class FinishedRows:
         if not fresh.any():
             return []
         self.collected[numbers[fresh]] = True
-        rows, start = local_rows(tokens), local_start(tokens)
-        slots = [(g, r, start + g) for g, r in np.argwhere(fresh[start : start + len(rows)])]
-        return [(int(numbers[at, r]) - self.first_row, rows[g, r, : lengths[at, r]].tolist()) for g, r, at in slots]
+        rows, own = local_rows(tokens), local_range(tokens)
+        numbers, lengths = numbers[own] - self.first_row, lengths[own]
+        return [(int(numbers[g, r]), rows[g, r, : lengths[g, r]].tolist()) for g, r in np.argwhere(fresh[own])]
 
     def report(self, rows: list[tuple[int, list[int]]]) -> None:
         """Call back with rows that were collected: after the next chunk is dispatched, so that devices do not wait."""
