@@ -22,6 +22,7 @@ import ast
 import builtins
 import contextlib
 import functools
+import importlib
 import itertools
 import json
 import marshal
@@ -29,6 +30,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +50,19 @@ NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 MODULES = {"np": "numpy", "pd": "pandas"} | {
     name: name for name in ("numpy", "pandas", "pytest", *sys.stdlib_module_names)
 }
+# What a judge of functions imports for the program, whose starter code says List[int]: LiveCodeBench's modules, in its
+# order, and all that is in them; a later name counts, before them builtins, and first the modules themselves.
+JUDGED_WITH = (
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
+    "functools", "operator", "io", "sys", "json", "typing",
+)  # fmt: skip
+GIVEN = {
+    name: f"{module.__name__}:{name}"
+    for module in map(importlib.import_module, JUDGED_WITH)
+    for name in getattr(module, "__all__", vars(module))
+    if not name.startswith("_") and not hasattr(builtins, name)
+} | {module: module for module in JUDGED_WITH}
+PYTHON = ("python", "python3", "py", "py3")
 
 
 def code_tests(
@@ -64,14 +79,15 @@ def code_tests(
 ) -> list[float | None]:
     """1.0 where the completion's program passes all `tests`, else 0.0; with `partial` the share that it passes.
 
-    The program is the last fenced code block of the completion, or all of it; None where tests is None. `seconds`,
-    `memory_mb` and `processes` limit it (per standard input; together for tests in Python and of a function); without
-    `partial` the first test that fails is the last that is run. `at_once` programs run at the same time (0: as many as
-    processors). Where the machine lacks isolation layers (walls) that keep programs from network, files and other
-    processes, there is a warning, or an error with `require_walls`.
+    The program is the last fenced code block of the completion that says it is Python, or the last one, or all of it;
+    None where tests is None. `seconds`, `memory_mb` and `processes` limit it (per standard input; together for tests in
+    Python and of a function); without `partial` the first test that fails is the last that is run. `at_once` programs
+    run at the same time (0: as many as processors). Where the machine lacks isolation layers (walls) that keep programs
+    from network, files and other processes, there is a warning, or an error with `require_walls`.
 
     HumanEval's tests, which define `check(candidate)` and leave the call out, are called with the function that the
-    column `entry_point` names; LiveCodeBench's of the type functional call the `func_name` of the column `metadata`.
+    column `entry_point` names; LiveCodeBench's of the type functional call the `func_name` of the column `metadata`. A
+    program that is tested by calls of a function may use List, deque, math and the like (GIVEN) without importing them.
     Raises RewardError: tests that have none of the forms of this module, a limit that is not above 0.
     """
     limits = Limits(seconds, memory_mb, processes)
@@ -83,9 +99,22 @@ def code_tests(
 
 
 def program_of(text: str) -> str:
-    """The last fenced code block of a text, or the whole text when there is none."""
-    blocks = re.findall(r"```[a-zA-Z0-9+]*[ \t]*\n(.*?)(?:```|\Z)", text, re.DOTALL)
-    return blocks[-1] if blocks else text
+    """The last fenced code block of a text that says it is Python, else the last one, else the whole text."""
+    blocks: list[tuple[str, list[str]]] = []
+    is_open = False
+    for line in text.replace("\r\n", "\n").split("\n"):
+        if is_open:
+            end = re.match(r"\s*```|([^`]+)```\s*$", line)  # backticks within a line of code are none
+            blocks[-1][1].extend([line] if end is None else filter(None, [end[1]]))
+            is_open, line = end is None, "" if end is None else line[end.end() :]
+        if not is_open and (opening := re.search(r"```([^`]*)$", line)):
+            blocks.append((opening[1].lower().partition(" ")[0], []))
+            is_open = True
+    if not blocks:
+        return text
+    in_python = [lines for tag, lines in blocks if tag in PYTHON]
+    program = "".join(f"{line}\n" for line in (in_python or [lines for _, lines in blocks])[-1])
+    return textwrap.dedent(program) if program[:1] in (" ", "\t") else program  # a block in a list is indented
 
 
 def _share(source: str, tests: list[Any] | None, limits: Limits, partial: bool) -> float | None:
@@ -95,8 +124,12 @@ def _share(source: str, tests: list[Any] | None, limits: Limits, partial: bool) 
     if isinstance(tests[0], tuple):
         verdicts = (_prints(source, stdin, output, limits) for stdin, output in tests)
         return sum(verdicts) / len(tests) if partial else float(all(verdicts))
+    given = None
+    if isinstance(tests[0], dict):
+        given = {name: GIVEN[name] for name in GIVEN.keys() & set(re.findall(r"\w+", source, re.ASCII))}
     sources = tuple(test for test in tests if isinstance(test, str))
-    passed = len(run_tests(source, {"tests": tests, "whole": not partial, **_names(sources)}, limits).passed)
+    job = {"tests": tests, "whole": not partial, "given": given, **_names(sources)}
+    passed = len(run_tests(source, job, limits).passed)
     return passed / len(tests) if partial else float(passed == len(tests))
 
 

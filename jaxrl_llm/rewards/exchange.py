@@ -84,7 +84,7 @@ class Peer:
         line = self.reader.readline(LONGEST)
         try:
             kind, *content = json.loads(line)
-            if kind not in ("ready", "ask", "give", "raise"):
+            if kind not in ("load", "ready", "ask", "give", "raise"):
                 raise ValueError(kind)
         except (ValueError, TypeError, RecursionError):
             raise self.gone() from None
@@ -311,7 +311,11 @@ def _plain(value: Any) -> Any:
 
 
 def serve(read: int, write: int, guard: Sequence[str] = ()) -> None:
-    """Run program.py as a module of its own, and answer calls of what it defines until the tests are over."""
+    """Run program.py as a module of its own, and answer calls of what it defines until the tests are over.
+
+    The first message of the tests has the names that a program of their kind may use without importing them, as
+    `bring_in` takes them, or None.
+    """
     sys.set_int_max_str_digits(0)
     # Not __main__: what a program does when it is run as a script is not asked for.
     module = types.ModuleType("program")
@@ -339,11 +343,24 @@ def serve(read: int, write: int, guard: Sequence[str] = ()) -> None:
         with open(path, "rb") as file:  # noqa: PTH123
             exec(compile(file.read(), path, "exec"), hook)
         hook["guard"](folder)
+    _, given = peer.receive()
+    if given is not None:
+        sys.setrecursionlimit(50_000)  # as LiveCodeBench has it
+        bring_in(space, given)
     with contextlib.suppress(SystemExit):  # what it has defined until then is there
         exec(compile(source, "program.py", "exec", dont_inherit=True), space)
     peer.send("ready")
     while True:
         peer.answer(*peer.receive()[1:])
+
+
+def bring_in(space: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Put modules ("math") and attributes of modules ("math:inf") into a namespace, those that are installed."""
+    for name, origin in names.items():
+        module, _, attribute = origin.partition(":")
+        with contextlib.suppress(ImportError):
+            found = importlib.import_module(module)
+            space[name] = getattr(found, attribute) if attribute else found
 
 
 # --- the tests' side --------------------------------------------------------------------------------------------------
@@ -391,8 +408,8 @@ def run_tests(job: Mapping[str, Any], read: int, write: int, passed: Callable[[i
 
     A test is Python code, or a mapping with `function`, `arguments` and `results`, each of which is right. `uncalled`
     names functions and classes that tests define and do not use: those of pytest and unittest are run. `library` has
-    the modules and attributes of modules that tests use without importing them ("math", "math:inf"), `shadowed` the
-    builtins that the program may define.
+    the modules and attributes of modules that tests use without importing them, `given` those that the program may use
+    so (`serve`), `shadowed` the builtins that the program may define.
     """
     sys.set_int_max_str_digits(0)
     sys.meta_path.append(LatePackages())
@@ -419,6 +436,7 @@ def run_tests(job: Mapping[str, Any], read: int, write: int, passed: Callable[[i
 
     peer = Peer(read, write, perform, trusts=False)
     try:
+        peer.send("load", job["given"])
         if peer.receive() != ["ready"]:
             return
     except BaseException:  # a program that ends while it is loaded passes nothing
@@ -431,11 +449,7 @@ def run_tests(job: Mapping[str, Any], read: int, write: int, passed: Callable[[i
         return names.of_program(name)
 
     vars(solution)["__getattr__"] = imported
-    for name, origin in job["library"].items():
-        module, _, attribute = origin.partition(":")
-        with contextlib.suppress(ImportError):
-            found = importlib.import_module(module)
-            space[name] = getattr(found, attribute) if attribute else found
+    bring_in(space, job["library"])
     for index, test in enumerate(job["tests"]):
         try:
             if isinstance(test, dict):

@@ -22,7 +22,11 @@ def test_programs_are_found():
     assert program_of(ADD) == "def add(a, b):\n    return a + b\n"
     assert program_of("print(1)") == "print(1)"
     assert program_of("```py\na\n```\n then ```python3\nb\n```") == "b\n"
-    assert program_of("```python\ncut off") == "cut off"
+    assert program_of("```python\ncut off") == "cut off\n"
+    assert program_of("```python\na\n```\nIt prints:\n```\n6\n```\n```text\n7\n```") == "a\n"
+    assert program_of("```\na\n```\n```cpp\nb\n```") == "b\n"
+    assert program_of("<think>```python\na\n```</think>```Python\r\n# ```x```\r\nb\r\n```\r\n") == "# ```x```\nb\n"
+    assert program_of("1. As\n   ``` py title=x\n   if a:\n\n       b\n   ```") == "if a:\n\n    b\n"
 
 
 def test_tests_in_python():
@@ -181,6 +185,19 @@ def test_calls_of_humaneval_and_livecodebench():
     programs = ["class Solution:\n    def g(self, a, b): return sum(a) + b", "def g(a, b): return 7"]
     functional = json.dumps([{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}])
     assert code_tests(programs, [functional] * 2, metadata=['{"func_name": "g"}'] * 2) == [1.0, 0.0]
+    # Starter code of LeetCode's kind, which is judged with these names; plain Python has none of them.
+    starter = "class Solution:\n    def g(self, a: List[int]) -> Optional[int]:\n        return "
+    programs = [
+        starter + "math.gcd(*a) + heappop(a) + reduce(max, a, 0)",
+        "from __future__ import annotations\n" + starter + "len(Counter(a)) + 6",
+        "def g(a, depth=20_000): return 8 if depth == 0 else g(a, depth - 1)",
+        "def math(x): return x\ndef g(a): return math(8)",
+        starter + "not_there(a)",
+    ]
+    test = {"fn_name": "g", "inputs": [[[2, 4]]], "outputs": [8]}
+    assert code_tests(programs, [test] * 5) == [1.0, 1.0, 1.0, 1.0, 0.0]
+    assert code_tests(programs[:1], ["assert Solution().g([2, 4]) == 8"]) == [0.0]
+
     for arguments in ("[1", [object()]):
         with pytest.raises(RewardError, match="cannot read the call of f of row 0"):
             code_tests(["x"], [{"fn_name": "f", "inputs": [arguments], "outputs": [1]}])
