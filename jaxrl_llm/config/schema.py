@@ -516,9 +516,10 @@ KEYS = (
         "Tokens in a row of an offline algorithm, prompt and completion together.", int, minimum=1),
     Setting("data.loss_on", "completion",
         "Tokens in the loss of supervised fine-tuning: the completion (in conversations every turn of the assistant), "
-        "the last turn of the assistant only, or all, the prompt included. A turn of weight 0 is never learned. Of a "
+        "the last turn of the assistant only, these as_shown by the template in the whole conversation even where the "
+        "model would be asked otherwise, or all, the prompt included. A turn of weight 0 is never learned. Of a "
         "process reward model every step of the completion, or in training the last_step alone.",
-        choices=("completion", "last_turn", "all", "last_step")),
+        choices=("completion", "last_turn", "as_shown", "all", "last_step")),
     Setting("data.step_separator", None,
         "Text that process_reward_model puts behind each step, at whose last token the model says whether the step is "
         "right; none is a line break. On a command line `\\n` is one.", escapes=True),

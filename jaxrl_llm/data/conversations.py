@@ -11,7 +11,15 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.templates import Message, continued_ends, continued_ids, is_conversational, plain_ids, render_chat
+from jaxrl_llm.data.templates import (
+    QUESTION,
+    Message,
+    continued_ends,
+    continued_ids,
+    is_conversational,
+    plain_ids,
+    render_chat,
+)
 
 Ids = list[int]
 
@@ -69,11 +77,14 @@ def conversation(
     A turn is what the template adds after the text that the model is given to answer: for message `first` that is
     `prompt` (which may end inside it), for later ones the messages before; after none, or the assistant's own, or where
     another's turn is learned, it is what the template writes before any content. A turn that the template ends
-    otherwise once messages follow has as much of its end as both have.
+    otherwise once messages follow has as much of its end as both have. With "as_shown" a turn that the
+    template writes otherwise once messages follow, or than the model would be asked for, is what the whole text has
+    behind the opening of such turns. A last turn that the template
+    ends with no special token, as GLM's, gets the end of a text: the model would not learn to stop.
 
     Raises ConfigError for what a message cannot say of its turn, for a learned turn whose calls the template does not
     show, and where the template renders a turn that has to be found, or what comes before it, differently once others
-    follow: with "all" none has to be.
+    follow: with "all" none has to be, and with "as_shown" that is what is asked for.
     """
     # What is no list of messages is refused where it is rendered.
     own = [_turn_flags(index, message) for index, message in enumerate(messages if is_conversational(messages) else ())]
@@ -95,6 +106,11 @@ def conversation(
                 "shows tool_calls (data.chat_template), or drop the row"
             )
     in_part = {i for i in counted if own[i].end not in (None, i in turns) or (i in turns and own[i].detail)}
+    if in_part and loss_on == "as_shown":
+        raise ConfigError(
+            f"message {min(in_part)} says which part of it is learned (train_end, train_detail), but with "
+            "data.loss_on=as_shown turns are learned whole: leave that out, or set data.loss_on to completion"
+        )
     # The turns to find in the text: these, and those that have this in the mask, all else the opposite.
     on = int(loss_on != "all")
     sought = sorted(in_part | (set(turns) if on else set(counted) - set(turns)))
@@ -105,6 +121,45 @@ def conversation(
         plain = {"role": "assistant"} if message["role"] == "assistant" else message
         stand_ins = ([*messages[:index], {**plain, "content": word}] for word in ("a", "b"))
         return [render_chat(tokenizer, stand_in, False, **options) for stand_in in stand_ins]
+
+    def with_closing(end: int, closing: str) -> int:
+        """The end of a turn whose content ends at `end` in the text, and that the template closes so by itself."""
+        # What both endings share, in whole special tokens: two may begin with the same letters.
+        special = sorted(map(re.escape, tokenizer.get_added_vocab()), key=len, reverse=True)
+        parts = re.compile("|".join([*special, "."]), re.DOTALL)
+        endings = (closing, rendered[end : end + len(closing)])
+        return end + len("".join(_shared(*map(parts.findall, endings))))
+
+    @functools.cache
+    def opening() -> str:
+        """What the template writes before a turn of the assistant, asked for one and showing one."""
+        question = [{"role": "user", "content": QUESTION}]
+        answered = ([*question, {"role": "assistant", "content": word}] for word in ("a", "b"))
+        closed, asked, *shown = (
+            render_chat(tokenizer, *which, **options).partition(QUESTION)[2]
+            for which in ((question, False), (question, True), *((messages, False) for messages in answered))
+        )
+        return _shared(asked, *shown).removeprefix(closed)
+
+    def whole_with_other(index: int) -> list[str]:
+        """The whole text, and those with two other contents of message `index`."""
+        before, after = messages[:index], messages[index + 1 :]
+        stand_ins = ([*before, {**messages[index], "content": word}, *after] for word in ("a", "b"))
+        return [rendered, *(render_chat(tokenizer, stand_in, False, **options) for stand_in in stand_ins)]
+
+    def shown_place(index: int) -> tuple[int, int] | None:
+        """(start, end) of the turn of message `index` where the whole text has it, None where others are within."""
+        texts, ends = whole_with_other(index), messages[: index + 1]
+        start = len(_shared(*texts))
+        left = len(rendered) - len(_shared_end(*texts))
+        contents = (ends, *([*ends[:-1], {**ends[-1], "content": word}] for word in ("a", "b")))
+        closing = _shared_end(*(render_chat(tokenizer, content, False, **options) for content in contents))
+        # What is before an empty content and behind it may begin alike.
+        end = with_closing(max(start, left), closing[max(start - left, 0) :])
+        opened = rendered.rfind(opening(), done, start)
+        if index + 1 < len(messages) and end > len(_shared(*whole_with_other(index + 1))):
+            return None
+        return start if opened < 0 else opened + len(opening()), end
 
     def place(index: int) -> tuple[int, int] | None:
         """(start, end) of the turn of message `index` in the text, None where the template writes it differently."""
@@ -121,21 +176,17 @@ def conversation(
             return None
         if rendered.startswith(answered):
             return (len(asked), len(answered)) if len(asked) <= len(answered) else None
-        closing = _shared(*(text[::-1] for text in (answered, *others())))[::-1]
+        closing = _shared_end(answered, *others())
         end = len(answered) - len(closing)
         if end < len(asked) or not rendered.startswith(answered[:end]):
             return None
-        # What both endings share, in whole special tokens: two may begin with the same letters.
-        special = sorted(map(re.escape, tokenizer.get_added_vocab()), key=len, reverse=True)
-        parts = re.compile("|".join([*special, "."]), re.DOTALL)
-        endings = (closing, rendered[end : end + len(closing)])
-        return len(asked), end + len("".join(_shared(*map(parts.findall, endings))))
+        return len(asked), with_closing(end, closing)
 
     def letters(index: int, start: int, end: int) -> list[bool]:
         """Of each letter of the turn of message `index` whether it is learned."""
         flags, content = own[index], messages[index].get("content")
         answered = render_chat(tokenizer, messages[: index + 1], False, **options)
-        closing = _shared(*(text[::-1] for text in (answered, *with_other(index))))
+        closing = _shared_end(answered, *with_other(index))
         behind = len(answered) - len(closing) - start  # the content
         found = [index in turns and not flags.detail] * behind
         for span in flags.detail if index in turns else ():
@@ -159,12 +210,15 @@ def conversation(
     done = 0
     for index in (*sought, None):
         found = (len(rendered), len(rendered)) if index is None else place(index)
+        if index is not None and loss_on == "as_shown" and (found is None or found[0] < done):
+            found = shown_place(index)
         # A turn's tokens must be those that sampling would make.
         if found is None or found[0] < done:
             ways = []
             if loss_on in ("completion", "last_turn"):
                 last = loss_on == "completion" and index not in turns[-1:] and any(map(place, turns[-1:]))
                 ways = ["learn the last turn alone (data.loss_on=last_turn)"] * last
+                ways += ["learn turns as the whole conversation shows them (data.loss_on=as_shown)"]
                 ways += ["learn every token (data.loss_on=all)"]
             ways += ["set the template's options (data.chat_template_kwargs)", "name a template that only appends"]
             raise ConfigError(
@@ -186,7 +240,10 @@ def conversation(
         # tokens the others are as the first.
         for start, end in zip([0, *ends], ends, strict=False):
             mask.append(int(all(each[start:end])) if end > start or not mask else mask[-1])
-    return ids, mask
+    last, special = len(messages) - 1, tuple(tokenizer.get_added_vocab())
+    if last in turns and own[last].end is not False and not rendered.rstrip().endswith(special):
+        ids, mask = ended(tokenizer, ids, rendered), [*mask, 1]
+    return ids, mask[: len(ids)]
 
 
 def _called(message: Message) -> list[str]:
@@ -235,6 +292,11 @@ def _turn_flags(index: int, message: Message) -> TurnFlags:
 def _shared(*sequences: Any) -> Any:
     """What the texts, or the lists, all begin with."""
     return sequences[0][: sum(1 for _ in takewhile(lambda items: len(set(items)) == 1, zip(*sequences, strict=False)))]
+
+
+def _shared_end(*texts: str) -> str:
+    """What the texts all end with."""
+    return _shared(*(text[::-1] for text in texts))[::-1]
 
 
 def joined(prompt: Sequence[Message], completion: Any) -> list[Message]:

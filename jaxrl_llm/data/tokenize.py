@@ -28,7 +28,7 @@ PIXELS = "pixels"  # the tiles [tiles,H,W,C] of an example, fp32, as the image p
 TEXTS = ("prompt", "completion", "messages", "text", "chosen", "rejected")  # columns that a row is made of
 HOPELESS = 100_000  # letters from which on a text may be too long to be tokenised at all
 OVERLONG = ("error", "filter", *TRUNCATE)
-LOSS_ON = ("completion", "last_turn", "all", "last_step")
+LOSS_ON = ("completion", "last_turn", "as_shown", "all", "last_step")
 # The columns of token ids that the rows of each kind have, and those of their masks.
 COLUMNS = {
     "prompts": (("prompt_ids",), ()),

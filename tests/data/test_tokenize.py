@@ -11,6 +11,7 @@ from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.loading import token_rows
 from jaxrl_llm.data.opening import DataSource
 from jaxrl_llm.data.pairs import split_pair
+from jaxrl_llm.data.templates import tool_calls
 from jaxrl_llm.data.tokenize import LOSS_ON, RowTokenizer
 from tests.data.spacing_tokenizer import SPACINGS, spacing_tokenizer
 
@@ -407,11 +408,14 @@ def test_a_template_that_forgets_thoughts(tokenizer, tokenizer_folder):
     assert learned(tokenizer, **last) == "<think></think>d<|end|>" and whole(tokenizer, last["ids"]) == rendered
     (every,) = tokenized("completions", [{"messages": TALK}], tokenizer, loss_on="all")
     assert every == {"ids": last["ids"], "mask": [0] + [1] * (len(last["ids"]) - 1)}
-    ways = r"learn the last turn alone \(data.loss_on=last_turn\), learn every token \(data.loss_on=all\), set the"
+    (shown,) = tokenized("completions", [{"messages": TALK}], tokenizer, loss_on="as_shown")
+    assert learned(tokenizer, **shown) == "b<|end|><think></think>d<|end|>" and shown["ids"] == last["ids"]
+    turns = r"learn turns as the whole conversation shows them \(data.loss_on=as_shown\), "
+    ways = rf"the last turn alone \(data.loss_on=last_turn\), {turns}learn every token \(data.loss_on=all\), set the"
     with pytest.raises(ConfigError, match=f"row 0: .* once message 1 follows, or that message once others do.*{ways}"):
         tokenized("completions", [{"messages": TALK}], tokenizer)
-    # Behind the last turn a question follows: what is left is every token.
-    with pytest.raises(ConfigError, match=r"told from its prompt; learn every token \(data.loss_on=all\), set the"):
+    # Behind the last turn a question follows: what is left is what is shown.
+    with pytest.raises(ConfigError, match=rf"told from its prompt; {turns}learn every token"):
         tokenized("completions", [{"messages": TALK[:3]}], tokenizer)
     # Pairs have no such setting.
     pair = {"prompt": TALK[:1], "chosen": [assistant("b"), user("c"), assistant("d")], "rejected": "x"}
@@ -446,11 +450,11 @@ def test_turns_of_the_assistant_in_a_row(tokenizer, tokenizer_folder, template):
     assert whole(tokenizer, row["ids"]) == tokenizer.apply_chat_template(messages, tokenize=False)
 
 
-# What can be learned with TRL's copies of chat templates: every turn, the last of them, or nothing but all tokens.
+# What can be learned with TRL's copies of chat templates: every turn, the last of them, or what the whole text shows.
 OF_TRL = {
     "completion": ("llama3", "phi3", "gemma3", "gemma4", "lfm2", "gptoss", "glm4moe", "qwen2_5", "qwen3_instruct_2507"),
     "last_turn": ("qwen3", "qwen3_5_think"),
-    "all": ("deepseekv3", "nemotron_3_nano"),
+    "as_shown": ("deepseekv3", "deepseek_r1_distill", "nemotron_3_nano"),
 }
 
 
@@ -473,9 +477,59 @@ def test_templates_of_models(tokenizer, tokenizer_folder, able, name):
         assert [way for way in ways if f"data.loss_on={way}" in str(caught.value)] == list(works)
     for loss_on in works:
         (row,) = tokenized("completions", [{"messages": talk}], tokenizer, loss_on=loss_on)
-        assert whole(tokenizer, row["ids"]) == rendered
+        # Of whose ends this tokenizer takes few for tokens.
+        assert whole(tokenizer, row["ids"]) in (rendered, rendered + tokenizer.eos_token)
         words = re.findall(r"say\d|ask\d", learned(tokenizer, **row))
-        assert words == {"completion": ["say1", "say2"], "last_turn": ["say2"]}.get(loss_on, words) and "say2" in words
+        of = {"completion": ["say1", "say2"], "as_shown": ["say1", "say2"], "last_turn": ["say2"]}
+        assert words == of.get(loss_on, words) and "say2" in words
+
+
+# By copy of TRL: what opens a turn for the model, which the template writes of a turn without thoughts too.
+OPENINGS = {"deepseek_r1_distill": "<｜Assistant｜>", "nemotron_3_nano": "<think>", "qwen3": ""}
+
+
+@pytest.mark.parametrize("name", OPENINGS)
+@pytest.mark.parametrize("kind", ["plain", "thoughts", "tools"])
+def test_turns_as_shown_are_those_of_trl(tokenizer, tokenizer_folder, name, kind):
+    """TRL learns the turns that its training templates mark, which `as_shown` finds without marks."""
+    folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+    file = folder / f"{name}_training.jinja"
+    if not file.is_file():
+        pytest.skip("not in this version of TRL")
+    tokenizer = with_template(tokenizer, tokenizer_folder, file.read_text())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<｜end▁of▁sentence｜>", "<|im_end|>"]})
+    call = {"role": "assistant", "content": "", "tool_calls": tool_calls([{"name": "f", "arguments": {"a": 1}}])}
+    talk = {
+        "plain": [user("ask"), assistant("say"), user("more"), assistant("done")],
+        "thoughts": [user("ask"), assistant("<think>\nhm\n</think>\n\nsay"), user("more"), assistant("done")],
+        "tools": [user("ask"), call, {"role": "tool", "name": "f", "content": "2"}, assistant("say"), user("more")],
+    }[kind]
+    if kind != "plain" and name == "deepseek_r1_distill":
+        pytest.skip("which shows no calls, and thoughts in TRL's copy alone")
+    made = tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
+    theirs = learned(tokenizer, made["input_ids"], made["assistant_masks"])
+    (row,) = tokenized("completions", [{"messages": talk}], tokenizer, loss_on="as_shown")
+    assert row["ids"] == made["input_ids"]
+    assert learned(tokenizer, **row) == theirs.replace(OPENINGS[name], "") and "say" in theirs
+
+
+def test_turns_as_shown_are_learned_whole(chatml_tokenizer):
+    message = {**assistant("say"), "train_end": False}
+    with pytest.raises(ConfigError, match=r"message 1 says which part of it is learned .* data.loss_on=as_shown"):
+        tokenized("completions", [{"messages": [user("a"), message]}], chatml_tokenizer, loss_on="as_shown")
+
+
+def test_a_conversation_without_an_end_gets_one(tokenizer, tokenizer_folder):
+    """GLM-4.5's turns end where the next one begins: the last would never end."""
+    endless = "{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content -}}{%- endfor -%}"
+    endless += "{{- '<|assistant|>' if add_generation_prompt -}}"
+    tokenizer = with_template(tokenizer, tokenizer_folder, endless)
+    (row,) = tokenized("completions", [{"messages": TALK}], tokenizer)
+    assert learned(tokenizer, **row) == f"bd{tokenizer.eos_token}"
+    (pair,) = tokenized("pairs", [{"prompt": TALK[:1], "chosen": TALK[1:2], "rejected": [assistant("x")]}], tokenizer)
+    assert learned(tokenizer, pair["rejected_ids"], pair["rejected_mask"]) == f"x{tokenizer.eos_token}"
+    (asked,) = tokenized("completions", [{"messages": TALK[:3]}], tokenizer)
+    assert learned(tokenizer, **asked) == "b" and asked["ids"][-1] != tokenizer.eos_token_id
 
 
 def test_a_message_of_weight_0_is_not_learned(chatml_tokenizer):

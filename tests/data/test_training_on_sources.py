@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import train
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data import tasks
 
@@ -105,3 +106,24 @@ def test_streamed_rows_are_packed_as_those_in_memory(root, tmp_path, monkeypatch
     config.total_steps = 3
     streamed += train(config).metrics
     assert [row["loss"] for row in streamed] == [row["loss"] for row in whole]
+
+
+@pytest.mark.slow
+def test_training_on_turns_as_shown(root, tmp_path):
+    """A template that drops thoughts of earlier turns, as Qwen3's: each turn is in the loss."""
+    template = (
+        "{%- for m in messages -%}{{- '<|' + m.role + '|>' -}}"
+        "{%- if m.role == 'assistant' and loop.last -%}{{- '<think></think>' -}}{%- endif -%}"
+        "{{- m.content + '<|end|>' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+    )
+    turns = [("user", "ask"), ("assistant", "say"), ("user", "more"), ("assistant", "done")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    config = load_config_file(f"{root / 'configs' / 'sft.py'}:tiny")
+    config.data.chat_template, config.output_dir, config.total_steps = template, str(tmp_path / "run"), 1
+    config.eval.every, config.logging.backends = -1, ("jsonl",)
+    with pytest.raises(ConfigError, match=r"data.loss_on=as_shown"):
+        train(config, train_dataset=[{"messages": messages}] * 8)
+    config.data.loss_on = "as_shown"
+    row = train(config, train_dataset=[{"messages": messages}] * 8).metrics[-1]
+    assert np.isfinite(row["loss"]) and row["step"] == 1

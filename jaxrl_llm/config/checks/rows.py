@@ -81,7 +81,7 @@ def check_data(config: ConfigDict) -> Iterator[str]:
         other = "set it to false" if name in OFFLINE else "set it to false (batch.packing packs what is sampled)"
         yield f"data.packing is for sft only, and algorithm.name is {name!r}: {other}"
     steps = name == "process_reward_model"
-    allowed = ("completion", "last_step") if steps else ("completion", "last_turn", "all")
+    allowed = ("completion", "last_step") if steps else ("completion", "last_turn", "as_shown", "all")
     if data.loss_on not in allowed:
         yield f"data.loss_on is {data.loss_on}, and algorithm.name {name!r}: set it to one of {', '.join(allowed)}"
     if data.step_separator == "":
