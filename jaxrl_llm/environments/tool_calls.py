@@ -20,7 +20,7 @@ UNREADABLE = (ValueError, RecursionError)
 NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # what reading literals of Python raises
 TURN_ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>",
-    "</s>",
+    "<|assistant_end|>", "</s>",
 )  # fmt: skip
 THINKING = {  # where it begins and ends
     "<think>": "</think>", "<seed:think>": "</seed:think>", "[THINK]": "[/THINK]", "<|channel>thought": "<channel|>",
@@ -327,6 +327,22 @@ def _deepseek(body: str, parameters: Parameters) -> list[ToolCall]:
     return [_as_call({"name": name.strip(), "arguments": arguments.strip()})]
 
 
+def _kimi(body: str, parameters: Parameters) -> list[ToolCall]:
+    """`functions.NAME:NUMBER<|tool_call_argument_begin|>{...}`."""
+    identity, _, arguments = body.partition("<|tool_call_argument_begin|>")
+    name = re.sub(r":\d+\Z", "", identity.strip()).removeprefix("functions.")
+    return [_as_call({"name": name, "arguments": arguments.strip()})]
+
+
+def _apertus(body: str, parameters: Parameters) -> list[ToolCall]:
+    """A list of JSON objects, each with the arguments under the name."""
+    calls = []
+    for value in _json_values(body.strip()):
+        is_call = isinstance(value, Mapping) and len(value) == 1
+        calls += [_as_call(dict(zip(("name", "arguments"), *value.items(), strict=True)) if is_call else value)]
+    return calls
+
+
 def _listed(body: str, parameters: Parameters) -> list[ToolCall]:
     """A list of JSON, with the words of Hermes or those of Cohere."""
     values = _json_values(body.strip())
@@ -359,6 +375,7 @@ def _tagged_parts(text: str) -> Sequence[str]:
 
 
 DEEPSEEK = Form(_between("<｜tool▁calls?▁begin｜>(?!\\s*<｜tool▁call▁begin)", "<｜tool▁calls?▁end｜>"), _deepseek)
+KIMI = Form(_between(r"<\|tool_call_begin\|>", r"<\|tool_call_end\|>"), _kimi)
 HARMONY = Form(_messages, _message)
 MARKS = {
     "<tool_call>": Form(_tagged_parts, _tagged),
@@ -374,6 +391,11 @@ MARKS = {
     "<｜tool▁call▁begin｜>": DEEPSEEK,
     "<|tool_call|>": Form(_between(r"<\|tool_call\|>", r"<\|/tool_call\|>|(?=<\|tool_call\|>)"), _listed),
     "<minimax:tool_call>": Form(_between("<minimax:tool_call>", "</minimax:tool_call>"), _invocations),
+    "<|tool_calls_section_begin|>": KIMI,
+    "<|tool_call_begin|>": KIMI,
+    "<|tools_prefix|>": Form(_between(r"<\|tools_prefix\|>", r"<\|tools_suffix\|>"), _apertus),
+    "<tool_calls>": Form(_between("<tool_calls>", "</tool_calls>"), _listed),
+    "<TOOLCALL>": Form(_between("<TOOLCALL>", "</TOOLCALL>"), _listed),
     "<|START_ACTION|>": Form(_between(r"<\|START_ACTION\|>", r"<\|END_ACTION\|>"), _listed),
 }
 OPENING = re.compile("|".join([*map(re.escape, MARKS), TO_TOOL]))

@@ -226,6 +226,15 @@ FORMS = {
     "granite 3.1": f"<tool_call>[{BY_NAME}, {TIME_BY_NAME}]<|end_of_text|>",
     "phi-4-mini": f'<|tool_call|>[{BY_NAME}, {{"name": "tell_time"}}]<|/tool_call|><|end|>',
     "minimax-m2": f'<minimax:tool_call>\n{MINIMAX}<invoke name="tell_time">\n</invoke>\n</minimax:tool_call>[e~[',
+    "kimi k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.find_all:0<|tool_call_argument_begin|>"
+    f"{IN_JSON}<|tool_call_end|>"
+    "<|tool_call_begin|>functions.tell_time:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_calls_section_end|><|im_end|>",
+    "kimi k2, without a section": f"<|tool_call_begin|>find_all:12<|tool_call_argument_begin|> {IN_JSON} "
+    "<|tool_call_end|>\n<|tool_call_begin|>tell_time<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    "apertus": f'<|tools_prefix|>[{{"find_all": {IN_JSON}}}, {{"tell_time": {{}}}}]<|tools_suffix|><|assistant_end|>',
+    "hunyuan a13b": f"<tool_calls>[{BY_NAME}, {TIME_BY_NAME}]</tool_calls>",
+    "nemotron nano 2": f"<TOOLCALL>[{BY_NAME}, {TIME_BY_NAME}]</TOOLCALL>",
     "cohere": f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "find_all", "parameters": {IN_JSON}}},\n'
     '    {"tool_call_id": "1", "tool_name": "tell_time", "parameters": {}}\n]<|END_ACTION|><|END_OF_TURN_TOKEN|>',
 }  # fmt: skip
@@ -391,6 +400,9 @@ def test_types_are_those_of_the_schemas():
         ("<｜tool▁calls▁begin｜>f(1)<｜tool▁calls▁end｜>", "are not JSON"),
         ("<|tool_call|>f(1)", "is not JSON"),
         ("<|START_ACTION|>[1]<|END_ACTION|>", "is not an object with name and arguments"),
+        ("<|tool_call_begin|>functions.f:0<|tool_call_end|>", "the arguments  are not JSON"),
+        ('<|tools_prefix|>[{"f": {"x": 1}, "g": {}}]', "is not an object with name and arguments"),
+        ('<|tools_prefix|>[{"f": 1}]', "the arguments 1 are not an object"),
         (f"{COMMENTARY}f <|constrain|>json<|message|>{{x<|call|>", "the arguments {x are not JSON"),
         (f"{COMMENTARY}f <|constrain|>json", "is cut off before <|message|>"),
         ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "is not JSON: NaN is no finite number"),
@@ -398,7 +410,7 @@ def test_types_are_those_of_the_schemas():
         ('<tool_call>{"name": "f", "arguments": "{\\"x\\": Infinity}"}</tool_call>', "Infinity} are not JSON"),
         ("<|tool_call_start|>[f(x=1e999)]<|tool_call_end|>", "is not Python: Out of range float values"),
     ],
-    ids=range(30),
+    ids=range(33),
 )  # fmt: skip
 def test_what_is_meant_but_malformed_has_an_error(text, error):
     (call,) = parse_tool_calls(text)
