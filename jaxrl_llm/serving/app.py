@@ -32,7 +32,7 @@ from jaxrl_llm.serving.conversations import Conversations
 from jaxrl_llm.serving.errors import FAILED, BadRequestError, lacks_memory, renamed, with_failure
 from jaxrl_llm.serving.grid import RowRequest
 from jaxrl_llm.serving.guides import Guides
-from jaxrl_llm.serving.messages import MessagesRequest
+from jaxrl_llm.serving.messages import MessagesRequest, counted
 from jaxrl_llm.serving.metrics import Metrics
 from jaxrl_llm.serving.queue import Handle, RequestQueue, StoppedError, Tokens
 from jaxrl_llm.serving.responses import ResponsesRequest
@@ -84,6 +84,7 @@ class Server:
         self.queue, self.tokenizer, self.names, self.eos = queue, tokenizer, tuple(names), eos
         self.vocabulary, self.limits, self.api_key = vocabulary, limits, api_key
         self.load, self.loading = load, asyncio.Lock()
+        self.template = str(getattr(tokenizer, "chat_template", None) or "")
         self.guides = Guides(tokenizer, vocabulary, eos)
         self.metrics, self.created, self.active, self.draining = Metrics(), int(time.time()), 0, False
         self._tiles: list[weakref.ref[Decoded]] = []  # of requests, as long as these are held
@@ -94,6 +95,7 @@ class Server:
             ("/v1/completions", "POST", functools.partial(self.complete, chat=False)),
             ("/v1/responses", "POST", functools.partial(self.complete, chat=True, of=ResponsesRequest)),
             ("/v1/messages", "POST", functools.partial(self.complete, chat=True, of=MessagesRequest)),
+            ("/v1/messages/count_tokens", "POST", self.count_tokens),
             ("/v1/models", "GET", self.models),
             ("/v1/models/{name:path}", "GET", self.model),
             *((path, method, functools.partial(handler, self)) for path, method, handler in routes),
@@ -117,22 +119,24 @@ class Server:
                 finally:
                     self.active -= 1
             except BadRequestError as error:
-                headers = {"Retry-After": "1"} if error.status == 429 else {}
-                if error.status == 408:  # clients ask again by themselves, and would wait as long
-                    headers["x-should-retry"] = "false"
-                as_anthropic = {"type": "error"} if path.endswith("/messages") else {}
-                response = JSONResponse(as_anthropic | error.body(), error.status, headers)
+                response = refusal(error)
             except StoppedError as error:
-                response = JSONResponse(BadRequestError(str(error), 503).body(), 503)
+                response = refusal(BadRequestError(str(error), 503))
             except RecursionError:
-                response = JSONResponse(BadRequestError("the body is nested too deeply; send it flatter").body(), 400)
+                response = refusal(BadRequestError("the body is nested too deeply; send it flatter"))
             except ClientDisconnect:
                 response = Response(status_code=LEFT)
             except Exception:
                 traceback.print_exc()
-                response = JSONResponse(FAILED.body(), 500)
+                response = refusal(FAILED)
             self.metrics.requests[path, response.status_code] += 1
             return response
+
+        def refusal(error: BadRequestError) -> Response:
+            headers = {"Retry-After": "1"} if error.status == 429 else {}
+            if error.status == 408:  # clients ask again by themselves, and would wait as long
+                headers["x-should-retry"] = "false"
+            return JSONResponse(error.body(path), error.status, headers)
 
         return endpoint
 
@@ -245,11 +249,20 @@ class Server:
     async def complete(self, request: Request, chat: bool, of: Callable[..., Translated] | None = None) -> Response:
         """The completions of a request, at once or as a stream of events; `of` reads those of another API as chats."""
         body = await self.body(request)
-        other = None if of is None else of(body, self.conversations)
+        other = None if of is None else of(body, self.conversations, self.template)
         with renamed({} if other is None else other.names):
             asked = await self.asked(body if other is None else other.chat, chat)
             answer = Answer(self, asked)
         return await self.answered(request, answer, other)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """The tokens of a request of Anthropic's Messages API, also of one too long for the model's rows."""
+        body = await self.body(request)
+        read = functools.partial(
+            parse, tokenizer=self.tokenizer, models=self.names, eos=self.eos, longest=self.limits.body,
+            vocabulary=self.vocabulary, most_rows=1,
+        )  # fmt: skip
+        return JSONResponse({"input_tokens": await asyncio.to_thread(counted, body, self.template, read)})
 
     async def answered(self, request: Request, answer: "Answer", other: Translated | None) -> Response:
         """The response of an answer, or of a request of another API which it answers."""
@@ -293,12 +306,13 @@ async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.scope['path']:.200}: {error.detail}"  # a wrong Host makes no URL
+    path = request.scope["path"]  # a wrong Host makes no URL
+    message = f"{request.method} {path:.200}: {error.detail}"
     if error.status_code == 404:
         message += (
             "; this server has at /v1: chat/completions, responses, completions and models, and Anthropic's messages"
         )
-    return JSONResponse(BadRequestError(message, error.status_code).body(), error.status_code, error.headers)
+    return JSONResponse(BadRequestError(message, error.status_code).body(path), error.status_code, error.headers)
 
 
 class EventStream(Response):
@@ -458,6 +472,8 @@ class Answer:
             if self.asked.chat:
                 text = choice.text[: choice.given]
                 message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+                if self.asked.apart:
+                    message["reasoning_content"] = choice.thought or None
                 if choice.calls:
                     message |= {"content": text.strip() or None, "tool_calls": choice.shown_calls}
                 shown["message"] = message
@@ -495,7 +511,7 @@ class Answer:
         async for choice, piece in self.pieces():
             first, last = choice not in seen, choice.finish_reason is not None
             logprobs = choice.logprobs(piece)
-            if not (first or last or piece.text or logprobs or self.asked.return_token_ids):
+            if not (first or last or piece.text or piece.thought or logprobs or self.asked.return_token_ids):
                 continue  # its text is not certain yet
             seen.add(choice)
             shown: dict[str, Any] = {"index": choice.index}
@@ -503,6 +519,8 @@ class Answer:
                 delta: dict[str, Any] = {"role": "assistant"} if first else {}
                 if piece.text or first:
                     delta["content"] = piece.text
+                if piece.thought:
+                    delta["reasoning_content"] = piece.thought
                 if last and choice.calls:
                     delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(choice.shown_calls)]
                 shown["delta"] = delta

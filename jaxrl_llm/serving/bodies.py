@@ -52,17 +52,19 @@ SETTINGS = {
         Setting("echo", False, "", bool),
         Setting("include_stop_str_in_output", False, "", bool),
         Setting("parallel_tool_calls", True, "", bool),
+        Setting("separate_reasoning", False, "", bool),  # as SGLang names it
         Setting("return_token_ids", False, "", bool),
         Setting("return_tokens_as_token_ids", False, "", bool),
     )
 }
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 SAMPLING = ("temperature", "top_p", "min_p", "min_tokens", *PENALTIES)
-CHAT = {"messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "logprobs", "top_logprobs"}
+CHAT = {"messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "logprobs", "top_logprobs",
+        "separate_reasoning"}  # fmt: skip
 TEXT = {"prompt", "logprobs", "echo", "prompt_logprobs"}
 GUIDES = {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 COMMON = {"model", "stop", "stop_token_ids", "stream_options", "logit_bias", "bad_words", *GUIDES, *SETTINGS}
-COMMON -= {"echo", "parallel_tool_calls"}
+COMMON -= {"echo", "parallel_tool_calls", "separate_reasoning"}
 # They say who asks, and how the answer is billed and kept: no answer depends on them. So it is with
 # spaces_between_special_tokens, of tokenizers written in Python, which trainers send.
 WITHOUT_EFFECT = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "request_id", "priority"}
@@ -110,6 +112,7 @@ class Asked:
     texts: tuple[str | None, ...] = ()  # of the prompts of a text completion; None: it came as token ids
     continues: bool = False  # the completion goes on with a text, or with the last message: it is no turn of its own
     parallel_calls: bool = True  # the answer may give more than one call
+    apart: bool = False  # its thoughts are told apart from its text
     echo: bool = False  # the prompt stands before its completion
     prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt
     guide: tuple[str, str] | None = None  # a grammar that the answer follows (guides.py), and the field that asked
@@ -262,6 +265,7 @@ def parse(
         tuple(tools), values["skip_special_tokens"],
         values["include_stop_str_in_output"], values["return_token_ids"], values["return_tokens_as_token_ids"],
         tuple(texts), not chat or body["messages"][-1]["role"] == "assistant", values["parallel_tool_calls"],
+        values["separate_reasoning"] and guide is None,  # an answer of a form begins with that
         values["echo"], prompt_logprobs, guide, tiles,
     )  # fmt: skip
 

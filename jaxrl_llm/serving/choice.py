@@ -13,6 +13,9 @@ from jaxrl_llm.environments.tool_calls import CallStart, turn_calls
 from jaxrl_llm.models.logprobs import Likeliest
 from jaxrl_llm.serving.bodies import Asked
 from jaxrl_llm.serving.queue import Handle, Tokens
+from jaxrl_llm.serving.thoughts import Thoughts
+
+OPENING = 32  # tokens of a prompt in whose end thoughts may be opened
 
 
 @dataclasses.dataclass
@@ -24,13 +27,14 @@ class Piece:
     logps: list[float]
     top: list[tuple[list[int], list[float]]]
     start: int  # the place in the text at which that of the first token begins
+    thought: str = ""  # of the thoughts, where they are told apart
 
 
 class Choice:
     """A completion as it grows; `add` takes tokens until `finish_reason` is known.
 
     Text is given out once it is certain: characters whose bytes are all there, no beginning of a stop string and, where
-    tools are offered, no beginning of a call.
+    tools are offered, no beginning of a call. Thoughts that are told apart are no part of it.
     """
 
     def __init__(self, index: int, asked: Asked, tokenizer: Any, prompt: list[int]):
@@ -50,7 +54,13 @@ class Choice:
         self._read = 0  # tokens that the detokenizer has
         self._raw, self._raw_read = "", 0  # the text with special tokens, and the tokens in it: of streams with tools
         self._raw_detokenizer = self._new_detokenizer(skip_special_tokens=False)
-        self._call_start, self._call_at = CallStart(), 0  # where its calls begin: in the raw text, and in the text
+        self._call_start = CallStart()
+        self._raw_call_at = self._call_at = 0  # where its calls begin, in the raw text and in the text
+        self.thought = ""
+        self._thoughts: Thoughts | None = None
+        if asked.apart:
+            end = Detokenizer(tokenizer, skip_special_tokens=False).add(prompt[-OPENING:], final=True)
+            self._thoughts = Thoughts(end)
 
     def add(self, tokens: Tokens) -> Piece:
         """Takes tokens; the piece that can be given out now. Tokens behind a stop string are left out."""
@@ -63,6 +73,7 @@ class Choice:
         # Token by token only where a stop string must not be missed, or each token's place in the text is told; of an
         # answer that is given as a whole, at the end.
         each = self.asked.stop or not (self.asked.chat or self.asked.logprobs is None)
+        each = each or (self._thoughts is not None and not self._thoughts.over)
         top = list(zip(tokens.top_ids, tokens.top_logps, strict=True)) or [([], [])] * len(tokens.ids)
         for number, (index, logp) in enumerate(zip(tokens.ids, tokens.logps, strict=True)):
             self.ids.append(index)
@@ -85,17 +96,27 @@ class Choice:
             self._raw_read = len(self.ids)
         end = self._certain()
         text, self.given = self.text[self.given : end], max(self.given, end)
+        before, self.thought = self.thought, self._certain_thought()
         new = slice(first, None)
         start = self.starts[first] if first < len(self.starts) else len(self.text)
-        return Piece(text, self.ids[new], self.logps[new], self.top[new], start)
+        thought = self.thought.removeprefix(before)
+        return Piece(text, self.ids[new], self.logps[new], self.top[new], start, thought)
 
     def _new_detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
         return Detokenizer(self.tokenizer, self.prompt if self.asked.continues else (), skip_special_tokens)
 
     def _extend(self, final: bool, count: int | None = None) -> bool:
         """Adds the text of new tokens, as far as it is settled; True when that brought a stop string."""
-        before, new = len(self.text), self.ids[self._read : count]
-        self.text += self._detokenizer.add(new, final)
+        before = len(self.text)
+        if self._thoughts is not None and not self._thoughts.over:
+            self._think(self._thoughts, len(self.ids) if count is None else count, final)
+            if not self._thoughts.over:
+                return False
+        new = self.ids[self._read : count]
+        text = self._detokenizer.add(new, final)
+        if self._thoughts is not None and self._thoughts.behind is not None and not self.text:
+            text = text.lstrip()  # between thoughts and text
+        self.text += text
         self._read += len(new)
         stops = self.asked.stop if self._read >= self.asked.sampling.min_tokens else ()
         found = [(self.text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in stops]
@@ -106,6 +127,36 @@ class Choice:
             self.left_out = self.text[kept:] + self._detokenizer.add((), final=True)
             self.text = self.text[:kept]
         return kept is not None
+
+    def _think(self, thoughts: Thoughts, count: int, final: bool) -> None:
+        """Reads further of the first `count` tokens up to the end of the thoughts, behind which the text begins."""
+        for read in range(self._raw_read + 1, count + 1):
+            self._raw += self._raw_detokenizer.add([self.ids[read - 1]], final=False)
+            self._raw_read, behind = read, thoughts.behind
+            thoughts.find(self._raw)
+            if thoughts.behind != behind:
+                self._read, self.text = read, self._raw[thoughts.behind :].lstrip()
+                self._detokenizer = Detokenizer(self.tokenizer, self.ids[:read], self.asked.skip_special_tokens)
+            if thoughts.over:
+                return
+        if final:  # what has not closed is all thoughts, and what may have become a mark is text
+            thoughts.over = True
+            self._raw += self._raw_detokenizer.add((), final=True)
+            self._read = self._read if thoughts.start is None else count
+
+    def _certain_thought(self) -> str:
+        """The thoughts that can be given out, without the space around them."""
+        thoughts = self._thoughts
+        if thoughts is None or thoughts.start is None:
+            return ""
+        end = thoughts.end
+        if end is None and self.finish_reason is not None:
+            end = self._raw_call_at if self.calls else len(self._raw)
+        elif end is None:
+            end = thoughts.certain(self._raw)
+            if self.asked.tools:  # a call may come without their end
+                end = min(end, self._call_start.of(self._raw))
+        return self._raw[thoughts.start : end].strip()
 
     def _certain(self) -> int:
         """The characters that can be given out."""
@@ -143,7 +194,10 @@ class Choice:
             counts = range(len(self.ids) + 1)
             before = bisect.bisect(counts, found.start, key=lambda count: len(text_of(count))) - 1
             within = found.start - len(text_of(before))  # of a token that has the mark's beginning
-            self._call_at = min(len(text_of(before, self.asked.skip_special_tokens)) + within, len(self.text))
+            at = len(text_of(before, self.asked.skip_special_tokens)) + within
+            if self._thoughts is not None and self._thoughts.start is not None:  # they are no part of the text
+                at -= len(text_of(len(self.ids), self.asked.skip_special_tokens)) - len(self.text + self.left_out)
+            self._raw_call_at, self._call_at = found.start, max(0, min(at, len(self.text)))
         self.calls = [
             {
                 "id": f"call_{self.call_ids}{number:08x}",

@@ -8,6 +8,11 @@ from typing import Any, TypeVar
 import jax
 
 Piece = TypeVar("Piece")
+# The types of errors that Anthropic's servers name otherwise than OpenAI's, by status.
+OF_ANTHROPIC = {
+    403: "permission_error", 408: "timeout_error", 413: "request_too_large", 500: "api_error", 501: "api_error",
+    503: "overloaded_error",
+}  # fmt: skip
 
 
 class BadRequestError(Exception):
@@ -17,11 +22,14 @@ class BadRequestError(Exception):
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
 
-    def body(self) -> dict[str, Any]:
-        """The error as OpenAI's servers write it."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The error as OpenAI's servers write it, or at a `path` of Anthropic's Messages API with what theirs write."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        told: dict[str, Any] = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        if "/v1/messages" not in path:
+            return {"error": told}
+        return {"type": "error", "error": told | {"type": OF_ANTHROPIC.get(self.status, told["type"])}}
 
 
 FAILED = BadRequestError("the server failed on this request", 500)

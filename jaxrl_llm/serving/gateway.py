@@ -3,6 +3,7 @@
 | path | |
 |---|---|
 | `/session/ID/v1/{chat/completions,responses,messages,completions}` | as those of `app.py`, sampled as the run is |
+| `/session/ID/v1/messages/count_tokens` | the tokens of such a call |
 | `/session/ID/v1/models` | the model's name |
 | `/session/v1/chat/completions`, ... | the same for one client of many sessions: `model` names the session |
 | `/session/ID/reward`, `/session/ID/v1/reward` | `{"reward": 1.0}`: see `Session.set_reward` |
@@ -28,7 +29,7 @@ from jaxrl_llm.serving.app import AT_ONCE, Answer, Limits, Server, Translated
 from jaxrl_llm.serving.bodies import Asked, parse
 from jaxrl_llm.serving.choice import Choice, Piece
 from jaxrl_llm.serving.errors import BadRequestError, renamed
-from jaxrl_llm.serving.messages import MessagesRequest
+from jaxrl_llm.serving.messages import MessagesRequest, counted
 from jaxrl_llm.serving.queue import RequestQueue
 from jaxrl_llm.serving.responses import ResponsesRequest
 from jaxrl_llm.serving.sessions import MODEL, OVER, Call, Session, SessionSpec
@@ -56,13 +57,14 @@ class Gateway:
             ("responses", "POST", functools.partial(self.complete, chat=True, of=ResponsesRequest)),
             ("messages", "POST", functools.partial(self.complete, chat=True, of=MessagesRequest)),
             ("completions", "POST", functools.partial(self.complete, chat=False)),
+            ("messages/count_tokens", "POST", self.count_tokens),
             ("models", "GET", Server.models),
             ("reward", "POST", self.reward),
             ("sub_agents", "POST", self.open_sub_agent),
         )
         routes = [("/session/{id}/reward", "POST", self.reward)]
         routes += [(f"/session/{{id}}/v1/{path}", method, handler) for path, method, handler in paths]
-        routes += [(f"/session/v1/{path}", method, handler) for path, method, handler in paths[:5]]
+        routes += [(f"/session/v1/{path}", method, handler) for path, method, handler in paths[:6]]
         limits = Limits(ANY_LENGTH, body=LARGEST, requests=MANY, rows=MANY, seconds=seconds)
         self.server = Server(queue, turns.tokenizer, [MODEL], turns.eos, vocabulary, limits, self.key, routes)
         listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
@@ -121,7 +123,7 @@ class Gateway:
         session = self._session(request.path_params.get("id", str(body.get("model"))))
         call, other = Call(session), None
         if of is not None:
-            other = of(body, session.conversations)
+            other = of(body, session.conversations, server.template)
             body = other.chat
         read = functools.partial(
             parse, body | {"model": MODEL}, chat, server.tokenizer, server.names, server.eos, ANY_LENGTH,
@@ -136,6 +138,17 @@ class Gateway:
             with self.lock:
                 answer = KeptAnswer(server, call.bounded(asked), call, self.lock)
         return await server.answered(request, answer, other)
+
+    async def count_tokens(self, server: Server, request: Request) -> Response:
+        """The tokens that the prompt of a call of Anthropic's Messages API would have; it is none of the session."""
+        body = await server.body(request)
+        session = self._session(request.path_params.get("id", str(body.get("model"))))
+        read = functools.partial(
+            parse, tokenizer=server.tokenizer, models=server.names, eos=server.eos, longest=ANY_LENGTH,
+            vocabulary=server.vocabulary, most_rows=1, render=Call(session).render, images=self.images,
+        )  # fmt: skip
+        found = await asyncio.to_thread(counted, body | {"model": MODEL}, server.template, read)
+        return JSONResponse({"input_tokens": found})
 
     async def reward(self, server: Server, request: Request) -> Response:
         """Sets the reward of a session, or of one of its turns."""

@@ -2,13 +2,15 @@
 
 import json
 import uuid
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any, NamedTuple
 
 from starlette.responses import JSONResponse, Response
 
+from jaxrl_llm.serving.bodies import Asked
 from jaxrl_llm.serving.choice import Choice
-from jaxrl_llm.serving.errors import BadRequestError, with_failure
+from jaxrl_llm.serving.errors import BadRequestError, renamed, with_failure
+from jaxrl_llm.serving.thoughts import can_think
 from jaxrl_llm.serving.translated import (
     check_fields,
     frame,
@@ -18,12 +20,19 @@ from jaxrl_llm.serving.translated import (
     text_or_parts,
 )
 
-OWN = {"system", "messages", "tools", "tool_choice", "max_tokens", "stop_sequences"}
+OWN = {"system", "messages", "tools", "tool_choice", "max_tokens", "stop_sequences", "thinking", "output_config"}
 AS_CHAT = {"model", "stream", "temperature", "top_p", "top_k", "chat_template_kwargs", "seed"}
-NO_EFFECT = {"metadata", "service_tier", "cache_control"}  # who asks, and how the answer is billed
-THOUGHTLESS = {"type": "disabled"}
-NAMES = {"stop": "stop_sequences"}  # the field that a client sent, in place of the chat's that was made of it
+# Who asks, and where and how the answer is made, kept and billed.
+NO_EFFECT = {"metadata", "service_tier", "cache_control", "diagnostics", "inference_geo", "user_profile_id",
+             "workspace_id"}  # fmt: skip
+# The field that a client sent, in place of the chat's that was made of it.
+NAMES = {"stop": "stop_sequences", "response_format": "output_config",
+         "parallel_tool_calls": "disable_parallel_tool_use"}  # fmt: skip
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+THINKS = {"enabled": True, "adaptive": True, "disabled": False}
+EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}  # as templates have them
+PATH = "/v1/messages"
+BILLING = "x-anthropic-billing-header"  # in the system prompt of Claude Code, another one in each request
 
 
 class MessagesRequest:
@@ -31,18 +40,16 @@ class MessagesRequest:
 
     names = NAMES
 
-    def __init__(self, body: Mapping[str, Any], conversations: Any = None):
-        """Raises BadRequestError, which names the field. There are no kept conversations in this API."""
+    def __init__(self, body: Mapping[str, Any], conversations: Any = None, template: str = ""):
+        """Raises BadRequestError, which names the field. There are no kept conversations in this API.
+
+        `template` is the model's chat template, which may have thoughts.
+        """
         body = {name: value for name, value in body.items() if value is not None}
         self.id = f"msg_{uuid.uuid4().hex}"
         self.answer: Any = None  # an `Answer`
-        check_fields(body, OWN | AS_CHAT, NO_EFFECT | {"thinking"})
-        if (thinking := body.get("thinking", THOUGHTLESS)) != THOUGHTLESS:
-            raise BadRequestError(
-                f"thinking is {thinking!r:.100}, but this server has no budget of thoughts: leave it out",
-                code="unsupported",
-                param="thinking",
-            )
+        check_fields(body, OWN | AS_CHAT, NO_EFFECT | {"context_management"})
+        _check_edits(body.get("context_management", {}))
         if "max_tokens" not in body:
             raise BadRequestError("max_tokens is missing: it is the most tokens of the answer", param="max_tokens")
         messages: list[dict[str, Any]] = []
@@ -56,7 +63,7 @@ class MessagesRequest:
         self.chat = {name: value for name, value in body.items() if name in AS_CHAT} | {"messages": messages}
         self.chat |= {"max_tokens": body["max_tokens"], "stop": body.get("stop_sequences"), "tools": _tools(body)}
         choice = body.get("tool_choice", {"type": "auto"})
-        kind = choice.get("type") if isinstance(choice, Mapping) else None
+        kind = str(choice.get("type")) if isinstance(choice, Mapping) else ""
         if kind == "tool":
             self.chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
         elif kind in CHOICES:
@@ -66,13 +73,35 @@ class MessagesRequest:
                 f"tool_choice is {choice!r:.100}; its type is auto, any, none, or tool with a name", param="tool_choice"
             )
         if (alone := choice.get("disable_parallel_tool_use")) is not None:
-            self.chat["parallel_tool_calls"] = not alone
+            self.chat["parallel_tool_calls"] = not alone if isinstance(alone, bool) else alone
+        self.chat["separate_reasoning"] = can_think(template)
+        self.thinking = _thinking(body.get("thinking", {}), can_think(template))
+        config = body.get("output_config", {})
+        effort = config.get("effort") if isinstance(config, Mapping) else None
+        if not isinstance(config, Mapping) or config.keys() - {"effort", "format"} or effort not in (None, *EFFORTS):
+            raise BadRequestError(
+                f"output_config is {config!r:.100}; it takes format, and as effort {', '.join(EFFORTS)}",
+                param="output_config",
+            )
+        options = self.thinking.options | ({} if effort is None else {"reasoning_effort": EFFORTS[effort]})
+        if (form := config.get("format")) is not None:  # as a chat has it, whose schema lies one level deeper
+            own = isinstance(form, Mapping) and form.get("type") == "json_schema"
+            self.chat["response_format"] = {"type": "json_schema", "json_schema": dict(form)} if own else form
+        given = self.chat.get("chat_template_kwargs", {})
+        if options and isinstance(given, Mapping):  # another is refused with the chat
+            self.chat["chat_template_kwargs"] = options | dict(given)
 
     async def whole(self) -> Response:
         """The message, when it has ended."""
         await self.answer.finished()
         choice = self.answer.choices[0]
-        return JSONResponse(self._message(_blocks(choice), *self._end(choice)))
+        blocks: list[dict[str, Any]] = []
+        if choice.thought:  # with a signature: clients do not send back what has none
+            shown = choice.thought if self.thinking.shown else ""
+            blocks.append({"type": "thinking", "thinking": shown, "signature": self.id})
+        if text := text_before_calls(choice):
+            blocks.append({"type": "text", "text": text})
+        return JSONResponse(self._message([*blocks, *map(_call, choice.shown_calls)], *self._end(choice)))
 
     def close(self) -> None:
         """Cancels what has not ended."""
@@ -81,25 +110,41 @@ class MessagesRequest:
     async def frames(self) -> AsyncGenerator[str, None]:
         """The message as server-sent events, as it comes. One that fails ends with `error`."""
         async for event in with_failure(self._events()):
-            kind, fields = ("error", event.body()) if isinstance(event, BadRequestError) else event
+            kind, fields = ("error", event.body(PATH)) if isinstance(event, BadRequestError) else event
             yield frame({"type": kind, **fields})
 
     async def _events(self) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
         yield "message_start", {"message": self._message([], None, None)}
-        opened = False
-        async for text, _ in settled_texts(self.answer):
-            if text and not opened:
-                opened = True
-                yield "content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}}
-            if text:
-                yield "content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}}
-        choice = self.answer.choices[0]
-        for index, block in enumerate(_blocks(choice)):
-            if block["type"] == "tool_use":
-                written = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
-                yield "content_block_start", {"index": index, "content_block": {**block, "input": {}}}
-                yield "content_block_delta", {"index": index, "delta": written}
+        index, signed = 0, {"type": "signature_delta", "signature": self.id}
+        opened = ""  # what the block at the index is of
+
+        def delta(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+            return "content_block_delta", {"index": index, "delta": fields}
+
+        async for text, piece in settled_texts(self.answer):
+            for kind, new in (("thinking", piece.thought), ("text", text)):  # no thoughts come behind text
+                if new and opened != kind:
+                    if opened:  # thoughts, behind which the text begins
+                        yield delta(signed)
+                        yield "content_block_stop", {"index": index}
+                        index += 1
+                    opened = kind
+                    empty = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
+                    yield "content_block_start", {"index": index, "content_block": empty}
+                if new and (kind == "text" or self.thinking.shown):
+                    yield delta({"type": f"{kind}_delta", kind: new})
+        if opened == "thinking":
+            yield delta(signed)
+        if opened:
             yield "content_block_stop", {"index": index}
+            index += 1
+        choice = self.answer.choices[0]
+        for call in map(_call, choice.shown_calls):
+            yield "content_block_start", {"index": index, "content_block": {**call, "input": {}}}
+            written = json.dumps(call["input"], ensure_ascii=False)
+            yield delta({"type": "input_json_delta", "partial_json": written})
+            yield "content_block_stop", {"index": index}
+            index += 1
         reason, sequence = self._end(choice)
         usage = {"output_tokens": self.answer.usage()["completion_tokens"]}
         yield "message_delta", {"delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": usage}
@@ -128,15 +173,62 @@ class MessagesRequest:
         }  # fmt: skip
 
 
-def _blocks(choice: Choice) -> list[dict[str, Any]]:
-    """The blocks of a choice that has ended: its text, if it has some, and its calls."""
-    text = text_before_calls(choice)
-    calls = [
-        {"type": "tool_use", "id": call["id"], "name": call["function"]["name"],
-         "input": json.loads(call["function"]["arguments"])}
-        for call in choice.shown_calls
-    ]  # fmt: skip
-    return [*([{"type": "text", "text": text}] if text else []), *calls]
+def counted(body: Mapping[str, Any], template: str, read: Callable[..., Asked]) -> int:
+    """The tokens of the prompt that a body asks with, as `read` parses a chat. Raises BadRequestError."""
+    request = MessagesRequest({**body, "max_tokens": 1}, None, template)
+    with renamed(request.names):
+        return len(read(request.chat, True).prompts[0])
+
+
+class Thinking(NamedTuple):
+    """What a request says of thoughts."""
+
+    options: dict[str, Any]  # of the chat template
+    shown: bool  # in the answer
+
+
+def _thinking(given: Any, can: bool) -> Thinking:
+    """What `thinking` says, to a model whose chat template `can` think. Raises BadRequestError.
+
+    Its budget_tokens are no bound here: max_tokens is that of thoughts and text together.
+    """
+    kind = str(given.get("type")) if isinstance(given, Mapping) else ""
+    if given == {} or (kind == "adaptive" and not can):  # the model may think as it sees fit
+        return Thinking({}, True)
+    if kind not in THINKS or given.get("display") not in (None, "summarized", "omitted"):
+        raise BadRequestError(
+            f"thinking is {given!r:.100}; its type is {', '.join(THINKS)}, and its display summarized or omitted",
+            param="thinking",
+        )
+    if THINKS[kind] and not can:
+        raise BadRequestError(
+            "thinking is enabled, but the model's chat template has no thoughts: leave it out", code="unsupported",
+            param="thinking",
+        )  # fmt: skip
+    # The names that templates have for it: Qwen 3, GLM and Gemma 4; DeepSeek V3.1 and Granite.
+    return Thinking(dict.fromkeys(("enable_thinking", "thinking"), THINKS[kind]), given.get("display") != "omitted")
+
+
+def _check_edits(given: Any) -> None:
+    """Raises BadRequestError for a `context_management` that is to change the conversation.
+
+    Which thoughts of earlier turns the model sees is its chat template's matter, whatever an edit keeps of them.
+    """
+    edits = given.get("edits", []) if isinstance(given, Mapping) else [given]
+    for edit in edits if isinstance(edits, list) else [edits]:
+        kind = edit.get("type") if isinstance(edit, Mapping) else edit
+        if not str(kind).startswith("clear_thinking"):
+            raise BadRequestError(
+                f"context_management has an edit {kind!r:.100}, but this server edits nothing: leave it out",
+                code="unsupported",
+                param="context_management",
+            )
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The block of a call of a chat."""
+    function = call["function"]
+    return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": json.loads(function["arguments"])}
 
 
 def _chat_messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -164,6 +256,8 @@ def _chat_messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking" and role == "assistant" and isinstance(block.get("thinking"), str):
             thoughts += block["thinking"]
+        elif kind == "redacted_thinking" and role == "assistant":
+            pass  # of another server, which alone can read it
         else:
             said.append(block)
     if said or calls or not found:
@@ -180,6 +274,8 @@ def _content(given: Any, param: str = "messages") -> str | list[dict[str, Any]]:
     parts = []
     for block in given if isinstance(given, list) else [given]:
         kind = block.get("type") if isinstance(block, Mapping) else block
+        if kind == "text" and param == "system" and str(block.get("text")).startswith(BILLING):
+            continue  # else no two prompts would have a beginning in common
         source = block.get("source") if kind == "image" else None
         if kind == "text" and isinstance(block.get("text"), str):
             parts.append({"type": "text", "text": block["text"]})

@@ -31,7 +31,8 @@ OWN = {  # fields with a meaning of their own; the others of a chat, vLLM's amon
     "previous_response_id", "metadata",
 }  # fmt: skip
 AS_CHAT = (CHAT | COMMON) - {
-    "messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "response_format", "return_token_ids", *OWN
+    "messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "response_format", "return_token_ids",
+    "separate_reasoning", *OWN
 }  # fmt: skip
 # As in bodies.py; max_tool_calls counts the calls of tools that a server hosts.
 NO_EFFECT = WITHOUT_EFFECT | {"prompt_cache_retention", "prompt_cache_options", "client_metadata", "max_tool_calls"}
@@ -49,8 +50,8 @@ class ResponsesRequest:
 
     names = NAMES
 
-    def __init__(self, body: Mapping[str, Any], conversations: Conversations):
-        """Raises BadRequestError, which names the field."""
+    def __init__(self, body: Mapping[str, Any], conversations: Conversations, template: str = ""):
+        """Raises BadRequestError, which names the field. Chat templates make no difference to this API."""
         self.body = body = {name: value for name, value in body.items() if value is not None}
         self.conversations = conversations
         self.answer: Any = None  # an `Answer`

@@ -366,13 +366,14 @@ def _with_digests(messages: Sequence[Mapping[str, Any]], shown: Sequence[str]) -
 
 def answer_message(choice: Choice) -> dict[str, Any]:
     """The message of an answer that has ended, the arguments of its calls as objects."""
+    thoughts = {"reasoning_content": choice.thought} if choice.thought else {}
     if not choice.calls:
-        return {"role": "assistant", "content": choice.text}
+        return {"role": "assistant", "content": choice.text, **thoughts}
     calls = [
         {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
         for call in choice.calls
     ]
-    return {"role": "assistant", "content": choice.text[: choice.given].strip(), "tool_calls": calls}
+    return {"role": "assistant", "content": choice.text[: choice.given].strip(), "tool_calls": calls, **thoughts}
 
 
 def message_key(message: Mapping[str, Any]) -> str:
@@ -384,6 +385,7 @@ def message_key(message: Mapping[str, Any]) -> str:
     if message["role"] == "assistant":
         content = message.get("content") or ""
         kept = {"role": "assistant", "content": content.strip() if isinstance(content, str) else content}
+        kept["thoughts"] = str(message.get("reasoning_content") or "").strip()
         kept["calls"] = [
             [call["function"].get("name"), call["function"].get("arguments")]
             for call in message.get("tool_calls") or ()

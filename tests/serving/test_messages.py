@@ -9,6 +9,7 @@ pytest.importorskip("starlette")
 
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.messages import MessagesRequest
+from jaxrl_llm.serving.queue import StoppedError
 from tests.serving.test_openai_client import CALL, CHAT, Told
 
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {"a": {"enum": [3]}}}}
@@ -48,8 +49,9 @@ def streamed(web, body):
             assert event["index"] == len(message["content"]) - 1
         elif event["type"] == "content_block_delta":
             delta, block = event["delta"], message["content"][event["index"]]
-            if delta["type"] == "text_delta":
-                block["text"] += delta["text"]
+            if delta["type"] != "input_json_delta":
+                field = delta["type"].removesuffix("_delta")
+                block[field] += delta[field]
             else:
                 written[event["index"]] = written.get(event["index"], "") + delta["partial_json"]
         elif event["type"] == "message_delta":
@@ -157,7 +159,26 @@ def test_messages_are_those_of_a_chat():
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools", "this server hosts none"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice", "names none of the tools"),
         ({"tool_choice": "auto"}, "tool_choice", "its type is auto, any"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking", "no budget of thoughts"),
+        ({"tool_choice": {"type": []}}, "tool_choice", "its type is auto, any"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}},
+            "disable_parallel_tool_use",
+            "disable_parallel_tool_use is 1, but it takes",
+        ),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 9}},
+            "thinking",
+            "the model's chat template has no thoughts",
+        ),
+        ({"thinking": "enabled"}, "thinking", "its type is enabled, adaptive, disabled"),
+        ({"thinking": {"type": "disabled", "display": []}}, "thinking", "its display summarized or omitted"),
+        ({"output_config": {"effort": ["high"]}}, "output_config", "as effort low, medium, high"),
+        ({"output_config": {"format": {"type": "yaml"}}}, "output_config", "output_config is {'type': 'yaml'}"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management",
+            "an edit 'clear_tool_uses_20250919'",
+        ),
         ({"max_completion_tokens": 3}, "max_completion_tokens", "there is no field"),
     ],
 )
@@ -166,6 +187,66 @@ def test_what_is_refused(web, fields, param, message):
     error = answer.json()["error"]
     assert answer.status_code == 400 and answer.json()["type"] == "error" and error["param"] == param
     assert message in error["message"] and error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (StoppedError("it failed"), 503, "overloaded_error"),
+        (RecursionError(), 400, "invalid_request_error"),
+        (ValueError("of this test"), 500, "api_error"),
+        (BadRequestError("too slow", 408), 408, "timeout_error"),
+        (BadRequestError("too large", 413), 413, "request_too_large"),
+    ],
+)
+def test_errors_are_anthropics(web, running, monkeypatch, error, status, kind):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(running.server.queue, "submit", fails)
+    answer = web.post("/v1/messages", json=ASK)
+    assert (answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) == (status, "error", kind)
+    assert "type" not in web.post("/v1/chat/completions", json=ASK).json()
+    other = web.post("/v1/messages/batches", json={}).json()
+    assert other["type"] == "error" and other["error"]["type"] == "not_found_error"
+
+
+def test_tokens_are_counted(web, say):
+    """As the prompt of the message that asks the same has them; also those of one that is too long."""
+    body = {name: value for name, value in ASK.items() if name != "max_tokens"} | {"system": "Be brief."}
+    body |= {"tools": [TOOL], "thinking": {"type": "adaptive"}}
+    say("Yes.")
+    message = web.post("/v1/messages", json={**body, "max_tokens": 5}).json()
+    assert web.post("/v1/messages/count_tokens", json=body).json() == {"input_tokens": message["usage"]["input_tokens"]}
+    longer = {**body, "messages": [{"role": "user", "content": "7" * 1000}]}
+    assert web.post("/v1/messages/count_tokens", json=longer).json()["input_tokens"] > 1000
+    refused = web.post("/v1/messages/count_tokens", json={**body, "messages": []})
+    assert refused.status_code == 400 and refused.json()["type"] == "error"
+
+
+def test_what_agents_send_is_taken(web):
+    """As Claude Code does: a header that differs each time, edits of thoughts, and thoughts of another server."""
+    billed = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=00000;"}
+    turns = [
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "1"}]},
+        {"role": "user", "content": "And?"},
+    ]
+    body = {
+        **ASK, "messages": [*CHAT, *turns], "system": [billed, {"type": "text", "text": "Be brief."}],
+        "thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}, "metadata": {"user_id": "x"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    }  # fmt: skip
+    plain = {**ASK, "messages": [*CHAT, {"role": "assistant", "content": "1"}, turns[1]], "system": "Be brief."}
+    assert MessagesRequest(body).chat["messages"] == MessagesRequest(plain).chat["messages"]
+    assert web.post("/v1/messages?beta=true", json=body).json()["stop_reason"] in ("end_turn", "max_tokens")
+
+
+def test_a_format_is_followed(web):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": [3]}}, "required": ["a"], "additionalProperties": False}
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    found = web.post("/v1/messages", json={**ASK, "max_tokens": 80, "output_config": form, "seed": 1}).json()
+    assert json.loads(found["content"][0]["text"]) == {"a": 3}
 
 
 def test_a_stream_that_fails_says_so(web, running, monkeypatch):
@@ -177,7 +258,7 @@ def test_a_stream_that_fails_says_so(web, running, monkeypatch):
     monkeypatch.setattr(running.server, "queue", Failing(running.server.queue, []))
     with web.stream("POST", "/v1/messages", json={**ASK, "stream": True}) as answer:
         last = answer.read().decode().removesuffix("\n\n").split("\n\n")[-1]
-    assert last.startswith("event: error\n") and "the server is stopping" in last
+    assert last.startswith("event: error\n") and "the server is stopping" in last and "overloaded_error" in last
 
 
 def test_anthropics_own_client(running, say):
@@ -188,6 +269,8 @@ def test_anthropics_own_client(running, say):
         with client.messages.stream(**ASK, tools=[TOOL]) as stream:
             texts = "".join(stream.text_stream)
             final = stream.get_final_message()
+        asks = {name: value for name, value in ASK.items() if name != "max_tokens"}
+        assert client.messages.count_tokens(**asks, tools=[TOOL]).input_tokens == found.usage.input_tokens
         with pytest.raises(anthropic.BadRequestError, match="there is no field 'container'"):
             client.messages.create(**ASK, extra_body={"container": "x"})
     for message in (found, final):

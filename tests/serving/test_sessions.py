@@ -56,6 +56,19 @@ def ask(session, text="12", reason: str | None = "stop", **body):
     return asked, session.branches[-1]
 
 
+def test_thoughts_that_are_told_apart_stay_in_the_row(turns):
+    """A call goes on with the sampled tokens, thoughts included, where it has these beside the text."""
+    session = session_of(turns)
+    _, one = ask(session, "<think>Hm.</think>\n12", messages=[QUESTION], separate_reasoning=True)
+    assert one.messages == [{"role": "assistant", "content": "12", "reasoning_content": "Hm."}]
+    said = {"role": "assistant", "content": "12", "reasoning_content": "Hm. "}
+    asked, two = ask(session, messages=[QUESTION, said, QUESTION], separate_reasoning=True)
+    assert two.parent is one and turns.decode(one.completion_ids, True) == "<think>Hm.</think>\n12"
+    assert asked.prompts[0][: len(one.prompt_ids + one.completion_ids)] == one.prompt_ids + one.completion_ids
+    for other in ({**said, "reasoning_content": "Oh."}, {"role": "assistant", "content": "12"}):
+        assert ask(session, messages=[QUESTION, other, QUESTION])[1].parent is None
+
+
 def test_calls_with_images(tmp_path):
     """A call goes on with those that an earlier one had; the same text with another image forks."""
     tokenizer = find_tokenizer(str(qwen_vl_folder(tmp_path)))
