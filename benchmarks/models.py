@@ -255,8 +255,8 @@ difference.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`); transformers has none
   of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2 and 3, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo
   Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open, nanochat,
-  VaultGemma and the mixtures of experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, Pythia and Falcon are
-  refused: their classes have other names.
+  VaultGemma, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam and the mixtures of experts of
+  Qwen3.5, GLM and Granite. Step heads of GPT-2, Pythia and Falcon are refused: their classes have other names.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
@@ -279,12 +279,13 @@ difference.
   whatever the padding and packing, in training, prefill and decoding. Kernels of whole rows take a mask where rows are
   longer than a chunk; `flash` has none and is refused. Layers without rotary positions scale queries by their position
   in the document (`attn_temperature_tuning`); transformers counts padding on the left too, so it is compared without.
-- Latent attention (DeepSeek-V2 and V3, Moonlight, Kimi-K2 and Kimi Linear): the cache of a token is its latent,
-  `kv_lora_rank + qk_rope_head_dim` numbers per layer, and decoding reads nothing else. The router's groups, scores and
-  correction (`e_score_correction_bias`) are all computed; training keeps the correction as it is, in fp32 whatever
-  `model.param_dtype`, and in exports of 16 bits too. Layers for multi-token prediction are left out. `glm4_moe` is
-  GLM-4.5 to 4.7, which has these experts, as `dots1` has, and `glm4_moe_lite` GLM-4.7-Flash, which has the attention
-  too. Folders of the type `kimi_k2` are DeepSeek-V3's in form: they are read and exported as a `deepseek_v3`.
+- Latent attention (DeepSeek-V2 and V3, Moonlight, Kimi-K2, Kimi Linear, Youtu-LLM, Sarvam 105B): the cache of a token
+  is its latent, `kv_lora_rank + qk_rope_head_dim` numbers per layer, and decoding reads nothing else. The router's
+  groups, scores and correction (`e_score_correction_bias`) are all computed; training keeps the correction as it is, in
+  fp32 whatever `model.param_dtype`, and in exports of 16 bits too. Layers for multi-token prediction are left out.
+  `glm4_moe` is GLM-4.5 to 4.7, which has these experts, as `dots1` has, and `glm4_moe_lite` GLM-4.7-Flash, which has
+  the attention too. Folders of the type `kimi_k2` are DeepSeek-V3's in form: they are read and exported as a
+  `deepseek_v3`.
 - Weights in fp8 with a scale for each block of numbers (`weight_block_size`), as DeepSeek-V3 and Qwen3's FP8 folders
   have them, or for each matrix (Ministral 3), and gpt-oss' experts in MXFP4, are read as numbers and exported so.
 - Gated delta nets with short convolutions, beside gated attention (Qwen3-Next, Qwen3.5) or plain (OLMo Hybrid), and
@@ -323,10 +324,11 @@ difference.
 - Gated short convolutions beside attention (LFM2, LFM2-MoE, LFM3). They see no token of another document, nor padding.
   A row's cache are its latest tokens, whatever its length; an update's rows are not packed (`batch.packing`).
 - Gates of what attention gives, of each number (Qwen3-Next, Trinity) or of each head (LFM3).
-- Attention sinks (gpt-oss): on NVIDIA GPUs, in 16 bits, by cuDNN and the kernel of decode steps, elsewhere by `xla`;
-  `flash` and `splash` have none and are refused.
+- Attention sinks (gpt-oss, Granite with windows): on NVIDIA GPUs, in 16 bits, by cuDNN and the kernel of decode steps,
+  elsewhere by `xla`; `flash` and `splash` have none and are refused.
 - Soft caps on attention scores and logits, wherever logits are formed. `model.fp32_head` forms them in float32.
-- Multipliers of embeddings, attention scores, residuals and logits (Granite).
+- Multipliers of embeddings, attention scores, residuals and logits (Granite, HyperCLOVA X). `layer_rope_theta` of
+  Granite with windows has one base for the layers with a window and one for the others, or 0: no rotary positions.
 - Layers of full attention with heads of another size than those with a window, keys that are values too, layers that
   read the keys and values of an earlier one and have no cache of their own, embeddings for each layer, and experts
   beside a dense feed-forward (Gemma 4). Training keeps the number that a layer's output is multiplied by
@@ -336,7 +338,8 @@ difference.
   0 but for those that are more than so many standard deviations above the mean (`activation_sparsity_pattern`), beside
   per-layer embeddings and shared keys and values: Gemma 3n. The maps of streams and of Laurel have no adapters and are
   not quantised. transformers clips coefficients of AltUp above 120 in training, here they are not.
-- Of `gemma3n` the text part alone, as of `llama4`: its encoders of images and sound are not read.
+- Of `gemma3n` the text part alone, as of `llama4` and `gemma4_unified` (Gemma 4 12B): its encoders of images and sound
+  are not read.
 - Of `llama4`, which reads images too, the text part alone: a folder of its is read as a `llama4_text`, rows with images
   are refused, and the export is a model of that type, without the other parts. Adapters are named as in that type's
   class. So is a `gemma4` without a `vision_config`; of one that has it images are read, and its part for sound is not:
@@ -398,7 +401,7 @@ of any size these have 15, 6 and 4 tokens. The mesh is (fsdp, context, tensor) =
 
 {vision_table}
 What a family took: a file with the names of its tensors and the entries of its config.json, beside an encoder that it
-shares (the paths are in `jaxrl_llm/models/`), and a function in `data/image_processor.py` (20 to 50 lines) that calls
+shares (the paths are in `jaxrl_llm/models/`), and a function in `data/image_processors/` (20 to 50 lines) that calls
 transformers' processor of images, and writes their tokens.
 
 {vision_lines}

@@ -4,6 +4,7 @@ The tests of families and `python -m benchmarks.models` measure with these.
 """
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from transformers import (
     Ernie4_5Config,
     Exaone4Config,
     ExaoneConfig,
+    ExaoneMoeConfig,
     FalconConfig,
     FalconH1Config,
     FlexOlmoConfig,
@@ -32,6 +34,7 @@ from transformers import (
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -44,8 +47,13 @@ from transformers import (
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
+    GraniteMoeSWAConfig,
+    GraniteSWAConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    HyperCLOVAXConfig,
+    InternLM3Config,
+    IQuestCoderConfig,
     Jais2Config,
     KimiLinearConfig,
     Lfm2Config,
@@ -76,12 +84,15 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SarvamMLAConfig,
+    SarvamMoEConfig,
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
     StableLmConfig,
     Starcoder2Config,
     VaultGemmaConfig,
+    YoutuConfig,
 )
 
 from jaxrl_llm.distributed.sharding import path_name
@@ -452,6 +463,48 @@ VARIANTS = {
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
     ),
     "vaultgemma": lambda: VaultGemmaConfig(**SHAPE, **CAPS, head_dim=8, sliding_window=WINDOW),
+    "gemma4_unified_text": lambda: Gemma4UnifiedTextConfig(
+        **SHAPE | {"num_hidden_layers": 3}, **GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1,
+        layer_types=["sliding_attention", "full_attention", "full_attention"], final_logit_softcapping=3.0,
+    ),
+    "exaone_moe": lambda: ExaoneMoeConfig(
+        **SHAPE | {"num_hidden_layers": 3}, head_dim=16, sliding_window=WINDOW, sliding_window_pattern=2,
+        num_experts_per_tok=2, num_experts=8, n_group=2, topk_group=1, moe_intermediate_size=16, num_shared_experts=2,
+    ),
+    "granite_swa": lambda: GraniteSWAConfig(
+        **SHAPE | {"num_hidden_layers": 3}, sliding_window=WINDOW, layer_rope_theta=[0, 10_000.0, 10_000.0],
+        embedding_multiplier=6.0, attention_multiplier=0.5, residual_multiplier=0.25, logits_scaling=3.0,
+        attention_bias=True, tie_word_embeddings=False,
+    ),
+    "granite_swa-bases": lambda: GraniteSWAConfig(
+        **SHAPE, head_dim=16, sliding_window=WINDOW, layer_rope_theta=[500_000.0, 100.0], mlp_bias=True,
+        rope_parameters=YARN_ROPE,
+    ),
+    "granitemoe_swa": lambda: GraniteMoeSWAConfig(
+        **SHAPE, **EXPERTS, num_local_experts=4, shared_intermediate_size=20, sliding_window=WINDOW,
+        layer_rope_theta=[0, 10_000.0], embedding_multiplier=6.0, attention_multiplier=0.5, residual_multiplier=0.25,
+        logits_scaling=3.0,
+    ),
+    "youtu": lambda: YoutuConfig(
+        **SHAPE | {"num_key_value_heads": 4}, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
+        v_head_dim=6,
+    ),
+    "internlm3": lambda: InternLM3Config(**SHAPE, head_dim=8, attention_bias=True, mlp_bias=True),
+    "hyperclovax": lambda: HyperCLOVAXConfig(
+        **SHAPE, embedding_multiplier=6.0, attention_multiplier=0.5, residual_multiplier=0.25, logits_scaling=0.3,
+        attention_bias=True,
+    ),
+    "hyperclovax-plain": lambda: HyperCLOVAXConfig(**SHAPE, head_dim=16, use_post_norm=False, mlp_bias=True),
+    "iquestcoder": lambda: IQuestCoderConfig(**SHAPE, head_dim=16),
+    "sarvam_moe": lambda: SarvamMoEConfig(
+        **SHAPE | {"num_hidden_layers": 3}, head_dim=16, num_experts_per_tok=2, n_routed_experts=8,
+        moe_intermediate_size=16, attention_bias=True,
+    ),
+    "sarvam_mla": lambda: SarvamMLAConfig(
+        **SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4}, num_experts_per_tok=2, moe_intermediate_size=16,
+        n_routed_experts=8, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
+        rope_parameters=YARN_ROPE | {"mscale_all_dim": 1.0, "mscale": 1.0},
+    ),
     "deepseek_v2-greedy": lambda: DeepseekV2Config(
         **SHAPE | {"num_key_value_heads": 4}, num_experts_per_tok=2, moe_intermediate_size=16, n_routed_experts=8,
         q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
@@ -468,9 +521,15 @@ NO_CLASSIFIER = (  # of which transformers has none
     "minimax_m2", "ernie4_5", "lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "nemotron_h", "afmoe", "kimi_linear",
     "olmo_hybrid", "dots1", "falcon_h1", "cohere2", "apertus", "ernie4_5_moe", "granitemoe", "cohere",
     "exaone", "jais2", "cwm", "flex_olmo", "granitemoeshared", "solar_open", "nanochat", "vaultgemma",
+    "gemma4_unified_text", "exaone_moe", "granite_swa", "granitemoe_swa", "youtu", "internlm3", "hyperclovax",
+    "iquestcoder", "sarvam_moe", "sarvam_mla",
 )  # fmt: skip
 # Families whose nets another describes too.
-ALIKE = {"glm4_moe_lite": "deepseek_v3", "cwm": "smollm3", "ministral": "smollm3"}
+ALIKE = {
+    "glm4_moe_lite": "deepseek_v3", "cwm": "smollm3", "ministral": "smollm3", "gemma4_unified_text": "gemma4_text",
+    "internlm3": "llama", "iquestcoder": "llama", "sarvam_mla": "deepseek_v3", "sarvam_moe": "glm4_moe",
+    "hyperclovax": "granite",
+}  # fmt: skip
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
 
 
@@ -543,6 +602,12 @@ def oracle_gradients(oracle, tokens, segments) -> dict[str, np.ndarray]:
 OWN_NAMES = {  # of modules in transformers, and in files
     "gpt_neox": [("lm_head", "embed_out")],
     "lfm3": [("g_proj", "gate_proj")],
+    "sarvam_moe": [
+        ("embed_tokens", "word_embeddings"), (".self_attn.", ".attention."), (".o_proj", ".dense"),
+        ("q_norm", "query_layernorm"), ("k_norm", "key_layernorm"),
+        ("gate.e_score_correction_bias", "gate.expert_bias"),
+    ],
+    "exaone_moe": [("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias")],
     "exaone": [
         ("model.embed_tokens", "transformer.wte"), ("model.layers.", "transformer.h."),
         ("model.norm", "transformer.ln_f"), (".self_attn.", ".attn.attention."), (".o_proj", ".out_proj"),
@@ -564,8 +629,11 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "router.weight": "router.layer.weight",
     }  # fmt: skip
     for name, x in arrays.items():
-        if family in OWN_NAMES:
-            found[functools.reduce(lambda name, pair: name.replace(*pair), OWN_NAMES[family], name)] = x
+        name = functools.reduce(lambda name, pair: name.replace(*pair), OWN_NAMES.get(family, ()), name)
+        if family == "sarvam_moe" and (part := re.search(r"[qkv]_proj", name)) is not None:
+            if part[0] == "q_proj":
+                names = [name.replace("attention.", "self_attn.").replace("q_proj", f"{own}_proj") for own in "qkv"]
+                found[name.replace("q_proj", "query_key_value")] = np.concatenate([arrays[own] for own in names])
             continue
         if family in ("kimi_linear", "olmo_hybrid"):
             name = _name_in_files(oracle, name)
@@ -582,7 +650,7 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         name = name.replace("model.", "backbone.") if family == "nemotron_h" else name
         name = name.replace(".gate.moe_statics.", ".moe_statics.")
         start, stacked, part = name.partition(".experts.")
-        if not stacked or family in ("gpt_oss", "gemma4_text", "qwen3_vl_moe", "llama4_text"):
+        if not stacked or family in ("gpt_oss", "gemma4_text", "qwen3_vl_moe", "llama4_text", "granitemoe_swa"):
             found[name] = x
             continue
         halves = np.split(x, 2, axis=1) if part == "gate_up_proj" else [x]

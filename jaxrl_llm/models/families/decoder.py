@@ -276,6 +276,13 @@ def from_own_names(
     return with_own_names(hf, names, without)
 
 
+def class_of(hf: dict[str, Any] | None, family: str, other: str) -> str:
+    """What the architectures of a config.json begin with: the name of the `family`, or that of the `other` one, whose
+    classes transformers has for it."""
+    named = ((hf or {}).get("architectures") or [family])[0]
+    return other if named.startswith(other) else family
+
+
 def architectures(family: str | dict[str, str]) -> dict[str, str]:
     """The name of the architecture with each head, of a family's ARCHITECTURE; those of two labels are named alike.
 

@@ -100,7 +100,7 @@ def read(
 ) -> ModelConfig:
     """The ModelConfig of a `family` with the shape of DeepSeek-V3, all of whose entries are there.
 
-    `fields` are those in which it differs.
+    It has no experts where `n_routed_experts` is null. `fields` are those in which it differs.
     """
     layers, heads = positive(hf, "num_hidden_layers"), positive(hf, "num_attention_heads")
     if hf.get("num_key_value_heads") not in (None, heads):
@@ -108,7 +108,7 @@ def read(
     sizes = {field: positive(hf, entry) for field, entry in LATENT_SIZES.items()}
     own = {
         **sizes,
-        **experts(hf),
+        **(experts(hf) if hf["n_routed_experts"] is not None else {}),
         "mixers": (LatentAttention,) * layers,
         "query_rank": 0 if hf["q_lora_rank"] is None else positive(hf, "q_lora_rank"),
         **decoder.attention_biases(hf),
@@ -123,7 +123,7 @@ def entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The entries of config.json that `read` reads."""
     return {
         **{entry: getattr(config, field) for field, entry in LATENT_SIZES.items()},
-        **expert_entries(config, base),
+        **(expert_entries(config, base) if config.experts else {}),
         "q_lora_rank": config.query_rank or None,
         "qk_nope_head_dim": config.head_dim - config.rotated_size,
         "head_dim": config.rotated_size,

@@ -78,6 +78,26 @@ def first_layers(hf: dict[str, Any], entry: str) -> tuple[int, ...]:
     return tuple(range(count))
 
 
+def dense_before_sparse(hf: dict[str, Any], first: int) -> int:
+    """How many layers are dense before those with experts: as `mlp_layer_types` says or, without it, the `first` ones.
+
+    Raises ConfigError for other orders of them.
+    """
+    layers = positive(hf, "num_hidden_layers")
+    types = hf.get("mlp_layer_types")
+    if types is None:
+        return min(first, layers)
+    dense = types.index("sparse") if "sparse" in types else layers
+    if types != ["dense"] * dense + ["sparse"] * (layers - dense):
+        refuse("mlp_layer_types", types, f"dense layers before sparse ones, {layers} together")
+    return dense
+
+
+def mlp_types(config) -> list[str]:
+    """The `mlp_layer_types` of a ModelConfig."""
+    return ["sparse" if kind.experts else "dense" for kind in config.layer_configs]
+
+
 def mixers_of(hf: dict[str, Any], mixers: Mapping[str, type], kind: Callable[[int], str]) -> tuple[type, ...]:
     """The mixer of each layer by its type, one of the names in `mixers`: that of `layer_types` or, without it, its
     `kind`. Raises ConfigError for other types, and a list of another length."""

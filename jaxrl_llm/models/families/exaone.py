@@ -32,7 +32,13 @@ DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}  # for entries that 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | renamed(hf, NAMES)
-    return decoder.to_config(hf, _architecture(hf), llama.own_fields(hf), overrides, rope={"theta": 500_000.0})
+    return decoder.to_config(
+        hf,
+        decoder.class_of(hf, ARCHITECTURE, llama.ARCHITECTURE),
+        llama.own_fields(hf),
+        overrides,
+        rope={"theta": 500_000.0},
+    )
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
@@ -40,11 +46,5 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     own = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
     names = {name: common for name, common in NAMES.items() if base is None or name in base}
     common = None if base is None else renamed(base, names)
-    hf = decoder.from_config(config, common, _architecture(base or {}), MODEL_TYPE, own)
+    hf = decoder.from_config(config, common, decoder.class_of(base, ARCHITECTURE, llama.ARCHITECTURE), MODEL_TYPE, own)
     return decoder.with_own_names(hf, names)
-
-
-def _architecture(hf: dict[str, Any]) -> str:
-    """What the architectures of a config.json begin with."""
-    named = (hf.get("architectures") or [ARCHITECTURE])[0]
-    return llama.ARCHITECTURE if named.startswith(llama.ARCHITECTURE) else ARCHITECTURE

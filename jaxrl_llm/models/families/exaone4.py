@@ -18,13 +18,16 @@ DEFAULTS = {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_patter
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf, own = DEFAULTS | hf, {"norms": "post", "qk_norm": True}
+    hf = DEFAULTS | hf
+    return decoder.to_config(hf, ARCHITECTURE, {**windows(hf), "norms": "post", "qk_norm": True}, overrides)
+
+
+def windows(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields of windows, and of the layers without rotary positions."""
     if hf["sliding_window"] is None:
-        own |= layer_types.read_uniform(hf)
-    else:
-        own |= layer_types.read(hf, _slides(hf))
-        own["unrotated_layers"] = layer_types.outside(hf, own)
-    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+        return layer_types.read_uniform(hf)
+    found = layer_types.read(hf, _slides(hf))
+    return found | {"unrotated_layers": layer_types.outside(hf, found)}
 
 
 def _slides(hf: dict[str, Any]) -> Callable[[int], bool]:

@@ -54,7 +54,12 @@ ROPES = {
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = _with_ropes(DEFAULTS | hf)
+    return read(DEFAULTS | hf, ARCHITECTURE, overrides)
+
+
+def read(hf: dict[str, Any], family: str, overrides: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a `family` with the shape of Gemma 4, of entries with their defaults."""
+    hf = _with_ropes(hf)
     if hf.get("use_bidirectional_attention") == "vision":  # of images, which are not read
         hf["use_bidirectional_attention"] = None
     every, last = 6, positive(hf, "num_hidden_layers") - 1
@@ -72,11 +77,16 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
             least = f"numbers from vocab_size = {hf['vocab_size']}"
             refuse("vocab_size_per_layer_input", own["per_layer_vocab"], least)
     rope = {"by_type": True}
-    return decoder.to_config(hf, ARCHITECTURE, own, overrides, activations=gemma2.ACTIVATIONS, rope=rope)
+    return decoder.to_config(hf, family, own, overrides, activations=gemma2.ACTIVATIONS, rope=rope)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
+    return write(config, base, ARCHITECTURE, MODEL_TYPE)
+
+
+def write(config: ModelConfig, base: dict[str, Any] | None, family: str, model_type: str) -> dict[str, Any]:
+    """The config.json of a net of that `family` and type, over the entries of `base`."""
     own: dict[str, Any] = {
         **layer_types.write(config, base),
         "attention_bias": config.attention_bias,
@@ -97,7 +107,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
             "hidden_size_per_layer_input": config.per_layer_width,
             "vocab_size_per_layer_input": config.per_layer_vocab or config.vocab_size,
         }
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=_with_ropes)
+    return decoder.from_config(config, base, family, model_type, own, rope=_with_ropes)
 
 
 def unused_tensors(config: ModelConfig) -> set[str]:

@@ -27,19 +27,27 @@ DEFAULTS = {
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    own = {
+    return decoder.to_config(hf, ARCHITECTURE, own_fields(hf), overrides, rope={"partial": True})
+
+
+def own_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields of the family's own entries, all of which are there."""
+    return {
         **deepseek_v3.experts(hf),
         "attention_bias": bool(hf.get("attention_bias", False)),
         "qk_norm": bool(hf.get("use_qk_norm", False)),
     }
-    return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"partial": True})
 
 
-def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
-    own = {
+def own_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The entries of config.json that `own_fields` reads."""
+    return {
         **deepseek_v3.expert_entries(config, base),
         "attention_bias": config.attention_bias,
         "use_qk_norm": config.qk_norm,
     }
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config, base))

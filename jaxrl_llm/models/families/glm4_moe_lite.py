@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, deepseek_v3
-from jaxrl_llm.models.families.entries import positive, refuse
+from jaxrl_llm.models.families.entries import dense_before_sparse, mlp_types
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "glm4_moe_lite"
@@ -30,17 +30,11 @@ DEFAULTS = {
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    layers = positive(hf, "num_hidden_layers")
-    types = hf.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
-    dense = types.index("sparse") if "sparse" in types else layers
-    if types != ["dense"] * dense + ["sparse"] * (layers - dense):
-        refuse("mlp_layer_types", types, f"dense layers before sparse ones, {layers} together")
-    return deepseek_v3.read(DEFAULTS | hf | {"first_k_dense_replace": dense}, ARCHITECTURE, overrides)
+    dense = {"first_k_dense_replace": dense_before_sparse(hf, 1)}
+    return deepseek_v3.read(DEFAULTS | hf | dense, ARCHITECTURE, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own = deepseek_v3.entries(config, base)
-    dense = len(config.dense_layers)
-    own["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (config.layers - dense)
+    own = deepseek_v3.entries(config, base) | {"mlp_layer_types": mlp_types(config)}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -14,13 +14,20 @@ MODULE_KEYS = granitemoehybrid.as_modules(KEYS)
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    return decoder.to_config(granitemoe.DEFAULTS | hf, ARCHITECTURE, own_fields(hf), overrides)
+
+
+def own_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields of the family's own entries."""
     shared = positive(hf, "shared_intermediate_size") if hf.get("shared_intermediate_size") else 0
-    return decoder.to_config(
-        granitemoe.DEFAULTS | hf, ARCHITECTURE, granitemoe.own_fields(hf) | {"shared_expert_ffn": shared}, overrides
-    )
+    return granitemoe.own_fields(hf) | {"shared_expert_ffn": shared}
+
+
+def own_entries(config: ModelConfig) -> dict[str, Any]:
+    """The entries of config.json that `own_fields` reads."""
+    return granitemoe.own_entries(config) | {"shared_intermediate_size": config.shared_expert_ffn}
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own = granitemoe.own_entries(config) | {"shared_intermediate_size": config.shared_expert_ffn}
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config))

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, deepseek_v3, mixtral, olmo_hybrid
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear, maps
-from jaxrl_llm.models.families.entries import computed, mixers_of, positive, refuse
+from jaxrl_llm.models.families.entries import computed, dense_before_sparse, mixers_of, mlp_types, positive, refuse
 from jaxrl_llm.models.mixers.kimi_delta import KimiDelta
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.model_config import ModelConfig
@@ -91,10 +91,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     full = range(5, layers + 1, 4) if full is None else full
     if not isinstance(full, list | range):
         refuse("linear_attn_config.full_attn_layers", full, "a list")
-    mlps = hf.get("mlp_layer_types")
-    dense = (hf.get("first_k_dense_replace", 1) or 0) if mlps is None else mlps.count("dense")
-    if mlps is not None and mlps != ["dense"] * dense + ["sparse"] * (layers - dense):
-        refuse("mlp_layer_types", mlps, f"dense layers before sparse ones, {layers} together")
+    dense = dense_before_sparse(hf, hf.get("first_k_dense_replace", 1) or 0)
     own = fields | {
         "mixers": mixers_of(hf, MIXERS, lambda layer: "full_attention" if layer + 1 in full else "linear_attention"),
         "delta_value_heads": fields["delta_key_heads"],
@@ -116,7 +113,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         own["layer_types"] = [
             "linear_attention" if kind.mixer is KimiDelta else "full_attention" for kind in config.layer_configs
         ]
-        own["mlp_layer_types"] = ["sparse" if kind.experts else "dense" for kind in config.layer_configs]
+        own["mlp_layer_types"] = mlp_types(config)
     else:  # in files for transformers 4 it is a number of nothing
         own["head_dim"] = base.get("head_dim", own["head_dim"])
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -12,6 +12,7 @@ from jaxrl_llm.models.families.entries import refuse
 WHOLES = {
     "gemma3n": ("gemma3n_text",),
     "gemma4": ("gemma4_text",),
+    "gemma4_unified": ("gemma4_unified_text",),
     "llama4": ("llama4_text",),
 }
 SHARED = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")

@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
     Llama4Config,
     Llama4ForConditionalGeneration,
 )
@@ -18,6 +20,7 @@ from transformers import (
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.files.hf import read_config
 from jaxrl_llm.models.model import load_model, save_hf
+from tests.models.conftest import variants
 from tests.models.oracles import VARIANTS, VOCAB, make_oracle, oracle_logits
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB - 10, (2, 9))
@@ -30,6 +33,12 @@ VISION = {
 def whole(kind: str):
     """A tiny random model with vision, or of a family that may have it, and its text part."""
     torch.manual_seed(0)
+    if kind == "gemma4_unified":
+        text = VARIANTS["gemma4_unified_text"]().to_dict() | {"pad_token_id": 0}
+        sizes = {"mm_embed_dim": 16, "output_proj_dims": 32, "mm_posemb_size": 8}
+        config = Gemma4UnifiedConfig(text_config=text, vision_config=sizes, audio_config=None, image_token_id=90)
+        model = Gemma4UnifiedForConditionalGeneration(config)
+        return model, lambda tokens: model(tokens).logits
     if kind == "gemma4":
         ids = {"image_token_id": 90, "audio_token_id": 91, "boi_token_id": 92, "eoi_token_id": 93}
         text = VARIANTS["gemma4_text"]().to_dict() | {"pad_token_id": 0}
@@ -43,7 +52,7 @@ def whole(kind: str):
     return model, lambda tokens: model.language_model(tokens).logits
 
 
-@pytest.mark.parametrize("kind", [pytest.param("gemma4", marks=pytest.mark.slow), "llama4"])
+@pytest.mark.parametrize("kind", variants(["gemma4", "gemma4_unified", "llama4"], quick=("llama4",)))
 def test_the_text_part_computes_as_in_the_whole(tmp_path, kind):
     oracle, logits = whole(kind)
     oracle.eval().save_pretrained(tmp_path / "whole")
