@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -454,9 +455,7 @@ def _gather(leaf: Any, tensor: Stored, net: Net) -> np.ndarray:
 
 def on_host(x: jax.Array) -> np.ndarray:
     """The whole array, on every process."""
-    if not x.is_fully_addressable and isinstance(x.sharding, NamedSharding):
-        x = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
-    return np.asarray(x)
+    return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
 
 
 def _shards(tensors: list[Stored], max_bytes: float) -> Iterator[list[list[Stored]]]:

@@ -36,7 +36,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
@@ -44,6 +43,7 @@ from jaxrl_llm.config.resolve import exit_code
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.models.adapters.lora import split
+from jaxrl_llm.models.files.safetensors import on_host
 from jaxrl_llm.models.files.weight_changes import ENCODING, apply, as_bytes, changes
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
@@ -53,6 +53,7 @@ from jaxrl_llm.training.rollouts.rollout_queue import Produce
 FOLDER, START, END, LEARNER = "rollouts", "start.json", "end.json", "learner.json"
 POLICY = re.compile(r"policy_(\d+)_(\d+)_(\d+)")
 POLL_SECONDS = 0.1
+AT_ONCE = 1 << 28  # bytes of an array that are copied to all devices at once
 WHOLE_EVERY = 16  # policies: a sampler that starts late reads at most so many files
 WHOLE_FROM = 0.5  # the share of an array's numbers: of 32 bits nearly all change, and packing costs more than it saves
 ERROR_SECONDS = 60.0  # within which a process that is started again replaces the error of the one before
@@ -105,12 +106,21 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def policy_on_host(params: Params) -> dict[str, np.ndarray]:
-    """The arrays of a policy by path, copied to this host, {} but on the first process; every learner must call it."""
-    arrays = {}
+    """The arrays of a policy by path, copied to this host, {} but on the first process; every learner must call it.
+
+    What several processes have parts of comes by way of the devices, each of which then has all of it: of a large stack
+    of layers one after another.
+    """
+    arrays, first = {}, jax.process_index() == 0
     for path, x in jax.tree_util.tree_leaves_with_path(params):
-        whole = x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
-        if jax.process_index() == 0:
-            arrays[jax.tree_util.keystr(path)] = np.array(whole)  # a copy: the next update writes over `params`
+        in_turn = not x.is_fully_addressable and x.ndim > 2 and x.nbytes > AT_ONCE
+        parts = (on_host(x[number]) for number in range(len(x))) if in_turn else [on_host(x)]
+        whole = np.empty(x.shape if first else 0, x.dtype)  # a copy: the next update writes over `params`
+        for number, part in enumerate(parts):
+            if first:
+                whole[number if in_turn else ...] = part
+        if first:
+            arrays[jax.tree_util.keystr(path)] = whole
     return arrays
 
 
