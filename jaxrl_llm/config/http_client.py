@@ -36,6 +36,10 @@ class UnreachableError(RequestError):
     """No connection: nothing listens there, or the host is unknown."""
 
 
+class LostError(RequestError):
+    """A connection that broke before the reply was complete, as when the server ends."""
+
+
 class TooLargeError(RequestError):
     """A reply that is larger than its reader takes."""
 
@@ -65,8 +69,8 @@ class HttpClient:
     def post(self, url: str, content: bytes, headers: dict[str, str], seconds: float, largest: int) -> Reply:
         """The reply to a request, in `seconds` from connecting to the last byte.
 
-        Raises RequestError: UnreachableError without a connection, TooLargeError for a reply of more than `largest`
-        bytes.
+        Raises RequestError: UnreachableError without a connection, LostError for one that broke, TooLargeError for a
+        reply of more than `largest` bytes.
         """
         return self._reply("POST", url, content, headers, seconds, largest)
 
@@ -87,9 +91,9 @@ class HttpClient:
                 cause = earlier
             number = getattr(cause, "errno", None)
             reason = os.strerror(number) if isinstance(number, int) else str(cause)
-            raise (UnreachableError if isinstance(error, httpx.ConnectError) else RequestError)(
-                f"{type(error).__name__}: {error}{'' if reason in str(error) else f' ({reason})'}"
-            ) from error
+            broke = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
+            kind = UnreachableError if isinstance(error, httpx.ConnectError) else LostError if broke else RequestError
+            raise kind(f"{type(error).__name__}: {error}{'' if reason in str(error) else f' ({reason})'}") from error
 
     async def _received(
         self, method: str, url: str, content: bytes | None, headers: dict[str, str], seconds: float, largest: int

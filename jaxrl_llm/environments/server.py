@@ -17,12 +17,20 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.http_client import HttpClient, Reply, RequestError, UnreachableError, json_headers
+from jaxrl_llm.config.http_client import (
+    HttpClient,
+    LostError,
+    Reply,
+    RequestError,
+    UnreachableError,
+    json_headers,
+)
 from jaxrl_llm.environments.protocol import EpisodeError
 
 log = logging.getLogger(__name__)
 
 CONCURRENT_REQUESTS = 16
+TRIES = 3  # of a rollout whose server goes away
 PROCESSED = "processed_logprobs"  # vLLM's mode of log-probs at the temperature of the request; raw ones are at 1
 COMING_UP = (502, 503, 504)  # a proxy's answers for a server that is not there yet
 # Fields, by vLLM's names, that are sent where they ask for something: servers that know fewer serve runs without them.
@@ -33,6 +41,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 BYTES_PER_TOKEN = 4096  # of a reply, at most: a token's id and text, its log-prob, and those of others
 
 Send = Callable[[str, bytes | None, int], Reply]  # an address, the content of a POST or None, bytes of the reply
+
+
+class GoneError(EpisodeError):
+    """A server that had answered is not there any more: it has ended, or is started anew."""
 
 
 class RefusedError(Exception):
@@ -56,7 +68,8 @@ def server(
     """A rollout function of TRL's form that asks `{url}/completions` for the completions of each prompt.
 
     url ends in /v1. timeout: seconds for each request, to the reply's last byte. wait_for_server: seconds within which
-    the server comes up, from the first request on; once it has answered, it is not waited for again. api_key:
+    the server comes up, from the first request on. One that goes away is waited for as long, gets the weights again,
+    and samples all of the rollout anew, as its weights may be those it was started with. api_key:
     environment variable with the key, if there is one. weights: a folder that the server sees too, in which it gets the
     policy before each rollout, by /update_weights_from_disk (`jaxrl-llm serve --weight_updates`, SGLang); where its
     answers name the version of their weights, those of another are refused. weights_dtype: their type there, the
@@ -111,10 +124,10 @@ def server(
     is_up, first = threading.Event(), threading.Lock()
 
     def asked(client: HttpClient, headers: dict[str, str], at: str, content: bytes | None, largest: int) -> Reply:
-        """The reply to a request, a GET without content. Until the server first answers, one request alone is repeated,
-        for up to `wait_for_server`."""
+        """The reply to a request, a GET without content. Until the server answers, one request alone is repeated, for
+        up to `wait_for_server`."""
         with contextlib.nullcontext() if is_up.is_set() else first:
-            deadline = time.monotonic() + (0 if is_up.is_set() else wait_for_server)
+            deadline = time.monotonic() + wait_for_server
             while True:
                 try:
                     if content is None:
@@ -122,14 +135,18 @@ def server(
                     else:
                         reply = client.post(at, content, headers, timeout, largest)
                 except UnreachableError as error:
-                    if time.monotonic() >= deadline:
+                    if not is_up.is_set() and time.monotonic() >= deadline:
                         raise
                     reason = str(error)
+                except LostError as error:
+                    raise GoneError(f"{at} did not answer to the end ({error})") from error
                 else:
-                    if reply.status not in COMING_UP or time.monotonic() >= deadline:
+                    if reply.status not in COMING_UP or (not is_up.is_set() and time.monotonic() >= deadline):
                         is_up.set()
                         return reply
                     reason = f"{reply.status} {reply.reason}"
+                if is_up.is_set():
+                    raise GoneError(f"{at} is not there any more ({reason})")
                 log.warning("%s is not up (%s); %.0f s left", url, reason, max(deadline - time.monotonic(), 0))
                 time.sleep(min(2.0, max(deadline - time.monotonic(), 0)))
 
@@ -187,12 +204,13 @@ def server(
         """Give the server the policy's weights; returns their version, None where the server names none."""
 
         def told(path: str) -> dict[str, Any]:
-            """The answer of the server that has taken the weights at `path`, or why it refused a patch."""
-            if vllm:
-                taken(send, rpc, {"method": "reload_weights"})
-                taken(send, forget, {})
-                return {}
+            """The answer of the server that has taken the weights at `path`, or why it refused a patch, or that it is
+            gone."""
             try:
+                if vllm:
+                    taken(send, rpc, {"method": "reload_weights"})
+                    taken(send, forget, {})
+                    return {}
                 if local_checkpoint:
                     source, _, name = path.rpartition("/")
                     number = int(name.removeprefix("weight_v"))
@@ -202,6 +220,8 @@ def server(
                 answer = answered(send, update, {"model_path": path}, refusal=WRONG_BASE)
             except RefusedError as error:
                 return {"refused": str(error)}
+            except GoneError as error:  # in one of the processes, which all try again
+                return {"gone": str(error)}
             if not isinstance(answer, dict) or answer.get("success") is not True:
                 raise EpisodeError(f"{update} did not take the weights in {path}: {str(answer)[:300]}")
             return answer
@@ -211,6 +231,8 @@ def server(
         if "refused" in answer and full_every > 1:  # such as by a server that was started anew
             log.warning("%s; all weights follow", answer["refused"])
             answer = trainer.publish_weights(folder, told, weights_dtype, full_every, full=True)
+        if "gone" in answer:
+            raise GoneError(answer["gone"])
         if "refused" in answer:
             raise EpisodeError(answer["refused"])
         return answer.get("weight_version")
@@ -295,15 +317,23 @@ def server(
 
     def sample(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         ids = trainer.tokenize(prompts)
-        with (
-            contextlib.closing(HttpClient(CONCURRENT_REQUESTS)) as client,
-            ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool,
-        ):
-            send = functools.partial(replied, client, json_headers(os.environ.get(api_key)))
-            check_temperature(send, trainer.args.temperature)
-            fields = constraints(send, trainer.args)
-            version = pushed(send, trainer) if weights else None
-            groups = list(pool.map(functools.partial(choices, send, version, fields, trainer), ids))
+        for tries in range(1, TRIES + 1):
+            try:
+                with (
+                    contextlib.closing(HttpClient(CONCURRENT_REQUESTS)) as client,
+                    ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool,
+                ):
+                    send = functools.partial(replied, client, json_headers(os.environ.get(api_key)))
+                    check_temperature(send, trainer.args.temperature)
+                    fields = constraints(send, trainer.args)
+                    version = pushed(send, trainer) if weights else None
+                    groups = list(pool.map(functools.partial(choices, send, version, fields, trainer), ids))
+                break
+            except GoneError as error:
+                if tries == TRIES:
+                    raise EpisodeError(f"{error}, in {TRIES} tries of a rollout: look at the server's log") from error
+                log.warning("%s; it is waited for, and samples the rollout anew", error)
+                is_up.clear()
         rows = [choice for group in groups for choice in group]
         return {
             "prompt_ids": [prompt for prompt in ids for _ in range(trainer.num_generations)],

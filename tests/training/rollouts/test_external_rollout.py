@@ -187,6 +187,30 @@ def test_what_a_function_may_not_return(rollout, said, message):
         rollout(lambda prompts, trainer: said)
 
 
+def test_a_server_that_dies_samples_anew(rollout, monkeypatch, tmp_path):
+    """It has the weights that it was started with until it gets the policy again; one that dies each time is told."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    losses = []
+
+    def dying(answer):
+        if answer["choices"] and losses:
+            raise losses.pop()  # no reply: the connection ends
+        return answer if answer["choices"] else {"success": True}
+
+    with Server(dying) as server:
+        server.http.handle_error = lambda *of_request: None
+        losses.append(ConnectionError())
+        made, _ = rollout(served(server, weights=str(tmp_path / "weights")))
+        paths = [path.rpartition("/")[2] for path, _ in server.bodies]
+        first = paths.index("update_weights_from_disk", 1)  # after which every prompt is sampled
+        assert made.finished.all() and not losses
+        assert paths[0] == paths[first] == "update_weights_from_disk" and paths.count(paths[0]) == 2
+        assert paths[first + 1 :] == ["completions"] * 2 and "completions" in paths[1:first]
+        losses += [ConnectionError()] * 6
+        with pytest.raises(ConfigError, match=r"did not answer to the end.*in 3 tries of a rollout"):
+            rollout(served(server))
+
+
 def test_errors_of_functions(rollout):
     with pytest.raises(ConfigError, match="rollout_func raised ZeroDivisionError"):
         rollout(lambda prompts, trainer: 1 / 0)
@@ -592,7 +616,7 @@ def test_a_server_that_fails_is_named(rollout, monkeypatch):
 
 
 def test_a_server_that_comes_up_is_waited_for(rollout, monkeypatch):
-    """First nothing listens, then a proxy says that nothing is there; once it has answered nothing is waited for."""
+    """First nothing listens, then a proxy says that nothing is there; and again where a server that was there goes."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr("jaxrl_llm.environments.server.time.sleep", lambda seconds: None)
     late, refusals = Server(status=503), []
@@ -600,7 +624,7 @@ def test_a_server_that_comes_up_is_waited_for(rollout, monkeypatch):
     late.http.server_close()
 
     def warned(text, *values):
-        refusals.append(values[1])
+        refusals.append(str(values))
         if len(refusals) == 2:  # now something listens
             late.http = http.server.ThreadingHTTPServer(("127.0.0.1", port), late.http.RequestHandlerClass)
             threading.Thread(target=late.http.serve_forever, args=(0.01,), daemon=True).start()
@@ -611,9 +635,12 @@ def test_a_server_that_comes_up_is_waited_for(rollout, monkeypatch):
     function = served(late)
     made, _ = rollout(function)
     assert made.finished.all() and ["Connect" in text for text in refusals] == [True, True, False, False]
+    late.status, refusals[:] = 503, [""] * 2
+    made, _ = rollout(function)
+    assert made.finished.all() and len(refusals) == 4 and late.status == 200
     late.status = 503
     with pytest.raises(ConfigError, match="answered 503"):
-        rollout(function)
+        rollout(served(late, wait_for_server=0))
     late.http.shutdown()
     late.http.server_close()
 
