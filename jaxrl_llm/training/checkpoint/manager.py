@@ -100,7 +100,8 @@ class Checkpoints:
             for path in epath.Path(self.folder).iterdir():
                 if ocp.utils.TMP_DIR_SUFFIX in path.name:
                     path.rmtree()
-        trees = {name: ocp.StandardCheckpointHandler() for name in ("state", *ARRAYS)}
+        hashes = jax.process_count() > 1 and not is_remote(self.folder)
+        trees = {name: _hashing_handler() if hashes else ocp.StandardCheckpointHandler() for name in ("state", *ARRAYS)}
         json_parts = {name: ocp.JsonCheckpointHandler() for name in ("host", "metrics")}
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_preservation_policy(self._keep),
@@ -451,6 +452,35 @@ class Checkpoints:
         except (ValueError, KeyError, OSError) as error:
             raise ConfigError(f"checkpoint {name} cannot be read: {error}") from error
         return tree
+
+
+@dataclass(frozen=True)
+class _Hashed:
+    """The future of this process's part of a save to `folder`, which ends once its files are hashed."""
+
+    written: list[Any]  # futures
+    folder: Path
+
+    def result(self, timeout: float | None = None) -> None:
+        for future in self.written:
+            future.result(timeout=timeout)
+        checksums.write_own_hashes(self.folder, jax.process_index())
+
+    def cancel(self) -> None:
+        for future in self.written:
+            future.cancel()
+
+
+def _hashing_handler() -> ocp.StandardCheckpointHandler:
+    """A handler of trees, each process of which hashes its own files before the checkpoint becomes final."""
+    handler = ocp.StandardCheckpointHandler()
+    save = handler.async_save
+
+    async def save_and_hash(directory: Any, *args: Any, **options: Any) -> list[Any]:
+        return [_Hashed(await save(directory, *args, **options) or [], Path(directory))]
+
+    handler.async_save = save_and_hash  # Orbax finds the arguments of a handler by its class, and not by a subclass
+    return handler
 
 
 def find(path: str | Path) -> tuple[Checkpoints, int, list[str]]:
