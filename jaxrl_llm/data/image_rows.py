@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data import image_processor
-from jaxrl_llm.data.image_processor import ImageProcessor
+from jaxrl_llm.data import image_processors
+from jaxrl_llm.data.image_processors import ImageProcessor
 from jaxrl_llm.data.images import PLACEHOLDER, HeldImage, ImageLimits, has_image_parts, row_images
 from jaxrl_llm.data.templates import chat_ids, is_conversational
 
@@ -117,15 +117,15 @@ class ImageReader:
 
     @functools.cached_property
     def processor(self) -> ImageProcessor | None:
-        """The model's image processor, None where it reads text alone; raises ConfigError as `image_processor.load`."""
+        """The model's image processor, None where it reads text alone; raises ConfigError as `load` does."""
         folder = getattr(self.tokenizer, "image_folder", None)
-        return None if folder is None else image_processor.load(folder, self.tokenizer)
+        return None if folder is None else image_processors.load(folder, self.tokenizer)
 
     @functools.cached_property
     def image_id(self) -> int | None:
         """The image token of the model, None for one that reads text alone."""
         folder = getattr(self.tokenizer, "image_folder", None)
-        config = {} if folder is None else image_processor.read_json(folder / "config.json")
+        config = {} if folder is None else image_processors.read_json(folder / "config.json")
         token = config.get("image_token_id", config.get("image_token_index"))
         if token is None and folder is not None:  # transformers leaves out what is the default of the family
             with contextlib.suppress(ConfigError):  # of what rows with images lack

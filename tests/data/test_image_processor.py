@@ -30,7 +30,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.data import image_processor
+from jaxrl_llm.data import image_processors
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, patch_rows
 from tests.data import vl_folders
 from tests.data.qwen_vl import TOKENS as QWEN
@@ -83,7 +83,7 @@ def idefics3(tmp_path, tokenizer_folder):
     tokenizer = with_tokens(tokenizer_folder, IDEFICS)
     pil = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 16})
     write(tmp_path / "model", pil, IDEFICS_CONFIG)
-    own = image_processor.load(tmp_path / "model", tokenizer)
+    own = image_processors.load(tmp_path / "model", tokenizer)
     assert own is not None
     return own, Idefics3Processor(pil, tokenizer, image_seq_len=4)
 
@@ -104,7 +104,7 @@ def test_idefics3_writes_the_tokens_and_the_tiles_of_its_processor(idefics3, siz
 def test_smolvlm_tiles_are_those_of_its_processor(tmp_path, tokenizer_folder):
     pil = SmolVLMImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 16})
     folder = write(tmp_path / "model", pil, {**IDEFICS_CONFIG, "model_type": "smolvlm"}, image_seq_len=5)
-    own = image_processor.load(folder, with_tokens(tokenizer_folder, IDEFICS))
+    own = image_processors.load(folder, with_tokens(tokenizer_folder, IDEFICS))
     assert own is not None
     for size in SIZES:
         image = picture(*size)
@@ -116,7 +116,7 @@ def test_smolvlm_tiles_are_those_of_its_processor(tmp_path, tokenizer_folder):
 
 def test_an_image_that_is_not_split_is_one_tile(tmp_path, tokenizer_folder):
     pil = Idefics3ImageProcessorPil(do_image_splitting=False, max_image_size={"longest_edge": 16})
-    own = image_processor.load(write(tmp_path / "model", pil, IDEFICS_CONFIG), with_tokens(tokenizer_folder, IDEFICS))
+    own = image_processors.load(write(tmp_path / "model", pil, IDEFICS_CONFIG), with_tokens(tokenizer_folder, IDEFICS))
     assert own is not None
     assert own.pixels([picture(300, 20)]).shape == (1, 16, 16, 3)
     tag = "<fake_token_around_image>"
@@ -130,7 +130,7 @@ def test_gemma3_writes_the_tokens_and_the_pixels_of_its_processor(tmp_path, toke
         setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
     pil = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
     config = {"model_type": "gemma3", "mm_tokens_per_image": 4, "vision_config": {}}
-    own = image_processor.load(write(tmp_path / "model", pil, config), tokenizer)
+    own = image_processors.load(write(tmp_path / "model", pil, config), tokenizer)
     assert own is not None
     theirs = Gemma3Processor(pil, tokenizer, image_seq_length=4)
     images = [picture(40, 40), picture(3, 90)]
@@ -150,7 +150,7 @@ def test_qwen_vl_writes_the_tokens_and_the_patches_of_its_processor(tmp_path, to
     """Bit for bit: images in between, below and above the bounds, and of other shapes than a token's multiples."""
     pil = Qwen2VLImageProcessorPil(**processor)
     tokenizer = with_tokens(tokenizer_folder, QWEN)
-    own = image_processor.load(write(tmp_path / "model", pil, QWEN_CONFIG), tokenizer)
+    own = image_processors.load(write(tmp_path / "model", pil, QWEN_CONFIG), tokenizer)
     assert own is not None
     images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
     made = pil(images=images, return_tensors="np")
@@ -197,10 +197,10 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family,
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     pil = vl_folders.processor_of(family)
     if given:
-        settings = image_processor.settings_of(folder, OPTIONS[family])
+        settings = image_processors.settings_of(folder, OPTIONS[family])
         tokenizer.image_settings = settings
         pil = type(pil)(**pil.to_dict() | settings)
-    own = image_processor.load(folder, tokenizer)
+    own = image_processors.load(folder, tokenizer)
     assert own is not None
     glm: Any = SimpleNamespace(image_processor=pil, image_token="<|image|>")
     write = {
@@ -240,8 +240,8 @@ def test_gemma4_writes_the_tokens_and_the_pixels_of_its_processor(tmp_path, give
     """Bit for bit; images of all sizes become about as many tokens as they may be."""
     folder = vl_folders.vl_folder(tmp_path / "gemma4", "gemma4")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    tokenizer.image_settings = image_processor.settings_of(folder, given)
-    own = image_processor.load(folder, tokenizer)
+    tokenizer.image_settings = image_processors.settings_of(folder, given)
+    own = image_processors.load(folder, tokenizer)
     assert own is not None
     pil, config = type(pil := vl_folders.processor_of("gemma4"))(**pil.to_dict() | given), PatchRowsConfig(patch_size=4)
     theirs: Any = SimpleNamespace(boi_token="<|image>", image_token="<|image|>", eoi_token="<image|>")
@@ -261,14 +261,14 @@ def test_gemma4_writes_the_tokens_and_the_pixels_of_its_processor(tmp_path, give
 def test_gemma4_folders_without_ids_of_an_images_ends(tmp_path):
     """null, as transformers allows, which was a TypeError: the tokenizer names them, or they are Gemma 4's own."""
     folder = vl_folders.vl_folder(tmp_path / "gemma4", "gemma4")
-    named = image_processor.load(folder, PreTrainedTokenizerFast.from_pretrained(folder))
+    named = image_processors.load(folder, PreTrainedTokenizerFast.from_pretrained(folder))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"boi_token_id": None, "eoi_token_id": None}))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     with pytest.raises(ConfigError, match=r"the tokenizer has no tokens \[255999, .*258882\], which the model reads"):
-        image_processor.load(folder, tokenizer)
+        image_processors.load(folder, tokenizer)
     tokenizer.boi_token, tokenizer.eoi_token = "<|image>", "<image|>"
-    own = image_processor.load(folder, tokenizer)
+    own = image_processors.load(folder, tokenizer)
     assert own is not None and named is not None and own.special_ids == named.special_ids
     assert own.expand(16, 16) == named.expand(16, 16)
 
@@ -292,7 +292,7 @@ def test_lfm2_vl_cuts_large_images_into_tiles(tmp_path, size, grid, whole):
     """The tokens of an image, and tiles as torchvision makes them, whose resizing of 8 bits torch has too."""
     folder = vl_folders.vl_folder(tmp_path / "lfm2_vl", "lfm2_vl")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    own = image_processor.load(folder, tokenizer)
+    own = image_processors.load(folder, tokenizer)
     assert own is not None
     image, (rows, columns) = picture(*size), grid
 
@@ -315,8 +315,8 @@ def test_lfm2_vl_cuts_large_images_into_tiles(tmp_path, size, grid, whole):
     for tile, expected in zip(found, tiles, strict=True):
         np.testing.assert_allclose(tile, expected, atol=1.01 / 127.5)
     assert own.special_ids == set(tokenizer.convert_tokens_to_ids(vl_folders.TOKENS["lfm2_vl"][:-2]))
-    tokenizer.image_settings = image_processor.settings_of(folder, {"do_image_splitting": False})
-    alone = image_processor.load(folder, tokenizer)
+    tokenizer.image_settings = image_processors.settings_of(folder, {"do_image_splitting": False})
+    alone = image_processors.load(folder, tokenizer)
     assert alone is not None and alone.tile_count(size[1], size[0]) == 1
 
 
@@ -331,11 +331,13 @@ def test_command_a_vision_cuts_images_as_transformers(tmp_path):
     exec(compile(source, "image_processing_cohere2_vision.py", "exec"), names)
     folder = vl_folders.vl_folder(tmp_path / "cohere2_vision", "cohere2_vision")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    own = image_processor.load(folder, tokenizer)
+    own = image_processors.load(folder, tokenizer)
     assert own is not None
     writer: Any = SimpleNamespace(patch_size=2, image_token="<|IMG_PATCH|>", img_line_break_token="<|IMG_LINE_BREAK|>",
                                   boi_token="<|START_OF_IMG|>", eoi_token="<|END_OF_IMG|>")  # fmt: skip
-    mean, std = (np.array(image_processor.COHERE2_VISION[name], np.float32) for name in ("image_mean", "image_std"))
+    mean, std = (
+        np.array(image_processors.tiled.COHERE2_VISION[name], np.float32) for name in ("image_mean", "image_std")
+    )
     for seed, size in enumerate(SIZES):
         image = picture(*size, seed)
         columns, rows = names["get_optimal_tiled_canvas"]((image.height, image.width), (16, 16), 1, 4)
@@ -357,7 +359,7 @@ def test_command_a_vision_cuts_images_as_transformers(tmp_path):
     entries = json.loads((folder / "preprocessor_config.json").read_text())
     (folder / "preprocessor_config.json").write_text(json.dumps(entries | {"patch_size": 4}))
     with pytest.raises(ConfigError, match=r"has patch_size = 4, and the model tokens along a tile = 2"):
-        image_processor.load(folder, tokenizer)
+        image_processors.load(folder, tokenizer)
 
 
 @pytest.mark.parametrize("older", [False, True])
@@ -371,8 +373,8 @@ def test_options_over_those_of_a_qwen_vl(tmp_path, tokenizer_folder, options, ol
         bounds = entries.pop("size")
         entries |= {"min_pixels": bounds["shortest_edge"], "max_pixels": bounds["longest_edge"]}
         (folder / "preprocessor_config.json").write_text(json.dumps(entries))
-    tokenizer.image_settings = image_processor.settings_of(folder, options)
-    own = image_processor.load(folder, tokenizer)
+    tokenizer.image_settings = image_processors.settings_of(folder, options)
+    own = image_processors.load(folder, tokenizer)
     assert own is not None
     images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
     size = {"shortest_edge": options.get("min_pixels", 512), "longest_edge": options.get("max_pixels", 8192)}
@@ -389,8 +391,8 @@ def test_options_over_those_of_a_qwen_vl(tmp_path, tokenizer_folder, options, ol
 def test_options_over_those_of_an_idefics3(idefics3, tmp_path, options):
     own, theirs = idefics3
     tokenizer = theirs.tokenizer
-    tokenizer.image_settings = image_processor.settings_of(tmp_path / "model", options)
-    changed = image_processor.load(tmp_path / "model", tokenizer)
+    tokenizer.image_settings = image_processors.settings_of(tmp_path / "model", options)
+    changed = image_processors.load(tmp_path / "model", tokenizer)
     assert changed is not None
     size = {"size": {"longest_edge": options["longest_edge"]}} if "longest_edge" in options else {}
     given = {name: x for name, x in options.items() if name != "longest_edge"} | size
@@ -425,25 +427,25 @@ def test_options_over_those_of_an_idefics3(idefics3, tmp_path, options):
 def test_options_that_a_family_does_not_have_are_refused(tmp_path, config, options, message):
     folder = write(tmp_path / "model", Qwen2VLImageProcessorPil(**QWEN_PIL), config)
     with pytest.raises(ConfigError, match=message):
-        image_processor.settings_of(folder, options)
+        image_processors.settings_of(folder, options)
 
 
 def test_qwen_vl_refuses_what_its_processor_refuses(tmp_path, tokenizer_folder):
     tokenizer = with_tokens(tokenizer_folder, QWEN)
     folder = write(tmp_path / "model", Qwen2VLImageProcessorPil(**QWEN_PIL), QWEN_CONFIG)
-    own = image_processor.load(folder, tokenizer)
+    own = image_processors.load(folder, tokenizer)
     assert own is not None and own.pixels([]) == []
     with pytest.raises(ConfigError, match="an image of 402 x 2 pixels: absolute aspect ratio must be smaller than 200"):
         own.expand(2, 402)
     write(folder, Qwen2VLImageProcessorPil(**QWEN_PIL, do_resize=False), QWEN_CONFIG)
-    unscaled = image_processor.load(folder, tokenizer)
+    unscaled = image_processors.load(folder, tokenizer)
     assert unscaled is not None and unscaled.expand(16, 24).count("<|image_pad|>") == 6
     assert unscaled.pixels([picture(24, 16)])[0].shape == (16, 24, 3)
     with pytest.raises(ConfigError, match=r"^an image of 24 x 3 pixels is not of whole tokens of 8 x 8, and do_resize"):
         unscaled.expand(3, 24)
     write(folder, Qwen2VLImageProcessorPil(patch_size=16), QWEN_CONFIG)
     with pytest.raises(ConfigError, match="has patch_size = 16, and the model patch_size = 4"):
-        image_processor.load(folder, tokenizer)
+        image_processors.load(folder, tokenizer)
 
 
 def test_a_row_without_images_has_no_tiles(idefics3):
@@ -452,16 +454,16 @@ def test_a_row_without_images_has_no_tiles(idefics3):
 
 def test_models_of_text_have_no_processor(tmp_path, tokenizer):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert image_processor.load(tmp_path, tokenizer) is None
+    assert image_processors.load(tmp_path, tokenizer) is None
 
 
 def test_missing_files_and_tokens_are_named(tmp_path, tokenizer):
     (tmp_path / "config.json").write_text(json.dumps(IDEFICS_CONFIG))
     with pytest.raises(ConfigError, match=r"has no preprocessor_config\.json"):
-        image_processor.load(tmp_path, tokenizer)
+        image_processors.load(tmp_path, tokenizer)
     Idefics3ImageProcessorPil().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="the tokenizer has no token <fake_token_around_image>"):
-        image_processor.load(tmp_path, tokenizer)
+        image_processors.load(tmp_path, tokenizer)
 
 
 @pytest.mark.slow
@@ -474,8 +476,8 @@ import sys
 sys.modules["torch"] = sys.modules["torchvision"] = None
 from PIL import Image
 from transformers import AutoTokenizer
-from jaxrl_llm.data import image_processor
-own = image_processor.load({str(tmp_path / "model")!r}, AutoTokenizer.from_pretrained({str(tmp_path / "model")!r}))
+from jaxrl_llm.data import image_processors
+own = image_processors.load({str(tmp_path / "model")!r}, AutoTokenizer.from_pretrained({str(tmp_path / "model")!r}))
 print(own.pixels([Image.new("RGB", (50, 20))]).shape)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)

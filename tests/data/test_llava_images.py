@@ -12,7 +12,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.data import image_processor
+from jaxrl_llm.data import image_processors
 from jaxrl_llm.data.image_rows import ImageReader, ImageText, Tiles
 from jaxrl_llm.models.vision.any_resolution import token_counts
 from jaxrl_llm.models.vision.row_images import count_tiles, row_images
@@ -33,7 +33,7 @@ def tokenizer(tokenizer_folder):
 
 def test_llava_is_one_tile(tmp_path, tokenizer):
     pil = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    own = image_processor.load(write(tmp_path / "m", pil, {"model_type": "llava", "vision_config": VISION}), tokenizer)
+    own = image_processors.load(write(tmp_path / "m", pil, {"model_type": "llava", "vision_config": VISION}), tokenizer)
     theirs = LlavaProcessor(pil, tokenizer, patch_size=4, vision_feature_select_strategy="default",
                             num_additional_image_tokens=1)  # fmt: skip
     assert own is not None
@@ -48,7 +48,7 @@ def test_llava_is_one_tile(tmp_path, tokenizer):
     file = tmp_path / "m" / "preprocessor_config.json"
     file.write_text(file.read_text().replace("CLIPImageProcessor", "FuyuImageProcessor"))
     with pytest.raises(ConfigError, match=r"is a FuyuImageProcessor.*; those of CLIP, Llava, Siglip are read here"):
-        image_processor.load(tmp_path / "m", tokenizer)
+        image_processors.load(tmp_path / "m", tokenizer)
 
 
 def made(tmp_path, tokenizer, family):
@@ -65,7 +65,7 @@ def made(tmp_path, tokenizer, family):
         pil = LlavaNextImageProcessorPil(**sizes | {"crop_size": {"height": 16, "width": 16}})
         theirs = LlavaNextProcessor(pil, tokenizer, patch_size=4, vision_feature_select_strategy="default",
                                     num_additional_image_tokens=1)  # fmt: skip
-    own = image_processor.load(write(tmp_path / "m", pil, config), tokenizer)
+    own = image_processors.load(write(tmp_path / "m", pil, config), tokenizer)
     assert own is not None
 
     def reference(images):

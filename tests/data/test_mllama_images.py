@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.mllama.processing_mllama import MllamaProcessor
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.data import image_processor
+from jaxrl_llm.data import image_processors
 from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.models.families import mllama
 from jaxrl_llm.models.model import describe
@@ -29,7 +29,7 @@ def folder(tmp_path):
 def test_tokens_tiles_and_what_is_seen_are_those_of_transformers_processor(folder):
     """Images alone in a row, two with text between them, and adjacent ones."""
     tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
-    theirs, own = MllamaProcessor(processor_of("mllama"), tokenizer), image_processor.load(folder, tokenizer)
+    theirs, own = MllamaProcessor(processor_of("mllama"), tokenizer), image_processors.load(folder, tokenizer)
     vision = describe(folder).net.config.vision
     assert own is not None and vision is not None and own.image_id == vision.image_token
     images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
@@ -71,7 +71,7 @@ def test_rows_whose_images_would_be_lost_or_misread_are_refused(folder):
     with pytest.raises(ConfigError, match="plain text, but this model reads images in front of the token that begins"):
         ImageReader(tokenizer).read({"prompt": "<image>what?", "images": [picture(8, 8)]}, ("prompt",))
     vision, token = describe(folder).net.config.vision, tokenizer.convert_tokens_to_ids("<|image|>")
-    own = image_processor.load(folder, tokenizer)
+    own = image_processors.load(folder, tokenizer)
     assert own is not None
     with pytest.raises(ConfigError, match=r"row 0 of a batch has 2 image tokens .* 1 tiles stand for 1, 1 each"):
         row_images([[token, 5, token]], [own.pixels([picture(8, 8)])], vision)
@@ -80,4 +80,4 @@ def test_rows_whose_images_would_be_lost_or_misread_are_refused(folder):
     (folder / "preprocessor_config.json").write_text((folder / "preprocessor_config.json").read_text().replace(
         '"max_image_tiles": 4', '"max_image_tiles": 6'))  # fmt: skip
     with pytest.raises(ConfigError, match=r"has max_image_tiles = 6, and the model max_num_tiles = 4"):
-        image_processor.load(folder, tokenizer)
+        image_processors.load(folder, tokenizer)

@@ -305,9 +305,9 @@ def as_transformers(folder: Path, images: list, ids: np.ndarray) -> dict[str, An
     config = json.loads((folder / "config.json").read_text())
     family = "pixtral" if config["vision_config"].get("model_type") == "pixtral" else config["model_type"]
     if family == "cohere2_vision":
-        from jaxrl_llm.data import image_processor
+        from jaxrl_llm.data import image_processors
 
-        own = image_processor.load(folder, AutoTokenizer.from_pretrained(folder))
+        own = image_processors.load(folder, AutoTokenizer.from_pretrained(folder))
         assert own is not None
         return {"pixel_values": torch.tensor(own.pixels(images)).permute(0, 3, 1, 2)}
     if family in ("internvl", "aya_vision"):
@@ -329,10 +329,10 @@ def as_transformers(folder: Path, images: list, ids: np.ndarray) -> dict[str, An
         return {**made, "token_type_ids": torch.ones(ids.shape, dtype=torch.int)}
     types = torch.tensor(ids == config["image_token_id"]).int()
     if family == "lfm2_vl":
-        from jaxrl_llm.data import image_processor
+        from jaxrl_llm.data import image_processors
         from tests.models.images import rows_of_patches
 
-        own = image_processor.load(folder, AutoTokenizer.from_pretrained(folder))
+        own = image_processors.load(folder, AutoTokenizer.from_pretrained(folder))
         assert own is not None
         return rows_of_patches(family, torch.tensor(ids), own.pixels(images))
     if family == "gemma4":

@@ -11,7 +11,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default
-from jaxrl_llm.data import image_processor
+from jaxrl_llm.data import image_processors
 from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.data.tokenize import RowTokenizer
 from jaxrl_llm.models.vision.row_images import row_images
@@ -93,7 +93,7 @@ def test_verls_rows_to_a_folder_that_transformers_loads(folder, tmp_path):
 
     out = tmp_path / "exported"
     jaxrl_llm.save_hf(with_open_gates(result.model), out)
-    assert image_processor.load(out, result.model.tokenizer) is not None
+    assert image_processors.load(out, result.model.tokenizer) is not None
     tokenize = RowTokenizer("prompts", result.model.tokenizer, images=ImageReader(result.model.tokenizer))
     row = tokenize({"prompt": verl_rows()[1]["prompt"], "images": PICTURES[1:3]})
     assert row is not None

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigDict, ConfigError, validate
 from jaxrl_llm.config.resolve import import_file, import_module, split_options
-from jaxrl_llm.data import image_processor, loading, opening
+from jaxrl_llm.data import image_processors, loading, opening
 from jaxrl_llm.data.loading import Tokenized
 from jaxrl_llm.data.named_templates import with_chat_template, with_eos_token
 from jaxrl_llm.data.opening import DataSource
@@ -146,7 +146,7 @@ def tokenizer_of(config, tokenizer: Any = None, model: Model | None = None) -> A
             raise ConfigError(
                 f"data.image_processor is {config.data.image_processor!r}, but the model reads text alone: remove it"
             )
-        tokenizer.image_settings = image_processor.settings_of(tokenizer.image_folder, options)
+        tokenizer.image_settings = image_processors.settings_of(tokenizer.image_folder, options)
     return tokenizer
 
 

@@ -1,0 +1,153 @@
+"""Families whose images keep their shape, scaled to whole tokens: Gemma 4, Pixtral, Qwen-VL and GLM-V."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.data.image_processors.processor import ImageProcessor, check_model, check_unscaled, token_ids
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# The tokens that begin an image of Gemma 4, stand for it, and end it, where config.json and tokenizer name none.
+GEMMA4_TOKENS = {"boi": 255_999, "image": 258_880, "eoi": 258_882}
+
+
+def gemma4(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
+    """Gemma 4's: an image keeps its shape, scaled to as many pixels as `max_soft_tokens` of its tokens have."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import (
+        Gemma4ImageProcessorPil,
+        get_aspect_ratio_preserving_size,
+    )
+
+    processor: Any = Gemma4ImageProcessorPil.from_pretrained(folder, **settings)
+    patch, merge = processor.patch_size, processor.pooling_kernel_size
+    for entry, value in {"patch_size": patch, "pooling_kernel_size": merge}.items():
+        check_model(folder, entry, value, entry, config["vision_config"].get(entry, value))
+
+    def token_id(name: str, default: int) -> int:
+        """That of config.json; where it is null or left out that of the tokenizer, which transformers asks alone."""
+        if (given := config.get(f"{name}_token_id")) is not None:
+            return given
+        own = getattr(tokenizer, f"{name}_token", None)
+        return default if own is None else tokenizer.convert_tokens_to_ids(own)
+
+    ids = [token_id(name, default) for name, default in GEMMA4_TOKENS.items()]
+    start, token, end = names = tuple(tokenizer.convert_ids_to_tokens(ids))
+    if None in names:
+        raise ConfigError(f"the tokenizer has no tokens {ids}, which the model reads images by; use the model's own")
+
+    def expand(height: int, width: int) -> str:
+        try:
+            if processor.do_resize:
+                most = processor.max_soft_tokens * merge**2
+                height, width = get_aspect_ratio_preserving_size(height, width, patch, most, merge)
+        except ValueError as error:
+            raise ConfigError(f"an image of {width} x {height} pixels: {error}; crop it, or drop the row") from error
+        if not processor.do_resize:
+            check_unscaled(height, width, patch * merge)
+        return f"{start}{token * (height * width // (patch * merge) ** 2)}{end}"
+
+    def tiles(image: "Image") -> np.ndarray:
+        made = processor(images=[image], return_tensors="np")
+        wide, high = made["image_position_ids"][0].max(axis=0) + 1
+        return _of_patches(made["pixel_values"][0][: high * wide], high, wide, patch)
+
+    return ImageProcessor(token, ids[1], frozenset(ids), expand, lambda height, width: 1, tiles, None)
+
+
+def _of_patches(patches: np.ndarray, high: int, wide: int, side: int) -> np.ndarray:
+    """The image `[1, H, W, C]` of patches, row by row, each of rows of pixels with their channels."""
+    pixels = patches.reshape(high, wide, side, side, -1).transpose(0, 2, 1, 3, 4)
+    return np.asarray(pixels, np.float32).reshape(1, high * side, wide * side, -1)
+
+
+def is_pixtral(config: Mapping[str, Any]) -> bool:
+    """True for the config.json of a LLaVA with Pixtral's encoder, which is Pixtral 12B."""
+    return config.get("model_type") == "llava" and (config.get("vision_config") or {}).get("model_type") == "pixtral"
+
+
+def mistral3(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
+    """Pixtral's (arXiv 2410.07073), which Mistral Small 3.1 has too: an image keeps its shape, scaled to a longest edge
+    if its own is longer, and to multiples of a token's side; a token ends each row of its tokens."""
+    from transformers.image_utils import ChannelDimension
+    from transformers.models.pixtral.image_processing_pil_pixtral import (
+        PixtralImageProcessorPil,
+        get_resize_output_image_size,
+    )
+
+    processor: Any = PixtralImageProcessorPil.from_pretrained(folder, **settings)
+    side = config["vision_config"].get("patch_size", 16) * config.get("spatial_merge_size", 2)
+    token, next_row, end = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
+    ids = token_ids(tokenizer, (token, next_row, end))
+    edge = processor.size["longest_edge"]
+
+    def expand(height: int, width: int) -> str:
+        if processor.do_resize:
+            pixels = np.broadcast_to(np.uint8(0), (3, height, width))
+            size = get_resize_output_image_size(pixels, (edge, edge), (side, side), ChannelDimension.FIRST)
+            if 0 in size:
+                raise ConfigError(
+                    f"an image of {width} x {height} pixels, scaled to longest_edge = {edge}, has none left along its "
+                    "shorter side; crop it, or drop the row"
+                )
+            height, width = size
+        else:
+            check_unscaled(height, width, side)
+        return next_row.join([token * (width // side)] * (height // side)) + end
+
+    def tiles(image: "Image") -> np.ndarray:
+        sides = {"height": side, "width": side}
+        pixels = processor(images=[image], patch_size=sides, do_pad=False, return_tensors="np")["pixel_values"]
+        return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
+
+    return ImageProcessor(token, ids[0], frozenset(ids), expand, lambda height, width: 1, tiles, None)
+
+
+def qwen_vl(
+    folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any], glm: bool = False
+) -> ImageProcessor:
+    """Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's, Qwen3-VL's and Qwen3.5's, and GLM-V's (arXiv 2507.01006): an image
+    keeps its shape, scaled to multiples of a token's side and, where `size` of preprocessor_config.json asks for it, to
+    fewer or more pixels."""
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+    from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as resized_frames
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+
+    kind = Glm4vImageProcessorPil if glm else Qwen2VLImageProcessorPil
+    processor: Any = kind.from_pretrained(folder, **settings)
+    patch, merge, frames = processor.patch_size, processor.merge_size, processor.temporal_patch_size
+    entries = {"patch_size": patch, "spatial_merge_size": merge, "temporal_patch_size": frames}
+    for entry, value in entries.items():
+        own, wanted = entry.removeprefix("spatial_"), config["vision_config"].get(entry, value)
+        check_model(folder, own, value, entry, wanted)
+    token, start, end = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
+    if glm:
+        token, start, end = "<|image|>", "<|begin_of_image|>", "<|end_of_image|>"
+    ids = token_ids(tokenizer, (token, start, end, "<|video|>" if glm else "<|video_pad|>"))
+
+    def expand(height: int, width: int) -> str:
+        try:
+            if processor.do_resize and glm:  # whose bounds are those of all frames
+                height, width = resized_frames(frames, height, width, frames, patch * merge, *bounds)
+            elif processor.do_resize:
+                height, width = smart_resize(height, width, patch * merge, *bounds)
+        except ValueError as error:
+            raise ConfigError(f"an image of {width} x {height} pixels: {error}; crop it, or drop the row") from error
+        if not processor.do_resize:
+            check_unscaled(height, width, patch * merge)
+        return f"{start}{token * (height * width // (patch * merge) ** 2)}{end}"
+
+    def tiles(image: "Image") -> np.ndarray:
+        made = processor(images=[image], return_tensors="np")
+        _, high, wide = made["image_grid_thw"][0]
+        # Patches in the order of tokens, those of one adjacent: back to the image, whose frames are the same.
+        pixels = made["pixel_values"].reshape(high // merge, wide // merge, merge, merge, -1, frames, patch, patch)
+        pixels = pixels[:, :, :, :, :, 0].transpose(0, 2, 5, 1, 3, 6, 4)
+        return np.asarray(pixels, np.float32).reshape(1, high * patch, wide * patch, -1)
+
+    bounds = processor.size["shortest_edge"], processor.size["longest_edge"]
+    return ImageProcessor(f"{start}{token}{end}", ids[0], frozenset(ids), expand, lambda height, width: 1, tiles, None)

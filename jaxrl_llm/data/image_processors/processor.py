@@ -1,0 +1,95 @@
+"""The image processor of a family, and what those of several families check and read."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxrl_llm.config.resolve import ConfigError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """The image processor of one family of models; each family has a function that makes it (`FAMILIES`)."""
+
+    placeholder: str  # one for each image, in the text that the chat template writes
+    image_id: int  # token of one embedding of an image
+    special_ids: frozenset[int]  # tokens that only images bring; none is ever learned
+    expand: Callable[[int, int], str]  # height and width of an image -> the text in place of its placeholder
+    tile_count: Callable[[int, int], int]  # height and width of an image -> its tiles
+    # An RGB image -> normalised pixels [tiles, H, W, C], fp32; a list [H, W, C] where each tile has its own size.
+    tiles: "Callable[[Image], np.ndarray | list[np.ndarray]]"
+    tile_size: tuple[int, int] | None  # H, W; None: each image is one tile, of its own size
+    # Height and width -> how tiles are put together, the six numbers of models/vision/any_resolution.py, or those of
+    # models/vision/tiled.py; None: they are not, as they are apart.
+    grid: Callable[[int, int], tuple[int, ...]] | None = None
+    of_many: "ImageProcessor | None" = None  # that of rows with several images; None: this one
+    before_text: bool = False  # images are in front of the token that begins a text, where only chat templates put them
+
+    def pixels(self, images: "list[Image]") -> np.ndarray | list[Any]:
+        """The tiles of the images of a row, in the order of their tokens, [tiles, H, W, C] fp32; 0 tiles of none.
+
+        A list of images [H, W, C] where each has its own size, and one of pairs, the tiles of an image and its `grid`,
+        where tiles are put together.
+        """
+        if self.grid is not None:
+            return [(self.tiles(image), self.grid(image.height, image.width)) for image in images]
+        if self.tile_size is None:
+            return [tile for image in images for tile in self.tiles(image)]
+        none = np.zeros((0, *self.tile_size, 3), np.float32)
+        return np.concatenate([none, *(self.tiles(image) for image in images)])
+
+
+def tile_of(config: dict[str, Any], kind: str) -> tuple[int, int]:
+    """Pixels and patches along a side of a tile of a CLIP or SigLIP, which is of this kind where config.json says
+    none."""
+    encoder = config["vision_config"]
+    size = encoder.get("image_size", 224)
+    default = 32 if encoder.get("model_type", kind) == "clip_vision_model" else 16
+    return size, size // encoder.get("patch_size", default)
+
+
+def check_model(folder: Path, own: str, value: Any, entry: str, wanted: Any) -> None:
+    """Raises ConfigError where an image processor's entry `own` is another than the model's."""
+    if wanted != value:
+        raise ConfigError(
+            f"the image processor in {folder} has {own} = {value}, and the model {entry} = {wanted}: copy "
+            "preprocessor_config.json of the original model"
+        )
+
+
+def check_unscaled(height: int, width: int, side: int) -> None:
+    """Raises ConfigError for an image that keeps its size and is not of whole tokens."""
+    if height % side or width % side:
+        raise ConfigError(
+            f"an image of {width} x {height} pixels is not of whole tokens of {side} x {side}, and do_resize=False "
+            "leaves its size: let images be scaled, crop it, or drop the row"
+        )
+
+
+def token_ids(tokenizer: Any, names: tuple[str, ...]) -> list[int]:
+    """Ids of the tokens that the tokenizer has; raises ConfigError when one of the first three is missing."""
+    vocabulary = tokenizer.get_vocab()
+    missing = [name for name in names[:3] if name not in vocabulary]
+    if missing:
+        raise ConfigError(
+            f"the tokenizer has no token {missing[0]}, which the model reads images by; use the model's own"
+        )
+    return [vocabulary[name] for name in names if name in vocabulary]
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The contents of a JSON file; empty where there is none. Raises ConfigError for one that is no JSON object."""
+    try:
+        made = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON ({error}); copy that of the original model") from error
+    if not isinstance(made, dict):
+        raise ConfigError(f"{file} is no JSON object; copy that of the original model")
+    return made
