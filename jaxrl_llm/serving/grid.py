@@ -286,19 +286,30 @@ def widened(engine: Engine, params, prompts: Prompts, width: int) -> Prompts:
     return jax.tree.map(fitted, prompts, *(jax.eval_shape(functools.partial(of_width, size)) for size in sizes))
 
 
-@functools.partial(jax.jit, static_argnames="engine", donate_argnames="grid")
 def join(engine: Engine, params, grid: Grid, prompts: Prompts, rows: Rows, keys, index) -> Grid:
     """The grid with new prompts and their rows at the places `index` `[B]`; the prompts get its width."""
+
+    def grown(old, new):
+        """With room for as many images as the new prompts have; what pads them is not seen."""
+        more = [max(0, b - a) for a, b in zip(old.shape, new.shape, strict=True)]
+        more[engine.prompt_axis] = 0
+        return jnp.pad(old, [(0, count) for count in more]) if any(more) else old
+
+    # Before the grid is donated, as no array that grows can be where the old one was.
+    cache = jax.tree.map(grown, grid.prompts.cache, prompts.cache)
+    grid = grid._replace(prompts=grid.prompts._replace(cache=cache))
+    return _join(engine, params, grid, prompts, rows, keys, index)
+
+
+@functools.partial(jax.jit, static_argnames="engine", donate_argnames="grid")
+def _join(engine: Engine, params, grid: Grid, prompts: Prompts, rows: Rows, keys, index) -> Grid:
     axis = engine.prompt_axis
     if prompts.tokens.shape[1] != grid.width:
         prompts = widened(engine, params, prompts, grid.width)
 
-    def put(old, new):
-        # There may be more images in the new prompts than in all others, or fewer: what pads them is not seen.
-        most = [max(sizes) for sizes in zip(old.shape, new.shape, strict=True)]
-        old, new = (
-            jnp.pad(x, [(0, 0 if i == axis else most[i] - size) for i, size in enumerate(x.shape)]) for x in (old, new)
-        )
+    def put(old, new):  # of which the new prompts may have fewer images
+        fewer = [0 if i == axis else b - a for i, (a, b) in enumerate(zip(new.shape, old.shape, strict=True))]
+        new = jnp.pad(new, [(0, count) for count in fewer])
         return old.at[(slice(None),) * axis + (index,)].set(new.astype(old.dtype))
 
     def put_rows(old, new):

@@ -40,6 +40,7 @@ def message(*parts):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error:Some donated buffers")
 def test_a_request_with_an_image_is_answered_as_generate_does(listening, model):
     """With kept texts too: of two requests with the same tokens, the second has its own image."""
     running = listening(Limits(300, body=100_000), model=model, prefixes=2**24)
