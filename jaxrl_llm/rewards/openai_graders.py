@@ -9,9 +9,11 @@ import contextlib
 import functools
 import json
 import math
+import numbers
 import re
 import sys
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -64,8 +66,9 @@ class OpenAIGrader:
     Templates read `{{item.COLUMN}}` and `{{sample.output_text}}`, `output_json`, `output_tools` and `choices`. What a
     completion lacks (`{{sample.output_json.answer}}` of a text that is no JSON) makes the score 0; a column that
     is null gives no reward, None. The `source` of `python`, a function `grade(sample, item)`, runs like any reward
-    function of yours. Of `multi` the score of each grader not called "score" is logged as `rewards/<name>/<grader>`;
-    where one is None, so is the reward.
+    function of yours, but where it raises or returns no finite number the score is 0, with a warning, and
+    `rewards/<name>/invalid` is the share of these. Of `multi` the score of each grader not called "score" is logged as
+    `rewards/<name>/<grader>`; where one is None, so is the reward.
 
     Raises RewardError: another type, a key that is missing, a variable or a formula that is none, a model without a
     server; ConfigError: a server that is none.
@@ -238,7 +241,21 @@ def _python(spec: Mapping[str, Any], name: str) -> Grade:
     function: Any = vars(module).get("grade")
     if not callable(function) or is_async(function):
         raise RewardError(f"the source of the grader {name!r} defines no plain function grade(sample, item)")
-    return lambda sample: function(openai_sample(sample), sample.columns)
+
+    def grade(sample: Sample) -> dict[str, float]:
+        try:
+            with contained():
+                score = function(openai_sample(sample), sample.columns)
+            if isinstance(score, numbers.Real) and math.isfinite(score):
+                return {"score": float(score), "invalid": 0.0}
+            problem = f"returned {shorten(score, 60)}, no finite number"
+        except Exception as error:
+            problem = f"raised {error_text(error)}"
+        # OpenAI's guide: any other result (exception, invalid float value, etc.) is marked invalid, and is a 0 grade.
+        warnings.warn(f"the source of the grader {name!r} {problem}: score 0", stacklevel=2)
+        return {"score": 0.0, "invalid": 1.0}
+
+    return grade
 
 
 def _score_model(spec: Mapping[str, Any], name: str, server: Mapping[str, Any], endpoints: list[Endpoint]) -> Grade:
@@ -363,11 +380,13 @@ def _multi(spec: Mapping[str, Any], name: str, server: Mapping[str, Any], endpoi
     def combined(scores: Mapping[str, Any]) -> dict[str, Any]:
         totals = {each: score["score"] if isinstance(score, Mapping) else score for each, score in scores.items()}
         lacks = any(total is None for total in totals.values())
-        mappings = [score for score in scores.values() if isinstance(score, Mapping)]
-        unreadable = [score["unreadable"] for score in mappings if "unreadable" in score]
+        shares: dict[str, float] = {}  # of each kind of failure
+        for score in scores.values():
+            for kind in {"unreadable", "invalid"} & score.keys() if isinstance(score, Mapping) else ():
+                shares[kind] = max(score[kind], shares.get(kind, 0.0))
         # Last, for a grader may have this name too.
         result = {"score": None if lacks else eval(code, {"__builtins__": {}}, FUNCTIONS | totals)}
-        return {**totals, **({"unreadable": max(unreadable)} if unreadable else {}), **result}
+        return {**totals, **shares, **result}
 
     def grade(sample: Sample) -> dict[str, Any]:
         return combined({each: inner(sample) for each, inner in graders.items()})

@@ -72,7 +72,9 @@ def test_multi_adds_up_what_it_holds(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     graded = score("grader.json", ["4444", "5"], answer=["4", "4"])
     assert graded.rewards[:, 0].tolist() == [3.0, 0.25]
-    assert graded.logged.metrics == {"rewards/both/right": [0.5], "rewards/both/long": [1.5]}
+    assert graded.logged.metrics == {
+        "rewards/both/right": [0.5], "rewards/both/long": [1.5], "rewards/both/invalid": [0.0],
+    }  # fmt: skip
 
 
 def test_the_output_of_multi_is_not_that_of_a_grader_named_score():
@@ -90,6 +92,23 @@ def test_a_python_grader_is_a_module():
     )
     assert score(OpenAIGrader({"type": "python", "name": "json", "source": source}), ["abc"]).rewards.tolist() == [[3]]
     assert json.loads("3") == 3
+
+
+def test_a_python_grader_that_fails_on_a_completion_scores_0():
+    """As at OpenAI: else what no grader can read would end the run, or go unpunished."""
+    source = "import json\ndef grade(sample, item): return json.loads(sample['output_text'])['x']"
+    grader = {"type": "python", "name": "p", "source": source}
+    texts = ['{"x": 0.5}', "oops", '{"x": NaN}', '{"x": "1"}', '{"x": null}', '{"x": true}']
+    with pytest.warns(UserWarning, match="score 0") as warned:
+        graded = score(OpenAIGrader(grader), texts)
+    assert str(warned[0].message).startswith("the source of the grader 'p' raised JSONDecodeError")
+    assert "returned nan, no finite number: score 0" in str(warned[1].message)
+    assert graded.rewards[:, 0].tolist() == [0.5, 0, 0, 0, 0, 1]
+    assert graded.logged.metrics == {"rewards/p/invalid": [pytest.approx(4 / 6)]}
+    both = {"type": "multi", "name": "m", "graders": {"p": grader}, "calculate_output": "p + 1"}
+    with pytest.warns(UserWarning, match="score 0"):
+        graded = score(OpenAIGrader(both), texts[:2])
+    assert graded.rewards[:, 0].tolist() == [1.5, 1] and graded.logged.metrics["rewards/m/invalid"] == [0.5]
 
 
 ALIKE = {"type": "text_similarity", "name": "a", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
