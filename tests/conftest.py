@@ -43,8 +43,11 @@ PROGRAMS_A_CONTEXT = 100  # of MLIR: a new one for each program takes a twelfth 
 # Most of the suite's time is compilation: LLVM does not optimise, and what tests and their processes compile is kept.
 # One module of LLVM a program: to split it for the cores costs more than it gains where every core has its own tests.
 OPTIMIZATION = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+SEVERAL_DEVICES = "--xla_force_host_platform_device_count={}"
 if Version(importlib.metadata.version("jaxlib")) < Version("0.11"):  # later ones do not know the flag, which is fatal
     OPTIMIZATION += " --xla_cpu_use_fusion_emitters=false"  # takes half of the compiler's time away
+    # XLA aborts where a device comes 40 seconds late, as on cores that many share; a hang meets the limit of its test.
+    SEVERAL_DEVICES += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 os.environ.setdefault("XLA_FLAGS", OPTIMIZATION)
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
@@ -203,7 +206,7 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
         environment = os.environ | {
             "PYTHONPATH": path,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"{OPTIMIZATION} --xla_force_host_platform_device_count={devices}",
+            "XLA_FLAGS": f"{OPTIMIZATION} {SEVERAL_DEVICES.format(devices) if devices > 1 else ''}",
         }
         if devices > 1:  # threads of XLA's pool, else one a core: devices that wait for others would hold all of them
             environment["NPROC"] = str(2 * devices)

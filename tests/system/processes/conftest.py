@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.conftest import OPTIMIZATION, ROOT
+from tests.conftest import OPTIMIZATION, ROOT, SEVERAL_DEVICES
 
 
 class Ended(NamedTuple):
@@ -40,7 +40,7 @@ def start(
     those of `environment`."""
     port = free_port()
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    flags = f"{OPTIMIZATION} --xla_force_host_platform_device_count={devices}"
+    flags = f"{OPTIMIZATION} {SEVERAL_DEVICES.format(devices) if devices > 1 else ''}"
     shared = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     if devices > 1:  # as in tests/conftest.py
         shared["NPROC"] = str(2 * devices)
