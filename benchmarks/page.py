@@ -178,9 +178,9 @@ def _offline_part(name: str, group: Mapping[int, dict[str, Any]]) -> str:
 
 HEAD = """# Results
 
-Written by `python -m benchmarks.results` from benchmarks/results/ ({machines}; fp32). Seconds are of the whole command:
-start, compilation, evaluations, checkpoints and export. They compare runs only where nothing else ran beside them: the
-runs with seed 0 here shared their two cores, PPO's with much else.
+What every configuration of `configs/` reaches on the embedded model, written by `python -m benchmarks.results` from
+benchmarks/results/ ({machines}; fp32). Seconds are of the whole command: start, compilation, evaluations, checkpoints
+and export. Runs with seed 0 shared their two cores with other processes, so their seconds do not compare algorithms.
 """
 ONLINE = """
 ## Online algorithms on the embedded model and task
@@ -193,69 +193,61 @@ assigned to splits by a checksum of their text; `test` was not looked at while s
 FURTHER = """
 ## Further objectives
 
-The same with `configs/further.py:NAME`, for 120 steps: estimators and losses by their keys alone, with the learning
-rate of the others. `topr`, `dppo`, `m2po` and `interpolated` learn from samples two updates old, `dro` and `vespo` make
-two updates of each batch (on `validation` four were no better). `dro` and `m2po` rise late, as the policy moves most at
-first; `m2po` then leaves out a tenth of the tokens. At a third of the learning rate an earlier measurement gave lower
-ends on `validation`: 0.77 in place of 0.85 (`m2po`), and 0.89 in place of 0.91 (`dro`, four updates).
+The same with `configs/further.py:NAME`, for 120 steps and with the learning rate of the others. `topr`, `dppo`, `m2po`
+and `interpolated` learn from samples two updates old, `dro` and `vespo` make two updates of each batch. `dro` and
+`m2po` rise late, as the policy moves most at first; a third of the learning rate gave lower ends.
 """
 AHEAD = """
 ## Asynchronous rollouts
 
-`configs/async_grpo.py` with `rollout.staleness=N` (`ahead_N`), for 120 steps, without a KL term; with 0 nothing is made
-ahead. Tokens are weighed by the ratio of the policy before the step and the one that sampled (`token_truncate`, at most
-2). `ahead_clipped_N` has no such weight: `algorithm.old_logps=sampler` clips the ratio of the policy and the one that
-sampled. With neither a run is refused. `ahead_in_flight_N` is `configs/async_grpo.py:in_flight`, weighed as `ahead_N`:
-here a batch is sampled before the next policy comes, so that both are the same.
+`configs/async_grpo.py` with `rollout.staleness=N`, for 120 steps, without a KL term. In `ahead_N` tokens are weighed by
+the ratio of the policy before the step and the sampler (`token_truncate`, at most 2); in `ahead_clipped_N`
+`algorithm.old_logps=sampler` clips the ratio of the policy and the sampler. `ahead_in_flight_N` is
+`configs/async_grpo.py:in_flight`, weighed as `ahead_N`; here a batch is sampled before the next policy comes, so that
+both are the same.
 """
 TAUGHT = """
 ## From a teacher
 
 `configs/distill.py`, whose teacher is what `configs/grpo.py` makes with the same seed. Both start from the same model,
-and a step of both has 256 completions; GRPO makes one update of them, the student twelve, and learns from no reward
-([why](distillation.md#how-many-steps-it-takes)). Within 0.02 is of the sampled accuracy that the teacher ended with; it
-is measured every 25 steps of GRPO and every 3 of the student. CPU seconds are of the whole command, all cores together,
-evaluations included; both were run beside other work.
+and a step of both has 256 completions; GRPO makes one update of them, the student twelve, without rewards
+([why](distillation.md#how-many-steps-it-takes)). "Within 0.02" is of the sampled accuracy that the teacher ended with,
+measured every 25 steps of GRPO and every 3 of the student. CPU seconds are of the whole command, evaluations included.
 
 {runs}
 The student by training step:
 
 {curve}
-On 256 prompts of `validation`, teacher and student of an earlier measurement had 0.964 and 0.962, 0.965 and 0.964,
-0.965 and 0.964 with seeds 0 to 2 (`python -m jaxrl_llm evaluate`). Neither split is untouched: settings of the student
-were compared on `test`, and the number of updates a step, twelve where eight ended up to 0.0215 below the teacher, on
-`validation`.
+Settings of the student were compared on `test`, and the number of updates a step on `validation`, so neither split is
+untouched.
 """
 SPANS = """
 ## From a teacher, by spans of text
 
-`configs/gold.py`, with the same teacher and as many updates. It reads the text of the completions and not their tokens,
-as if it had another tokenizer; here it happens to have the same, so that each token is a span.
+`configs/gold.py`, with the same teacher and as many updates. The teacher reads the text of the completions, as if it
+had another tokenizer; here it has the same, so that each token is a span.
 """
 SELF = """
 ## The policy as its own teacher
 
-The same with `configs/sdpo.py` and `configs/sdft.py`, whose model is made by `configs/sdpo.py:start` with the same
-seed: it has learned from the same demonstrations (six in ten of them wrong), and to copy an answer that stands before
-the question. Nothing is learned from rewards but which sample the teacher is shown (SDPO).
+`configs/sdpo.py` and `configs/sdft.py`, from the model that `configs/sdpo.py:start` makes with the same seed: it has
+learned from the same demonstrations (six in ten of them wrong), and to copy an answer that precedes the question.
+Rewards only choose the sample that the teacher is shown (SDPO).
 """
 CREDIT = """
 ## Credit for turns
 
 `python -m benchmarks.results credit_grpo credit_gigpo credit_turn --seeds=0,1,2,3,4`: `configs/gigpo.py`, a game of ten
-turns with a reward each, whose questions no answer changes. `credit_gigpo` is the configuration, with
-`algorithm.advantage="gigpo(gamma=0.0)"`; `credit_grpo` has `group` and `credit_turn` has `turn(gamma=0.0)`; all else
-is the same, the start (`configs/gigpo.py:start`, seed 0) included. Episodes, eight a step, until the mean reward, which
-is the share of right answers, is first 0.9 on 64 games of the split `test`, two samples each, measured every 32
-episodes:
+turns with a reward each, in which no answer changes a later question. `credit_gigpo` has
+`algorithm.advantage="gigpo(gamma=0.0)"`, `credit_grpo` `group` and `credit_turn` `turn(gamma=0.0)`; all else is the
+same, the start (`configs/gigpo.py:start`, seed 0) included. Episodes, eight a step, until the mean reward (the share of
+right answers) first reaches 0.9 on 64 games of the split `test`, two samples each, measured every 32 episodes:
 
 {first}
-The learning rate, 3e-4, is the better one for GRPO of two that were tried with seed 0, on questions of `validation`:
-there `group`, `gigpo` (gamma 0.95) and `turn(gamma=0.0)` took 352, 288 and 224 episodes, and at 1e-3 `group`
-did not get there in 640 and the others took 160. With 32 episodes a step and 1e-3 the noise averages out, and they took
-480, 640 and 320. On a game that asks for the digits of one list in order, with 64 episodes a step and 1e-3, none of the
-three had reached 0.9 after 3840 episodes, and they ended alike (0.79, 0.80 and 0.79): turns are worth telling apart
-where few episodes are all that says which were right.
+The learning rate, 3e-4, is the better one for GRPO of two (seed 0, on `validation`): there `group`, `gigpo` (gamma
+0.95) and `turn(gamma=0.0)` took 352, 288 and 224 episodes, and at 1e-3 `group` did not reach the level in 640 and the others
+took 160. With 32 episodes a step and 1e-3 they took 480, 640 and 320: credit for turns pays where a step has few
+episodes.
 
 Reward by episodes, medians of the seeds:
 
@@ -266,8 +258,8 @@ CONTROL = """
 The shipped model goes on with the demonstrations it was made from (six in ten of them wrong):
 
 {control}
-Samples stay about as mixed as the demonstrations, however long it goes on. Reinforcement removes the wrong behaviours,
-and repairs mistakes on the way. It does not teach the model to sort: the warm start already can, sometimes.
+Samples stay about as mixed as the demonstrations. Reinforcement removes the wrong behaviours; it does not teach the
+model to sort, which the warm start can do sometimes.
 """
 IMAGES = """
 ## Images
