@@ -9,9 +9,9 @@ from typing import Any
 from jsonschema import Draft202012Validator, validators
 from jsonschema_specifications import REGISTRY
 
-from jaxrl_llm.rewards.bounded import scores_in_time
 from jaxrl_llm.rewards.replies import json_objects
 from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
+from jaxrl_llm.rewards.workers.bounded import scores_in_time
 
 ROW_SECONDS = 3.0  # for a regular expression, or a schema that may take long, on one completion
 LONG_TEXT = 100_000  # characters from which on any schema may take long

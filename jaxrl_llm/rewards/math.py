@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from jaxrl_llm.rewards.bounded import scores_in_time
 from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
 from jaxrl_llm.rewards.values import boxed_content, last_number, plain, quantity
+from jaxrl_llm.rewards.workers.bounded import scores_in_time
 
 SECONDS = 5  # for parsing or comparing one expression, by math-verify's own clock
 ROW_SECONDS = 12.0  # for all of a completion, by ours

@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_llm.rewards.bounded import scores_in_time
 from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
+from jaxrl_llm.rewards.workers.bounded import scores_in_time
 
 ROW_SECONDS = 12.0  # to verify an answer; the first of a process imports the package
 EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")  # in the source of a verifier

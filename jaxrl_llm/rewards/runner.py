@@ -32,8 +32,8 @@ from jaxrl_llm.rewards.built_in import BUILT_IN
 from jaxrl_llm.rewards.call import SERVICES, Call, Outcome, Scores, mean_extras, read_results
 from jaxrl_llm.rewards.combined import CombinedGrader, call_if_present
 from jaxrl_llm.rewards.concurrency import AsyncCall, run_here, within
-from jaxrl_llm.rewards.process_pool import WorkerDiedError, Workers, travels
 from jaxrl_llm.rewards.signatures import RewardError, accepted, as_grader, is_async, is_rowwise, reward_names, shorten
+from jaxrl_llm.rewards.workers.pool import WorkerDiedError, Workers, travels
 
 SETUP_SECONDS = 600.0
 SEARCH_SECONDS = 10.0  # to find the rows on which a batch function fails

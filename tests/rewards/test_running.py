@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.rewards import functions
-from jaxrl_llm.rewards.bounded import LATE, run_bounded
 from jaxrl_llm.rewards.call import Log
-from jaxrl_llm.rewards.process_pool import PlainUnpickler
 from jaxrl_llm.rewards.runner import TrainerState, load_rewards
 from jaxrl_llm.rewards.sandbox import walls
 from jaxrl_llm.rewards.signatures import RewardError
+from jaxrl_llm.rewards.workers.bounded import LATE, run_bounded
+from jaxrl_llm.rewards.workers.pool import PlainUnpickler
 
 NAN = np.nan
 

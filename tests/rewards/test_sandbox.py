@@ -355,7 +355,8 @@ threading.Thread(target=print, args=("done",)).start()
 # Runs programs where unshare() fails, as in a container that forbids namespaces.
 WITHOUT_NAMESPACES = """
 import ctypes, subprocess, sys, warnings
-from jaxrl_llm.rewards import jail, sandbox
+from jaxrl_llm.rewards import sandbox
+from jaxrl_llm.rewards.sandbox import jail
 from jaxrl_llm.rewards.code import code_tests
 jail.prctl(jail.PR_SET_NO_NEW_PRIVS, 1)
 jail.REFUSED, jail.BY_ARGUMENT = {name: jail.REFUSED[name] for name in ("unshare", "mount")}, {}

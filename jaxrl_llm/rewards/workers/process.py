@@ -1,4 +1,4 @@
-"""A worker process of the reward pool: `python -m jaxrl_llm.rewards.worker FD [walled]` serves tasks from the pipe FD.
+"""A worker process of the pool: `python -m jaxrl_llm.rewards.workers.process FD [walled]` serves tasks from a pipe.
 
 It imports this package without JAX, and ends with the process that started it.
 """
@@ -15,10 +15,10 @@ import time
 from typing import Any
 
 from jaxrl_llm.config.user_code import user_line
-from jaxrl_llm.rewards import jail
 from jaxrl_llm.rewards.call import Call, Log
-from jaxrl_llm.rewards.frames import MARK_BYTES, Frames, is_ours
 from jaxrl_llm.rewards.runner import load_grader
+from jaxrl_llm.rewards.sandbox import jail
+from jaxrl_llm.rewards.workers.frames import MARK_BYTES, Frames, is_ours
 
 WALLED_MB = 4096  # of address space, behind walls
 
@@ -68,7 +68,7 @@ def put_walls_up() -> None:
     """Give up, where Linux lets a process do so, whatever a verifier or parser has no use for.
 
     It writes no file, has no network, starts and signals no process; it has WALLED_MB of memory. It is no sandbox
-    (sandbox.py): files can be read, and the other rows of its task be reached.
+    (rewards/sandbox): files can be read, and the other rows of its task be reached.
     """
     if sys.platform == "linux":
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]

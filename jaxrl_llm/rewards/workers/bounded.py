@@ -1,7 +1,7 @@
 """Calls that may run for ever, such as a regular expression's, in processes that are killed when late.
 
 Neither a thread nor a signal ends code that holds the interpreter's lock. The processes read what a model wrote, so
-they give up what they have no use for (`worker.put_walls_up`).
+they give up what they have no use for (`process.put_walls_up`).
 """
 
 import atexit
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxrl_llm.rewards.call import Call
-from jaxrl_llm.rewards.process_pool import WorkerDiedError, Workers
+from jaxrl_llm.rewards.workers.pool import WorkerDiedError, Workers
 
 LATE = object()  # the result of a row that was not done in time, or with the memory that there is
 MOST_ROWS = 64  # of one task, which is begun again row by row when one of them is late

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.rewards.jail import DEVICES
+from jaxrl_llm.rewards.sandbox.jail import DEVICES
 from jaxrl_llm.rewards.signatures import RewardError
 
 JAIL, GUARD, EXCHANGE = (Path(__file__).with_name(name) for name in ("jail.py", "guard.py", "exchange.py"))

@@ -1,4 +1,4 @@
-"""The supervisor of a sandboxed program: `python -I -S jail.py SETTINGS`, started by sandbox.py.
+"""The supervisor of a sandboxed program: `python -I -S jail.py SETTINGS`, started by this folder's `__init__`.
 
 Its child puts the walls (isolation layers) up and becomes the program; with tests, a second child puts up walls of its
 own and runs them (exchange.py). Standard library only: it runs without this package. It reports lines of Python

@@ -26,8 +26,8 @@ from typing import Any
 
 from jaxrl_llm.config.background import in_thread
 from jaxrl_llm.rewards.call import Call, Outcome
-from jaxrl_llm.rewards.frames import MARK_BYTES, Frames, SpoiledError, is_ours
 from jaxrl_llm.rewards.signatures import RewardError
+from jaxrl_llm.rewards.workers.frames import MARK_BYTES, Frames, SpoiledError, is_ours
 
 END_SECONDS = 2.0  # for a worker whose pipe has closed to end by itself, so that its exit code is known
 START_SECONDS = 120.0  # for a worker to start; it counts for no function
@@ -57,8 +57,9 @@ class Worker:
         paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 (sys.path holds texts)
         # Each thread of a numerical library would take some of the memory that walls leave.
         alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} if walled else {}
+        command = [sys.executable, "-m", "jaxrl_llm.rewards.workers.process", str(theirs.fileno())]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxrl_llm.rewards.worker", str(theirs.fileno()), *(["walled"] if walled else [])],
+            [*command, "walled"] if walled else command,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a group of its own, which is killed with the children that functions start
@@ -133,7 +134,7 @@ class Job:
 class Workers:
     """`count` worker processes, each started when it is first needed and replaced when it was killed.
 
-    With `walled`, for functions of ours that read what a model wrote, they are behind `worker.put_walls_up`.
+    With `walled`, for functions of ours that read what a model wrote, they are behind `process.put_walls_up`.
     """
 
     def __init__(self, count: int, walled: bool = False):

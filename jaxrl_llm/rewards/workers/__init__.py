@@ -1,0 +1,1 @@
+"""Worker processes: rewards that compute run in some, and in others, behind walls, what may hang on a model's text."""
