@@ -245,8 +245,8 @@ right answers) first reaches 0.9 on 64 games of the split `test`, two samples ea
 
 {first}
 The learning rate, 3e-4, is the better one for GRPO of two (seed 0, on `validation`): there `group`, `gigpo` (gamma
-0.95) and `turn(gamma=0.0)` took 352, 288 and 224 episodes, and at 1e-3 `group` did not reach the level in 640 and the others
-took 160. With 32 episodes a step and 1e-3 they took 480, 640 and 320: credit for turns pays where a step has few
+0.95) and `turn(gamma=0.0)` took 352, 288 and 224 episodes, and at 1e-3 `group` did not reach the level in 640 and the
+others took 160. With 32 episodes a step and 1e-3 they took 480, 640 and 320: credit for turns pays where a step has few
 episodes.
 
 Reward by episodes, medians of the seeds:
