@@ -233,7 +233,10 @@ class Server:
     def _described(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self.created, "owned_by": "jaxrl_llm", "root": name,
                 "parent": self.names[0] if name in self.queue.adapters else None,
-                "max_model_len": self.limits.tokens}  # fmt: skip
+                "max_model_len": self.limits.tokens,
+                # As Anthropic's servers describe it.
+                "type": "model", "display_name": name, "max_input_tokens": self.limits.tokens,
+                "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.created))}  # fmt: skip
 
     async def models(self, request: Request) -> Response:
         """The model, and its adapters."""

@@ -56,7 +56,7 @@ class Choice:
         self._raw_detokenizer = self._new_detokenizer(skip_special_tokens=False)
         self._call_start = CallStart()
         self._raw_call_at = self._call_at = 0  # where its calls begin, in the raw text and in the text
-        self.thought = ""
+        self.thought, self.thought_tokens = "", 0  # of the thoughts, and of the marks around them
         self._thoughts: Thoughts | None = None
         if asked.apart:
             end = Detokenizer(tokenizer, skip_special_tokens=False).add(prompt[-OPENING:], final=True)
@@ -135,14 +135,16 @@ class Choice:
             self._raw_read, behind = read, thoughts.behind
             thoughts.find(self._raw)
             if thoughts.behind != behind:
-                self._read, self.text = read, self._raw[thoughts.behind :].lstrip()
+                self._read = self.thought_tokens = read
+                self.text = self._raw[thoughts.behind :].lstrip()
                 self._detokenizer = Detokenizer(self.tokenizer, self.ids[:read], self.asked.skip_special_tokens)
             if thoughts.over:
                 return
         if final:  # what has not closed is all thoughts, and what may have become a mark is text
             thoughts.over = True
             self._raw += self._raw_detokenizer.add((), final=True)
-            self._read = self._read if thoughts.start is None else count
+            if thoughts.start is not None:
+                self._read = self.thought_tokens = count
 
     def _certain_thought(self) -> str:
         """The thoughts that can be given out, without the space around them."""

@@ -12,10 +12,12 @@ from jaxrl_llm.serving.choice import Choice
 from jaxrl_llm.serving.errors import BadRequestError, renamed, with_failure
 from jaxrl_llm.serving.thoughts import can_think
 from jaxrl_llm.serving.translated import (
+    EFFORTS,
     check_fields,
     frame,
     function,
     settled_texts,
+    tell_template,
     text_before_calls,
     text_or_parts,
 )
@@ -30,7 +32,6 @@ NAMES = {"stop": "stop_sequences", "response_format": "output_config",
          "parallel_tool_calls": "disable_parallel_tool_use"}  # fmt: skip
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 THINKS = {"enabled": True, "adaptive": True, "disabled": False}
-EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}  # as templates have them
 PATH = "/v1/messages"
 BILLING = "x-anthropic-billing-header"  # in the system prompt of Claude Code, another one in each request
 
@@ -83,13 +84,10 @@ class MessagesRequest:
                 f"output_config is {config!r:.100}; it takes format, and as effort {', '.join(EFFORTS)}",
                 param="output_config",
             )
-        options = self.thinking.options | ({} if effort is None else {"reasoning_effort": EFFORTS[effort]})
+        tell_template(self.chat, self.thinking.asked, effort and EFFORTS[effort])
         if (form := config.get("format")) is not None:  # as a chat has it, whose schema lies one level deeper
             own = isinstance(form, Mapping) and form.get("type") == "json_schema"
             self.chat["response_format"] = {"type": "json_schema", "json_schema": dict(form)} if own else form
-        given = self.chat.get("chat_template_kwargs", {})
-        if options and isinstance(given, Mapping):  # another is refused with the chat
-            self.chat["chat_template_kwargs"] = options | dict(given)
 
     async def whole(self) -> Response:
         """The message, when it has ended."""
@@ -146,8 +144,7 @@ class MessagesRequest:
             yield "content_block_stop", {"index": index}
             index += 1
         reason, sequence = self._end(choice)
-        usage = {"output_tokens": self.answer.usage()["completion_tokens"]}
-        yield "message_delta", {"delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": usage}
+        yield "message_delta", {"delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": self._usage()}
         yield "message_stop", {}
 
     def _end(self, choice: Choice) -> tuple[str, str | None]:
@@ -158,7 +155,6 @@ class MessagesRequest:
         return ("stop_sequence", max(stops, key=len)) if stops else ("end_turn", None)
 
     def _message(self, content: list[Any], reason: str | None, sequence: str | None) -> dict[str, Any]:
-        counted = self.answer.usage()
         return {
             "id": self.id,
             "type": "message",
@@ -167,10 +163,19 @@ class MessagesRequest:
             "content": content,
             "stop_reason": reason,
             "stop_sequence": sequence,
-            "usage": {"input_tokens": counted["prompt_tokens"], "output_tokens": counted["completion_tokens"],
-                      "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0},
+            "usage": self._usage(),
             **self.answer.versions(),
-        }  # fmt: skip
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        counted, thought = self.answer.usage(), self.answer.choices[0].thought_tokens
+        return {
+            "input_tokens": counted["prompt_tokens"],
+            "output_tokens": counted["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": thought},
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+        }
 
 
 def counted(body: Mapping[str, Any], template: str, read: Callable[..., Asked]) -> int:
@@ -183,7 +188,7 @@ def counted(body: Mapping[str, Any], template: str, read: Callable[..., Asked]) 
 class Thinking(NamedTuple):
     """What a request says of thoughts."""
 
-    options: dict[str, Any]  # of the chat template
+    asked: bool | None  # for or against; None: the chat template does what it does by itself
     shown: bool  # in the answer
 
 
@@ -194,7 +199,7 @@ def _thinking(given: Any, can: bool) -> Thinking:
     """
     kind = str(given.get("type")) if isinstance(given, Mapping) else ""
     if given == {} or (kind == "adaptive" and not can):  # the model may think as it sees fit
-        return Thinking({}, True)
+        return Thinking(None, True)
     if kind not in THINKS or given.get("display") not in (None, "summarized", "omitted"):
         raise BadRequestError(
             f"thinking is {given!r:.100}; its type is {', '.join(THINKS)}, and its display summarized or omitted",
@@ -205,8 +210,7 @@ def _thinking(given: Any, can: bool) -> Thinking:
             "thinking is enabled, but the model's chat template has no thoughts: leave it out", code="unsupported",
             param="thinking",
         )  # fmt: skip
-    # The names that templates have for it: Qwen 3, GLM and Gemma 4; DeepSeek V3.1 and Granite.
-    return Thinking(dict.fromkeys(("enable_thinking", "thinking"), THINKS[kind]), given.get("display") != "omitted")
+    return Thinking(THINKS[kind], given.get("display") != "omitted")
 
 
 def _check_edits(given: Any) -> None:

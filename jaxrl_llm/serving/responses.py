@@ -17,18 +17,21 @@ from jaxrl_llm.serving.bodies import CHAT, COMMON, SETTINGS, WITHOUT_EFFECT
 from jaxrl_llm.serving.choice import Choice
 from jaxrl_llm.serving.conversations import Conversations
 from jaxrl_llm.serving.errors import BadRequestError, with_failure
+from jaxrl_llm.serving.thoughts import can_think
 from jaxrl_llm.serving.translated import (
+    EFFORTS,
     check_fields,
     frame,
     function,
     settled_texts,
+    tell_template,
     text_before_calls,
     text_or_parts,
 )
 
 OWN = {  # fields with a meaning of their own; the others of a chat, vLLM's among them, go on to it
     "input", "instructions", "tools", "tool_choice", "text", "include", "top_logprobs", "max_output_tokens", "store",
-    "previous_response_id", "metadata",
+    "previous_response_id", "metadata", "reasoning",
 }  # fmt: skip
 AS_CHAT = (CHAT | COMMON) - {
     "messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "response_format", "return_token_ids",
@@ -37,9 +40,9 @@ AS_CHAT = (CHAT | COMMON) - {
 # As in bodies.py; max_tool_calls counts the calls of tools that a server hosts.
 NO_EFFECT = WITHOUT_EFFECT | {"prompt_cache_retention", "prompt_cache_options", "client_metadata", "max_tool_calls"}
 NEUTRAL = {"background": False, "truncation": "disabled"}
-NO_WORD = {"background", "truncation", "reasoning", "conversation", "prompt", "context_management", "moderation"}
+NO_WORD = {"background", "truncation", "conversation", "prompt", "context_management", "moderation"}
 LOGPROBS = "message.output_text.logprobs"
-INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the second is of items that no answer here has
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the second asks for what items here have as text
 # The field that a client sent, in place of the chat's that was made of it.
 NAMES = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
 OWN_CALL = re.compile("call_([0-9a-f]{16})[0-9a-f]{8}")  # the id of a call that an answer here gave, and its answer's
@@ -51,15 +54,14 @@ class ResponsesRequest:
     names = NAMES
 
     def __init__(self, body: Mapping[str, Any], conversations: Conversations, template: str = ""):
-        """Raises BadRequestError, which names the field. Chat templates make no difference to this API."""
+        """Raises BadRequestError, which names the field. `template` is the model's chat template."""
         self.body = body = {name: value for name, value in body.items() if value is not None}
         self.conversations = conversations
         self.answer: Any = None  # an `Answer`
         self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
         check_fields(body, OWN | AS_CHAT, NO_EFFECT | NO_WORD)
         for name, value in body.items():
-            empty = name == "reasoning" and isinstance(value, Mapping) and not any(value.values())
-            if name in NO_WORD and value != NEUTRAL.get(name) and not empty:
+            if name in NO_WORD and value != NEUTRAL.get(name):
                 raise BadRequestError(
                     f"{name} is {value!r:.100}, but this server has no {name}: leave it out", code="unsupported",
                     param=name,
@@ -96,6 +98,9 @@ class ResponsesRequest:
         self.chat |= {"max_completion_tokens": body.get("max_output_tokens"), "top_logprobs": top}
         self.chat |= {"logprobs": LOGPROBS in include or bool(top), "response_format": _response_format(body)}
         self.chat |= {"tools": _tools(body), "tool_choice": _tool_choice(body)}
+        self.chat["separate_reasoning"] = can_think(template)
+        effort = _effort(body.get("reasoning", {}), can_think(template))
+        tell_template(self.chat, None if effort is None else effort != "none", EFFORTS.get(str(effort)))
 
     async def whole(self) -> Response:
         """The response, when it has ended."""
@@ -125,19 +130,42 @@ class ResponsesRequest:
         yield event("created", response=self._response("in_progress"))
         yield event("in_progress", response=self._response("in_progress"))
         choice = self.answer.choices[0]
-        part = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+        begun: list[dict[str, Any]] = []  # items of texts, of which the last goes on
+
+        def place() -> dict[str, Any]:
+            return {"item_id": begun[-1]["id"], "output_index": len(begun) - 1, "content_index": 0}
+
+        def begin(item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+            yield from end(begun)
+            begun.append(item)
+            yield event("output_item.added", output_index=len(begun) - 1, item={**item, "content": []})
+            yield event("content_part.added", **place(), part=item["content"][0])
+
+        def end(items: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+            """Ends the item that goes on, as the last of `items` has it."""
+            for item in items[-1:]:
+                (content,) = item["content"]
+                told = {"logprobs": content["logprobs"]} if item["type"] == "message" else {}
+                yield event(f"{content['type']}.done", **place(), text=content["text"], **told)
+                yield event("content_part.done", **place(), part=content)
+                yield event("output_item.done", output_index=len(begun) - 1, item=item)
 
         async def deltas() -> AsyncGenerator[dict[str, Any], None]:
-            opened, logprobs = False, []
+            logprobs: list[dict[str, Any]] = []
             async for text, piece in settled_texts(self.answer):
                 logprobs += self._logprobs(choice, piece)
-                if not opened and (text or (choice.finish_reason is not None and not choice.calls)):
-                    opened = True
-                    item = self._message("in_progress", [])
-                    yield event("output_item.added", output_index=0, item=item)
-                    yield event("content_part.added", **part, part=_text_part(""))
+                if piece.thought:
+                    if not begun:
+                        for each in begin(self._thoughts("in_progress", "")):
+                            yield each
+                    yield event("reasoning_text.delta", **place(), delta=piece.thought)
+                ends = choice.finish_reason is not None and self._has_message(choice)
+                if (text or ends) and not (begun and begun[-1]["type"] == "message"):
+                    begun[-1:] = [self._thoughts("completed", choice.thought)] if begun else []
+                    for each in begin(self._message("in_progress", "")):
+                        yield each
                 if text:
-                    yield event("output_text.delta", **part, delta=text, logprobs=logprobs)
+                    yield event("output_text.delta", **place(), delta=text, logprobs=logprobs)
                     logprobs = []
 
         async for delta in with_failure(deltas()):
@@ -147,26 +175,33 @@ class ResponsesRequest:
             yield delta
         self._keep(choice)
         ended = self._ended(choice)
-        for index, item in enumerate(ended["output"]):
-            if item["type"] == "message":
-                (content,) = item["content"]
-                yield event("output_text.done", **part, text=content["text"], logprobs=content["logprobs"])
-                yield event("content_part.done", **part, part=content)
-            else:
-                place = {"item_id": item["id"], "output_index": index}
-                yield event("output_item.added", output_index=index,
-                            item={**item, "arguments": "", "status": "in_progress"})  # fmt: skip
-                yield event("function_call_arguments.delta", **place, delta=item["arguments"])
-                yield event("function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"])
+        for each in end(ended["output"][: len(begun)]):
+            yield each
+        for index, item in enumerate(ended["output"][len(begun) :], len(begun)):  # calls
+            place_of = {"item_id": item["id"], "output_index": index}
+            yield event("output_item.added", output_index=index,
+                        item={**item, "arguments": "", "status": "in_progress"})  # fmt: skip
+            yield event("function_call_arguments.delta", **place_of, delta=item["arguments"])
+            yield event("function_call_arguments.done", **place_of, name=item["name"], arguments=item["arguments"])
             yield event("output_item.done", output_index=index, item=item)
         yield event(ended["status"], response=ended)
 
-    @property
-    def _message_id(self) -> str:
-        return self.id.replace("resp_", "msg_")
+    def _message(self, status: str, text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+        """The item of the text."""
+        content = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+        return {"id": self.id.replace("resp_", "msg_"), "type": "message", "role": "assistant", "status": status,
+                "content": [content]}  # fmt: skip
 
-    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
+    def _thoughts(self, status: str, text: str) -> dict[str, Any]:
+        """The item of the thoughts."""
+        content = [{"type": "reasoning_text", "text": text}]
+        return {"id": self.id.replace("resp_", "rs_"), "type": "reasoning", "status": status, "summary": [],
+                "content": content}  # fmt: skip
+
+    def _has_message(self, choice: Choice) -> bool:
+        """True where a choice that has ended has a text, be it empty: not with calls, or thoughts that were cut off."""
+        cut_off = choice.finish_reason == "length" and choice.thought
+        return bool(text_before_calls(choice)) or not (choice.calls or cut_off)
 
     def _logprobs(self, choice: Choice, piece: Any) -> list[dict[str, Any]]:
         def entry(of_chat: dict[str, Any]) -> dict[str, Any]:  # a part of a character has bytes that nobody knows
@@ -180,20 +215,24 @@ class ResponsesRequest:
         """Keeps the conversation up to the end of a choice, unless the request says otherwise."""
         if self.body.get("store") is not False:
             calls = {"tool_calls": choice.shown_calls} if choice.calls else {}
-            said = {"role": "assistant", "content": text_before_calls(choice), **calls}
+            thoughts = {"reasoning_content": choice.thought} if choice.thought else {}
+            said = {"role": "assistant", "content": text_before_calls(choice), **thoughts, **calls}
             self.conversations.add(self.id, [*self.messages, said])
 
     def _ended(self, choice: Choice) -> dict[str, Any]:
         """The response to a choice that has ended."""
         status = "incomplete" if choice.finish_reason == "length" else "completed"
-        text, calls, output = text_before_calls(choice), choice.shown_calls, []
-        if text or not calls:
+        output = []
+        if choice.thought:
+            goes_on = not (self._has_message(choice) or choice.calls)
+            output.append(self._thoughts(status if goes_on else "completed", choice.thought))
+        if self._has_message(choice):
             logprobs = self._logprobs(choice, choice.whole_piece())
-            output.append(self._message(status, [_text_part(text, logprobs)]))
+            output.append(self._message(status, text_before_calls(choice), logprobs))
         output += [
             {"id": call["id"].replace("call_", "fc_"), "type": "function_call", "status": "completed",
              "call_id": call["id"], **call["function"]}
-            for call in calls
+            for call in choice.shown_calls
         ]  # fmt: skip
         return self._response(status, output)
 
@@ -207,7 +246,7 @@ class ResponsesRequest:
                 "input_tokens": counted["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": counted["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self.answer.choices[0].thought_tokens},
                 "total_tokens": counted["total_tokens"],
             }
         return {
@@ -226,7 +265,7 @@ class ResponsesRequest:
             "metadata": body.get("metadata") or {},
             "parallel_tool_calls": asked.parallel_calls,
             "previous_response_id": body.get("previous_response_id"),
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": None, "summary": None} | (body.get("reasoning") or {}),
             "store": body.get("store") is not False,
             "temperature": asked.sampling.temperature,
             "text": body.get("text") or {"format": {"type": "text"}},
@@ -240,8 +279,23 @@ class ResponsesRequest:
         }
 
 
-def _text_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+def _effort(given: Any, can: bool) -> Any:
+    """The effort of `reasoning`, of a model whose chat template `can` think. Raises BadRequestError.
+
+    A summary of thoughts is asked for by clients that know no others: here they are whole.
+    """
+    asked = {name: value for name, value in given.items() if value is not None} if isinstance(given, Mapping) else None
+    if asked is None or asked.keys() - {"effort", "summary"} or asked.get("effort") not in (None, "none", *EFFORTS):
+        raise BadRequestError(
+            f"reasoning is {given!r:.100}; it takes a summary, and as effort none, {', '.join(EFFORTS)}",
+            param="reasoning",
+        )
+    if asked.get("effort", "none") != "none" and not can:
+        raise BadRequestError(
+            f"reasoning is {given!r:.100}, but the model's chat template has no thoughts: leave it out",
+            code="unsupported", param="reasoning",
+        )  # fmt: skip
+    return asked.get("effort")
 
 
 def _add_items(messages: list[dict[str, Any]], given: Any) -> None:

@@ -172,7 +172,7 @@ def test_messages_are_those_of_a_chat():
         ),
         ({"thinking": "enabled"}, "thinking", "its type is enabled, adaptive, disabled"),
         ({"thinking": {"type": "disabled", "display": []}}, "thinking", "its display summarized or omitted"),
-        ({"output_config": {"effort": ["high"]}}, "output_config", "as effort low, medium, high"),
+        ({"output_config": {"effort": ["high"]}}, "output_config", "as effort minimal, low, medium"),
         ({"output_config": {"format": {"type": "yaml"}}}, "output_config", "output_config is {'type': 'yaml'}"),
         (
             {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
@@ -270,6 +270,8 @@ def test_anthropics_own_client(running, say):
             texts = "".join(stream.text_stream)
             final = stream.get_final_message()
         asks = {name: value for name, value in ASK.items() if name != "max_tokens"}
+        (model,) = client.models.list()
+        assert (model.id, model.display_name, model.type) == ("sorter", "sorter", "model")
         assert client.messages.count_tokens(**asks, tools=[TOOL]).input_tokens == found.usage.input_tokens
         with pytest.raises(anthropic.BadRequestError, match="there is no field 'container'"):
             client.messages.create(**ASK, extra_body={"container": "x"})

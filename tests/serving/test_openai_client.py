@@ -350,8 +350,8 @@ def test_a_client_that_leaves_frees_its_slots(client, running):
 class Told:
     """A queue whose rows say what they are told, in the place of a model."""
 
-    def __init__(self, queue, ids):
-        self.queue, self.ids = queue, ids
+    def __init__(self, queue, ids, reason="stop"):
+        self.queue, self.ids, self.reason = queue, ids, reason
 
     def submit(self, handles):
         from jaxrl_llm.serving.queue import Tokens
@@ -360,7 +360,7 @@ class Told:
             for start in range(0, len(self.ids), 3):
                 part = self.ids[start : start + 3]
                 last = start + 3 >= len(self.ids)
-                handle.deliver(Tokens(part, [-1.0] * len(part), [], [], "stop" if last else None))
+                handle.deliver(Tokens(part, [-1.0] * len(part), [], [], self.reason if last else None))
 
     def __getattr__(self, name):
         return getattr(self.queue, name)

@@ -13,9 +13,11 @@ from jaxrl_llm.serving.bodies import parse
 from jaxrl_llm.serving.choice import Choice
 from jaxrl_llm.serving.messages import MessagesRequest
 from jaxrl_llm.serving.queue import Tokens
+from jaxrl_llm.serving.responses import ResponsesRequest
 from jaxrl_llm.serving.thoughts import HEADERS, can_think
 from tests.environments.test_tool_calls import FORMS, MARK, SCHEMAS, A, B
 from tests.serving.test_openai_client import CALL, CHAT, TOOL, Told
+from tests.serving.test_responses import checked
 
 MESSAGES = [{"role": "user", "content": "sort:1="}]
 THOUGHT = "Is 3 < 4? é 私 </thin"
@@ -98,9 +100,10 @@ def test_templates_that_think():
 def thinking(running, monkeypatch):
     """Has the server's template be one that thinks, and the model say a text."""
 
-    def says(text):
-        ids = [*running.server.tokenizer.encode(text), running.server.tokenizer.eos_token_id]
-        monkeypatch.setattr(running.server, "queue", Told(running.server.queue, ids))
+    def says(text, reason="stop"):
+        tokenizer = running.server.tokenizer
+        ids = [*tokenizer.encode(text), *([tokenizer.eos_token_id] if reason == "stop" else [])]
+        monkeypatch.setattr(running.server, "queue", Told(running.server.queue, ids, reason))
         monkeypatch.setattr(running.server, "template", "<think></think>")
 
     return says
@@ -126,6 +129,55 @@ def test_messages_have_blocks_of_thoughts(running, thinking, name):
     assert omitted == [("thinking", ""), *blocks[1:]]
     assert asked(f"<think>Hm.</think>{CALL}") == [blocks[0], blocks[2]]
     assert asked("<think>Hm. So") == [("thinking", "Hm. So")] and asked("Yes.") == [("text", "Yes.")]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "said", "calls"),
+    [
+        ("<think>\nHm.\n</think>\n\nYes.", "stop", "Yes.", 0),
+        (f"<think>Hm.</think> So: {CALL}", "stop", "So:", 1),
+        (f"<think>Hm.</think>{CALL}", "stop", None, 1),
+        ("<think>Hm.</think>", "stop", "", 0),
+        ("<think>Hm.", "length", None, 0),
+    ],
+)
+def test_responses_have_items_of_reasoning(client, running, thinking, text, reason, said, calls):
+    """Alike whole and streamed; and the conversation goes on with them, by an id or by the items themselves."""
+    thinking(text, reason)
+    tool = {"type": "function", "name": "add", "parameters": {}}
+    ask = {"model": "sorter", "input": "x", "tools": [tool], "reasoning": {"effort": "low", "summary": "auto"}}
+    found = client.responses.create(**ask)
+    kinds = ["reasoning"] + ["message"] * (said is not None) + ["function_call"] * calls
+    assert [item.type for item in found.output] == kinds and found.output_text == (said or "")
+    assert found.output[0].content[0].text == "Hm." and found.reasoning.effort == "low"
+    assert found.status == ("incomplete" if reason == "length" else "completed")
+    details, own = found.usage.output_tokens_details, text.partition("</think>")
+    assert details.reasoning_tokens == len((own[0] + own[1]).encode())
+    events = checked(list(client.responses.create(**ask, stream=True)))
+    final = events[-1].response
+    if final.status == "completed":  # what the client's own accumulator makes of them
+        with client.responses.stream(**ask) as stream:
+            list(stream)
+            assert [item.type for item in stream.get_final_response().output] == kinds
+    for one, other in zip(final.output, found.output, strict=True):  # but the ids
+        assert {**one.to_dict(), "id": "", "call_id": ""} == {**other.to_dict(), "id": "", "call_id": ""}
+    added = [event for event in events if event.type == "response.output_item.added"]
+    done = [event for event in events if event.type == "response.output_item.done"]
+    assert [event.output_index for event in added] == [event.output_index for event in done] == list(range(len(kinds)))
+    assert [event.item.to_dict() for event in done] == [item.to_dict() for item in final.output]
+    thoughts = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(thoughts) == "Hm."
+    items = [item.to_dict() for item in found.output]
+    called = [item["call_id"] for item in items if item["type"] == "function_call"]
+    outputs = [{"type": "function_call_output", "call_id": call, "output": "4"} for call in called]
+    behind = [*outputs, {"role": "user", "content": "And?"}]
+    kept = [
+        ResponsesRequest(body, running.server.conversations, "<think>").chat["messages"]
+        for body in ({"input": behind, "previous_response_id": found.id},
+                     {"input": [{"role": "user", "content": "x"}, *items, *behind]})
+    ]  # fmt: skip
+    if said is not None or calls:
+        assert kept[0] == kept[1] and kept[0][1]["reasoning_content"] == "Hm."
 
 
 def test_a_chat_has_them_where_it_is_asked(client, thinking):
