@@ -330,15 +330,15 @@ def sampling_option(name: str, default: float | None, doc: str = "", **bounds: A
 KEYS = (
     Setting("output_dir", "runs/default",
         "Folder for checkpoints, metrics and the configuration of the run. `{new}` in its name, `runs/grpo-{new}`, is "
-        "the first number from 1 that is free: each start is a new run."),
+        "the first free number from 1, so that each start is a new run."),
     Setting("seed", 0, "Root of every random number of the run.", int, minimum=0),
     Setting("total_steps", 100, "Number of training steps.", int, minimum=0),
     Setting("num_epochs", None,
-        "Passes over the training rows, from which total_steps is computed; none takes total_steps as it is.",
+        "Passes over the training rows, which set total_steps; none keeps total_steps.",
         float, above=0),
     Setting("overlap_collectives", True,
-        "On TPUs, ask the compiler to send between devices while they compute, by flags in LIBTPU_INIT_ARGS; what is "
-        "set there stays. GPUs do so in any case.", bool),
+        "On TPUs, let the compiler overlap sends between devices with computation, by flags in LIBTPU_INIT_ARGS; "
+        "flags that you set there stay. GPUs always do so.", bool),
     Setting("compilation_cache", "auto",
         "Folder for compiled programs, which later runs and commands reuse; auto is $JAX_COMPILATION_CACHE_DIR or "
         "~/.cache/jaxrl_llm/compiled, none is off."),
@@ -353,20 +353,20 @@ KEYS = (
     Setting("model.tokenizer", None,
         "Folder, hub id or URL of another tokenizer than that of model.path, for the same token ids; none is its own."),
     Setting("model.eos_token", None,
-        "Token that ends texts in place of the tokenizer's own, `<|im_end|>`: samples end with it too, and the trained "
+        "Token that ends texts in place of the tokenizer's own, `<|im_end|>`: it ends samples too, and the trained "
         "model keeps it."),
     Setting("model.revision", None, "Branch, tag or commit of a hub id; none is its main branch."),
     Setting("model.overrides", "",
-        "Entries of config.json that take the place of the model's, `rope_theta=1e6, sliding_window=None`."),
+        "Entries that replace those of the model's config.json, `rope_theta=1e6, sliding_window=None`."),
     Setting("model.register", (),
         "Modules or files to import before the model is loaded, `path/to/family.py`; one with MODEL_TYPE is a family "
         "of models, as those of models/families."),
     Setting("model.dtype", "auto",
-        "Compute type of the network; auto is float32 on CPU and on GPUs before Ampere, and bfloat16 on other "
-        "accelerators. float16 is none of them, as its gradients need loss scaling.",
+        "Compute type of the network; auto is float32 on CPUs and on GPUs before Ampere, and bfloat16 on other "
+        "accelerators. There is no float16, whose gradients need loss scaling.",
         choices=("auto", "float32", "bfloat16")),
     Setting("model.param_dtype", "float32",
-        "Storage type of the trained parameters; fewer bits are rounded to stochastically in each update.",
+        "Storage type of the trained parameters; 16 bits are rounded to stochastically in each update.",
         choices=DTYPES),
     Setting("model.allow_pickle", False,
         "Read pytorch_model.bin where a model has no safetensors. Only tensors are read; no code in the file runs.",
@@ -375,30 +375,30 @@ KEYS = (
     Setting("model.random_init", False, "Start from random parameters (drawn from seed) instead of the model's.", bool),
     Setting("model.remat", "auto",
         "Rematerialisation: none saves all activations; block saves the inputs of layers, and the backward pass "
-        "recomputes the rest; offload saves these inputs in host memory; dots saves the outputs of matmuls and of "
-        "attention kernels; auto is dots on CPUs, which compute the rest again sooner than they read it back, else "
-        "none.",
+        "recomputes the rest; offload keeps these inputs in host memory; dots saves the outputs of matmuls and of "
+        "attention kernels; auto is dots on CPUs, else none.",
         choices=("auto", "none", "block", "dots", "offload")),
-    Setting("model.scan_layers", True, "Scan one compiled layer; false compiles each, which takes longer.", bool),
+    Setting("model.scan_layers", True,
+        "Compile one layer and scan it; false compiles each layer, which takes longer.", bool),
     Setting("model.attention", "auto",
         "Attention over whole rows: xla; or kernels that keep no scores in memory: cudnn on NVIDIA GPUs (in 16 bits), "
-        "flash there too (no mask in memory either), splash on TPUs. auto: splash on TPUs; on GPUs cudnn, for rows of "
-        "more than 4096 tokens flash; xla where these cannot be had, and on CPU. Decoding on GPUs, in 16 bits, has a "
-        "kernel of its own unless this is xla.",
+        "flash there too (without a mask), splash on TPUs. auto is splash on TPUs; cudnn on GPUs, and flash for rows "
+        "of more than 4096 tokens; xla where these are unavailable, and on CPUs. Unless this is xla, decoding on GPUs "
+        "in 16 bits has its own kernel.",
         choices=("auto", "xla", "cudnn", "flash", "splash")),
     Setting("model.fp32_head", False, "Compute the logits in float32, whatever model.dtype is.", bool),
     Setting("model.router_aux_loss_coef", None,
         "Weight of the load-balancing loss of a mixture of experts; none is router_aux_loss_coef of its config.json, 0 "
         "is off.", float, minimum=0),
     Setting("model.offload", False,
-        "Keep the parameters, and the critic's, in the host's memory between uses: each pass has them on the device, "
-        "and sampling its copy in model.dtype alone.", bool),
+        "Keep the parameters, and the critic's, in the host's memory between uses: each pass loads them to the "
+        "device, and sampling loads only its copy in model.dtype.", bool),
     Setting("model.freeze_router", False, "Do not train the routers of a mixture of experts.", bool),
     Setting("model.trainable", (),
-        "Parameters that are trained, and no others: regular expressions for the beginnings of their names in "
-        "transformers' class, `model.layers.2[0-9]+.`, in which a dot is a dot. None named is all."),
+        "Train only these parameters: regular expressions for the beginnings of their names in transformers' class, "
+        "`model.layers.2[0-9]+.`, in which a dot is a dot. Empty is all."),
     Setting("model.frozen", (),
-        "Parameters that are not trained, named in the same way, whatever model.trainable says."),
+        "Parameters that are not trained, named in the same way, even if model.trainable names them."),
     Setting("model.vision", "frozen",
         "The vision part of a model that reads images, encoder and projector: frozen; trained, with the rest of the "
         "model; or lora, by adapters on the encoder's linear layers beside the decoder's.",
@@ -407,11 +407,12 @@ KEYS = (
         "Store the matrices of the layers in 8 or 4 bits and train adapters only (QLoRA).", choices=QUANTIZED),
     Setting("model.quantize_experts", "same",
         "How the matrices of a mixture's experts are stored: same is as model.quantize says, none leaves them as they "
-        "are. mxfp4 is what gpt-oss' files have: its numbers stay, whatever the other matrices are stored in.",
+        "are. mxfp4 keeps the numbers of gpt-oss' files, whatever the other matrices are stored in.",
         choices=("same", *QUANTIZED)),
     Setting("model.qat", "none",
         "Train for matrices in 8 or 4 bits (quantisation-aware training): compute with the matrices of the layers as "
-        "model.quantize would store them, and train them as numbers.", choices=("none", "int8", "fp8", "int4", "nf4")),
+        "model.quantize would store them, and train the unrounded ones.", choices=("none", "int8", "fp8", "int4",
+        "nf4")),
 
     Setting("lora.rank", 0, "Rank of the adapters; 0 trains the whole model.", int, minimum=0),
     Setting("lora.alpha", 16.0, "Adapters are scaled by alpha / rank.", float, above=0),
@@ -419,9 +420,9 @@ KEYS = (
     Setting("lora.dora", False,
         "Also learn the lengths of the matrices' columns (DoRA): more like training all of them, and slower.", bool),
     Setting("lora.init", "kaiming",
-        "How adapters start, as PEFT's init_lora_weights: kaiming, gaussian and orthogonal leave the model what it is; "
-        "random (PEFT's False) does not; pissa, pissa_niter_N (faster, N power iterations) and olora start from the "
-        "matrices' own principal parts."),
+        "How adapters start, as PEFT's init_lora_weights: kaiming, gaussian and orthogonal do not change the model at "
+        "the start; random (PEFT's False) does; pissa, pissa_niter_N (faster, N power iterations) and olora start "
+        "from principal parts of the matrices; loftq and loftq_niter_N from what they lose by model.quantize."),
     Setting("lora.dropout", 0.0, "Dropout rate on the inputs of adapters while training.",
         float, minimum=0, below=1),
     Setting("lora.targets", ("all-linear",),
@@ -434,11 +435,12 @@ KEYS = (
         "Modules without an adapter, by the ends of their names as in PEFT: down_proj, `layers.0.self_attn.q_proj`."),
     Setting("lora.rank_pattern", (),
         "Ranks of some modules, each PATTERN=RANK as in PEFT: a regular expression for the end of their names, "
-        "`down_proj=32`, `layers.[01].self_attn.q_proj=8`. Of several that fit the first counts."),
-    Setting("lora.alpha_pattern", (), "alpha of some modules, each PATTERN=ALPHA, likewise."),
+        "`down_proj=32`, `layers.[01].self_attn.q_proj=8`. The first that fits counts."),
+    Setting("lora.alpha_pattern", (),
+        "alpha of some modules, each PATTERN=ALPHA, in the same way."),
     Setting("lora.modules_to_save", (),
-        "Modules trained whole beside the adapters, by the ends of their names as in PEFT: embed_tokens, lm_head, norm "
-        "(all norms), ... Where head and embedding are one, either name is both."),
+        "Modules trained whole beside the adapters, by the ends of their names as in PEFT: embed_tokens, lm_head, "
+        "norm (all norms), ... If head and embedding are tied, either name means both."),
     Setting("lora.path", None,
         "PEFT folder of an adapter to continue from, or its URL; it sets rank, alpha, rslora, dora, targets and "
         "modules_to_save."),
@@ -483,7 +485,8 @@ KEYS = (
         "do_image_splitting; Mistral 3 and Pixtral: longest_edge; InternVL and Aya Vision: min_patches, max_patches; "
         "Command A Vision: max_patches; Gemma 4: max_soft_tokens; "
         "LFM2-VL: min_image_tokens, max_image_tokens, max_tiles, do_image_splitting."),
-    Setting("data.system_prompt", None, "System message put before conversations that are read and have none."),
+    Setting("data.system_prompt", None,
+        "System message put before conversations that have none."),
     Setting("data.chat_template", None,
         "Chat template in place of the tokenizer's: chatml, gemma, llama2, llama3, mistral, phi3 or zephyr, a file, "
         "the text of a template, or the folder, hub id or URL of another tokenizer. The trained model keeps it."),
@@ -495,22 +498,23 @@ KEYS = (
         "stop with an error, drop them, or truncate their start, end or middle.",
         choices=("error", "filter", "truncate_left", "truncate_right", "truncate_middle")),
     Setting("data.deduplicate", False,
-        "Leave out rows that an earlier one equals in all columns, and rows to evaluate on that are trained on.", bool),
+        "Leave out rows that equal an earlier one in all columns, and evaluation rows that are trained on.", bool),
     Setting("data.shuffle", True, "Reshuffle the rows every epoch.", bool),
     Setting("data.group_by_length", False,
-        "Batches of rows of like length, as wide as their own longest row: for given rows that are not packed, with "
-        "adapters that drop out, or NEFTune. 50 batches of an epoch at a time are sorted, the longest first.", bool),
+        "Batches of rows of similar length, as wide as their own longest row: for data rows that are not packed "
+        "(lora.dropout, NEFTune). 50 batches of an epoch at a time are sorted, the longest first.", bool),
     Setting("data.curriculum_easy", None,
-        "Running success rate from which on a prompt is passed over; none passes over none. A completion succeeds by "
+        "Running success rate at or above which a prompt is skipped; none skips none. A completion succeeds by "
         "eval.correct_at.", float, above=0, maximum=1),
     Setting("data.curriculum_hard", None,
-        "Running success rate up to which a prompt is passed over; none passes over none.", float, minimum=0, below=1),
+        "Running success rate at or below which a prompt is skipped; none skips none.", float, minimum=0, below=1),
     Setting("data.curriculum_revisit", 0.1,
-        "Share of the turns of a prompt that is passed over in which it is taken all the same, and may come back.",
+        "Share of the turns of a skipped prompt in which it is used all the same, so that its rate may change.",
         float, minimum=0, maximum=1),
-    Setting("data.curriculum_visits", 1, "Times a prompt is taken before it can be passed over.", int, minimum=1),
+    Setting("data.curriculum_visits", 1,
+        "Times a prompt is used before it can be skipped.", int, minimum=1),
     Setting("data.curriculum_decay", 0.5,
-        "Weight of the former rate in the running success rate; 0 is the newest success alone.",
+        "Weight of the previous rate in the running success rate; 0 keeps only the newest.",
         float, minimum=0, below=1),
     Setting("data.max_length", 1024,
         "Tokens in a row of an offline algorithm, prompt and completion together.", int, minimum=1),
@@ -521,8 +525,8 @@ KEYS = (
         "process reward model every step of the completion, or in training the last_step alone.",
         choices=("completion", "last_turn", "as_shown", "all", "last_step")),
     Setting("data.step_separator", None,
-        "Text that process_reward_model puts behind each step, at whose last token the model says whether the step is "
-        "right; none is a line break. On a command line `\\n` is one.", escapes=True),
+        "Text that process_reward_model puts after each step, at whose last token the step is rated; none is a line "
+        "break. On a command line `\\n` is one.", escapes=True),
     Setting("data.packing", False,
         "Pack several short rows of supervised fine-tuning into one; they do not attend to each other.", bool),
     Setting("data.precompute_reference", False,
@@ -534,22 +538,23 @@ KEYS = (
     Setting("rollout.max_completion_length", 256,
         "Longest completion, in tokens, end of text included.", int, minimum=1),
     sampling_option("rollout.temperature", 1.0,
-        "Sampling temperature; the trainer's log-probs use the same. 0 is greedy, the likeliest token every time: the "
-        "completions of a prompt are then the same, and log-probs are at temperature 1.", minimum=COLDEST, besides=0),
+        "Sampling temperature, which the trainer's log-probs use too. 0 is greedy: all completions of a prompt are "
+        "then the same, and log-probs are at temperature 1.", minimum=COLDEST, besides=0),
     sampling_option("rollout.top_p", 1.0,
         "Sample from the smallest set of tokens with this probability; 1 is off."),
     sampling_option("rollout.top_k", 0, "Sample from this many most likely tokens; 0 is off."),
     sampling_option("rollout.min_p", 0.0,
         "Drop tokens less likely than this fraction of the most likely one; 0 is off."),
     sampling_option("rollout.repetition_penalty", 1.0,
-        "Divide the positive logits of tokens that prompt and completion have by this, and multiply the negative ones, "
-        "as transformers and vLLM do; 1 is off. It forbids nothing: a positive logit falls to 0 at most."),
+        "Divide the positive logits of tokens in prompt and completion by this, and multiply the negative ones, as "
+        "transformers and vLLM do; 1 is off."),
     sampling_option("rollout.frequency_penalty", 0.0,
-        "Subtract this from a token's logit for each time that the completion has it; 0 is off."),
+        "Subtract this from a token's logit for each time that it was sampled in the completion; 0 is off."),
     sampling_option("rollout.presence_penalty", 0.0,
-        "Subtract this from the logits of tokens that the completion has; 0 is off."),
+        "Subtract this from the logits of tokens that were sampled in the completion; 0 is off."),
     Setting("rollout.logit_bias", (), "Numbers added to the logits of tokens, each `ID=BIAS`, `50256=-5`."),
-    Setting("rollout.bad_words", (), "Texts whose tokens are not sampled one after the other."),
+    Setting("rollout.bad_words", (),
+        "Texts that are not sampled."),
     Setting("rollout.min_completion_length", 0,
         "Shortest completion, in tokens: no end before. 0 is off.", int, minimum=0),
     Setting("rollout.stop", (),
@@ -559,35 +564,36 @@ KEYS = (
     Setting("rollout.stop_token_ids", (), "Tokens that end a completion beside the end of text.", int, minimum=0),
     Setting("rollout.ignore_eos", False,
         "Sample past the end of text: rollout.max_completion_length tokens for every completion, or up to one of "
-        "rollout.stop and stop_token_ids. For measurements, and where length must not be learned.", bool),
+        "rollout.stop and stop_token_ids. For measurements.", bool),
     Setting("rollout.structured_regex", "",
         "Regular expression that whole completions match (guided decoding), in the syntax of Rust's regex: without "
         "look-around and back-references. Each structured_ key needs `pip install jaxrl_llm[structured]`."),
-    Setting("rollout.structured_choice", (), "Texts of which each completion is one."),
+    Setting("rollout.structured_choice", (),
+        "Texts of which each completion is one."),
     Setting("rollout.structured_json", "",
-        "JSON schema, a file or the schema itself, that completions are values of."),
+        "JSON schema, a file or its text, that completions match."),
     Setting("rollout.structured_grammar", "",
-        "Context-free grammar, a file or its text, in Lark's syntax or as GBNF: the host computes what may follow "
-        "before each step, which is slower than the other structured_ keys."),
+        "Context-free grammar, a file or its text, in Lark's syntax or GBNF. The host computes before each step which "
+        "tokens may follow, which is slower than the other structured_ keys."),
     Setting("rollout.chunk", 32,
         "Most decoding steps between two checks by the host; decoding pauses earlier when slots can be reassigned.",
         int, minimum=1),
     Setting("rollout.slots", 0,
-        "Decode slots over all devices, one at least in each shard of rows; further completions wait for a free one. 0 "
-        "is a slot for every completion.", int, minimum=0),
+        "Decode slots over all devices, at least one in each shard of rows; further completions wait for a free one. "
+        "0 is a slot for every completion.", int, minimum=0),
     Setting("rollout.memory_fraction", None,
-        "Share of the devices' memory that sampling holds at most, parameters, keys and values together: as many slots "
-        "as fit. None is no bound.", float, above=0, maximum=1),
+        "Largest share of the devices' memory that sampling holds, parameters, keys and values together: as many "
+        "slots as fit. None is no bound.", float, above=0, maximum=1),
     Setting("rollout.shrink", 0.5,
-        "Reduce the slots by this factor once the running completions fit and none waits. 0.85 leaves fewer slots idle "
-        "than 0.5, and compiles more programs. Where little can be saved (small models, short completions) the slots "
-        "stay as they are.", float, above=0, below=1),
+        "Reduce the slots by this factor once the running completions fit and none waits. 0.85 leaves fewer slots "
+        "idle than 0.5, and compiles more programs. Small models and short completions keep their slots.",
+        float, above=0, below=1),
     Setting("rollout.speculative_tokens", 0,
         "Speculative tokens per row and decoding step, proposed by prompt lookup and verified in that step. Samples "
         "stay the same; it pays where text repeats itself. 0 is off.", int, minimum=0),
     Setting("rollout.router_replay", False,
         "Send each token of the update to the experts that the sampler chose for it (R3). A sampler that rounds "
-        "otherwise (rollout.weights_dtype, cache_dtype) chooses others for some tokens, and log-probs differ.",
+        "differently (rollout.weights_dtype, cache_dtype) chooses others for some tokens.",
         bool),
     Setting("rollout.weights_dtype", "auto",
         "Storage type of the matrices while sampling; auto is the compute type. int8 and fp8 store those of the layers "
@@ -598,41 +604,41 @@ KEYS = (
         "algorithm.importance_correction.", choices=("auto", *DTYPES, "fp8")),
     Setting("rollout.mesh", "auto",
         "Mesh for sampling, `tensor=8` or `fsdp=2,tensor=4`: sizes of data, fsdp, expert and tensor; those not named "
-        "are 1, data takes the remaining devices. Parameters are resharded for each rollout. none is the train mesh, "
-        "its context axis joined to fsdp; auto is that too but, on accelerators with fsdp or context, a mesh with "
-        "tensor in their place: no token gathers the parameters."),
+        "are 1, and data takes the remaining devices. Parameters are resharded for each rollout. none is the train "
+        "mesh, its context axis joined to fsdp. auto is the same but, on accelerators with fsdp or context, has "
+        "tensor in their place, so that no token gathers the parameters."),
     Setting("rollout.devices", 0,
-        "Devices that sample and do nothing else, the last of those at hand; mesh is of the others, and rollout.mesh "
-        "of these (data=-1 unless it is set). 0: all devices do both. With rollout.staleness above 0 both work at "
-        "once. See docs/asynchronous.md.", int, minimum=0),
+        "Devices that only sample, the last ones; mesh is of the others, and rollout.mesh of these (data=-1 unless it "
+        "is set). 0: all devices do both. With rollout.staleness above 0 both work at once. See docs/asynchronous.md.",
+        int, minimum=0),
     Setting("rollout.processes", 0,
-        "Processes that sample and grade and do nothing else, the last of processes.count; the others train. They meet "
-        "in output_dir/rollouts, which all reach; rollout.mesh is of the devices of each. See docs/asynchronous.md.",
+        "Processes that only sample and grade, the last of processes.count; the others train. They exchange files in "
+        "output_dir/rollouts, which all must reach; rollout.mesh is of the devices of each. See docs/asynchronous.md.",
         int, minimum=0),
     Setting("rollout.staleness", 0,
         "Updates between the policy that samples a batch and the one that is updated with it. 0 samples, grades and "
         "updates in turn; with 1 or more a thread samples and grades the batches of the next steps meanwhile. Needs "
         "algorithm.importance_correction, or old_logps=sampler. See docs/asynchronous.md.", int, minimum=0),
     Setting("rollout.partial_prompts", 0,
-        "Prompts in flight beside the batch.prompts of a step: the step trains on the first of all these whose "
-        "completions have ended, and the others go on in the next step, by its policy. 0 samples every completion to "
-        "its end in one step. Needs algorithm.importance_correction, or old_logps=sampler. See docs/asynchronous.md.",
+        "Prompts in flight besides the batch.prompts of a step: the step trains on the first whose completions have "
+        "all ended, and the others continue in the next step, by its policy. 0 samples every completion to its end in "
+        "one step. Needs algorithm.importance_correction, or old_logps=sampler. See docs/asynchronous.md.",
         int, minimum=0),
     Setting("rollout.partial_tokens", 0,
-        "Most tokens of a completion that are sampled before the step looks which prompts are complete, with "
-        "rollout.partial_prompts; again as many until batch.prompts are. 0 is a quarter of "
+        "With rollout.partial_prompts, most tokens of a completion that a round samples, before the step checks which "
+        "prompts are complete; rounds follow until batch.prompts are. 0 is a quarter of "
         "rollout.max_completion_length.", int, minimum=0),
     Setting("rollout.update_in_flight", False,
-        "A batch under way takes each new policy at the border of a chunk of decode steps (rollout.chunk): rows go on "
-        "by it, with the keys and values that they have. Needs rollout.staleness. What came when is written to "
-        "arrivals.jsonl. See docs/asynchronous.md.", bool),
+        "A batch under way takes each new policy at the border of a chunk of decode steps (rollout.chunk); rows "
+        "continue with the keys and values that they have. Needs rollout.staleness. arrivals.jsonl records which came "
+        "when. See docs/asynchronous.md.", bool),
     Setting("rollout.max_wait", None,
-        "Seconds of sampling after which a step takes the first batch.prompts prompts that are complete, at the border "
-        "of a chunk, with rollout.partial_prompts; 0 is as soon as there are so many. none samples rounds of "
-        "rollout.partial_tokens to their end. See docs/asynchronous.md.", float, minimum=0),
+        "With rollout.partial_prompts, seconds of sampling after which a step takes the first batch.prompts complete "
+        "prompts, at the border of a chunk; 0 is as soon as there are so many. none samples whole rounds of "
+        "rollout.partial_tokens. See docs/asynchronous.md.", float, minimum=0),
     Setting("rollout.arrivals", None,
-        "Record of another run, its arrivals.jsonl, that this one follows as far as it goes: with the same settings it "
-        "comes to the same bits. With rollout.update_in_flight or rollout.max_wait."),
+        "Record of another run, its arrivals.jsonl, that this run follows: with the same settings it gives the same "
+        "bits. With rollout.update_in_flight or rollout.max_wait."),
 
     Setting("rewards.functions", ("exact_match",),
         "Reward functions: built-in name, `module:function` or `path/to/file.py:function`, each with options in "
@@ -642,7 +648,7 @@ KEYS = (
     Setting("rewards.weights", (), "Weight of each reward function; empty is 1 for all.", float),
     Setting("rewards.timeout", None,
         "Seconds each reward function may take for one batch; none is no limit. With a limit a function that is named "
-        "by module or file runs in a process, which is killed when it is late.", float, above=0),
+        "by module or file runs in a process of its own, which is killed when it is late.", float, above=0),
     Setting("rewards.on_timeout", "stop",
         "Reward of rows that a function has not finished within rewards.timeout: stop (an error), none (no reward), or "
         "a number."),
@@ -657,7 +663,7 @@ KEYS = (
         "`module:Class` or `path/to/file.py:Class`, with options in brackets, `sort_then_smallest(first=0.2)`; or a "
         "dictionary of these by the values of the column environment."),
     Setting("environment.reward_scale", (),
-        "Numbers that the rewards of some of several environments are multiplied by, each `NAME=NUMBER`, `maze=0.1`."),
+        "Factors on the rewards of some of several environments, each `NAME=NUMBER`, `maze=0.1`."),
     Setting("environment.options", (),
         "Options of the algorithm for some of several environments, each with one or more of `maze(advantage='gigpo', "
         "beta=0.02, weight=0.5)`: the advantage estimate and the weight of the KL term of its rows, in place of "
@@ -676,21 +682,21 @@ KEYS = (
         "Function that samples in place of the engine, `path/to/file.py:function`, or an OpenAI-compatible server, "
         "`server(url='http://localhost:8000/v1', model='m')`."),
     Setting("environment.agent", None,
-        "Agent: a program that talks to an endpoint of the run by any client of OpenAI's API, `path/to/file.py:run` "
-        "or a command line. Its calls are sampled and learned from. See docs/agents.md. `episodes` plays "
-        "environment.name and environment.tools, whose observations may have images then; "
+        "Agent: a program that calls an endpoint of the run with any client of OpenAI's API, `path/to/file.py:run` or "
+        "a command line. Its calls are sampled and learned from. See docs/agents.md. `episodes` plays "
+        "environment.name and environment.tools, whose observations may then have images; "
         "`verifiers(taskset='my-taskset')` plays the tasks of that package."),
     Setting("environment.agents", (),
-        "Further agents, each `VALUE=AGENT`: one runs for the rows whose column agent has that value, and "
-        "environment.agent for those without a value."),
+        "Further agents, each `VALUE=AGENT`: each runs for the rows whose column agent has that value, and "
+        "environment.agent for rows without one."),
     Setting("environment.agent_timeout", 600.0,
-        "Most seconds that an agent takes for a row, which is left out then.", float, above=0),
+        "Most seconds that an agent takes for a row; a later one has failed, and its row is left out.", float, above=0),
     Setting("environment.agent_tokens", None,
-        "Most tokens that an agent samples for a row, over all its calls; none is as many as they ask for.", int,
+        "Most tokens that an agent samples for a row, over all its calls; none is no limit.", int,
         minimum=1),
     Setting("environment.agent_branches", 8,
-        "Most branches of an agent's session that are learned from: that of its last call, and of forks and sub-agents "
-        "as many as rollout.max_completion_length has room for.", int, minimum=1),
+        "Most branches of an agent's session that are learned from: always that of its last call, then those of forks "
+        "and sub-agents that fit into rollout.max_completion_length.", int, minimum=1),
 
     Setting("algorithm.name", "grpo",
         "Kind of training: grpo and ppo (with a critic) sample and score completions, sft learns those of the data, "
@@ -705,8 +711,8 @@ KEYS = (
         "with options in brackets, `sapo(temperature_negative=1.1)`; preference losses may be a mixture, "
         "`dpo+bco_pair`. auto is ppo_clip, nll, dpo, bradley_terry or step_cross_entropy."),
     Setting("algorithm.importance_sampling_level", None,
-        "Ratio that the loss weighs tokens by, under TRL's name of it: token, their own; sequence, that of their row, "
-        "the geometric mean. For ppo_clip (of sequences it is gspo), cispo and sapo; none is as the loss says.",
+        "Level of the probability ratio, by TRL's name: token, each token's own; sequence, the geometric mean over "
+        "the row. For ppo_clip (sequence makes it gspo), cispo and sapo; none is the loss's own.",
         choices=("token", "sequence")),
     Setting("algorithm.aggregation", "sequence",
         "Average of the token losses: over each row's tokens, then over rows (sequence); over all tokens (token); "
@@ -715,10 +721,10 @@ KEYS = (
         "TRL's dapo (rollout_token).",
         choices=("sequence", "token", "constant", "sequence_sum", "microbatch_token", "rollout_token")),
     Setting("algorithm.reference_samples", 0,
-        "Completions of the reference for each prompt before the first step, whose scores the advantage reads (a2po); "
-        "0: rows have them, in a column reference_scores.", int, minimum=0),
+        "Completions of the reference for each prompt, sampled before the first step, whose scores the advantage "
+        "reads (a2po); 0 reads them from a column reference_scores.", int, minimum=0),
     Setting("algorithm.drop_unsolved", True,
-        "Leave prompts out of which every score of the reference is 0 (a2po).", bool),
+        "Leave out prompts for which every score of the reference is 0 (a2po).", bool),
     Setting("algorithm.scale_rewards", "group",
         "Standard deviation that advantages are divided by: the group's, the batch's, or none.",
         choices=("group", "batch", "none")),
@@ -726,15 +732,15 @@ KEYS = (
         "Weight of the KL term against the reference policy; 0 is off and keeps no reference. Preference losses: their "
         "beta (ORPO's lambda).", float, minimum=0),
     Setting("algorithm.kl", "auto",
-        "Estimator of the KL term; auto is k1 in the reward and k3 in the loss. full, in the loss, is no estimate but "
-        "the sum over the vocabulary; it keeps what the reference's head reads, a vector per token.",
+        "Estimator of the KL term; auto is k1 in the reward and k3 in the loss. full, in the loss, is the exact sum "
+        "over the vocabulary; it keeps the reference's hidden states, a vector per token.",
         choices=("auto", "k3", "k1", "abs", "k2", "full")),
     Setting("algorithm.kl_in_reward", False,
-        "Subtract beta x KL from the rewards (of each token, or summed from the score) in place of adding it to the "
+        "Subtract beta x KL from the rewards (of each token, or summed from the score) instead of adding it to the "
         "loss.", bool),
     Setting("algorithm.reward_beta", 0.0,
-        "Weight of a KL penalty in the rewards besides the term in the loss, whose weight is beta; 0 is off. An "
-        "adaptive controller moves it, and beta stays.", float, minimum=0),
+        "Weight of a KL penalty in the rewards, in addition to the term in the loss, whose weight is beta; 0 is off. "
+        "An adaptive controller moves it and not beta.", float, minimum=0),
     Setting("algorithm.reward_kl", "k1", "Estimator of the penalty of reward_beta.", choices=("k1", "k3", "abs", "k2")),
     Setting("algorithm.kl_bias_correction", False,
         "Multiply the KL term of the loss by the probability ratio: unbiased for samples of an older policy.", bool),
@@ -744,9 +750,9 @@ KEYS = (
     Setting("algorithm.kl_target", 0.1, "KL per token that the adaptive controller steers to.", float, above=0),
     Setting("algorithm.kl_horizon", 10_000.0, "Rows over which the adaptive controller moves beta.", float, above=0),
     Setting("algorithm.offload_reference", False,
-        "Keep a copied reference in the host's memory; it visits the device for its log-probs.", bool),
+        "Keep a copied reference in the host's memory between passes.", bool),
     Setting("algorithm.ref_sync_steps", 0,
-        "Steps between moves of the reference, that of preference losses too, towards the policy; 0 is never.",
+        "Steps between moves of the reference towards the policy, also that of preference losses; 0 is never.",
         int, minimum=0),
     Setting("algorithm.ref_mixup_alpha", 0.6,
         "Share of the policy in the moved reference; 1 replaces it.", float, above=0, maximum=1),
@@ -754,8 +760,8 @@ KEYS = (
         "What the reference moves towards: the policy, or its moving average (average.every).",
         choices=("policy", "average")),
     Setting("algorithm.ref_sync_after", 0,
-        "Step of the first move of the reference, from which ref_sync_steps are counted; 0 is none before "
-        "ref_sync_steps.", int, minimum=0),
+        "Step of the first move of the reference, from which ref_sync_steps are counted; 0 is ref_sync_steps.",
+        int, minimum=0),
     Setting("algorithm.epsilon_low", 0.2, "The probability ratio is clipped below 1 - epsilon_low.", float, minimum=0),
     Setting("algorithm.epsilon_high", 0.2,
         "The probability ratio is clipped above 1 + epsilon_high; cispo: the cap of the ratio itself.",
@@ -769,12 +775,13 @@ KEYS = (
         "they differ from the policy's own.",
         choices=("auto", "trainer", "sampler", "interpolated")),
     Setting("algorithm.rollout_correction", None,
-        "A correction for samples of another policy by verl's name of it, `decoupled_seq_is(threshold=4.0)`: it sets "
-        "old_logps, importance_correction and its bounds, rejection and its bounds, and for bypass_* the loss. "
-        "docs/algorithms.md has the list; none leaves these as they are set.", str),
+        "A preset of verl for samples of another policy, `decoupled_seq_is(threshold=4.0)`: it sets old_logps, "
+        "importance_correction and its bounds, rejection and its bounds, and for bypass_* the loss. "
+        "docs/algorithms.md has the list.", str),
     Setting("algorithm.importance_correction", "none",
         "Weights that correct for a sampler that differs from the trainer: the ratio of each token, of the whole row, "
-        "or its geometric mean, cut to importance_min and importance_max (truncate), or 0 outside them (mask).",
+        "or its geometric mean, clipped to importance_min and importance_max (truncate), or set to 0 outside them "
+        "(mask).",
         choices=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate",
                  "geometric_mask")),
     Setting("algorithm.importance_max", 3.0, "Largest ratio of the importance correction.", float, above=0),
@@ -783,21 +790,22 @@ KEYS = (
     Setting("algorithm.importance_normalize", False,
         "Divide the weights of the importance correction by their mean over the optimizer batch.", bool),
     Setting("algorithm.rejection", None,
-        "Leave tokens or rows out that sampler and trainer rate too differently: verl's criteria, joined by commas, "
-        "all of which must hold: token_k1 to token_k3, seq_sum_k1 to seq_sum_k3, seq_mean_k1 (the geometric mean) to "
-        "seq_mean_k3, seq_max_k2, seq_max_k3; none is off.", str),
+        "Leave out tokens or rows that sampler and trainer rate too differently, by verl's criteria, joined by "
+        "commas, all of which must hold: token_k1 to token_k3, seq_sum_k1 to seq_sum_k3, seq_mean_k1 (the geometric "
+        "mean) to seq_mean_k3, seq_max_k2, seq_max_k3; none is off.", str),
     Setting("algorithm.rejection_bounds", None,
         "Bounds of algorithm.rejection, one for all criteria or one of each, joined by commas: low_high of the ratio "
         "for k1 (`0.999_1.001`), the largest divergence for k2 and k3 (`0.01`).", str),
     Setting("algorithm.off_policy_mask_threshold", None,
-        "Leave bad rows out whose mean log-prob fell by more than this since they were sampled; none is off.",
+        "Leave out rows of negative advantage whose mean log-prob fell by more than this since they were sampled; "
+        "none is off.",
         float, minimum=0),
     Setting("algorithm.top_entropy_quantile", 1.0,
         "Share of the tokens, those of highest entropy, that the policy loss learns from.", float, above=0, maximum=1),
     Setting("algorithm.entropy_coef", 0.0, "Weight of the entropy bonus; 0 is off.", float, minimum=0),
     Setting("algorithm.observation_coef", 0.0,
-        "Weight of the cross-entropy on observation tokens, which environments, tools and agents write (ECHO): "
-        "the policy learns to predict what its turns lead to. 0 is off.", float, minimum=0),
+        "Weight of the cross-entropy on observation tokens, which environments, tools and agents write (ECHO); 0 is "
+        "off.", float, minimum=0),
     Setting("algorithm.entropy_controller", "fixed",
         "Keep entropy_coef (fixed), or raise it while the entropy is at or below entropy_target and lower it otherwise "
         "(adaptive), when it applies only at or below the target.", choices=("fixed", "adaptive")),
@@ -813,88 +821,91 @@ KEYS = (
         "Tokens before rollout.max_completion_length over which the score falls by up to algorithm.overlong_penalty "
         "(DAPO's soft punishment).", int, minimum=0),
     Setting("algorithm.overlong_penalty", 1.0,
-        "What overlong_buffer takes from the score of a completion of rollout.max_completion_length.", float, above=0),
+        "What overlong_buffer subtracts from the score of a completion of rollout.max_completion_length.",
+        float, above=0),
     Setting("algorithm.missing_eos_penalty", 0.0,
         "Subtracted from the score of a completion that did not end.", float, minimum=0),
     Setting("algorithm.dynamic_sampling", False,
-        "Sample other prompts in place of those whose completions all score alike, until none is left.", bool),
+        "Replace prompts whose completions all score alike by further ones, until none is left.", bool),
     Setting("algorithm.dynamic_sampling_metric", None,
-        "What dynamic sampling takes for the score: a column that a reward function logs, or a value that it returns "
-        "beside the score, as `acc`; none is the rewards."),
+        "What dynamic sampling compares in place of the rewards: a column that a reward function logs, or a value "
+        "that it returns beside the score, such as `acc`; none is the rewards."),
     Setting("algorithm.max_sampling_rounds", 10,
-        "Rounds of sampling in a step with dynamic_sampling; then the run stops, or replay fills up.", int, minimum=1),
+        "Rounds of sampling in a step with dynamic_sampling; after them the run stops, or replay fills up.",
+        int, minimum=1),
     Setting("algorithm.replay_groups", 0,
-        "Groups kept from earlier steps, to take the place of those that teach nothing, as their completions all score "
+        "Groups kept from earlier steps, which replace those that teach nothing because their completions all score "
         "alike; 0 is off.",
         int, minimum=0),
 
     Setting("algorithm.loss_weights", (), "Weight of each loss of a preference mixture; empty is 1 for all.", float),
-    Setting("algorithm.reference_free", False, "Preference losses take the reference's log-probs to be 0.", bool),
+    Setting("algorithm.reference_free", False,
+        "Preference losses use 0 for the reference's log-probs.", bool),
     Setting("algorithm.label_smoothing", 0.0,
         "sft: share of the target that is spread over the vocabulary; preference losses take it in brackets.",
         float, minimum=0, below=0.5),
     Setting("algorithm.neftune_alpha", 0.0,
-        "Size of NEFTune's noise on the embeddings in updates, of any algorithm; 0 is off.", float, minimum=0),
+        "Size of NEFTune's noise on the embeddings in updates; 0 is off.", float, minimum=0),
     Setting("algorithm.ld_alpha", None,
         "Weight of a pair's tokens beyond its shorter completion (LD-DPO); none is 1.", float, minimum=0, maximum=1),
     Setting("algorithm.use_weighting", False, "Weigh pairs by how likely the policy is to write them (WPO).", bool),
 
     Setting("teacher.path", None,
         "Teacher: hub id, folder (the hf/ of a run), URL or `embedded:<name>`, of any size and family, with the "
-        "policy's tokenizer; or `server(url='http://localhost:8000/v1', model='m')`; or `self(rate=0.05, every=1)`, "
-        "the policy as it started, moved every `every` steps by `rate` towards what it has become (rate=0 is the "
-        "start; `self` alone is the policy as it is), for teacher.context. none is no teacher."),
+        "policy's tokenizer; or `server(url='http://localhost:8000/v1', model='m')`; or, for teacher.context, "
+        "`self(rate=0.05, every=1)`, a copy of the starting policy that moves towards the policy by `rate` every "
+        "`every` steps (rate=0 never moves; `self` alone is the current policy). none is no teacher."),
     Setting("teacher.revision", None,
         "Branch, tag or commit of teacher.path, a hub id; none is its main branch, as for teacher.others."),
     Setting("teacher.others", (),
-        "Further teachers, each `VALUE=PATH`: one rates the rows whose column teacher.column has that value, and "
+        "Further teachers, each `VALUE=PATH`: each rates the rows whose column teacher.column has that value, and "
         "teacher.path the others."),
     Setting("teacher.column", "teacher", "Column of the data that names a teacher of teacher.others."),
     Setting("teacher.form", "advantage",
         "Signal of the teacher: the log-prob of each sampled token under it minus that under the policy, added to the "
-        "advantage (advantage), or the divergence of whole distributions at every token, added to the loss "
-        "(divergence), which sft takes in place of its own; or that of a teacher with another tokenizer, where both "
-        "tokenizers end a span of text (uld).", choices=("advantage", "divergence", "uld")),
+        "advantage (advantage); the divergence of whole distributions at every token, added to the loss (divergence), "
+        "which is the loss of sft; or that of a teacher with another tokenizer, where both tokenizers end a span of "
+        "text (uld).", choices=("advantage", "divergence", "uld")),
     Setting("teacher.coef", 1.0, "Weight of the signal.", float, above=0),
     Setting("teacher.limit", None,
-        "Most nats of the signal at a token: the advantage's difference of log-probs is cut to -limit to limit, and a "
+        "Largest signal at a token, in nats: the advantage's difference of log-probs is cut to -limit to limit, and a "
         "larger divergence counts as limit, without gradient; none is no limit.", float, above=0),
     Setting("teacher.position_gamma", 0.0,
-        "The advantage's signal is multiplied by 1 + position_gamma at a row's first token, and by less the more of "
-        "the row's disagreement with the teacher lies before a token, down to 1 (IW-OPD); 0 is off.", float, minimum=0),
+        "Multiply the advantage's signal by 1 + position_gamma at a row's first token, falling to 1 with the share of "
+        "the row's disagreement that precedes a token (IW-OPD); 0 is off.", float, minimum=0),
     Setting("teacher.beta", 1.0,
         "Divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher), and between them the generalised "
         "Jensen-Shannon divergence.", float, minimum=0, maximum=1),
     Setting("teacher.top_k", 0,
-        "Number of the teacher's likeliest tokens that the divergence is over, besides one entry for all others, which "
-        "keeps two numbers for each in place of a vector per token; 0 is the whole vocabulary.", int, minimum=0),
+        "Number of the teacher's likeliest tokens that the divergence is over, besides one entry for all others; it "
+        "keeps two numbers for each in place of a vector per token. 0 is the whole vocabulary.", int, minimum=0),
     Setting("teacher.top_of", "teacher",
         "Model whose likeliest tokens teacher.top_k takes: teacher, or the policy as it is in the update, for which a "
         "vector per token is kept.", choices=("teacher", "policy")),
     Setting("teacher.tail", True,
-        "The divergence of teacher.top_k tokens has an entry for all others; false compares the two distributions "
+        "Give the divergence of teacher.top_k tokens an entry for all others; false compares the two distributions "
         "given that it is one of these tokens.", bool),
     Setting("teacher.least_logp", None,
-        "Log-prob that each of the teacher.top_k tokens counts as at least, in both distributions, -10 for example; "
+        "Smallest log-prob that each of the teacher.top_k tokens counts as, in both distributions, -10 for example; "
         "none is no bound.", float, below=0),
     Setting("teacher.temperature", None,
         "Temperature of both distributions in the divergence; none is that of the samples, rollout.temperature.",
         float, minimum=COLDEST),
     Setting("teacher.importance_max", None,
-        "Divergence: weigh each token by its probability under the policy over that of the old policy, up to this, "
-        "where the samples give several updates; none is 1.", float, above=0),
+        "Divergence: weigh each token by its probability under the policy over that under the old policy, up to this, "
+        "if the samples serve several updates; none is 1.", float, above=0),
     Setting("teacher.policy_temperature", None,
-        "uld: temperature of the policy's distributions, where it is another than the teacher's; none is the same.",
+        "uld: temperature of the policy's distributions; none is the teacher's.",
         float, minimum=COLDEST),
     Setting("teacher.uld_align", "spans",
-        "uld: compare distributions where tokens of both end at the same place of the text, each times the probability "
-        "of the tokens before it since the last such place (spans), or at the first, second, ... token of both "
-        "(positions), for tokenizers that do not tell the bytes of their tokens.", choices=("spans", "positions")),
+        "uld: compare distributions where tokens of both end at the same place of the text, each times the "
+        "probability of the tokens before it since the last such place (spans), or at the first, second, ... token of "
+        "both (positions), for tokenizers that cannot map tokens to bytes.", choices=("spans", "positions")),
     Setting("teacher.uld_skip_eos", False,
-        "uld: leave out the tokens that end a completion, which are a span of their own otherwise.", bool),
+        "uld: leave out the tokens that end a completion, which are otherwise a span of their own.", bool),
     Setting("teacher.uld_hybrid", False,
-        "uld: compare tokens that are in both vocabularies with each other, by the divergence of teacher.beta, and the "
-        "others alone by their sorted probabilities (GOLD).", bool),
+        "uld: compare tokens that are in both vocabularies with each other, by the divergence of teacher.beta, and "
+        "only the others by their sorted probabilities (GOLD).", bool),
     Setting("teacher.uld_matched_weight", None,
         "uld_hybrid: weight of the tokens in both vocabularies; none is their share of the teacher's vocabulary.",
         float, minimum=0),
@@ -904,28 +915,29 @@ KEYS = (
         "uld: weight of the cross-entropy of the tokens themselves, where nothing else is in the loss.",
         float, minimum=0),
     Setting("teacher.context", "none",
-        "Text that the teacher reads besides the prompt: the first completion of its group that is a success (success, "
-        "SDPO), the text of teacher.privileged_column (privileged, SDFT), that text where there is no success "
+        "Text that the teacher reads besides the prompt: the first completion of the group that is a success "
+        "(success, SDPO), the text of teacher.privileged_column (privileged, SDFT), that text if there is no success "
         "(success_or_privileged), or both (success_and_privileged). Rows without any learn nothing from it.",
         choices=("none", "success", "privileged", "success_or_privileged", "success_and_privileged")),
     Setting("teacher.success_threshold", 1.0, "Smallest reward of a completion that is a success.", float),
-    Setting("teacher.exclude_own", True, "A completion is not shown itself as a success.", bool),
+    Setting("teacher.exclude_own", True,
+        "Do not show a completion itself as a success.", bool),
     Setting("teacher.remove_thinking", False, "Leave `<think>...</think>` out of the completion that is shown.", bool),
     Setting("teacher.privileged_column", "privileged_context",
         "Column of the data, or logged by a reward function (log_extra), with the text of a row that the teacher is "
         "shown."),
     Setting("teacher.template", None,
-        "Text that the teacher is asked in place of {prompt}, with {solution} and {privileged}; none is TRL's of SDPO "
-        "(docs/distillation.md)."),
+        "What the teacher is asked in place of {prompt}, with {solution} and {privileged}; none is the text of TRL's "
+        "SDPO (docs/distillation.md)."),
     Setting("teacher.solution_template", None, "Text around the completion that is shown, {solution}; none is TRL's."),
     Setting("teacher.privileged_template", None, "Text around the privileged text, {privileged}; none is TRL's."),
     Setting("teacher.max_prompt_length", None,
-        "Longest prompt of the teacher in tokens: a row whose prompt is longer learns nothing from it. none is the "
-        "longest prompt of the policy, a completion and 64 tokens around it, or in uld twice the former; privileged "
-        "texts need a number.", int, minimum=1),
+        "Longest prompt of the teacher in tokens: a row with a longer one learns nothing from it. none is the longest "
+        "prompt of the policy, a completion and 64 tokens, or in uld twice the longest prompt; privileged texts need "
+        "a number.", int, minimum=1),
     Setting("teacher.max_completion_length", None,
-        "uld: longest completion in tokens of the teacher, behind which nothing is learned from it; none is twice the "
-        "longest of the policy.", int, minimum=1),
+        "uld: longest completion in the teacher's tokens, after which nothing is learned from it; none is twice that "
+        "of the policy.", int, minimum=1),
     Setting("teacher.on_policy", 1.0,
         "Share of the steps that learn from the policy's samples (GKD's lambda), drawn from seed; the others take the "
         "completions of the data, rows of prompt and completion.", float, above=0, maximum=1),
@@ -934,7 +946,7 @@ KEYS = (
     Setting("teacher.quantize", "none", "Store the matrices of the teacher's layers in 8 or 4 bits.",
         choices=QUANTIZED),
     Setting("teacher.offload", False,
-        "Keep the teacher in the host's memory; it visits the device for its log-probs.", bool),
+        "Keep the teacher in the host's memory between passes.", bool),
 
     Setting("optimizer.name", "adamw",
         "Optimizer: adamw, adafactor, lion, sgd, ademamix (a second, slow momentum), adopt (any b2), muon for the "
@@ -947,14 +959,14 @@ KEYS = (
         "qwen models, in sft and algorithms that sample.", float, minimum=0, maximum=100, words=("auto",)),
     Setting("optimizer.rate_factors", (),
         "Factors of the learning rates of some parameters, each PATTERN=FACTOR: a regular expression for a part of "
-        "their names in transformers' class, `embed_tokens=0.1`, or of adapters in PEFT's, `lora_B=16` (LoRA+). Of "
-        "several that fit the first counts. A critic of its own has none."),
+        "their names in transformers' class, `embed_tokens=0.1`, or of adapters in PEFT's, `lora_B=16` (LoRA+). The "
+        "first that fits counts. A critic of its own has none."),
     Setting("optimizer.schedule", "constant",
         "Learning rate schedule after warm-up; cosine_with_restarts jumps back to the peak `cycles - 1` times, wsd is "
         "constant and then decays.", choices=SCHEDULES),
     Setting("optimizer.schedule_steps", 0,
-        "Training steps after which the schedule is at its end, warm-up among them, and the learning rate stays what "
-        "it is there; 0 is total_steps.", int, minimum=0),
+        "Training steps, warm-up included, after which the schedule ends and the learning rate stays; 0 is "
+        "total_steps.", int, minimum=0),
     Setting("optimizer.warmup_steps", 0,
         "Training steps over which the learning rate rises from warmup_init, at most all of them.", int, minimum=0),
     Setting("optimizer.warmup_init", 0.0, "Learning rate that warm-up starts at.", float, minimum=0, maximum=100),
@@ -975,21 +987,22 @@ KEYS = (
         "Decay of the slow first moment of ademamix; of the instability of came.", float, minimum=0, below=1),
     Setting("optimizer.mixing", 5.0, "Weight of the slow first moment of ademamix beside the other.", float, minimum=0),
     Setting("optimizer.mixing_steps", 0,
-        "Training steps over which ademamix raises mixing from 0, and b3 from b1; 0 begins with them.", int, minimum=0),
+        "Training steps over which ademamix raises mixing from 0, and b3 from b1; 0 starts with both.", int, minimum=0),
     Setting("optimizer.d_coef", 1.0,
         "Factor of the distance that prodigy estimates, and so of its learning rate.", float, above=0),
     Setting("optimizer.galore_rank", 128,
-        "Dimensions in which galore_adamw keeps moments of the matrices of layers that have more.", int, minimum=1),
+        "Dimensions in which galore_adamw keeps moments, for matrices of layers that have more.", int, minimum=1),
     Setting("optimizer.galore_every", 200,
-        "Training steps after which galore_adamw finds these dimensions anew, by singular values.", int, minimum=1),
+        "Training steps after which galore_adamw finds these dimensions again, by singular value decompositions.",
+        int, minimum=1),
     Setting("optimizer.galore_scale", 0.25,
         "Factor of the updates of galore_adamw in these dimensions.", float, above=0),
     Setting("optimizer.lisa_layers", 0,
-        "Layers that are updated at a time, with all that is in no layer (LISA); 0 is all.", int, minimum=0),
+        "Layers that are updated at a time, besides what is in no layer (LISA); 0 is all.", int, minimum=0),
     Setting("optimizer.lisa_every", 20,
-        "Training steps after which others are drawn, whose moments begin anew.", int, minimum=1),
+        "Training steps after which other layers are drawn, whose moments begin anew.", int, minimum=1),
     Setting("optimizer.eps", 1e-8,
-        "Added to the root of the second moment; adopt divides by no smaller root.", float, above=0),
+        "Added to the root of the second moment; adopt divides by at least this.", float, above=0),
     Setting("optimizer.weight_decay", 0.0, "Decoupled weight decay.", float, minimum=0),
     Setting("optimizer.weight_decay_end", None,
         "Weight decay at the end of the run, to which it moves from weight_decay; none is constant.", float, minimum=0),
@@ -998,8 +1011,8 @@ KEYS = (
         "Last names in the paths of parameters without weight decay."),
     Setting("optimizer.moment_dtype", "float32",
         "Storage type of the optimizer's moments; float8 is 8 bits and a scale for each block of at most 256, and "
-        "float32 for arrays of fewer than 4096. bfloat16 and float8 are rounded to stochastically, as the second "
-        "moment would not fall with b2 = 0.999 otherwise.", choices=("float32", "bfloat16", "float8")),
+        "float32 for arrays of fewer than 4096. bfloat16 and float8 are rounded stochastically, as the second moment "
+        "could not fall with b2 = 0.999 otherwise.", choices=("float32", "bfloat16", "float8")),
     Setting("optimizer.offload", False,
         "Keep the moments in host memory; they move to the device for each update.", bool),
     Setting("optimizer.max_grad_norm", 1.0,
@@ -1032,14 +1045,14 @@ KEYS = (
         "Minibatches of a pass of the critic; 0 is batch.minibatches. With others, or with fewer passes than the "
         "policy's, the critic makes all its updates of a step before the policy's first.", int, minimum=0),
     Setting("critic.microbatch_rows", 0,
-        "Rows of a micro-batch of the critic where rows are not packed; 0 is batch.microbatch_rows.", int, minimum=0),
+        "Rows of a micro-batch of the critic, if rows are not packed; 0 is batch.microbatch_rows.", int, minimum=0),
     Setting("critic.lora_rank", None,
-        "Rank of the critic's own adapters; 0 trains the whole critic, and none is as the policy, by lora.", int,
+        "Rank of the critic's own adapters; 0 trains the whole critic, none follows lora as the policy does.", int,
         minimum=0),
     Setting("critic.lora_alpha", None, "Adapters of the critic are scaled by it / rank; none is lora.alpha.", float,
         above=0),
     Setting("critic.lora_targets", (),
-        "Linear layers of the critic with an adapter, as in lora.targets; empty is those."),
+        "Linear layers of the critic with an adapter; empty is lora.targets."),
     Setting("critic.offload", None,
         "Keep the critic's parameters in the host's memory between uses; none is model.offload.", bool),
     Setting("critic.offload_optimizer", None,
@@ -1062,7 +1075,7 @@ KEYS = (
         float, minimum=0),
     Setting("average.bias_power", 0.2,
         "The distance from the start is added with the weight (lag + multiplier x step) ^ -bias_power; a large power "
-        "leaves the moving average uncorrected, 0 adds all of the distance.", float, minimum=0),
+        "leaves the moving average uncorrected, 0 adds the whole distance.", float, minimum=0),
     Setting("average.lag", 10.0, "Age of the average before the first step, which keeps early weights small.",
         float, minimum=0),
     Setting("average.multiplier", 1.0, "Growth of the age with each step.", float, minimum=0),
@@ -1076,25 +1089,24 @@ KEYS = (
     Setting("batch.minibatches", 1, "Optimizer updates per pass over the batch.", int, minimum=1),
     Setting("batch.microbatch_rows", 0,
         "Rows of a micro-batch, one forward and backward pass; gradients add up exactly. 0 is a whole minibatch, on "
-        "accelerators as many as memory is left for.", int, minimum=0),
+        "accelerators as many rows as fit in memory.", int, minimum=0),
     Setting("batch.packing", "auto",
-        "Pack rows one behind the other: a group's prompt is computed once, padding never, and logits only for tokens "
-        "in the loss. The update is the same. auto packs where short completions, or the rows of the data, gain by it.",
+        "Pack rows one after another: a group's prompt is computed once, padding never, and logits only for tokens in "
+        "the loss. The update is the same. auto packs where that takes less arithmetic.",
         choices=("auto", "true", "false")),
     Setting("batch.pack_length", 0,
         "Length of packed rows, in tokens; 0 chooses the fastest. Attention costs more in longer rows.",
         int, minimum=0),
     Setting("batch.microbatch_tokens", 0,
         "Tokens of a micro-batch of packed rows, over all devices. 0 is the tokens of microbatch_rows rows of full "
-        "length or, where that is 0 too, an eighth of the minibatch, or more where that is few; on accelerators as "
-        "many as memory is left for.",
+        "length or, if that is 0 too, at least an eighth of the minibatch; on accelerators as many as fit in memory.",
         int, minimum=0),
     Setting("batch.logps_microbatch_rows", 0,
-        "Rows of a pass without gradients (log-probs of the old policy, the reference and teachers, values) where rows "
+        "Rows of a pass without gradients (log-probs of the old policy, the reference and teachers, values), if rows "
         "are not packed; 0 is as many as a micro-batch of the update has.", int, minimum=0),
     Setting("batch.logps_microbatch_tokens", 0,
         "Tokens of such a pass of packed rows, over all devices, in whole micro-batches of the update; 0 is one of "
-        "these, on accelerators as many as memory is left for. No size changes a result.", int, minimum=0),
+        "these, on accelerators as many as fit in memory.", int, minimum=0),
     Setting("batch.shuffle", False, "Shuffle rows before they are split into minibatches.", bool),
 
     Setting("mesh.data", -1,
@@ -1125,9 +1137,9 @@ KEYS = (
     Setting("checkpoint.keep_hours", 0.0, "Keep an older checkpoint for each period of this many hours; 0 keeps none.",
         float, minimum=0),
     Setting("checkpoint.contents", ("state",),
-        "Contents of a checkpoint: state, all that the run needs to go on, in checkpoints/; hf, the "
-        "trained model as a Hugging Face folder, in hf_steps/, and in its folder critic the critic of ppo. hf alone is "
-        "the models only, and no run goes on from them; a preemption saves the state all the same.",
+        "Contents of a checkpoint: state, all that a run needs to resume, in checkpoints/; hf, the trained model as a "
+        "Hugging Face folder, in hf_steps/, with the critic of ppo in its folder critic. No run resumes from hf "
+        "alone; a preemption saves the state in any case.",
         choices=("state", "hf")),
     Setting("checkpoint.best", None,
         "Keep the best checkpoint by this metric, eval/reward for example, among the saved steps that have the metric.",
@@ -1139,25 +1151,27 @@ KEYS = (
         "`auto` resumes from the newest intact checkpoint of the run if there is one, `never` starts anew and deletes "
         "them, and the models in hf_steps/; anything else is the path of a checkpoint to resume from."),
     Setting("checkpoint.load", ("model", "optimizer", "extra"),
-        "Parts of a checkpoint that a start takes up. `model,extra` begins a new optimizer, which may be another one, "
-        "and goes on with the rest: step, data position, adaptive coefficients, rollouts. `model` takes the weights "
-        "alone, at step 0, of the checkpoint that checkpoint.resume names. It is done once: the same command again "
-        "goes on from the checkpoints that the run has made since, in full.", choices=("model", "optimizer", "extra")),
+        "Parts of a checkpoint that a start takes. `model,extra` begins a new optimizer, which may be another one, "
+        "and resumes the rest: step, data position, adaptive coefficients, rollouts. `model` takes only the weights, "
+        "at step 0, of the checkpoint that checkpoint.resume names. It is done once: the same command again resumes "
+        "the run's own later checkpoints in full.", choices=("model", "optimizer", "extra")),
     Setting("checkpoint.accept_changes", (),
-        "Settings that a resumed run may change although they say what the run is, "
-        "`algorithm.loss,rewards.functions`. Those that change the arrays of its checkpoints (`lora.rank`) or its "
-        "position in the data (`seed`) stay refused. See docs/reliability.md."),
+        "Settings that a resumed run may change although they define the run, `algorithm.loss,rewards.functions`. "
+        "Those that change the arrays of its checkpoints (`lora.rank`) or its position in the data (`seed`) stay "
+        "refused. See docs/reliability.md."),
 
     Setting("eval.every", 25,
         "Steps between evaluations; 0 evaluates only before and after training, -1 never.", int, minimum=-1),
     Setting("eval.measure", "auto",
         "Measure the loss on held-out rows, samples for held-out prompts, or both. auto is samples for online "
-        "algorithms, and for offline ones the loss where the rows have completions.",
+        "algorithms, and for offline ones the loss if the rows have completions.",
         choices=("auto", "loss", "samples", "both")),
     Setting("eval.at_start", True, "Evaluate before the first step.", bool),
-    Setting("eval.start", 0, "First training step after which an evaluation may be; above 0 also none is before "
-        "training.", int, minimum=0),
-    Setting("eval.at_end", True, "Evaluate after the last step, even where it is no multiple of eval.every.", bool),
+    Setting("eval.start", 0,
+        "First training step after which there may be an evaluation; above 0 there is none before training.",
+        int, minimum=0),
+    Setting("eval.at_end", True,
+        "Evaluate after the last step, even if eval.every does not divide it.", bool),
     Setting("eval.sets", (),
         "Several named sets in place of data.eval_path: each `name=path` or `name=path(split='test', samples=16)`, "
         "with the options of data.sources and its own prompts and samples; in a config file also a dictionary, with "
@@ -1184,7 +1198,7 @@ KEYS = (
     Setting("eval.answer", None,
         "Answer of a completion for eval/maj@k: boxed, number (the last), hashes (after ####), text (all of it), "
         "`module:function` or `path/to/file.py:function`. none takes the entry `pred` of the first reward function's "
-        "results, and omits maj@k where there is none."),
+        "results, and omits maj@k without one."),
     Setting("eval.extremes", False,
         "Also measure eval/best@k and eval/worst@k, the largest and smallest reward of k completions.", bool),
     Setting("eval.interval", None,
@@ -1203,8 +1217,8 @@ KEYS = (
     Setting("export.copy_to", None,
         "URL of a folder (gs://, s3://, hdfs:// and others of fsspec) to which hf/ is copied at the end."),
     Setting("export.strategy", "end",
-        "Time of the push: at the end, or also at each checkpoint, for which checkpoint.contents needs hf and "
-        "export.overwrite is true, as each push replaces the one before. A push that fails on the way is a warning.",
+        "When to push: at the end, or also at each checkpoint (every_save), which needs hf in checkpoint.contents and "
+        "export.overwrite, as each push replaces the one before. A push that fails before the end is a warning.",
         choices=("end", "every_save")),
     Setting("export.title", None, "Title of the model card; none is the repository's name, or the run's."),
     Setting("export.tags", (), "Tags of the model card besides those of the library and the algorithm."),
@@ -1217,18 +1231,18 @@ KEYS = (
     Setting("logging.project", "jaxrl_llm", "Project (experiment) of the run in wandb, mlflow, swanlab and trackio."),
     Setting("logging.run_name", None, "Name of the run there; none is the name of the folder output_dir."),
     Setting("logging.table_rows", 64,
-        "Completions in a table sent there, evenly spaced: of training at the steps of logging.completions_every, of "
-        "evaluations at each.",
+        "Completions in a table of these trackers, evenly spaced: of training at the steps of "
+        "logging.completions_every, of each evaluation.",
         int, minimum=1),
     Setting("logging.names", "trl", "Naming scheme of the metrics in metrics.jsonl.", choices=("trl", "verl")),
     Setting("logging.completions_every", 50,
-        "Steps between samples of completions, of training on the console and in trackers, of evaluations on the "
-        "console; the last step has one too. Trackers get those of each evaluation. 0 shows none anywhere; "
-        "output_dir/completions has them all.", int, minimum=0),
+        "Steps between samples of completions, on the console and (of training) in trackers, with one at the last "
+        "step; trackers get those of each evaluation. 0 shows none; output_dir/completions has them all.",
+        int, minimum=0),
     Setting("logging.completions_shown", 3, "Completions in each sample.", int, minimum=1),
     Setting("logging.peak_tflops", None,
-        "Most TFLOP/s of a device, of which the metric mfu is a share; none is its data sheet's number for dense "
-        "bfloat16, where it is known.", float, above=0),
+        "Peak of a device in TFLOP/s, of which the metric mfu is a share; none is its data sheet's number for dense "
+        "bfloat16, if it is known.", float, above=0),
     Setting("logging.profile_steps", None,
         "Training steps to profile, `4` or `3-5`: a JAX trace and a table of seconds by phase in output_dir/profile."),
 
