@@ -30,12 +30,12 @@ def in_thread(function: Callable[[], Any], name: str) -> concurrent.futures.Futu
 
 
 def leave_behind(futures: Iterable[concurrent.futures.Future]) -> None:
-    """Take notice of functions that nobody waits for any more."""
+    """Remember functions that nobody waits for any more."""
     _left.update(futures)
 
 
 def is_left_behind() -> bool:
-    """True while a function runs that was left behind."""
+    """True while an abandoned function runs."""
     return not all(future.done() for future in _left)
 
 

@@ -114,7 +114,7 @@ def _read_as(default: Any, value: Any) -> Any:
 
 
 class _Words(ast.NodeTransformer):
-    """Puts the values of WORDS in their place."""
+    """Replaces the names of WORDS by their values."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(WORDS[node.id]) if node.id in WORDS else node

@@ -1,4 +1,4 @@
-"""Settings that differ from their default and that a run does not read: it names them as it starts."""
+"""Settings that differ from their default but that a run does not read: it names them as it starts."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Calls of users' functions: whatever such a function does to leave, `sys.exit` included, it ends in an error.
+"""Calls of users' functions: whatever such a function does to exit, `sys.exit` included, becomes an error.
 
 with contained():
     results = function(completions)  # raises an Exception, or Ctrl-C and nothing else

@@ -1,7 +1,7 @@
 """Automata over tokens, as tables on the devices: they find stop strings, and tell which tokens a guide allows.
 
-A row has one number for each, the state in which its text has left the automaton; a step reads a row of the table. A
-turn starts in state 0: observation tokens are read by no automaton.
+A row has one number for each automaton, its state after the text so far; a step reads a row of the table. A turn starts
+in state 0, as automata do not read observation tokens.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Borders: what a caller decides between two chunks of decode steps, while rows are sampled."""
+"""Borders: a caller's decisions between two chunks of decode steps, while rows are sampled."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Completions of a context-free grammar, which no table holds: the host computes the tokens that may follow each row.
+"""Completions of a context-free grammar: without a table, the host computes the tokens that may follow each row.
 
 The engine then decodes one step at a time, and waits for the host before each. The grammar is followed by llguidance
 (MIT, no further packages, one wheel for all Pythons); for what a table holds see constraints.py.

@@ -1,4 +1,4 @@
-"""Logits processors: what changes the logits of a row before it draws, by the tokens that the row has so far.
+"""Logits processors: changes to the logits of a row before it draws, by the tokens that the row has so far.
 
 They act in the order of transformers' `generate` and of vLLM, before the temperature and the filters: logit bias,
 repetition penalty, frequency and presence penalties, bad words, minimum length. Nothing is kept from step to step:

@@ -6,10 +6,10 @@ CONTEXT = 2  # tokens that must be the same for what followed them to be propose
 
 
 def prompt_lookup(prompts, prompt_mask, rows, length, count: int):
-    """`count` tokens `[G,R,count]` that may follow each row: those behind the latest earlier place of its last two.
+    """`count` tokens `[G,R,count]` that may follow each row: those after the latest earlier occurrence of its last two.
 
-    prompts `[G,P]` with their mask, rows `[G,R,C]` of which `length` `[G,R]` tokens are sampled. Any tokens where the
-    last two occur nowhere before: the engine verifies what is proposed.
+    prompts `[G,P]` with their mask, rows `[G,R,C]` of which `length` `[G,R]` tokens are sampled. Any tokens if
+    the last two do not occur before: the engine verifies what is proposed.
     """
     prompt_shape = (*rows.shape[:2], prompts.shape[1])
     text = jnp.concatenate([jnp.broadcast_to(prompts[:, None], prompt_shape), rows], axis=-1)

@@ -305,7 +305,7 @@ class AdvantageStep:
         return advantages, returns, baselines
 
     def shaped(self, scores, rollout: Rollout) -> jax.Array:
-        """Combined rewards `[N]` clipped, and lowered for completions that are long or did not end."""
+        """Combined rewards `[N]`, clipped, with the penalties for completions that are long or did not end."""
         spec = self.spec
         if spec.reward_clip:
             scores = jnp.clip(scores, *spec.reward_clip)

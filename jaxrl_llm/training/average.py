@@ -1,7 +1,7 @@
 """A bias-corrected moving average of the policy (BEMA), which the reference may follow; at the end a model of its own.
 
-The moving average of a policy is smoother than the policy, and lags behind it; the distance that the policy has come is
-added with a weight that falls, which takes most of the lag away.
+A moving average is smoother than the policy but lags behind it; adding the policy's distance from its start, with a
+falling weight, removes most of the lag.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ class AverageSpec:
 
 @dataclasses.dataclass
 class Average:
-    """The average of a run, beside its state. `params` are those of the policy that are trained, averaged; of a policy
-    with adapters all of it, merged, as a mean of adapters is no mean of what they compute.
+    """The average of a run. `params` are the averaged trained parameters; with adapters the whole merged model, as the
+    mean of adapters is not the mean of what they compute.
 
     Every `every` steps from step `start` on, with t the step, theta the policy and theta_0 that of step `start`:
 
@@ -64,7 +64,7 @@ class Average:
         self.params = self.start
 
     def update(self, step: int, params: Params) -> None:
-        """Take in the policy after a step, where an update is due."""
+        """Add the policy after a step, if an update is due."""
         ahead = step - self.spec.start
         if ahead == 0:
             self._restart(params)
@@ -82,7 +82,7 @@ class Average:
         return {"average": {"ema": self.ema, "start": self.start, "params": self.params}}
 
     def restore(self, arrays: dict[str, Any], params: Params) -> None:
-        """Take up the tree of `arrays`; without it (nothing was averaged then) begin with the policy `params`."""
+        """Restore the tree of `arrays`; without it (nothing was averaged then) begin with the policy `params`."""
         if "average" not in arrays:
             return self.begin(params)
         self.start = self._kept(arrays["average"]["start"])

@@ -187,8 +187,8 @@ class Learner:
         teacher: Teacher | ServedTeacher | None,
         shown: ContextRows | SpanRows | None,
     ) -> LogProbs:
-        """Step 4. The reference's are computed here for a KL in the reward, or one that is measured to move its
-        coefficient; else after the replay, which exchanges rows."""
+        """Step 4. The reference's are computed here for a KL in the reward or an adaptive coefficient; otherwise after
+        the replay, which exchanges rows."""
         spec, rollout, rows, shards = self.spec, rollouts.rollout, self.batch.forward_rows, row_shards(self.mesh)
         old = rollout.sample_logps if spec.old_logps == "sampler" else None
         reference = values = norms = of_teacher = None
@@ -219,7 +219,7 @@ class Learner:
         return LogProbs(old, reference, values, norms, of_teacher)
 
     def _advantages(self, rollouts: Rollouts, mask, before: LogProbs, taught) -> Advantages:
-        """Step 5, of rewards that may hold the KL penalty, and of what the teacher says of each token.
+        """Step 5, from rewards, with a KL penalty and the teacher's log-probs if there are any.
 
         Raises ConfigError for a sub-agent's own reward beside a critic.
         """
@@ -298,7 +298,7 @@ class Learner:
         return batch
 
     def learn(self, metrics: dict[str, float]) -> None:
-        """Move what follows the metrics of a step's updates."""
+        """Update what depends on the metrics of a step's updates."""
         entropy = metrics.get("entropy_kept", metrics.get("entropy", math.nan))
         if not math.isnan(entropy):  # as where only the critic was trained, or every row was masked
             self.controllers = self.controllers.after_updates(entropy)
@@ -315,7 +315,7 @@ class Learner:
         return reference | ({} if self.replay is None else {"replay": replay_buffer.get_arrays(self.replay)})
 
     def restore(self, state: dict[str, float], arrays: dict[str, Any]) -> None:
-        """Take up the numbers and the arrays; what these lack (it was not used) stays as it starts."""
+        """Restore the numbers and the arrays; what they lack (it was not used) keeps its initial state."""
         self.controllers = self.controllers.with_state(state)
         known = (name for name in state if name.startswith(BASELINE))
         self.baselines = {name.removeprefix(BASELINE): state[name] for name in known}

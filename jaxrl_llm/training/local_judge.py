@@ -1,4 +1,4 @@
-"""Judges whose model the run loads itself: `judge(path=...)` and `pairwise_judge(path=...)` in `rewards.functions`.
+"""Judges whose model the run loads: `judge(path=...)` and `pairwise_judge(path=...)` in `rewards.functions`.
 
 The judge asks as it asks a server; `LocalEndpoint` answers, in the thread that waits for the rewards. All rows of a
 batch ask first, then their prompts are answered together, and those whose replies could not be read ask again.

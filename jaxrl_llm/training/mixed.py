@@ -35,7 +35,7 @@ class MixedSource:
         self.online.rest()
 
     def learn(self, metrics: dict[str, float]) -> None:
-        """Take notice of the metrics of a step's updates."""
+        """Update what depends on the metrics of a step's updates."""
         self.online.learn(metrics)
 
     def get_state(self) -> dict[str, Any]:
@@ -47,10 +47,10 @@ class MixedSource:
         return self.online.get_arrays()
 
     def restorable(self) -> dict[str, Any]:
-        """The trees of arrays, by name, that `set_state` takes up; None for one of any shape."""
+        """The trees of arrays, by name, that `set_state` restores; None for one of any shape."""
         return self.online.restorable()
 
     def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Go on where `get_state` and `get_arrays` were called."""
+        """Restore what `get_state` and `get_arrays` returned."""
         self.online.set_state(state["online"], arrays)
         self.offline.set_state(state["offline"], {})

@@ -37,7 +37,7 @@ def stored_in(transformation: optax.GradientTransformation, dtype: str, seed: in
     In float8 they are `Blocks`; arrays of one dimension, of fewer than 4096 numbers or of blocks of fewer than 8 stay
     float32.
 
-    A narrower type is rounded to stochastically: with b2 = 0.999 the second moment falls by at most 0.1 % in a step,
+    A narrower type is rounded stochastically: with b2 = 0.999 the second moment falls by at most 0.1 % in a step,
     less than half the spacing of bfloat16, let alone of float8. The draws come from `seed` and the number of updates
     made, so that a resumed run repeats them.
     """

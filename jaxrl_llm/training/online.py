@@ -10,8 +10,8 @@
 | | 6 update | minibatches x micro-batches -> state, metrics | step.py |
 
 The producer reads a version of the policy and touches no training state: its state is the position in the data. The
-learner's is the reference, the replay buffer and the controllers. `OnlineSource` joins the two by a queue: of length 0,
-each batch is sampled from the policy that it updates; of more (`rollout.staleness`), a thread makes batches ahead.
+learner's is the reference, the replay buffer and the controllers. `OnlineSource` joins the two by a queue: with length
+0, each batch is sampled from the policy that it updates; with more (`rollout.staleness`), a thread makes batches ahead.
 """
 
 import dataclasses
@@ -180,7 +180,7 @@ class OnlineSource:
         self.queue.rest()
 
     def learn(self, metrics: dict[str, float]) -> None:
-        """Take notice of the metrics of a step's updates."""
+        """Update what depends on the metrics of a step's updates."""
         self.learner.learn(metrics)
 
     def get_state(self) -> dict[str, Any]:
@@ -195,14 +195,14 @@ class OnlineSource:
         return arrays | pipeline.get_arrays()
 
     def restorable(self) -> dict[str, Any]:
-        """The trees of arrays, by name, that `set_state` takes up; None for one of any shape."""
+        """The trees of arrays, by name, that `set_state` restores; None for one of any shape."""
         learner, producer = self.learner, self.producer
         trees = learner.get_arrays() | ({} if learner.reference is None else learner.reference.tree()) | {"queue": None}
         trees |= {} if producer.partial is None else {"partial": None}
         return trees | dict.fromkeys(producer.pipeline.arrays)
 
     def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Go on where `get_state` and `get_arrays` were called."""
+        """Restore what `get_state` and `get_arrays` returned."""
         pipeline, position = self.producer.pipeline, dict(state["pipeline"])
         for name in pipeline.arrays:  # checkpoints of earlier versions have them in the position
             position |= arrays.get(name, {})

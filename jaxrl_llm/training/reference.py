@@ -54,7 +54,7 @@ class Reference:
         """After every `ref_sync_steps` steps: reference = alpha * policy + (1 - alpha) * reference (TR-DPO,
         arXiv 2404.09656), or of the policy's average in its place. A reference with adapters takes those of the policy.
 
-        Storage types narrower than float32 are rounded to stochastically, by draws from the seed and the step alone.
+        Storage types narrower than float32 are rounded stochastically, by draws from the seed and the step.
         """
         if not self.spec.ref_sync_steps:
             return
@@ -77,17 +77,17 @@ class Reference:
         return self.tree() if self.moves else {}
 
     def tree(self) -> dict[str, Any]:
-        """The trees of arrays that `restore` takes up, by name."""
+        """The trees of arrays that `restore` takes, by name."""
         return {"reference": split(self.params)[1]}
 
     def restore(self, arrays: dict[str, Any]) -> None:
-        """Take up the trees of `arrays`; without them (it did not follow then) the reference stays as it started."""
+        """Restore the trees of `arrays`; without them (it did not follow then) the reference stays as it started."""
         if "reference" in arrays:
             self._put(combine(split(self.params)[0], arrays["reference"]))
             self.restored = True
 
     def _put(self, params: Params) -> None:
-        """Take these parameters, in the memory that the present ones are in."""
+        """Replace the parameters, in the same memory."""
         offloaded = any(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(self.params))
         self.params = on_host(params) if offloaded else params
 

@@ -33,7 +33,7 @@ NOTE_SECONDS = 60.0  # between lines of how far it is
 class FirstStage:
     """Samples the completions of the reference, or without one of the policy as the run starts, and their scores.
 
-    They are shaped as those of training are (`AdvantageStep.shaped`). Row i of all draws its random numbers from the
+    Scores are shaped like those of training (`AdvantageStep.shaped`). Row i of all draws its random numbers from the
     seed and i alone, so that the scores are the same whatever `prompts_at_once`, devices and processes. They are
     written to `folder` as a data set, the rows with their scores, where JSON holds the rows.
     """
@@ -47,8 +47,7 @@ class FirstStage:
     folder: Path
 
     def __call__(self, params: Params, note: Callable[[str], None]) -> None:
-        """Give the prompts their scores, unless they are known; `note` shows lines of how far it is and what came of
-        it."""
+        """Give the prompts their scores, unless they are known; `note` shows lines of progress and the result."""
         prompts, worker = self.prompts, self.worker
         if prompts.known:
             return

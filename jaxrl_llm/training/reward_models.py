@@ -195,13 +195,13 @@ class RewardModel:
 
 
 class ProcessRewardModel(RewardModel):
-    """A grader that gives what a process reward model says of the steps of each completion, as one number.
+    """A grader that makes one number of a process reward model's ratings of the steps of each completion.
 
     Steps are the parts of a completion between `separator`s that are more than white space; of several messages, those
     of the last one. The model reads the prompt and the steps, `step_token` behind each, in place of the separator, as
     it was trained to: by default the separator itself, and `<extra_0>` for Qwen2.5-Math-PRM. At the last token of that
-    it gives the probability that the step is right. Which of its two labels means that, the names in its config.json
-    say (see `right_label`). `aggregation` makes one number of those of a completion: min (arXiv 2312.08935), product
+    it gives the probability that the step is right. The names of its two labels in config.json say which means that
+    (see `right_label`). `aggregation` makes one number of those of a completion: min (arXiv 2312.08935), product
     (2305.20050), mean, last or sum. A completion without steps has 0.
 
     With `labels`, the tokens of right and wrong, the model is a language model that writes one of them behind a step:
@@ -279,14 +279,14 @@ class ProcessRewardModel(RewardModel):
     def __call__(
         self, prompts: list[Any], completions: list[Any], log_extra: Callable[..., None] | None = None
     ) -> list[float]:
-        """What the probabilities of the steps of each completion come to; logs where they end, and their parts."""
+        """The aggregated probabilities of the steps of each completion; logs where steps end, and their parts."""
         combine, rated = AGGREGATIONS[self.aggregation], self.steps(prompts, completions)
         if log_extra is not None:
             log_extra(f"{self.name}/steps", [self._parts(*row) for row in zip(completions, rated, strict=True)])
         return [float(combine(steps)) if len(steps) else 0.0 for steps in rated]
 
     def steps(self, prompts: list[Any], completions: list[Any]) -> list[np.ndarray]:
-        """The probability of each step of each completion to be right."""
+        """The probability that each step of each completion is right."""
         rows = [self._row(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         found = iter(self._computed(self._program, [ids for ids, ends in rows if ends]))
         return [next(found)[ends] if ends else np.zeros(0, np.float32) for _, ends in rows]

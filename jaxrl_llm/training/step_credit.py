@@ -1,4 +1,4 @@
-"""Steps of completions as turns: where a reward gives each step a part of its own, advantages can follow the steps."""
+"""Steps of completions as turns, for advantages that credit each step with its own part of the reward."""
 
 import itertools
 import math

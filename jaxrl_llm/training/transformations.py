@@ -1,5 +1,5 @@
-"""Parts of optimizers that optax has not, or not as their authors have them, and ways to apply them: by layer, to a few
-layers, to gradients that are clipped.
+"""Parts of optimizers that optax lacks or defines otherwise than their authors, and ways to apply them: by layer, to a
+few layers, to clipped gradients.
 
 Their states name moments as optax does (`moments.MOMENTS`), so that these are stored in the type that is set; weight
 decay is a number or a schedule, of the parameters of a mask.
@@ -40,7 +40,7 @@ class ScheduleFree(NamedTuple):
 def schedule_free_adamw(
     rate: optax.Schedule, b1: float, b2: float, eps: float, weight_decay: optax.ScalarOrSchedule, mask: Mask
 ) -> optax.GradientTransformation:
-    """AdamW whose parameters are averaged in place of a rate that decays (arXiv 2405.15682).
+    """AdamW with averaged parameters in place of a decaying rate (arXiv 2405.15682).
 
     With t the number of updates made, this one among them, lr the learning rate and g the gradient at
     `gradient_point`, y = (1 - b1) z + b1 x:
