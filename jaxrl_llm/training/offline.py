@@ -1,9 +1,10 @@
-"""Batches of given rows, for supervised fine-tuning, preferences and reward models; and the loss on held-out rows.
+"""Batches of data rows, for supervised fine-tuning, preferences and reward models; and the loss on held-out rows.
 
 A data row is an example: a list of one token row (sft, labelled completions, steps), of two (a pair, chosen first) or
 of three (a pair and its gold completion). The rows of a batch are those of its examples, in order.
 """
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.models.transformer import Net, Params
-from jaxrl_llm.models.vision.row_images import row_images
+from jaxrl_llm.models.vision.row_images import count_tiles, image_tokens, row_images
 from jaxrl_llm.rewards.runner import NO_STEP, TrainerState
 from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
@@ -86,16 +87,15 @@ class OfflineSource:
             if spec.packed:
                 documents = [[(row["ids"], row["mask"]) for row in group] for group in examples]
                 tokens, segments, positions, mask = pad_groups(documents, spec.width)
-                batch = Batch(Inputs(tokens, segments, positions), mask)
-                batch = with_images(batch, [[_joined(group)] for group in examples], self.net)
+                batch, pictured = Batch(Inputs(tokens, segments, positions), mask), [[_joined(x)] for x in examples]
             else:
                 examples = with_mismatches(spec, examples)
                 own = max(len(row["ids"]) for example in examples for row in example)
                 width = next(width for width in spec.widths if own <= width)
-                batch = with_images(pad_examples(examples, width), examples, self.net)
+                batch, pictured = pad_examples(examples, width), examples
             if spec.draws_seeds:
                 batch = batch.replace(seeds=np.asarray(jax.random.bits(key, (batch.rows,), np.uint32)))
-            batch = _to_devices(batch, mesh)
+            batch = _to_devices(batch, pictured, self.net, mesh)
         with self.stopwatch("logps"):
             if self.reference is not None:
                 self.reference.sync(state)
@@ -157,11 +157,11 @@ class OfflineSource:
         return {} if self.reference is None else self.reference.arrays()
 
     def restorable(self) -> dict[str, Any]:
-        """The trees of arrays, by name, that `set_state` takes up."""
+        """The trees of arrays, by name, that `set_state` restores."""
         return {} if self.reference is None else self.reference.tree()
 
     def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Go on where `get_state` and `get_arrays` were called."""
+        """Restore what `get_state` and `get_arrays` returned."""
         self.pipeline.set_state(state["pipeline"])
         if self.reference is not None:
             self.reference.restore(arrays)
@@ -280,12 +280,15 @@ def pad_examples(examples: list[Example], width: int) -> Batch:
     return batch
 
 
-def with_images(batch: Batch, examples: list[Example], net: Net) -> Batch:
-    """The batch with the images of the examples' rows, and where their prompts are if the network reads that."""
-    rows = [row for example in examples for row in example]
-    tiles = [row.get(PIXELS) for row in rows]
-    images = row_images([row["ids"] for row in rows], tiles, net.config.vision)
-    inputs, prompts = batch.inputs.replace(images=images), None
+def with_images(batch: Batch, examples: list[Example], net: Net, own: slice = slice(None)) -> Batch:
+    """The batch with the images of the examples' rows, and where their prompts are if the network reads that.
+
+    Only the images of its `own` rows are read, with room for those of all.
+    """
+    rows, vision = [row for example in examples for row in example], net.config.vision
+    ids, tiles = [row["ids"] for row in rows], [row.get(PIXELS) for row in rows]
+    most = (0, 0) if vision is None else (max(count_tiles(tiles)), max(image_tokens(ids, vision)))
+    inputs, prompts = batch.inputs.replace(images=row_images(ids[own], tiles[own], vision, most)), None
     if net.config.sees_prompts:  # up to the first token of a document that is learned
         learned = np.maximum.accumulate(np.where(batch.mask > 0, inputs.segments, 0), axis=1)
         prompts = (inputs.segments > 0) & (learned != inputs.segments)
@@ -320,7 +323,7 @@ def held_out_batch(
     blank = [{**row, "mask": [0] * len(row["ids"])} for row in examples[-1]]
     missing = (-len(examples) * rows.group_size % size) // rows.group_size
     examples = examples + [blank] * missing
-    return _to_devices(with_images(pad_examples(examples, spec.width), examples, net), mesh), size
+    return _to_devices(pad_examples(examples, spec.width), examples, net, mesh), size
 
 
 def with_reference(
@@ -332,7 +335,7 @@ def with_reference(
     for start in range(0, len(examples), size):
         chunk = examples[start : start + size]
         filled = chunk + chunk[-1:] * (size - len(chunk))  # one program for all chunks
-        batch = _to_devices(with_images(pad_examples(filled, width), filled, net), mesh)
+        batch = _to_devices(pad_examples(filled, width), filled, net, mesh)
         logps = iter(multihost_utils.process_allgather(_logps(net, params, batch, size, mesh), tiled=True))
         result += [[{**row, "ref": np.array(next(logps)[: len(row["ids"])])} for row in example] for example in chunk]
     return result
@@ -364,12 +367,17 @@ def _rewards(spec: OfflineSpec, together: int, logps, batch: Batch) -> jax.Array
     return spec.beta * jnp.concatenate(split_pairs(rewards, together))
 
 
-def _to_devices(batch: Batch, mesh: Mesh) -> Batch:
-    """The batch sharded over the mesh; every process has all of it and gives its own rows.
+def _to_devices(batch: Batch, examples: list[Example], net: Net, mesh: Mesh) -> Batch:
+    """The batch of the examples with their images, sharded over the mesh; every process has all rows and gives its own,
+    whose images alone it reads.
 
     Raises ConfigError where processes of a row group have made other tokens of the same data.
     """
-    group = RowGroup.of(mesh)
-    own = jax.tree.map(lambda x: np.split(x, group.count)[group.index] if group.count > 1 else x, batch)
+    group, size = RowGroup.of(mesh), batch.rows // RowGroup.of(mesh).count
+    with contextlib.nullcontext() if net.config.vision is None else all_or_none():
+        batch = with_images(batch, examples, net, slice(group.index * size, (group.index + 1) * size))
+    images = batch.inputs.images
+    own = batch.replace(inputs=batch.inputs.replace(images=None))
+    own = jax.tree.map(lambda x: np.split(x, group.count)[group.index] if group.count > 1 else x, own)
     group.check_same(own.inputs.tokens, own.mask)
-    return rows_to_global(own, mesh)
+    return rows_to_global(own.replace(inputs=own.inputs.replace(images=images)), mesh)

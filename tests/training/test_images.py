@@ -318,6 +318,27 @@ def test_pairs_share_the_images_of_their_prompt(model):
     assert isinstance(batch, Batch)
 
 
+def test_a_process_reads_the_images_of_its_own_rows(model):
+    """In arrays as wide as the others'; of a share without images too."""
+
+    class Unread(list):
+        """Two tiles of another process, which is not to open their files."""
+
+        def __array__(self, *_, **__):
+            raise AssertionError("read")
+
+    tile = TILES[0]["pixels"][0]
+    tiles = [None, tile[None], np.stack([tile] * 2), None]
+    rows = [[{"ids": [2] * 4 * len(x if x is not None else ()) + [5], "mask": [1], "pixels": x}] for x in tiles]
+    batch = Batch(Inputs(np.zeros((4, 9), np.int32), np.ones((4, 9), np.int32)), np.ones((4, 9), np.float32))
+    whole = with_images(batch, rows, model.net).inputs.images
+    for own in (slice(0, 2), slice(3, 4)):
+        given = [[{**row, "pixels": None if row["pixels"] is None else Unread(row["pixels"])}] for (row,) in rows]
+        given[own] = rows[own]
+        found = with_images(batch, given, model.net, own).inputs.images
+        jax.tree.map(lambda x, y, own=own: np.testing.assert_array_equal(x, y[own]), found, whole)
+
+
 @pytest.mark.slow
 def test_rows_read_what_was_encoded_once(model):
     """Log-probs of rows whose prompts were encoded once are those of rows that are encoded each."""
