@@ -127,8 +127,6 @@ class ResponsesRequest:
         def event(kind: str, **fields: Any) -> dict[str, Any]:
             return {"type": f"response.{kind}", "sequence_number": next(numbers), **fields}
 
-        yield event("created", response=self._response("in_progress"))
-        yield event("in_progress", response=self._response("in_progress"))
         choice = self.answer.choices[0]
         begun: list[dict[str, Any]] = []  # items of texts, of which the last goes on
 
@@ -145,12 +143,14 @@ class ResponsesRequest:
             """Ends the item that goes on, as the last of `items` has it."""
             for item in items[-1:]:
                 (content,) = item["content"]
-                told = {"logprobs": content["logprobs"]} if item["type"] == "message" else {}
-                yield event(f"{content['type']}.done", **place(), text=content["text"], **told)
+                more = {"logprobs": content["logprobs"]} if item["type"] == "message" else {}
+                yield event(f"{content['type']}.done", **place(), text=content["text"], **more)
                 yield event("content_part.done", **place(), part=content)
                 yield event("output_item.done", output_index=len(begun) - 1, item=item)
 
-        async def deltas() -> AsyncGenerator[dict[str, Any], None]:
+        async def told() -> AsyncGenerator[dict[str, Any], None]:
+            yield event("created", response=self._response("in_progress"))
+            yield event("in_progress", response=self._response("in_progress"))
             logprobs: list[dict[str, Any]] = []
             async for text, piece in settled_texts(self.answer):
                 logprobs += self._logprobs(choice, piece)
@@ -167,24 +167,22 @@ class ResponsesRequest:
                 if text:
                     yield event("output_text.delta", **place(), delta=text, logprobs=logprobs)
                     logprobs = []
+            self._keep(choice)
+            ended = self._ended(choice)
+            for each in end(ended["output"][: len(begun)]):
+                yield each
+            for index, item in enumerate(ended["output"][len(begun) :], len(begun)):  # calls
+                of = {"item_id": item["id"], "output_index": index}
+                opened = {**item, "arguments": "", "status": "in_progress"}
+                yield event("output_item.added", output_index=index, item=opened)
+                yield event("function_call_arguments.delta", **of, delta=item["arguments"])
+                yield event("function_call_arguments.done", **of, name=item["name"], arguments=item["arguments"])
+                yield event("output_item.done", output_index=index, item=item)
+            yield event(ended["status"], response=ended)
 
-        async for delta in with_failure(deltas()):
-            if isinstance(delta, BadRequestError):
-                yield event("failed", response=self._response("failed", error=delta))
-                return
-            yield delta
-        self._keep(choice)
-        ended = self._ended(choice)
-        for each in end(ended["output"][: len(begun)]):
-            yield each
-        for index, item in enumerate(ended["output"][len(begun) :], len(begun)):  # calls
-            place_of = {"item_id": item["id"], "output_index": index}
-            yield event("output_item.added", output_index=index,
-                        item={**item, "arguments": "", "status": "in_progress"})  # fmt: skip
-            yield event("function_call_arguments.delta", **place_of, delta=item["arguments"])
-            yield event("function_call_arguments.done", **place_of, name=item["name"], arguments=item["arguments"])
-            yield event("output_item.done", output_index=index, item=item)
-        yield event(ended["status"], response=ended)
+        async for each in with_failure(told()):
+            failed = isinstance(each, BadRequestError)
+            yield event("failed", response=self._response("failed", error=each)) if failed else each
 
     def _message(self, status: str, text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
         """The item of the text."""
