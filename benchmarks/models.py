@@ -239,18 +239,19 @@ TEXT = """# Models
 
 Written by `python -m benchmarks.models` (jax {jax}, transformers {transformers}, fp32 on CPU).
 
-A model is a Hugging Face folder or hub id whose config.json has one of these `model_type`s. Everything else is refused
-by name before weights are read. Each row is measured on a tiny random model that transformers made: two to six
-layers, biases and norms random, windows and chunks of {window} tokens where the family has them (documents have 4, 7
+Which models are supported, what is computed for each, models behind a URL, and new tokens. A model is a Hugging Face
+folder or hub id whose config.json has one of these `model_type`s; others are refused by name before weights are read.
+Each row is measured on a tiny random model of transformers: two to six layers, biases and norms random, windows and
+chunks of {window} tokens where the family has them (documents have 4, 7
 and 12), soft caps low enough to bind, dense layers among those with experts. Numbers are the largest absolute
 difference.
 
 {table}
-- load: parameters that come back bit for bit from an exported folder.
+- load: parameters that are equal bit for bit after an export.
 - logits: rows padded on the left and on the right, against each document by itself in transformers.
 - greedy: tokens equal to those of `generate`, {steps} after each of three prompts, through the sampling engine.
 - gradients: of the mean cross-entropy, against torch autograd, over every parameter.
-- export: logits of the exported folder in transformers, against ours.
+- export: logits of the exported folder in transformers, against those here.
 - LoRA: the same with random adapters on every linear map, merged by the export. Experts and routers have none.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`); transformers has none
   of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2 and 3, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo
@@ -286,8 +287,8 @@ difference.
   `glm4_moe` is GLM-4.5 to 4.7, which has these experts, as `dots1` has, and `glm4_moe_lite` GLM-4.7-Flash, which has
   the attention too. Folders of the type `kimi_k2` are DeepSeek-V3's in form: they are read and exported as a
   `deepseek_v3`.
-- Weights in fp8 with a scale for each block of numbers (`weight_block_size`), as DeepSeek-V3 and Qwen3's FP8 folders
-  have them, or for each matrix (Ministral 3), and gpt-oss' experts in MXFP4, are read as numbers and exported so.
+- Weights in fp8 with a scale for each block of numbers (`weight_block_size`, DeepSeek-V3 and Qwen3's FP8 folders) or
+  for each matrix (Ministral 3), and gpt-oss' experts in MXFP4, are read as numbers and exported as such.
 - Gated delta nets with short convolutions, beside gated attention (Qwen3-Next, Qwen3.5) or plain (OLMo Hybrid), and
   Kimi delta attention, whose states decay by each number of a key (Kimi Linear). Rows are computed in chunks of 64
   or 128 tokens, with memory linear in their length: four rows of 32k tokens train on one h100
@@ -319,8 +320,8 @@ difference.
   key/value head together (Pythia, Falcon). GPT-2's files hold their matrices as `[in, out]`.
 - A head with a bias (Phi-2), in every log-prob, entropy, divergence and sample. Dropout that a config.json names is not
   computed, as with TRL's `disable_dropout`; `lora.dropout` is.
-- A tokenizer needs no padding token (GPT-2's and Pythia's have none): what is padding is known by its place. One
-  without a chat template takes rows of text, and refuses messages unless `data.chat_template` names a template.
+- A tokenizer needs no padding token (GPT-2's and Pythia's have none), as padding is known by its place. One without a
+  chat template takes rows of text, and refuses messages unless `data.chat_template` names a template.
 - Gated short convolutions beside attention (LFM2, LFM2-MoE, LFM3). They see no token of another document, nor padding.
   A row's cache are its latest tokens, whatever its length; an update's rows are not packed (`batch.packing`).
 - Gates of what attention gives, of each number (Qwen3-Next, Trinity) or of each head (LFM3).
@@ -354,9 +355,8 @@ difference.
   `model.freeze_router` are in docs/configuration.md.
 
 Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader
-that knows tensors only and runs nothing. Code that a tokenizer's folder brings is run with `model.trust_remote_code`
-only, in `generate`, `chat` and `serve` with `--trust_remote_code`. Exports bring no code of a model, and their
-config.json names none (`auto_map` is left out).
+that knows only tensors and runs no code. Code in a tokenizer's folder is run only with `model.trust_remote_code`, in
+`generate`, `chat` and `serve` with `--trust_remote_code`. Exports contain no code, and their config.json names none.
 
 ## Models behind a URL
 
@@ -364,40 +364,38 @@ config.json names none (`auto_map` is left out).
 of the commands may be the URL of a folder: `gs://BUCKET/MODEL` (`pip install "jaxrl_llm[gcs]"`), `s3://BUCKET/MODEL`
 (`pip install "jaxrl_llm[s3]"`), `hdfs://HOST/MODEL` (a Hadoop client, by which pyarrow reads), and others that
 [fsspec](https://filesystem-spec.readthedocs.io) knows. Credentials are found as the store's package finds them. The
-files that a download from the hub would bring are copied to `$JAXRL_LLM_CACHE/models` (`~/.cache/jaxrl_llm/models`);
-`plan` copies config.json alone. The record of a run keeps the URL.
+files that a download from the hub would bring are copied to `$JAXRL_LLM_CACHE/models` (`~/.cache/jaxrl_llm/models`),
+once for each machine; `plan` copies only config.json. The record of a run keeps the URL.
 
-- A machine copies once: one of its processes, while the others wait. Several machines have a copy each.
-- A file is there whole or not at all; a copy that was killed goes on with the files that it lacks.
-- Where the listing of the store (names, sizes, times, checksums) is another, all is copied anew, into a folder beside.
+- An interrupted copy continues with the files that it lacks.
+- If the listing of the store (names, sizes, times, checksums) differs, all is copied again, into another folder.
   Earlier copies stay until you delete them.
 - A folder that changes while it is copied is refused.
 
-Tested with fsspec's own stores (memory, files; tests/models/files/test_remote.py), not with the clouds themselves. The
-other way, a trained model is copied to a URL with [`export.copy_to`](sharing.md#copy-it-to-a-bucket).
+This was tested with fsspec's own stores (memory, files), not with the clouds themselves. To copy a trained model to a
+URL see [`export.copy_to`](sharing.md#copy-it-to-a-bucket).
 
 ## New tokens
 
-A text that a model shall read or write as one token, `<think>` or the marks of a chat template, is added to its
+Texts that a model shall read or write as one token, such as `<think>` or the marks of a chat template, are added to its
 vocabulary before training:
 
 ```sh
 python -m jaxrl_llm add_tokens --model=embedded:sort --tokens='<think>,</think>' --output=models/thinking
 ```
 
-The folder holds the model, in its own storage type, and its tokenizer: each is one id wherever it stands in a text, and
-is seen by rewards and stop strings; with `--special` it is left out of decoded completions, as marks of turns are. Its
-rows of the embedding and of the head are the mean of those of the tokens before. Where the embedding has rows left
-behind the tokenizer's ids (Qwen, Phi) these are taken, otherwise `vocab_size` grows. Rows that mean nothing must be
-learned: by training the whole model, or with adapters by `lora.modules_to_save=embed_tokens,lm_head`. A reference,
-teacher or reward model that is fed the policy's ids needs the same tokens: add them to it too. Models whose layers have
-embeddings of their own (Gemma 3n) are refused. It is axolotl's `tokens`, and what TRL's `chat_template_path` does with
-the tokens of another tokenizer.
+The folder holds the model, in its own storage type, and its tokenizer. Each text is one id, which rewards and stop
+strings see; with `--special` it is left out of decoded completions, like marks of turns. Its rows of the embedding and
+of the head are the mean of the other tokens' rows. Unused rows of the embedding (Qwen, Phi) are taken first, then
+`vocab_size` grows. The rows must be learned: by training the whole model, or with adapters by
+`lora.modules_to_save=embed_tokens,lm_head`. Add the tokens to a reference, teacher or reward model that is fed the
+policy's ids too. Models with embeddings in their layers (Gemma 3n) are refused. In axolotl this is `tokens`, in TRL
+what `chat_template_path` does with the tokens of another tokenizer.
 
 ## Families that read images
 
-[Vision](vision.md) says how. The same, on rows with two images, one and none, padded on either side; where images are
-of any size these have 15, 6 and 4 tokens. The mesh is (fsdp, context, tensor) = (2, 2, 2).
+[Vision](vision.md) explains them. The measurements are the same, on rows with two images, one and none, padded on
+either side; images of any size have 15, 6 and 4 tokens. The mesh is (fsdp, context, tensor) = (2, 2, 2).
 
 {vision_table}
 What a family took: a file with the names of its tensors and the entries of its config.json, beside an encoder that it
