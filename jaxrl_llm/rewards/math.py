@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
-from jaxrl_llm.rewards.values import boxed_content, last_number, plain, quantity
+from jaxrl_llm.rewards.values import SHORT_UNITS, boxed_content, last_number, plain, quantity
 from jaxrl_llm.rewards.workers.bounded import scores_in_time
 
 SECONDS = 5  # for parsing or comparing one expression, by math-verify's own clock
@@ -113,7 +113,13 @@ def readable(expression: str) -> str:
     percent sign it knows itself.
     """
     number = quantity(plain(expression.replace(r"\$", "$")).strip("$ "))
-    if number is not None and not number.percent and not re.fullmatch(r"[-+]?\d*\.?\d+", expression):
+    # A few letters may be variables: what is `6 abc` to a box is a product here.
+    if (
+        number is not None
+        and not number.percent
+        and not re.fullmatch(r"[-+]?\d*\.?\d+", expression)
+        and (not number.unit or re.match(rf"\W|(?:{SHORT_UNITS})(?![a-z])|.*[a-z]{{4}}", number.unit, re.IGNORECASE))
+    ):
         above, below = number.value.as_integer_ratio()
         return str(above) if below == 1 else rf"\frac{{{above}}}{{{below}}}"
     for name, common in SYNONYMS.items():

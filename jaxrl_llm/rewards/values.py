@@ -30,16 +30,17 @@ QUANTITY = re.compile(
     rf"(?P<sign>[-+])?\s?{_CURRENCY}?\s?(?P<second>[-+])?{_NUMBER}(?:\s?(?P<percent>\\?%))?(?P<rest>.*)",
     re.VERBOSE | re.DOTALL,
 )
-# A unit is a known short one, with or without a space before it, or after a space words of three letters or more.
-_SHORT = (
-    "mm|cm|dm|km|nm|ft|in|yd|mi|kg|mg|lb|lbs|oz|ml|cl|hr|hrs|min|sec|ms|mph|kph|kmh|deg|rad|USD|EUR|GBP|Hz|kHz|MHz|GHz|"
-    "kW|kWh|Pa|kPa|mol|KB|MB|GB"
+# A unit is a known short one, with or without a space before it, or after a space one letter or words of three or more.
+# More may follow: what is over or times one letter, as in m/s, but not one letter after another, which are a product.
+SHORT_UNITS = (
+    "mm|cm|dm|km|nm|ft|in|yd|mi|kg m|kg|mg|lb|lbs|oz|ml|cl|hr|hrs|min|sec|ms|mph|kph|kmh|deg|rad|USD|EUR|GBP|Hz|kHz|"
+    "MHz|GHz|kW|kWh|Pa|kPa|mol|KB|MB|GB|Nm|N m"
 )
-_LONG = r"(?:[A-Za-z]{3,}|[mgslhLJNKVW])"
+_LETTER, _WORD = "[mgslhLJNKVW]", "[A-Za-z]{3,}"
 _RAISED = r"(?:\s?\^?\{?[23²³]\}?)?"
 UNIT = re.compile(
-    rf"\s?(?:{_CURRENCY}|°\s?[CF]?|(?:(?:{_SHORT})|(?<=\s){_LONG})\b{_RAISED}"
-    rf"(?:(?:\s?[/·]\s?|\s)(?:{_LONG}|{_SHORT})\b{_RAISED}){{0,3}})"
+    rf"\s?(?:{_CURRENCY}|°\s?[CF]?|(?:(?:{SHORT_UNITS})|(?<=\s)(?:{_WORD}|{_LETTER}))\b{_RAISED}"
+    rf"(?:(?:\s?[/·]\s?(?:{_WORD}|{SHORT_UNITS}|{_LETTER})|\s(?:{_WORD}|{SHORT_UNITS}))\b{_RAISED}){{0,3}})"
 )
 # Words behind a number that make it another one, or one of several.
 NO_UNIT = re.compile(
@@ -107,14 +108,19 @@ def _vulgar(match: re.Match[str]) -> str:
 
 def _fraction(match: re.Match[str]) -> str:
     space = " " if match.string[match.start() - 1 : match.start()].isdigit() else ""
-    return f"{space}{match[1] or match[2]}/{match[3] or match[4]} "
+    return f"{space}{match[1] or match[2]}/{match[3] or match[4]}{_space_before_digit(match)}"
 
 
 def _repeating(match: re.Match[str]) -> str:
     """The fraction that a repeating decimal is: 0.1666... = (16 - 1) / (10 * 9)."""
     first, period = match[1] + match[2], match[3] or match[4]
     value = Fraction(int(first + period) - int(first or 0), 10 ** len(match[2]) * (10 ** len(period) - 1))
-    return f"{value.numerator}/{value.denominator} "
+    return f"{value.numerator}/{value.denominator}{_space_before_digit(match)}"
+
+
+def _space_before_digit(match: re.Match[str]) -> str:
+    """A space where a digit follows, which would be one of the denominator; a letter that follows is a factor."""
+    return " " if match.string[match.end() : match.end() + 1].isdigit() else ""
 
 
 def quantity(text: str) -> Quantity | None:
