@@ -121,7 +121,7 @@ def test_what_a_run_is_does_not_change_unasked(tmp_path, name):
 
 def test_the_page_names_what_a_run_is(root):
     page = (root / "docs" / "reliability.md").read_text(encoding="utf-8")
-    rows = page.partition("Settings that say what a run is")[2].partition("Accepted or")[0]
+    rows = page.partition("settings that define a run")[2].partition("Even when accepted")[0]
     found = {
         f"{section}.{name}"
         for section, names in re.findall(r"^\| `(\w+)` \| (.*) \|$", rows, re.MULTILINE)
