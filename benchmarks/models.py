@@ -277,9 +277,9 @@ difference.
 - Windows (`sliding_window`) in all layers, in some (`layer_types`, `max_window_layers`, `sliding_window_pattern`), in
   training, prefill and decoding. The cache keeps all tokens.
 - Chunks (`attention_chunk_size`, Llama 4): a token sees those of its own chunk, counted from the start of its document,
-  whatever the padding and packing, in training, prefill and decoding. Kernels of whole rows take a mask where rows are
-  longer than a chunk; `flash` has none and is refused. Layers without rotary positions scale queries by their position
-  in the document (`attn_temperature_tuning`); transformers counts padding on the left too, so it is compared without.
+  in training, prefill and decoding. Rows longer than a chunk need a mask, so `flash` is refused. Layers without rotary
+  positions scale queries by their position in the document (`attn_temperature_tuning`); transformers counts padding on
+  the left too.
 - Latent attention (DeepSeek-V2 and V3, Moonlight, Kimi-K2, Kimi Linear, Youtu-LLM, Sarvam 105B): the cache of a token
   is its latent, `kv_lora_rank + qk_rope_head_dim` numbers per layer, and decoding reads nothing else. The router's
   groups, scores and correction (`e_score_correction_bias`) are all computed; training keeps the correction as it is, in
@@ -295,50 +295,49 @@ difference.
   ([compiled](performance.md#what-a-step-moves-by-the-compilers)). A state starts anew with each document of a packed
   row. A row's cache is its state and the inputs of its latest tokens, whatever its length. An update's rows are not
   packed (`batch.packing`). Layers for multi-token prediction are left out.
-- Mamba-2, in the same way, with a state a head: in layers of its own (Granite 4, Nemotron-H and 3) or beside attention
-  in each layer (Falcon-H1, with its multipliers). Its steps have the limits of `time_step_limit`.
-  Transformers cuts those of Nemotron off below `time_step_min` in whole rows, but not in decoding; here neither is.
+- Mamba-2, in the same way, with a state for each head: in layers of its own (Granite 4, Nemotron-H and 3) or beside
+  attention in each layer (Falcon-H1, with its multipliers). Its steps have the limits of `time_step_limit`.
+  Transformers cuts Nemotron's off below `time_step_min` in whole rows but not in decoding; here they are not cut.
 - Layers that are a mixer, a feed-forward or experts alone, feed-forwards and experts without gates (Nemotron,
   nanochat and Arcee's AFM), and experts that are narrower than the model (Nemotron 3 Super). Experts without gates have
   no adapters.
 - xIELU (arXiv 2411.13010), the activation of Apertus: `a x^2 + b x` above 0 and `c (exp(x) - 1 - x) + b x` below it,
   in fp32. Its two numbers of each layer, of which a and c are the softplus, are trained with the rest; `b` stays.
 - Learned positions (GPT-2, OPT) in place of rotary ones: a row of a table is added to each token's embedding, counted
-  from the start of its document. Documents that are longer than the table are refused before anything is sampled or
-  trained, those of a critic and a teacher too, and rows of `data.packing` may be longer; a reward model reads the rows
-  of its own tokenizer, and refuses one when it comes (`max_length` keeps its end).
+  from the start of its document. Documents longer than the table are refused before anything is sampled or trained (of
+  a critic and a teacher too); rows of `data.packing` may be longer. A reward model refuses a longer row when it comes
+  (`max_length` keeps its end).
 - Layer norms, with a bias (GPT-2, Pythia, OPT, Phi-2, StableLM, StarCoder 2, Falcon, Nemotron-4, Jais 2), without one
-  (Command R and A), or without any parameter (OLMo 1, Galactica). OPT-350M norms the sums behind attention and
-  feed-forward, has no last norm, and maps its narrower embedding to the model's width and back, behind which its heads
-  are.
-- Norms without parameters of embeddings, layers, and of queries and keys that are rotated already, and by negative
-  angles (nanochat).
+  (Command R and A), or without parameters (OLMo 1, Galactica). OPT-350M norms after each residual sum, has no last
+  norm, and projects its narrower embedding to the model's width and back before its heads.
+- Norms without parameters for embeddings, layers, and already rotated queries and keys; rotation by negative angles
+  (nanochat).
 - Attention and feed-forward side by side, behind one layer norm (Command R, R7B and A, Phi-2, Falcon 7B and 11B, some
   StableLM) or one each (Pythia, Falcon 40B and 180B).
 - Norms of queries and keys with a scale for each head, one array (Command R+) or a tensor for each (StableLM 2 12B).
 - Queries, keys and values by one map, as the files have it: all of one after another (GPT-2), or those of each
   key/value head together (Pythia, Falcon). GPT-2's files hold their matrices as `[in, out]`.
-- A head with a bias (Phi-2), in every log-prob, entropy, divergence and sample. Dropout that a config.json names is not
+- A head with a bias (Phi-2), in every log-prob, entropy, divergence and sample. Dropout of a config.json is not
   computed, as with TRL's `disable_dropout`; `lora.dropout` is.
 - A tokenizer needs no padding token (GPT-2's and Pythia's have none), as padding is known by its place. One without a
   chat template takes rows of text, and refuses messages unless `data.chat_template` names a template.
-- Gated short convolutions beside attention (LFM2, LFM2-MoE, LFM3). They see no token of another document, nor padding.
-  A row's cache are its latest tokens, whatever its length; an update's rows are not packed (`batch.packing`).
-- Gates of what attention gives, of each number (Qwen3-Next, Trinity) or of each head (LFM3).
+- Gated short convolutions beside attention (LFM2, LFM2-MoE, LFM3), within a document. A row's cache is its latest
+  tokens, whatever its length; an update's rows are not packed (`batch.packing`).
+- Gates on the output of attention, for each number (Qwen3-Next, Trinity) or each head (LFM3).
 - Attention sinks (gpt-oss, Granite with windows): on NVIDIA GPUs, in 16 bits, by cuDNN and the kernel of decode steps,
   elsewhere by `xla`; `flash` and `splash` have none and are refused.
 - Soft caps on attention scores and logits, wherever logits are formed. `model.fp32_head` forms them in float32.
 - Multipliers of embeddings, attention scores, residuals and logits (Granite, HyperCLOVA X). `layer_rope_theta` of
   Granite with windows has one base for the layers with a window and one for the others, or 0: no rotary positions.
-- Layers of full attention with heads of another size than those with a window, keys that are values too, layers that
-  read the keys and values of an earlier one and have no cache of their own, embeddings for each layer, and experts
-  beside a dense feed-forward (Gemma 4). Training keeps the number that a layer's output is multiplied by
-  (`layer_scalar`). The maps of per-layer embeddings have no adapters and are not quantised.
-- Streams of hidden states, of which a layer reads and writes the first, and predicts and corrects the others (AltUp,
-  arXiv 2301.13310); a low-rank residual beside attention (Laurel, arXiv 2411.07501); and feed-forwards whose gates are
-  0 but for those that are more than so many standard deviations above the mean (`activation_sparsity_pattern`), beside
-  per-layer embeddings and shared keys and values: Gemma 3n. The maps of streams and of Laurel have no adapters and are
-  not quantised. transformers clips coefficients of AltUp above 120 in training, here they are not.
+- Gemma 4: full attention with heads of another size than in layers with a window, keys that are values too, layers that
+  read the keys and values of an earlier layer, embeddings for each layer, and experts beside a dense feed-forward. The
+  factor of a layer's output (`layer_scalar`) is not trained. The maps of per-layer embeddings have no adapters and are
+  not quantised.
+- Gemma 3n: streams of hidden states, of which a layer reads and writes the first, and predicts and corrects the others
+  (AltUp, arXiv 2301.13310); a low-rank residual beside attention (Laurel, arXiv 2411.07501); and feed-forwards whose
+  gates are 0 unless they exceed the mean by so many standard deviations (`activation_sparsity_pattern`), beside
+  per-layer embeddings and shared keys and values. The maps of streams and of Laurel have no adapters and are not
+  quantised. transformers clips coefficients of AltUp above 120 in training; here they are not clipped.
 - Of `gemma3n` the text part alone, as of `llama4` and `gemma4_unified` (Gemma 4 12B): its encoders of images and sound
   are not read.
 - Of `llama4`, which reads images too, the text part alone: a folder of its is read as a `llama4_text`, rows with images
