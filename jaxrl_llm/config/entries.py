@@ -9,12 +9,17 @@ from jaxrl_llm.config.resolve import ConfigError, closest, split_options
 from jaxrl_llm.config.schema import LARGEST
 
 # The starts of adapters that `lora.init` takes.
-LORA_INIT = re.compile(r"kaiming|gaussian|orthogonal|random|olora|pissa(_niter_\d+)?")
+LORA_INIT = re.compile(r"kaiming|gaussian|orthogonal|random|olora|(pissa|loftq)(_niter_\d+)?")
 
 
 def starts_from_matrices(init: str) -> bool:
     """True for a `lora.init` with which adapters start from the matrices that they are beside."""
     return init == "olora" or init.startswith("pissa")
+
+
+def makes_up(init: str) -> bool:
+    """True for a `lora.init` with which adapters start from what the matrices beside them lost in few bits."""
+    return init.startswith("loftq")
 
 
 def lora_init(name: bool | str) -> str:

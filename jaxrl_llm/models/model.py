@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.entries import makes_up
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import on_device, shardings
@@ -355,7 +356,7 @@ def add_adapters(
 
     def drawn(key, params: Params) -> Params:
         params = lora.combine(params, lora.adapters_of(net.init(key)))
-        if config.init != "kaiming":
+        if config.init != "kaiming" and not makes_up(config.init):
             params = lora.started(params, shape, jax.random.fold_in(key, 1), net.config.quantize)
         return lora.adapters_of(lora.with_magnitudes(params) if config.dora else params)
 
@@ -363,6 +364,26 @@ def add_adapters(
     adapters = jax.jit(drawn, out_shardings=targets)(key, model.params if read else {})
     params = lora.with_saved(lora.combine(_fp32_score(model.params), adapters), shape)
     return dataclasses.replace(model, net=net, params=params)
+
+
+def make_up(
+    model: Model,
+    key: jax.Array,
+    allow_pickle: bool = False,
+    revision: str | None = None,
+    entries: Mapping[str, Any] | None = None,
+) -> Model:
+    """The model, which has adapters on quantised matrices, with those of `lora.made_up`, of the matrices of its files.
+
+    `revision` and `entries` are those that the model was loaded with.
+    """
+    config, folder = model.net.config, hf.locate(model.path, allow_pickle, revision=revision)
+    assert config.lora is not None
+    with hf.opened_kernels(folder, model.net, allow_pickle, entries) as original:
+        params = lora.made_up(model.params, config.lora, key, config.quantize, original)
+    shapes, adapters = lora.adapters_of(model.net.shapes()), lora.adapters_of(params)
+    placed = adapters if model.mesh is None else jax.device_put(adapters, shardings(shapes, model.mesh))
+    return dataclasses.replace(model, params=lora.combine(model.params, placed))
 
 
 def _fp32_score(params: Params) -> Params:

@@ -1472,6 +1472,9 @@ def test_dora_of_trl_and_axolotl(tmp_path):
     for theirs, ours in (("pissa_niter_16", "pissa_niter_16"), (False, "random"), (True, "kaiming")):
         config, _ = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | {"peft_init_lora_weights": theirs})))
         expect(config, lora={"init": ours})
+    config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | {"peft_init_lora_weights": "loftq"})))
+    expect(config, lora={"init": "loftq"}, model={"quantize": "nf4"})
+    assert "peft_init_lora_weights = 'loftq': the matrices are nf4" in " ".join(text.split())
     said = f"{said} --lora_modules_to_save lm_head"
     expect(migrate(written(tmp_path, "a.sh", said))[0], lora={"modules_to_save": ("lm_head",)})
 

@@ -15,6 +15,7 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.adapters.lora import LoraConfig
+from jaxrl_llm.models.quantize import dequantize
 from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.setup.objectives import objective_of
@@ -197,6 +198,17 @@ def test_contradictions_are_refused():
         "lora.init is 'pisa', but there are kaiming": {"lora__init": "pisa"},
         "lora.init is pissa, but the adapter of lora.path": {"lora__init": "pissa", "lora__path": "x", "lora__rank": 0},
         "lora.init is olora, and lora.dora true": {"lora__init": "olora", "lora__dora": True},
+        "lora.init is loftq, .* but model.quantize is none": {"lora__init": "loftq"},
+        "lora.init is loftq, .* but model.random_init is true": {
+            "lora__init": "loftq",
+            "model__quantize": "nf4",
+            "model__random_init": True,
+        },
+        "lora.init is loftq, but lora.targets names": {
+            "lora__init": "loftq",
+            "model__quantize": "nf4",
+            "lora__targets": ("experts",),
+        },
         "lora.init is orthogonal, which takes an even": {"lora__init": "orthogonal", "lora__rank": 3},
         "lora.init is pissa, but lora.targets names": {"lora__init": "pissa", "lora__targets": ("experts",)},
         "lora.modules_to_save is lm_head, but the adapter": {
@@ -302,6 +314,28 @@ def test_a_run_with_adapters_that_start_from_the_matrices(root, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jaxrl_llm.load_model(exported).params, adapted.params)
     again = tiny(root, tmp_path / "again", **changes, checkpoint__resume=str(result.output_dir / "checkpoints/1"))
     jax.tree.map(np.testing.assert_array_equal, jaxrl_llm.train(again).model.params, result.model.params)
+
+
+@pytest.mark.slow
+def test_a_run_with_adapters_that_make_up_for_few_bits(root, tmp_path):
+    """A run of LoftQ starts with matrices nearer to those in full than the stored ones, which its folder has an adapter
+    of; a model in memory has no matrices to read."""
+    changes = {"lora__init": "loftq_niter_4", "lora__rank": 24, "model__quantize": "nf4"}
+    result = jaxrl_llm.train(tiny(root, tmp_path / "run", **changes, optimizer__learning_rate=0.0, checkpoint__every=1))
+    assert max(line["sampling/sampling_logp_difference/max"] for line in result.metrics) < 1e-4
+    full, stored = (jaxrl_llm.load_model("embedded:sort", quantize=kind) for kind in ("none", "nf4"))
+    tokens = np.random.default_rng(0).integers(48, 58, (4, 30))
+    jax.tree.map(np.testing.assert_array_equal, lora.without_adapters(result.model.params), stored.params)
+    whole, own = (x.params["layers"]["attention"]["q"] for x in (full, result.model))
+    lost = whole["kernel"] - dequantize(own["kernel"], "nf4", np.float32)
+    left = lost - result.model.net.config.lora.scale * own["lora_a"] @ own["lora_b"]
+    assert np.linalg.norm(left) < 0.7 * np.linalg.norm(lost)
+    adapted = jaxrl_llm.load_model(result.output_dir / "adapter", quantize="nf4")
+    assert adapted.net.config.lora.rank == 24
+    np.testing.assert_allclose(adapted(tokens), result.model(tokens), atol=1e-5)
+    given = tiny(root, tmp_path / "given", **changes)
+    with pytest.raises(ConfigError, match=r"lora.init is loftq_niter_4, which reads .* the model is given in memory"):
+        jaxrl_llm.train(given, model=stored)
 
 
 @pytest.mark.slow

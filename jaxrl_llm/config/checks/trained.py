@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from jaxrl_llm.config.checks.values import changed, how_quantized
-from jaxrl_llm.config.entries import LORA_INIT, starts_from_matrices
+from jaxrl_llm.config.entries import LORA_INIT, makes_up, starts_from_matrices
 from jaxrl_llm.config.resolve import ConfigError, is_own, split_options
 from jaxrl_llm.config.schema import LARGEST, OPTIMIZERS, SCHEDULE_FREE, ConfigDict
 
@@ -127,7 +127,10 @@ def check_lora(config: ConfigDict) -> Iterator[str]:
             "forward pass, and none are kept as numbers: set one of the two off"
         )
     if not LORA_INIT.fullmatch(lora.init):
-        known = "kaiming, gaussian, orthogonal, random, pissa, pissa_niter_N (N iterations, 16 for example) and olora"
+        known = (
+            "kaiming, gaussian, orthogonal, random, pissa, olora and loftq; and of N iterations, 16 for example, "
+            "pissa_niter_N and loftq_niter_N"
+        )
         yield f"lora.init is {lora.init!r}, but there are {known}"
     elif lora.init != "kaiming" and lora.path is not None:
         yield f"lora.init is {lora.init}, but the adapter of lora.path has its numbers already: set it to kaiming"
@@ -136,6 +139,13 @@ def check_lora(config: ConfigDict) -> Iterator[str]:
             f"lora.init is {lora.init}, and lora.dora true, but DoRA learns the lengths of columns to which the "
             "adapters have added nothing yet: set init to kaiming, gaussian or orthogonal, or dora to false"
         )
+    elif makes_up(lora.init) and config.model.quantize == "none":
+        yield (
+            f"lora.init is {lora.init}, which makes up for what matrices lose in few bits, but model.quantize is none: "
+            "set it to nf4, for example, or init to pissa"
+        )
+    elif makes_up(lora.init) and config.model.random_init:
+        yield f"lora.init is {lora.init}, which reads the model's files, but model.random_init is true: set it to false"
     elif lora.init == "orthogonal" and lora.rank % 2:
         yield f"lora.init is orthogonal, which takes an even rank, but lora.rank is {lora.rank}"
     if config.model.vision == "trained" and (lora.rank or lora.path):
@@ -188,7 +198,7 @@ def check_lora(config: ConfigDict) -> Iterator[str]:
                 f"lora.{setting} is {str(lora[setting]).lower()}, but lora.targets names {experts[0]}, and adapters of "
                 f"experts have no {setting}, as in PEFT: set it to {off}, or leave experts out of the targets"
             )
-    if lora.rank and experts and starts_from_matrices(lora.init):
+    if lora.rank and experts and (starts_from_matrices(lora.init) or makes_up(lora.init)):
         yield (
             f"lora.init is {lora.init}, but lora.targets names {experts[0]}, and adapters of experts do not start from "
             "the matrices beside them: set it to kaiming, or leave experts out of the targets"

@@ -20,6 +20,7 @@ has put keys.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -27,9 +28,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.entries import starts_from_matrices
+from jaxrl_llm.config.entries import makes_up, starts_from_matrices
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.models.quantize import as_matrix
 
@@ -95,7 +97,7 @@ class LoraConfig:
                 f"lora.{setting}, but adapters of experts ({', '.join(self.experts)}) have none, as in "
                 f"PEFT: set it to {off}, or leave experts out of lora.targets"
             )
-        if self.subtracts and (self.experts or self.dora):
+        if (self.subtracts or makes_up(self.init)) and (self.experts or self.dora):
             named = f"experts ({', '.join(self.experts)})" if self.experts else "DoRA"
             raise ConfigError(
                 f"lora.init is {self.init}, with which adapters start from the matrices beside them, but those of "
@@ -198,12 +200,7 @@ def started(params: Params, config: LoraConfig, key: jax.Array, quantized: str =
         if not own.subtracts:
             drawn = _drawn(own, own_key, a, b)
             return {**found, "lora_a": drawn[0], "lora_b": drawn[1]}
-        if own.rank > min(a.shape[-2], b.shape[-1]):
-            raise ConfigError(
-                f"lora.init is {own.init} and the rank {own.rank}, but {'/'.join(path)} has a matrix of "
-                f"{a.shape[-2]} x {b.shape[-1]}, of no higher rank than {min(a.shape[-2], b.shape[-1])}: set a "
-                "smaller rank, or leave it out of lora.targets"
-            )
+        _check_rank(own, a, b, path)
 
         def of_layer(layer):
             return _leading(own, layer[0], as_matrix(layer[1], quantized, jnp.float32))
@@ -214,6 +211,56 @@ def started(params: Params, config: LoraConfig, key: jax.Array, quantized: str =
         return {**found, "lora_a": a, "lora_b": b, "start_a": a, "start_b": b}
 
     return visit(params)
+
+
+def made_up(
+    params: Params,
+    config: LoraConfig,
+    key: jax.Array,
+    quantized: str,
+    original: Callable[[str, int | None], np.ndarray],
+) -> Params:
+    """The parameters with adapters that make up for what the kernels lost in few bits (LoftQ, arXiv 2310.08659).
+
+    Of W `[in, out]`, which `original` returns of a kernel by its path and its layer, and of Q, which is kept: s A B is
+    the matrix of rank r that is nearest to W - Q. That is the first round of the paper's alternation, as PEFT's
+    `replace_lora_weights_loftq` has it for s = 1: every reader of the quantised model has the same Q. `quantized` is
+    the kind of Q. Raises ConfigError for a rank above the matrix' own.
+    """
+    count = iter(range(10**6))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def of_layer(own: LoraConfig, key, kernel, layer, matrix):
+        stored = kernel if layer is None else jax.tree.map(lambda x: x[layer], kernel)
+        return _leading(own, key, matrix - as_matrix(stored, quantized, jnp.float32))
+
+    def visit(tree: Params, path: tuple[str, ...] = ()) -> Params:
+        found = {name: visit(x, (*path, name)) if isinstance(x, dict) else x for name, x in tree.items()}
+        if "lora_a" not in tree or not isinstance(tree["kernel"], dict):
+            return found
+        own, own_key = config.at(path), jax.random.fold_in(key, next(count))
+        assert own is not None
+        _check_rank(own, tree["lora_a"], tree["lora_b"], path)
+        shape = dataclasses.replace(own, init=own.init.replace("loftq", "pissa"))
+        name, stacked = "/".join((*path, "kernel")), tree["lora_a"].ndim > 2
+        factors = [
+            of_layer(shape, jax.random.fold_in(own_key, i or 0), tree["kernel"], i, original(name, i))
+            for i in (range(len(tree["lora_a"])) if stacked else (None,))
+        ]
+        a, b = map(jnp.stack, zip(*factors, strict=True)) if stacked else factors[0]
+        return {**found, "lora_a": a, "lora_b": b}
+
+    return visit(params)
+
+
+def _check_rank(config: LoraConfig, a, b, path: Sequence[str]) -> None:
+    """Raises ConfigError for an adapter of a higher rank than the matrix that it starts from."""
+    if config.rank > (most := min(a.shape[-2], b.shape[-1])):
+        raise ConfigError(
+            f"lora.init is {config.init} and the rank {config.rank}, but {'/'.join(path)} has a matrix of "
+            f"{a.shape[-2]} x {b.shape[-1]}, of no higher rank than {most}: set a smaller rank, or leave it out of "
+            "lora.targets"
+        )
 
 
 def _drawn(config: LoraConfig, key, a, b) -> tuple[jax.Array, jax.Array]:

@@ -8,12 +8,13 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
@@ -250,9 +251,7 @@ def load(
     family = family_of(hf)
     net = Net(family.to_config(hf, dtype=dtype, param_dtype=param_dtype, **overrides))
     with contextlib.ExitStack() as stack:
-        files = safetensors.Files(folder, stack, allow_pickle, block_fp8.block_of(hf))
-        if "text_part_of" in hf:
-            files.where = text_part.tensors_of(files.where)
+        files = _opened(folder, hf, stack, allow_pickle)
         tensors = files.stored_tensors(net, family)
         own_head = net.config.head != "lm"
         if own_head and not any(name.startswith("score.") for name in files.where):
@@ -269,6 +268,25 @@ def load(
         if net.config.tie_embeddings and net.config.head == "lm":
             files.check_tied(next(tensor.name for tensor in tensors if tensor.leaf == "embed/weight"))
         return net, safetensors.read_params(net, files, tensors, mesh, seed)
+
+
+def _opened(folder: Path, hf: dict[str, Any], stack: contextlib.ExitStack, allow_pickle: bool) -> safetensors.Files:
+    files = safetensors.Files(folder, stack, allow_pickle, block_fp8.block_of(hf))
+    if "text_part_of" in hf:
+        files.where = text_part.tensors_of(files.where)
+    return files
+
+
+@contextlib.contextmanager
+def opened_kernels(
+    folder: Path, net: Net, allow_pickle: bool = False, entries: Mapping[str, Any] | None = None
+) -> Iterator[Callable[[str, int | None], np.ndarray]]:
+    """A function that reads a kernel `[in, out]` of a layer from the model's files, in fp32, by its path in `net`."""
+    hf = read_config(folder, entries)
+    with contextlib.ExitStack() as stack:
+        files = _opened(folder, hf, stack, allow_pickle)
+        stored = {(tensor.leaf, tensor.layer): tensor for tensor in files.stored_tensors(net.base, family_of(hf))}
+        yield lambda path, layer: files.read(stored[path, layer], (slice(None), slice(None)), np.dtype(np.float32))
 
 
 def load_net(folder: str | os.PathLike[str], entries: Mapping[str, Any] | None = None, **overrides) -> Net:

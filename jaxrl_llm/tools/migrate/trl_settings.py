@@ -3,7 +3,7 @@
 import json
 import re
 
-from jaxrl_llm.config.entries import LORA_INIT, lora_init
+from jaxrl_llm.config.entries import LORA_INIT, lora_init, makes_up
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.diagnose import READERS
 from jaxrl_llm.tools.migrate import shared
@@ -118,6 +118,13 @@ def model(draft: Draft) -> None:
         draft.set("model.quantize", kind, "load_in_4bit", "bnb_4bit_quant_type")
     elif draft.get("load_in_8bit"):
         draft.set("model.quantize", "int8", "load_in_8bit")
+    if makes_up(draft.values.get("lora.init", "")):  # PEFT quantises by itself, to numbers of four bits
+        if "model.quantize" not in draft.values:
+            draft.set("model.quantize", "nf4", "init_lora_weights")
+        draft.check(
+            f"{draft.named('init_lora_weights')} = 'loftq': the matrices are {draft.values['model.quantize']} "
+            "(model.quantize), and adapters start from what they lack; of PEFT's loftq_config one round (loftq_iter)"
+        )
     if draft.values.get("model.quantize") and "lora.rank" not in draft.values:
         draft.check("a quantised model is trained by adapters: set lora.rank")
 

@@ -8,10 +8,11 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
 from jaxrl_llm.config import ConfigDict, ConfigError
+from jaxrl_llm.config.entries import makes_up
 from jaxrl_llm.models.adapters.lora import LoraConfig, has_adapters, parse_targets
 from jaxrl_llm.models.adapters.peft import read_config
 from jaxrl_llm.models.adapters.peft_patterns import AdapterPatterns
-from jaxrl_llm.models.model import Model, add_adapters, check_same_vocabulary, copied_model, load_model
+from jaxrl_llm.models.model import Model, add_adapters, check_same_vocabulary, copied_model, load_model, make_up
 from jaxrl_llm.models.trained import Trained
 from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.value import shared_critic
@@ -44,6 +45,13 @@ def build_model(
     if config.lora.rank:
         key = jax.random.fold_in(jax.random.key(config.seed), ADAPTERS)
         model = add_adapters(model, build_lora(config), key, config.lora.modules_to_save, adapter_patterns(config))
+        if makes_up(config.lora.init):
+            if given is not None:
+                raise ConfigError(
+                    f"lora.init is {config.lora.init}, which reads the matrices from the model's files as they are "
+                    "before model.quantize, and the model is given in memory: set model.path, or lora.init to kaiming"
+                )
+            model = make_up(model, jax.random.fold_in(key, 1), c.allow_pickle, c.revision, model_entries(config))
     elif (given is not None or config.lora.path is not None) and model.net.config.lora is not None:
         model = replace(model, net=model.net.with_lora(replace(model.net.config.lora, dropout=config.lora.dropout)))
     return model

@@ -8,16 +8,19 @@ import numpy as np
 import peft
 import pytest
 import torch
+from peft.utils.loftq_utils import _low_rank_decomposition
 from transformers import AutoModelForCausalLM
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.adapters.lora import LoraConfig
-from jaxrl_llm.models.model import add_adapters, load_model, save_adapter, save_hf
+from jaxrl_llm.models.model import add_adapters, load_model, make_up, save_adapter, save_hf
+from jaxrl_llm.models.quantize import dequantize
 from tests.models.adapters.test_lora import TOKENS, gradients_beside, in_peft, shaken
 
 SHAPE = LoraConfig(rank=4, alpha=6.0, targets=("q", "v", "o", "gate", "down"))
 Q = ("layers", "attention", "q")
+KEY = jax.random.key(1)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +104,33 @@ def test_power_iterations_find_the_principal_parts(llama_folder, quantize):
     assert other["lora_a"].shape == one["lora_a"].shape
 
 
+def test_adapters_make_up_for_few_bits(llama_folder, tmp_path):
+    """LoftQ's first round: of each matrix what PEFT finds of W - Q, and a model nearer to the one in full."""
+    full, base = load_model(llama_folder), load_model(llama_folder, quantize="nf4")
+    started = add_adapters(base, dataclasses.replace(SHAPE, init="loftq"), KEY)
+    np.testing.assert_array_equal(started(TOKENS), base(TOKENS))
+    model = make_up(started, KEY)
+    for part, names in (("attention", "qvo"), ("mlp", ("gate", "down"))):
+        for name in names:
+            ours, whole = model.params["layers"][part][name], full.params["layers"][part][name]["kernel"]
+            stored = dequantize(ours["kernel"], "nf4", np.float32)
+            product = SHAPE.scale * ours["lora_a"] @ ours["lora_b"]
+            for matrix, kept, found in zip(whole, stored, product, strict=True):
+                theirs = _low_rank_decomposition(torch.tensor(np.asarray(matrix - kept)), SHAPE.rank)
+                np.testing.assert_allclose(found, (theirs["L"] @ theirs["R"]).numpy(), atol=2e-6)
+                assert np.linalg.norm(matrix - kept - found) < 0.9 * np.linalg.norm(matrix - kept)
+    error, before = (np.abs(x(TOKENS) - full(TOKENS)).mean() for x in (model, base))
+    assert error < 0.9 * before
+    # A plain adapter of the quantised model, for whoever reads it so.
+    save_adapter(model, tmp_path / "adapter")
+    again = load_model(llama_folder, adapter=tmp_path / "adapter", quantize="nf4")
+    np.testing.assert_allclose(again(TOKENS), model(TOKENS), atol=1e-6)
+    faster = make_up(add_adapters(base, dataclasses.replace(SHAPE, init="loftq_niter_30"), KEY), KEY)
+    one, other = (adapter_of(x, *Q) for x in (model, faster))
+    near = np.linalg.norm(other["lora_a"] @ other["lora_b"] - one["lora_a"] @ one["lora_b"])
+    assert near < 0.1 * np.linalg.norm(one["lora_a"] @ one["lora_b"])
+
+
 def test_other_starts(base):
     """Their distributions are those that PEFT draws from; A B is 0 but for random."""
     made = {}
@@ -127,6 +157,8 @@ def test_what_a_start_does_not_go_with(base):
         LoraConfig(2, init="pissa", targets=("experts.down_proj",))
     with pytest.raises(ConfigError, match=r"lora.init is olora, .* but those of DoRA do not: set it to kaiming, or"):
         LoraConfig(2, init="olora", dora=True)
+    with pytest.raises(ConfigError, match=r"lora.init is loftq, .* but those of experts \(experts.down_proj\) do not"):
+        LoraConfig(2, init="loftq", targets=("experts.down_proj",))
     with pytest.raises(ConfigError, match=r"lora.init is orthogonal, which takes an even rank, but the rank is 3"):
         LoraConfig(3, init="orthogonal")
     with pytest.raises(ConfigError, match=r"pissa and the rank 40, but layers/attention/q has a matrix of 32 x"):
