@@ -35,7 +35,7 @@ ORACLES |= {"tinker": "0.38", "schedulefree": "1.4", "prodigyopt": "1.1.2", "cam
 ORACLES |= {"starlette": "0.40", "uvicorn": "0.30", "outlines_core": "0.2.11", "llguidance": "1.0"}
 
 MOST_MAPS = 30_000  # of memory, behind which compiled programs are freed
-TESTS_BETWEEN = 8  # quick ones, after which they are counted: to read as many takes longer than most tests
+TESTS_BETWEEN = 32  # quick ones, after which they are counted: to read as many takes longer than most tests
 TASK_ROWS = 512  # of the built-in task: to tokenise all 16,384 takes longer than most runs of two steps
 ALLOCATIONS = 50_000  # after which young objects are looked through: JAX's own 700 take a twentieth of the time
 PROGRAMS_A_CONTEXT = 100  # of MLIR: a new one for each program takes a twelfth of the suite's time
@@ -50,7 +50,8 @@ if Version(importlib.metadata.version("jaxlib")) < Version("0.11"):  # later one
     SEVERAL_DEVICES += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 os.environ.setdefault("XLA_FLAGS", OPTIMIZATION)
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+# The smallest programs too: to read one takes a fifth of the time that compiling it takes, and to write it none.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

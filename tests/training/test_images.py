@@ -28,6 +28,8 @@ from jaxrl_llm.training.packing.planner import PackingSpec, TypicalRows, make_pa
 from jaxrl_llm.training.passes import images_of_rows, scored_logps
 from jaxrl_llm.training.rollouts.dynamic_sampling import _as_wide
 from jaxrl_llm.training.rollouts.experience import Rollouts, pack, placed, unpack
+from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.models import build_model
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import packing_spec
 
@@ -50,6 +52,30 @@ def configured(root, tmp_path, **changes):
 
 def leaves(params):
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
+
+
+def letters(completions, **_):
+    """Rewards for random networks, which hardly ever answer right and would learn from nothing."""
+    return [float(sum(map(ord, completion)) % 7) for completion in completions]
+
+
+def logged(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def test_a_step_on_images_moves_all_of_the_encoder(root, tmp_path):
+    """And the sampler reads the images that the update reads."""
+    changes = {"total_steps": 1, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0, "checkpoint.every": 0}
+    config = configured(root, tmp_path, **changes)
+    model = build_model(config, build_mesh(config))
+    before, config.model.random_init = leaves(model.params), False
+    after = leaves(jaxrl_llm.train(config, model=model, rewards=[letters]).model.params)
+    assert any("['vision']['encoder']" in path for path in after)
+    for path, x in after.items():
+        assert np.isfinite(x).all() and not np.array_equal(x, before[path]), path
+    (line,) = logged(tmp_path / "run")
+    assert line["sampling/sampling_logp_difference/max"] < 1e-5
 
 
 @pytest.mark.slow
@@ -86,8 +112,7 @@ def test_sft_steps_on_images(root, tmp_path, packing):
         config.optimizer.learning_rate = 2e-3  # demonstrations bear more than samples do
         rows = [{**row, "completion": row["answer"]} for row in tasks.generate(task, size=8)]
         jaxrl_llm.train(config, train_dataset=rows)
-        lines = [json.loads(line) for line in (tmp_path / task / "run" / "metrics.jsonl").read_text().splitlines()]
-        return [line["loss"] for line in lines if "loss" in line][-1]
+        return logged(tmp_path / task / "run")[-1]["loss"]
 
     assert loss("shapes") < 0.3 * loss("shapes_blank")  # 0.036 and 0.463
 
@@ -207,10 +232,6 @@ def test_steps_of_other_families_on_images(root, tmp_path, family, algorithm):
     config.data.max_length, config.total_steps = 16, 1
     rows = [{**row, "completion": row["answer"]} for row in tasks.generate("shapes", size=8)]
     dataset = rows if algorithm == "sft" else None
-
-    def letters(completions, **_):  # random networks hardly ever answer right, and would learn from nothing
-        return [float(sum(map(ord, completion)) % 7) for completion in completions]
-
     rewards = None if algorithm == "sft" else [letters]
     first = jaxrl_llm.train(config, train_dataset=dataset, rewards=rewards).model
     seen = {"gemma3": "all", "gemma4": "sliding", "paligemma": "prompt"}
@@ -219,8 +240,7 @@ def test_steps_of_other_families_on_images(root, tmp_path, family, algorithm):
     for path, x in leaves(jaxrl_llm.train(config, train_dataset=dataset, rewards=rewards).model.params).items():
         kept = path.endswith("['out_scale']") or (family == "llava" and "['encoder']['norm']" in path)
         assert np.isfinite(x).all() and np.array_equal(x, before[path]) == kept, path
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if "loss" in line]
+    lines = logged(tmp_path / "run")
     assert len(lines) == 2
     if algorithm == "grpo":
         assert max(line["sampling/sampling_logp_difference/max"] for line in lines) < 1e-5
