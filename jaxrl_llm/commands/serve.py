@@ -126,6 +126,7 @@ def serve(
 
     from jaxrl_llm.serving.app import Limits, Server
     from jaxrl_llm.serving.connections import Connection
+    from jaxrl_llm.serving.endpoints import ENDPOINTS
     from jaxrl_llm.serving.grid import RowRequest
     from jaxrl_llm.serving.queue import Counts, Handle, RequestQueue, Tokens
     from jaxrl_llm.serving.trainers import ROUTES
@@ -176,7 +177,7 @@ def serve(
             leaves[number] = leaves[number].astype(dtype)
         return structure.unflatten(leaves)
 
-    routes = list(ROUTES)
+    routes = [*ENDPOINTS, *ROUTES]
     if tinker:
         path = model.path or names[0]  # by which clients find the tokenizer
         known = dict.fromkeys((str(Path(path).absolute()) if Path(path).is_dir() else path, path, names[0]))

@@ -2,7 +2,7 @@
 
 | path | |
 |---|---|
-| `/session/ID/v1/{chat/completions,responses,messages,completions}` | as those of `app.py`, sampled as the run is |
+| `/session/ID/v1/{chat/completions,responses,messages,completions}` | as in `endpoints.py`, sampled as the run is |
 | `/session/ID/v1/messages/count_tokens` | the tokens of such a call |
 | `/session/ID/v1/models` | the model's name |
 | `/session/v1/chat/completions`, ... | the same for one client of many sessions: `model` names the session |
@@ -25,9 +25,11 @@ from starlette.responses import JSONResponse, Response
 
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.observations import TurnTokenizer
-from jaxrl_llm.serving.app import AT_ONCE, Answer, Limits, Server, Translated
+from jaxrl_llm.serving.answers import Answer, Translated, answered
+from jaxrl_llm.serving.app import AT_ONCE, Limits, Server
 from jaxrl_llm.serving.bodies import Asked, parse
 from jaxrl_llm.serving.choice import Choice, Piece
+from jaxrl_llm.serving.endpoints import models
 from jaxrl_llm.serving.errors import BadRequestError, renamed
 from jaxrl_llm.serving.messages import MessagesRequest, counted
 from jaxrl_llm.serving.queue import RequestQueue
@@ -58,7 +60,7 @@ class Gateway:
             ("messages", "POST", functools.partial(self.complete, chat=True, of=MessagesRequest)),
             ("completions", "POST", functools.partial(self.complete, chat=False)),
             ("messages/count_tokens", "POST", self.count_tokens),
-            ("models", "GET", Server.models),
+            ("models", "GET", models),
             ("reward", "POST", self.reward),
             ("sub_agents", "POST", self.open_sub_agent),
         )
@@ -118,7 +120,7 @@ class Gateway:
     async def complete(
         self, server: Server, request: Request, chat: bool, of: Callable[..., Translated] | None = None
     ) -> Response:
-        """The completions of a request, which its session keeps; `of` as in `Server.complete`."""
+        """The completions of a request, which its session keeps; `of` as in `endpoints.complete`."""
         body = await server.body(request)
         session = self._session(request.path_params.get("id", str(body.get("model"))))
         call, other = Call(session), None
@@ -137,7 +139,7 @@ class Gateway:
                 await asyncio.to_thread(server.guides.grammar, *asked.guide)
             with self.lock:
                 answer = KeptAnswer(server, call.bounded(asked), call, self.lock)
-        return await server.answered(request, answer, other)
+        return await answered(server, request, answer, other)
 
     async def count_tokens(self, server: Server, request: Request) -> Response:
         """The tokens that the prompt of a call of Anthropic's Messages API would have; it is none of the session."""

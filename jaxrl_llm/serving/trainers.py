@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.files.weight_versions import PatchError
-from jaxrl_llm.serving.app import Answer, Server
+from jaxrl_llm.serving.answers import Answer
+from jaxrl_llm.serving.app import Server
 from jaxrl_llm.serving.choice import Choice
 from jaxrl_llm.serving.errors import BadRequestError
 

@@ -40,6 +40,7 @@ def listening(sorter):
     uvicorn = pytest.importorskip("uvicorn")
     from jaxrl_llm.serving.app import Limits, Server
     from jaxrl_llm.serving.connections import Connection
+    from jaxrl_llm.serving.endpoints import ENDPOINTS
     from jaxrl_llm.serving.trainers import ROUTES
     from jaxrl_llm.tools.tinker.service import TrainingService
 
@@ -62,7 +63,7 @@ def listening(sorter):
         queue = RequestQueue(
             engine, model.params, size, adapters=adapters, prefix_bytes=prefixes, adapts=training is not None
         )
-        routes = list(ROUTES)
+        routes = [*ENDPOINTS, *ROUTES]
         if training is not None:
             routes += TrainingService(model, queue, training, ("embedded:sort", "sorter"), 256, *full).routes
         limits = limits or Limits(LONGEST, body=100_000)

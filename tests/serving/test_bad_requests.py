@@ -237,7 +237,7 @@ def test_a_stream_that_fails_says_so(web, monkeypatch, capsys, path):
     def fails(*_):
         raise RuntimeError("of the server")
 
-    monkeypatch.setattr("jaxrl_llm.serving.app.Choice.logprobs", fails)
+    monkeypatch.setattr("jaxrl_llm.serving.answers.Choice.logprobs", fails)
     body = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
     said = refused(web.post(path, json=body), 500)
     answer = web.post(path, json={**body, "stream": True})

@@ -384,6 +384,23 @@ def test_a_long_text_is_tokenised_beside_the_calls_of_others(turns, monkeypatch)
     gateway.close()
 
 
+def test_tokens_are_counted_without_a_call(turns):
+    """And nothing is sampled outside of sessions."""
+    pytest.importorskip("uvicorn")
+    from jaxrl_llm.serving.gateway import Gateway
+
+    gateway = Gateway(types.SimpleNamespace(cancel=lambda handles: None), turns, 320, 60, ImageLimits())
+    [session] = gateway.open([b"key"], SessionSpec(SamplingParams(), 40, 60, 100))
+    options = {"headers": {"x-api-key": gateway.key}, "timeout": 60}
+    for address, model in ((gateway.base_url(session), "any"), (f"{gateway.url}/session/v1", session.name)):
+        body = {"model": model, "messages": [QUESTION]}
+        counted = httpx.post(f"{address}/messages/count_tokens", json=body, **options).json()
+        assert counted == {"input_tokens": len(render_prompt(turns.tokenizer, [QUESTION]))}
+    assert session.calls == 0
+    assert httpx.post(f"{gateway.url}/v1/chat/completions", json={"messages": [QUESTION]}, **options).status_code == 404
+    gateway.close()
+
+
 def test_sub_agents_have_names_keys_and_limits_of_their_own(turns):
     session = session_of(turns, calls=4, tokens=12)
     first, second = (session.open_sub_agent({"name": "searcher", "max_turns": 1, "max_tokens": 3}) for _ in range(2))

@@ -17,7 +17,8 @@ from starlette.responses import JSONResponse, Response
 
 from jaxrl_llm.models.adapters.lora import LoraConfig, combine
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.serving.app import Answer, Server
+from jaxrl_llm.serving.answers import Answer
+from jaxrl_llm.serving.app import Server
 from jaxrl_llm.serving.bodies import parse
 from jaxrl_llm.serving.choice import Choice
 from jaxrl_llm.serving.errors import BadRequestError

@@ -1,4 +1,4 @@
-"""The HTTP interface of training runs: the endpoints that Tinker's SDK calls, beside those of `serving/app.py`.
+"""The HTTP interface of training runs: the endpoints that Tinker's SDK calls, beside those of `serving/endpoints.py`.
 
 A call is answered at once with the id of a request, whose result the client fetches when it is there. Requests of a run
 are done in the order that the client numbered them, whatever order they come in; those of several runs take turns, a
