@@ -85,7 +85,12 @@ def _with_length(text: str) -> str:
 def length_range(
     completion_ids: Sequence[Sequence[int]], *, minimum: int = 0, maximum: int = 2**31, **columns: Any
 ) -> list[float]:
-    """1.0 where the completion has `minimum` to `maximum` tokens, else 0.0."""
+    """1.0 where the completion has `minimum` to `maximum` tokens, else 0.0.
+
+    Raises RewardError: a `minimum` above `maximum`.
+    """
+    if minimum > maximum:
+        raise RewardError(f"length_range: minimum is {minimum}, above maximum, which is {maximum}")
     return [float(minimum <= len(ids) <= maximum) for ids in completion_ids]
 
 
@@ -97,16 +102,22 @@ def length_penalty(
 
 
 def json_schema(
-    completions: Sequence[Any], *, schema: Mapping[str, Any] | str | None = None, column: str = "schema", **columns: Any
+    completions: Sequence[Any],
+    schema: Mapping[str, Any] | str | Sequence[Any] | None = None,
+    *,
+    column: str = "schema",
+    **columns: Any,
 ) -> list[float | None]:
     """1.0 where the completion is JSON that fits the schema, 0.0 where it is not; None where the schema is None.
 
-    The JSON is the whole completion, or the last object in it (a fenced block, say). `schema` is the same for all rows;
-    without it, the data set's `column` has one for each, itself or as JSON text. Schemas are those of JSON Schema,
-    draft 2020-12, without references to other documents. JSON that is nested too deep to be read fits none, nor does
-    what takes more than 3 seconds to check, with a warning. Raises RewardError: a schema that is none, unknown keywords
-    included, which a validator would pass over.
+    The JSON is the whole completion, or the last object in it (a fenced block, say). The option `schema` is the same
+    for all rows; without it, the data set's `column` has one for each. They are given as they are or as JSON text, and
+    are those of JSON Schema, draft 2020-12, without references to other documents. JSON that is nested too deep to be
+    read fits none, nor does what takes more than 3 seconds to check, with a warning. Raises RewardError: a schema that
+    is none, unknown keywords included, which a validator would pass over.
     """
+    if isinstance(schema, list):  # no schema, but the data's column of this name
+        columns["schema"], schema = schema, None
     if schema is None and column not in columns:
         raise RewardError(
             f"json_schema needs the option schema, or the column {column!r}, which the data does not have"
@@ -116,9 +127,12 @@ def json_schema(
     slow: dict[str, list[Any]] = {"texts": [], "schemas": []}  # what may take long
     rows = []
     for row, (completion, wanted) in enumerate(zip(completions, schemas, strict=True)):
-        wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
         if wanted is None:
             continue
+        try:
+            wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
+        except ValueError as error:
+            raise RewardError(f"json_schema: the schema {shorten(wanted, 100)} is no JSON: {error}") from None
         text, shape = text_of(completion), json.dumps(wanted)
         schema_validator(shape)
         if len(text) > LONG_TEXT or LONG_SCHEMA.search(shape):

@@ -116,7 +116,11 @@ def cosine_scaled(
     low + (high - low)/2 * (1 + cos(pi * min(n / max_length, 1))), with (low, high) = (min_value_correct,
     max_value_correct) for a right completion: short ones earn more; and (max_value_wrong, min_value_wrong) for a
     wrong one: short ones lose more.
+
+    Raises RewardError: a `max_length` that is not above 0.
     """
+    if max_length <= 0:
+        raise RewardError(f"cosine_scaled: max_length is {max_length}; it is a number of tokens above 0")
     rewards: list[float | None] = []
     for right, ids in zip(boxed_accuracy(completions, answer), completion_ids, strict=True):
         if right is None:
@@ -133,10 +137,13 @@ def repetition_penalty(
 ) -> list[float]:
     """max_penalty * (1 - distinct n-grams / n-grams) over the token ids (arXiv 2502.03373, appendix C.2).
 
-    0.0 for a completion of fewer than `ngram_size` tokens. Raises ValueError for a positive `max_penalty`.
+    0.0 for a completion of fewer than `ngram_size` tokens. Raises RewardError: a positive `max_penalty`, or an
+    `ngram_size` below 1.
     """
     if max_penalty > 0:
-        raise ValueError(f"max_penalty is {max_penalty}; a penalty is 0 or negative")
+        raise RewardError(f"repetition_penalty: max_penalty is {max_penalty}; a penalty is 0 or negative")
+    if ngram_size < 1:
+        raise RewardError(f"repetition_penalty: ngram_size is {ngram_size}; n-grams have one token or more")
     rewards = []
     for ids in completion_ids:
         ngrams = [tuple(ids[start : start + ngram_size]) for start in range(len(ids) - ngram_size + 1)]
@@ -149,8 +156,11 @@ def soft_overlong(
 ) -> list[float]:
     """DAPO's length punishment in tokens n (arXiv 2503.14476, equation 13).
 
-    0 up to max_length - cache, then falling linearly to -1 at max_length, and -1 beyond.
+    0 up to max_length - cache, then falling linearly to -1 at max_length, and -1 beyond. Raises RewardError: a `cache`
+    that is not from 0 to `max_length`, with which every completion would be punished.
     """
+    if not 0 <= cache <= max_length:
+        raise RewardError(f"soft_overlong: cache is {cache}; it is from 0 to max_length, which is {max_length}")
     free = max_length - cache
     return [
         0.0 if len(ids) <= free else (free - len(ids)) / cache if len(ids) <= max_length else -1.0

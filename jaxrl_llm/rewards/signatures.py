@@ -203,6 +203,11 @@ def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Ite
     """
     if isinstance(grader, RowGrader):
         return inputs
+    # Options of our own functions are keyword-only, and set by name: a column that is called so is none of them.
+    function = grader.func if isinstance(grader, functools.partial) else grader
+    if str(getattr(function, "__module__", None)).startswith("jaxrl_llm.rewards."):
+        options = [each.name for each in _parameters(function).values() if each.kind is each.KEYWORD_ONLY]
+        inputs = {key: values for key, values in inputs.items() if key not in options}
     plurals = {}
     for parameter in _parameters(grader).values():
         is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)

@@ -3,6 +3,7 @@ import math
 import pytest
 
 from jaxrl_llm.rewards import functions as f
+from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.rewards.signatures import RewardError
 
 
@@ -117,7 +118,7 @@ def test_repetition_penalty():
     assert f.repetition_penalty(completion_ids=[[1, 2, 3, 4], [5, 5, 5, 5, 5]], ngram_size=2) == [0.0, -0.75]
     assert f.repetition_penalty(completion_ids=[[], [1, 1]]) == [0.0, 0.0]
     assert f.repetition_penalty(completion_ids=[[1, 1, 1, 1]], max_penalty=-2.0) == [-1.0]
-    with pytest.raises(ValueError, match=r"max_penalty is 1.0"):
+    with pytest.raises(RewardError, match=r"max_penalty is 1.0"):
         f.repetition_penalty(completion_ids=[[1]], max_penalty=1.0)
 
 
@@ -148,3 +149,36 @@ def test_cosine_parity_with_trl():
     answer = [r"\frac{1}{3}"] * 8
     theirs = rewards.get_cosine_scaled_reward(max_len=100)(completions, answer, ids)
     assert f.cosine_scaled(completions, answer, ids, max_length=100) == pytest.approx(theirs)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("soft_overlong(max_length=4, cache=10)", "cache is 10; it is from 0 to max_length, which is 4"),
+        ("cosine_scaled(max_length=0)", "max_length is 0"),
+        ("repetition_penalty(ngram_size=0)", "ngram_size is 0"),
+        ("length_range(minimum=5, maximum=2)", "minimum is 5, above maximum"),
+    ],
+)
+def test_options_out_of_their_range(spec, message):
+    with pytest.raises(RewardError, match=message):
+        load_rewards(spec)(["p"], ["a"], [[1]], {"answer": ["a"]})
+
+
+def test_a_column_is_no_option_of_a_built_in_reward():
+    """Whatever it is called: `name`, `target` or `after` are common ones."""
+    columns = {"environment_reward": [1.5], "name": ["Ann"], "target": [3], "answer": ["5"], "tolerance": ["x"]}
+    rewards = load_rewards(["environment", "target_length", "numeric_answer", "target_length(target=1)"])
+    assert rewards(["p"], ["5"], [[1]], columns).tolist() == [[1.5, -19.0, 1.0, 0.0]]
+
+    def wanted(completions, *, target, **columns):  # of a user's function it is an argument
+        return target
+
+    assert load_rewards(wanted)(["p"], ["5"], [[1]], columns).tolist() == [[3.0]]
+    schemas = {"schema": [{"type": "integer"}, '{"type": "string"}', None]}
+    got = load_rewards(["json_schema", "json_schema(schema={'type': 'integer'})"])(
+        ["p"] * 3, ["3"] * 3, [[1]] * 3, schemas
+    )
+    assert got[:2].tolist() == [[1, 1], [0, 1]] and math.isnan(got[2, 0])
+    with pytest.raises(RewardError, match=r"the schema '\{' is no JSON"):
+        load_rewards("json_schema")(["p"], ["3"], [[1]], {"schema": ["{"]})
