@@ -1,7 +1,5 @@
 """Prompts and observations of multi-turn rollouts as token ids, which go on exactly where the policy's turn ended."""
 
-import functools
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +17,6 @@ from jaxrl_llm.data.templates import (
     tool_calls,
 )
 from jaxrl_llm.data.tokenize import PIXELS
-
-log = logging.getLogger(__name__)
 
 TURN, OBSERVATION = "the-turn-of-the-assistant", "the-observation"
 
@@ -44,7 +40,7 @@ class TurnTokenizer:
         """The ids of `prompt`, which opens the episode of a row and shows tools (JSON schemas).
 
         Raises ConfigError for a prompt that is too long, plain text where there are tools, messages where turns end
-        with stop strings, or an image that the row does not have; warns of a template that does not show tools.
+        with stop strings, or an image that the row does not have.
         """
         if self.stops and is_conversational(prompt):
             raise ConfigError(
@@ -61,8 +57,6 @@ class TurnTokenizer:
                 f"tools are shown and answered by the chat template, but the prompt {prompt!r} is plain text: give "
                 "prompts that are lists of messages"
             )
-        if tools and self._rendered(prompt, options) == self._rendered(prompt, {**options, "tools": None}):
-            _warn("the chat template does not show tools: the policy has to know them; see docs/environments.md")
         ids = render_prompt(self.tokenizer, prompt, **options)
         if images is not None:
             images.check(ids)
@@ -178,9 +172,3 @@ def _refuse_images(name: str, messages: Any) -> None:
             f"{name} has an image, which rows of environments and tools have in their prompt alone: set "
             'environment.agent="episodes", which takes them, or answer with text'
         )
-
-
-@functools.cache
-def _warn(message: str) -> None:
-    """Log a warning, once."""
-    log.warning(message)

@@ -25,6 +25,7 @@ QUESTION = "the-question"  # of the user, in the messages by which a template is
 log = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
+_GIVEN_TOOLS: set[str] = set()  # chat templates that were given tools, of which a warning is written once
 
 
 def is_conversational(prompt: Any) -> bool:
@@ -190,7 +191,8 @@ def render_chat(
     With `add_generation_prompt` the text ends where the assistant goes on: after the opening of a new turn, or inside
     the last message when that is the assistant's.
 
-    Raises ConfigError: not a list of messages, no chat template, or a template that refuses them.
+    Raises ConfigError: not a list of messages, no chat template, or a template that refuses them. Warns of a template
+    that leaves out the tools.
     """
     if not is_conversational(messages):
         raise ConfigError(
@@ -209,8 +211,9 @@ def render_chat(
     present = [_in_form(message, reads) for message in present]
     for role in {str(message["role"]) for message in present}.difference(ROLES):
         _tell_of_role(role, str(tokenizer.chat_template))
-    try:
-        text = tokenizer.apply_chat_template(
+
+    def rendered(tools: list[Any] | None) -> str:
+        return tokenizer.apply_chat_template(
             present,
             tools=tools,
             tokenize=False,
@@ -218,6 +221,16 @@ def render_chat(
             continue_final_message=continued,
             **(template_kwargs or {}),
         )
+
+    try:
+        text = rendered(tools)
+        if tools and (template := str(tokenizer.chat_template)) not in _GIVEN_TOOLS:
+            _GIVEN_TOOLS.add(template)
+            if text == rendered(None):
+                log.warning(
+                    "the chat template does not show tools: a model calls those that it knows already, or none; see "
+                    "docs/environments.md"
+                )
     except Exception as error:
         raise ConfigError(f"the chat template refused the messages {messages!r:.200}: {error}") from error
     return text if expand is None else expand(text)

@@ -138,6 +138,16 @@ def test_a_role_that_the_template_does_not_name_is_told_once(chatml_tokenizer, c
     assert "the role 'visitor', which the chat template does not name" in record.getMessage()
 
 
+def test_tools_that_the_template_does_not_show_are_told_once(tokenizer, tokenizer_folder, caplog):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    for shown, warnings in (("{{ tools[0].function.name if tools }}", 0), ("", 1)):
+        template = shown + "{%- for m in messages -%}tools: {{ m.content }}{%- endfor -%}"
+        asked = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=template)
+        for _ in range(2):
+            render_chat(asked, [{"role": "user", "content": "hi"}], False, tools)
+        assert sum("does not show tools" in record.getMessage() for record in caplog.records) == warnings
+
+
 def test_developers_are_the_system_where_the_template_has_none(chatml_tokenizer, tokenizer, tokenizer_folder):
     """OpenAI's rows and clients write the role developer."""
     messages = [{"role": "developer", "content": "Add."}, {"role": "user", "content": "2+2?"}]
