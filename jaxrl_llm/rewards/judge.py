@@ -185,12 +185,12 @@ class Judge(JudgeSpec):
     """A grader that has a language model score each completion.
 
     `template` is a jinja2 text, or a file that holds one (name.txt, name.j2, name.md), with `prompt`, `completion`,
-    every column, `low`, `high` and `criteria`. The score is read by the regular expression `pattern`, or at `field` of
-    a JSON object in the reply, or is its last number; on `scale` (lowest, highest) it becomes 0 to 1, with `scale=None`
-    it is taken as it is. `criteria` {name: weight} makes it a rubric: the reward is their weighted mean, and each is
-    logged. Replies that cannot be read are asked for again, `tries` times in all; a row that fails gets `on_failure`:
-    "stop" (an error), "none" or a number. `prices` are per million prompt and completion tokens, for the metric
-    `<name>/cost`. The other options are those of `EndpointSpec` or `PathSpec`.
+    every column, and `low`, `high` and `criteria` where the data has no such column. The score is read by the regular
+    expression `pattern`, or at `field` of a JSON object in the reply, or is its last number; on `scale` (lowest,
+    highest) it becomes 0 to 1, with `scale=None` it is taken as it is. `criteria` {name: weight} makes it a rubric: the
+    reward is their weighted mean, and each is logged. Replies that cannot be read are asked for again, `tries` times in
+    all; a row that fails gets `on_failure`: "stop" (an error), "none" or a number. `prices` are per million prompt and
+    completion tokens, for the metric `<name>/cost`. The other options are those of `EndpointSpec` or `PathSpec`.
     """
 
     template: str = SCORE_TEMPLATE
@@ -227,6 +227,8 @@ class Judge(JudgeSpec):
         memory = {} if batch_memory is None else batch_memory
         own = {"low": low, "high": high, "criteria": list(self.criteria or ())}
         lists = {name: values for name, values in columns.items() if isinstance(values, list)}
+        if self.template != SCORE_TEMPLATE:  # in a template of the user's, {{ criteria }} is the column of this name
+            own = {name: value for name, value in own.items() if name not in lists}
         judgements = await self.endpoint.gather(
             *(
                 self._judge(

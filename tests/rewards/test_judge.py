@@ -174,6 +174,17 @@ def test_the_default_template_asks_for_what_is_read():
     assert first[2] == "Rate how well the answer solves the task."
 
 
+def test_a_column_of_criteria_is_shown_by_a_template_that_names_it():
+    """It was hidden by the judge's own criteria, of which there were none."""
+    with JudgeServer(lambda body: "5") as server:
+        columns = {"criteria": ["be brief"], "low": [3]}
+        judge = Judge(server.url, "m", "{{ completion }}: {{ criteria }}, {{ low }} to {{ high }}")
+        assert ask(judge, ["a"], columns=columns).rewards.tolist() == [[0.5]]
+        assert asked(server.bodies[-1]) == "a: be brief, 3 to 10"
+        ask(Judge(server.url, "m"), ["a"], columns=columns)
+        assert "from 0 (useless) to 10" in asked(server.bodies[-1]) and "be brief" not in asked(server.bodies[-1])
+
+
 def test_a_completion_is_not_read_as_a_template():
     with JudgeServer(lambda body: "1") as server:
         ask(Judge(server.url, "m", TEMPLATE), ["{{ prompt.__class__ }}"])
