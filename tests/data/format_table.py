@@ -1,10 +1,12 @@
 """The table of all formats in docs/data.md: a row for every format, and the columns that it becomes.
 
 `python tests/data/format_table.py` writes the table anew. Formats that write with a chat template use that of the
-embedded model: `<|role|>content<|end|>`.
+embedded model: `<|role|>content<|end|>`. A `llama3` format stands beside the `chatml` one that reads the same rows, and
+is checked to differ in its marks alone.
 """
 
 import json
+import re
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -126,12 +128,28 @@ def table() -> str:
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "sort")
     lines = ["| for | format | a row | becomes |", "|---|---|---|---|"]
     for kind, spec, row in SAMPLES:
+        if spec.startswith("llama3"):
+            continue  # in the row of the chatml format
         example = find(spec, kind, tokenizer)(row)
         names = OF_STEPS if kind == "steps" else COLUMNS
         columns = {name: example[name] for name in names if name in example}
+        specs = [spec]
+        if spec.startswith("chatml"):
+            specs.append("llama3" + spec.removeprefix("chatml"))
+            other = find(specs[1], kind, tokenizer)(row)
+            assert {name: other[name] for name in names if name in other} == {
+                name: _with_marks_of_llama3(value) for name, value in columns.items()
+            }, specs[1]
         becomes = "<br>".join(f"{name}: {_code(_json(value))}" for name, value in columns.items())
-        lines.append(f"| {kind} | {_code(spec)} | {_code(_json(row))} | {becomes} |")
+        lines.append(f"| {kind} | {', '.join(map(_code, specs))} | {_code(_json(row))} | {becomes} |")
     return "\n".join(lines) + "\n"
+
+
+def _with_marks_of_llama3(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    opened = re.sub(r"<\|im_start\|>(\w+)\n", r"<|start_header_id|>\1<|end_header_id|>\n\n", value)
+    return re.sub(r"<\|im_end\|>\n?", "<|eot_id|>", opened)
 
 
 def _json(value: object) -> str:
