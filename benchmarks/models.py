@@ -256,8 +256,9 @@ difference.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`); transformers has none
   of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2 and 3, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo
   Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open, nanochat,
-  VaultGemma, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam and the mixtures of experts of
-  Qwen3.5, GLM and Granite. Step heads of GPT-2, Pythia and Falcon are refused: their classes have other names.
+  VaultGemma, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2 and the mixtures of
+  experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, Pythia and Falcon are refused: their classes have other
+  names.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
@@ -287,6 +288,10 @@ difference.
   `glm4_moe` is GLM-4.5 to 4.7, which has these experts, as `dots1` has, and `glm4_moe_lite` GLM-4.7-Flash, which has
   the attention too. Folders of the type `kimi_k2` are DeepSeek-V3's in form: they are read and exported as a
   `deepseek_v3`.
+- Sparse attention (DeepSeek-V3.2, GLM-5): a token attends to the `index_topk` tokens that its indexer rates best,
+  exactly so many, in training, prefill and decoding; all latents are computed with, and those of others masked. Rows of
+  up to `index_topk` tokens are not rated. The choice has no gradient: training keeps the indexer as it is, without
+  moments, and it has no adapters. Indexers that serve several layers (`indexer_types`) are refused.
 - Weights in fp8 with a scale for each block of numbers (`weight_block_size`, DeepSeek-V3 and Qwen3's FP8 folders) or
   for each matrix (Ministral 3), and gpt-oss' experts in MXFP4, are read as numbers and exported as such.
 - Gated delta nets with short convolutions, beside gated attention (Qwen3-Next, Qwen3.5) or plain (OLMo Hybrid), and

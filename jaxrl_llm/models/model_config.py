@@ -18,6 +18,7 @@ from jaxrl_llm.models.rope import Rope
 from jaxrl_llm.models.vision.tower import VisionConfig
 
 DEFAULT_ROPE = Rope()
+INDEXER = ("q/kernel", "k/kernel", "k_norm/scale", "k_norm/shift", "proj/kernel")  # the leaves of one
 
 
 class LayerRun(NamedTuple):
@@ -92,6 +93,10 @@ class ModelConfig:
     query_rank: int = 0  # of latent attention, as the next two; 0: queries come from the hidden states themselves
     latent_size: int = 0
     value_head_dim: int = 0
+    index_heads: int = 0  # of sparse attention, as the next three; see sparse_attention.Indexer
+    index_head_dim: int = 0
+    index_top: int = 0  # tokens that a token attends to, at most
+    index_interleaved: bool = False  # the indexer rotates neighbouring dimensions together
     attention_gate: bool = False  # queries come with numbers whose sigmoids multiply the heads' outputs
     attention_gate_map: bool = False  # such numbers come from a map of their own
     attention_gate_heads: bool = False  # it has one for each head
@@ -315,7 +320,8 @@ class ModelConfig:
         """The parts of the parameters, and the paths of single ones, that training leaves as they are, whatever it
         trains of the others."""
         vision = ("vision",) if self.vision is not None and self.vision_training == "frozen" else ()
-        return (*vision, *self.frozen_leaves)
+        indexers = [f"{stack}/latent/indexer/{leaf}" for stack in self.stacks for leaf in INDEXER if self.index_heads]
+        return (*vision, *indexers, *self.frozen_leaves)
 
     @property
     def shares_prefixes(self) -> bool:

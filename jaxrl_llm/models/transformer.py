@@ -275,14 +275,15 @@ class Transformer(nnx.Module):
             runs = image_runs(jnp.where(in_prompt, 0, -1), segments)
         elif images is not None and both_ways:
             runs = image_runs(images.index, segments)
-        by_mask = prefixes is not None or runs is not None or is_in_chunks(c, tokens.shape[1])
+        sparse = bool(c.index_top) and tokens.shape[1] > c.index_top
+        by_mask = sparse or prefixes is not None or runs is not None or is_in_chunks(c, tokens.shape[1])
         # Some kernels read segments, and a mask [N,T,T] only where segments do not say it all.
         kernels = {implementation(c.of(kind), tokens.shape[1], by_mask) for kind in c.layer_configs}
         if "flash" in kernels and by_mask:
             raise ConfigError(
                 "model.attention = 'flash' reads no mask, which rows that share a prefix (batch.packing), whose "
-                "images are seen in both directions or that are longer than a chunk of the attention need: use "
-                "'auto', 'cudnn' or 'xla'"
+                "images are seen in both directions or that are longer than a chunk of the attention, or than the "
+                "tokens that sparse attention chooses, need: use 'auto', 'cudnn' or 'xla'"
             )
         mask = None if kernels <= BY_SEGMENTS and not by_mask else attention_mask(segments, prefixes, runs)
         sliding_mask = mask if both_ways == "sliding" else None

@@ -21,6 +21,7 @@ from transformers import (
     CwmConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
@@ -40,6 +41,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmConfig,
+    GlmMoeDsaConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
@@ -173,6 +175,11 @@ SMALL_OPT: dict[str, Any] = {
 ALONE = {name: x for name, x in SHAPE.items() if name != "num_key_value_heads"}  # of heads with keys of their own
 FALCON = {name: x for name, x in ALONE.items() if name != "intermediate_size"} | {"ffn_hidden_size": 48}
 SHARED_EXPERT = {**EXPERTS, "moe_intermediate_size": 16, "num_experts": 4, "shared_expert_intermediate_size": 20}
+# Of the 12 tokens of a document 5 are seen; heads enough that hardly a token has the score 0, as others have.
+SPARSE = {
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "index_topk": WINDOW, "index_head_dim": 6, "index_n_heads": 12,
+}  # fmt: skip
 VARIANTS = {
     "llama": lambda: LlamaConfig(**SHAPE),
     "llama3": lambda: LlamaConfig(
@@ -505,6 +512,15 @@ VARIANTS = {
         n_routed_experts=8, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
         rope_parameters=YARN_ROPE | {"mscale_all_dim": 1.0, "mscale": 1.0},
     ),
+    "deepseek_v32": lambda: DeepseekV32Config(
+        **SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4}, **EXPERTS, moe_intermediate_size=16,
+        n_routed_experts=8, n_group=4, topk_group=2, first_k_dense_replace=1, **SPARSE,
+        rope_parameters=YARN_ROPE | {"mscale_all_dim": 1.0, "mscale": 1.0},
+    ),
+    "glm_moe_dsa": lambda: GlmMoeDsaConfig(
+        **SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4}, **EXPERTS, moe_intermediate_size=16,
+        n_routed_experts=8, first_k_dense_replace=1, **SPARSE,
+    ),
     "deepseek_v2-greedy": lambda: DeepseekV2Config(
         **SHAPE | {"num_key_value_heads": 4}, num_experts_per_tok=2, moe_intermediate_size=16, n_routed_experts=8,
         q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
@@ -513,7 +529,8 @@ VARIANTS = {
 # Buffers of routers and layers, which no gradient trains.
 UNTRAINED = (
     "e_score_correction_bias", "expert_bias", "layer_scalar", "act_fn.beta", "act_fn.eps", "std_bias", "std_scale",
-    "_min", "_max",
+    "_min", "_max", "indexer.wq_b.weight", "indexer.wk.weight", "indexer.k_norm.weight", "indexer.k_norm.bias",
+    "indexer.weights_proj.weight",
 )  # fmt: skip
 SHAKEN = ("bias", "sinks", "scale", "router.gate.weight", "alpha_p", "alpha_n")
 NO_CLASSIFIER = (  # of which transformers has none
@@ -522,7 +539,7 @@ NO_CLASSIFIER = (  # of which transformers has none
     "olmo_hybrid", "dots1", "falcon_h1", "cohere2", "apertus", "ernie4_5_moe", "granitemoe", "cohere",
     "exaone", "jais2", "cwm", "flex_olmo", "granitemoeshared", "solar_open", "nanochat", "vaultgemma",
     "gemma4_unified_text", "exaone_moe", "granite_swa", "granitemoe_swa", "youtu", "internlm3", "hyperclovax",
-    "iquestcoder", "sarvam_moe", "sarvam_mla",
+    "iquestcoder", "sarvam_moe", "sarvam_mla", "deepseek_v32", "glm_moe_dsa",
 )  # fmt: skip
 # Families whose nets another describes too.
 ALIKE = {
@@ -595,7 +612,7 @@ def oracle_gradients(oracle, tokens, segments) -> dict[str, np.ndarray]:
     oracle.zero_grad()
     (-(logps[:, :-1].gather(-1, targets)[..., 0] * weights).sum() / weights.sum()).backward()
     untrained = {name: np.zeros(x.shape) for name, x in oracle.named_buffers() if name.endswith(UNTRAINED)}
-    trained = {n: x.grad.numpy() if x.requires_grad else np.zeros(x.shape) for n, x in oracle.named_parameters()}
+    trained = {n: np.zeros(x.shape) if x.grad is None else x.grad.numpy() for n, x in oracle.named_parameters()}
     return in_files(oracle, trained | untrained)
 
 

@@ -63,12 +63,14 @@ DEFAULTS = {
 }  # for entries that are left out
 
 
-def experts(hf: dict[str, Any]) -> dict[str, Any]:
-    """The ModelConfig fields of the experts, all of whose entries are there."""
+def experts(hf: dict[str, Any], best: int = 2) -> dict[str, Any]:
+    """The ModelConfig fields of the experts, all of whose entries are there; a group is rated by its `best` ones."""
     sizes = {field: positive(hf, entry) for field, entry in EXPERT_SIZES.items()}
     groups, dense = sizes["router_groups"], first_layers(hf, "first_k_dense_replace")
     if sizes["experts"] % groups or sizes["router_top_groups"] > groups:
         refuse("n_group", groups, f"divisors of n_routed_experts = {sizes['experts']}, from topk_group on")
+    if groups > 1 and sizes["experts"] // groups < best:
+        refuse("n_group", groups, f"numbers up to n_routed_experts / {best}, as {best} experts rate a group")
     if sizes["experts_per_token"] > sizes["experts"] // groups * sizes["router_top_groups"]:
         refuse("num_experts_per_tok", sizes["experts_per_token"], "up to the experts of topk_group groups")
     return {
@@ -102,18 +104,18 @@ def read(
 
     It has no experts where `n_routed_experts` is null. `fields` are those in which it differs.
     """
-    layers, heads = positive(hf, "num_hidden_layers"), positive(hf, "num_attention_heads")
+    layers, heads, fields = positive(hf, "num_hidden_layers"), positive(hf, "num_attention_heads"), fields or {}
     if hf.get("num_key_value_heads") not in (None, heads):
         refuse("num_key_value_heads", hf["num_key_value_heads"], f"num_attention_heads = {heads}")
     sizes = {field: positive(hf, entry) for field, entry in LATENT_SIZES.items()}
     own = {
         **sizes,
-        **(experts(hf) if hf["n_routed_experts"] is not None else {}),
+        **(experts(hf, fields.get("router_group_best", 2)) if hf["n_routed_experts"] is not None else {}),
         "mixers": (LatentAttention,) * layers,
         "query_rank": 0 if hf["q_lora_rank"] is None else positive(hf, "q_lora_rank"),
         **decoder.attention_biases(hf),
         "rope_interleaved": bool(hf["rope_interleave"]),
-        **(fields or {}),
+        **fields,
     }
     head_dim = positive(hf, "qk_nope_head_dim") + sizes["rotary_head_dim"]
     return decoder.to_config({**hf, "head_dim": head_dim, "num_key_value_heads": heads}, family, own, overrides)

@@ -64,8 +64,13 @@ class LatentAttention(nnx.Module):
         out = attend(c, q[..., None, :], k, values, inputs, arrays.window)
         return self.o(out.reshape(*x.shape[:-1], -1)), constrain(latents, "rows", None, None)
 
-    def decode(self, x, inputs: DecodeInputs, prompt, cache, arrays: AttentionArrays) -> tuple[jax.Array, jax.Array]:
-        """The next W tokens of each row: output `[G,R*W,D]` and the row's latents `[G,R,S,c+e]` with theirs."""
+    def decode(
+        self, x, inputs: DecodeInputs, prompt, cache, arrays: AttentionArrays, chosen=None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The next W tokens of each row: output `[G,R*W,D]` and the row's latents `[G,R,S,c+e]` with theirs.
+
+        Of what they see they attend to the `chosen` tokens of prompt `[G,R,W,P]` and row `[G,R,W,S]`, or to all.
+        """
         c, (groups, rows) = self.config, inputs.length.shape
         plain, rotated, latents = (
             a.reshape(groups, rows, -1, *a.shape[3:])
@@ -79,7 +84,7 @@ class LatentAttention(nnx.Module):
         else:
             to_keys, to_values = jnp.split(to_keys, [plain.shape[-1]], axis=-1)
         q = jnp.concatenate([jnp.einsum("grwhn,chn->grwhc", plain, to_keys), rotated], axis=-1)
-        if by_kernel(c, q.dtype):
+        if chosen is None and by_kernel(c, q.dtype):
             start = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1)
             stored = (prompt[:, None],), (cache.swapaxes(2, 3),)  # keys of one head
             seen = decode_attention(q[:, :, None], *stored, start, inputs.length, latent=c.latent_size)[:, :, 0]
@@ -87,8 +92,11 @@ class LatentAttention(nnx.Module):
             in_prompt = einsum("grwhc,gpc->grwhp", q, prompt)
             in_row = einsum("grwhc,grsc->grwhs", q, cache[..., 0, :])
             place = (inputs.length[:, :, None] + jnp.arange(q.shape[2]))[..., None, None]
-            in_prompt = jnp.where(inputs.prompt_mask[:, None, None, None], in_prompt, MASKED)
-            in_row = jnp.where(jnp.arange(in_row.shape[-1]) <= place, in_row, MASKED)
+            prompt_seen, row_seen = inputs.prompt_mask[:, None, None, None], jnp.arange(in_row.shape[-1]) <= place
+            if chosen is not None:
+                prompt_seen, row_seen = (mask[..., None, :] for mask in chosen)
+            in_prompt = jnp.where(prompt_seen, in_prompt, MASKED)
+            in_row = jnp.where(row_seen, in_row, MASKED)
             in_prompt, in_row = (a.astype(x.dtype) for a in combined_softmax(in_prompt, in_row))
             seen = einsum("grwhp,gpc->grwhc", in_prompt, prompt[..., : c.latent_size])
             seen += einsum("grwhs,grsc->grwhc", in_row, cache[..., 0, : c.latent_size])

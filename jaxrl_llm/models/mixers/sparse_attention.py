@@ -1,0 +1,134 @@
+"""DeepSeek sparse attention as a mixer (arXiv 2512.02556, section 2.1): latent attention to some of the tokens before.
+
+An indexer of few small heads rates the tokens that a token sees, and it attends to the `index_top` best of them. The
+choice has no gradient, so that training keeps the indexer as it is. Rows of up to `index_top` tokens see everything,
+and are not rated. Letters: i heads of the indexer, e numbers of each; others as in latent_attention.py.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl_llm.distributed.sharding import constrain
+from jaxrl_llm.models.layers import Linear, RMSNorm
+from jaxrl_llm.models.mixers.attention import AttentionArrays, einsum, write_tokens
+from jaxrl_llm.models.mixers.latent_attention import NORM_EPS, LatentAttention
+from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs
+from jaxrl_llm.models.rope import rotate
+
+UNSEEN = -jnp.inf  # the score of a token that is not seen
+
+
+class SparseCache(NamedTuple):
+    """The latents of tokens, and their keys for the indexer: both as `LatentAttention` has latents."""
+
+    latents: jax.Array
+    keys: jax.Array
+
+
+class Indexer(nnx.Module):
+    """The heads that rate tokens: `I[t,s] = sum_i w[t,i] relu(q[t,i] . k[s])`, all of it in fp32."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        self.config = c = config
+        self.q = Linear(c.query_rank, c.index_heads * c.index_head_dim, c, rngs)
+        self.k = Linear(c.width, c.index_head_dim, c, rngs)
+        layer_norm = {"norm_eps": NORM_EPS, "norm_centred": True, "norm_bias": True}
+        self.k_norm = RMSNorm(c.index_head_dim, dataclasses.replace(c, **layer_norm), rngs)
+        self.proj = Linear(c.width, c.index_heads, c, rngs)
+
+    def __call__(self, x, residual, positions, arrays: AttentionArrays):
+        """Queries `[...,t,i,e]` of the `residual` `[...,t,r]` that latent queries are made of, keys `[...,t,e]` and
+        weights `[...,t,i]` of x."""
+        c = self.config
+        turn = (positions, arrays.inv_freq, arrays.scale, c.index_interleaved)
+        q = rotate(self.q(residual).reshape(*x.shape[:-1], c.index_heads, -1), *turn)
+        keys = rotate(self.k_norm(self.k(x))[..., None, :], *turn)[..., 0, :]
+        weights = self.proj(x.astype(jnp.float32)) * (c.index_heads * c.index_head_dim) ** -0.5
+        return jax.lax.stop_gradient((q, keys, weights))
+
+
+class SparseLatentAttention(LatentAttention):
+    """Causal attention of H heads to the latents of the tokens that an indexer chooses. A `Mixer`."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        self.indexer = Indexer(config, rngs)
+
+    @staticmethod
+    def flops(config, tokens, pairs):
+        """Those of latent attention to every token, as it is computed, and of the indexer."""
+        return LatentAttention.flops(config, tokens, pairs) + 2.0 * config.index_heads * config.index_head_dim * pairs
+
+    def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, SparseCache]:
+        """Output `[N,T,D]`, and the latents `[N,T,c+e]` and the indexer's keys `[N,T,e]`."""
+        q, keys, weights = self._index(x, inputs.positions, arrays)
+        if x.shape[1] > self.config.index_top:
+            assert inputs.mask is not None
+            keep = self._best(self._rated("nti,nsi->nts", q, keys, weights), inputs.mask)
+            inputs = inputs._replace(mask=keep, by_mask=True)
+        out, latents = super().prefill(x, inputs, arrays)
+        return out, SparseCache(latents, constrain(keys, "rows", None, None))
+
+    def decode(
+        self, x, inputs: DecodeInputs, prompt: SparseCache, cache: SparseCache, arrays: AttentionArrays, chosen=None
+    ) -> tuple[jax.Array, SparseCache]:
+        """The next W tokens of each row: output `[G,R*W,D]` and the row's cache with theirs."""
+        groups, rows = inputs.length.shape
+        q, new, weights = (
+            a.reshape(groups, rows, -1, *a.shape[3:])
+            for a in self._index(x[:, :, None], inputs.positions[:, :, None], arrays)
+        )
+        keys = write_tokens(cache.keys, new[..., None, :], inputs.length, "cjd", sharded=False)
+        before, size = inputs.prompt_mask.shape[1], keys.shape[2]
+        if before + size > self.config.index_top:
+            in_prompt = self._rated("grwi,gsi->grws", q, prompt.keys, weights)
+            in_row = self._rated("grwi,grsi->grws", q, keys[..., 0, :], weights)
+            place = (inputs.length[:, :, None] + jnp.arange(q.shape[2]))[..., None]
+            seen = (inputs.prompt_mask[:, None, None], jnp.arange(size) <= place)
+            seen = (jnp.broadcast_to(mask, a.shape) for mask, a in zip(seen, (in_prompt, in_row), strict=True))
+            both = self._best(jnp.concatenate([in_prompt, in_row], axis=-1), jnp.concatenate([*seen], axis=-1))
+            chosen = (both[..., :before], both[..., before:])
+        out, latents = super().decode(x, inputs, prompt.latents, cache.latents, arrays, chosen)
+        return out, SparseCache(latents, keys)
+
+    @staticmethod
+    def empty_cache(prompt: SparseCache, rows: int, size: int) -> SparseCache:
+        """Both of rows, as `LatentAttention.empty_cache`."""
+        return SparseCache(*(LatentAttention.empty_cache(part, rows, size) for part in prompt))
+
+    @staticmethod
+    def grow_cache(cache: SparseCache, size: int) -> SparseCache:
+        """The row caches with room for `size` tokens."""
+        return SparseCache(*(LatentAttention.grow_cache(part, size) for part in cache))
+
+    @staticmethod
+    def prompt_cache(prompt: SparseCache, row: SparseCache | None, end, size: int) -> SparseCache:
+        """As `LatentAttention.prompt_cache`, of both."""
+        pairs = zip(prompt, row or (None, None), strict=True)
+        return SparseCache(*(LatentAttention.prompt_cache(part, own, end, size) for part, own in pairs))
+
+    def _index(self, x, positions, arrays: AttentionArrays):
+        assert self.q_a is not None
+        assert self.q_a_norm is not None
+        return self.indexer(x, self.q_a_norm(self.q_a(x)), positions, arrays)  # XLA computes the residual once
+
+    def _rated(self, dims: str, q, keys, weights) -> jax.Array:
+        """The scores `[...,t,s]`, whose `dims` are those of one head."""
+
+        def add(total, head):
+            q, weight = head
+            return total + weight[..., None] * jax.nn.relu(einsum(dims, q, keys)), None
+
+        # Head by head: the scores of all of them would be many times the mask.
+        shape = jax.eval_shape(lambda: einsum(dims, q[..., 0, :], keys))
+        heads = (jnp.moveaxis(q, -2, 0), jnp.moveaxis(weights, -1, 0))
+        return jax.lax.scan(add, jnp.zeros(shape.shape, jnp.float32), heads)[0]
+
+    def _best(self, scores, seen) -> jax.Array:
+        """Whether a token is among the `index_top` best that are `seen`, `[...,t,s]` as both are."""
+        best = jax.lax.top_k(jnp.where(seen, scores, UNSEEN), self.config.index_top)[1]
+        return seen & jnp.put_along_axis(jnp.zeros_like(seen), best, True, axis=-1, inplace=False)

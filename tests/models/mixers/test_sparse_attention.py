@@ -1,0 +1,140 @@
+"""Sparse attention: the tokens that an indexer chooses, by hand, in decoding and in runs that keep the indexer."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from transformers import AutoModelForCausalLM, DeepseekV32Config, GlmMoeDsaConfig
+
+import jaxrl_llm
+from jaxrl_llm.algorithms.batch import Inputs
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.distributed.sharding import path_name
+from jaxrl_llm.models.families import deepseek_v32, glm_moe_dsa
+from jaxrl_llm.models.logprobs import token_logps
+from jaxrl_llm.models.mixers.latent_attention import LatentAttention
+from jaxrl_llm.models.mixers.sparse_attention import SparseLatentAttention
+from jaxrl_llm.models.model import load_model
+from jaxrl_llm.models.model_config import INDEXER, ModelConfig
+from jaxrl_llm.models.transformer import Net
+from tests.models.decoding import continued_logits, logits_of, padded
+from tests.models.oracles import EXPERTS, SHAPE, SPARSE
+
+CONFIG = ModelConfig(
+    vocab_size=31, width=16, layers=2, heads=4, kv_heads=4, head_dim=8, ffn=24, init_scale=0.4, norm_eps=1e-3,
+    query_rank=12, latent_size=6, rotary_head_dim=4, value_head_dim=5, rope_interleaved=True, index_heads=8,
+    index_head_dim=6, index_top=3, mixers=(SparseLatentAttention,) * 2,
+)  # fmt: skip
+
+
+def test_the_best_tokens_by_hand():
+    """Of what is seen as many as `index_top`, also where scores are equal; all of it where that is less."""
+    rng = np.random.default_rng(0)
+    mixer = SparseLatentAttention(CONFIG, nnx.Rngs(0))
+    q, keys, weights = rng.normal(size=(1, 7, 8, 6)), rng.normal(size=(1, 7, 6)), rng.normal(size=(1, 7, 8))
+    keys[0, 4] = keys[0, 2]
+    scores = np.zeros((7, 7))
+    for t, s, i in np.ndindex(7, 7, 8):
+        scores[t, s] += weights[0, t, i] * max(q[0, t, i] @ keys[0, s], 0.0)
+    arrays = [jnp.asarray(x, jnp.float32) for x in (q, keys, weights)]
+    rated = mixer._rated("nti,nsi->nts", *arrays)
+    np.testing.assert_allclose(rated[0], scores, atol=1e-5)
+    seen = np.tril(np.ones((7, 7), bool))
+    seen[:, 1] = False  # padding
+    kept = np.asarray(mixer._best(rated, jnp.asarray(seen[None]))[0])
+    for t in range(7):
+        visible = np.flatnonzero(seen[t])
+        assert kept[t].sum() == min(len(visible), 3) and not kept[t][~seen[t]].any()
+        assert scores[t][kept[t]].sum() == pytest.approx(np.sort(scores[t][visible])[::-1][:3].sum(), abs=1e-5)
+
+
+def test_the_choice_has_no_gradient_and_is_not_made_of_short_rows():
+    net = Net(CONFIG)
+    params = jax.jit(net.init)(jax.random.key(0))
+    dense = Net(dataclasses.replace(CONFIG, mixers=(LatentAttention,) * 2, index_heads=0, index_top=0))
+    plain = jax.tree.map(lambda x: x, params)
+    for stack in CONFIG.stacks:
+        del plain[stack]["latent"]["indexer"]
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 31, (2, 9)))
+    np.testing.assert_array_equal(
+        logits_of(net, params, tokens[:, :3], None), logits_of(dense, plain, tokens[:, :3], None)
+    )
+    found, expected = logits_of(net, params, tokens, None), logits_of(dense, plain, tokens, None)
+    np.testing.assert_allclose(found[:, :3], expected[:, :3], atol=1e-5)
+    assert np.abs(found - expected)[:, 3:].max() > 0.01
+    gradient = jax.grad(lambda params: token_logps(net, params, Inputs(tokens, jnp.ones_like(tokens)))[0].sum())(params)
+    leaves = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(gradient)}
+    for name, x in leaves.items():
+        assert (np.abs(x).max() == 0) == ("/indexer/" in name), name
+    of_indexer = {name for name in leaves if "/indexer/" in name}
+    assert of_indexer == set(CONFIG.frozen) and len(of_indexer) == len(INDEXER)
+
+
+@pytest.mark.slow
+def test_decoding_equals_whole_rows():
+    """Tokens one by one and three at once, of prompts shorter and longer than what is chosen; packed rows too."""
+    net, rng = Net(CONFIG), np.random.default_rng(2)
+    params = jax.jit(net.init)(jax.random.key(0))
+    tokens, segments = padded([rng.integers(0, 31, length) for length in (6, 9, 2)], "left")
+    continuations = rng.integers(0, 31, (3, 2, 6))
+    full = np.concatenate([np.repeat(tokens, 2, axis=0), continuations.reshape(6, 6)], axis=1)
+    full_segments = np.concatenate([np.repeat(segments, 2, axis=0), np.ones((6, 6), int)], axis=1)
+    expected = np.asarray(logits_of(net, params, full, full_segments))[:, -6:].reshape(3, 2, 6, -1)
+    for at_once in (1, 3):
+        found = continued_logits(net, params, tokens, segments, continuations, at_once)
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+    packed = np.concatenate([full[0][3:], full[2]])[None]
+    layout = np.concatenate([np.ones(12, int), np.full(15, 2)])[None]
+    found = logits_of(net, params, packed, layout)[0]
+    np.testing.assert_allclose(found[6:12], expected[0, 0], atol=2e-5)
+    np.testing.assert_allclose(found[-6:], expected[1, 0], atol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_run_keeps_the_indexer(root, tmp_path):
+    """Weight decay leaves it as it is too, and the sampler's log-probs are the trainer's."""
+    shape = SHAPE | {"vocab_size": 320, "num_key_value_heads": 4, "initializer_range": 0.1}
+    experts = EXPERTS | {"moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+    config = DeepseekV32Config(**shape, **experts, **SPARSE, first_k_dense_replace=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    made = load_config_file(f"{root / 'configs' / 'grpo'}.py:tiny")
+    made.model.path, made.model.tokenizer = str(tmp_path / "model"), "embedded:sort"
+    made.output_dir, made.eval.every, made.logging.backends = str(tmp_path / "run"), -1, ("jsonl",)
+    made.optimizer.warmup_steps, made.optimizer.weight_decay, made.optimizer.learning_rate = 0, 0.1, 1e-2
+    result = jaxrl_llm.train(made)
+    before, after = (
+        {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(load_model(folder).params)}
+        for folder in (tmp_path / "model", result.output_dir / "hf")
+    )
+    for name, x in after.items():
+        kept = "/indexer/" in name or name.endswith("/correction")
+        assert np.array_equal(x, before[name]) == kept, name
+    difference = [
+        value
+        for line in result.metrics
+        for name, value in line.items()
+        if name == "sampling/sampling_logp_difference/max"
+    ]
+    assert difference, sorted(result.metrics[-1])
+    assert max(map(abs, difference)) < 1e-4, difference
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "entries", "message"),
+    [
+        (deepseek_v32, DeepseekV32Config, {"q_lora_rank": None}, "q_lora_rank = None"),
+        (deepseek_v32, DeepseekV32Config, {"index_topk": 0}, "index_topk = 0"),
+        (deepseek_v32, DeepseekV32Config, {"index_head_dim": 2}, "index_head_dim = 2 .* numbers from qk_rope_head_dim"),
+        (glm_moe_dsa, GlmMoeDsaConfig, {"indexer_types": ["full", "shared"]}, "indexer_types = .* full in each of"),
+        (glm_moe_dsa, GlmMoeDsaConfig, {"indexer_types": None, "index_topk_freq": 2}, "index_topk_freq = 2"),
+    ],
+)
+def test_entries_that_are_refused(family, config, entries, message):
+    whole = config(**SHAPE | {"num_key_value_heads": 4}, **SPARSE, first_k_dense_replace=1).to_dict()
+    family.to_config(whole | {"architectures": None})
+    with pytest.raises(ConfigError, match=message):
+        family.to_config(whole | {"architectures": None} | entries)
