@@ -247,7 +247,14 @@ def _split(argv: Sequence[str], flags: dict[str, Setting]) -> dict[str, str]:
     while arguments:
         flag = arguments.pop(0)
         if not flag.startswith("--"):
-            raise ConfigError(f"unexpected argument {flag!r}: every argument is a flag, --name=value; see --help")
+            bare = flag.lstrip("-")
+            # A flag, a key as verl's commands have them, or a file.
+            prefixes = ("", "config.") if "=" in bare else ("", "config.", f"{CONFIG_FILE.name}=")
+            meant = (prefix + bare for prefix in prefixes if (prefix + bare).partition("=")[0] in flags)
+            raise ConfigError(
+                f"unexpected argument {flag!r}: every argument is a flag, --name=value"
+                f"{''.join(f', such as --{text}' for text in [*meant][:1])}; see --help"
+            )
         name, equals, text = flag[2:].partition("=")
         if name not in flags:
             key = name.removeprefix("config.")

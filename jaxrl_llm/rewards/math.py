@@ -54,7 +54,7 @@ def math_accuracy(
     None where answer is None or cannot be parsed. Numbers are read as `boxed_accuracy` reads them, and units are passed
     over. Of an equation the last side counts, unless two of its sides are different numbers (`41=42`); several answers
     (`42 or 43`) equal no single one. With `after`, `</think>` for example, only what follows the last such text is
-    read, and a completion without it scores 0.0. It needs the package math-verify (`pip install jaxrl_llm[math]`),
+    read, and a completion without it scores 0.0. It needs the package math-verify (`pip install "jaxrl_llm[math]"`),
     which runs in processes of its own: a completion that takes more than 12 seconds, or whose answer has more than 1000
     characters, scores 0.0, the former with a warning.
     """
@@ -100,7 +100,14 @@ def verified(texts: Sequence[str], answers: Sequence[str]) -> list[float | None]
             rewards.append(0.0)
             continue
         answer = parsed(f"\\boxed{{{box}}}" if box else text, extraction_config=targets, extraction_mode="first_match")
-        chains = equated_numbers(answer[0]) if answer and "=" in answer[-1] and "=" not in right else []
+        chains = []
+        if answer and "=" in answer[-1] and "=" not in right:
+            # The parser gives up on `42=43=42` as a whole, and takes the last side; not all that an = parts are sides.
+            sides = box.split("=")
+            pairs = map("=".join, itertools.pairwise(sides) if len(sides) > 2 else ())
+            whole = [pair for pair in pairs if all(pair.count(a) == pair.count(b) for a, b in ("{}", "()"))]
+            equations = [answer, *(parsed(f"${pair}$") for pair in whole)]
+            chains = [chain for equation in equations if equation for chain in equated_numbers(equation[0])]
         agree = all(verify(*pair, timeout_seconds=SECONDS) for chain in chains for pair in itertools.pairwise(chain))
         rewards.append(float(agree and verify(gold, answer, timeout_seconds=SECONDS)))
     return rewards

@@ -176,7 +176,7 @@ def guide_bytes(guide: Guide, name: str) -> ByteAutomaton:
     try:
         from outlines_core import Index, Vocabulary, json_schema
     except ImportError as error:
-        raise ConfigError(f"{name} needs the package outlines-core: pip install jaxrl_llm[structured]") from error
+        raise ConfigError(f'{name} needs the package outlines-core: pip install "jaxrl_llm[structured]"') from error
     try:
         pattern = re.sub(r"^\^|(?<!\\)((?:\\\\)*)\$\Z", r"\1", guide.regex)  # around a whole text they say nothing
         if guide.choice:  # letters by their code points: nothing in them is read as a pattern

@@ -93,7 +93,7 @@ def _llguidance(name: str) -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise ConfigError(f"{name} needs the package llguidance: pip install jaxrl_llm[structured]") from error
+        raise ConfigError(f'{name} needs the package llguidance: pip install "jaxrl_llm[structured]"') from error
     return llguidance
 
 
