@@ -25,9 +25,8 @@ import jax
 import numpy as np
 
 from jaxrl_llm.distributed.sharding import row_shards
-from jaxrl_llm.models.adapters.lora import LoraConfig, combine
 from jaxrl_llm.models.logprobs import Likeliest
-from jaxrl_llm.rollout.engine import Engine, assign, decode_chunk, decoding_params
+from jaxrl_llm.rollout.engine import Engine, assign, decode_chunk
 from jaxrl_llm.rollout.grammar import GrammarRow
 from jaxrl_llm.rollout.scheduler import IDLE, Scheduler, SlotGrid
 from jaxrl_llm.serving.errors import lacks_memory
@@ -50,6 +49,7 @@ from jaxrl_llm.serving.grid import (
     with_top,
 )
 from jaxrl_llm.serving.prefixes import Prefix, PrefixCache, kept_cache
+from jaxrl_llm.serving.weights import Adapter, Weights
 
 GROUP = 4  # the fewest rows of a prompt for which programs of a grid of groups are compiled
 PREFILL_ROWS = 8  # prompts that are prefilled in one program
@@ -117,7 +117,7 @@ class RequestQueue:
         params: Any,
         size: int,
         mesh: Any = None,
-        adapters: Mapping[str, tuple[LoraConfig | None, Any]] | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
         prefix_bytes: int = 0,
         adapts: bool = False,
     ):
@@ -128,10 +128,8 @@ class RequestQueue:
         """
         self._prefixes = PrefixCache(prefix_bytes if engine.net.config.shares_prefixes else 0)
         self.engine, self.size, self.mesh, self.counts = engine, size, mesh, Counts()
-        self.adapters, self._adapts = dict(adapters or {}), adapts or bool(adapters)
-        self._adapter, self._turn = "", 0.0  # that the grid decodes with, and when its turn began
-        self._stale = False  # there is another adapter by its name: rows of that one wait until the grid is empty
-        self._set(params)
+        self._weights = Weights(engine, params, mesh, adapters, adapts)
+        self.adapters, self._turn = self._weights.adapters, 0.0  # since when that of the weights has its turn
         self._condition = threading.Condition()
         self._waiting: deque[Handle] = deque()
         self._calls: deque[tuple[Callable[[], Any], Callable[[BaseException | None], None]]] = deque()
@@ -154,7 +152,7 @@ class RequestQueue:
     def submit(self, handles: Sequence[Handle]) -> None:
         """Adds rows to those that wait; raises StoppedError when the queue is stopped or has failed."""
         with self._condition:
-            if self._released:
+            if self._weights.released:
                 raise StoppedError("there are no weights at the moment")
             if gone := {handle.request.adapter for handle in handles} - {"", *self.adapters}:
                 raise StoppedError(f"{gone.pop()} was let go; ask again")
@@ -182,7 +180,8 @@ class RequestQueue:
 
         Rows that go on keep the caches of the earlier ones: a version of weights is `counts.weight_version`.
         """
-        self._set(params)
+        self._weights.set(params)
+        self.clear_prefixes()
         self.counts.weight_version += 1
 
     def clear_prefixes(self) -> None:
@@ -196,8 +195,8 @@ class RequestQueue:
         For functions that `call` has called.
         """
         with self._condition:
-            self._released = True
-            self._params = self._base = self._grid = None
+            self._weights.release()
+            self._grid = None
             self.clear_prefixes()
             for handle in (*self._rows, *self._waiting):
                 if handle is not None:
@@ -238,45 +237,18 @@ class RequestQueue:
         with self._condition:
             if any(handle.request.adapter == name for handle in (*self._rows, *self._waiting) if handle is not None):
                 return False
-            self.adapters.pop(name, None)
+            self._weights.forget(name)
         self._prefixes.forget(name)  # there may be another by its name later
         self.counts.prefix_bytes = self._prefixes.bytes
-        if name == self._adapter:  # what decodes goes too, until somebody comes
-            self._adapter, self._params = "", None
         return True
 
-    def set_adapter(self, name: str, adapter: tuple[LoraConfig | None, Any]) -> None:
+    def set_adapter(self, name: str, adapter: Adapter) -> None:
         """Takes an adapter, or another one by the same name, which rows under way do not see. For functions that `call`
-        has called.
-
-        Without a LoraConfig it is all weights of the net, of which a copy is kept in the form that decodes.
-        """
-        config, params = adapter
-        if config is None:
-            with self._on_mesh():
-                adapter = None, self.engine.decoding_params(self.engine.policy_copy(params))
+        has called."""
         if name in self.adapters:
             self._prefixes.forget(name)
             self.counts.prefix_bytes = self._prefixes.bytes
-            self._stale |= name == self._adapter
-        self.adapters[name] = adapter
-
-    def _set(self, params: Any) -> None:
-        """Takes other parameters of the net, or none of them where it raises."""
-        self._params = self._merged(params)
-        self._base = params if self._adapts else None  # adapters are merged into it when their turn comes
-        self._released = False
-        self.clear_prefixes()
-
-    def _merged(self, params: Any) -> Any:
-        """The parameters that the grid decodes with, made of those of the net."""
-        with self._on_mesh():
-            if not self._adapter:
-                return self.engine.decoding_params(params)
-            config, adapter = self.adapters[self._adapter]
-            if config is None:
-                return adapter
-            return decoding_params(combine(params, adapter), self.engine.decoder.with_lora(config))
+        self._weights.add(name, adapter)
 
     def stop(self, wait: float | None = None) -> None:
         """Takes no more requests; returns when the rows that were asked for have ended, or after `wait` seconds."""
@@ -286,12 +258,9 @@ class RequestQueue:
         if self._thread.is_alive():
             self._thread.join(wait)
 
-    def _on_mesh(self) -> Any:
-        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
-
     def _run(self) -> None:
         try:
-            with self._on_mesh():
+            with self._weights.on_mesh():
                 self._loop()
         except BaseException as error:
             with self._condition:
@@ -349,8 +318,9 @@ class RequestQueue:
         self._end([slot for slot, handle in enumerate(self._rows) if handle in cancelled])
         joining, prompt_tokens, regroups = [], 0, False
         with self._condition:
-            adapter, own = self._adapter, [h for h in self._waiting if h.request.adapter == self._adapter]
-            if self._stale and any(self._rows):
+            adapter = self._weights.adapter
+            own = [handle for handle in self._waiting if handle.request.adapter == adapter]
+            if self._weights.stale and any(self._rows):
                 own = []
             if len(own) == len(self._waiting) or (not any(self._rows) and own[:1] == [self._waiting[0]]):
                 self._turn = time.monotonic()
@@ -377,11 +347,10 @@ class RequestQueue:
                 self._waiting.remove(handle)
             self.counts.waiting = len(self._waiting)
         try:
-            gone = self._params is None and joining
-            if adapter != self._adapter or gone or (self._stale and not any(self._rows)):
-                # There is room for one copy of the matrices.
-                self._adapter, self._params, self._stale = adapter, None, False
-                self._params = self._merged(self._base)
+            weights = self._weights
+            gone = weights.params is None and joining
+            if adapter != weights.adapter or gone or (weights.stale and not any(self._rows)):
+                weights.turn_to(adapter)
             if regroups:  # those that wait join after a chunk
                 live = [slot for slot, handle in enumerate(self._rows) if handle is not None]
                 self._regroup(alone(live, self._group, self.size))
@@ -427,10 +396,10 @@ class RequestQueue:
                     or grid.slots.capacity > CAPACITY
                 ):
                     self._grid = grid = None  # whose memory the next one may need
-                    grid, self._steps = empty_grid(self.engine, self._params, *kind), 0
+                    grid, self._steps = empty_grid(self.engine, self._weights.params, *kind), 0
             else:
                 if grid.width < width or grid.width > 2 * width:
-                    grid = grid._replace(prompts=widened(self.engine, self._params, grid.prompts, width))
+                    grid = grid._replace(prompts=widened(self.engine, self._weights.params, grid.prompts, width))
                 grid = with_top(grid) if top else grid
                 if guided and not grid.guided:
                     grid = with_allowed(grid, everything(self.engine, size))
@@ -449,7 +418,7 @@ class RequestQueue:
         # Kept texts are found by their tokens, which do not tell images apart.
         seeing = {id(handle.request.prompt) for handle in joining if handle.request.tiles is not None}
         begun = {
-            id(prompt): None if id(prompt) in seeing else self._prefixes.find(prompt, self._adapter)
+            id(prompt): None if id(prompt) in seeing else self._prefixes.find(prompt, self._weights.adapter)
             for prompt in _prompts(joining)
         }
         batches = deque(
@@ -461,9 +430,9 @@ class RequestQueue:
             allowed, found = self._allowed(some) if guided else None, begun[id(requests[0].prompt)]
             scored = [handle for handle in some if handle.request.prompt_logprobs is not None]
             try:
-                prompts, rows, keys = prefill_requests(self.engine, self._params, requests, top, allowed, found)
+                prompts, rows, keys = prefill_requests(self.engine, self._weights.params, requests, top, allowed, found)
                 if scored:
-                    scores = score_prompts(self.engine, self._params, [handle.request for handle in scored])
+                    scores = score_prompts(self.engine, self._weights.params, [handle.request for handle in scored])
                     for handle, own in zip(scored, scores, strict=True):
                         handle.scores = own
                 own_prompts = prompts
@@ -473,7 +442,7 @@ class RequestQueue:
                     own_prompts, begun_slots = assign(self.engine, prompts, rows, keys.reshape(-1), single, 1)
                     rows, keys = begun_slots.rows, begun_slots.keys
                 places = np.asarray([handle.slot for handle in some[:: self._group]]) // self._group
-                grid = join(self.engine, self._params, grid, own_prompts, rows, keys, places)
+                grid = join(self.engine, self._weights.params, grid, own_prompts, rows, keys, places)
             except Exception as error:  # no memory for a long prompt: others go on, as the grid is what it was
                 if any(x.is_deleted() for x in jax.tree.leaves(grid)):  # but where it was to become the new one
                     raise
@@ -528,13 +497,14 @@ class RequestQueue:
 
     def _keep(self, tokens: Sequence[int], prompts: Any, rows: Any, place: tuple[int, int], end: int) -> None:
         """Keeps a text whose last token is before the place `end` of the caches of a prompt and a row."""
-        if not self._stale and self._prefixes.wants(tokens, self._adapter):  # else the next rows have other weights
+        weights = self._weights
+        if not weights.stale and self._prefixes.wants(tokens, weights.adapter):  # else the next rows have other ones
             width = bucket(len(tokens))
             try:
                 cache = kept_cache(self.engine, prompts, rows, *np.asarray((*place, end), np.int32), width)
             except (jax.errors.JaxRuntimeError, MemoryError):  # without memory for it, it is computed again
                 return
-            self._prefixes.add(Prefix(np.asarray(tokens, np.int32), self._adapter, cache, width))
+            self._prefixes.add(Prefix(np.asarray(tokens, np.int32), weights.adapter, cache, width))
             self.counts.prefix_bytes = self._prefixes.bytes
 
     def _regroup(self, planned: SlotGrid) -> None:
@@ -585,7 +555,8 @@ class RequestQueue:
         # With others waiting, an eighth of the slots is refilled as soon as it is free.
         if self._waiting:
             pause_at = max(0, len(live) - max(1, self.size // 8))
-        slots = decode_chunk(engine, self._params, self._grid.prompts, slots, np.int32(ahead), np.int32(pause_at))
+        params, steps = self._weights.params, (np.int32(ahead), np.int32(pause_at))
+        slots = decode_chunk(engine, params, self._grid.prompts, slots, *steps)
         self._grid = self._grid._replace(slots=slots)
         return True
 
