@@ -117,7 +117,7 @@ def readable(expression: str) -> str:
     r"""The expression as math-verify reads it: of a quantity its number, else without what it stumbles over.
 
     To it `1\,234` is 1 + 234, `2 3/4`, `5 000`, `1e5` and `5 km` are products, `0.\overline{3}` is 0, `\$5` nothing. A
-    percent sign it knows itself.
+    percent sign it knows itself. The sides of an equation are read one by one.
     """
     number = quantity(plain(expression.replace(r"\$", "$")).strip("$ "))
     # A few letters may be variables: what is `6 abc` to a box is a product here.
@@ -129,6 +129,8 @@ def readable(expression: str) -> str:
     ):
         above, below = number.value.as_integer_ratio()
         return str(above) if below == 1 else rf"\frac{{{above}}}{{{below}}}"
+    if "=" in expression:
+        return "=".join(map(readable, expression.split("=")))
     for name, common in SYNONYMS.items():
         expression = re.sub(rf"{name}(?![A-Za-z])", common, expression)
     return expression.strip()
