@@ -4,7 +4,7 @@
 #
 # Supervised fine-tuning of adapters on answers that you have; then the trained model as an ordinary Hugging Face
 # folder, loaded by transformers, with the same logits. Two minutes on two CPU cores; on a GPU or TPU the same cells
-# train a larger model. The last cells need `torch`.
+# train a larger model. The last cells need PyTorch: `pip install torch`, where it is not there already as on Colab.
 
 # %%
 import importlib.util
