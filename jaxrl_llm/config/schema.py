@@ -567,7 +567,7 @@ KEYS = (
         "rollout.stop and stop_token_ids. For measurements.", bool),
     Setting("rollout.structured_regex", "",
         "Regular expression that whole completions match (guided decoding), in the syntax of Rust's regex: without "
-        "look-around and back-references. Each structured_ key needs `pip install jaxrl_llm[structured]`."),
+        'look-around and back-references. Each structured_ key needs `pip install "jaxrl_llm[structured]"`.'),
     Setting("rollout.structured_choice", (),
         "Texts of which each completion is one."),
     Setting("rollout.structured_json", "",
