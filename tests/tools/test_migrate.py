@@ -1474,9 +1474,25 @@ def test_dora_of_trl_and_axolotl(tmp_path):
         expect(config, lora={"init": ours})
     config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree | {"peft_init_lora_weights": "loftq"})))
     expect(config, lora={"init": "loftq"}, model={"quantize": "nf4"})
+    nested = tree | {"peft": {"loftq_config": {"loftq_bits": 4}}, "rl": "orpo"}
+    config, others = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(nested)))
+    expect(config, lora={"init": "loftq"}, model={"quantize": "nf4"}, algorithm={"name": "preference"})
+    assert "no known key" not in others
+    assert "rl = 'orpo'" not in others
     assert "peft_init_lora_weights = 'loftq': the matrices are nf4" in " ".join(text.split())
     said = f"{said} --lora_modules_to_save lm_head"
     expect(migrate(written(tmp_path, "a.sh", said))[0], lora={"modules_to_save": ("lm_head",)})
+
+
+def test_sampling_of_verl_is_no_training(tmp_path):
+    """main_generation writes completions: a configuration of fine-tuning came of it."""
+    said = (
+        "python3 -m verl.trainer.main_generation data.path=test.parquet data.n_samples=2 data.output_path=out.parquet "
+        "model.path=org/m +model.trust_remote_code=True rollout.temperature=0.7 rollout.response_length=64"
+    )
+    command = "--model=org/m --prompts_file=test.parquet --samples=2 --temperature=0.7 --max_new_tokens=64 > out"
+    with pytest.raises(ConfigError, match=re.escape(f"python -m jaxrl_llm generate {command}")):
+        migrate(written(tmp_path, "a.sh", said))
 
 
 def test_a_token_budget_of_verl_with_sequence_parallelism(tmp_path):

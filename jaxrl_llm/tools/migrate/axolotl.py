@@ -114,6 +114,8 @@ def _translated(yaml: dict[str, Any], trainer: str, kind: str | None) -> dict[st
             theirs["lora_target_modules"] = ("lora_target_linear", "all-linear")
         if yaml["adapter"] == "qlora":
             theirs.setdefault("load_in_4bit", ("adapter", True))
+    if loftq := next((key for key in yaml if key.startswith("peft.loftq_config")), None):
+        theirs["init_lora_weights"] = (loftq, "loftq")
     if "eval_steps" in yaml:
         theirs.setdefault("eval_strategy", ("eval_steps", "steps"))
     if "save_steps" in yaml:
@@ -276,6 +278,8 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
         options = {"alpha": alpha} if alpha != 1 else {}
         draft.set("algorithm.loss", with_options("eaft", options | {"scale": 1.0}), "use_eaft", "eaft_alpha", "eaft_k")
     draft.use("eaft_alpha", "eaft_k")
+    if yaml.get("rl"):
+        draft.set("algorithm.name", draft.values.get("algorithm.name", "grpo"), "rl")
     if yaml.get("curriculum_sampling"):
         draft.set("data.shuffle", False, "curriculum_sampling")
     for key, ours in (("saves_per_epoch", "checkpoint.every"), ("evals_per_epoch", "eval.every")):

@@ -47,6 +47,8 @@ def convert(source: Source, options: Options) -> Draft:
     """Return our settings for a verl YAML or list of overrides."""
     if "data.response_key" in source.settings and not any(key.startswith((R, M, "model.")) for key in source.settings):
         raise RefusedError(_evaluation(source))
+    if "data.output_path" in source.settings:
+        raise RefusedError(_generation(source))
     version = options.version or VERSIONS[0]
     if version not in VERSIONS:
         raise RefusedError(f"--version is {version!r}, but verl's are {', '.join(VERSIONS)}")
@@ -92,6 +94,27 @@ def _evaluation(source: Source) -> str:
     return (
         f"{source.path} scores responses that are given, and trains nothing. The command for that is `python -m "
         f"jaxrl_llm evaluate {' '.join(flags)}{reward}`, or jaxrl_llm.evaluate_responses in Python"
+    )
+
+
+def _generation(source: Source) -> str:
+    """Return what to run in place of verl's main_generation, which writes samples of prompts."""
+    names = {
+        "model": ("model.path",), "prompts_file": ("data.path", "data.train_files"), "samples": ("data.n_samples", "n"),
+        "temperature": ("temperature",), "top_k": ("top_k",), "top_p": ("top_p",),
+        "max_new_tokens": ("response_length",), "tensor": ("tensor_model_parallel_size",),
+    }  # fmt: skip
+    said = {
+        flag: value
+        for flag, ends in names.items()
+        for key, value in source.settings.items()
+        if key in ends or key.removeprefix("actor_rollout_ref.").removeprefix("rollout.") in ends
+    }
+    flags = " ".join(f"--{flag}={value}" for flag, value in said.items())
+    return (
+        f"{source.path} samples completions of prompts, and trains nothing. The command for that is `python -m "
+        f"jaxrl_llm generate {flags} > {source.settings['data.output_path']}`, which writes a line of JSON for each "
+        "completion, or jaxrl_llm.generate in Python"
     )
 
 
