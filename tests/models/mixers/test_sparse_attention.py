@@ -128,6 +128,7 @@ def test_a_run_keeps_the_indexer(root, tmp_path):
     [
         (deepseek_v32, DeepseekV32Config, {"q_lora_rank": None}, "q_lora_rank = None"),
         (deepseek_v32, DeepseekV32Config, {"index_topk": 0}, "index_topk = 0"),
+        (deepseek_v32, DeepseekV32Config, {"n_routed_experts": 8}, "n_group = 8 .* as 2 experts rate a group"),
         (deepseek_v32, DeepseekV32Config, {"index_head_dim": 2}, "index_head_dim = 2 .* numbers from qk_rope_head_dim"),
         (glm_moe_dsa, GlmMoeDsaConfig, {"indexer_types": ["full", "shared"]}, "indexer_types = .* full in each of"),
         (glm_moe_dsa, GlmMoeDsaConfig, {"indexer_types": None, "index_topk_freq": 2}, "index_topk_freq = 2"),
