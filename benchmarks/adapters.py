@@ -18,7 +18,7 @@ from jaxrl_llm.config import default
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.adapters.lora import LoraConfig, split
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.objectives.sft import SFTSpec, sft
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import update_spec

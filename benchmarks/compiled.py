@@ -283,7 +283,7 @@ def pushed(model: str, device: str, phase: str, own: dict[str, Any] | None = Non
     from benchmarks.traffic import traffic
     from jaxrl_llm.config import default
     from jaxrl_llm.distributed.sharding import bytes_on_device, make_mesh, resharding, rollout_mesh, shardings
-    from jaxrl_llm.rollout import engine as engines
+    from jaxrl_llm.models.cast import copied_to_decode, decoding_params
     from jaxrl_llm.tools.plan.compiler import Compiler
     from jaxrl_llm.tools.plan.planned import describe_for
     from jaxrl_llm.tools.plan.programs import make_engine
@@ -304,11 +304,11 @@ def pushed(model: str, device: str, phase: str, own: dict[str, Any] | None = Non
             # As of one process: some hosts of these devices have fewer.
             sampling = rollout_mesh(make_mesh(devices=jax.devices()), text)
             if phase.endswith("others"):
-                params = compiler.add("cast", engines._copied_to_decode, (params, decoder))
+                params = compiler.add("cast", copied_to_decode, (params, decoder))
                 function = resharding(params, mesh, sampling)
             else:
                 sampling = Mesh(mesh.devices.reshape(sampling.devices.shape), mesh.axis_names)
-                cast = functools.partial(engines.decoding_params, decoder=decoder)
+                cast = functools.partial(decoding_params, decoder=decoder)
                 function = jax.jit(cast, out_shardings=shardings(jax.eval_shape(cast, params), sampling))
             held = compiler.add("push", function, (params,))
     found: dict[str, Any] = {"devices": count, "mesh": dict(mesh.shape), "policy": bytes_on_device(held)}

@@ -33,7 +33,7 @@ from benchmarks.task import Task
 from jaxrl_llm.models import chunked_softmax
 from jaxrl_llm.models.kernels import cpu_matmul
 from jaxrl_llm.models.logprobs import chunked_logps
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.rollout import multi_turn
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.training.setup.mesh import build_mesh

@@ -39,8 +39,8 @@ from jaxrl_llm.models.adapters.lora import has_adapters, merge
 from jaxrl_llm.models.files.safetensors import read_json
 from jaxrl_llm.models.files.weight_versions import LocalCheckpoint
 from jaxrl_llm.models.model import Model, check_tokenizer, compute_dtype, load_adapter, load_model
+from jaxrl_llm.models.net import Net, Params, restacked
 from jaxrl_llm.models.rope import check_length
-from jaxrl_llm.models.transformer import Net, Params, restacked
 from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.logging.console import stderr_console, waiting

@@ -1,13 +1,18 @@
-"""The net of the sampler: the trainer's in another type, or with its matrices in 8 bits."""
+"""The net of the sampler, the trainer's in another type or with its matrices in 8 bits, and its parameters."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.sharding import path_name
+from jaxrl_llm.models.adapters.lora import merge
+from jaxrl_llm.models.layers import XIELU_NUMBERS
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.quantize import BYTES
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net, Params, unstack
+from jaxrl_llm.models.quantize import BYTES, PARTS, quantized_as
 
 
 def in_precision(net: Net, weights_dtype: str | None) -> Net:
@@ -54,3 +59,40 @@ def _stored(config: ModelConfig) -> ModelConfig:
         return config
     of_experts = "none" if config.experts else "same"
     return dataclasses.replace(config, quantize=config.qat, quantize_experts=of_experts, qat="none")
+
+
+@functools.partial(jax.jit, static_argnames="decoder")
+def decoding_params(params: Params, decoder: Net) -> Params:
+    """The parameters in the type they are computed in, so that a step reads no more than it must, adapters merged.
+
+    What the trainer computes with in fp32 stays as it is, as a rounded number would make sampler and trainer differ:
+    scales of norms, decays of recurrent mixers, biases of convolutions, attention sinks, sigmoid routers and their
+    corrections, and the head where logits are formed in fp32. Matrices of 8 bits are made of the merged ones; those
+    that are quantised already stay as they are, beside their adapters.
+    """
+    params = merge(params, decoder.config.lora)
+    if decoder.config.quantized != "none":
+        params = quantized_as(params, decoder.base.shapes(), decoder.config.quantized_at)
+    params = _in_decoding_dtype(params, decoder)
+    return params if decoder.config.scan_layers else unstack(params, decoder.config)
+
+
+@functools.partial(jax.jit, static_argnames="decoder")
+def copied_to_decode(params: Params, decoder: Net) -> Params:
+    """A copy in the types of `decoding_params`, of parameters without adapters or matrices in fewer bits."""
+    return jax.tree.map(jnp.copy, _in_decoding_dtype(params, decoder))
+
+
+def _in_decoding_dtype(params: Params, decoder: Net) -> Params:
+    config = decoder.config
+    kept = ("scale", "shift", "log_decay", "step_bias", "skip", "conv_bias", "conv/bias", "sinks", "correction")
+    kept += ("position/weight", *PARTS, *(f"activation/{name}" for name in XIELU_NUMBERS))
+    if config.router_in_fp32:
+        kept += ("router/kernel", "router/bias")
+    if config.fp32_head:
+        kept += ("embed/weight",) if config.tie_embeddings else ("head/kernel", "head/bias")
+
+    def leaf(path, x):
+        return x if path_name(path).endswith(kept) else x.astype(config.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, params)

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.adapters.lora import SAVED, split
-from jaxrl_llm.models.transformer import Net, Params, segment_positions
+from jaxrl_llm.models.net import Net, Params
+from jaxrl_llm.models.transformer import segment_positions
 
 MATRICES = ("kernel", "lora_a", "lora_b", "start_a", "start_b")
 

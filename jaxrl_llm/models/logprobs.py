@@ -27,7 +27,8 @@ from jaxrl_llm.models.chunked_divergences import (
 )
 from jaxrl_llm.models.chunked_softmax import Slopes, chunked_logps, log_sum_squares
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net, Params, Transformer
+from jaxrl_llm.models.net import Net, Params
+from jaxrl_llm.models.transformer import Transformer
 
 LIKELIEST_BLOCK = 64  # positions whose logits are formed at once
 

@@ -28,10 +28,11 @@ from jaxrl_llm.models.files import hf, safetensors
 from jaxrl_llm.models.files.safetensors import read_json
 from jaxrl_llm.models.kernels.fused_attention import is_before_ampere
 from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.net import Net, Params, restacked
 from jaxrl_llm.models.quantize import KINDS
 from jaxrl_llm.models.rate_factors import rate_factors
 from jaxrl_llm.models.trained import EVERYTHING
-from jaxrl_llm.models.transformer import Net, Params, restacked, segment_positions
+from jaxrl_llm.models.transformer import segment_positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,8 +378,10 @@ def make_up(
 
     `revision` and `entries` are those that the model was loaded with.
     """
-    config, folder = model.net.config, hf.locate(model.path, allow_pickle, revision=revision)
+    config = model.net.config
     assert config.lora is not None
+    assert model.path is not None  # as of a model that was read from files
+    folder = hf.locate(model.path, allow_pickle, revision=revision)
     with hf.opened_kernels(folder, model.net, allow_pickle, entries) as original:
         params = lora.made_up(model.params, config.lora, key, config.quantize, original)
     shapes, adapters = lora.adapters_of(model.net.shapes()), lora.adapters_of(params)

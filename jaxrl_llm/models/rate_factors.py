@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.models.adapters import peft
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.trained import regular_expression
-from jaxrl_llm.models.transformer import Net
 
 KEY = "optimizer.rate_factors"
 

@@ -15,7 +15,7 @@ from jaxrl_llm.models.adapters.lora import LoraConfig
 from jaxrl_llm.models.adapters.peft_patterns import ALIKE, AdapterPatterns, with_patterns
 from jaxrl_llm.models.files.safetensors import named_as_modules, some
 from jaxrl_llm.models.moe import ROUTER
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 
 ROWS = re.compile(r"\[\d*:\d*\]$|\$\[\d+\]$")  # what axolotl writes behind a name to train some rows of a matrix
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.rollout.scheduler import IDLE, SlotGrid
 from jaxrl_llm.rollout.slots import Begun
 

@@ -26,14 +26,13 @@ import numpy as np
 
 from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.sharding import local_range, on_device, path_name, row_shards
-from jaxrl_llm.models.adapters.lora import copied, has_adapters, merge
-from jaxrl_llm.models.cast import in_precision
-from jaxrl_llm.models.layers import XIELU_NUMBERS
+from jaxrl_llm.distributed.sharding import local_range, on_device, row_shards
+from jaxrl_llm.models.adapters.lora import copied, has_adapters
+from jaxrl_llm.models.cast import copied_to_decode, decoding_params, in_precision
 from jaxrl_llm.models.mixers.mixer import DecodeInputs, Mixer
-from jaxrl_llm.models.quantize import BYTES, FP8, PARTS, narrowed, quantized_as
+from jaxrl_llm.models.net import Net, Params, replace_caches
+from jaxrl_llm.models.quantize import BYTES, FP8, narrowed
 from jaxrl_llm.models.rope import check_length
-from jaxrl_llm.models.transformer import Net, Params, replace_caches, unstack
 from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata, unpacked
 from jaxrl_llm.rollout.borders import Borders, OnBorder
 from jaxrl_llm.rollout.grammar import Grammar, GrammarRows
@@ -154,7 +153,7 @@ class Engine:
         """
         if has_adapters(params) or self.decoder.config.quantized != "none":
             return copied(params)
-        return _copied_to_decode(params, self.decoder)
+        return copied_to_decode(params, self.decoder)
 
     def generate(
         self,
@@ -305,42 +304,6 @@ def _shards() -> int:
     """The shards of rows on the mesh that is set."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else row_shards(mesh)
-
-
-@functools.partial(jax.jit, static_argnames="decoder")
-def decoding_params(params: Params, decoder: Net) -> Params:
-    """The parameters in the type they are computed in, so that a step reads no more than it must, adapters merged.
-
-    What the trainer computes with in fp32 stays as it is, as a rounded number would make sampler and trainer differ:
-    scales of norms, decays of recurrent mixers, biases of convolutions, attention sinks, sigmoid routers and their
-    corrections, and the head where logits are formed in fp32. Matrices of 8 bits are made of the merged ones; those
-    that are quantised already stay as they are, beside their adapters.
-    """
-    params = merge(params, decoder.config.lora)
-    if decoder.config.quantized != "none":
-        params = quantized_as(params, decoder.base.shapes(), decoder.config.quantized_at)
-    params = _in_decoding_dtype(params, decoder)
-    return params if decoder.config.scan_layers else unstack(params, decoder.config)
-
-
-@functools.partial(jax.jit, static_argnames="decoder")
-def _copied_to_decode(params: Params, decoder: Net) -> Params:
-    return jax.tree.map(jnp.copy, _in_decoding_dtype(params, decoder))
-
-
-def _in_decoding_dtype(params: Params, decoder: Net) -> Params:
-    config = decoder.config
-    kept = ("scale", "shift", "log_decay", "step_bias", "skip", "conv_bias", "conv/bias", "sinks", "correction")
-    kept += ("position/weight", *PARTS, *(f"activation/{name}" for name in XIELU_NUMBERS))
-    if config.router_in_fp32:
-        kept += ("router/kernel", "router/bias")
-    if config.fp32_head:
-        kept += ("embed/weight",) if config.tie_embeddings else ("head/kernel", "head/bias")
-
-    def leaf(path, x):
-        return x if path_name(path).endswith(kept) else x.astype(config.dtype)
-
-    return jax.tree_util.tree_map_with_path(leaf, params)
 
 
 @functools.partial(jax.jit, static_argnames=("engine", "steady"))

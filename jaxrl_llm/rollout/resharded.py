@@ -14,9 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import on_device, row_sharding, row_shards, shardings
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.cast import decoding_params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.rollout.borders import Border, OnBorder
-from jaxrl_llm.rollout.engine import Engine, decoding_params
+from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.multi_turn import TurnServer
 from jaxrl_llm.rollout.slots import Begun, Rollout
 from jaxrl_llm.rollout.streaming import OnFinished

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from jaxrl_llm.models.adapters.lora import LoraConfig, combine
-from jaxrl_llm.rollout.engine import Engine, decoding_params
+from jaxrl_llm.models.cast import decoding_params
+from jaxrl_llm.rollout.engine import Engine
 
 Adapter = tuple[LoraConfig | None, Any]  # without a LoraConfig all weights of the net
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.distributed.sharding import row_shards, rows_to_global
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.packing.planner import typical_rollouts

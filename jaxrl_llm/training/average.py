@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms.aggregation import as_float
 from jaxrl_llm.distributed.sharding import on_device, on_host
 from jaxrl_llm.models.adapters.lora import LoraConfig, combine, has_adapters, merge, split
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.processes import gather
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import local_rows, on_device, row_shards, rows_to_global
-from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.training.advantages import Advantages, AdvantageStep
 from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.images import check_kept

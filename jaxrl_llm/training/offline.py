@@ -27,7 +27,7 @@ from jaxrl_llm.data.tokenize import PIXELS, STEP_LABELS
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
-from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.models.vision.row_images import count_tiles, image_tokens, row_images
 from jaxrl_llm.rewards.runner import NO_STEP, TrainerState
 from jaxrl_llm.training.algorithm import BatchSpec

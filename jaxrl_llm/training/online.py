@@ -27,7 +27,7 @@ from jaxrl_llm.data.pipeline import Prompts
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.turns import turn
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.rewards.runner import TrainerState
 from jaxrl_llm.training.learner import Learner
 from jaxrl_llm.training.logging.reward_metrics import add_totals

@@ -12,7 +12,7 @@ from jaxrl_llm.algorithms.batch import Batch, Images, Inputs
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.chunked_divergences import TopTokens
 from jaxrl_llm.models.logprobs import head_inputs, token_logps, token_statistics, token_values, top_tokens
-from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.training.microbatch import map_microbatches
 
 

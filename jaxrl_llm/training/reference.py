@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.random_streams import REFERENCE_ROUNDING
 from jaxrl_llm.algorithms.rounding import round_like
 from jaxrl_llm.distributed.sharding import on_device, on_host
 from jaxrl_llm.models.adapters.lora import LoraConfig, combine, copied, has_adapters, merge, split, without_adapters
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.training.average import Average
 from jaxrl_llm.training.update import State
 

@@ -18,7 +18,7 @@ from jaxrl_llm.data.scored_prompts import SCORES, ScoredPrompts
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.training.advantages import AdvantageStep
 from jaxrl_llm.training.evaluation.run import full_batches
 from jaxrl_llm.training.online import OnlineSource

@@ -33,7 +33,7 @@ from jaxrl_llm.models.families.qwen2 import PROCESS_REWARD_MODEL
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.logprobs import last_scores, next_logits, step_logits
 from jaxrl_llm.models.model import Model, check_ids, copied_model, load_model
-from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.rewards.signatures import text_of, text_of_content
 
 AGGREGATIONS: dict[str, Callable[[np.ndarray], float]] = {

@@ -9,7 +9,7 @@ from jaxrl_llm.algorithms.batch import Batch, minibatch_indices
 from jaxrl_llm.algorithms.losses import Metrics
 from jaxrl_llm.distributed.sharding import row_sharding
 from jaxrl_llm.models.flops import row_flops
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.setup.run import Run
 from jaxrl_llm.training.update import State
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxrl_llm.algorithms.random_streams import LAYERS
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import parameter_spec, path_name
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.training.moments import schedules_further, updates_made
 
 Mask = Callable[[Params], Any]

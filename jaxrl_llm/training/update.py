@@ -19,7 +19,7 @@ from jaxrl_llm.algorithms.random_streams import DROPOUT, ROUNDING
 from jaxrl_llm.algorithms.rounding import round_like
 from jaxrl_llm.distributed.sharding import is_sharded, on_device, on_host, row_shards, shardings
 from jaxrl_llm.models.adapters.lora import combine, has_adapters, with_dropout
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.training.microbatch import map_microbatches, microbatches_of
 from jaxrl_llm.training.moments import updates_made
 from jaxrl_llm.training.objectives.objective import Objective

@@ -38,7 +38,8 @@ from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.mixers.attention import Attention, KeyValues
 from jaxrl_llm.models.model import Model, init_sharded, load_model, save_hf
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net, attention_mask
+from jaxrl_llm.models.net import Net
+from jaxrl_llm.models.transformer import attention_mask
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.resharded import ReshardedEngine

@@ -11,11 +11,12 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.algorithms.distillation import generalized_jsd, with_tail, without_tail
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models import chunked_divergences, chunked_softmax
+from jaxrl_llm.models.cast import decoding_params
 from jaxrl_llm.models.layers import soft_cap
 from jaxrl_llm.models.logprobs import chunked_logps, log_sum_squares, token_logps
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net
-from jaxrl_llm.rollout.engine import Engine, decoding_params
+from jaxrl_llm.models.net import Net
+from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 
 CONFIG = ModelConfig(

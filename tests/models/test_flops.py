@@ -21,8 +21,8 @@ from jaxrl_llm.models.mixers.parallel import AttentionAndMamba
 from jaxrl_llm.models.mixers.short_conv import ShortConv
 from jaxrl_llm.models.model import describe
 from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.trained import Trained
-from jaxrl_llm.models.transformer import Net
 from tests.models.oracles import VARIANTS
 
 DENSE = {"vocab_size": 50, "width": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 20}

@@ -12,7 +12,8 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.models import chunked_softmax
 from jaxrl_llm.models.logprobs import chunked_logps, token_logps, token_statistics
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net, segment_positions
+from jaxrl_llm.models.net import Net
+from jaxrl_llm.models.transformer import segment_positions
 from tests.models.decoding import padded
 
 VOCAB = 37

@@ -19,7 +19,7 @@ from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.moe import Experts, MixtureOfExperts, Routing, balance_loss, dense, grouped
-from jaxrl_llm.models.transformer import Net, RecordingNet
+from jaxrl_llm.models.net import Net, RecordingNet
 from tests.models.oracles import make_oracle
 
 CONFIG = ModelConfig(

@@ -26,13 +26,13 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.adapters.lora import LoraConfig
 from jaxrl_llm.models.adapters.peft_patterns import AdapterPatterns
+from jaxrl_llm.models.cast import decoding_params
 from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.families.rotary import max_positions
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.logprobs import token_statistics
 from jaxrl_llm.models.model import Model, add_adapters, load_model, save_adapter, save_hf
-from jaxrl_llm.models.transformer import Net
-from jaxrl_llm.rollout.engine import decoding_params
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.reward_models import RewardModel
 from tests.models.conftest import variants
 from tests.models.decoding import padded

@@ -15,8 +15,8 @@ from jaxrl_llm.models.cast import draws_from_another, in_precision
 from jaxrl_llm.models.kernels.stored_matmul import matmul, simulated_matmul
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import describe, load_model
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.quantize import KINDS, dequantize, quantize
-from jaxrl_llm.models.transformer import Net
 
 TOKENS = np.arange(97, 109)[None]
 

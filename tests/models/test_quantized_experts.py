@@ -14,12 +14,13 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.schema import QUANTIZED
 from jaxrl_llm.distributed.sharding import AXES
 from jaxrl_llm.models.adapters import lora
+from jaxrl_llm.models.cast import decoding_params
 from jaxrl_llm.models.files import mxfp4
 from jaxrl_llm.models.model import add_adapters, copied_model, load_model, save_hf
 from jaxrl_llm.models.moe import Experts, dense, grouped
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.quantize import KINDS, dequantize, quantize, quantized_as
-from jaxrl_llm.models.transformer import REMAT, Net
-from jaxrl_llm.rollout.engine import decoding_params
+from jaxrl_llm.models.transformer import REMAT
 from tests.models.adapters.test_expert_adapters import SHAPE, logits, moved
 from tests.models.adapters.test_lora import TOKENS, shaken
 from tests.models.conftest import make_oracle

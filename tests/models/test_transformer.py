@@ -16,7 +16,8 @@ from jaxrl_llm.models.families.decoder import settings
 from jaxrl_llm.models.mixers import attention
 from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net, attention_mask, segment_positions, unstack
+from jaxrl_llm.models.net import Net, unstack
+from jaxrl_llm.models.transformer import attention_mask, segment_positions
 from jaxrl_llm.training.setup.models import net_options
 from tests.models.decoding import continued_logits, padded
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.batch import Inputs
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.rollout.constraints import Guide, build_automata
 from jaxrl_llm.rollout.sampling import SamplingParams
 from tests.models.decoding import trainer_logps

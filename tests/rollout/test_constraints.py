@@ -16,7 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.rollout.automata import NO_AUTOMATA
 from jaxrl_llm.rollout.constraints import Guide, build_automata, token_bytes
 from jaxrl_llm.rollout.grammar import build_grammar

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.rollout import engine as engine_module
 from jaxrl_llm.rollout.engine import Engine, prefill
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -460,7 +460,7 @@ import dataclasses, jax, numpy as np
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.distributed.sharding import make_mesh, rows_to_global, shardings

@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.adapters import lora
-from jaxrl_llm.models.cast import draws_from_another, in_precision
+from jaxrl_llm.models.cast import decoding_params, draws_from_another, in_precision
 from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.kernels.stored_matmul import frozen_matmul, matmul
 from jaxrl_llm.models.logprobs import token_logps
@@ -23,8 +23,8 @@ from jaxrl_llm.models.mixers.attention import Attention, KeyValues
 from jaxrl_llm.models.mixers.mamba2 import Mamba2
 from jaxrl_llm.models.mixers.short_conv import ShortConv
 from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.quantize import BYTES, dequantize, narrowed, quantize, widened
-from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -183,10 +183,10 @@ def test_what_the_trainer_has_in_fp32_is_not_rounded_in_16_bits():
 
     params = jax.tree_util.tree_map_with_path(drawn, net.shapes())
     logits = jax.jit(lambda params: net.bind(params)(TOKENS, SEGMENTS))
-    np.testing.assert_array_equal(logits(params), logits(engines.decoding_params(params, net)))
+    np.testing.assert_array_equal(logits(params), logits(decoding_params(params, net)))
     entries = VISION["qwen3_vl"]().to_dict()
     net = Net(family_of(entries).to_config(entries, dtype="bfloat16"))
-    shapes = jax.eval_shape(functools.partial(engines.decoding_params, decoder=net), net.shapes())
+    shapes = jax.eval_shape(functools.partial(decoding_params, decoder=net), net.shapes())
     assert shapes["vision"]["encoder"]["position"]["weight"].dtype == jnp.float32  # which is interpolated in fp32
 
 

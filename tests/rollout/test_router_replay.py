@@ -12,7 +12,7 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.moe import MixtureOfExperts
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.objectives.objective import Positions

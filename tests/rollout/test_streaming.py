@@ -12,7 +12,7 @@ import numpy as np
 process = int(sys.argv[2])
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, process)
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.distributed.sharding import local_rows, make_mesh, rows_to_global, shardings

@@ -15,7 +15,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.adapters.lora import LoraConfig, combine, parse_targets, split
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.model import add_adapters, load_adapter, save_adapter
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.grid import RowRequest
 from jaxrl_llm.serving.queue import Handle

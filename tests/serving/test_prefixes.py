@@ -9,8 +9,8 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.models.adapters.lora import LoraConfig, split
 from jaxrl_llm.models.model import add_adapters
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.quantize import quantized_as
-from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.grid import RowRequest

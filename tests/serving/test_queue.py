@@ -16,8 +16,8 @@ from jaxrl_llm.models.mixers.delta_net import GatedDeltaNet
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.mixers.short_conv import ShortConv
 from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.quantize import quantized_as
-from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.grid import CAPACITY, RowRequest

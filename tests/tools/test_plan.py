@@ -22,7 +22,7 @@ from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.kernels.fused_attention import flash_attention, splash_attention
 from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.tools.plan import hlo
 from jaxrl_llm.tools.plan.advice import advice
 from jaxrl_llm.tools.plan.compiler import Compiler, traced_flops

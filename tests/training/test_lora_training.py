@@ -15,8 +15,8 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.adapters.lora import LoraConfig
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.quantize import dequantize
-from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import make_optimizer

@@ -13,7 +13,7 @@ from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.models.flops import matmul_parameters, row_flops
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.step import update_flops
 
 POLICY = Net(ModelConfig(vocab_size=50, width=16, layers=2, heads=4, kv_heads=2, head_dim=4, ffn=20))

@@ -19,8 +19,8 @@ from jaxrl_llm.models.adapters.peft_patterns import AdapterPatterns
 from jaxrl_llm.models.families import llama
 from jaxrl_llm.models.files.safetensors import named_as_modules
 from jaxrl_llm.models.model import add_adapters, load_model
+from jaxrl_llm.models.net import restacked
 from jaxrl_llm.models.trained import Trained
-from jaxrl_llm.models.transformer import restacked
 from jaxrl_llm.tools.plan.shapes import describe
 from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import make_optimizer

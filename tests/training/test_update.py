@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl_llm.config import default
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.microbatch import split_rows
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.optimizers import learning_rate_schedule

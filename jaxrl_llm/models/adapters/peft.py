@@ -33,7 +33,7 @@ from jaxrl_llm.models.adapters.lora import (
 )
 from jaxrl_llm.models.adapters.peft_patterns import fitting, with_adapters
 from jaxrl_llm.models.files import remote, safetensors
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"

@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.adapters.lora import EXPERTS, MODULES
 from jaxrl_llm.models.families.decoder import TensorName
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 
 FACTOR = re.compile(r"\.experts(\.base_layer)?\.lora_[AB]\.weight$")  # the end of such a tensor's name
 # Families whose class has matrices `[E, in, out]` without saying so: PEFT takes them for `[E, out, in]`, and A for B.

@@ -16,7 +16,7 @@ from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.adapters.lora import MODULES, Adapted, adapters_of
 from jaxrl_llm.models.files.safetensors import named_as_modules
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 
 
 class AdapterPatterns(NamedTuple):

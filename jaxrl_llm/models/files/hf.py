@@ -22,7 +22,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.families import FAMILIES, family_for, family_of, llava, rotary
 from jaxrl_llm.models.families.decoder import DTYPES, LAYER, settings
 from jaxrl_llm.models.files import block_fp8, remote, safetensors, text_part
-from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.net import Net, Params
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
 DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "README.md", "LICENSE*"]

@@ -12,7 +12,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.adapters.lora import has_adapters
 from jaxrl_llm.models.model import Model, check_loaded, check_tokenizer
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 
 OWN_TABLES = "vocab_size_per_layer_input"  # of config.json: each layer has an embedding of its own
 

@@ -24,8 +24,8 @@ from jaxrl_llm.models.adapters.lora import merged_kernel, overlaid, with_shared
 from jaxrl_llm.models.files import block_fp8, mxfp4
 from jaxrl_llm.models.files.pickles import PickleFile
 from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.models.quantize import PARTS, quantize
-from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.models.vision.clipped import BOUNDS
 
 SINGLE = "model.safetensors"

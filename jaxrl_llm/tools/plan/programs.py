@@ -24,10 +24,10 @@ from jaxrl_llm.distributed.sharding import (
     row_shards,
     shardings,
 )
-from jaxrl_llm.models.cast import in_precision
+from jaxrl_llm.models.cast import decoding_params, in_precision
 from jaxrl_llm.models.chunked_softmax import columns_at_once
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.quantize import BYTES
-from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.scheduler import Scheduler
@@ -249,9 +249,9 @@ def compile_rollout(
     """
     k, longest = engine.group_size, engine.max_completion_length
     on_devices = visiting(params)
-    cast, arguments = engines.decoding_params, (on_devices, engine.decoder)
+    cast, arguments = decoding_params, (on_devices, engine.decoder)
     if sampling_mesh != mesh:
-        cast, arguments = functools.partial(engines.decoding_params, decoder=engine.decoder), (on_devices,)
+        cast, arguments = functools.partial(decoding_params, decoder=engine.decoder), (on_devices,)
         cast = jax.jit(cast, out_shardings=shardings(jax.eval_shape(cast, on_devices), sampling_mesh))
     sampled = compiler.add(f"{name}: cast", cast, arguments, times=calls, of_run=of_run)
     with jax.set_mesh(sampling_mesh):

@@ -19,7 +19,7 @@ from jaxrl_llm.models.adapters.peft_patterns import with_patterns
 from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.model import base_and_adapter
-from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.rewards.built_in import BUILT_IN
 from jaxrl_llm.rewards.judge import JudgeSpec
 from jaxrl_llm.training.local_judge import reply_options, row_length

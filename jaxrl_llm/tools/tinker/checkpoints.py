@@ -25,7 +25,7 @@ from jaxrl_llm.models.adapters.peft import is_adapter
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.files.safetensors import read_json, write_json
 from jaxrl_llm.models.model import Model, load_adapter, save_adapter, save_hf
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.tools.tinker.training_run import Moments, TrainingRun
 

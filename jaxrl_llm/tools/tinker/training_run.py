@@ -19,7 +19,7 @@ from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.chunked_softmax import chunked_logps
 from jaxrl_llm.models.model import Model, add_adapters
-from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.tools.tinker.losses import LOSSES, THRESHOLDS
 from jaxrl_llm.tools.tinker.messages import Datum, GradientAnswer, GradientRequest

@@ -29,7 +29,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.distributed.orbax import ocp, policies
 from jaxrl_llm.distributed.sharding import path_name, shardings
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.training.checkpoint import checksums
 from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
 from jaxrl_llm.training.runtime.preemption import Preempted

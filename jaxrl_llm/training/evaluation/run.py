@@ -19,7 +19,7 @@ from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import row_shards, rows_to_global
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.rewards.runner import NO_STEP, NOTHING_LOGGED, Logged, TrainerState
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation.metrics import (

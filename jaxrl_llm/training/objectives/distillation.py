@@ -11,7 +11,7 @@ from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.losses import Metric, Metrics
 from jaxrl_llm.models.chunked_divergences import AlignedDistributions, Distributions, TopTokens, UldOptions
 from jaxrl_llm.models.logprobs import AlignedTeacher, TeacherRows, TokenStatistics, token_statistics
-from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.training.objectives.objective import Objective, share_of, token_metrics, weigh
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.losses import Metrics
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.training.objectives.objective import Objective
 
 

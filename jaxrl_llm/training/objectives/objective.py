@@ -10,7 +10,7 @@ from jaxrl_llm.algorithms.aggregation import loss_weights
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.losses import NEUTRAL, Metric, Metrics, with_metrics
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 
 REDUCE: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
 

@@ -26,7 +26,7 @@ from jaxrl_llm.algorithms.policy_losses import top_entropy_mask
 from jaxrl_llm.models.chunked_divergences import Distributions
 from jaxrl_llm.models.chunked_softmax import Slopes
 from jaxrl_llm.models.logprobs import TokenStatistics, token_logps, token_statistics
-from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.training.objectives.distillation import (
     DivergenceSpec,
     UldSpec,

@@ -18,7 +18,7 @@ from jaxrl_llm.algorithms.losses import Metric, Metrics
 from jaxrl_llm.algorithms.sequence_logps import sequence_logps, split_pairs, wpo_weights
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.logprobs import TokenStatistics, token_logps, token_statistics
-from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.training.objectives.objective import Objective, Positions, checked_loss, row_metrics, weighted
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.losses import Metric, Metrics
 from jaxrl_llm.models.logprobs import step_logits
-from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.training.objectives.objective import (
     Objective,
     Positions,

@@ -11,7 +11,7 @@ from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.losses import Metric, Metrics
 from jaxrl_llm.algorithms.sequence_logps import split_pairs
 from jaxrl_llm.models.logprobs import last_scores
-from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.training.objectives.objective import Objective, Positions, checked_loss, row_metrics, weighted
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.losses import Metric, Metrics
 from jaxrl_llm.models.moe import Routing, balance_loss
-from jaxrl_llm.models.transformer import Net, Params, RecordingNet
+from jaxrl_llm.models.net import Net, Params, RecordingNet
 from jaxrl_llm.training.objectives.objective import Objective
 
 

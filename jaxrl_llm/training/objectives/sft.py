@@ -13,7 +13,7 @@ from jaxrl_llm.algorithms.losses import Metric, Metrics
 from jaxrl_llm.algorithms.sft_losses import nll
 from jaxrl_llm.models.chunked_softmax import Slopes
 from jaxrl_llm.models.logprobs import token_statistics
-from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.training.objectives.objective import Objective, checked_loss, row_share, token_metrics, weigh
 
 

@@ -16,7 +16,7 @@ from jaxrl_llm.algorithms.policy_losses import value_clip
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.models.logprobs import token_statistics, token_values
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.training.objectives.distillation import teacher_of
 from jaxrl_llm.training.objectives.objective import Objective, counted, share_of, token_metrics
 from jaxrl_llm.training.objectives.policy_gradient import PolicySpec, policy_gradient, policy_objective, reference_of

@@ -30,7 +30,7 @@ from jaxrl_llm.distributed.own_part import OwnPart
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.environments.agents import Agents, Connection, Outcome, Reward
 from jaxrl_llm.environments.protocol import EpisodeError
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.rollout.slots import Rollout, row_keys

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.rollout.borders import Border
 from jaxrl_llm.training.rollouts.experience import UNSAMPLED
 

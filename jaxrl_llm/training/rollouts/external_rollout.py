@@ -33,7 +33,7 @@ from jaxrl_llm.data.templates import continued_ids, is_conversational, render_pr
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
 from jaxrl_llm.environments.server import server
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.rewards.signatures import shorten
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.slots import Rollout

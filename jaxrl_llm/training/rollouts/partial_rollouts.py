@@ -27,7 +27,7 @@ from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.distributed.sharding import local_rows, rows_to_global
 from jaxrl_llm.distributed.turns import turn
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.rollout.borders import Border
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.slots import Begun, Rollout, row_keys

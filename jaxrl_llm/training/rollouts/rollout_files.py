@@ -45,7 +45,7 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.models.adapters.lora import split
 from jaxrl_llm.models.files.safetensors import on_host
 from jaxrl_llm.models.files.weight_changes import ENCODING, apply, as_bytes, changes
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.rollouts.experience import Rollouts, pack, placed, unpack
 from jaxrl_llm.training.rollouts.rollout_queue import Produce

@@ -24,7 +24,7 @@ from jaxrl_llm.config.background import in_thread, leave_behind
 from jaxrl_llm.distributed.sharding import resharding, shardings
 from jaxrl_llm.distributed.turns import held, yielded
 from jaxrl_llm.models.adapters.lora import combine, split
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.rollouts.arrivals import Arrivals
 from jaxrl_llm.training.rollouts.experience import Rollouts, on_mesh, pack, placed, unpack

@@ -14,7 +14,7 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.processes import AgreedError
 from jaxrl_llm.models.adapters.lora import combine, split
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.training.rollouts.experience import pack
 from jaxrl_llm.training.rollouts.rollout_files import (
     END,

@@ -24,7 +24,7 @@ from jaxrl_llm.distributed.turns import turn, yielded
 from jaxrl_llm.environments.batch import EpisodeBatch
 from jaxrl_llm.environments.factory import COLUMN
 from jaxrl_llm.models.adapters.lora import copied
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.models.vision.row_images import count_tiles
 from jaxrl_llm.rewards.runner import NO_STEP, NOTHING_LOGGED, Graded, Logged, Rewards, TrainerState
 from jaxrl_llm.rewards.streaming import StreamingRewards

@@ -17,11 +17,12 @@ from jaxrl_llm.config.schema import OFFLINE, SCHEDULE_FREE
 from jaxrl_llm.distributed.processes import gather
 from jaxrl_llm.distributed.sharding import bytes_on_device, over, placed, row_shards
 from jaxrl_llm.models.adapters.lora import has_adapters, split
+from jaxrl_llm.models.cast import decoding_params
 from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rollout.engine import Engine, decoding_params, prefill
+from jaxrl_llm.models.net import Params
+from jaxrl_llm.rollout.engine import Engine, prefill
 from jaxrl_llm.rollout.slots import row_keys
 from jaxrl_llm.training.packing.planner import tokens_in
 from jaxrl_llm.training.setup.objectives import needs_reference

@@ -13,8 +13,8 @@ from jaxrl_llm.models.adapters.lora import LoraConfig, has_adapters, parse_targe
 from jaxrl_llm.models.adapters.peft import read_config
 from jaxrl_llm.models.adapters.peft_patterns import AdapterPatterns
 from jaxrl_llm.models.model import Model, add_adapters, check_same_vocabulary, copied_model, load_model, make_up
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.models.trained import Trained
-from jaxrl_llm.models.transformer import Net, Params
 from jaxrl_llm.training.objectives.value import shared_critic
 from jaxrl_llm.training.reward_models import right_label
 from jaxrl_llm.training.setup.agreed import check_same_model

@@ -21,7 +21,7 @@ from jaxrl_llm.config.resolve import resolve_with_options, split_losses, split_o
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.models.chunked_divergences import UldOptions
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.advantages import check_options
 from jaxrl_llm.training.objectives.distillation import DivergenceSpec, UldSpec, distillation
 from jaxrl_llm.training.objectives.neftune import with_neftune

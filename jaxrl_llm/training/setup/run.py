@@ -27,8 +27,8 @@ from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.families import rotary
 from jaxrl_llm.models.model import Model, named_rate_factors
 from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.models.quantize import BYTES
-from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.models.vision.row_images import count_tiles
 from jaxrl_llm.rewards.functions import environment as environment_reward
 from jaxrl_llm.rewards.runner import Rewards

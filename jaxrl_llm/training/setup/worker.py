@@ -27,7 +27,7 @@ from jaxrl_llm.models.cast import draws_from_another
 from jaxrl_llm.models.files.remote import is_url
 from jaxrl_llm.models.files.weight_versions import Publisher, publisher
 from jaxrl_llm.models.model import Model, check_positions, save_hf
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.rewards.runner import Rewards
 from jaxrl_llm.rollout.constraints import Guide, bad_word_ids, build_automata, check_tokens, setting_text
 from jaxrl_llm.rollout.engine import Engine

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.distributed.sharding import on_device, on_host, row_shards
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.models.transformer import Net, Params
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.training.passes import scored_distributions, scored_logps, scored_top
 from jaxrl_llm.training.reference import Reference
 from jaxrl_llm.training.update import State

@@ -20,13 +20,13 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.adapters.lora import LoraConfig, parse_targets
+from jaxrl_llm.models.cast import decoding_params
 from jaxrl_llm.models.families import mixtral, nemotron_h
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import Model, add_adapters, has_peft_adapter, load_model, save_adapter, save_hf
 from jaxrl_llm.models.moe import Experts, dense, grouped
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.trained import Trained
-from jaxrl_llm.models.transformer import Net
-from jaxrl_llm.rollout.engine import decoding_params
 from tests.models.adapters.test_lora import TOKENS, in_peft, shaken
 from tests.models.conftest import make_oracle, variants
 from tests.models.images import make_vision_oracle

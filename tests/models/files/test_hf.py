@@ -27,7 +27,7 @@ from jaxrl_llm.data.templates import plain_ids
 from jaxrl_llm.models.files import hf, safetensors
 from jaxrl_llm.models.model import check_positions, check_same_vocabulary, load_model, save_hf
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.runtime.preemption import Preempted
 from tests.models.conftest import SHAPE, make_oracle
 

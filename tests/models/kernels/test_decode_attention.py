@@ -14,7 +14,7 @@ from jaxrl_llm.models.kernels import decode_attention
 from jaxrl_llm.models.mixers import attention, latent_attention
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from tests.models import decoding
 from tests.models.decoding import continued_logits
 

@@ -28,7 +28,8 @@ from jaxrl_llm.models.kernels.fused_attention import (
 from jaxrl_llm.models.mixers import attention
 from jaxrl_llm.models.model import compute_dtype
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net, attention_mask, segment_positions
+from jaxrl_llm.models.net import Net
+from jaxrl_llm.models.transformer import attention_mask, segment_positions
 
 LENGTH = 150  # no multiple of a block
 CONFIG = ModelConfig(

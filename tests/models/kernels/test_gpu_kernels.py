@@ -16,7 +16,7 @@ from jaxrl_llm.models.kernels.fused_attention import cudnn_attention, flash_atte
 from jaxrl_llm.models.kernels.grouped_matmul import grouped_matmul
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from tests.models.decoding import continued_logits
 from tests.models.kernels.test_decode_attention import attended
 from tests.models.kernels.test_fused_attention import dense

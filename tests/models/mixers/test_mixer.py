@@ -14,7 +14,8 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.layers import Linear
 from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net, segment_positions
+from jaxrl_llm.models.net import Net
+from jaxrl_llm.models.transformer import segment_positions
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from tests.models.decoding import continued_logits, logits_of, padded, trainer_logps

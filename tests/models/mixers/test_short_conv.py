@@ -17,7 +17,7 @@ from jaxrl_llm.models.mixers.mamba2 import Mamba2
 from jaxrl_llm.models.mixers.mixer import AttentionInputs
 from jaxrl_llm.models.mixers.short_conv import AT_ONCE, ShortConv
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from tests.models.conftest import variants

@@ -20,7 +20,7 @@ from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.mixers.sparse_attention import SparseLatentAttention
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.model_config import INDEXER, ModelConfig
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from tests.models.decoding import continued_logits, logits_of, padded
 from tests.models.oracles import EXPERTS, SHAPE, SPARSE
 

@@ -35,7 +35,7 @@ from jaxrl_llm.models.files.safetensors import named_as_modules, stored_tensors
 from jaxrl_llm.models.mixers import attention
 from jaxrl_llm.models.mixers.mixer import DecodeInputs
 from jaxrl_llm.models.model import add_adapters, check_attention, describe, load_model, save_adapter, save_hf
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.vision import patch_rows
 from jaxrl_llm.models.vision.tower import image_runs
 from jaxrl_llm.rollout.engine import Engine

@@ -10,7 +10,7 @@ from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import default, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.objectives.neftune import neftune_noise
 from jaxrl_llm.training.setup.objectives import objective_of
 

@@ -9,7 +9,7 @@ from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.models.logprobs import TokenStatistics
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.objectives import policy_gradient
 from jaxrl_llm.training.passes import scored_distributions
 from jaxrl_llm.training.setup.objectives import objective_of, policy_spec

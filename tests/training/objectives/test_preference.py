@@ -14,7 +14,7 @@ from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.logprobs import token_statistics
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.microbatch import microbatches_of
 from jaxrl_llm.training.setup.objectives import needs_reference, objective_of
 from jaxrl_llm.training.setup.run import make_optimizer

@@ -12,7 +12,7 @@ from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.packing.planner import TypicalRows, make_packer
 from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import make_optimizer

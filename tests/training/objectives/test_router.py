@@ -17,7 +17,7 @@ from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.moe import balance_loss
-from jaxrl_llm.models.transformer import Net, RecordingNet
+from jaxrl_llm.models.net import Net, RecordingNet
 from jaxrl_llm.training.objectives.router import with_router_loss
 from jaxrl_llm.training.objectives.sft import SFTSpec, sft
 from jaxrl_llm.training.setup.models import build_critic, build_model, check_trainable

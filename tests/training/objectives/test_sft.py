@@ -10,7 +10,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.setup.objectives import objective_of
 from tests.models.decoding import logits_of
 

@@ -17,7 +17,7 @@ from jaxrl_llm.models.adapters.lora import without_adapters
 from jaxrl_llm.models.logprobs import token_values
 from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.transformer import Net
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.train import train
 from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.objectives.policy_gradient import policy_gradient

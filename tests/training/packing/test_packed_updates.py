@@ -14,8 +14,8 @@ from jaxrl_llm.models.adapters.lora import LoraConfig
 from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.mixers.delta_net import GatedDeltaNet
 from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.rope import Rope
-from jaxrl_llm.models.transformer import Net
 from jaxrl_llm.training.microbatch import microbatches_of
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.objectives.value import value_regression
