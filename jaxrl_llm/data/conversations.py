@@ -77,10 +77,10 @@ def conversation(
     A turn is what the template adds after the text that the model is given to answer: for message `first` that is
     `prompt` (which may end inside it), for later ones the messages before; after none, or the assistant's own, or where
     another's turn is learned, it is what the template writes before any content. A turn that the template ends
-    otherwise once messages follow has as much of its end as both have. With "as_shown" a turn that the
-    template writes otherwise once messages follow, or than the model would be asked for, is what the whole text has
-    behind the opening of such turns. A last turn that the template
-    ends with no special token, as GLM's, gets the end of a text: the model would not learn to stop.
+    otherwise once messages follow has as much of its end as both have. With "as_shown" a turn that the template writes
+    otherwise once messages follow, or than the model would be asked for, is what the whole text has behind the opening
+    of such turns. A last turn behind which the template writes nothing, as GLM-4.5's, gets the end of a text: the model
+    would not learn to stop.
 
     Raises ConfigError for what a message cannot say of its turn, for a learned turn whose calls the template does not
     show, and where the template renders a turn that has to be found, or what comes before it, differently once others
@@ -240,8 +240,8 @@ def conversation(
         # tokens the others are as the first.
         for start, end in zip([0, *ends], ends, strict=False):
             mask.append(int(all(each[start:end])) if end > start or not mask else mask[-1])
-    last, special = len(messages) - 1, tuple(tokenizer.get_added_vocab())
-    if last in turns and own[last].end is not False and not rendered.rstrip().endswith(special):
+    last = len(messages) - 1
+    if last in turns and own[last].end is not False and not _shared_end(rendered, *with_other(last)):
         ids, mask = ended(tokenizer, ids, rendered), [*mask, 1]
     return ids, mask[: len(ids)]
 

@@ -54,6 +54,7 @@ from jaxrl_llm.serving.weights import Adapter, Weights
 GROUP = 4  # the fewest rows of a prompt for which programs of a grid of groups are compiled
 PREFILL_ROWS = 8  # prompts that are prefilled in one program
 PREFILL_TOKENS = 8192  # that are prefilled between two chunks, so that rows which decode do not wait long
+THREAD = "decoding"  # the name of the thread of a queue
 
 
 class Tokens(NamedTuple):
@@ -143,7 +144,7 @@ class RequestQueue:
         self._grid: Grid | None = None
         self._steps = 0  # decode steps of the grid that are counted
         self._collected: list[tuple[Handle, Tokens | BaseException]] = []  # read, and delivered beside the next chunk
-        self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""

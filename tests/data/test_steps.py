@@ -97,7 +97,7 @@ def test_rows_that_are_none(tokenizer, change, message):
     ("name", "settings", "message"),
     [
         ("process_reward_model", {"loss_on": "all"}, "loss_on is all, .* set it to one of completion, last_step"),
-        ("sft", {"loss_on": "last_step"}, "loss_on is last_step, .* one of completion, last_turn, all"),
+        ("sft", {"loss_on": "last_step"}, "loss_on is last_step, .* one of completion, last_turn, as_shown, all"),
         ("process_reward_model", {"step_separator": ""}, "step_separator is empty, .* or none for a line break"),
         ("process_reward_model", {"step_separator": r"\n\n"}, r"step_separator is \\n\\n, .* write '\\n' on a"),
         ("process_reward_model", {"packing": True}, "data.packing is for sft only"),

@@ -477,8 +477,7 @@ def test_templates_of_models(tokenizer, tokenizer_folder, able, name):
         assert [way for way in ways if f"data.loss_on={way}" in str(caught.value)] == list(works)
     for loss_on in works:
         (row,) = tokenized("completions", [{"messages": talk}], tokenizer, loss_on=loss_on)
-        # Of whose ends this tokenizer takes few for tokens.
-        assert whole(tokenizer, row["ids"]) in (rendered, rendered + tokenizer.eos_token)
+        assert whole(tokenizer, row["ids"]) == rendered + tokenizer.eos_token * (name == "glm4moe")
         words = re.findall(r"say\d|ask\d", learned(tokenizer, **row))
         of = {"completion": ["say1", "say2"], "as_shown": ["say1", "say2"], "last_turn": ["say2"]}
         assert words == of.get(loss_on, words) and "say2" in words

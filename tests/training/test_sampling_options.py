@@ -116,7 +116,10 @@ def test_greedy_completions_cannot_be_told_apart(tmp_path):
 
 
 def test_bounds_are_the_same_wherever_an_option_is_set():
-    """Of a run, its evaluations, the commands and a judge; those of requests differ where their file says why."""
+    """Of a run, its evaluations, the commands and a judge; those of requests differ where their file says why.
+
+    A run's temperature is 0 or one that its log-probs can be computed at.
+    """
     places = [generate.SAMPLING, local_judge.SAMPLING, bodies.SETTINGS.values()]
     places += [[key for key in KEYS if key.name.startswith(prefix)] for prefix in ("rollout.", "eval.")]
     own = set()
@@ -127,4 +130,4 @@ def test_bounds_are_the_same_wherever_an_option_is_set():
             if kind is not None and {name: x for name, x in found.items() if x is not None} != bounds:
                 own.add(setting.name)
             assert kind in (None, setting.kind)
-    assert own == {"temperature", "top_k", "min_tokens"}
+    assert own == {"rollout.temperature", "top_k", "min_tokens"}

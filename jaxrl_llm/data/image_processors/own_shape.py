@@ -1,6 +1,6 @@
 """Families whose images keep their shape, scaled to whole tokens: Gemma 4, Pixtral, Qwen-VL and GLM-V."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,27 +36,42 @@ def gemma4(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mappi
         return default if own is None else tokenizer.convert_tokens_to_ids(own)
 
     ids = [token_id(name, default) for name, default in GEMMA4_TOKENS.items()]
-    start, token, end = names = tuple(tokenizer.convert_ids_to_tokens(ids))
+    names = tuple(tokenizer.convert_ids_to_tokens(ids))
     if None in names:
         raise ConfigError(f"the tokenizer has no tokens {ids}, which the model reads images by; use the model's own")
 
-    def expand(height: int, width: int) -> str:
-        try:
-            if processor.do_resize:
-                most = processor.max_soft_tokens * merge**2
-                height, width = get_aspect_ratio_preserving_size(height, width, patch, most, merge)
-        except ValueError as error:
-            raise ConfigError(f"an image of {width} x {height} pixels: {error}; crop it, or drop the row") from error
-        if not processor.do_resize:
-            check_unscaled(height, width, patch * merge)
-        return f"{start}{token * (height * width // (patch * merge) ** 2)}{end}"
+    def resized(height: int, width: int) -> tuple[int, int]:
+        return get_aspect_ratio_preserving_size(height, width, patch, processor.max_soft_tokens * merge**2, merge)
 
     def tiles(image: "Image") -> np.ndarray:
         made = processor(images=[image], return_tensors="np")
         wide, high = made["image_position_ids"][0].max(axis=0) + 1
         return _of_patches(made["pixel_values"][0][: high * wide], high, wide, patch)
 
-    return ImageProcessor(token, ids[1], frozenset(ids), expand, lambda height, width: 1, tiles, None)
+    expand = _expand(names, patch * merge, resized if processor.do_resize else None)
+    return ImageProcessor(names[1], ids[1], frozenset(ids), expand, lambda height, width: 1, tiles, None)
+
+
+def _expand(names: tuple[str, str, str], side: int, resized: Callable[[int, int], tuple[int, int]] | None):
+    """A function of height and width: the text of an image, with a token for each square of `side` pixels of it.
+
+    `resized` None: it stays as it is. `names` are the tokens before it, of a square, and behind it.
+    """
+    start, token, end = names
+
+    def expand(height: int, width: int) -> str:
+        if resized is None:
+            check_unscaled(height, width, side)
+        else:
+            try:
+                height, width = resized(height, width)
+            except ValueError as error:
+                raise ConfigError(
+                    f"an image of {width} x {height} pixels: {error}; crop it, or drop the row"
+                ) from error
+        return f"{start}{token * (height * width // side**2)}{end}"
+
+    return expand
 
 
 def _of_patches(patches: np.ndarray, high: int, wide: int, side: int) -> np.ndarray:
@@ -129,17 +144,10 @@ def qwen_vl(
         token, start, end = "<|image|>", "<|begin_of_image|>", "<|end_of_image|>"
     ids = token_ids(tokenizer, (token, start, end, "<|video|>" if glm else "<|video_pad|>"))
 
-    def expand(height: int, width: int) -> str:
-        try:
-            if processor.do_resize and glm:  # whose bounds are those of all frames
-                height, width = resized_frames(frames, height, width, frames, patch * merge, *bounds)
-            elif processor.do_resize:
-                height, width = smart_resize(height, width, patch * merge, *bounds)
-        except ValueError as error:
-            raise ConfigError(f"an image of {width} x {height} pixels: {error}; crop it, or drop the row") from error
-        if not processor.do_resize:
-            check_unscaled(height, width, patch * merge)
-        return f"{start}{token * (height * width // (patch * merge) ** 2)}{end}"
+    def resized(height: int, width: int) -> tuple[int, int]:
+        if glm:  # whose bounds are those of all frames
+            return resized_frames(frames, height, width, frames, patch * merge, *bounds)
+        return smart_resize(height, width, patch * merge, *bounds)
 
     def tiles(image: "Image") -> np.ndarray:
         made = processor(images=[image], return_tensors="np")
@@ -150,4 +158,5 @@ def qwen_vl(
         return np.asarray(pixels, np.float32).reshape(1, high * patch, wide * patch, -1)
 
     bounds = processor.size["shortest_edge"], processor.size["longest_edge"]
+    expand = _expand((start, token, end), patch * merge, resized if processor.do_resize else None)
     return ImageProcessor(f"{start}{token}{end}", ids[0], frozenset(ids), expand, lambda height, width: 1, tiles, None)

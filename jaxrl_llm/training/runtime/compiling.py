@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from jaxrl_llm.training.logging.stopwatch import Stopwatch
 EVENT = "/jax/core/compile/backend_compile_duration"  # a scalar where a compilation begins, a duration where it ends
 STAGES = (EVENT, "/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration")
 LONG = 5.0  # seconds of a compilation that is worth a line
+# The thread that decodes what agents ask for (`serving.queue.THREAD`), and the phase in which a step waits for it.
+DECODING, ROLLOUT = "decoding", "rollout"
 
 
 class CompileStatus:
@@ -20,13 +23,15 @@ class CompileStatus:
     another when that one is done.
 
     Both are called on the threads that compile, and `note` on one of its own. What tracing and compiling takes on the
-    thread that made this counts in `watch` as the phase compile; programs that others compile hold nobody up.
+    thread that made this counts in `watch` as the phase compile, and so does what the thread that decodes for agents
+    takes while the other waits for their rollout; programs that others compile hold nobody up.
     """
 
     def __init__(self, show: Callable[[str, float], None], note: Callable[[str], None], watch: Stopwatch):
         self._show, self._note, self._watch = show, note, watch
         self._thread = threading.get_ident()
-        self._counted: list[tuple[float, float]] = []  # (begin, seconds) of stages, of which later ones may hold some
+        # (begin, seconds) of the stages on a thread, of which later ones may hold some.
+        self._counted: dict[int, list[tuple[float, float]]] = defaultdict(list)
         self._lock = threading.Lock()
         self._running: dict[tuple[int, str], tuple[float, threading.Timer]] = {}
 
@@ -53,13 +58,14 @@ class CompileStatus:
         timer.start()
 
     def _end(self, event: str, duration_secs: float, **facts: Any) -> None:
-        if event in STAGES and threading.get_ident() == self._thread:
-            begin, inside = time.perf_counter() - duration_secs, 0.0
-            while self._counted and self._counted[-1][0] >= begin:  # a function that is traced within another one
-                inside += self._counted.pop()[1]
-            self._counted.append((begin, duration_secs))
+        thread, key = threading.current_thread(), (threading.get_ident(), _name(facts))
+        waited_for = thread.name == DECODING and self._watch.phases[-1:] == [ROLLOUT]
+        if event in STAGES and (thread.ident == self._thread or waited_for):
+            begin, inside, counted = time.perf_counter() - duration_secs, 0.0, self._counted[key[0]]
+            while counted and counted[-1][0] >= begin:  # a function that is traced within another one
+                inside += counted.pop()[1]
+            counted.append((begin, duration_secs))
             self._watch.charge("compile", max(duration_secs - inside, 0.0))
-        key = threading.get_ident(), _name(facts)
         if event != EVENT or key not in self._running:
             return
         with self._lock:

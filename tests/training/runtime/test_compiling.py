@@ -6,6 +6,7 @@ import time
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.serving.queue import THREAD
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.runtime import compiling
 from jaxrl_llm.training.runtime.compiling import CompileStatus
@@ -55,3 +56,23 @@ def test_the_time_to_compile_is_a_phase_of_its_own():
         thread.start()
         thread.join()
         assert watch.totals["compile"] == before
+
+
+def test_a_rollout_that_agents_wait_for_is_not_charged_for_what_is_compiled():
+    """A first step with agents said that it had sampled for minutes, which its endpoint had spent compiling."""
+
+    def compile_on(name: str) -> None:
+        thread = threading.Thread(target=lambda: jax.jit(lambda x: jnp.sort(jnp.sin(x)))(jnp.ones(17)), name=name)
+        thread.start()
+        thread.join()
+
+    watch = Stopwatch()
+    with CompileStatus(lambda text, began: None, lambda text: None, watch):
+        began = time.perf_counter()
+        with watch("update"):
+            compile_on(THREAD)
+        assert watch.totals["compile"] == 0
+        with watch("rollout"):
+            compile_on(THREAD)
+        assert watch.totals["compile"] > 0
+        assert watch.totals["compile"] + watch.totals["rollout"] <= time.perf_counter() - began
