@@ -57,11 +57,13 @@ DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 class ToolCall(NamedTuple):
-    """One call: the tool's name and arguments, and for a malformed call the `error` in it."""
+    """One call: the tool's name and arguments, for a malformed call the `error` in it, and the `id` that the model gave
+    it, where its form has one that the template shows with the result."""
 
     name: str
     arguments: dict[str, Any]
     error: str | None = None
+    id: str | None = None
 
 
 # One call, by which a chat template shows its form.
@@ -330,8 +332,9 @@ def _deepseek(body: str, parameters: Parameters) -> list[ToolCall]:
 def _kimi(body: str, parameters: Parameters) -> list[ToolCall]:
     """`functions.NAME:NUMBER<|tool_call_argument_begin|>{...}`."""
     identity, _, arguments = body.partition("<|tool_call_argument_begin|>")
-    name = re.sub(r":\d+\Z", "", identity.strip()).removeprefix("functions.")
-    return [_as_call({"name": name, "arguments": arguments.strip()})]
+    identity, numbered = identity.strip(), re.search(r".:\d+\Z", identity.strip())
+    name = re.sub(r":\d+\Z", "", identity).removeprefix("functions.")
+    return [_as_call({"name": name, "arguments": arguments.strip()})._replace(id=identity if numbered else None)]
 
 
 def _apertus(body: str, parameters: Parameters) -> list[ToolCall]:

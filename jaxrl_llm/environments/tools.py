@@ -98,7 +98,8 @@ def _tool_result(call: ToolCall, result: Any, failed: bool = False) -> ToolResul
         content = content_parts(listed)
     else:
         content = encodable(result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False))
-    return ToolResult({"role": "tool", "name": encodable(call.name) or "unknown", "content": content}, failed)
+    message = {"role": "tool", "name": encodable(call.name) or "unknown", "content": content}
+    return ToolResult(message if call.id is None else message | {"tool_call_id": encodable(call.id)}, failed)
 
 
 def turn_message(text: str, raw: str, schemas: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
@@ -112,5 +113,8 @@ def turn_message(text: str, raw: str, schemas: Sequence[Mapping[str, Any]] = ())
         return {"role": "assistant", "content": text}
     functions = [{"name": call.name, "arguments": call.arguments} for call in found.calls]
     readable = json.loads(encodable(json.dumps(functions, ensure_ascii=False)))
-    tool_calls = [{"type": "function", "function": function} for function in readable]
+    tool_calls = [
+        {"type": "function", "function": function} | ({} if call.id is None else {"id": encodable(call.id)})
+        for call, function in zip(found.calls, readable, strict=True)
+    ]
     return {"role": "assistant", "content": found.said.strip(), "tool_calls": tool_calls}

@@ -105,7 +105,11 @@ def _message(text: str, raw: str, schemas: Sequence[Mapping[str, Any]]) -> dict[
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls := parse_tool_calls(raw, schemas):
         message["tool_calls"] = [
-            {"id": f"call{i}", "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
+            {
+                "id": c.id or f"call{i}",
+                "type": "function",
+                "function": {"name": c.name, "arguments": json.dumps(c.arguments)},
+            }
             for i, c in enumerate(calls)
         ]
     return message

@@ -200,13 +200,17 @@ class Choice:
             if self._thoughts is not None and self._thoughts.start is not None:  # they are no part of the text
                 at -= len(text_of(len(self.ids), self.asked.skip_special_tokens)) - len(self.text + self.left_out)
             self._raw_call_at, self._call_at = found.start, max(0, min(at, len(self.text)))
+        own = [encodable(call.id) for call in found.calls if call.id is not None]
+        # Where the model gives ids, its template shows them with results. A client tells calls apart by them.
+        if len(set(own)) < len(found.calls):
+            own = [f"call_{self.call_ids}{number:08x}" for number in range(len(found.calls))]
         self.calls = [
             {
-                "id": f"call_{self.call_ids}{number:08x}",
+                "id": identity,
                 "type": "function",
                 "function": {"name": call.name, "arguments": encodable(json.dumps(call.arguments, ensure_ascii=False))},
             }
-            for number, call in enumerate(found.calls)
+            for identity, call in zip(own, found.calls, strict=True)
         ]
         if self.calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from jaxrl_llm.data.templates import called_turn
 from jaxrl_llm.environments.tool_calls import MARKS, THINKING, CallStart, ToolCall, parse_tool_calls, turn_calls
-from jaxrl_llm.environments.tools import turn_message
+from jaxrl_llm.environments.tools import call_tool, turn_message
 from jaxrl_llm.models.files.hf import EMBEDDED
 
 try:
@@ -243,18 +243,35 @@ FORMS = {
 MARK = re.compile(r"<\|.*?\|>|<\|[a-z_]+>|<[a-z_]+\|>|<｜.*?｜>|\[[A-Z_]+\]|</?(?:seed:|minimax:)?tool_call>")
 
 
+def without_ids(calls):
+    return [call._replace(id=None) for call in calls]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form):
     """As the models' own documentation has them. Behind thinking, which writes a mark too, as where it is all."""
     text = FORMS[form]
-    assert parse_tool_calls(text, SCHEMAS) == of(A, B)
+    assert without_ids(parse_tool_calls(text, SCHEMAS)) == of(A, B)
     if form in ("llama 4", "gpt-oss, as rendered"):
         return  # nothing stands before them
     for thinking in ("", "<think>"):
         turn = f"{thinking}As <tool_call>[TOOL_CALLS]{BY_NAME}</tool_call></think>So. {text}"
         found = turn_calls(turn, SCHEMAS)
-        assert found.calls == of(A, B) and found.start == len(turn) - len(text) and found.marked
+        assert without_ids(found.calls) == of(A, B) and found.start == len(turn) - len(text) and found.marked
     assert parse_tool_calls(f"<think>{text}</think>That is how.", SCHEMAS) == []
+
+
+def test_results_have_the_ids_that_kimi_gives_its_calls():
+    """Its template shows a result by the id of the call, which the turn and the result have in messages."""
+    first, second = parse_tool_calls(FORMS["kimi k2"], SCHEMAS)
+    assert (first.id, second.id) == ("functions.find_all:0", "functions.tell_time:1")
+    assert parse_tool_calls(FORMS["kimi k2, without a section"], SCHEMAS)[1].id is None
+    result = call_tool(second, {"tell_time": lambda: "noon"})
+    assert result.message == {
+        "role": "tool", "name": "tell_time", "content": "noon", "tool_call_id": "functions.tell_time:1",
+    }  # fmt: skip
+    turn = turn_message("", FORMS["kimi k2"], SCHEMAS)
+    assert [call["id"] for call in turn["tool_calls"]] == [first.id, second.id]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -353,7 +370,7 @@ def test_types_are_those_of_the_schemas():
         properties = {} if schema is None else {"properties": {"x": schema}}
         schemas = [{"name": "f", "parameters": {"type": "object", **properties}}]
         call = f"<tool_call><function=f><parameter=x>\n{text}\n</parameter></function></tool_call>"
-        ((name, arguments, error),) = parse_tool_calls(call, schemas)
+        ((name, arguments, error, _),) = parse_tool_calls(call, schemas)
         assert (name, error) == ("f", None)
         return arguments["x"]
 

@@ -395,7 +395,8 @@ def unread_calls(config, model: Model, environments: Environments | Agents | Non
     if played is None or not any(played.schemas.values()) or not getattr(tokenizer, "chat_template", None):
         return []
     turn = called_turn(tokenizer, [PROBE_CALL], [PROBE_TOOL], specs.data_spec(config).template_kwargs)
-    if turn is None or parse_tool_calls(turn, [PROBE_TOOL]) == [ToolCall(**PROBE_CALL)]:
+    found = [] if turn is None else parse_tool_calls(turn, [PROBE_TOOL])
+    if turn is None or [call._replace(id=None) for call in found] == [ToolCall(**PROBE_CALL)]:
         return []
     return [
         f"the chat template writes calls of tools as {turn.strip()!r:.200}, a form that is not read: no tool will be "
