@@ -120,7 +120,7 @@ def test_every_kind_of_cache(kind):
     net = Net(config)
     params = jax.jit(Net(CONFIG).init if config.quantize != "none" else net.init)(jax.random.key(0))
     if config.quantize != "none":
-        params = quantized_as(params, net.base.shapes(), config.quantize)
+        params = quantized_as(params, net.base.shapes(), config.quantized_at)
     queue, plain = (started(net, params, size, **options) for size in (2**24, 0))
     # A kept text is read from a narrow cache, where a prefill reads what it makes: two tokens that are nearly as likely
     # may change places, behind which texts differ.

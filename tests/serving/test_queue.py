@@ -501,7 +501,7 @@ def test_every_kind_of_cache(kind):
     net = Net(config)
     params = jax.jit(Net(dataclasses.replace(config, quantize="none")).init)(jax.random.key(0))
     if config.quantize != "none":
-        params = quantized_as(params, net.base.shapes(), config.quantize)
+        params = quantized_as(params, net.base.shapes(), config.quantized_at)
     queue = RequestQueue(Engine(net, SamplingParams(), 1, 80, (), 4, **options), params, 3)
     queue.start()
     draw = np.random.default_rng(1)
