@@ -10,6 +10,7 @@ import torch
 from peft import PeftModel
 from safetensors.numpy import load_file
 from transformers import AutoModelForTokenClassification
+from transformers.modeling_layers import GenericForTokenClassification
 
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError
@@ -24,9 +25,12 @@ from tests.models.oracles import VARIANTS, VOCAB, oracle_logits
 from tests.models.qwen_prm import QwenPRM
 
 TOKENS = np.random.default_rng(0).integers(1, VOCAB, (2, 7))
-CLASSIFIERS = [
-    name for name in oracles.FAMILIES if type(VARIANTS[name]()) in AutoModelForTokenClassification._model_mapping
-]  # those that transformers has one for
+MODELS = AutoModelForTokenClassification._model_mapping
+CLASSIFIERS = [  # those that transformers has one for; the older families' have names of their own, and are refused
+    name
+    for name in oracles.FAMILIES
+    if (kind := type(VARIANTS[name]())) in MODELS and issubclass(MODELS[kind], GenericForTokenClassification)
+]
 
 
 def written(folder, variant: str = "llama"):
