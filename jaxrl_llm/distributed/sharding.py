@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError
@@ -408,6 +409,11 @@ def local_rows(tree):
         return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
 
     return jax.tree.map(leaf, tree)
+
+
+def gathered(x: jax.Array) -> np.ndarray:
+    """The whole array, on every process."""
+    return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
 
 
 def local_range(rows: jax.Array | np.ndarray) -> slice:

@@ -21,6 +21,7 @@ has put keys.
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -188,7 +189,7 @@ def started(params: Params, config: LoraConfig, key: jax.Array, quantized: str =
     The last three have `start_a` and `start_b` too. All are computed in fp32, of each layer by itself. `quantized` is
     the kind of the kernels in few bits. Raises ConfigError for a rank above the matrix' own.
     """
-    count = iter(range(10**6))
+    count = itertools.count()
 
     def visit(tree: Params, path: tuple[str, ...] = ()) -> Params:
         found = {name: visit(x, (*path, name)) if isinstance(x, dict) else x for name, x in tree.items()}
@@ -227,7 +228,7 @@ def made_up(
     `replace_lora_weights_loftq` has it for s = 1: every reader of the quantised model has the same Q. `quantized` is
     the kind of Q. Raises ConfigError for a rank above the matrix' own.
     """
-    count = iter(range(10**6))
+    count = itertools.count()
 
     @functools.partial(jax.jit, static_argnums=0)
     def of_layer(own: LoraConfig, key, kernel, layer, matrix):
@@ -459,7 +460,7 @@ def _copies(params: Params) -> Params:
 
 def with_dropout(params: Params, key) -> Params:
     """The parameters with a key of dropout in every adapter, one for each layer; for a net whose LoraConfig drops."""
-    count = iter(range(10**6))
+    count = itertools.count()
 
     def visit(tree: Params) -> Params:
         found = {name: visit(value) if isinstance(value, dict) else value for name, value in tree.items()}

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
-from jaxrl_llm.distributed.sharding import path_name, shardings
+from jaxrl_llm.distributed.sharding import gathered, path_name, shardings
 from jaxrl_llm.models.adapters import peft_experts
 from jaxrl_llm.models.adapters.lora import (
     EXPERTS,
@@ -307,7 +307,7 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for path, tensors in _tensors(net, family).items():
-        value = safetensors.on_host(leaves[path]).astype(np.float32)
+        value = gathered(leaves[path]).astype(np.float32)
         if lora.groups and path.endswith("/lora_a") and (own := lora.at(path.split("/")[:-1])):
             modules = [_module(name) for name in tensors.names]
             ranks |= dict.fromkeys(modules, own.rank) if own.rank != lora.rank else {}

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.sharding import parameter_spec, path_name, shardings
+from jaxrl_llm.distributed.sharding import gathered, parameter_spec, path_name, shardings
 from jaxrl_llm.models.adapters.lora import merged_kernel, overlaid, with_shared
 from jaxrl_llm.models.files import block_fp8, mxfp4
 from jaxrl_llm.models.files.pickles import PickleFile
@@ -448,14 +447,9 @@ def _gather(leaf: Any, tensor: Stored, net: Net) -> np.ndarray:
     if isinstance(x, dict):
         lora = net.config.lora
         x = merged_kernel(x, lora and lora.at(tensor.leaf.split("/")[:-1]), net.config.quantized_at(tensor.leaf))
-    x = on_host(x).astype(tensor.dtype)
+    x = gathered(x).astype(tensor.dtype)
     x = x[None] if tensor.as_row else x
     return np.asarray(x.T if tensor.transpose else x, order="C")
-
-
-def on_host(x: jax.Array) -> np.ndarray:
-    """The whole array, on every process."""
-    return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
 
 
 def _shards(tensors: list[Stored], max_bytes: float) -> Iterator[list[list[Stored]]]:

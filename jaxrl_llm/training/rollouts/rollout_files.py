@@ -42,8 +42,8 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import exit_code
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.distributed import processes
+from jaxrl_llm.distributed.sharding import gathered
 from jaxrl_llm.models.adapters.lora import split
-from jaxrl_llm.models.files.safetensors import on_host
 from jaxrl_llm.models.files.weight_changes import ENCODING, apply, as_bytes, changes
 from jaxrl_llm.models.net import Params
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
@@ -114,7 +114,7 @@ def policy_on_host(params: Params) -> dict[str, np.ndarray]:
     arrays, first = {}, jax.process_index() == 0
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         in_turn = not x.is_fully_addressable and x.ndim > 2 and x.nbytes > AT_ONCE
-        parts = (on_host(x[number]) for number in range(len(x))) if in_turn else [on_host(x)]
+        parts = (gathered(x[number]) for number in range(len(x))) if in_turn else [gathered(x)]
         whole = np.empty(x.shape if first else 0, x.dtype)  # a copy: the next update writes over `params`
         for number, part in enumerate(parts):
             if first:
