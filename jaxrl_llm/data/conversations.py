@@ -241,8 +241,12 @@ def conversation(
         for start, end in zip([0, *ends], ends, strict=False):
             mask.append(int(all(each[start:end])) if end > start or not mask else mask[-1])
     last = len(messages) - 1
-    if last in turns and own[last].end is not False and not _shared_end(rendered, *with_other(last)):
-        ids, mask = ended(tokenizer, ids, rendered), [*mask, 1]
+    if last in turns and own[last].end is not False:
+        # Each row would be rendered twice more, for a quarter of its time: most templates end in another letter.
+        content = messages[last].get("content") if messages[last].keys() <= {"role", "content"} else None
+        closed = isinstance(content, str) and not rendered.endswith((content[-1:], content.strip()[-1:]))
+        if not closed and not _shared_end(rendered, *with_other(last)):
+            ids, mask = ended(tokenizer, ids, rendered), [*mask, 1]
     return ids, mask[: len(ids)]
 
 
