@@ -373,7 +373,8 @@ def _to_devices(batch: Batch, examples: list[Example], net: Net, mesh: Mesh) -> 
 
     Raises ConfigError where processes of a row group have made other tokens of the same data.
     """
-    group, size = RowGroup.of(mesh), batch.rows // RowGroup.of(mesh).count
+    group = RowGroup.of(mesh)
+    size = batch.rows // group.count
     with contextlib.nullcontext() if net.config.vision is None else all_or_none():
         batch = with_images(batch, examples, net, slice(group.index * size, (group.index + 1) * size))
     images = batch.inputs.images
