@@ -133,9 +133,7 @@ def test_sft(folder, tmp_path, loss_on, loss):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("loss_type", "loss"), [("sigmoid", "dpo"), pytest.param("ipo", "ipo", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("loss_type", "loss"), [("sigmoid", "dpo"), ("ipo", "ipo")])
 def test_dpo(folder, tmp_path, loss_type, loss):
     columns = ("prompt", "chosen", "rejected")
     rows = [{name: row[name] for name in columns} for row in tasks.generate("sort_pairs", size=20)]

@@ -57,7 +57,7 @@ def test_a_peak_is_a_positive_number():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["sft_tiny", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["sft_tiny", "grpo"])
 def test_a_run_records_its_share_of_the_peak(root, tmp_path, recipe):
     """By the seconds of a step where steps overlap, and of the update where a batch is sampled in between."""
     config = load_config_file(f"{root / 'configs'}/{recipe}.py:tiny")

@@ -159,7 +159,7 @@ def test_names_and_wrong_names(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ppo", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
 def test_a_run_learns_from_a_reward_model(root, tmp_path, folder, name):
     def length(completions, **_):
         return [float(len(text)) for text in completions]

@@ -314,9 +314,9 @@ def evaluated_steps(result) -> list[int]:
     ("every", "start", "end", "first", "steps"),
     [
         (1, True, False, 2, [2, 3]),
-        pytest.param(0, False, True, 0, [3], marks=pytest.mark.slow),
-        pytest.param(2, True, True, 0, [0, 2, 3], marks=pytest.mark.slow),
-        pytest.param(2, False, False, 0, [2], marks=pytest.mark.slow),
+        (0, False, True, 0, [3]),
+        (2, True, True, 0, [0, 2, 3]),
+        (2, False, False, 0, [2]),
     ],
 )
 def test_when_evaluations_happen(every, start, end, first, steps, config, tmp_path):

@@ -1,5 +1,7 @@
 """The objectives against numbers computed by hand, without the model's help where that is possible."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -431,13 +433,7 @@ def test_a_loss_without_a_public_formula_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("aggregation", "on_policy"),
-    [
-        ("sequence", False),
-        *(
-            pytest.param(*x, marks=pytest.mark.slow)
-            for x in (("token", False), ("token", True), ("sequence", True), ("constant", False), ("constant", True))
-        ),
-    ],
+    list(itertools.product(("sequence", "token", "constant"), (False, True))),
 )
 def test_rows_with_weights_of_their_own_are_as_batches_alone(aggregation, on_policy):
     """The loss and its gradient are the sums over environments, each alone with its beta, times its weight and its

@@ -72,7 +72,7 @@ def asked(path, staleness, followed=None, last_step=8, pause=0.01, resume=None, 
     return produce.given, states
 
 
-@pytest.mark.parametrize("staleness", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("staleness", [1, 3])
 @pytest.mark.slow
 def test_a_record_is_followed_whatever_the_timing(tmp_path, staleness):
     given, _ = asked(tmp_path / "one", staleness)
