@@ -237,26 +237,24 @@ def test_rows_are_those_of_the_policy_they_are_said_to_be_of(algorithm):
 
 
 @pytest.mark.slow
-def test_a_slow_reward_overlaps_with_the_update(tmp_path):
-    """A reward that takes as long as the rest of a step: 1.6 times as many steps a second, and more at best."""
-    config = config_of(0)
-    config.total_steps, config.algorithm.importance_correction, config.logging.backends = 6, "token_truncate", ()
-    config.checkpoint.every, config.batch.prompts, config.algorithm.num_iterations = 0, 32, 4
-    rows = tasks.generate("sort", size=64)
+def test_rewards_are_computed_while_earlier_steps_are_trained_on(tmp_path):
+    """Those of a step wait for the end of the step before, which comes only where a thread of its own asks for them."""
+    config = config_of(1)
+    config.algorithm.importance_correction, config.output_dir = "token_truncate", str(tmp_path)
+    config.logging.backends, config.checkpoint.every = (), 0
+    ended = [threading.Event() for _ in range(config.total_steps + 1)]
+    ended[0].set()
 
-    def steps_in(name: str, staleness: int, pause: float) -> float:
-        config.output_dir, config.rollout.staleness = str(tmp_path / name), staleness
+    class Ended:
+        def on_step(self, moment):
+            ended[moment.step].set()
 
-        def slow(completions, **kwargs):
-            time.sleep(pause)
-            return digits(completions)
+    def waiting(completions, trainer_state, **kwargs):
+        assert ended[trainer_state.global_step].wait(60), "the steps and their rewards take turns"
+        return digits(completions)
 
-        result = jaxrl_llm.train(config, rows, rewards=slow)
-        return float(np.median([metrics["step_time"] for metrics in result.metrics[2:]]))
-
-    alone = steps_in("alone", 0, 0.0)
-    pause = max(alone, 1.0)
-    assert steps_in("turns", 0, pause) / steps_in("ahead", 1, pause) > 1.6
+    result = jaxrl_llm.train(config, tasks.generate("sort", size=16), rewards=waiting, callbacks=Ended())
+    assert [metrics["rollout/age"] for metrics in result.metrics] == [0, 1, 1, 1]
 
 
 TWO_MESHES = """
