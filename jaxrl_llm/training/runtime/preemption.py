@@ -6,6 +6,7 @@ one that SIGTERM itself would leave.
 """
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from jax.experimental import multihost_utils
 
 EXIT_CODE = 128 + signal.SIGTERM
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
+_open: list["Notices"] = []  # the innermost last
 
 
 class Preempted(SystemExit):
@@ -36,8 +38,9 @@ class Preempted(SystemExit):
 class Notices:
     """A context manager that takes the signals of SIGNALS: they are noted in `signal` and do not end the process.
 
-    The earlier handlers are restored at the end. Only the main thread can set handlers: in another one (a notebook's
-    worker thread) nothing changes, and only the notices of JAX's runtime count.
+    The earlier handlers are restored at the end, and in every process that is forked meanwhile: a reward function may
+    have a pool of processes, which ends them with SIGTERM. Only the main thread can set handlers: in another one (a
+    notebook's worker thread) nothing changes, and only the notices of JAX's runtime count.
     """
 
     def __init__(self) -> None:
@@ -48,11 +51,14 @@ class Notices:
     def __enter__(self) -> "Notices":
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._take) for number in SIGNALS}
+            _open.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+        if self in _open:
+            _open.remove(self)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         del frame
@@ -79,3 +85,6 @@ class Notices:
         # A cloud may notify one process alone; stopping at different steps would leave collectives without partners.
         notified = self.signal is not None or multihost_utils.reached_preemption_sync_point(step)
         return bool(multihost_utils.process_allgather(np.array([notified])).any())
+
+
+os.register_at_fork(after_in_child=lambda: [notices.__exit__() for notices in reversed(_open[:])])  # once for all

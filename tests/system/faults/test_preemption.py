@@ -1,8 +1,10 @@
 """A preempted run finishes its step, saves, and ends with code 143; resumed, it equals an uninterrupted one."""
 
+import contextlib
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -22,6 +24,21 @@ def test_a_signal_is_noted(name):
         os.kill(os.getpid(), number)
         assert notices.reached(2) and notices.reached(3)
     assert signal.getsignal(number) == before
+
+
+def test_a_forked_process_ends_by_the_signal():
+    """As those of a reward function's multiprocessing.Pool, which it ends with SIGTERM and waits for."""
+    with Notices() as notices, Notices():
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(10)
+            os._exit(7)  # the signal was noted
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not notices.reached(1)  # it is the inner one's
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_another_thread_leaves_the_handlers_alone():
