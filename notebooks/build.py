@@ -89,9 +89,17 @@ def execute(made: dict[str, Any], folder: Path, seconds: int = 600) -> dict[str,
     return {**json.loads(nbformat.writes(opened)), "metadata": made["metadata"]}  # without the version of Python
 
 
+def written(made: dict[str, Any]) -> str:
+    """The text of the file of a notebook, as Jupyter writes it: a reader who saves it unchanged changes nothing."""
+    return json.dumps(made, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
 def main() -> None:
     """The command line."""
     names = {argument for argument in sys.argv[1:] if argument != "--execute"}
+    known = {path.stem for path in texts()}
+    if names - known:
+        sys.exit(f"error: there is no notebook {', '.join(names - known)}; there are {', '.join(sorted(known))}")
     for path in [path for path in texts() if path.stem in names or not names]:
         target = path.with_suffix(".ipynb")
         old = json.loads(target.read_text(encoding="utf-8")) if target.is_file() else None
@@ -99,7 +107,7 @@ def main() -> None:
         if "--execute" in sys.argv[1:]:
             with tempfile.TemporaryDirectory() as folder:
                 made = execute(made, Path(folder))
-        target.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        target.write_text(written(made), encoding="utf-8")
         print(target)
 
 

@@ -59,7 +59,10 @@ def test_notebook_agrees_with_its_text(name):
     """Run `python notebooks/build.py` after changing a text."""
     found, text = stored(name), (ROOT / "notebooks" / f"{name}.py").read_text(encoding="utf-8")
     assert found == build.notebook(text, found, name)
-    nbformat.validate(nbformat.from_dict(found))
+    opened = nbformat.from_dict(found)
+    nbformat.validate(opened)
+    saved = (ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8")
+    assert saved == build.written(found) == nbformat.writes(opened) + "\n"  # as a reader's Jupyter would write it
     assert len(found["cells"]) < 15
     assert found["cells"][0]["cell_type"] == "markdown" and found["cells"][0]["source"][0].startswith("# ")
 
