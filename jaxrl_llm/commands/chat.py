@@ -5,11 +5,13 @@
 
 Reads lines, from a terminal or a pipe, and answers each. Lines are messages of a conversation where the model has a
 chat template; without one (or with --chat=false) each line is a prompt of its own. `--against` shows the answers of two
-models side by side. `/image FILE` shows the model an image: it stands before the text of the next line.
+models side by side. `/image FILE` shows the model an image: it stands before the text of the next line. A line that
+begins with a space is sent though its first word looks like a command.
 """
 
 import contextlib
 import io
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,21 +107,23 @@ def converse(speakers: Sequence[Speaker], read: TextIO | None = None, console: C
     turn, images = 0, list[Path]()
     for line in _typed_lines() if terminal else read or sys.stdin:
         text = line.strip()
-        if text == "/quit":
+        command = "" if line.startswith(" ") else text.partition(" ")[0]
+        if command == "/quit":
             return
-        if text == "/reset":
+        if command == "/reset":
             for speaker in speakers:
                 speaker.reset()
             images = []
-        elif text.partition(" ")[0] == "/image":
+        elif command == "/image":
             file = Path(text.removeprefix("/image").strip()).expanduser().absolute()
             try:
                 read_image(file, ImageLimits())
                 images.append(file)
             except ConfigError as error:
                 console.print(f"error: {error}", markup=False)
-        elif text.startswith("/") and text.partition(" ")[0] in ("/help", "/exit", "/?"):
-            console.print(HELP, markup=False)
+        elif re.fullmatch(r"/[\w?]+", command):  # which a path, /etc/hosts, is not
+            unknown = "" if command in ("/help", "/?") else f"there is no command {command}: "
+            console.print(f"{unknown}{HELP}; a line that begins with a space is sent as it is", markup=False)
         elif text:
             turn += 1
             _show_answers(speakers, text, images, turn, console, terminal)

@@ -289,19 +289,21 @@ def shipped_configs() -> dict[str, Path]:
 def find_config(spec: str, flag: str = "--config") -> tuple[Path, str | None]:
     """The file and the argument of `path.py`, `path.py:argument`, `name` or `name:argument`.
 
-    A name without `.py` is that of a file here or in `./configs`, or else of a shipped one. Raises ConfigError for a
-    name that is none of these; a path is not looked up.
+    A name without `.py` is that of a file here or in `./configs`, or else of a shipped one. A shipped one is also found
+    by its path in the repository, `configs/NAME.py`, where there is no such file, with a warning. Raises ConfigError
+    for a name that is none of these; another path is not looked up.
     """
     name, colon, argument = spec.partition(":")
     shipped = shipped_configs()
-    path = Path(name)
+    path: Path | None = Path(name)
     if path.suffix != ".py":
         candidates = [Path(f"{name}.py").expanduser(), Path("configs", f"{name}.py")]
         path = next((file for file in candidates if file.is_file()), shipped.get(name))
     elif not path.expanduser().is_file() and path.parts[0] == "configs":
-        name = path.relative_to("configs").with_suffix("").as_posix()
-        if name in shipped:
-            raise ConfigError(f"there is no file {path} (looked in {Path.cwd()}); the shipped one is {flag}={name}")
+        known = path.relative_to("configs").with_suffix("").as_posix()
+        if known in shipped:
+            warnings.warn(f"there is no file {path} here; this is the shipped {flag}={known}", stacklevel=2)
+        path = shipped.get(known, path)
     if path is None:
         raise ConfigError(
             f"{flag} is {spec!r}, but it takes a Python file, path.py or path.py:argument, or the name of a shipped "

@@ -74,6 +74,14 @@ def test_history_reset_and_quit(model):
     assert [first, second, third] == [answer(prompt, 1).strip() for prompt in asked]
 
 
+def test_a_mistyped_command_is_not_sent(model):
+    one, asked = speaker(model, chat=True)
+    *told, _, _ = talk([one], "/rest", "/exit now", "/?", "/etc/hosts?", " /think", "/quit", "b", width=1000)
+    assert [line.partition(":")[0] for line in told[:2]] == ["there is no command /rest", "there is no command /exit"]
+    assert all(HELP in line and "begins with a space" in line for line in told) and told[2].startswith(HELP)
+    assert [message["content"] for message in asked[-1] if message["role"] == "user"] == ["/etc/hosts?", "/think"]
+
+
 @pytest.mark.slow
 def test_turns_draw_their_own_random_numbers(model):
     one, _ = speaker(model, temperature=1.0, seed=3)

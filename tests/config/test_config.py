@@ -540,10 +540,20 @@ def test_unknown_names_list_the_shipped_configs(tmp_path, monkeypatch):
     message = str(error.value)
     assert message.startswith("--config is 'grop:tiny'") and message.endswith("; the closest is grpo")
     assert all(f" {name}," in message or f" {name};" in message for name in shipped_configs())
-    with pytest.raises(ConfigError, match=r"^there is no file configs/dpo\.py .*the shipped one is --config=dpo$"):
-        load_flags(["--config=configs/dpo.py"])
-    with pytest.raises(ConfigError, match=r"^there is no file other/dpo\.py"):
-        load_flags(["--config=other/dpo.py"])
+    for path in ("other/dpo.py", "configs/dqo.py"):
+        with pytest.raises(ConfigError, match=rf"^there is no file {path}"):
+            load_flags([f"--config={path}"])
+
+
+def test_a_shipped_config_is_found_by_the_path_that_pages_write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match=r"^there is no file configs/dpo\.py here; this is the shipped --config=dpo$"):
+        assert load_flags(["--config=configs/dpo.py:tiny"]).config.output_dir == "runs/dpo"
+    with pytest.warns(UserWarning, match=r"this is the shipped --stages=rlhf$"):
+        assert find_config("configs/rlhf.py", "--stages") == (shipped_configs()["rlhf"], None)
+    (tmp_path / "configs").mkdir()
+    write(tmp_path / "configs", CONFIG_FILE, "dpo.py")
+    assert load_flags(["--config=configs/dpo.py"]).config.batch.prompts == 64
 
 
 # --- keys of earlier versions ---
