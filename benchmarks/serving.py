@@ -30,7 +30,8 @@ from jaxrl_llm.models.model import Model, load_model
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.grid import RowRequest, bucket
-from jaxrl_llm.serving.queue import Handle, RequestQueue, Tokens
+from jaxrl_llm.serving.handles import Handle, Tokens
+from jaxrl_llm.serving.queue import RequestQueue
 
 GROUP, ROUNDS = 8, 9  # rows of a prompt in a step of training; rollouts of which the median is taken
 LEAVING = 10  # one client in so many leaves early
@@ -162,8 +163,8 @@ def seconds_in_engine(
 
 def of_requests(model: Model, bodies: list[dict], options: argparse.Namespace) -> dict[str, float]:
     """Tokens a second of the requests without HTTP, and of one rollout of them with one setting for all."""
-    queue_engine = Engine(model.net, SamplingParams(), 1, options.prompt + options.longest, (), options.chunk)
-    engine = Engine(model.net, SamplingParams(), 1, options.longest, (), slots=options.slots)
+    queue_engine = Engine(SamplingParams(), 1, options.prompt + options.longest, options.chunk, net=model.net, eos=())
+    engine = Engine(SamplingParams(), 1, options.longest, net=model.net, eos=(), slots=options.slots)
     prompts, limits = [body["prompt"] for body in bodies], np.asarray([body["max_tokens"] for body in bodies])
     queue = RequestQueue(queue_engine, model.params, options.slots)
     queue.start()
@@ -187,7 +188,7 @@ def of_rollout(model: Model, bodies: list[dict], options: argparse.Namespace) ->
     requests = [
         RowRequest(prompts[row // GROUP], int(limit), SamplingParams(), (), row) for row, limit in enumerate(limits)
     ]
-    engine = Engine(model.net, SamplingParams(), GROUP, options.longest, ())
+    engine = Engine(SamplingParams(), GROUP, options.longest, net=model.net, eos=())
     queue = RequestQueue(
         dataclasses.replace(engine, group_size=1, max_completion_length=options.prompt + options.longest),
         model.params,

@@ -38,7 +38,7 @@ def main(model_path: str) -> None:
         message = [{"role": "user", "content": asked}]
         prompt = model.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
         for rows in ROWS:
-            engine = Engine(model.net, SamplingParams(), rows, NEW, eos, chunk=NEW)
+            engine = Engine(SamplingParams(), rows, NEW, net=model.net, eos=eos, chunk=NEW)
             found = [
                 seconds(dataclasses.replace(engine, speculative_tokens=n), model.params, prompt) for n in PROPOSALS
             ]

@@ -188,7 +188,7 @@ def engine_of(model: Model, values: Mapping[str, Any], samples: int = 1) -> Engi
     eos = (*(() if values["ignore_eos"] else eos_ids(model)), *values["stop_token_ids"])
     automata = build_automata(tuple(values["stop"]), guide, model.tokenizer, vocab, eos, "")
     grammar = build_grammar(values["structured_grammar"], model.tokenizer, vocab, eos, "structured_grammar")
-    return Engine(model.net, sampling, samples, values["max_new_tokens"], eos, compile_work=COMPILE_WORK,
+    return Engine(sampling, samples, values["max_new_tokens"], compile_work=COMPILE_WORK, net=model.net, eos=eos,
                   automata=automata, grammar=grammar)  # fmt: skip
 
 

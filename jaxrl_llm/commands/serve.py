@@ -128,7 +128,8 @@ def serve(
     from jaxrl_llm.serving.connections import Connection
     from jaxrl_llm.serving.endpoints import ENDPOINTS
     from jaxrl_llm.serving.grid import RowRequest
-    from jaxrl_llm.serving.queue import Counts, Handle, RequestQueue, Tokens
+    from jaxrl_llm.serving.handles import Handle, Tokens
+    from jaxrl_llm.serving.queue import RequestQueue
     from jaxrl_llm.serving.trainers import ROUTES
     from jaxrl_llm.tools.tinker.service import TrainingService
 
@@ -148,8 +149,8 @@ def serve(
             raise ConfigError(f"--lora has {entry!r}; it takes NAME=FOLDER, each name once and none {names[0]!r}")
         adapters[adapter] = load_adapter(model, folder)
     names += adapters
-    engine = Engine(model.net, SamplingParams(), 1, length, (), chunk, cache_dtype=cache_dtype,
-                    speculative_tokens=speculative_tokens, compile_work=COMPILE_WORK)  # fmt: skip
+    engine = Engine(SamplingParams(), 1, length, chunk, cache_dtype=cache_dtype, compile_work=COMPILE_WORK,
+                    speculative_tokens=speculative_tokens, net=model.net, eos=())  # fmt: skip
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -229,7 +230,7 @@ def serve(
             pass
     if isinstance(told, BaseException):
         raise told
-    queue.counts = Counts()
+    queue.clear_counts()
     listener.listen(2048)
     address, actual = listener.getsockname()[:2]
     ready = f"{', '.join(names)}: {slots} slots of up to {length} tokens, at http://{address}:{actual}/v1"

@@ -54,6 +54,11 @@ class Net:
         params = overlaid(params)
         return nnx.merge(net.graph, params if self.config.scan_layers else unstack(params, self.config))
 
+    @property
+    def prompt_axis(self) -> int:
+        """The axis of prompts in caches: behind the layers, where these are stacked."""
+        return 1 if self.config.scan_layers else 0
+
     def empty_caches(self, prompts, rows: int, size: int) -> tuple:
         """Row caches with room for `size` tokens, for `rows` rows of each prompt whose caches `prefill` made."""
         return tuple(mixer.empty_cache(cache, rows, size) for mixer, cache in self.with_mixers(prompts))

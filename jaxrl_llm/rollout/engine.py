@@ -29,17 +29,18 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import local_range, on_device, row_shards
 from jaxrl_llm.models.adapters.lora import copied, has_adapters
 from jaxrl_llm.models.cast import copied_to_decode, decoding_params, in_precision
-from jaxrl_llm.models.mixers.mixer import DecodeInputs, Mixer
-from jaxrl_llm.models.net import Net, Params, replace_caches
+from jaxrl_llm.models.mixers.mixer import DecodeInputs
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.models.quantize import BYTES, FP8, narrowed
 from jaxrl_llm.models.rope import check_length
-from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata, unpacked
+from jaxrl_llm.rollout.assignment import assign, grow, reassign
+from jaxrl_llm.rollout.automata import NO_AUTOMATA, Automata
 from jaxrl_llm.rollout.borders import Borders, OnBorder
+from jaxrl_llm.rollout.draws import append
 from jaxrl_llm.rollout.grammar import Grammar, GrammarRows
 from jaxrl_llm.rollout.multi_turn import MIN_TOKENS, TurnServer, TurnTracker, slots_to_read
-from jaxrl_llm.rollout.processors import processed_by_row, processed_logits, processes_by_row
-from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams, sample, sample_by_row
-from jaxrl_llm.rollout.scheduler import IDLE, Scheduler, SlotGrid
+from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams
+from jaxrl_llm.rollout.scheduler import IDLE, Scheduler
 from jaxrl_llm.rollout.slots import (
     Begun,
     Prompts,
@@ -75,41 +76,20 @@ STEADY_ROWS, STEADY_PROMPTS = 64, 8
 
 @dataclasses.dataclass(frozen=True)
 class RolloutSpec:
-    """The settings of an engine that the keys `rollout.*` are; `Engine` explains the fields."""
+    """The settings of an engine, which the keys `rollout.*` are.
 
-    sampling: SamplingParams
-    group_size: int
-    max_completion_length: int
-    chunk: int = 32
-    slots: int = 0
-    cache_dtype: str | None = None
-    shrink: float = 0.5
-    weights_dtype: str | None = None
-    speculative_tokens: int = 0
-    compile_work: float = COMPILE_WORK
-    record_experts: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Engine:
-    """Samples `group_size` completions per prompt.
-
-    eos: ids that end a row. chunk: decode steps between two looks by the host, and the first capacity of the row
-    caches. slots: rows that decode at once, over all devices; 0 is all. cache_dtype: of the caches, a type or fp8; None
-    is the decoder's. shrink: the slot grid is replaced when the rows that are left, with none waiting, fit into this
-    share of it. weights_dtype: of the matrices, see `cast.in_precision`; None is the net's. speculative_tokens: tokens
-    of a row that are proposed and verified beside its newest one; samples are the same, and right ones come at once.
-    compile_work: multiply-adds that a smaller grid must be able to save in a rollout, to be worth compiling.
-    record_experts: keep which experts each token went to (see `Rollout.experts`). automata:
-    of stop strings and guided decoding; arguments of the programs, which take no part in what the engine equals.
-    grammar: what completions follow; each step then waits for the host.
+    chunk: decode steps between two looks by the host, and the first capacity of the row caches. slots: rows that decode
+    at once, over all devices; 0 is all. cache_dtype: of the caches, a type or fp8; None is the decoder's. shrink: the
+    slot grid is replaced when the rows that are left, with none waiting, fit into this share of it. weights_dtype: of
+    the matrices, see `cast.in_precision`; None is the net's. speculative_tokens: tokens of a row that are proposed and
+    verified beside its newest one; samples are the same, and right ones come at once. compile_work: multiply-adds that
+    a smaller grid must be able to save in a rollout, to be worth compiling. record_experts: keep which experts each
+    token went to (see `Rollout.experts`).
     """
 
-    net: Net
     sampling: SamplingParams
     group_size: int
     max_completion_length: int
-    eos: tuple[int, ...]
     chunk: int = 32
     slots: int = 0
     cache_dtype: str | None = None
@@ -118,13 +98,20 @@ class Engine:
     speculative_tokens: int = 0
     compile_work: float = 0.0
     record_experts: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Engine(RolloutSpec):
+    """Samples `group_size` completions per prompt from a net; the ids `eos` end a row.
+
+    automata: of stop strings and guided decoding; arguments of the programs, which take no part in what the engine
+    equals. grammar: what completions follow; each step then waits for the host.
+    """
+
+    net: Net
+    eos: tuple[int, ...]
     automata: Automata = dataclasses.field(default=NO_AUTOMATA, compare=False)
     grammar: Grammar | None = dataclasses.field(default=None, compare=False)
-
-    @classmethod
-    def of(cls, spec: RolloutSpec, net: Net, eos: tuple[int, ...], **constraints: Any) -> "Engine":
-        """The engine of the net with these settings; `constraints` are its fields automata and grammar."""
-        return cls(net=net, eos=eos, **vars(spec), **constraints)
 
     @property
     def decoder(self) -> Net:
@@ -135,11 +122,6 @@ class Engine:
         net = in_precision(self.net, self.weights_dtype)
         on_cpu = jax.default_backend() == "cpu"
         return net.scanned() if on_cpu and net.config.quantized != "none" else net.unrolled()
-
-    @property
-    def prompt_axis(self) -> int:
-        """The axis of prompts in caches: behind the layers, where these are stacked."""
-        return 1 if self.decoder.config.scan_layers else 0
 
     def decoding_params(self, params: Params) -> Params:
         """The parameters that the decoder computes with."""
@@ -215,7 +197,7 @@ class Engine:
                 if (following := scheduler.next(live)) is None:
                     break
                 grid = following
-        grid_prompts, slots = assign(self, all_prompts, rows, keys, grid, min(self.chunk, longest))
+        grid_prompts, slots = assign(self.decoder, all_prompts, rows, keys, grid, min(self.chunk, longest))
         while True:
             # The only wait for the devices: the host plans on the numbers of the chunk before.
             lengths, has_ended, finished, to_come, steps = (np.asarray(x) for x in status(slots))
@@ -244,7 +226,7 @@ class Engine:
                 executed += int(steps) * grid.slots
                 rows = collect(rows, slots, grid, shards)
                 sources = following.slots_in(grid)
-                grid_prompts, slots = reassign(self, all_prompts, rows, keys, slots, following, sources)
+                grid_prompts, slots = reassign(self.decoder, all_prompts, rows, keys, slots, following, sources)
                 grid = following
             elif live.any():
                 if borders is not None:
@@ -296,7 +278,7 @@ class Engine:
     def with_room(self, slots: Slots, needed: int) -> Slots:
         """The slots, whose row caches are doubled until they have room for `needed` tokens."""
         while slots.capacity < needed:
-            slots = grow(self, slots, min(2 * slots.capacity, self.max_completion_length))
+            slots = grow(self.decoder, slots, min(2 * slots.capacity, self.max_completion_length))
         return slots
 
 
@@ -329,7 +311,7 @@ def prefill(
     hidden, cache, experts = model.prefill(_with_copies(prompts, copies), _with_copies(segments, copies), images)
     if copies:
         hidden, experts = jax.tree.map(lambda x: x[:count], (hidden, experts))
-        cache = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, 0, count, axis=engine.prompt_axis), cache)
+        cache = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, 0, count, axis=engine.decoder.prompt_axis), cache)
     alike = max(0, STEADY_PROMPTS - count) if steady else 0
     logits = model.logits(_with_copies(hidden[:, -1], alike))[:count]
     if engine.cache_dtype is not None:
@@ -382,54 +364,8 @@ def first_tokens(
         sampling=sampling,
         experts=_no_experts(engine, tokens_shape),
     )
-    no_proposals, all_prompts = jnp.zeros((*shape, 0), jnp.int32), Prompts(cache, prompts, segments != 0, automata)
-    return all_prompts, _append(engine, all_prompts, rows, keys.reshape(shape), logits, no_proposals, 0)
-
-
-@functools.partial(jax.jit, static_argnames=("engine", "capacity", "empty"))
-def assign(
-    engine: Engine, all_prompts: Prompts, rows: Rows, keys, grid: SlotGrid, capacity: int, empty: bool = True
-) -> tuple[Prompts, Slots]:
-    """The prompts and slots of a grid, with empty row caches for `capacity` tokens, or with none unless `empty`."""
-    shards, g, r = grid.row.shape
-    axis, all_prompts = engine.prompt_axis, all_prompts._replace(experts=None)
-    prompts = all_prompts
-    if (shards * g, r) != rows.length.shape or not empty:  # of all rows at once they are read where they are
-        cache = jax.tree.map(lambda x: take(x, grid.prompt, axis), all_prompts.cache)
-        tokens, mask = (take(x, grid.prompt, 0) for x in (all_prompts.tokens, all_prompts.mask))
-        prompts = all_prompts._replace(cache=cache, tokens=tokens, mask=mask)
-    cache = engine.decoder.empty_caches(prompts.cache, r, capacity) if empty else ()
-
-    def assigned(x):
-        return take(x, jnp.maximum(grid.row, 0).reshape(shards, -1), 0).reshape(shards * g, r, *x.shape[1:])
-
-    grid_rows = jax.tree.map(lambda x: assigned(flat(x, 0)), rows)
-    grid_rows = grid_rows._replace(finished=grid_rows.finished | (grid.row == IDLE).reshape(shards * g, r))
-    return prompts, Slots(cache, grid_rows, assigned(keys), jnp.zeros((), jnp.int32), capacity)
-
-
-def reassign(
-    engine: Engine, all_prompts: Prompts, rows: Rows, keys, slots: Slots, grid: SlotGrid, sources
-) -> tuple[Prompts, Slots]:
-    """The prompts and slots of a grid, with the row caches that `slots` had at `sources`, and has no longer.
-
-    `sources` `[shards, G*R]` are the slots that the grid's rows had before (`SlotGrid.slots_in`).
-    """
-    moved = functools.partial(_moved, sources=sources, axis=engine.prompt_axis, rows=grid.row.shape[-1])
-    cache = replace_caches(engine.decoder.with_mixers(slots.cache), lambda _, cache: moved(cache))
-    prompts, following = assign(engine, all_prompts, rows, keys, grid, slots.capacity, empty=False)
-    return prompts, following.replace(cache=cache)
-
-
-@functools.partial(jax.jit, static_argnames=("axis", "rows"))
-def _moved(cache, sources, axis: int, rows: int):
-    """The row caches of one run of layers at `sources`, with so many rows a prompt."""
-
-    def move(x):
-        taken = take(flat(x, axis), sources, axis)
-        return taken.reshape(*x.shape[:axis], -1, rows, *x.shape[axis + 2 :])
-
-    return jax.tree.map(move, cache)
+    made, no_proposals = Prompts(cache, prompts, segments != 0, automata), jnp.zeros((*shape, 0), jnp.int32)
+    return made, append(engine.sampling, engine.eos, made, rows, keys.reshape(shape), logits, no_proposals, 0)
 
 
 @functools.partial(jax.jit, static_argnames="engine", donate_argnames="slots")
@@ -451,7 +387,7 @@ def decode_chunk(engine: Engine, params, prompts: Prompts, slots: Slots, steps, 
         hidden, cache, experts = model.decode(tokens.reshape(by_prompt), inputs, prompts.cache, slots.cache)
         rows = _with_experts(engine, rows, places, experts)
         logits = model.logits(hidden).reshape(*tokens.shape, -1)
-        rows = _append(engine, prompts, rows, slots.keys, logits, tokens[..., 1:], slots.capacity)
+        rows = append(engine.sampling, engine.eos, prompts, rows, slots.keys, logits, tokens[..., 1:], slots.capacity)
         return Slots(cache, rows, slots.keys, slots.steps + 1, slots.capacity)
 
     def more(slots: Slots):
@@ -476,95 +412,13 @@ def _with_experts(engine: Engine, rows: Rows, places, experts) -> Rows:
     return rows._replace(experts=set_places(rows.experts, places, found))
 
 
-def _append(engine: Engine, prompts: Prompts, rows: Rows, keys, logits, proposed, capacity: int) -> Rows:
-    """The rows with the tokens that follow in those that go on: observed ones, or drawn from logits `[G,R,W,V]`.
-
-    The first of W always follows. Each other one was computed behind a proposed token, one of `[G,R,W-1]`, and follows
-    if this is the token that was drawn there and was in the cache. So samples are those without proposals.
-    """
-    width = logits.shape[-2]
-    places = rows.length[..., None] + jnp.arange(width)
-    draw = jax.vmap(lambda key, place: jax.random.uniform(jax.random.fold_in(key, place)), (None, 0))
-    uniforms = jax.vmap(draw)(keys.reshape(-1), places.reshape(-1, width))
-    by_draw, automata, own, processed = (-1, logits.shape[-1]), prompts.automata, rows.sampling, None
-    if engine.sampling.processes:
-        processed = processed_logits(logits, engine.sampling, prompts, rows, proposed, engine.eos)
-    guide_states = stop_states = None
-    if automata.guide is not None:
-        guide_states = automata.guide.before(rows.guide_state, proposed, places < rows.known[..., None])
-        allowed = automata.guide.allows(guide_states, logits.shape[-1])
-        processed = jnp.where(allowed, logits.astype(jnp.float32) if processed is None else processed, -jnp.inf)
-    if processed is not None:
-        processed = processed.reshape(by_draw)
-    if own is None:
-        drawn = sample(logits.reshape(by_draw), uniforms.reshape(-1), engine.sampling, processed)
-    else:
-        changed = processes_by_row(own, rows, logits.shape[-1]) | (own.allowed is not None)
-        changed = jnp.repeat(changed.reshape(-1), width)
-
-        def process(own=own):
-            processed = processed_by_row(logits, own, prompts, rows, proposed)
-            if own.allowed is not None:  # of the next token alone: nothing is proposed then
-                processed = jnp.where(unpacked(own.allowed, logits.shape[-1])[..., None, :], processed, -jnp.inf)
-            return processed.reshape(by_draw)
-
-        of_tokens = RowSampling(*(jnp.repeat(x.reshape(-1, *x.shape[2:]), width, axis=0) for x in own[:5]))
-        drawn = sample_by_row(logits.reshape(by_draw), uniforms.reshape(-1), of_tokens, changed, process)
-    tokens, logps = (x.reshape(places.shape) for x in drawn)
-    observed = places < rows.known[..., None]
-    if own is None:
-        ends = ~observed & jnp.isin(tokens, jnp.asarray(engine.eos, jnp.int32))
-    else:
-        ends = ~observed & (tokens[..., None] == own.ends[..., None, :]).any(-1)
-    if automata.stop is not None:
-        stop_states = automata.stop.before(rows.stop_state, proposed, observed)
-        stop_states = automata.stop.step(stop_states, tokens)
-        ends |= ~observed & (stop_states < 0) & (places + 1 >= engine.sampling.min_tokens)
-        stop_states = automata.stop.behind(stop_states, observed)
-    if automata.guide is not None:
-        guide_states = automata.guide.behind(automata.guide.step(guide_states, tokens), observed)
-    right = (observed[..., :-1] | (tokens[..., :-1] == proposed)) & ~ends[..., :-1]
-    fits = (places < rows.limit[..., None]) & (places <= capacity)
-    follows = [~ended(rows)]
-    for number in range(1, width):
-        follows.append(follows[-1] & right[..., number - 1] & fits[..., number])
-    follows = jnp.stack(follows, axis=-1)
-    written = jnp.where(follows & ~observed, places, rows.tokens.shape[-1])  # past the end: dropped
-    if own is not None and own.top_ids is not None and own.top_logps is not None:
-        highest, top_ids = jax.lax.top_k(logits.astype(jnp.float32), own.top_ids.shape[-1])
-        of_token = jnp.take_along_axis(logits.astype(jnp.float32), tokens[..., None], axis=-1)
-        temperature = jnp.where(own.temperature == 0, 1.0, own.temperature)[..., None, None]
-        top_logps = (highest - of_token) / temperature + logps[..., None]
-        own = own._replace(
-            top_ids=set_places(own.top_ids, written, top_ids), top_logps=set_places(own.top_logps, written, top_logps)
-        )
-
-    def state(before, behind):
-        """The state behind the last token that follows."""
-        if behind is None:
-            return None
-        count = follows.sum(-1, keepdims=True)
-        last = jnp.take_along_axis(behind, jnp.maximum(count - 1, 0), axis=-1)
-        return jnp.where(count > 0, last, before[..., None])[..., 0]
-
-    return rows._replace(
-        tokens=set_places(rows.tokens, written, tokens),
-        logps=set_places(rows.logps, written, logps),
-        length=rows.length + follows.sum(-1),
-        finished=rows.finished | (follows & ends).any(-1),
-        stop_state=state(rows.stop_state, stop_states),
-        guide_state=state(rows.guide_state, guide_states),
-        sampling=own,
-    )
-
-
 @functools.partial(jax.jit, static_argnames=("engine", "width"), donate_argnames="slots")
 def read_observations(engine: Engine, params, prompts: Prompts, slots: Slots, index, width: int) -> Slots:
     """The slots after up to `width` observation tokens in each of those at `index` `[shards, m]`; past the end: none.
 
     The newest token of a row enters its cache with the next one, so the last observed one is decoded like others.
     """
-    shards, axis = len(index), engine.prompt_axis
+    shards, axis = len(index), engine.decoder.prompt_axis
     g, r = slots.rows.length.shape
     # One row of each of m prompts: slots that read, and whose prompts are taken along, are few.
     index_in = jnp.minimum(index, g * r // shards - 1)
@@ -582,20 +436,3 @@ def read_observations(engine: Engine, params, prompts: Prompts, slots: Slots, in
     length = (rows.length + jnp.minimum(observations_to_come(rows), width))[:, None]
     length = put(slots.rows.length, index, length, 0)
     return slots.replace(cache=cache, rows=everyone._replace(length=length))
-
-
-def grow(engine: Engine, slots: Slots, capacity: int) -> Slots:
-    """The slots with room for `capacity` completion tokens in the row caches, which `slots` has no longer."""
-
-    def grown(mixer: type[Mixer], cache):
-        shapes = jax.eval_shape(functools.partial(mixer.grow_cache, size=capacity), cache)
-        same = jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, cache)  # of a state, or of another layer
-        return cache if same else _grown(cache, mixer, capacity)
-
-    cache = replace_caches(engine.decoder.with_mixers(slots.cache), grown)
-    return slots.replace(cache=cache, capacity=capacity)
-
-
-@functools.partial(jax.jit, static_argnames=("mixer", "size"))
-def _grown(cache, mixer: type[Mixer], size: int):
-    return mixer.grow_cache(cache, size)

@@ -24,8 +24,8 @@ from jaxrl_llm.serving.bodies import Asked
 from jaxrl_llm.serving.choice import Choice, Piece
 from jaxrl_llm.serving.errors import BadRequestError, lacks_memory, with_failure
 from jaxrl_llm.serving.grid import RowRequest
+from jaxrl_llm.serving.handles import Handle, Tokens
 from jaxrl_llm.serving.messages import MessagesRequest
-from jaxrl_llm.serving.queue import Handle, Tokens
 from jaxrl_llm.serving.responses import ResponsesRequest
 
 Translated = ResponsesRequest | MessagesRequest

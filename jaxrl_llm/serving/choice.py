@@ -12,7 +12,7 @@ from jaxrl_llm.environments.protocol import encodable
 from jaxrl_llm.environments.tool_calls import CallStart, turn_calls
 from jaxrl_llm.models.logprobs import Likeliest
 from jaxrl_llm.serving.bodies import Asked
-from jaxrl_llm.serving.queue import Handle, Tokens
+from jaxrl_llm.serving.handles import Handle, Tokens
 from jaxrl_llm.serving.thoughts import Thoughts
 
 OPENING = 32  # tokens of a prompt in whose end thoughts may be opened

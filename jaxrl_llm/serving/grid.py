@@ -27,7 +27,8 @@ from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.image_rows import Tiles
 from jaxrl_llm.models.logprobs import Likeliest, likeliest
 from jaxrl_llm.models.vision.row_images import row_images
-from jaxrl_llm.rollout.engine import READ, Engine, prefill, reassign
+from jaxrl_llm.rollout.assignment import reassign
+from jaxrl_llm.rollout.engine import READ, Engine, prefill
 from jaxrl_llm.rollout.grammar import Grammar
 from jaxrl_llm.rollout.processors import padded_words
 from jaxrl_llm.rollout.sampling import RowSampling, SamplingParams
@@ -199,7 +200,7 @@ def alone(slots: Sequence[int], group: int, size: int) -> SlotGrid:
 def regrouped(engine: Engine, grid: Grid, planned: SlotGrid) -> Grid:
     """The grid whose slots have the rows of `planned`, numbers of slots of this one, which has no row caches then."""
     (prompts, slots), sources = grid, np.maximum(planned.row, 0).reshape(len(planned.row), -1)
-    return Grid(*reassign(engine, prompts, slots.rows, slots.keys.reshape(-1), slots, planned, sources))
+    return Grid(*reassign(engine.decoder, prompts, slots.rows, slots.keys.reshape(-1), slots, planned, sources))
 
 
 def score_prompts(engine: Engine, params, requests: Sequence[RowRequest]) -> list[Likeliest]:
@@ -292,7 +293,7 @@ def join(engine: Engine, params, grid: Grid, prompts: Prompts, rows: Rows, keys,
     def grown(old, new):
         """With room for as many images as the new prompts have; what pads them is not seen."""
         more = [max(0, b - a) for a, b in zip(old.shape, new.shape, strict=True)]
-        more[engine.prompt_axis] = 0
+        more[engine.decoder.prompt_axis] = 0
         return jnp.pad(old, [(0, count) for count in more]) if any(more) else old
 
     # Before the grid is donated, as no array that grows can be where the old one was.
@@ -303,7 +304,7 @@ def join(engine: Engine, params, grid: Grid, prompts: Prompts, rows: Rows, keys,
 
 @functools.partial(jax.jit, static_argnames="engine", donate_argnames="grid")
 def _join(engine: Engine, params, grid: Grid, prompts: Prompts, rows: Rows, keys, index) -> Grid:
-    axis = engine.prompt_axis
+    axis = engine.decoder.prompt_axis
     if prompts.tokens.shape[1] != grid.width:
         prompts = widened(engine, params, prompts, grid.width)
 

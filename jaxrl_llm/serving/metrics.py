@@ -1,9 +1,8 @@
 """The numbers of `/metrics`, in the text format of Prometheus."""
 
 import bisect
+import dataclasses
 from collections import Counter
-
-from jaxrl_llm.serving.queue import Counts
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 PREFIX = "jaxrl_llm_"
@@ -21,6 +20,24 @@ OF_QUEUE = {
     "running": ("gauge", "Rows in slots."),
     "waiting": ("gauge", "Rows that wait for a slot."),
 }
+
+
+@dataclasses.dataclass
+class Counts:
+    """The numbers of a queue: totals since the start, and what is so at the moment."""
+
+    prompt_tokens: int = 0
+    prefix_hits: int = 0
+    prefix_tokens: int = 0
+    prefix_bytes: int = 0
+    generated_tokens: int = 0
+    finished_rows: int = 0
+    cancelled_rows: int = 0
+    refused_rows: int = 0
+    decode_steps: int = 0
+    weight_version: int = 0
+    running: int = 0
+    waiting: int = 0
 
 
 class Histogram:

@@ -95,7 +95,7 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
 @functools.partial(jax.jit, static_argnames=("engine", "size"))
 def kept_cache(engine: Engine, prompts: Any, rows: Any, place, row, end, size: int) -> Any:
     """Caches of `size` tokens, those that end before `end`: of the prompt at `place`, or of its row `row` too."""
-    axis = engine.prompt_axis
+    axis = engine.decoder.prompt_axis
     prompts, rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1, axis), (prompts, rows))
     rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis + 1), rows)
     return engine.decoder.prompt_caches(prompts, rows, end, size)

@@ -25,7 +25,7 @@ from jaxrl_llm.serving.bodies import Asked
 from jaxrl_llm.serving.choice import Choice
 from jaxrl_llm.serving.conversations import Conversations
 from jaxrl_llm.serving.errors import BadRequestError
-from jaxrl_llm.serving.queue import Handle
+from jaxrl_llm.serving.handles import Handle
 
 MODEL = "policy"  # whatever model a request names
 OVER, BUDGET, TOO_LONG = "session_over", "budget_exceeded", "context_length_exceeded"

@@ -138,9 +138,8 @@ class LocalEndpoint:
         self.rows = -(-spec.rows // row_shards(mesh)) * row_shards(mesh)
         # Rows are padded on the left to at most `length`, and completed by as many tokens as are asked for.
         check_length(model.net.config.rope, self.length + (self.most or self.length))
-        self.engine = Engine(
-            model.net, sampling_of(values), 1, self.most or self.length, eos_ids(model), compile_work=COMPILE_WORK
-        )
+        self.engine = Engine(sampling_of(values), 1, self.most or self.length, compile_work=COMPILE_WORK,
+                             net=model.net, eos=eos_ids(model))  # fmt: skip
         self.counts: Counter[str] = Counter()
         self._ids([{"role": "system", "content": spec.system}] * bool(spec.system) + [{"role": "user", "content": "?"}])
 

@@ -41,10 +41,12 @@ from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.transformer import attention_mask
 from jaxrl_llm.rollout import engine as engines
+from jaxrl_llm.rollout.assignment import assign
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.resharded import ReshardedEngine
 from jaxrl_llm.rollout.sampling import SamplingParams, sample
 from jaxrl_llm.rollout.scheduler import Scheduler
+from jaxrl_llm.rollout.slots import row_keys
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.packing.planner import TypicalRows
@@ -745,7 +747,7 @@ def samples(on_one_device):
 
     def make(name):
         own, params, _ = on_one_device[name]
-        engine = Engine(own, SamplingParams(temperature=0.9), 3, 9, (5, 6), chunk=9)
+        engine = Engine(SamplingParams(temperature=0.9), 3, 9, net=own, eos=(5, 6), chunk=9)
         return engine, engine.generate(params, prompts, segments, jax.random.key(1))
 
     return (prompts, segments), Found(make)
@@ -818,14 +820,14 @@ def test_packed_updates_on_every_mesh(sizes):
 
 def test_rows_are_written_where_they_are(net, params):
     """Devices that hold all parameters send nothing while they decode, but whether rows are left."""
-    engine, mesh = Engine(net, SamplingParams(), 3, 9, (5, 6), chunk=4), make_mesh()
+    engine, mesh = Engine(SamplingParams(), 3, 9, net=net, eos=(5, 6), chunk=4), make_mesh()
     prompts = np.ones((8, 6), np.int32)
     with jax.set_mesh(mesh):
         whole = engine.decoding_params(jax.device_put(params, NamedSharding(mesh, PartitionSpec())))
-        keys = engines.row_keys(jax.random.key(0), np.uint32(0), 24)
+        keys = row_keys(jax.random.key(0), np.uint32(0), 24)
         bank, rows = engines.prefill(engine, whole, *rows_to_global((prompts, prompts), mesh), keys)
         grid = Scheduler(1, 3, 8, 3).grid
-        seated = engines.assign(engine, bank, rows, keys, grid, 4)
+        seated = assign(engine.decoder, bank, rows, keys, grid, 4)
         decode = engines.decode_chunk.lower(engine, whole, *seated, 4)
         read = engines.read_observations.lower(engine, whole, *seated, np.zeros((8, 2), np.int32), 4)
     for lowered in (decode, read):
@@ -840,7 +842,7 @@ def test_the_conversations_of_one_device(net, params, monkeypatch):
     monkeypatch.setattr(engines, "MIN_TOKENS", 2)
     prompts, key = np.random.default_rng(3).integers(0, 64, (4, 6)).astype(np.int32), jax.random.key(2)
     segments, mesh = np.ones((4, 6), np.int32), make_mesh(2, 2, 2)
-    engine = Engine(net, SamplingParams(), 3, 24, tuple(range(12)), chunk=4, slots=8)
+    engine = Engine(SamplingParams(), 3, 24, net=net, eos=tuple(range(12)), chunk=4, slots=8)
     expected = engine.generate(params, prompts, segments, key, turn_server=Echo(words=9))
     reads, decodes = engines.read_observations._cache_size(), engines.decode_chunk._cache_size()
     with jax.set_mesh(mesh):

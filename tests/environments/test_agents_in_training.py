@@ -26,7 +26,7 @@ from jaxrl_llm.environments.agents import Agents, AgentSpec
 from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.serving import queue
+from jaxrl_llm.serving import running
 from jaxrl_llm.training.packing.layout import Sizes, plan
 from jaxrl_llm.training.rollouts.agent_rollout import AgentRollout
 from tests.models.decoding import trainer_logps
@@ -76,7 +76,7 @@ def model():
 def play(model):
     """`play(agent, tasks) -> (rollout, episodes)`."""
     mesh = make_mesh(devices=jax.devices()[:1])
-    engine = Engine(model.net, SamplingParams(0.8), K, C, (257,), chunk=8)
+    engine = Engine(SamplingParams(0.8), K, C, net=model.net, eos=(257,), chunk=8)
     turns = TurnTokenizer(model.tokenizer, (257,), WIDTH)
     opened = []
 
@@ -351,7 +351,7 @@ def test_agents_that_fail(model, play):
 
 def test_completions_without_memory_end_the_step(play, monkeypatch):
     """They are no failure of an agent, without which a step goes on."""
-    true, failed = queue.decode_chunk, []
+    true, failed = running.decode_chunk, []
 
     def limited(*args):
         if failed:
@@ -359,7 +359,7 @@ def test_completions_without_memory_end_the_step(play, monkeypatch):
         failed.append(args)
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
 
-    monkeypatch.setattr(queue, "decode_chunk", limited)
+    monkeypatch.setattr(running, "decode_chunk", limited)
     with pytest.raises(EpisodeError, match=r"[1-4] completions .* were not sampled, .* set fewer rollout\.slots"):
         play(two_turns, [{"prompt": "sort:4821="}, {"prompt": "sort:99310="}])
 

@@ -69,7 +69,7 @@ def model(request, tmp_path_factory):
 def test_images_of_calls_are_those_of_the_row(model):
     """Log-probs of the rows, of both branches, with two and three images: those of the sampler."""
     mesh, eos = make_mesh(devices=jax.devices()[:1]), eos_ids(model)
-    engine = Engine(model.net, SamplingParams(1.0), K, C, eos, chunk=8)
+    engine = Engine(SamplingParams(1.0), K, C, net=model.net, eos=eos, chunk=8)
     tokenize = RowTokenizer("prompts", model.tokenizer, images=ImageReader(model.tokenizer))
     rows = [tokenize({"prompt": row["prompt"], "images": row["images"]}) for row in verl_rows()[:2]]
     tasks = [row for row in rows if row is not None]

@@ -53,14 +53,14 @@ class Scripted:
     """A queue whose policy says `say(the text of the prompt)`, at once and to its end."""
 
     def __init__(self, tokenizer, eos, say):
-        from jaxrl_llm.serving.queue import Counts
+        from jaxrl_llm.serving.metrics import Counts
 
         self.tokenizer, self.eos, self.say = tokenizer, eos, say
         self.counts, self.adapters = Counts(), {}
         self.images: list[int] = []  # of each request
 
     def submit(self, handles):
-        from jaxrl_llm.serving.queue import Tokens
+        from jaxrl_llm.serving.handles import Tokens
 
         for handle in handles:
             request = handle.request
@@ -429,7 +429,7 @@ def test_a_game_of_text_has_the_policys_log_probs(chat):
     agents = Agents(AgentSpec(EpisodeAgent(spec, ImageLimits()), calls=3, timeout=2000, branches=1))
     prompts = [user("sort:4821=") if chat else "sort:4821=", user("sort:21=") if chat else "sort:21="]
     tasks = [{"prompt": prompt, "prompt_ids": turns.prompt_ids({}, prompt, [])} for prompt in prompts]
-    engine = Engine(model.net, SamplingParams(0.8), K, completion, (257,), chunk=8)
+    engine = Engine(SamplingParams(0.8), K, completion, net=model.net, eos=(257,), chunk=8)
     try:
         with jax.set_mesh(mesh):
             rollout, episodes = AgentRollout(agents, engine, turns, mesh, 40, 4, OwnPart.of(mesh, 1))(

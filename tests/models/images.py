@@ -548,7 +548,7 @@ def image_gradients(model, documents) -> dict[str, np.ndarray]:
 def image_greedy(model, documents, steps: int) -> np.ndarray:
     """Tokens `[B,2,steps]` of the sampling engine at temperature 0, behind left-padded documents."""
     tokens, segments, images = jax.tree.map(jnp.asarray, padded_images(documents))
-    engine = Engine(model.net, SamplingParams(temperature=0.0), 2, steps, eos=(-1,), chunk=3)
+    engine = Engine(SamplingParams(temperature=0.0), 2, steps, net=model.net, eos=(-1,), chunk=3)
     rollout = engine.generate(model.params, tokens, segments, jax.random.key(0), images=images)
     return np.asarray(rollout.tokens)[:, tokens.shape[1] :].reshape(len(documents), 2, steps)
 

@@ -595,7 +595,7 @@ def oracle_greedy(oracle, tokens, segments, steps: int):
 
 def greedy(model, tokens, segments, steps: int, repeats: int = 1):
     """Tokens `[B, repeats, steps]` of the sampling engine at temperature 0."""
-    engine = Engine(model.net, SamplingParams(temperature=0.0), repeats, steps, eos=(-1,), chunk=steps)
+    engine = Engine(SamplingParams(temperature=0.0), repeats, steps, net=model.net, eos=(-1,), chunk=steps)
     rollout = engine.generate(model.params, jnp.asarray(tokens), jnp.asarray(segments), jax.random.key(0))
     return np.asarray(rollout.tokens)[:, tokens.shape[1] :].reshape(len(tokens), repeats, steps)
 

@@ -134,7 +134,7 @@ def test_sampler_and_trainer_agree_on_capped_logits(params):
     net = Net(CONFIG)
     rng = np.random.default_rng(0)
     tokens, segments = jnp.asarray(rng.integers(0, 31, (2, 7))), jnp.asarray([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
-    rollout = Engine(net, SamplingParams(temperature=0.8), 2, 6, eos=(30,)).generate(
+    rollout = Engine(SamplingParams(temperature=0.8), 2, 6, net=net, eos=(30,)).generate(
         params, tokens, segments, jax.random.key(1)
     )
     logps, _ = jax.jit(lambda p, t, s: token_logps(net, p, Inputs(t, s, prompt_width=7), 0.8))(

@@ -35,7 +35,7 @@ def rollout():
     segments[1, 0] = 0
     prompts[2, 1] = EOS
     sampling = SamplingParams(temperature=TEMPERATURE, top_k=12)
-    engine = Engine(NET, sampling, group_size=8, max_completion_length=COMPLETION, eos=(EOS,), chunk=4)
+    engine = Engine(sampling, net=NET, group_size=8, max_completion_length=COMPLETION, eos=(EOS,), chunk=4)
     return jax.device_get(engine.generate(PARAMS, prompts, segments, jax.random.key(1)))
 
 

@@ -11,10 +11,12 @@ import pytest
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
+from jaxrl_llm.rollout import assignment, draws
 from jaxrl_llm.rollout import engine as engine_module
 from jaxrl_llm.rollout.engine import Engine, prefill
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.rollout.scheduler import Scheduler
+from jaxrl_llm.rollout.slots import row_keys
 from jaxrl_llm.rollout.speculative import prompt_lookup
 from tests.models.decoding import padded, trainer_logps
 
@@ -26,7 +28,7 @@ NET = Net(CONFIG)
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 WIDTH = 7
 EOS = (3, 11)
-ENGINE = Engine(NET, SamplingParams(), group_size=4, max_completion_length=12, eos=EOS, chunk=12)
+ENGINE = Engine(SamplingParams(), net=NET, group_size=4, max_completion_length=12, eos=EOS, chunk=12)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def test_the_layout_of_a_rollout(params):
 def test_a_steady_prefill_does_not_depend_on_the_prompts_beside():
     """To the bit, for a net so wide that the CPU adds up products of few rows otherwise, and for short prompts."""
     net = Net(dataclasses.replace(CONFIG, layers=1, width=640, ffn=640, heads=8, head_dim=64))
-    engine = Engine(net, SamplingParams(), group_size=2, max_completion_length=1, eos=())
+    engine = Engine(SamplingParams(), net=net, group_size=2, max_completion_length=1, eos=())
     tokens = np.random.default_rng(0).integers(1, VOCAB, (8, 32)).astype(np.int32)
     segments, keys = np.ones_like(tokens), jax.random.split(jax.random.key(0), 16)
 
@@ -74,7 +76,7 @@ def test_a_steady_prefill_does_not_depend_on_the_prompts_beside():
         return prefill(engine, params, tokens[rows], segments[rows], keys[: 2 * count], steady=steady)
 
     params = jax.jit(net.init)(jax.random.key(1))
-    (whole, whole_rows), prompts = of(8, True), engine.prompt_axis
+    (whole, whole_rows), prompts = of(8, True), engine.decoder.prompt_axis
     for count in (1, 2, 3):
         few, rows = of(count, True)
         np.testing.assert_array_equal(rows.logps, whole_rows.logps[:count])
@@ -216,7 +218,7 @@ def test_greedy_equals_repeated_forward_passes(monkeypatch, scanned, tied):
     net = Net(dataclasses.replace(CONFIG, tie_embeddings=tied, attention_bias=scanned, layers=3))
     monkeypatch.setattr(Engine, "decoder", property(lambda self: self.net if scanned else self.net.unrolled()))
     params = jax.jit(net.init)(jax.random.key(2))
-    engine = Engine(net, SamplingParams(temperature=0.0), group_size=2, max_completion_length=24, eos=(), chunk=10)
+    engine = Engine(SamplingParams(temperature=0.0), net=net, group_size=2, max_completion_length=24, eos=(), chunk=10)
     rollout, width = generate(engine, params)
     tokens, segments = padded(PROMPTS, "left")
     tokens, segments = (np.pad(x, ((0, 0), (0, 24))) for x in (tokens, segments))
@@ -235,13 +237,13 @@ def test_the_decoder_is_unrolled_on_cpu():
 def counted(monkeypatch) -> list[int]:
     """A list that grows by one with every token the engine samples for its rows."""
     calls: list[int] = []
-    real = engine_module.sample
+    real = draws.sample
 
     def sample(*arguments):
         jax.debug.callback(lambda: calls.append(1))
         return real(*arguments)
 
-    monkeypatch.setattr(engine_module, "sample", sample)
+    monkeypatch.setattr(draws, "sample", sample)
     return calls
 
 
@@ -387,15 +389,15 @@ def test_a_prompt_is_stored_once(params):
     grid = Scheduler(3, 64, 1, 192).grid
 
     def start(params):
-        keys = engine_module.row_keys(jax.random.key(0), np.uint32(0), 192)
+        keys = row_keys(jax.random.key(0), np.uint32(0), 192)
         bank, rows = engine_module.prefill(engine, params, tokens, segments, keys)
-        return engine_module.assign(engine, bank, rows, keys, grid, 4)
+        return assignment.assign(engine.decoder, bank, rows, keys, grid, 4)
 
     grid_prompts, slots = jax.eval_shape(start, params)
     assert {x.shape for x in jax.tree.leaves(grid_prompts.cache)} == {(3, 2, 7, 8)}  # B, J, P, d
     assert [x.shape for x in slots.cache[0]] == [(3, 64, 2, 8, 4), (3, 64, 2, 4, 8)]  # keys J, d, S; values J, S, d
     slots = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), slots.replace(keys=None))
-    grown = engine_module.grow(engine, slots, 9)
+    grown = assignment.grow(engine.decoder, slots, 9)
     assert [x.shape for x in grown.cache[1]] == [(3, 64, 2, 8, 9), (3, 64, 2, 9, 8)]
 
 
@@ -406,7 +408,7 @@ def test_row_caches_are_replaced_a_layer_at_a_time(slots, monkeypatch):
     layers = 3
     net = Net(dataclasses.replace(CONFIG, layers=layers))
     params = jax.jit(net.init)(jax.random.key(0))
-    real, ratios, changes = engine_module.replace_caches, [], []
+    real, ratios, changes = assignment.replace_caches, [], []
 
     def replace_caches(caches, replace):
         old, made, totals = jax.tree.leaves([cache for _, cache in caches]), [], []
@@ -423,7 +425,7 @@ def test_row_caches_are_replaced_a_layer_at_a_time(slots, monkeypatch):
         ratios.append(max(totals) / max(before, after))
         return found
 
-    monkeypatch.setattr(engine_module, "replace_caches", replace_caches)
+    monkeypatch.setattr(assignment, "replace_caches", replace_caches)
     engine = dataclasses.replace(ENGINE, net=net, slots=slots, max_completion_length=24, chunk=3)
     found, _ = generate(engine, params)
     assert set(changes) >= ({2.0, 1.0} if slots else {2.0, 0.5})  # grown; moved to as many slots, or to half of them
@@ -473,7 +475,7 @@ mesh, key = make_mesh(2, 2, 2), jax.random.key(1)
 for tied, chunk, slots, filters in ((False, 5, 0, {}), (True, 1, 8, {"temperature": 0.8, "top_p": 0.9, "top_k": 100})):
     net = Net(dataclasses.replace(config, tie_embeddings=tied))
     params = jax.jit(net.init)(jax.random.key(0))
-    engine = Engine(net, SamplingParams(**filters), 3, 10, (5, 6, 7, 8), chunk, slots)
+    engine = Engine(SamplingParams(**filters), 3, 10, chunk, slots, net=net, eos=(5, 6, 7, 8))
     temperature = engine.sampling.temperature
     score = jax.jit(lambda p, t, s: token_logps(net, p, Inputs(t, s, prompt_width=6), temperature))
     one = engine.generate(params, prompts, segments, key)

@@ -26,9 +26,11 @@ from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.quantize import BYTES, dequantize, narrowed, quantize, widened
 from jaxrl_llm.rollout import engine as engines
+from jaxrl_llm.rollout.assignment import assign
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.rollout.scheduler import Scheduler
+from jaxrl_llm.rollout.slots import row_keys
 from jaxrl_llm.tools.plan.topology import tpu_chips
 from jaxrl_llm.training.setup.worker import check_correction
 from tests.models.decoding import padded
@@ -40,7 +42,7 @@ CONFIG = ModelConfig(
 NET = Net(CONFIG)
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 TOKENS, SEGMENTS = padded(PROMPTS, "left")
-ENGINE = Engine(NET, SamplingParams(), group_size=4, max_completion_length=8, eos=(3,), chunk=8)
+ENGINE = Engine(SamplingParams(), net=NET, group_size=4, max_completion_length=8, eos=(3,), chunk=8)
 KINDS = ["int8", pytest.param("fp8", marks=pytest.mark.slow)]
 EXPERTS = Net(dataclasses.replace(CONFIG, experts=4, experts_per_token=2, expert_ffn=6))
 
@@ -130,7 +132,7 @@ def test_greedy_samples_of_a_trained_model_mostly_agree(change):
     model = jaxrl_llm.load_model("embedded:sort")
     ids = [model.tokenizer(f"sort:{number}=")["input_ids"] for number in range(1000, 9000, 125)]
     prompts, segments = padded(ids, "left")
-    engine = Engine(model.net, SamplingParams(0.0), 1, 6, (model.tokenizer.eos_token_id,))
+    engine = Engine(SamplingParams(0.0), 1, 6, net=model.net, eos=(model.tokenizer.eos_token_id,))
     found = [
         np.asarray(one.generate(model.params, prompts, segments, jax.random.key(0)).tokens)
         for one in (engine, dataclasses.replace(engine, **change))
@@ -226,9 +228,9 @@ def test_fp8_by_hand():
 def decode_program(engine, params):
     """The compiled decode loop, its parameters' bytes, and the bytes of all of them in fp32."""
     held = jax.jit(engine.decoding_params)(params)
-    keys = engines.row_keys(jax.random.key(0), np.uint32(0), 12)
+    keys = row_keys(jax.random.key(0), np.uint32(0), 12)
     bank, rows = engines.prefill(engine, held, TOKENS, SEGMENTS, keys)
-    seated = engines.assign(engine, bank, rows, keys, Scheduler(3, 4, 1, 12).grid, 8)
+    seated = assign(engine.decoder, bank, rows, keys, Scheduler(3, 4, 1, 12).grid, 8)
     compiled = engines.decode_chunk.lower(engine, held, *seated, 8).compile()
     return compiled, sum(x.nbytes for x in jax.tree.leaves(held))
 

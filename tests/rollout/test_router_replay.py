@@ -25,7 +25,7 @@ CONFIG = ModelConfig(
     experts=6, experts_per_token=2, expert_ffn=12, dense_layers=(1,),
 )  # fmt: skip
 NET = Net(CONFIG)
-ENGINE = Engine(NET, SamplingParams(), 4, 12, EOS, chunk=12, record_experts=True)
+ENGINE = Engine(SamplingParams(), 4, 12, net=NET, eos=EOS, chunk=12, record_experts=True)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.distributed.sharding import local_rows, make_mesh, rows_to_global, shardings
 
 net = Net(ModelConfig(vocab_size=30, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=32, init_scale=0.4))
-engine = Engine(net, SamplingParams(), 3, 10, (5, 6, 7), 3, 6)
+engine = Engine(SamplingParams(), 3, 10, 3, 6, net=net, eos=(5, 6, 7))
 prompts = np.random.default_rng(process).integers(0, 30, (2, 6)).astype(np.int32)
 mesh, streamed = make_mesh(2), {}
 with jax.set_mesh(mesh):

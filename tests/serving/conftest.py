@@ -59,7 +59,7 @@ def listening(sorter):
         full=(1, 2),
     ) -> Running:
         model = model or sorter
-        engine = Engine(model.net, SamplingParams(), 1, LONGEST, (), CHUNK, compile_work=COMPILE_WORK)
+        engine = Engine(SamplingParams(), 1, LONGEST, CHUNK, net=model.net, eos=(), compile_work=COMPILE_WORK)
         queue = RequestQueue(
             engine, model.params, size, adapters=adapters, prefix_bytes=prefixes, adapts=training is not None
         )

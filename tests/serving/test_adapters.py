@@ -18,7 +18,7 @@ from jaxrl_llm.models.model import add_adapters, load_adapter, save_adapter
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.grid import RowRequest
-from jaxrl_llm.serving.queue import Handle
+from jaxrl_llm.serving.handles import Handle
 
 pytest.importorskip("starlette")
 CONFIGS = {

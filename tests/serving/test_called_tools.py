@@ -10,7 +10,7 @@ pytest.importorskip("starlette")
 from jaxrl_llm.serving.bodies import parse
 from jaxrl_llm.serving.choice import Choice
 from jaxrl_llm.serving.errors import BadRequestError
-from jaxrl_llm.serving.queue import Tokens
+from jaxrl_llm.serving.handles import Tokens
 from tests.environments.test_tool_calls import FORMS, MARK, SCHEMAS, TEMPLATES, A, B
 
 MESSAGES = [{"role": "user", "content": "sort:1="}]

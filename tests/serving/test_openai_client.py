@@ -143,7 +143,7 @@ def spaced(spacing, chat, **body):
     """A request and its choice, to which the tokens behind "ab" in "ab c d" have come one by one."""
     from jaxrl_llm.serving.bodies import parse
     from jaxrl_llm.serving.choice import Choice
-    from jaxrl_llm.serving.queue import Tokens
+    from jaxrl_llm.serving.handles import Tokens
 
     tokenizer = spacing_tokenizer(spacing)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
@@ -282,7 +282,7 @@ def test_the_stop_string_that_is_complete_first_ends_an_answer(sorter, texts, st
     """However the text is cut into tokens, and whichever is first in the list."""
     from jaxrl_llm.serving.bodies import parse
     from jaxrl_llm.serving.choice import Choice
-    from jaxrl_llm.serving.queue import Tokens
+    from jaxrl_llm.serving.handles import Tokens
 
     for stops, words, stream, include in itertools.product(
         (stop, stop[::-1]), (texts, list("".join(texts))), (True, False), (True, False)
@@ -354,7 +354,7 @@ class Told:
         self.queue, self.ids, self.reason = queue, ids, reason
 
     def submit(self, handles):
-        from jaxrl_llm.serving.queue import Tokens
+        from jaxrl_llm.serving.handles import Tokens
 
         for handle in handles:
             for start in range(0, len(self.ids), 3):

@@ -28,7 +28,7 @@ def model():
 
 def started(net, params, prefix_bytes: int, **options) -> RequestQueue:
     queue = RequestQueue(
-        Engine(net, SamplingParams(), 1, LONGEST, (), 4, **options), params, 2, prefix_bytes=prefix_bytes
+        Engine(SamplingParams(), 1, LONGEST, 4, net=net, eos=(), **options), params, 2, prefix_bytes=prefix_bytes
     )
     queue.start()
     return queue
@@ -71,7 +71,7 @@ def test_a_row_of_an_adapter_that_was_replaced_is_not_kept(model):
     """It ends with the weights that it began with, and the next row of that name has others."""
     config = LoraConfig(2, 8.0, targets=("q",))
     adapter = config, split(add_adapters(model, config, jax.random.key(0)).params)[1]
-    engine = Engine(model.net, SamplingParams(), 1, LONGEST, (), 4)
+    engine = Engine(SamplingParams(), 1, LONGEST, 4, net=model.net, eos=())
     queue = RequestQueue(engine, model.params, 2, None, {"poet": adapter}, 2**24)
     queue.start()
     for replaced in (False, True):

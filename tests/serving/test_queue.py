@@ -21,7 +21,8 @@ from jaxrl_llm.models.quantize import quantized_as
 from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.grid import CAPACITY, RowRequest
-from jaxrl_llm.serving.queue import Handle, RequestQueue, StoppedError, Tokens
+from jaxrl_llm.serving.handles import Handle, Tokens
+from jaxrl_llm.serving.queue import RequestQueue, StoppedError
 from jaxrl_llm.training.setup.worker import eos_ids
 
 LONGEST = 40
@@ -34,7 +35,7 @@ def model():
 
 @pytest.fixture
 def queue(model):
-    engine = Engine(model.net, SamplingParams(), 1, LONGEST, (), chunk=4, compile_work=COMPILE_WORK)
+    engine = Engine(SamplingParams(), 1, LONGEST, net=model.net, eos=(), chunk=4, compile_work=COMPILE_WORK)
     queue = RequestQueue(engine, model.params, 4)
     queue.start()
     yield queue
@@ -120,7 +121,7 @@ def test_rows_of_any_settings_are_those_of_the_engine(queue, model):
     """Tokens and log-probs of every setting: the engine's program of that setting alone is the oracle."""
     for request in random_requests(12, 3, eos_ids(model)):
         (row,) = ask(queue, request)
-        engine = Engine(model.net, request.sampling, 1, request.limit, request.ends)
+        engine = Engine(request.sampling, 1, request.limit, net=model.net, eos=request.ends)
         prompts = np.asarray([request.prompt], np.int32)
         key = jax.random.key(request.seed)
         rollout = engine.generate(model.params, prompts, np.ones_like(prompts), key, first_row=request.number)
@@ -141,7 +142,7 @@ def test_every_row_gets_what_it_gets_alone(queue, model, seed):
 @pytest.mark.slow
 def test_every_row_of_a_small_grid_gets_what_it_gets_alone(model):
     """The same with two slots, few buckets of prompts and one capacity, for which few programs are compiled."""
-    queue = RequestQueue(Engine(model.net, SamplingParams(), 1, CAPACITY, (), chunk=4), model.params, 2)
+    queue = RequestQueue(Engine(SamplingParams(), 1, CAPACITY, net=model.net, eos=(), chunk=4), model.params, 2)
     queue.start()
     compare_with_alone(queue, random_requests(12, 0, eos_ids(model), (1, 9, 60, 100), CAPACITY), 0)
     queue.stop(60)
@@ -215,7 +216,7 @@ def test_a_prompt_of_several_rows_is_computed_once(queue, model, monkeypatch):
 @pytest.mark.slow
 def test_groups_share_their_prompts_and_shrink(model, monkeypatch):
     """As the engine's own rollout; a stranger that joins makes single rows of what is left, and changes none."""
-    from jaxrl_llm.serving import queue as module
+    from jaxrl_llm.serving import running as module
 
     shapes, joining, decode = [], [], module.decode_chunk
 
@@ -230,7 +231,7 @@ def test_groups_share_their_prompts_and_shrink(model, monkeypatch):
     limits = [40, 6, 38, 5, 12, 30, 9, 7, 33, 8, 4, 40]
     requests = [RowRequest(prompts[row // 4], limit, SamplingParams(), (), 3, row) for row, limit in enumerate(limits)]
     padded, segments = pad_prompts(prompts, 64)
-    engine = Engine(model.net, SamplingParams(), 4, LONGEST, (), chunk=4)
+    engine = Engine(SamplingParams(), 4, LONGEST, net=model.net, eos=(), chunk=4)
     rollout = engine.generate(model.params, padded, segments, jax.random.key(3), limits=np.asarray(limits))
     expected = [row[64 : 64 + limit].tolist() for row, limit in zip(np.asarray(rollout.tokens), limits, strict=True)]
     queue = RequestQueue(dataclasses.replace(engine, group_size=1), model.params, 12, prefix_bytes=2**24)
@@ -263,7 +264,7 @@ def test_an_empty_grid_is_traced_once(model, monkeypatch):
     monkeypatch.setattr(grid, "prefill", lambda *args, **kwargs: traced.append(args) or prefill(*args, **kwargs))
     params = jax.jit(model.net.init)(jax.random.key(0))
     for number, width in enumerate((64, 128, 64, 128, 64)):
-        engine = Engine(model.net, SamplingParams(), 1, 7, (), chunk=5)  # another object that is equal
+        engine = Engine(SamplingParams(), 1, 7, net=model.net, eos=(), chunk=5)  # another object that is equal
         empty = grid.empty_grid(engine, engine.decoding_params(params), (2, 1), width, False, False)
         assert empty.width == width and not np.asarray(empty.slots.rows.limit).any()
         assert len(traced) == min(number + 1, 2)
@@ -284,15 +285,15 @@ def test_a_cancelled_row_leaves_its_slot(queue):
 def test_rows_that_have_ended_are_cancelled_in_a_grid_that_shrank():
     """As the end of a session cancels them, with slots that are no more: the queue goes on."""
     net = Net(CONFIG)
-    engine = Engine(net, SamplingParams(), 1, LONGEST, (), chunk=2, compile_work=0.0)
+    engine = Engine(SamplingParams(), 1, LONGEST, net=net, eos=(), chunk=2, compile_work=0.0)
     queue = RequestQueue(engine, jax.jit(net.init)(jax.random.key(0)), 8)
-    shrank, regroup = threading.Event(), queue._regroup
+    shrank, regroup = threading.Event(), queue._running.regroup
 
     def seen(planned):
         regroup(planned)
         shrank.set()
 
-    queue._regroup = seen
+    queue._running.regroup = seen
     queue.start()
     prompt, limits = [5] * 9, [LONGEST, *[3] * 7]
     rows = ask(queue, *(RowRequest(prompt, limit, SamplingParams(), (), 0, row) for row, limit in enumerate(limits)))
@@ -337,7 +338,7 @@ def test_parameters_that_cannot_be_placed_change_nothing(queue, model):
 @pytest.mark.slow
 def test_a_prompt_that_cannot_be_computed_is_told_alone(queue, monkeypatch):
     """No memory for one prompt: the rows beside it and behind it are what they are alone."""
-    from jaxrl_llm.serving import queue as module
+    from jaxrl_llm.serving import running as module
 
     prefill = module.prefill_requests
 
@@ -385,7 +386,7 @@ def test_a_failure_is_given_to_every_row(queue, monkeypatch):
     def broken(*_):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("jaxrl_llm.serving.queue.decode_chunk", broken)
+    monkeypatch.setattr("jaxrl_llm.serving.running.decode_chunk", broken)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     rows = ask(queue, *(RowRequest([60 + i], 20, SamplingParams(), (), i) for i in range(9)))
     for row in rows:
@@ -404,7 +405,7 @@ def test_rows_without_memory_to_decode_on_are_told_and_others_are_served(queue, 
 
     Rows that wait for a slot and those that come later are what they are alone.
     """
-    from jaxrl_llm.serving import queue as module
+    from jaxrl_llm.serving import running as module
 
     request = RowRequest([60], 20, SamplingParams(), (), 5)
     expected, before = ask(queue, request)[0].wait(), queue.counts.refused_rows
@@ -462,10 +463,10 @@ KINDS = {
 @pytest.mark.parametrize("name", ["join", "kept_cache", "with_top"])
 def test_a_row_for_which_there_is_no_memory_is_told_alone(monkeypatch, name):
     """At any of its allocations: the grid is what it was. What would only be kept for later is not."""
-    from jaxrl_llm.serving import queue as module
+    from jaxrl_llm.serving import running as module
 
     net, true = Net(CONFIG), getattr(module, name)
-    engine = Engine(net, SamplingParams(), 1, LONGEST, (), chunk=8)
+    engine = Engine(SamplingParams(), 1, LONGEST, net=net, eos=(), chunk=8)
     queue = RequestQueue(engine, jax.jit(net.init)(jax.random.key(0)), 2, prefix_bytes=2**20)
     queue.start()
     going = RowRequest([62] * 64, LONGEST, SamplingParams(), (), 2)
@@ -502,7 +503,7 @@ def test_every_kind_of_cache(kind):
     params = jax.jit(Net(dataclasses.replace(config, quantize="none")).init)(jax.random.key(0))
     if config.quantize != "none":
         params = quantized_as(params, net.base.shapes(), config.quantized_at)
-    queue = RequestQueue(Engine(net, SamplingParams(), 1, 80, (), 4, **options), params, 3)
+    queue = RequestQueue(Engine(SamplingParams(), 1, 80, 4, net=net, eos=(), **options), params, 3)
     queue.start()
     draw = np.random.default_rng(1)
     requests = [
@@ -511,7 +512,7 @@ def test_every_kind_of_cache(kind):
     ]
     rows = ask(queue, *requests)
     for row, request in zip(rows, requests, strict=True):
-        engine = Engine(net, SamplingParams(), 1, 80, request.ends, **options)
+        engine = Engine(SamplingParams(), 1, 80, net=net, eos=request.ends, **options)
         prompts = np.asarray([request.prompt], np.int32)
         limits = np.asarray([request.limit])
         rollout = engine.generate(params, prompts, np.ones_like(prompts), jax.random.key(request.seed), limits=limits)
@@ -527,13 +528,13 @@ from tests.serving.test_queue import CONFIG, Engine, Net, RequestQueue, RowReque
 
 net, mesh = Net(CONFIG), make_mesh(2)
 params = jax.jit(net.init)(jax.random.key(0))
-engine = Engine(net, SamplingParams(), 4, 16, (), 8)
+engine = Engine(SamplingParams(), 4, 16, 8, net=net, eos=())
 prompts, limits = [[5] * 9, [6] * 12], np.asarray([3, 2, 3, 15, 2, 3, 3, 15])
 rollout = engine.generate(params, *pad_prompts(prompts, 64), jax.random.key(3), limits=limits)
 rows = np.asarray(rollout.tokens)[:, 64:]
-queue = RequestQueue(Engine(net, SamplingParams(), 1, 16, (), 8), params, 8, mesh)
-sizes, regroup = [], queue._regroup
-queue._regroup = lambda planned: sizes.append(planned.row.shape) or regroup(planned)
+queue = RequestQueue(Engine(SamplingParams(), 1, 16, 8, net=net, eos=()), params, 8, mesh)
+sizes, regroup = [], queue._running.regroup
+queue._running.regroup = lambda planned: sizes.append(planned.row.shape) or regroup(planned)
 queue.start()
 requests = [
     RowRequest(prompts[row // 4], int(limit), SamplingParams(), (), 3, row) for row, limit in enumerate(limits)

@@ -18,7 +18,7 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.bodies import parse
 from jaxrl_llm.serving.choice import Choice
 from jaxrl_llm.serving.errors import BadRequestError
-from jaxrl_llm.serving.queue import Handle, Tokens
+from jaxrl_llm.serving.handles import Handle, Tokens
 from jaxrl_llm.serving.responses import ResponsesRequest
 from jaxrl_llm.serving.sessions import MODEL, Branch, Call, Session, SessionSpec
 from tests.data.qwen_vl import qwen_vl_folder

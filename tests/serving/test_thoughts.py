@@ -11,8 +11,8 @@ pytest.importorskip("starlette")
 from jaxrl_llm.environments.tool_calls import THINKING
 from jaxrl_llm.serving.bodies import parse
 from jaxrl_llm.serving.choice import Choice
+from jaxrl_llm.serving.handles import Tokens
 from jaxrl_llm.serving.messages import MessagesRequest
-from jaxrl_llm.serving.queue import Tokens
 from jaxrl_llm.serving.responses import ResponsesRequest
 from jaxrl_llm.serving.thoughts import HEADERS, can_think
 from tests.environments.test_tool_calls import FORMS, MARK, SCHEMAS, A, B

@@ -28,9 +28,11 @@ from jaxrl_llm.models.cast import decoding_params, in_precision
 from jaxrl_llm.models.chunked_softmax import columns_at_once
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.quantize import BYTES
+from jaxrl_llm.rollout import assignment
 from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.scheduler import Scheduler
+from jaxrl_llm.rollout.slots import row_keys
 from jaxrl_llm.tools.plan.compiler import Compiler, ProgramStats, Trips
 from jaxrl_llm.tools.plan.shapes import Shapes, TeacherShapes, visiting
 from jaxrl_llm.training.advantages import advantage_step
@@ -226,7 +228,7 @@ class ScannedEngine(Engine):
 
 def make_engine(config, net: Net, scanned: bool) -> Engine:
     """Return the engine of the configuration; no token ends a row. Raises ConfigError as training would."""
-    engine = (ScannedEngine if scanned else Engine).of(rollout_spec(config), net, (0,))
+    engine = (ScannedEngine if scanned else Engine)(**vars(rollout_spec(config)), net=net, eos=(0,))
     check_correction(config, engine)
     return engine
 
@@ -258,14 +260,14 @@ def compile_rollout(
         shards = row_shards(sampling_mesh)
         prompts = -(-prompts // shards) * shards
         ints = rows_shape(sampling_mesh, (prompts, prompt_width), jnp.int32)
-        keys = jax.eval_shape(lambda: engines.row_keys(jax.random.key(0), jnp.uint32(0), prompts * k))
+        keys = jax.eval_shape(lambda: row_keys(jax.random.key(0), jnp.uint32(0), prompts * k))
         keys = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=NamedSharding(sampling_mesh, PartitionSpec()))
         arguments = (engine, sampled, ints, ints, keys)
         all_prompts, rows = compiler.add(f"{name}: prefill", engines.prefill, arguments, times=calls)
         local = prompts // shards
         grid = Scheduler(local, k, shards, engine.shard_slots(shards, local * k)).grid
-        assign = (engine, all_prompts, rows, keys, grid, longest)
-        grid_prompts, slots = compiler.add(f"{name}: assign", engines.assign, assign, times=calls, held=(sampled,))
+        assign = (engine.decoder, all_prompts, rows, keys, grid, longest)
+        grid_prompts, slots = compiler.add(f"{name}: assign", assignment.assign, assign, times=calls, held=(sampled,))
         waiting = None if grid.slots == prompts * k else all_prompts.cache
         decode = (engine, sampled, grid_prompts, slots, jax.ShapeDtypeStruct((), jnp.int32))
         # While accelerators decode, they may hold the keys and values of completions in a second layout.

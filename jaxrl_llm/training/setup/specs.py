@@ -14,7 +14,7 @@ from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.data.curriculum import CurriculumSpec
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.opening import DataSpec
-from jaxrl_llm.rollout.engine import RolloutSpec
+from jaxrl_llm.rollout.engine import COMPILE_WORK, RolloutSpec
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.advantages import AdvantageSpec
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
@@ -495,6 +495,7 @@ def rollout_spec(config) -> RolloutSpec:
         sampling=training_sampling(config),
         cache_dtype=None if c.cache_dtype == "auto" else c.cache_dtype,
         weights_dtype=None if c.weights_dtype == "auto" else c.weights_dtype,
+        compile_work=COMPILE_WORK,
         record_experts=c.router_replay,
     )
 

@@ -85,7 +85,7 @@ def build_worker(
     automata = build_automata(tuple(c.stop), guide, model.tokenizer, vocab, ends)
     spec = replace(specs.rollout_spec(config), sampling=sampling, group_size=group_size)
     grammar = build_grammar(c.structured_grammar, model.tokenizer, vocab, ends, "rollout.structured_grammar")
-    engine = Engine.of(spec, model.net, ends, automata=automata, grammar=grammar)
+    engine = Engine(**vars(spec), net=model.net, eos=ends, automata=automata, grammar=grammar)
     # Devices that only sample are arranged already, and the others evaluate as they are.
     apart = c.devices or c.processes
     engine_mesh = rollout_mesh(mesh, None if apart else c.mesh, model.net.config.kv_heads)

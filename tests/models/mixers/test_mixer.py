@@ -91,7 +91,7 @@ CONFIG = ModelConfig(
     mixers=(MovingAverage, MovingAverage, Attention, MovingAverage), sliding_window=4, sliding_layers=(0, 2),
 )  # fmt: skip
 NET = Net(CONFIG)
-ENGINE = Engine(NET, SamplingParams(), group_size=3, max_completion_length=10, eos=(3, 11), chunk=4)
+ENGINE = Engine(SamplingParams(), net=NET, group_size=3, max_completion_length=10, eos=(3, 11), chunk=4)
 
 
 @pytest.fixture(scope="module")

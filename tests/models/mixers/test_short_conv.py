@@ -50,7 +50,7 @@ def net(request):
 
 
 def engine_of(net) -> Engine:
-    return Engine(net, SamplingParams(), group_size=3, max_completion_length=10, eos=(3, 11), chunk=4)
+    return Engine(SamplingParams(), net=net, group_size=3, max_completion_length=10, eos=(3, 11), chunk=4)
 
 
 @pytest.fixture(scope="module")

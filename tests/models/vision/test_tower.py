@@ -214,7 +214,7 @@ def test_image_tokens_without_a_tile_keep_the_embedding_of_their_id(model, docum
     images = dataclasses.replace(images, count=images.count // 2)
     segments = np.ones_like(tokens)
     logits = np.asarray(model(tokens, segments, images=images, prompt_width=len(ids)))[0]
-    engine = Engine(model.net, SamplingParams(temperature=1.0), 1, 2, eos=(-1,))
+    engine = Engine(SamplingParams(temperature=1.0), 1, 2, net=model.net, eos=(-1,))
     prompt = jax.tree.map(jnp.asarray, (tokens[:, :-2], segments[:, :-2], images))
 
     def decoded(net, params):

@@ -207,7 +207,7 @@ def trained(tensor, name, in_place):
                 assert [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(tree)] == shards
             losses.append(run.step(ADAM)["grad_norm:mean"])
         store, place = Store(pathlib.Path(sys.argv[1])), Place("run", "weights", name)
-        engine = Engine(model.net, SamplingParams(), 1, 16, (), 4)
+        engine = Engine(SamplingParams(), 1, 16, 4, net=model.net, eos=())
         decoding = engine.decoding_params(engine.policy_copy(run.whole().params))
         store.save(place, run, {})
     _, *saved = store.load(place.path, model, moments=True)  # by a thread of its own, which has no mesh

@@ -44,7 +44,7 @@ def model():
 def rollout(model):
     """`rollout(function) -> (rollout, columns)`."""
     mesh = make_mesh(devices=jax.devices()[:1])
-    engine = Engine(model.net, SamplingParams(1.0), K, C, (257,))
+    engine = Engine(SamplingParams(1.0), K, C, net=model.net, eos=(257,))
     prompts = ["sort:4821=", "sort:99310="]
     examples = [{"prompt": p, "prompt_ids": model.tokenizer(p)["input_ids"]} for p in prompts]
 

@@ -34,7 +34,7 @@ def model():
 def engine_of(model, slots=0) -> Engine:
     config = default()
     config.rollout.group_size, config.rollout.max_completion_length, config.rollout.slots = 4, LONGEST, slots
-    return Engine.of(rollout_spec(config), model.net, (0,))
+    return Engine(**vars(rollout_spec(config)), net=model.net, eos=(0,))
 
 
 def held(model, slots: int) -> int:
