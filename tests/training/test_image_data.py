@@ -29,7 +29,7 @@ OPTIONS = {  # with which an image is fewer tokens; those of the others are "max
     "aya_vision": "max_patches=1", "cohere2_vision": "max_patches=1", "glm4v_moe": "max_pixels=256",
     "pixtral": "longest_edge=16", "gemma4": "max_soft_tokens=70", "lfm2_vl": "max_tiles=2",
 }  # fmt: skip
-PICTURES = [picture(*size, seed) for seed, size in enumerate(SIZES)]
+PICTURES, UNLIKE = ([picture(*size, first + seed) for seed, size in enumerate(SIZES)] for first in (0, 9))
 
 
 @pytest.fixture(scope="module", params=variants(FOLDERS, ("smolvlm",)))
@@ -126,7 +126,7 @@ def test_options_of_the_image_processor(folder, tmp_path):
     image, qwen = picture(64, 64), folder.name.startswith("qwen")
     options = OPTIONS.get(folder.name, "max_pixels=128")
     row = {"prompt": [{"role": "user", "content": "<image>what?"}], "images": [image], "completion": "a cat"}
-    config = configured(folder, tmp_path, **{"algorithm.name": "sft", "total_steps": 1})
+    config = configured(folder, tmp_path, **{"algorithm.name": "sft", "total_steps": 0})
     config.data.image_processor = options
 
     def read(tokenizer):
@@ -160,32 +160,39 @@ def test_options_for_a_text_model_are_refused(tmp_path):
         tokenizer_of(config)
 
 
+def losses_of(pictures, folder, tmp_path, algorithm):
+    """Of two steps, of questions about the pictures."""
+    answers = [[{"role": "assistant", "content": word}] for word in ("a cat", "a dog")]
+    answers = {"completion": answers[0]} if algorithm == "sft" else {"chosen": answers[0], "rejected": answers[1]}
+    prompt = [{"role": "user", "content": "what?"}]
+    rows = [{"prompt": prompt, "images": [image], **answers} for image in pictures]
+    config = configured(folder, tmp_path, **{"algorithm.name": algorithm, "total_steps": 2})
+    config.optimizer.learning_rate, config.algorithm.beta = 1e-2, 0.1 if algorithm == "preference" else 0.0
+    return [step["loss"] for step in jaxrl_llm.train(config, train_dataset=rows).metrics]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["sft", "preference"])
-def test_trls_rows_are_learned(folder, tmp_path, algorithm):
-    """Losses of conversations and of pairs with images are finite, and those of other images are others."""
+def test_trls_rows_are_learned(folder, tmp_path):
+    """Losses of conversations with images are finite, and those of other images, as large, are others."""
+    losses = losses_of(PICTURES, folder, tmp_path / "some", "sft")
+    others = losses_of(UNLIKE, folder, tmp_path / "others", "sft")
+    assert np.isfinite(losses).all() and len(losses) == 2 and losses[1] != others[1]
 
-    def loss(pictures):
-        prompt = [{"role": "user", "content": "what?"}]
-        answers = [[{"role": "assistant", "content": word}] for word in ("a cat", "a dog")]
-        rows = [
-            {"prompt": prompt, "images": [image]}
-            | (
-                {"completion": answers[0]}
-                if algorithm == "sft"
-                else dict(zip(("chosen", "rejected"), answers, strict=True))
-            )
-            for image in pictures
-        ]
-        config = configured(folder, tmp_path / str(id(pictures)), **{"algorithm.name": algorithm, "total_steps": 2})
-        config.optimizer.learning_rate, config.algorithm.beta = 1e-2, 0.1 if algorithm == "preference" else 0.0
-        return [step["loss"] for step in jaxrl_llm.train(config, train_dataset=rows).metrics]
 
-    losses, others = loss(PICTURES), loss([picture(20, 20, 9)] * 4)
+# What does not depend on the family: tiles of one size, and patches of images of any size.
+ONE_OF_EACH = pytest.mark.parametrize("folder", ["smolvlm", "qwen2_vl"], indirect=True)
+
+
+@pytest.mark.slow
+@ONE_OF_EACH
+def test_trls_pairs_are_learned(folder, tmp_path):
+    losses = losses_of(PICTURES, folder, tmp_path / "some", "preference")
+    others = losses_of(UNLIKE, folder, tmp_path / "others", "preference")
     assert np.isfinite(losses).all() and len(losses) == 2 and losses[1] != others[1]
 
 
 @pytest.mark.slow
+@ONE_OF_EACH
 def test_evaluation_sees_the_images(folder, tmp_path):
     """Of rows in memory; a row is answered right where its image is the one that it was made with."""
 
@@ -206,6 +213,7 @@ def test_a_text_model_refuses_the_rows_before_it_is_loaded(tmp_path):
         jaxrl_llm.train(config, train_dataset=verl_rows(), rewards=lambda completions, **_: [0.0] * len(completions))
 
 
+@ONE_OF_EACH
 def test_records_have_thumbnails(folder):
     tokenizer = tokenizer_of(configured(folder, folder))
     tokenize = RowTokenizer("prompts", tokenizer, images=ImageReader(tokenizer))
