@@ -82,8 +82,11 @@ def test_a_run_with_noise_is_noisy_in_training_alone(root, tmp_path, name):
         validate(config)
         return jaxrl_llm.train(config)
 
-    plain, noisy, again = run("plain"), run("noisy", neftune_alpha=5.0), run("again", neftune_alpha=5.0)
+    plain, noisy = run("plain"), run("noisy", neftune_alpha=5.0)
     before = [key for key in plain.metrics[0] if key.startswith("eval/")]
-    assert before and all(noisy.metrics[0][key] == plain.metrics[0][key] for key in before)
-    assert noisy.metrics[1]["grad_norm"] != plain.metrics[1]["grad_norm"]
-    assert noisy.metrics[1]["grad_norm"] == again.metrics[1]["grad_norm"]
+    assert before
+    for key in before:  # up to rounding: rows with noise are not packed
+        np.testing.assert_allclose(noisy.metrics[0][key], plain.metrics[0][key], rtol=1e-5, err_msg=key)
+    assert abs(noisy.metrics[1]["grad_norm"] / plain.metrics[1]["grad_norm"] - 1) > 1e-3
+    if name == "sft":
+        assert run("again", neftune_alpha=5.0).metrics[1]["grad_norm"] == noisy.metrics[1]["grad_norm"]
