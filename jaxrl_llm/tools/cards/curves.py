@@ -43,7 +43,10 @@ def curves_svg(run: ReportedRun, last_step: int) -> str:
 
 def _panel(title: str, metric: str, points: Sequence[tuple[int, float]], x: int, y: int) -> str:
     steps, values = zip(*points, strict=True)
-    low, high = _range(values)
+    low, high = min(values), max(values)
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # the ends of the axis differ
+        pad = abs(high) * 0.1 or 1.0
+        low, high = low - pad, high + pad
     wide, tall = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
     span = max(steps[-1] - steps[0], 1)
 
@@ -73,12 +76,3 @@ def _panel(title: str, metric: str, points: Sequence[tuple[int, float]], x: int,
         parts.append(line(values, 'stroke-width="0.8" stroke-opacity="0.25"'))
         parts.append(line(smoothed(values, SMOOTHING), 'stroke-width="1.6"'))
     return f'<g transform="translate({x},{y})">' + "".join(parts) + "</g>"
-
-
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    """Limits of the axis: those of the values, made to differ where they are equal."""
-    low, high = min(values), max(values)
-    if high - low > 1e-9 * max(abs(low), abs(high)):
-        return low, high
-    pad = abs(high) * 0.1 or 1.0
-    return low - pad, high + pad

@@ -50,7 +50,10 @@ def convert(source: Source, options: Options) -> Draft:
         del theirs["max_completion_length"]
     rows, size = _rows(yaml, options), float(yaml.get("val_set_size") or 0)
     held = 0 if yaml.get("test_datasets") else math.ceil(rows * size if size < 1 else size)
-    options = options._replace(rows=max(rows - held, 0), devices=_replicas(yaml, options))
+    # Devices that have rows of their own: context and tensor parallel ones share theirs.
+    sharing = ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size")
+    devices = max(options.devices // math.prod(int(yaml.get(key) or 1) for key in sharing), bool(options.devices))
+    options = options._replace(rows=max(rows - held, 0), devices=devices)
     title = (
         f"{f'rl: {kind}' if kind else trainer}, from FILE of axolotl; what that leaves out is as in axolotl and TRL."
     )
@@ -69,12 +72,6 @@ def _rows(yaml: dict[str, Any], options: Options) -> int:
         for one in yaml.get("datasets") or ()
     ]
     return options.rows or (sum(counts) if all(counts) else 0)
-
-
-def _replicas(yaml: dict[str, Any], options: Options) -> int:
-    """Return the devices that have rows of their own: context and tensor parallel ones share theirs."""
-    sizes = (yaml.get(key) for key in ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size"))
-    return max(options.devices // math.prod(int(size or 1) for size in sizes), bool(options.devices))
 
 
 def _translated(yaml: dict[str, Any], trainer: str, kind: str | None) -> dict[str, tuple[str, Any]]:

@@ -1,5 +1,6 @@
 """The completions of runs as compact columns: evenly spaced steps, texts once each and shortened in the middle."""
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -92,21 +93,14 @@ class _Piece:
         if is_pictures(cell):
             return self._texts.setdefault(cell, len(self._texts))
         text = cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False, default=str)
-        if name in ("prompt", "completion"):
-            text = _conversation(text)
+        if name in ("prompt", "completion") and text.startswith('[{"role"'):
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # it only begins like a conversation
+                text = as_text(json.loads(text))
         return self._texts.setdefault(_shortened(text, self._characters), len(self._texts))
 
     def content(self) -> dict[str, Any]:
         columns, kinds = self._columns, {name: self._kinds.get(name, "number") for name in self._columns}
         return {"rows": self.rows, "run": self._runs, "texts": list(self._texts), "kinds": kinds, "columns": columns}
-
-
-def _conversation(text: str) -> str:
-    """The text, or `role: content` of each turn where it is the JSON of a conversation."""
-    try:
-        return as_text(json.loads(text)) if text.startswith('[{"role"') else text
-    except (ValueError, KeyError, TypeError):
-        return text
 
 
 def _shortened(text: str, limit: int) -> str:
