@@ -57,7 +57,8 @@ class Tree(ConfigDict):
         try:
             super().__setitem__(key, value)
         except TypeError as error:
-            setting = self._setting(key)
+            named = (known for known in KEYS if known.name.rpartition(".")[2] == key)
+            setting = next((known for known in named if self._is(known.name.rpartition(".")[0])), None)
             if setting is None:
                 raise
             if setting.words and setting.accepts(value):  # a word in place of a number, or a number again
@@ -83,14 +84,6 @@ class Tree(ConfigDict):
                 written = (split_options(loss) for loss in split_losses(self["loss"]))
                 return next((given[name] for loss, given in written if loss in takers and name in given), default)
             raise
-
-    def _setting(self, leaf: str) -> "Setting | None":
-        """The key of this name in the section that has these names."""
-        for key in KEYS:
-            section, _, name = key.name.rpartition(".")
-            if name == leaf and self._is(section):
-                return key
-        return None
 
     def _unknown(self, name: str) -> str:
         """The message for a name that is neither a key of this section nor, at the top, a section."""
