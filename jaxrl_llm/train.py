@@ -54,7 +54,7 @@ from jaxrl_llm.training.checkpoint.settings import (
 )
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
-from jaxrl_llm.training.logging.console import stderr_console, stdout_console, waiting
+from jaxrl_llm.training.logging.console import outlive_streams, stderr_console, stdout_console, waiting
 from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.origin import write_start
 from jaxrl_llm.training.logging.step_log import Metrics, Step, StepLog
@@ -377,6 +377,8 @@ def main(argv: list[str]) -> None:
         print(welcome(), end="")
         return
     config, options = load_flags(argv, __doc__ or "", (DRY_RUN,))
+    if not options["dry_run"]:
+        outlive_streams()
     overlap_collectives(config.overlap_collectives)
     processes.join(config, config.rollout.processes if config.algorithm.name not in OFFLINE else 0)
     if processes.sampler() is not None and not options["dry_run"]:

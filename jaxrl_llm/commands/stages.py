@@ -26,6 +26,7 @@ from jaxrl_llm.train import Result, train
 from jaxrl_llm.training.checkpoint.data_files import checksum
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.checkpoint.settings import as_computed
+from jaxrl_llm.training.logging.console import outlive_streams
 from jaxrl_llm.training.setup.records import checkpoint_spec
 
 FLAGS = (
@@ -137,6 +138,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError("--stages is missing; write --stages=configs/rlhf.py")
     stages = load_stages(options["stages"], options["output_dir"])
     first, *others = stages.values()
+    outlive_streams()
     overlap_collectives(any(config.overlap_collectives for config in stages.values()))
     processes.join(first)  # after the flags above, as it asks for devices
     for config in others:

@@ -1,11 +1,21 @@
-"""Work in threads of its own: a function in one, or coroutines on an event loop, that other threads wait for."""
+"""Work in threads of its own: a function in one, or coroutines on an event loop, that other threads wait for.
+
+And the end of a process whose users have left threads behind.
+"""
 
 import asyncio
 import concurrent.futures
+import contextlib
+import multiprocessing
+import os
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
+
+END_SECONDS = 30.0  # within which the threads and processes that users have started end, once a command has
 
 _left: weakref.WeakSet[concurrent.futures.Future] = weakref.WeakSet()
 
@@ -37,6 +47,40 @@ def leave_behind(futures: Iterable[concurrent.futures.Future]) -> None:
 def is_left_behind() -> bool:
     """True while an abandoned function runs."""
     return not all(future.done() for future in _left)
+
+
+def end_in_time(code: int) -> None:
+    """Once this process ends, let it do so with `code` within END_SECONDS.
+
+    Python would wait for ever for threads and processes that are no daemons, such as those of a pool in which one
+    hangs. It is not kept from what takes long at its exit otherwise.
+    """
+    ending = threading.Event()
+
+    def end() -> None:
+        ending.wait()
+        time.sleep(END_SECONDS)
+        threads = [x for x in threading.enumerate() if not x.daemon and x is not threading.main_thread()]
+        processes = [x for x in multiprocessing.active_children() if not x.daemon]
+        if not threads and not processes:
+            return
+        names = ", ".join(x.name for x in (*threads, *processes))
+        print(
+            f"warning: {END_SECONDS:g} s after the end of the command there still runs what your code has started: "
+            f"{names}. It is left behind: end it, or start it with daemon=True",
+            file=sys.stderr,
+        )
+        for process in processes:
+            process.kill()
+        if jax := sys.modules.get("jax"):  # other processes of the run wait for this one to leave
+            with contextlib.suppress(Exception):
+                jax.distributed.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    threading.Thread(target=end, daemon=True, name="end of the command").start()
+    threading._register_atexit(ending.set)  # pyright: ignore[reportAttributeAccessIssue]; functions of atexit come later
 
 
 class EventLoop:

@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from jaxrl_llm.config import ConfigDict, assign, check_keys, default, own_settings, validate
+from jaxrl_llm.config.background import end_in_time
 from jaxrl_llm.config.resolve import ConfigError, closest, exit_code, import_file, path_and_line
 from jaxrl_llm.config.schema import (
     BY_NAME,
@@ -91,6 +92,7 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         elif notes := getattr(exit_, "__notes__", ()):  # of a run that was preempted
             sys.stdout.flush()
             print("; ".join(notes), file=sys.stderr, flush=True)
+    end_in_time(code if isinstance(code, int) else int(code is not None))
     if (processes := _processes()) is not None:
         processes.end(code)
     sys.exit(code)
@@ -304,6 +306,11 @@ def find_config(spec: str, flag: str = "--config") -> tuple[Path, str | None]:
         if known in shipped:
             warnings.warn(f"there is no file {path} here; this is the shipped {flag}={known}", stacklevel=2)
         path = shipped.get(known, path)
+    if path is None and Path(name).suffix in (".yaml", ".yml", ".json", ".sh"):
+        raise ConfigError(
+            f"{flag} is {spec!r}, but it takes a Python file: python -m jaxrl_llm migrate {name} --output=my_config.py "
+            "writes that of a configuration of TRL, verl or axolotl"
+        )
     if path is None:
         raise ConfigError(
             f"{flag} is {spec!r}, but it takes a Python file, path.py or path.py:argument, or the name of a shipped "

@@ -82,6 +82,44 @@ def test_a_command_never_ends_well_by_an_exit_of_somebody_else(tmp_path):
     assert ended.returncode == 1 and "error: sys.exit(0) was called in leaves (<string>:3)" in ended.stderr
 
 
+LEFT = """
+import atexit, concurrent.futures, multiprocessing, sys, threading, time
+from jaxrl_llm.config import ConfigError, background
+from jaxrl_llm.config.flags import run
+
+background.END_SECONDS = 0.5
+
+def main(argv):
+    fork, wait = multiprocessing.get_context("fork"), (time.sleep, 60)
+    if argv[0] == "thread":
+        threading.Thread(target=time.sleep, args=[60], name="mine").start()
+    elif argv[0] == "pools":
+        concurrent.futures.ThreadPoolExecutor(2, "mine").submit(*wait)
+        concurrent.futures.ProcessPoolExecutor(1, fork).submit(*wait)
+        raise ConfigError("a failure")
+    elif argv[0] == "nothing":
+        concurrent.futures.ThreadPoolExecutor(2).submit(time.sleep, 0).result()
+        atexit.register(lambda: (time.sleep(1), print("last")))
+
+run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "words"),
+    [
+        ("thread", 0, ["there still runs what your code has started: mine. It is left behind"]),
+        ("pools", 2, ["error: a failure", "mine_0", "ForkProcess-1"]),
+        ("nothing", 0, []),
+    ],
+)
+def test_a_command_ends_though_threads_or_processes_of_users_do_not(what, code, words):
+    command = [sys.executable, "-c", LEFT, what]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    assert ended.returncode == code and all(x in ended.stderr for x in words), ended.stderr
+    assert (ended.stdout, bool(ended.stderr)) == ("last\n" if what == "nothing" else "", what != "nothing")
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [

@@ -6,6 +6,7 @@ there are only lines, with one for a few steps.
 """
 
 import contextlib
+import io
 import json
 import sys
 import time
@@ -220,6 +221,43 @@ def stdout_console() -> Console:
 def stderr_console() -> Console:
     """A console on standard error, for what is not the result of a command; a terminal where that is one."""
     return Console(file=sys.stderr, force_terminal=sys.stderr.isatty(), force_jupyter=False)
+
+
+class _Stream(io.FileIO):
+    """A standard stream that drops what cannot be written, and says so once, on the other one."""
+
+    told = False  # of either
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not _Stream.told:
+                _Stream.told = True
+                name, other = ("error", sys.stdout) if self.fileno() == 2 else ("output", sys.stderr)
+                print(
+                    f"warning: standard {name} cannot be written ({error.strerror}): the run goes on, and lines are "
+                    "missing there",
+                    file=other,
+                    flush=True,
+                )
+            return memoryview(data).nbytes
+
+
+def outlive_streams() -> None:
+    """Lets this process go on where its standard output or error cannot be written any more.
+
+    The disk may be full that their file is on, or the reader of a pipe gone; metrics and checkpoints are elsewhere.
+    """
+    for name, old in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
+        if old is None or getattr(sys, name) is not old or not isinstance(old, io.TextIOWrapper):
+            continue  # a notebook's, or a test's
+        raw = _Stream(old.fileno(), "w", closefd=False)
+        buffer = raw if old.write_through else io.BufferedWriter(raw)
+        new = io.TextIOWrapper(
+            buffer, old.encoding, old.errors, line_buffering=old.line_buffering, write_through=old.write_through
+        )
+        setattr(sys, name, new)
 
 
 @contextlib.contextmanager

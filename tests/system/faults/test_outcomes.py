@@ -66,7 +66,6 @@ def alike(completions, **kwargs):
         (raises, {}, r"reward 'raises' raised RuntimeError: no such model"),
         (hangs, {"rewards__timeout": 0.2}, r"reward 'hangs' .*0\.2"),
         (too_few, {}, r"reward 'too_few' returned 1 results for 16 completions"),
-        (nan, {}, r"reward 'nan' returned nan for row 0; return a finite number, or None"),
         (infinite, {}, r"reward 'infinite' returned inf for row 1"),
         (alike, {"algorithm__dynamic_sampling": True, "algorithm__max_sampling_rounds": 2},
          r"after 2 rounds of sampling, the completions of 4 prompts of 4 still score alike"),
@@ -83,6 +82,7 @@ def test_rewards_that_end_the_run(root, tmp_path, reward, settings, message):
     [
         (raises, {"rewards__on_error": "none"}, {"unscorable_rows": 16.0, "warning/unscorable_rows": 1.0}),
         (hangs, {"rewards__timeout": 0.2, "rewards__on_timeout": "0"}, {"reward": 0.0, "frac_reward_zero_std": 1.0}),
+        (nan, {}, {"unscorable_rows": 16.0, "warning/unscorable_rows": 1.0, "nonfinite_gradient": 0.0}),
         (nothing, {}, {"unscorable_rows": 16.0, "warning/unscorable_rows": 1.0, "nonfinite_gradient": 0.0}),
         (half, {}, {"unscorable_rows": 4.0, "warning/unscorable_rows": 1.0, "nonfinite_gradient": 0.0}),
         (alike, {}, {"frac_reward_zero_std": 1.0, "advantages/max": 0.0, "reward": 0.25}),

@@ -3,8 +3,11 @@
 import contextlib
 import math
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -430,3 +433,31 @@ def test_evaluation_line_joins_greedy_metrics():
 
 def test_durations_are_readable():
     assert [duration(x) for x in (0, 1.54, 83.2, 3 * 86400 + 61)] == ["0:00:00", "1.5s", "0:01:23", "3 days, 0:01:01"]
+
+
+STREAMS = """
+import sys
+from jaxrl_llm.training.logging.console import outlive_streams
+outlive_streams()
+for number in range(3):
+    print("line", number, flush=True)
+    print("words", file=sys.stderr)
+print("at the end")
+"""
+
+
+@pytest.mark.parametrize("unbuffered", [(), ("-u",)])
+def test_a_stream_that_cannot_be_written_is_told_once_on_the_other(unbuffered):
+    """/dev/full is a disk without room: a run whose log is on one would end at its next line."""
+    command = [sys.executable, *unbuffered, "-c", STREAMS]
+    with Path("/dev/full").open("w") as full:
+        out = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=True)
+        err = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, check=True)
+        subprocess.run(command, stdout=full, stderr=full, check=True)
+    told = (
+        "warning: standard {} cannot be written (No space left on device): the run goes on, and lines are missing there"
+    )
+    assert out.stderr.splitlines() == [told.format("output"), *3 * ["words"]]
+    assert err.stdout.splitlines() == ["line 0", told.format("error"), "line 1", "line 2", "at the end"]
+    fine = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (fine.stdout, fine.stderr) == ("line 0\nline 1\nline 2\nat the end\n", 3 * "words\n")
