@@ -64,6 +64,8 @@ def content_fault(file: str) -> str | None:
     except ValueError:
         return None  # not text at all
     else:
+        if document == []:
+            return "the list has no rows; give it at least one"
         if isinstance(document, list):
             return _row_fault([(f"row {index}", row) for index, row in enumerate(document)])
         return None if isinstance(document, dict) else "it holds neither objects nor a list of them"

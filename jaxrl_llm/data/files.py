@@ -59,6 +59,10 @@ def _read_csv(files: list[str], split: str, streaming: bool) -> Any:
     for opened in fsspec.open_files(files, "rb", compression="infer"):
         with opened as file:
             columns = [str(name) for name in pandas.read_csv(file, nrows=0).columns]
+        if len(columns) == 1 and any(mark in columns[0] for mark in ";\t|"):
+            raise ConfigError(
+                f"{opened.path} has the one column {columns[0]!r}: separate the fields of its lines by commas"
+            )
         if first is not None and set(columns) != set(first[1]):
             raise ConfigError(
                 f"{opened.path} has the columns {', '.join(columns)}, but {first[0]} has {', '.join(first[1])}; files "

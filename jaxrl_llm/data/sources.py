@@ -1,6 +1,7 @@
 """Sources of rows: the Hugging Face hub, files here or in a bucket, Python objects, and the built-in tasks."""
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -127,13 +128,13 @@ def _load_path(
         return read_folder(str(local), split, name, streaming)
     import datasets
 
-    # What looks like a path is not asked of the hub, whose error would hide the misspelling.
-    if path.startswith(("/", ".", "~")) or reader_of(path) or path.count("/") > 1 or "*" in path:
+    # What is no name of the hub is not asked of it: its error would hide the misspelling of a path.
+    if reader_of(path) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path):
         raise ConfigError(
             f"there is no file or folder {path!r}; check data.path (a relative path starts at {Path.cwd()})"
         )
-    title = path if name is None else f"{path} ({name})"
-    return reading(f"hub data set {title}", lambda: datasets.load_dataset(path, name, split=split, streaming=streaming))
+    title = f"{path if name is None else f'{path} ({name})'}, which is no file or folder here, from the hub"
+    return reading(title, lambda: datasets.load_dataset(path, name, split=split, streaming=streaming))
 
 
 def _call_function(path: str, split: str, name: str | None, arguments: Mapping[str, Any]) -> Rows:
