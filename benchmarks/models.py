@@ -294,6 +294,9 @@ difference.
   moments, and it has no adapters. Indexers that serve several layers (`indexer_types`) are refused.
 - Weights in fp8 with a scale for each block of numbers (`weight_block_size`, DeepSeek-V3 and Qwen3's FP8 folders) or
   for each matrix (Ministral 3), and gpt-oss' experts in MXFP4, are read as numbers and exported as such.
+- So are matrices that bitsandbytes has quantised (`unsloth/...-bnb-4bit`): nf4 and fp4, with double quantisation or
+  without, and int8. With `model.quantize=nf4` those of nf4 keep every number, but where no number of a block is its
+  largest.
 - Gated delta nets with short convolutions, beside gated attention (Qwen3-Next, Qwen3.5) or plain (OLMo Hybrid), and
   Kimi delta attention, whose states decay by each number of a key (Kimi Linear). Rows are computed in chunks of 64
   or 128 tokens, with memory linear in their length: four rows of 32k tokens train on one h100

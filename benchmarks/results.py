@@ -33,7 +33,7 @@ PAGE = ROOT / "docs" / "results.md"
 SEEDS = (0, 1, 2)
 ONLINE = (
     "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "gdpo", "rloo", "remax", "opo",
-    "a2po", "passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo",
+    "a2po", "online_dpo", "passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo",
 )  # fmt: skip
 OFFLINE = ("sft", "reward_model", "prm", "dpo", "ipo", "kto", "orpo", "cpo", "simpo", "alphapo", "tpo")
 IMAGES = ("vision_grpo", "vision_grpo_blank")

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.algorithms import advantages
 from jaxrl_llm.algorithms.advantages import group_advantages
 from jaxrl_llm.algorithms.aggregation import as_float, masked_var
 
@@ -134,6 +135,24 @@ def process_advantages(turns: Turns, mask, group_size: int, scale: str = "group"
     """
     normalized = compared_in_state(turns.rewards, jnp.zeros_like(turns.states), group_size, scale, eps)
     return by_turn(turn_returns(normalized), turns, mask)
+
+
+def turn_ppo_advantages(
+    token_rewards, values, turns: Turns, mask, gamma=1.0, lam=0.95, whiten_rewards=False, whiten_advantages=True
+) -> tuple[Array, Array]:
+    """Returns PPO's advantages and value targets `[N, T]` of rewards that stand where turns or steps end.
+
+    Shapes: `token_rewards, values, mask [N, T]`, `turns` as `with_outcome` returns them. The reward of a turn before a
+    row's last is moved from the row's last token to its own, so that the critic learns the value of what is still to
+    come; the rest is `ppo_advantages`. Source: step-by-step PPO, Math-Shepherd, arXiv 2312.08935, section 3.4.
+    """
+    live = jnp.asarray(turns.ends) != BEYOND
+    before_last = jnp.arange(live.shape[1]) < live.sum(axis=1, keepdims=True) - 1
+    earned = jnp.where(before_last, jnp.nan_to_num(turns.rewards), 0.0)
+    rows = jnp.arange(live.shape[0])[:, None]
+    moved = jnp.zeros(mask.shape).at[rows, jnp.asarray(turns.ends) - 1].add(earned, mode="drop") * (mask > 0)
+    rewards = token_rewards + moved + advantages.token_rewards(-moved.sum(axis=1), mask)
+    return advantages.ppo_advantages(rewards, values, mask, gamma, lam, whiten_rewards, whiten_advantages)
 
 
 def mt_grpo_advantages(turns: Turns, mask, group_size: int, scale: str = "group", coef=1.0, eps: float = 1e-4) -> Array:

@@ -263,7 +263,8 @@ def _split_list(text: str) -> list[str]:
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}  # by the letter behind a backslash, as in JSON
 SHOWN = {letter: f"\\{name}" for name, letter in ESCAPES.items()}
 LARGEST = 1e15  # of numbers that enter float32 computations, where larger ones overflow
-ALGORITHMS = ("grpo", "ppo", "sft", "preference", "reward_model", "process_reward_model")
+ONLINE_PREFERENCE = "online_preference"
+ALGORITHMS = ("grpo", "ppo", ONLINE_PREFERENCE, "sft", "preference", "reward_model", "process_reward_model")
 OFFLINE = ("sft", "preference", "reward_model", "process_reward_model")
 EPISODES = "episodes"  # the agent that plays environments
 DTYPES = ("float32", "bfloat16", "float16")
@@ -692,7 +693,8 @@ KEYS = (
         "and sub-agents that fit into rollout.max_completion_length.", int, minimum=1),
 
     Setting("algorithm.name", "grpo",
-        "Kind of training: grpo and ppo (with a critic) sample and score completions, sft learns those of the data, "
+        "Kind of training: grpo and ppo (with a critic) sample and score completions, online_preference samples and "
+        "scores pairs (online DPO), sft learns completions of the data, "
         "preference learns from pairs or labelled completions, reward_model learns a score from pairs, "
         "process_reward_model from labelled steps whether each step of a solution is right.",
         choices=ALGORITHMS),
@@ -831,6 +833,9 @@ KEYS = (
         "alike; 0 is off.",
         int, minimum=0),
 
+    Setting("algorithm.pairs", 1,
+        "online_preference: pairs of each prompt, the best completion with the worst, the second best with the second "
+        "worst, and so on.", int, minimum=1),
     Setting("algorithm.loss_weights", (), "Weight of each loss of a preference mixture; empty is 1 for all.", float),
     Setting("algorithm.reference_free", False,
         "Preference losses use 0 for the reference's log-probs.", bool),

@@ -15,6 +15,7 @@ from jaxrl_llm.config.schema import (
     KEYS,
     LOSS_OPTIONS,
     OFFLINE,
+    ONLINE_PREFERENCE,
     RENAMED,
     SECTIONS,
     ConfigDict,
@@ -125,7 +126,9 @@ def from_json(text: str) -> ConfigDict:
     algorithm = config.algorithm
     if options and algorithm.name in OFFLINE and algorithm.loss == "ppo_clip":
         algorithm.loss = "auto"  # ppo_clip was the default of every algorithm, where it meant nothing for these
-    auto = {"reward_model": "bradley_terry", "preference": "dpo"}.get(algorithm.name, "ppo_clip")
+    auto = {"reward_model": "bradley_terry", "preference": "dpo", ONLINE_PREFERENCE: "dpo"}.get(
+        algorithm.name, "ppo_clip"
+    )
     losses = split_losses(auto if algorithm.loss == "auto" else algorithm.loss)
     for i, written in enumerate(losses):
         loss, given = split_options(written)

@@ -5,7 +5,7 @@ import inspect
 from jaxrl_llm.config.checks.values import advantages_of, changed, compares_with_reference, named_policy_loss, takes
 from jaxrl_llm.config.entries import environment_options
 from jaxrl_llm.config.resolve import is_own, split_losses, split_options
-from jaxrl_llm.config.schema import BY_NAME, KEYS, OFFLINE, ConfigDict
+from jaxrl_llm.config.schema import BY_NAME, KEYS, OFFLINE, ONLINE_PREFERENCE, ConfigDict
 
 OF_ADAPTERS = ("lora.alpha", "lora.rslora", "lora.init", "lora.dropout", "lora.targets", "lora.reference")
 OF_GIVEN_ROWS = ("data.loss_on", "data.precompute_reference")
@@ -13,6 +13,13 @@ OF_REFERENCES = ("algorithm.offload_reference", "algorithm.ref_mixup_alpha")
 REFERENCE_FREE = "algorithm.reference_free"
 OF_PREFERENCES = (
     "algorithm.loss_weights", REFERENCE_FREE, "algorithm.ld_alpha", "algorithm.use_weighting",
+)  # fmt: skip
+OF_PAIRS = ("algorithm.pairs",)  # of samples
+# Of algorithms that sample: what ranks completions, beside what losses of pairs read.
+OF_RANKS = (
+    "algorithm.beta", "algorithm.mask_truncated", "algorithm.reward_clip", "algorithm.overlong_buffer",
+    "algorithm.overlong_penalty", "algorithm.missing_eos_penalty", "algorithm.dynamic_sampling",
+    "algorithm.dynamic_sampling_metric", "algorithm.max_sampling_rounds",
 )  # fmt: skip
 OF_OPTIMIZERS = (
     "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.weight_decay", "optimizer.weight_decay_end",
@@ -52,15 +59,17 @@ def unread(config: ConfigDict) -> list[str]:
     """A sentence for each reason for which settings have no effect in this run, with their names."""
     name, online = config.algorithm.name, config.algorithm.name not in OFFLINE
     adapted = bool(config.lora.rank or config.lora.path)
-    of_policies = tuple(key for key in _keys("algorithm.") if key not in (*OF_ALL, *OF_REFERENCES, *OF_PREFERENCES))
+    of_losses = (*OF_ALL, *OF_REFERENCES, *OF_PREFERENCES, *OF_PAIRS)
+    of_policies = tuple(key for key in _keys("algorithm.") if key not in of_losses)
+    compares_pairs = name in ("preference", ONLINE_PREFERENCE)
     of_preferences = tuple(key for key in of_policies if key != "algorithm.beta")
     named, optimizer = f"algorithm.name is {name}, ", config.optimizer.name
     of_optimizers = (*OF_OPTIMIZERS, *(OF_CRITICS if name == "ppo" else ()))
     betas = (options.get("beta") for options in environment_options(config.environment.options).values())
     compares = online and compares_with_reference(config)
-    compared = name == "preference" and _compares(config.algorithm.loss)
+    compared = compares_pairs and _compares(config.algorithm.loss)
     given = compared and not config.algorithm.reference_free
-    refers = given or compares or (online and bool(config.algorithm.beta or any(betas)))
+    refers = given or compares or (online and not compares_pairs and bool(config.algorithm.beta or any(betas)))
     rules = {split_options(rule)[0] for rule in advantages_of(config).values()}
     # With zero all that is set for rewards has no effect, and is meant to have none. An agent's parts are scaled.
     scaled = any(rule == "zero" or takes(rule, "scale", otherwise=True) for rule in rules) or config.environment.agent
@@ -74,7 +83,11 @@ def unread(config: ConfigDict) -> list[str]:
         ),
         f"{named}which has no critic": () if name == "ppo" else _keys("critic."),
         f"{named}which samples its rows": OF_GIVEN_ROWS if online and config.teacher.on_policy == 1 else (),
-        f"{named}which compares no pairs": () if name == "preference" else OF_PREFERENCES,
+        f"{named}which compares no pairs": () if compares_pairs else OF_PREFERENCES,
+        f"{named}which makes no pairs": () if name == ONLINE_PREFERENCE else OF_PAIRS,
+        f"{named}which reads the ranks of completions and no advantages": (
+            tuple(key for key in of_policies if key not in OF_RANKS) if name == ONLINE_PREFERENCE else ()
+        ),
         f"{named}which has no reference": () if online or name == "preference" else ("data.precompute_reference",),
         f"{named}which reads whole completions": ("data.loss_on",) if name in ("preference", "reward_model") else (),
         f"{named}which reads no steps": () if name == "process_reward_model" else ("data.step_separator",),
@@ -83,7 +96,7 @@ def unread(config: ConfigDict) -> list[str]:
         ),
         f"algorithm.loss is {config.algorithm.loss}, whose formula has no such bound": tuple(sorted(unread_ratios)),
         f"algorithm.loss is {config.algorithm.loss}, which reads no reference": (
-            () if name != "preference" or compared else (*OF_REFERENCES, REFERENCE_FREE, "data.precompute_reference")
+            (*OF_REFERENCES, REFERENCE_FREE, "data.precompute_reference") if compares_pairs and not compared else ()
         ),
         "algorithm.reference_free is true, so that no reference is read": (
             (*OF_REFERENCES, "data.precompute_reference") if compared and not given else ()
@@ -100,10 +113,10 @@ def unread(config: ConfigDict) -> list[str]:
             () if config.optimizer.lisa_layers else ("optimizer.lisa_every",)
         ),
         f"algorithm.advantage is {config.algorithm.advantage}, whose formula leaves no choice of a deviation": (
-            ("algorithm.scale_rewards",) if online and not scaled else ()
+            ("algorithm.scale_rewards",) if online and not scaled and not compares_pairs else ()
         ),
         "algorithm.beta is 0, so that there is no reference": (
-            (*OF_REFERENCES, "algorithm.kl") if online and not refers else ()
+            (*OF_REFERENCES, "algorithm.kl") if online and not refers and not compares_pairs else ()
         ),
         "algorithm.ref_sync_steps is 0, so that the reference never moves": (
             ("algorithm.ref_mixup_alpha",) if refers and not config.algorithm.ref_sync_steps else ()

@@ -82,6 +82,7 @@ class Advantages(NamedTuple):
     mask: jax.Array  # [N,T] tokens the loss reads: with a critic not those of rows that no reward applies to
     kl: jax.Array | None  # mean over rows of their mean KL per token; None without reference log-probs
     metrics: dict[str, jax.Array]
+    scores: jax.Array  # [N] combined rewards, shaped
     baselines: jax.Array | None = None  # [R] of roles after these rows, of a rule that keeps them
 
 
@@ -277,7 +278,7 @@ class AdvantageStep:
         priority = priorities[0]
         for number, own in enumerate(priorities[1:], 1):
             priority = jnp.where(rule_numbers[:: spec.group_size] == number, own, priority)
-        return Advantages(advantages, priority, returns, mask, kl, metrics, baselines)
+        return Advantages(advantages, priority, returns, mask, kl, metrics, scores, baselines)
 
     def _credit(self, rule: Rule, inputs: Mapping[str, Any], mask) -> tuple[jax.Array, jax.Array | None, Any]:
         """The advantages `[N,T]` of a rule, 0 outside the mask, its returns with a critic, and the baselines of roles.

@@ -9,6 +9,7 @@ class Algorithm:
 
     data: str  # kind of rows: prompts, completions, pairs, triples, labels or steps
     group_size: int  # adjacent rows that stay together: completions of a prompt, a pair, kto's row and its mismatch
+    together: int  # those of them that no micro-batch splits: of completions one, or a pair where pairs are compared
     online: bool  # samples its completions
     needs_reference: bool  # the objective reads the reference's log-probs
     has_critic: bool

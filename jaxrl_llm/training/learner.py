@@ -1,6 +1,7 @@
 """Steps 4 and 5 of an online algorithm: log-probs and advantages of rewarded rows, and the batch made of them."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from jaxrl_llm.algorithms.aggregation import masked_mean
 from jaxrl_llm.algorithms.batch import Batch, ImageEmbeddings, Images, Inputs, Scalars, observation_mask
 from jaxrl_llm.algorithms.controllers import Controllers
 from jaxrl_llm.algorithms.off_policy import proximal_share
+from jaxrl_llm.algorithms.pairs import ranked_pairs
 from jaxrl_llm.algorithms.random_streams import REPLAY, ROW_SEEDS
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.processes import gather
@@ -28,6 +30,7 @@ from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.images import check_kept
 from jaxrl_llm.training.logging.reward_metrics import over_processes
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.microbatch import rows_at
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.passes import images_of_rows, scored_distributions, scored_logps, scored_norms, values_before
 from jaxrl_llm.training.reference import Reference
@@ -57,6 +60,7 @@ class LearnerSpec:
     aggregation: str
     observations: bool  # the loss predicts observation tokens
     draws_seeds: bool  # the loss draws random numbers
+    pairs: int = 0  # of each prompt, for a loss that compares two completions; 0: rows are learned from as they are
     # Of rows by the name of their environment, and under None of all others; empty: the same on all rows.
     kl_weights: Mapping[str | None, float] = dataclasses.field(default_factory=dict)
     loss_weights: Mapping[str | None, float] = dataclasses.field(default_factory=dict)
@@ -168,6 +172,9 @@ class Learner:
             self.replay, batch, metrics["rollout/replayed_groups"] = replay_buffer.exchange(
                 self.replay, batch, result.priority, jax.random.fold_in(key, REPLAY), group_size=group_size
             )
+        if spec.pairs:
+            batch, of_pairs = _paired(batch, result.scores, group_size, spec.pairs, self.mesh)
+            metrics |= of_pairs
         batch = self._with_distributions(batch, ref_logps, teacher, shown)
         if spec.draws_seeds:
             batch = batch.replace(seeds=_row_seeds(batch.rows, key, self.mesh))
@@ -342,7 +349,8 @@ class Learner:
         encode = "vision" in self.net.config.frozen and self.critic is None
         size = len(rollouts.rollout.tokens) // len(rollouts.images.count)  # rows of a prompt; 1 where each has its own
         with self.stopwatch("logps"):
-            return images_of_rows(self.net, on_device(state.params), rollouts.images, size, encode)
+            shards = row_shards(self.mesh)
+            return images_of_rows(self.net, on_device(state.params), rollouts.images, size, encode, shards)
 
     def _logps(self, params: Params, inputs: Inputs) -> jax.Array:
         rows, shards = self.batch.forward_rows, row_shards(self.mesh)
@@ -394,6 +402,18 @@ class Learner:
             token_count=tokens,
             ref_head=ref_head,
         )
+
+
+@functools.partial(jax.jit, static_argnames=("group_size", "pairs", "mesh"))
+def _paired(batch: Batch, scores, group_size: int, pairs: int, mesh: Mesh) -> tuple[Batch, dict[str, jax.Array]]:
+    """The rows of a batch in pairs (`ranked_pairs`), those that are in none empty, and the metrics of the pairs."""
+    order, used = ranked_pairs(scores, group_size, pairs)
+    kept = jnp.repeat(used, 2)[:, None]
+    batch = rows_at(batch, order, group_size, mesh)
+    batch = batch.replace(mask=batch.mask * kept, inputs=batch.inputs.replace(segments=batch.inputs.segments * kept))
+    better, worse = scores[order].reshape(-1, 2).T
+    margin = jnp.where(used.any(), masked_mean(jnp.where(used, better - worse, 0.0), used), jnp.nan)
+    return batch, {"pairs/count": used.sum().astype(jnp.float32), "pairs/score_margin": margin}
 
 
 def names_of_environments(environments: Sequence[str] | None) -> Sequence[str]:

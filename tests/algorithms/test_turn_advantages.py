@@ -5,6 +5,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms.advantages import token_rewards
 from jaxrl_llm.algorithms.turn_advantages import (
     Turn,
     by_turn,
@@ -13,6 +14,7 @@ from jaxrl_llm.algorithms.turn_advantages import (
     process_advantages,
     shared_states,
     turn_advantages,
+    turn_ppo_advantages,
     turn_returns,
     turn_table,
     with_outcome,
@@ -135,6 +137,31 @@ def test_steps_of_a_process_reward_model(scale):
             expected |= {(row, number): z[number:].sum() for number in range(len(own))}
     ours = process_advantages(turns, mask(), GROUP, scale)
     np.testing.assert_allclose(ours, spread(defaultdict(float, expected)), rtol=1e-4, atol=1e-5)
+
+
+def test_ppo_with_the_reward_of_each_turn_at_its_end():
+    """Against a loop over a row's sampled tokens: r at the end of each turn, a KL penalty on every token."""
+    draw = np.random.default_rng(0)
+    values, kl, live = draw.normal(size=mask().shape), draw.random(mask().shape), mask()
+    live[np.isnan(SCORES)] = 0
+    penalised = SCORES - 0.1 * (kl * live).sum(axis=1)
+    ours = turn_ppo_advantages(
+        token_rewards(SCORES, live, kl, 0.1), values, turns_of(penalised), live, 0.9, 0.8, whiten_advantages=False
+    )
+    expected = np.zeros((2, *live.shape))
+    for row in range(len(ROWS)):
+        columns = np.flatnonzero(live[row])
+        rewards = -0.1 * kl[row]
+        for turn in ROWS[row][:-1]:
+            rewards[PROMPT + turn.end - 1] += turn.reward
+        if columns.size:
+            rewards[columns[-1]] += SCORES[row] - sum(turn.reward for turn in ROWS[row][:-1])
+        advantage = following = 0.0
+        for column in columns[::-1]:
+            advantage = rewards[column] + 0.9 * following - values[row, column] + 0.9 * 0.8 * advantage
+            expected[:, row, column] = advantage, advantage + values[row, column]
+            following = values[row, column]
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
 
 
 def test_turns_of_one_turn_are_grpo():

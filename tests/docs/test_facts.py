@@ -67,6 +67,7 @@ def test_keys_on_the_page_of_algorithms_are_those_of_the_configurations(root):
     stems = {
         "Dr. GRPO": "dr_grpo", "DAPO": "dapo", "GSPO": "gspo", "CISPO": "cispo", "SAPO": "sapo", "GMPO": "gmpo",
         "GDPO": "gdpo", "RLOO": "rloo", "REINFORCE++": "reinforce_plus_plus", "A*-PO": "a2po", "PPO": "ppo",
+        "Online DPO": "online_dpo",
         "Reward model": "reward_model", "Process reward model": "prm",
     }  # fmt: skip
     # Those of preference losses.

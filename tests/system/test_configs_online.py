@@ -29,6 +29,7 @@ CONFIGS = {
     "gmpo": ("clip_ratio/region_mean", "-kl"),
     "remax": ("kl",),
     "a2po": ("-kl", "-clip_ratio/region_mean", "reward_reference", "a2po/implicit_reward", "ratio/kl"),
+    "online_dpo": ("-kl", "pairs/count", "rewards/accuracies", "logps/chosen"),
     "opo": ("-kl",),
     "passk": ("-kl", "clip_ratio/region_mean"),
     "clip_cov": ("-kl", "clip_ratio/region_mean"),
@@ -77,8 +78,13 @@ def test_two_steps(root, tmp_path, name):
     assert [line["step"] for line in result.metrics] == [1, 2]
     for line in result.metrics:
         ended = line["completions/clipped_ratio"] < 1  # some of them, which alone have a terminated length
-        assert all(math.isfinite(line[metric]) for metric in line if ended or "terminated_length" not in metric)
-        alone = "teacher/divergence" in CONFIGS[name]  # all of the loss, which compares with no sampler
+        paired = line.get("pairs/count", 1) > 0  # without a pair there are no means over pairs
+        finite = [
+            name for name in line if (ended or "terminated_length" not in name) and (paired or name in EVERYWHERE)
+        ]
+        assert all(math.isfinite(line[metric]) for metric in finite if paired or metric != "entropy")
+        # All of the loss, which compares with no sampler.
+        alone = bool({"teacher/divergence", "pairs/count"} & {*CONFIGS[name]})
         expected = {x for x in EVERYWHERE if not (alone and x.startswith(("sampling/", "rollout_corr/")))}
         assert expected <= line.keys()
         for metric in CONFIGS[name]:

@@ -118,6 +118,7 @@ def test_trl_defaults_are_those_of_the_trl_that_is_installed():
         words = name.replace("grpo", "GRPO").split("_")
         kind = "".join(word if word.isupper() else word.capitalize() for word in words)
         classes[name.replace("_", "")] = getattr(importlib.import_module(f"trl.experimental.{name}"), f"{kind}Config")
+    classes["onlinedpo"] = importlib.import_module("trl.experimental.online_dpo").OnlineDPOConfig
     classes["iwopd"] = importlib.import_module("trl.experimental.iw_opd").IWOPDConfig
     # The report goes nowhere by default, the names of optimizers are variants of one, and folders are ours to choose.
     # TRL fills in the servers of teachers as it starts.
@@ -1279,6 +1280,37 @@ def test_self_distillation_fine_tuning_of_trl(tmp_path):
         eval={"every": -1},
     )  # fmt: skip
     assert "num_loss_tokens_to_skip = 3 has no equivalent: every sampled token" in " ".join(text.split())
+
+
+def test_online_dpo_of_trl(tmp_path):
+    script = """
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+def reward(prompts, completions, **kwargs):
+    return [float(len(completion) > 3) for completion in completions]
+
+args = OnlineDPOConfig(output_dir="out", max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+                       missing_eos_penalty=1.0, beta=[0.2, 0.1], loss_type="ipo")
+trainer = OnlineDPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=reward, args=args, train_dataset=dataset)
+trainer.train()
+"""
+    config, text = migrate(written(tmp_path, "online.py", script), devices=2)
+    expect(
+        config,
+        _={"total_steps": 6},
+        algorithm={
+            "name": "online_preference", "loss": "ipo(normalize=False)", "beta": 0.2, "missing_eos_penalty": 1.0,
+        },
+        rollout={"group_size": 2, "max_completion_length": 64, "temperature": 0.9},
+        batch={"prompts": 16, "minibatches": 1, "microbatch_rows": 16},
+        optimizer={"learning_rate": 5e-7},
+    )  # fmt: skip
+    assert config.rewards.functions[0].endswith("online_functions.py:reward")
+    assert "one for each epoch there: the first is written" in " ".join(text.split())
+    said = "--model_name_or_path m --dataset_name d --reward_model_path r/m --max_new_tokens 32"
+    config, _ = migrate(written(tmp_path, "dpo.sh", f"accelerate launch dpo.py {said}"), devices=1, trainer="onlinedpo")
+    expect(config, algorithm={"loss": "dpo", "beta": 0.1}, rollout={"max_completion_length": 32})
+    assert config.rewards.functions == ("model:r/m",)
 
 
 def test_optimal_advantage_regression_of_trl(tmp_path):

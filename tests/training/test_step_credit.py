@@ -157,3 +157,22 @@ def test_a_run_with_process_supervision(root, tmp_path):
         },
     )
     assert all(np.isfinite(line["loss"]) for line in queued.metrics)
+
+
+@pytest.mark.slow
+def test_a_run_of_ppo_with_the_rewards_of_steps(root, tmp_path):
+    """Of rewards that stand where they are given, returns fall along a row; on its last token they stand in all."""
+
+    def letters(completions, log_extra, **_):
+        log_extra("letters/steps", [[(n + 1, float(x == "1")) for n, x in enumerate(text)] for text in completions])
+        return [float(text.count("1")) for text in completions]
+
+    letters.gives_steps = True
+    returns = {}
+    for advantage in ("ppo(lam=1.0)", "turn_ppo(lam=1.0)"):
+        config = load_config_file(f"{root / 'configs/ppo.py'}:tiny")
+        config.output_dir, config.eval.every, config.logging.backends = str(tmp_path / advantage[:3]), -1, ("jsonl",)
+        config.algorithm.advantage, config.algorithm.beta, config.total_steps = advantage, 0.0, 1
+        config.algorithm.kl_in_reward = False
+        returns[advantage] = jaxrl_llm.train(config, rewards=letters).metrics[0]["returns/mean"]
+    assert 0 < returns["turn_ppo(lam=1.0)"] < 0.9 * returns["ppo(lam=1.0)"]

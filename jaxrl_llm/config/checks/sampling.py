@@ -16,17 +16,26 @@ from jaxrl_llm.config.checks.values import (
     met,
     named_policy_loss,
     own_function,
+    preference_losses,
     takes,
     value_of,
 )
 from jaxrl_llm.config.entries import environment_options, logit_bias
 from jaxrl_llm.config.resolve import ConfigError, is_own, split_options
-from jaxrl_llm.config.schema import BY_NAME, ConfigDict
+from jaxrl_llm.config.schema import BY_NAME, ONLINE_PREFERENCE, ConfigDict
 
 # Settings of a critic that is a network of its own, with updates of its own.
 OF_OWN_CRITIC = (
     "critic.path", "critic.warmup_steps", "critic.num_iterations", "critic.minibatches", "critic.microbatch_rows",
     "critic.lora_rank", "critic.lora_alpha", "critic.lora_targets", "critic.offload", "critic.offload_optimizer",
+)  # fmt: skip
+# What losses of advantages have, and those of pairs have not.
+OF_ADVANTAGES = (
+    "algorithm.advantage", "algorithm.kl_in_reward", "algorithm.reward_beta", "algorithm.kl_controller",
+    "algorithm.kl_bias_correction", "algorithm.entropy_coef", "algorithm.entropy_controller",
+    "algorithm.observation_coef", "algorithm.old_logps", "algorithm.importance_correction", "algorithm.rejection",
+    "algorithm.off_policy_mask_threshold", "algorithm.top_entropy_quantile", "algorithm.replay_groups",
+    "environment.options", "teacher.path",
 )  # fmt: skip
 # Ways to sample: each with the reason why some settings do not go with it, and these.
 WAYS_TO_SAMPLE = (
@@ -65,6 +74,8 @@ def check_structured(settings: Mapping[str, Any] | ConfigDict, prefix: str, shor
 def check_online(config: ConfigDict) -> Iterator[str]:
     algorithm, rollout, critic = config.algorithm, config.rollout, config.critic
     of_environments = environment_options(config.environment.options)
+    if algorithm.name == ONLINE_PREFERENCE:
+        yield from _of_pairs(config)
     betas = {name: options["beta"] for name, options in of_environments.items() if "beta" in options}
     yield from _of_loss(config, betas)
     of_all = {
@@ -209,6 +220,38 @@ def check_online(config: ConfigDict) -> Iterator[str]:
                 f"rollout.group_size is {rollout.group_size}, but {setting} = {written!r} compares the completions of "
                 f"a prompt with each other: set {of_critic or 'rollout.group_size to 2 or more'}"
             )
+
+
+def _of_pairs(config: ConfigDict) -> Iterator[str]:
+    """Messages for a loss of pairs of samples."""
+    algorithm, size, losses = config.algorithm, config.rollout.group_size, preference_losses(config)
+    if size % 2:
+        yield (
+            f"rollout.group_size is {size}, but {algorithm.name} compares the completions of a prompt in pairs: set it "
+            "to 2, or another even number"
+        )
+    if algorithm.pairs > size // 2:
+        yield (
+            f"algorithm.pairs is {algorithm.pairs}, but the {size} completions of a prompt (rollout.group_size) are "
+            f"{size // 2} pairs: set it to that at most"
+        )
+    if config.batch.microbatch_rows % 2:
+        yield (
+            f"batch.microbatch_rows is {config.batch.microbatch_rows}, but the rows of a pair stay together: make it a "
+            "multiple of 2"
+        )
+    if algorithm.beta == 0:
+        yield "algorithm.beta is 0, but preference losses need one above 0: 0.1 is usual, 2 for simpo"
+    if algorithm.loss_weights and len(algorithm.loss_weights) != len(losses):
+        yield (
+            f"algorithm.loss_weights has {len(algorithm.loss_weights)} numbers for the {len(losses)} losses of "
+            f"algorithm.loss = {algorithm.loss!r}: give one each, or none"
+        )
+    for key, value in changed(config, OF_ADVANTAGES):
+        yield (
+            f"{key} is {value!r}, but algorithm.name = {algorithm.name!r} learns which completion of a pair is better "
+            "and has no such term: leave it out, or take grpo"
+        )
 
 
 def check_ways_to_sample(config: ConfigDict) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from jaxrl_llm.config.checks.values import changed, how_quantized
 from jaxrl_llm.config.entries import LORA_INIT, makes_up, starts_from_matrices
 from jaxrl_llm.config.resolve import ConfigError, is_own, split_options
-from jaxrl_llm.config.schema import LARGEST, OPTIMIZERS, SCHEDULE_FREE, ConfigDict
+from jaxrl_llm.config.schema import LARGEST, ONLINE_PREFERENCE, OPTIMIZERS, SCHEDULE_FREE, ConfigDict
 
 LEAST_PRODIGY_RATE = 0.01  # below it is a rate of another optimizer
 
@@ -35,7 +35,7 @@ def check_optimizer(config: ConfigDict) -> Iterator[str]:
     if c.warmup_init and not (c.warmup_steps or c.warmup_ratio):
         yield f"optimizer.warmup_init is {c.warmup_init:g}, but there is no warm-up: set warmup_steps, or it to 0"
     if c.learning_rate == "auto":
-        if config.algorithm.name in ("preference", "reward_model", "process_reward_model"):
+        if config.algorithm.name in ("preference", ONLINE_PREFERENCE, "reward_model", "process_reward_model"):
             yield (
                 "optimizer.learning_rate is auto, a rule for sft and for algorithms that sample, but algorithm.name is "
                 f"{config.algorithm.name}: set a number, 1e-6 for example, or 1e-5 for adapters"

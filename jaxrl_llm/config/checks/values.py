@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl_llm.config.entries import environment_options
 from jaxrl_llm.config.resolve import ConfigError, is_own, resolve, split_losses, split_options
-from jaxrl_llm.config.schema import BY_NAME, OFFLINE, ConfigDict
+from jaxrl_llm.config.schema import BY_NAME, OFFLINE, ONLINE_PREFERENCE, ConfigDict
 
 # Settings of which each says how completions are made, in place of plain sampling.
 ENVIRONMENTS = ("environment.name", "environment.tools", "environment.rollout_func", "environment.agent")
@@ -82,11 +82,12 @@ def changed(config: ConfigDict, keys: Iterable[str]) -> Iterator[tuple[str, Any]
 
 
 def named_policy_loss(config: ConfigDict) -> Any:
-    """The policy loss that `algorithm.loss` names, built-in or the user's own; None for auto and an unknown name.
+    """The policy loss that `algorithm.loss` names, built-in or the user's own; None for auto and an unknown name, and
+    where it names a loss of pairs.
 
     None is the user's own too in a look at the configuration.
     """
-    if config.algorithm.loss == "auto":
+    if config.algorithm.loss == "auto" or config.algorithm.name == ONLINE_PREFERENCE:
         return None
     from jaxrl_llm.algorithms import policy_losses  # which imports jax: only for a loss that is named
 

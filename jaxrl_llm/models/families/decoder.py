@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.families import rotary
 from jaxrl_llm.models.families.entries import number, positive, refuse, renamed
-from jaxrl_llm.models.files import block_fp8
+from jaxrl_llm.models.files import bitsandbytes, block_fp8
 from jaxrl_llm.models.model_config import ModelConfig
 
 
@@ -109,7 +109,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Fields of a ModelConfig that config.json says nothing about.
 SETTINGS = (
     "dtype", "param_dtype", "fp32_head", "freeze_router", "attention", "remat", "lora", "quantize", "scan_layers",
-    "vision_training", "layer_groups", "frozen_leaves", "qat", "quantize_experts",
+    "vision_training", "layer_groups", "frozen_leaves", "qat", "quantize_experts", "mlp_tile_tokens",
 )  # fmt: skip
 
 
@@ -169,8 +169,8 @@ def to_config(
     are the names of `hidden_act` that the family may have, `rope` are arguments of `rotary.read`.
     Raises ConfigError for an entry that is missing or that the network does not compute, and an unknown override.
     """
-    if hf.get("quantization_config") and block_fp8.block_of(hf) is None:
-        supported = "fp8 in blocks, and unquantized float32, bfloat16 and float16 weights"
+    if hf.get("quantization_config") and not bitsandbytes.is_stored(hf) and block_fp8.block_of(hf) is None:
+        supported = "bitsandbytes, fp8 in blocks, and unquantized float32, bfloat16 and float16 weights"
         refuse("quantization_config", hf["quantization_config"], supported)
     if hf.get("use_bidirectional_attention"):
         refuse("use_bidirectional_attention", hf["use_bidirectional_attention"], "causal attention (null)")
@@ -220,10 +220,11 @@ def from_config(
     model_type: str,
     own: dict[str, Any],
     rope: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    write: Callable[[ModelConfig], dict[str, Any]] = rotary.write,
 ) -> dict[str, Any]:
     """The config.json of a net: the entries of `base` (or defaults) with the net's shape over them.
 
-    `rope` spells the meaning of rotary entries out, where the family reads them its own way.
+    `rope` spells the meaning of rotary entries out, where the family reads them its own way, and `write` gives them.
     Without a `base`, rope and dtype entries are those of transformers 4, which version 5 reads as well, and ids
     of tokens are null: it would take the family's own, which may be outside the vocabulary.
     """
@@ -243,7 +244,7 @@ def from_config(
     }
     read = None if base is None else rotary.read(rope(base), config.rope.theta, partial=True, by_type=True)
     if read is None or any(getattr(config, name) != value for name, value in read.items()):
-        hf = {name: value for name, value in hf.items() if name not in rotary.ENTRIES} | rotary.write(config)
+        hf = {name: value for name, value in hf.items() if name not in rotary.ENTRIES} | write(config)
     count = {"lm": 0, "score": 1, "step": 2}[config.head]
     if count and len(hf.get("id2label") or ()) != count:  # else they have names of their own
         labels = [f"LABEL_{index}" for index in range(count)]  # transformers' own; 0 is wrong and 1 right

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import gathered, parameter_spec, path_name, shardings
 from jaxrl_llm.models.adapters.lora import merged_kernel, overlaid, with_shared
-from jaxrl_llm.models.files import block_fp8, mxfp4
+from jaxrl_llm.models.files import bitsandbytes, block_fp8, mxfp4
 from jaxrl_llm.models.files.pickles import PickleFile
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net, Params
@@ -191,7 +191,8 @@ class Files:
             self.where |= dict.fromkeys(handle.keys(), handle)
             files |= dict.fromkeys(handle.keys(), folder / name)
         held = set(self.where)
-        self.where = block_fp8.with_matrices(mxfp4.with_matrices(self.where), files, block)
+        stored = bitsandbytes.with_matrices(mxfp4.with_matrices(self.where))
+        self.where = block_fp8.with_matrices(stored, files, block)
         if index is not None and (lost := sorted(set(index["weight_map"]) - held)):
             raise ConfigError(f"{folder / index_name} names tensors that no file holds: {some(lost)}.")
 

@@ -106,6 +106,7 @@ RULES: dict[str, Callable[[Draft, str, int], int]] = {
     "asyncgrpo": trl_online.asyncgrpo,
     "rloo": trl_online.rloo,
     "a2po": trl_online.a2po,
+    "onlinedpo": trl_online.onlinedpo,
     "ppo": trl_online.ppo,
     **dict.fromkeys(("sft", "dpo", "kto", "orpo", "cpo", "tpo", "reward", "prm"), trl_offline.offline),
     **dict.fromkeys(trl_online.TAUGHT, trl_online.distil),

@@ -133,6 +133,30 @@ def a2po(draft: Draft, trainer: str, devices: int) -> int:
     return 1
 
 
+def onlinedpo(draft: Draft, trainer: str, devices: int) -> int:
+    """Set two completions of each prompt, and the loss of the pair that their rewards make of them."""
+    per_device, accumulation = (int(draft.get(key)) for key in ROWS)
+    draft.set("algorithm.name", "online_preference")
+    draft.set("batch.prompts", per_device * devices * accumulation, *ROWS)
+    shared.microbatch_rows(draft, 2 * per_device * devices, 2 * per_device * devices * accumulation, *ROWS)
+    draft.set("rollout.group_size", 2)
+    _rewards(draft)
+    betas, kind = draft.get("beta"), draft.get("loss_type")
+    betas = betas if isinstance(betas, list | tuple) else [betas]
+    draft.set("algorithm.beta", float(betas[0]), "beta")
+    if len(betas) > 1:
+        draft.check(f"beta is {list(betas)}, one for each epoch there: the first is written, for all (algorithm.beta)")
+    shared.check_known("loss_type", kind, ("sigmoid", "ipo"))
+    draft.set("algorithm.loss", "ipo(normalize=False)" if kind == "ipo" else "dpo", "loss_type")
+    draft.use("max_length")
+    if draft.sets("max_length"):
+        draft.check("max_length cuts the beginning of a prompt and its completion there: set rollout.max_prompt_length")
+    draft.check(
+        "prompts whose two completions score alike are left out here; OnlineDPOTrainer takes the first for the better"
+    )
+    return 1
+
+
 def ppo(draft: Draft, trainer: str, devices: int) -> int:
     """Set the batch, the rewards and the critic; return 1, as TRL counts its batches here, not their updates."""
     per_device, accumulation = (int(draft.get(key)) for key in ROWS)

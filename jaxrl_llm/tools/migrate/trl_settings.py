@@ -160,7 +160,7 @@ def data(draft: Draft, trainer: str) -> None:
     )  # fmt: skip
     key = "shuffle_dataset" if trainer in sampling else "train_sampling_strategy"
     draft.set("data.shuffle", draft.get(key) not in (False, "sequential"), key)
-    if trainer not in (*sampling, "ppo", "a2po"):
+    if trainer not in (*sampling, "ppo", "a2po", "onlinedpo"):
         if trainer in ("reward", "prm"):
             draft.set("data.overlong", "filter" if trainer == "reward" else "truncate_right", "max_length")
         else:

@@ -45,7 +45,7 @@ from jaxrl_llm.training.packing.planner import Packer, TypicalRows, make_packer
 from jaxrl_llm.training.passes import scored_distributions, scored_logps, scored_norms, scored_top, values_before
 from jaxrl_llm.training.setup.memory import update_bytes, with_fitting_slots
 from jaxrl_llm.training.setup.mesh import shard_rows
-from jaxrl_llm.training.setup.objectives import critic_spec, kl_in_loss, needs_reference, objective_of, policy_loss
+from jaxrl_llm.training.setup.objectives import critic_spec, kl_in_loss, needs_reference, objective_of
 from jaxrl_llm.training.setup.run import critic_alone, make_optimizer, sized_critic_updates, sized_updates
 from jaxrl_llm.training.setup.specs import (
     advantage_spec,
@@ -374,7 +374,7 @@ def update_batch(
         fields |= {"kl_weight": single} if own.kl_weights and in_loss else {}
         fields |= {"loss_weight": single} if own.loss_weights else {}
         fields |= dict.fromkeys(("values", "returns") if algorithm.name == "ppo" else (), tokens)
-        fields |= {"seeds": seeds} if "key" in policy_loss(config).takes or algorithm.neftune_alpha else {}
+        fields |= {"seeds": seeds} if own.draws_seeds else {}
         scalars |= {"kl_coef": number} if algorithm.kl_controller == "adaptive" and "ref_logps" in fields else {}
         scalars |= {"entropy_coef": number} if algorithm.entropy_controller == "adaptive" else {}
         scalars |= {"token_count": number} if algorithm.aggregation == "rollout_token" else {}

@@ -19,7 +19,7 @@ from jaxrl_llm.algorithms.sequence_logps import sequence_logps, split_pairs, wpo
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.logprobs import TokenStatistics, token_logps, token_statistics
 from jaxrl_llm.models.net import Net, Params
-from jaxrl_llm.training.objectives.objective import Objective, Positions, checked_loss, row_metrics, weighted
+from jaxrl_llm.training.objectives.objective import Objective, Positions, checked_loss, row_metrics, share_of, weighted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +102,9 @@ def _of_pairs(spec: PreferenceSpec, net: Net) -> Objective:
         chosen, rejected = (_is_on_side(spec, batch, side) for side in (0, 1))
         return batch.prepare(
             weights=_nll_weights(spec, batch),
-            row_weights=jnp.repeat(valid / jnp.maximum(valid.sum(), 1), together),
-            token_share=batch.mask / jnp.maximum(batch.mask.sum(), 1.0),
+            # NaN where there are no pairs: there are no such means, and curves have a gap.
+            row_weights=jnp.repeat(valid / jnp.where(valid.any(), valid.sum(), jnp.nan), together),
+            token_share=share_of(batch.mask),
             side_tokens=_side_tokens(batch.mask, chosen, rejected),
             tangent=None if observed is None else _tangent(spec, sorting, observed, batch, valid),
         )
@@ -113,22 +114,25 @@ def _of_pairs(spec: PreferenceSpec, net: Net) -> Objective:
         sums, lengths = sequence_logps(tokens.logps, batch.mask, spec.ld_alpha, together)
         pairs, lengths = split_pairs(sums, together), split_pairs(lengths, together)
         share = split_pairs(batch.prepared.row_weights, together)[0]
+        gap = 0.0 * share.sum()
         reference = _reference(spec, batch)
         per_pair, metrics = _pair_losses(spec, separate, pairs, reference, lengths, batch.scalars.reward_shift)
         per_token = -batch.prepared.weights * tokens.logps
         metrics = row_metrics(metrics | _reward_metrics(spec, pairs, reference, lengths), share)
         chosen, rejected = (_is_on_side(spec, batch, side) for side in (0, 1))
-        metrics |= _token_metrics(batch, chosen, rejected, tokens)
         of_chosen = _side_share(batch, chosen)
-        metrics["mean_token_accuracy"] = Metric((of_chosen * tokens.is_top).sum(), "sum")
+        of_tokens = {"mean_token_accuracy": of_chosen * tokens.is_top}
         if nll_weight:
-            metrics["nll_loss"] = Metric(per_token.sum() / nll_weight, "sum")
+            of_tokens["nll_loss"] = per_token / nll_weight
         elif spec.losses[0].nll_weight is not None:
-            metrics["nll_loss"] = Metric(-(of_chosen * tokens.logps).sum(), "sum")
+            of_tokens["nll_loss"] = -of_chosen * tokens.logps
+        metrics |= _token_metrics(batch, chosen, rejected, tokens)
+        metrics |= {name: Metric(x.sum(), "sum") for name, x in of_tokens.items()}
+        metrics = {name: Metric(x.value + gap, x.reduce) for name, x in metrics.items()}
         if spec.use_weighting:
             pair_weights = wpo_weights(tokens.logps, tokens.log_sum_squares, batch.mask, together)
             per_pair, per_token = per_pair * pair_weights, per_token * jnp.repeat(pair_weights, together)[:, None]
-        value = weighted(share, per_pair) + per_token.sum()
+        value = weighted(jnp.nan_to_num(share), per_pair) + per_token.sum()
         if batch.prepared.tangent is not None:
             slope, height = batch.prepared.tangent.T
             value += (height + slope * (sums - jax.lax.stop_gradient(sums))).sum()

@@ -43,7 +43,7 @@ def shard_rows(config, mesh: Mesh) -> int:
 
 def rows_of_shards(algorithm: Algorithm, mesh: Mesh) -> int:
     """The fewest rows that every row shard of the mesh has a part of: one each, or the rows of a pair."""
-    return row_shards(mesh) * (1 if algorithm.online else algorithm.group_size)
+    return row_shards(mesh) * algorithm.together
 
 
 def check_rows(config, rows: int, mesh: Mesh) -> None:

@@ -18,7 +18,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.checks.values import changed
 from jaxrl_llm.config.entries import environment_options
 from jaxrl_llm.config.resolve import resolve_with_options, split_losses, split_options
-from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.config.schema import OFFLINE, ONLINE_PREFERENCE
 from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.models.chunked_divergences import UldOptions
 from jaxrl_llm.models.net import Net
@@ -66,7 +66,7 @@ def objective_of(config, net: Net) -> Objective:
         make = partial(distillation, teacher, mode, longest, rows, config.rollout.temperature or 1.0)
     elif name == "sft":
         make = partial(sft, sft_spec(config))
-    elif name == "preference":
+    elif name in ("preference", ONLINE_PREFERENCE):
         make = partial(preference, preference_spec(config))
     elif name == "reward_model":
         make = partial(reward_model, reward_model_spec(config))
@@ -117,6 +117,8 @@ def rejection(config) -> tuple[Criterion, ...]:
 
 def old_logps_setting(config) -> str:
     """`algorithm.old_logps`, of which auto is what the policy loss declares: sampler, reference, or auto again."""
+    if config.algorithm.name == ONLINE_PREFERENCE:
+        return "auto"
     declared = getattr(policy_loss(config).function, "old_logps", "auto")
     auto = config.algorithm.old_logps == "auto"
     return declared if auto and declared in ("sampler", "reference") else config.algorithm.old_logps
@@ -238,6 +240,12 @@ def preference_spec(config) -> PreferenceSpec:
                 "for their likelihood, and that has the weight 0: write cpo(nll_weight=0) for tpo, "
                 "simpo(nll_weight=0) for tpo_l, and leave gold_sft out"
             )
+        if algorithm.name == ONLINE_PREFERENCE and (loss.rows != "pair" or loss.running_mean):
+            reads = "the mean of all rewards so far" if loss.rows == "pair" else "other rows than pairs of samples"
+            raise ConfigError(
+                f"algorithm.loss is {algorithm.loss!r}, but {loss.name} reads {reads}, which {ONLINE_PREFERENCE} has "
+                "not: take another loss, dpo for example"
+            )
     return PreferenceSpec(losses, algorithm.beta, algorithm.reference_free, algorithm.ld_alpha, algorithm.use_weighting)
 
 
@@ -248,13 +256,13 @@ def needs_reference(config, environments: Collection[str] = ()) -> bool:
     Where the names of all `environments` are known, not by the KL term of those of which each has a weight of 0.
     """
     c = config.algorithm
-    if c.name not in OFFLINE:
+    if c.name not in (*OFFLINE, ONLINE_PREFERENCE):
         own = environment_options(config.environment.options)
         betas = {name: options["beta"] for name, options in own.items() if "beta" in options}
         others = not environments or c.reward_beta > 0 or any(name not in betas for name in environments)
         compares = old_logps_setting(config) == "reference"
         return compares or any(betas.values()) or (c.beta > 0 and others)
-    return config.algorithm.name == "preference" and preference_spec(config).needs_reference
+    return c.name in ("preference", ONLINE_PREFERENCE) and preference_spec(config).needs_reference
 
 
 def _preference_loss(config, written: str, weight: float) -> PreferenceLoss:

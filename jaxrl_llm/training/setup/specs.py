@@ -9,7 +9,7 @@ from jaxrl_llm.algorithms.kl import AdaptiveKL, FixedKL
 from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.entries import environment_options, logit_bias
 from jaxrl_llm.config.resolve import split_options
-from jaxrl_llm.config.schema import OFFLINE, SCHEDULE_FREE
+from jaxrl_llm.config.schema import OFFLINE, ONLINE_PREFERENCE, SCHEDULE_FREE
 from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.data.curriculum import CurriculumSpec
 from jaxrl_llm.data.images import ImageLimits
@@ -47,10 +47,11 @@ EIGHTHS = (1, 2, 3, 4, 6, 8)  # of the longest row, that batches of rows of like
 
 def algorithm_of(config) -> Algorithm:
     """The facts of the configured algorithm."""
-    name = config.algorithm.name
+    name, together = config.algorithm.name, rows_together(config)
     return Algorithm(
         data=data_kind(config),
-        group_size=rows_together(config),
+        group_size=together,
+        together=together if name in OFFLINE else 2 if name == ONLINE_PREFERENCE else 1,
         online=name not in OFFLINE,
         needs_reference=needs_reference(config),
         has_critic=name == "ppo",
@@ -141,7 +142,7 @@ def packing_spec(config) -> PackingSpec:
         PackingSpec,
         c,
         group_size=group_size,
-        whole_groups=config.algorithm.name in OFFLINE and group_size > 1,
+        whole_groups=config.algorithm.name in (*OFFLINE, ONLINE_PREFERENCE) and group_size > 1,
         documents=config.data.packing,
         noise=config.algorithm.neftune_alpha > 0,
         own_images=config.environment.agent is not None,  # each session shows what it sees
@@ -371,15 +372,17 @@ def curriculum_spec(config) -> CurriculumSpec | None:
 
 def learner_spec(config) -> LearnerSpec:
     """Steps 4 and 5 of an online algorithm."""
-    c = config.algorithm
+    c, compares_pairs = config.algorithm, config.algorithm.name == ONLINE_PREFERENCE
     return spec_of(
         LearnerSpec,
         c,
         old_logps=old_logps_of(config),
-        temperature=training_sampling(config).logps_temperature,
+        # Losses of pairs are of the model itself, however its completions were drawn.
+        temperature=1.0 if compares_pairs else training_sampling(config).logps_temperature,
         full_kl=c.kl == "full",
         observations=c.observation_coef > 0,
-        draws_seeds="key" in policy_loss(config).takes or c.neftune_alpha > 0,
+        draws_seeds=c.neftune_alpha > 0 or (not compares_pairs and "key" in policy_loss(config).takes),
+        pairs=c.pairs if compares_pairs else 0,
         kl_weights=_by_environment(config, "beta", c.beta),
         loss_weights=_by_environment(config, "weight", 1.0),
     )
@@ -400,6 +403,8 @@ def old_logps_of(config) -> str:
     and there is nothing to compute. Raises ConfigError for an importance correction of a ratio with the sampler.
     """
     c = config.algorithm
+    if c.name == ONLINE_PREFERENCE:
+        return "policy"  # which is compared with the reference, in pairs
     setting = old_logps_setting(config)
     if setting == "sampler":
         if c.importance_correction != "none" and policy_loss(config).reads_old_logps:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.entries import environment_options, reward_scales
-from jaxrl_llm.config.schema import EPISODES, OFFLINE
+from jaxrl_llm.config.schema import EPISODES, OFFLINE, ONLINE_PREFERENCE
 from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.observations import TurnTokenizer
@@ -175,8 +175,8 @@ def check_correction(config, engine: Engine) -> None:
         lossy.append(f"rollout.weights_dtype is {engine.weights_dtype}")
     if engine.cache_dtype == "fp8":
         lossy.append("rollout.cache_dtype is fp8")
-    # A loss that compares with the reference has its minimum at one policy, whichever has sampled.
-    corrected = specs.old_logps_of(config) in ("sampler", "reference")
+    # A loss that compares with the reference, or pairs, has its minimum at one policy, whichever has sampled.
+    corrected = specs.old_logps_of(config) in ("sampler", "reference") or config.algorithm.name == ONLINE_PREFERENCE
     if lossy and config.algorithm.importance_correction == "none" and not corrected:
         raise ConfigError(
             f"{lossy[0]}, so completions are not drawn from the policy that is trained, but algorithm."
