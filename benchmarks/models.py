@@ -143,10 +143,19 @@ VISION_FILES = {
     "internvl": ("families/internvl.py", "families/llava.py families/siglip.py vision/siglip.py vision/projector.py"),
     "glm4v": ("families/glm4v.py", "families/glm4.py families/qwen_vl.py vision/patch_rows.py vision/mergers.py"),
     "glm4v_moe": ("families/glm4v_moe.py", "families/glm4_moe.py families/glm4v.py, and its"),
+    "glm46v": ("families/glm46v.py", "families/glm4v.py, and its"),
+    "glm_ocr": ("families/glm_ocr.py", "families/glm4v.py, and its"),
+    "exaone4_5": ("families/exaone4_5.py", "families/exaone4.py families/qwen2_5_vl.py families/llava.py, and theirs"),
+    "video_llama_3": (
+        "families/video_llama_3.py", "families/qwen2.py families/siglip.py families/llava.py vision/patch_rows.py",
+    ),
     "mistral3": ("families/mistral3.py", "families/llava.py vision/patch_rows.py vision/mergers.py"),
     "gemma4": (
         "families/gemma4.py",
         "families/gemma4_text.py families/llava.py vision/patch_rows.py vision/mergers.py vision/clipped.py",
+    ),
+    "gemma4_unified": (
+        "families/gemma4_unified.py", "families/gemma4_unified_text.py families/gemma4.py vision/patch_embedder.py",
     ),
     "lfm2_vl": (
         "families/lfm2_vl.py", "families/lfm2.py families/siglip.py families/llava.py vision/patch_rows.py",
@@ -346,12 +355,11 @@ difference.
   gates are 0 unless they exceed the mean by so many standard deviations (`activation_sparsity_pattern`), beside
   per-layer embeddings and shared keys and values. The maps of streams and of Laurel have no adapters and are not
   quantised. transformers clips coefficients of AltUp above 120 in training; here they are not clipped.
-- Of `gemma3n` the text part alone, as of `llama4` and `gemma4_unified` (Gemma 4 12B): its encoders of images and sound
-  are not read.
+- Of `gemma3n` the text part alone, as of `llama4`: its encoders of images and sound are not read.
 - Of `llama4`, which reads images too, the text part alone: a folder of its is read as a `llama4_text`, rows with images
   are refused, and the export is a model of that type, without the other parts. Adapters are named as in that type's
-  class. So is a `gemma4` without a `vision_config`; of one that has it images are read, and its part for sound is not:
-  the export has none (`audio_config` is null).
+  class. So is a `gemma4` or `gemma4_unified` (Gemma 4 12B) without a `vision_config`; of one that has it images are
+  read, and its part for sound is not: the export has none (`audio_config` is null).
 - Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE, ERNIE 4.5, Hunyuan), routers of softmax
   or sigmoid, corrected or not, and weights of their outputs or, in Llama 4, their inputs: no token is dropped. Tokens
   are sorted by expert and multiplied in groups; every expert computes every token on CPUs where a token uses more than

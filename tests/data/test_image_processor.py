@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models import cohere2_vision
 from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
+from transformers.models.exaone4_5.processing_exaone4_5 import Exaone4_5_Processor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
@@ -28,9 +29,11 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.video_llama_3.processing_video_llama_3 import VideoLlama3Processor
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data import image_processors
+from jaxrl_llm.models.vision.patch_embedder import PatchEmbedderConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, patch_rows
 from tests.data import vl_folders
 from tests.data.qwen_vl import TOKENS as QWEN
@@ -184,8 +187,13 @@ AYA: Any = SimpleNamespace(
 )  # fmt: skip
 OPTIONS = {
     "internvl": {"max_patches": 2}, "mistral3": {"longest_edge": 16}, "glm4v": {"max_pixels": 512},
-    "pixtral": {"longest_edge": 16},
-    "aya_vision": {"max_patches": 2},
+    "pixtral": {"longest_edge": 16}, "glm_ocr": {"max_pixels": 512}, "exaone4_5": {"max_pixels": 256},
+    "aya_vision": {"max_patches": 2}, "video_llama_3": {"max_pixels": 256, "min_pixels": 64},
+}  # fmt: skip
+# Of families whose images are rows of patches.
+ROWS = {
+    "glm4v": PatchRowsConfig(patch_size=4), "glm_ocr": PatchRowsConfig(patch_size=4),
+    "exaone4_5": PatchRowsConfig(patch_size=4), "video_llama_3": PatchRowsConfig(patch_size=8, frames=0, merge=1),
 }  # fmt: skip
 
 
@@ -203,11 +211,18 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family,
     own = image_processors.load(folder, tokenizer)
     assert own is not None
     glm: Any = SimpleNamespace(image_processor=pil, image_token="<|image|>")
+    qwen: Any = SimpleNamespace(image_processor=pil, image_token="<|image_pad|>")
+
+    def framed(made):
+        return f"<|begin_of_image|>{Glm4vProcessor.replace_image_token(glm, made, 0)}<|end_of_image|>"
+
     write = {
         "internvl": lambda made: InternVLProcessor.replace_image_token(INTERNVL, made, 0),
         **dict.fromkeys(("mistral3", "pixtral"), written_of_pixtral),
         "aya_vision": lambda made: AyaVisionProcessor.replace_image_token(AYA, made, 0),
-        "glm4v": lambda made: f"<|begin_of_image|>{Glm4vProcessor.replace_image_token(glm, made, 0)}<|end_of_image|>",
+        **dict.fromkeys(("glm4v", "glm_ocr"), framed),
+        "exaone4_5": lambda made: Exaone4_5_Processor.replace_image_token(qwen, made, 0),
+        "video_llama_3": lambda made: VideoLlama3Processor.replace_image_token(qwen, made, 0),
     }[family]
     cut: dict[str, Any] = {"crop_to_patches": True}
     of_pixtral = family in ("mistral3", "pixtral")
@@ -223,22 +238,23 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family,
         made = pil([image], return_tensors="np", **arguments)
         written += f"and {write(made)}"
         pixels = np.asarray(own.pixels([image]))
-        if family == "glm4v":
-            pixels, grids = patch_rows(pixels, PatchRowsConfig(patch_size=4))
+        if family in ROWS:
+            pixels, grids = patch_rows(pixels, ROWS[family])
             np.testing.assert_array_equal(grids, made["image_grid_thw"][:, 1:])
         else:
             pixels = np.moveaxis(pixels, -1, 1)
         np.testing.assert_array_equal(pixels, made["pixel_values"])
-        assert own.tile_count(image.height, image.width) == (1 if family == "glm4v" else len(pixels))
+        assert own.tile_count(image.height, image.width) == (1 if family in ROWS else len(pixels))
     assert expanded(own, "".join(f"and {own.placeholder}" for _ in images), images) == written
-    names = vl_folders.TOKENS[family][: 4 if family == "glm4v" else 3]
+    names = vl_folders.TOKENS[family][: {"glm": 4, "exa": 2, "vid": 2}.get(family[:3], 3)]
     assert own.special_ids == set(tokenizer.convert_tokens_to_ids(names))
 
 
 @pytest.mark.parametrize("given", [{}, {"max_soft_tokens": 70}], ids=str)
-def test_gemma4_writes_the_tokens_and_the_pixels_of_its_processor(tmp_path, given):
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
+def test_gemma4_writes_the_tokens_and_the_pixels_of_its_processor(tmp_path, family, given):
     """Bit for bit; images of all sizes become about as many tokens as they may be."""
-    folder = vl_folders.vl_folder(tmp_path / "gemma4", "gemma4")
+    folder = vl_folders.vl_folder(tmp_path / family, family)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.image_settings = image_processors.settings_of(folder, given)
     own = image_processors.load(folder, tokenizer)
@@ -255,6 +271,15 @@ def test_gemma4_writes_the_tokens_and_the_pixels_of_its_processor(tmp_path, give
             np.testing.assert_array_equal(image[4 * y : 4 * y + 4, 4 * x : 4 * x + 4], patch)
         grid = patch_rows([image], dataclasses.replace(config, frames=0))[1][0]
         assert grid.prod() == len(whole) == 4 * int(made["num_soft_tokens_per_image"][0])
+        if family == "gemma4_unified":
+            merged, places = vl_folders.merged_patches(
+                *(torch.tensor(made[name][0][places[:, 0] >= 0]) for name in ("pixel_values", "image_position_ids"))
+            )
+            own_patches, grids = patch_rows([image], PatchEmbedderConfig(patch_size=8))
+            pixels_first = own_patches.reshape(-1, 3, 64).swapaxes(1, 2).reshape(len(merged), -1)
+            np.testing.assert_array_equal(pixels_first, merged)
+            y, x = np.divmod(np.arange(len(merged)), grids[0, 1])
+            np.testing.assert_array_equal(places, np.stack([x, y], axis=-1))
     assert own.special_ids == set(tokenizer.convert_tokens_to_ids(vl_folders.TOKENS["gemma4"][:3]))
 
 

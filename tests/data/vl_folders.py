@@ -1,14 +1,17 @@
-"""The folders of a tiny InternVL, GLM-V, Mistral 3, Gemma 4, LFM2-VL, LLaVAs, PaliGemma and Llama 3.2 Vision without
-weights: 8 x 8 pixels a token, a byte tokenizer."""
+"""The folders of a tiny InternVL, GLM-V, Mistral 3, Gemma 4, LFM2-VL, LLaVAs, PaliGemma, Llama 3.2 Vision, EXAONE 4.5
+and VideoLLaMA 3 without weights: 8 x 8 pixels a token, a byte tokenizer."""
 
+import ast
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from transformers import AutoTokenizer
+from transformers.models import gemma4_unified
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -21,7 +24,9 @@ from transformers.models.mllama.processing_mllama import (
     get_cross_attention_token_mask,
 )
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import VideoLlama3ImageProcessorPil
 
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.files.hf import EMBEDDED
@@ -69,6 +74,45 @@ PARTS: dict[str, dict[str, Any]] = {
             "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
         },
         "vision_config": GLM_ENCODER,
+    },
+    "glm46v": {
+        "architectures": ["Glm46VForConditionalGeneration"],
+        "text_config": {"model_type": "glm4v_text", **GLM_TEXT},
+        "vision_config": {"model_type": "glm4v_vision", **GLM_ENCODER},
+    },
+    "glm_ocr": {
+        "architectures": ["GlmOcrForConditionalGeneration"],
+        "text_config": {"model_type": "glm_ocr_text", **GLM_TEXT},
+        "vision_config": {name: x for name, x in GLM_ENCODER.items() if name != "image_size"},
+    },
+    "exaone4_5": {
+        "architectures": ["Exaone4_5_ForConditionalGeneration"],
+        "text_config": {
+            "model_type": "exaone4", **TEXT, "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 40, "depth": 2, "num_heads": 4, "num_key_value_heads": 2,
+            "patch_size": 4, "out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1],
+        },
+    },
+    "video_llama_3": {
+        "architectures": ["VideoLlama3ForConditionalGeneration"],
+        "text_config": {"model_type": "qwen2", **TEXT},
+        "vision_config": {
+            "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "patch_size": 8,
+        },
+    },
+    "gemma4_unified": {
+        "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+        "text_config": {
+            "model_type": "gemma4_unified_text", **TEXT, "head_dim": 8, "global_head_dim": 8, "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"], "use_bidirectional_attention": "vision",
+        },
+        "vision_config": {
+            "patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 24, "output_proj_dims": 24, "mm_posemb_size": 64,
+        },
     },
     "mistral3": {
         "architectures": ["Mistral3ForConditionalGeneration"],
@@ -152,14 +196,20 @@ PARTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PIXTRAL_TOKENS = ["[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]", "</s>"]
 GLM_TOKENS = ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>", "<|endoftext|>", "<|user|>"]
+GEMMA4_TOKENS = ["<|image|>", "<|image>", "<image|>", "<|turn>", "<turn|>"]
 # The image token first, and among the others the one that ends texts.
 TOKENS = {
     "internvl": ["<IMG_CONTEXT>", "<img>", "</img>", "<|im_start|>", "<|im_end|>"],
     "glm4v": GLM_TOKENS,
     "glm4v_moe": GLM_TOKENS,
+    "glm46v": GLM_TOKENS,
+    "glm_ocr": GLM_TOKENS,
+    "exaone4_5": ["<|image_pad|>", "<|video_pad|>", "<vision>", "</vision>", "[|endofturn|]"],
+    "video_llama_3": ["<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"],
     "mistral3": PIXTRAL_TOKENS,
     "pixtral": PIXTRAL_TOKENS,
-    "gemma4": ["<|image|>", "<|image>", "<image|>", "<|turn>", "<turn|>"],
+    "gemma4": GEMMA4_TOKENS,
+    "gemma4_unified": GEMMA4_TOKENS,
     "lfm2_vl": [
         "<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
         *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5) if row * column < 5),
@@ -177,12 +227,14 @@ ENDS = {
     "internvl": "<|im_end|>", "glm4v": "<|endoftext|>", "glm4v_moe": "<|endoftext|>", "mistral3": "</s>",
     "gemma4": "<turn|>", "lfm2_vl": "<|im_end|>", "llava": "</s>", "llava_next": "</s>", "llava_onevision": "</s>",
     "pixtral": "</s>", "paligemma": "<eos>", "mllama": "<|eot_id|>", "aya_vision": "<|END_OF_TURN_TOKEN|>",
-    "cohere2_vision": "<|END_OF_TURN_TOKEN|>",
+    "cohere2_vision": "<|END_OF_TURN_TOKEN|>", "glm46v": "<|endoftext|>", "glm_ocr": "<|endoftext|>",
+    "exaone4_5": "[|endofturn|]", "video_llama_3": "<|im_end|>", "gemma4_unified": "<turn|>",
 }  # fmt: skip
 # What the templates of the families write for an image, and around the messages of users and assistants.
 IMAGE = {
     "internvl": "<IMG_CONTEXT>\\n", "glm4v": "<|begin_of_image|><|image|><|end_of_image|>", "mistral3": "[IMG]",
     "gemma4": "\\n\\n<|image|>\\n\\n", "lfm2_vl": "<image>",
+    "exaone4_5": "<vision><|image_pad|></vision>\\n", "video_llama_3": "<|image_pad|>\\n",
     "llava": "<image>\\n", "mllama": "<|image|>", "aya_vision": "<image>", "cohere2_vision": "<|IMG_PATCH|>",
 }  # fmt: skip
 ROLES = {
@@ -191,6 +243,8 @@ ROLES = {
     "mistral3": ("[INST]", "[/INST]", ""),
     "gemma4": ("<|turn>user\\n", "<turn|>\\n", "<|turn>model\\n"),
     "lfm2_vl": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
+    "exaone4_5": ("[|user|]\\n", "[|endofturn|]\\n", "[|assistant|]\\n"),
+    "video_llama_3": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
     "llava": ("USER: ", " ", "ASSISTANT: "),
     "aya_vision": ("USER: ", "<|END_OF_TURN_TOKEN|>", "CHATBOT: "),
     "mllama": ("user\\n\\n", "<|eot_id|>", "assistant\\n\\n"),
@@ -218,7 +272,10 @@ FILES = {"lfm2_vl": LFM2_VL, "cohere2_vision": COHERE2_VISION}  # fmt: skip
 
 def template(family: str) -> str:
     """A chat template in the manner of the family."""
-    alike = {"glm4v_moe": "glm4v", "llava_next": "llava", "llava_onevision": "llava", "pixtral": "mistral3"}
+    alike = {
+        **dict.fromkeys(("glm4v_moe", "glm46v", "glm_ocr"), "glm4v"), "llava_next": "llava", "llava_onevision": "llava",
+        "pixtral": "mistral3", "gemma4_unified": "gemma4",
+    }  # fmt: skip
     family = alike.get(family, family)
     user, end, assistant = ROLES["aya_vision" if family == "cohere2_vision" else family]
     return (
@@ -249,8 +306,12 @@ def processor_of(family: str) -> Any:
         return LlavaNextImageProcessorPil(**tiles, crop_size=tiles["size"])
     if family == "llava_onevision":
         return LlavaOnevisionImageProcessorPil(**tiles)
-    if family == "gemma4":
+    if family in ("gemma4", "gemma4_unified"):
         return Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=140)
+    if family == "exaone4_5":
+        return Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 128, "longest_edge": 512})
+    if family == "video_llama_3":
+        return VideoLlama3ImageProcessorPil(patch_size=8, size={"shortest_edge": 128, "longest_edge": 512})
     return Glm4vImageProcessorPil(patch_size=4, size={"shortest_edge": 256, "longest_edge": 1024})
 
 
@@ -273,7 +334,7 @@ def vl_folder(folder: Path, family: str) -> Path:
     config["text_config"] = {**config["text_config"], **ids}
     if family == "mllama":
         config["text_config"] |= {"vocab_size": config["image_token_index"], "bos_token_id": tokenizer.bos_token_id}
-    if family == "gemma4":
+    if family in ("gemma4", "gemma4_unified"):
         ends = dict(zip(("boi_token_id", "eoi_token_id"), TOKENS[family][1:3], strict=True))
         config |= {name: tokenizer.convert_tokens_to_ids(token) for name, token in ends.items()}
         config |= {"video_token_id": None, "audio_token_id": None}
@@ -335,8 +396,28 @@ def as_transformers(folder: Path, images: list, ids: np.ndarray) -> dict[str, An
         own = image_processors.load(folder, AutoTokenizer.from_pretrained(folder))
         assert own is not None
         return rows_of_patches(family, torch.tensor(ids), own.pixels(images))
-    if family == "gemma4":
+    if family in ("gemma4", "gemma4_unified"):
         made = Gemma4ImageProcessorPil.from_pretrained(folder)(images, return_tensors="pt")
-        return {name: made[name] for name in ("pixel_values", "image_position_ids")} | {"mm_token_type_ids": types}
+        values, places = made["pixel_values"], made["image_position_ids"]
+        if family == "gemma4_unified":
+            merged = [merged_patches(x[y[:, 0] >= 0], y[y[:, 0] >= 0]) for x, y in zip(values, places, strict=True)]
+            values, places = (torch.nn.utils.rnn.pad_sequence(x, True, -1) for x in zip(*merged, strict=True))
+        return {"pixel_values": values, "image_position_ids": places, "mm_token_type_ids": types}
+    if family in ("exaone4_5", "video_llama_3"):
+        return dict(type(processor_of(family)).from_pretrained(folder)(images, return_tensors="pt"))
     made = Glm4vImageProcessorPil.from_pretrained(folder)(images, return_tensors="pt")
     return {**made, "mm_token_type_ids": types}
+
+
+def merged_patches(patches, places) -> tuple[Any, Any]:
+    """The patches `[L/4,48 x 4]` of Gemma 4 12B, of 2 x 2 of those of Gemma 4 each, and their places, by the function
+    of its image processor, whose file needs torchvision as a whole."""
+    import torch
+
+    file = Path(gemma4_unified.__path__[0]) / "image_processing_gemma4_unified.py"
+    source = ast.parse(file.read_text())
+    source.body = [x for x in source.body if isinstance(x, ast.FunctionDef) and x.name == "patches_merge"]
+    names: dict[str, Any] = {"torch": torch, "math": math}
+    exec(compile(source, file.name, "exec"), names)
+    values, found = names["patches_merge"](patches[None], places[None], len(patches) // 4)
+    return values[0], found[0]

@@ -11,10 +11,14 @@ from transformers import (
     AutoModelForImageTextToText,
     AyaVisionConfig,
     Cohere2VisionConfig,
+    Exaone4_5_Config,
     Gemma3Config,
     Gemma4Config,
+    Gemma4UnifiedConfig,
     Glm4vConfig,
     Glm4vMoeConfig,
+    Glm46VConfig,
+    GlmOcrConfig,
     Idefics3Config,
     InternVLConfig,
     Lfm2VlConfig,
@@ -31,6 +35,7 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
     SmolVLMConfig,
+    VideoLlama3Config,
 )
 from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
@@ -146,10 +151,11 @@ MLLAMA_ENCODER = {name: x for name, x in ENCODER.items() if name != "num_attenti
 }  # fmt: skip
 GRIDS = [(2, 2), (1, 1), (7, 3)]
 ANY_SIZE = (
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "mistral3",
-    "gemma4", "lfm2_vl", "pixtral",
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v",
+    "glm_ocr", "exaone4_5", "mistral3", "gemma4", "gemma4_unified", "lfm2_vl", "pixtral", "video_llama_3",
 )  # fmt: skip
-STILL = ("mistral3", "gemma4", "lfm2_vl", "pixtral")  # of these, those whose patches have no frames
+UNMERGED = ("pixtral", "gemma4_unified", "video_llama_3")  # of these, those whose patches are tokens
+STILL = ("mistral3", "gemma4", "lfm2_vl", *UNMERGED)  # and those whose patches have no frames
 TOKENS = {
     "image_token_id": IMAGE_TOKEN, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93,
 }  # fmt: skip
@@ -225,6 +231,42 @@ VISION = {
         },
         vision_config=GLM_ENCODER,
         **TOKENS,
+    ),
+    "glm46v": lambda: Glm46VConfig(
+        text_config={**SHAPE, "num_attention_heads": 2, "rope_parameters": GLM_ROPE, "model_type": "glm4v_text"},
+        vision_config=GLM_ENCODER | {"model_type": "glm4v_vision"},
+        **TOKENS,
+    ),
+    "glm_ocr": lambda: GlmOcrConfig(
+        text_config={**SHAPE, "head_dim": 16, "rope_parameters": GLM_ROPE},
+        vision_config={name: x for name, x in GLM_ENCODER.items() if name != "image_size"},
+        **TOKENS,
+    ),
+    "exaone4_5": lambda: Exaone4_5_Config(
+        text_config=VARIANTS["exaone4"]().to_dict(),
+        vision_config=ROW_ENCODER | {"hidden_size": 32, "num_heads": 4, "num_key_value_heads": 2},
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=91,
+    ),
+    "video_llama_3": lambda: VideoLlama3Config(
+        text_config={**SHAPE, "model_type": "qwen2"},
+        vision_config={name: x for name, x in ENCODER.items() if name != "image_size"} | {"patch_size": 8},
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=91,
+    ),
+    "gemma4_unified": lambda: Gemma4UnifiedConfig(
+        text_config=VARIANTS["gemma4_unified_text"]().to_dict()
+        | {"pad_token_id": 7, "use_bidirectional_attention": "vision"},
+        vision_config={
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "mm_embed_dim": 24,
+            "output_proj_dims": 24,
+            "mm_posemb_size": 12,
+            "rms_norm_eps": 0.1,
+            "initializer_range": 0.15,
+        },
+        **GEMMA4_TOKENS,
     ),
     "gemma4": lambda: Gemma4Config(
         text_config=VARIANTS["gemma4_text"]().to_dict() | {"pad_token_id": 7, "use_bidirectional_attention": "vision"},
@@ -312,7 +354,7 @@ def make_vision_oracle(family: str, config: Any = None):
         for name, parameter in oracle.named_parameters():
             if "norm" in name or "lambda" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-            elif not parameter.any() or name.endswith("embedding_table"):  # which start from zeros or ones
+            elif not parameter.any() or name.endswith(("embedding_table", "pos_embedding")):  # from zeros or ones
                 parameter.normal_(std=ENCODER["initializer_range"])
             elif name.endswith("embedding_projection.weight"):
                 parameter.mul_(4)  # of small ones the gradients are large, and so are their rounding errors
@@ -327,12 +369,24 @@ def make_vision_oracle(family: str, config: Any = None):
 def as_published(oracle):
     """The model, without what transformers computes in another way than those who published the weights, and vLLM.
 
-    Logits of Aya Vision and Command A Vision are not scaled in it, as those of their decoders are. In Llama 3.2 Vision
+    Logits of Aya Vision and Command A Vision are not scaled in it, as those of their decoders are. Images of Gemma 4
+    12B are seen in both directions by layers with a window alone, as its `generate` has it. In Llama 3.2 Vision
     tokens that see no image read all images of their row, those behind them too, and what pads its images; Meta's own
     code multiplies what is read by 0.
     """
     if oracle.config.model_type in ("aya_vision", "cohere2_vision"):
         oracle.lm_head.register_forward_hook(lambda head, x, out: out * oracle.config.text_config.logit_scale)
+    if oracle.config.model_type == "gemma4_unified":
+
+        def with_masks(_, args, given):
+            types, mask = given.get("mm_token_type_ids"), given.get("attention_mask")
+            if types is not None and not isinstance(mask, dict):
+                shape = torch.zeros(*types.shape, 1)
+                found = oracle.create_masks_for_generate(oracle.config, shape, mask, None, None, types)
+                given = given | {"attention_mask": found}
+            return args, given
+
+        oracle.model.register_forward_pre_hook(with_masks, with_kwargs=True)
     if oracle.config.model_type != "mllama":
         return oracle
     seen = {}
@@ -374,7 +428,7 @@ def image_documents(tiles=(2, 1, 0), family: str = "") -> list[Document]:
         if family not in (*ANY_SIZE, *NUMBERS, "mllama"):
             pixels = np.array(pixels, np.float32).reshape(count, *TILE)
         rows = PatchRowsConfig(patch_size=4, frames=0 if family in STILL else 2)
-        rows = PatchRowsConfig(patch_size=8, frames=0, merge=1) if family == "pixtral" else rows
+        rows = PatchRowsConfig(patch_size=8, frames=0, merge=1) if family in UNMERGED else rows
         documents.append(Document(np.concatenate([*parts, rng.integers(0, IMAGE_TOKEN, 4)]), pixels, rows))
     assert max(document.tokens.max() for document in documents) < VOCAB
     return documents
@@ -465,10 +519,20 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
         return found | {
             "pixel_values": pixels, "image_sizes": torch.tensor([size_of[numbers] for _, numbers in document.pixels]),
         }  # fmt: skip
-    if oracle.config.model_type in ("gemma4", "lfm2_vl"):
-        return found | rows_of_patches(oracle.config.model_type, ids, document.pixels)
+    if (family := oracle.config.model_type) in ("gemma4", "gemma4_unified", "lfm2_vl"):
+        return found | rows_of_patches(family, ids, document.pixels, 8 if family in UNMERGED else 4)
+    if family == "video_llama_3":
+        made = [qwen_patches(torch.tensor(image), 8, merge=1, frames=1) for image in document.pixels]
+        if not made:
+            return found
+        patches, grids = zip(*made, strict=True)
+        sizes = torch.ones(len(made), dtype=torch.long)
+        return found | {
+            "pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids), "image_merge_sizes": sizes,
+        }  # fmt: skip
     if oracle.config.model_type in ANY_SIZE:
-        found["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
+        if family != "exaone4_5":  # whose positions have one axis
+            found["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
         made = [qwen_patches(torch.tensor(image)) for image in document.pixels]
         if not made:
             return found
@@ -486,7 +550,7 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
 
 def rows_of_patches(family: str, ids: torch.Tensor, images, patch: int = 4) -> dict[str, torch.Tensor]:
     """The patches of images, row by row and padded to those of the largest, with their places or grids."""
-    types = {"mm_token_type_ids": (ids == IMAGE_TOKEN).int()} if family == "gemma4" else {}
+    types = {} if family == "lfm2_vl" else {"mm_token_type_ids": (ids == IMAGE_TOKEN).int()}
     if not len(images):
         return types
     grids = [(image.shape[0] // patch, image.shape[1] // patch) for image in images]
@@ -497,7 +561,7 @@ def rows_of_patches(family: str, ids: torch.Tensor, images, patch: int = 4) -> d
         pixels[number, : high * wide] = x.reshape(high * wide, -1)
         y, x = torch.meshgrid(torch.arange(high), torch.arange(wide), indexing="ij")
         places[number, : high * wide] = torch.stack([x, y], dim=-1).reshape(-1, 2)
-    if family == "gemma4":
+    if family != "lfm2_vl":
         return {**types, "pixel_values": pixels, "image_position_ids": places}
     mask = (places[..., 0] >= 0).int()
     return {"pixel_values": pixels, "spatial_shapes": torch.tensor(grids), "pixel_attention_mask": mask}

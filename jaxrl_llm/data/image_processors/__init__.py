@@ -17,7 +17,7 @@ from typing import Any
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.image_processors.joined import llava_next, mllama
 from jaxrl_llm.data.image_processors.one_tile import gemma3, llava, paligemma
-from jaxrl_llm.data.image_processors.own_shape import gemma4, is_pixtral, mistral3, qwen_vl
+from jaxrl_llm.data.image_processors.own_shape import gemma4, is_pixtral, kind_of, mistral3, qwen_vl
 from jaxrl_llm.data.image_processors.processor import ImageProcessor, read_json
 from jaxrl_llm.data.image_processors.tiled import (
     aya_vision,
@@ -34,6 +34,7 @@ FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any, Mapping[str, Any]], Ima
     "smolvlm": partial(idefics3, smolvlm=True),
     "gemma3": gemma3,
     "gemma4": gemma4,
+    "gemma4_unified": gemma4,
     "lfm2_vl": lfm2_vl,
     "llava": llava,
     "paligemma": paligemma,
@@ -45,8 +46,12 @@ FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any, Mapping[str, Any]], Ima
     "qwen3_vl_moe": qwen_vl,
     "qwen3_5": qwen_vl,
     "qwen3_5_moe": qwen_vl,
-    "glm4v": partial(qwen_vl, glm=True),
-    "glm4v_moe": partial(qwen_vl, glm=True),
+    "glm4v": qwen_vl,
+    "glm4v_moe": qwen_vl,
+    "glm46v": qwen_vl,
+    "glm_ocr": qwen_vl,
+    "exaone4_5": partial(qwen_vl, framed=False),
+    "video_llama_3": partial(qwen_vl, framed=False),
     "internvl": internvl,
     "mistral3": mistral3,
     "mllama": mllama,
@@ -66,8 +71,9 @@ OPTIONS: dict[str, dict[str, type]] = {
     "cohere2_vision": {"max_patches": int},
     "mistral3": {"longest_edge": int},
     "gemma4": {"max_soft_tokens": int},
+    "gemma4_unified": {"max_soft_tokens": int},
     "lfm2_vl": {"min_image_tokens": int, "max_image_tokens": int, "max_tiles": int, "do_image_splitting": bool},
-    **{name: BOUNDS for name in FAMILIES if name.startswith(("qwen", "glm"))},
+    **{name: BOUNDS for name in FAMILIES if name.startswith(("qwen", "glm", "exaone", "video_llama"))},
 }
 
 
@@ -84,7 +90,7 @@ def load(folder: str | Path, tokenizer: Any) -> ImageProcessor | None:
     if model_type in FAMILIES:
         files = ("preprocessor_config.json", "processor_config.json")
         if not any((folder / name).is_file() for name in files):
-            if model_type in ("gemma3", "gemma4") and config.get("vision_config") is None:
+            if model_type in ("gemma3", "gemma4", "gemma4_unified") and config.get("vision_config") is None:
                 return None
             raise ConfigError(f"the model in {folder} reads images, and has no {files[0]}; copy that of the original")
         return FAMILIES[model_type](folder, config, tokenizer, getattr(tokenizer, "image_settings", {}))
@@ -129,16 +135,12 @@ def settings_of(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any
     if known is not BOUNDS:
         size = {"size": {"longest_edge": options["longest_edge"]}} if "longest_edge" in options else {}
         return {name: value for name, value in options.items() if name != "longest_edge"} | size
-    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    glm = str(model_type).startswith("glm")
-    size = (Glm4vImageProcessorPil if glm else Qwen2VLImageProcessorPil).from_pretrained(folder).size
+    size = kind_of(str(model_type)).from_pretrained(folder).size
     least, most = options.get("min_pixels", size["shortest_edge"]), options.get("max_pixels", size["longest_edge"])
     _check_bounds("pixels", least, most)
     found = {"size": {"shortest_edge": least, "longest_edge": most}}
     # Files of Qwen's have the bounds in one of two places, and the older place takes precedence.
-    return found if glm else found | {"min_pixels": least, "max_pixels": most}
+    return found if str(model_type).startswith("glm") else found | {"min_pixels": least, "max_pixels": most}
 
 
 def _check_bounds(what: str, least: int, most: int) -> None:

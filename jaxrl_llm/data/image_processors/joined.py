@@ -65,8 +65,8 @@ def llava_next(
         pixels = processor(images=images, return_tensors="np")["pixel_values"][0]
         return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
 
-    ids = token_ids(tokenizer, ("<image>",))
-    special = frozenset([*ids, *token_ids(tokenizer, ("<video>",))]) if onevision else frozenset(ids)
+    ids = token_ids(tokenizer, ("<image>",), ("<video>",) if onevision else ())
+    special = frozenset(ids)
     shape, whole = (size, size), (0, 0, 0, 0, 1, 0)
     of_many = None
     if onevision:

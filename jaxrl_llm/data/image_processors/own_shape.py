@@ -1,4 +1,5 @@
-"""Families whose images keep their shape, scaled to whole tokens: Gemma 4, Pixtral, Qwen-VL and GLM-V."""
+"""Families whose images keep their shape, scaled to whole tokens: Gemma 4, Pixtral, Qwen-VL, GLM-V and those with
+processors of Qwen's."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 # The tokens that begin an image of Gemma 4, stand for it, and end it, where config.json and tokenizer name none.
 GEMMA4_TOKENS = {"boi": 255_999, "image": 258_880, "eoi": 258_882}
+# The token of an image, those before and behind it, and one of videos.
+QWEN_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+GLM_TOKENS = ("<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>")
 
 
 def gemma4(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
@@ -46,7 +50,9 @@ def gemma4(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mappi
     def tiles(image: "Image") -> np.ndarray:
         made = processor(images=[image], return_tensors="np")
         wide, high = made["image_position_ids"][0].max(axis=0) + 1
-        return _of_patches(made["pixel_values"][0][: high * wide], high, wide, patch)
+        # Patches row by row, each of rows of pixels with their channels: back to the image.
+        pixels = made["pixel_values"][0][: high * wide].reshape(high, wide, patch, patch, -1).transpose(0, 2, 1, 3, 4)
+        return np.asarray(pixels, np.float32).reshape(1, high * patch, wide * patch, -1)
 
     expand = _expand(names, patch * merge, resized if processor.do_resize else None)
     return ImageProcessor(names[1], ids[1], frozenset(ids), expand, lambda height, width: 1, tiles, None)
@@ -72,12 +78,6 @@ def _expand(names: tuple[str, str, str], side: int, resized: Callable[[int, int]
         return f"{start}{token * (height * width // side**2)}{end}"
 
     return expand
-
-
-def _of_patches(patches: np.ndarray, high: int, wide: int, side: int) -> np.ndarray:
-    """The image `[1, H, W, C]` of patches, row by row, each of rows of pixels with their channels."""
-    pixels = patches.reshape(high, wide, side, side, -1).transpose(0, 2, 1, 3, 4)
-    return np.asarray(pixels, np.float32).reshape(1, high * side, wide * side, -1)
 
 
 def is_pixtral(config: Mapping[str, Any]) -> bool:
@@ -122,27 +122,42 @@ def mistral3(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Map
     return ImageProcessor(token, ids[0], frozenset(ids), expand, lambda height, width: 1, tiles, None)
 
 
-def qwen_vl(
-    folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any], glm: bool = False
-) -> ImageProcessor:
-    """Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's, Qwen3-VL's and Qwen3.5's, and GLM-V's (arXiv 2507.01006): an image
-    keeps its shape, scaled to multiples of a token's side and, where `size` of preprocessor_config.json asks for it, to
-    fewer or more pixels."""
+def kind_of(model_type: str) -> Any:
+    """The class of transformers that makes the patches of a family of Qwen's kind."""
     from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
-    from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as resized_frames
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import VideoLlama3ImageProcessorPil
 
-    kind = Glm4vImageProcessorPil if glm else Qwen2VLImageProcessorPil
-    processor: Any = kind.from_pretrained(folder, **settings)
+    if model_type.startswith("glm"):
+        return Glm4vImageProcessorPil
+    return VideoLlama3ImageProcessorPil if model_type == "video_llama_3" else Qwen2VLImageProcessorPil
+
+
+def qwen_vl(
+    folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any], framed: bool = True
+) -> ImageProcessor:
+    """Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's, Qwen3-VL's and Qwen3.5's, GLM-V's (arXiv 2507.01006), EXAONE 4.5's
+    and VideoLLaMA 3's (arXiv 2501.13106): an image keeps its shape, scaled to multiples of a token's side and, where
+    `size` of preprocessor_config.json asks for it, to fewer or more pixels.
+
+    Where images are not `framed`, what chat templates write around their tokens, if anything, is text to this.
+    """
+    from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as resized_frames
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    glm = config["model_type"].startswith("glm")
+    processor: Any = kind_of(config["model_type"]).from_pretrained(folder, **settings)
     patch, merge, frames = processor.patch_size, processor.merge_size, processor.temporal_patch_size
+    encoder = config["vision_config"]
+    if config["model_type"] == "video_llama_3":  # whose tokens are patches, of images
+        encoder = {**encoder, "spatial_merge_size": 1, "temporal_patch_size": 1}
     entries = {"patch_size": patch, "spatial_merge_size": merge, "temporal_patch_size": frames}
     for entry, value in entries.items():
-        own, wanted = entry.removeprefix("spatial_"), config["vision_config"].get(entry, value)
-        check_model(folder, own, value, entry, wanted)
-    token, start, end = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
-    if glm:
-        token, start, end = "<|image|>", "<|begin_of_image|>", "<|end_of_image|>"
-    ids = token_ids(tokenizer, (token, start, end, "<|video|>" if glm else "<|video_pad|>"))
+        check_model(folder, entry.removeprefix("spatial_"), value, entry, encoder.get(entry, value))
+    token, start, end, video = GLM_TOKENS if glm else QWEN_TOKENS
+    if not framed:
+        start = end = ""
+    ids = token_ids(tokenizer, tuple(filter(None, (token, start, end))), (video,))
 
     def resized(height: int, width: int) -> tuple[int, int]:
         if glm:  # whose bounds are those of all frames

@@ -73,15 +73,16 @@ def check_unscaled(height: int, width: int, side: int) -> None:
         )
 
 
-def token_ids(tokenizer: Any, names: tuple[str, ...]) -> list[int]:
-    """Ids of the tokens that the tokenizer has; raises ConfigError when one of the first three is missing."""
+def token_ids(tokenizer: Any, names: tuple[str, ...], others: tuple[str, ...] = ()) -> list[int]:
+    """Ids of the tokens `names`, and of those of `others` that the tokenizer has; raises ConfigError where it lacks one
+    of the former."""
     vocabulary = tokenizer.get_vocab()
-    missing = [name for name in names[:3] if name not in vocabulary]
+    missing = [name for name in names if name not in vocabulary]
     if missing:
         raise ConfigError(
             f"the tokenizer has no token {missing[0]}, which the model reads images by; use the model's own"
         )
-    return [vocabulary[name] for name in names if name in vocabulary]
+    return [vocabulary[name] for name in (*names, *others) if name in vocabulary]
 
 
 def read_json(file: Path) -> dict[str, Any]:

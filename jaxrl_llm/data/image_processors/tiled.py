@@ -86,7 +86,7 @@ def idefics3(
         return rows * columns + 1
 
     tags = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
-    ids = token_ids(tokenizer, (fake, token, whole, *tags))
+    ids = token_ids(tokenizer, (fake, token, whole), tuple(tags))
     return ImageProcessor(token, ids[1], frozenset(ids), expand, tile_count, tiles, (edge, edge))
 
 
@@ -185,7 +185,7 @@ def cohere2_vision(folder: Path, config: dict[str, Any], tokenizer: Any, setting
     def expand(height: int, width: int) -> str:
         return f"{start}{each * tile_count(height, width)}{end}"
 
-    ids = token_ids(tokenizer, (token, start, end, line))
+    ids = token_ids(tokenizer, (token, start, end), (line,))
     return ImageProcessor(token, ids[0], frozenset(ids), expand, tile_count, tiles, (side, side))
 
 
@@ -248,7 +248,7 @@ def lfm2_vl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapp
         return [*_cells(image, rows, columns, side, entries), *(whole if thumbnail else [])]
 
     tags = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 11) for column in range(1, 11)]
-    ids = token_ids(tokenizer, (start, token, end, small, *tags))
+    ids = token_ids(tokenizer, (start, token, end), (small, *tags))
     return ImageProcessor(token, ids[1], frozenset(ids), expand, tile_count, tiles, None)
 
 

@@ -30,7 +30,7 @@ NAMES = (
     "cohere2_vision gpt2 gpt_neox opt phi stablelm starcoder2 cohere olmo exaone falcon nemotron jais2 cwm ministral "
     "flex_olmo granitemoeshared solar_open deepseek_v2 lfm3 nanochat vaultgemma gemma4_unified_text exaone_moe "
     "granite_swa granitemoe_swa youtu internlm3 hyperclovax iquestcoder sarvam_moe sarvam_mla deepseek_v32 "
-    "glm_moe_dsa "
+    "glm_moe_dsa glm46v glm_ocr exaone4_5 video_llama_3 gemma4_unified "
 )
 MODULES = [importlib.import_module(f"{__name__}.{name}") for name in NAMES.split()]
 FAMILIES: dict[str, ModuleType] = {module.MODEL_TYPE: module for module in MODULES}

@@ -4,6 +4,7 @@
 Sound and videos are not read: the audio part is left where it is, and exports have none.
 """
 
+from types import ModuleType
 from typing import Any
 
 from jaxrl_llm.models.families import gemma4_text, llava, qwen_vl, siglip
@@ -68,19 +69,21 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS)
-    encoder = _encoder(hf.get("vision_config"))
-    token = siglip.image_token(hf, "image_token_id", text)
-    pad = siglip.image_token({"pad_token_id": 0} | text, "pad_token_id", text)
-    vision = VisionConfig(
+    vision = vision_of(hf, text, _encoder(hf.get("vision_config")))
+    return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
+
+
+def vision_of(hf: dict[str, Any], text: dict[str, Any], encoder: PatchRowsConfig) -> VisionConfig:
+    """The vision part of a config.json with the decoder's entries `text`, with that encoder."""
+    return VisionConfig(
         encoder,
         encoder.merge,
-        token,
+        siglip.image_token(hf, "image_token_id", text),
         projector="",
         bidirectional="sliding" if text.get("use_bidirectional_attention") == "vision" else "",
         blank_tokens=tuple(hf[entry] for entry in TOKENS if hf[entry] is not None),
-        blank=pad,
+        blank=siglip.image_token({"pad_token_id": 0} | text, "pad_token_id", text),
     )
-    return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
 
 
 def _encoder(entries: Any) -> PatchRowsConfig:
@@ -107,7 +110,7 @@ def _encoder(entries: Any) -> PatchRowsConfig:
         activation=ACTIVATIONS[activation],
         attention_bias=False,
         attention_adapters=True,
-        head_norms=True,
+        head_norms="qkv",
         bias=False,
         patch_map=True,
         from_zero=True,
@@ -123,30 +126,40 @@ def _encoder(entries: Any) -> PatchRowsConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
-    encoder, vision = qwen_vl.net_encoder(config), config.vision
-    assert vision is not None
+    encoder = qwen_vl.net_encoder(config)
     names = {name: entry for entry, name in ACTIVATIONS.items()}
-    own = {
-        "model_type": MODEL_TYPE,
-        "image_token_id": vision.image_token,
-        "audio_config": None,
-        "vision_config": {
-            **((base or {}).get("vision_config") or {"model_type": "gemma4_vision"}),
-            **{entry: getattr(encoder, field) for field, (entry, _) in SIZES.items()},
-            "num_key_value_heads": encoder.heads,
-            "head_dim": encoder.width // encoder.heads,
-            "hidden_activation": names[encoder.activation],
-            "rms_norm_eps": encoder.norm_eps,
-            "use_clipped_linears": encoder.clipped,
-            "standardize": encoder.standardized,
-            "initializer_range": encoder.init_scale,
-        },
+    entries = {
+        **((base or {}).get("vision_config") or {"model_type": "gemma4_vision"}),
+        **{entry: getattr(encoder, field) for field, (entry, _) in SIZES.items()},
+        "num_key_value_heads": encoder.heads,
+        "head_dim": encoder.width // encoder.heads,
+        "hidden_activation": names[encoder.activation],
+        "rms_norm_eps": encoder.norm_eps,
+        "use_clipped_linears": encoder.clipped,
+        "standardize": encoder.standardized,
+        "initializer_range": encoder.init_scale,
     }
     if base is None:
-        given = (*vision.blank_tokens, None, None)
-        own |= dict(zip(TOKENS, given, strict=False))
-        own["vision_config"]["rope_parameters"] = {"rope_type": "axial", "rope_theta": encoder.rotary_base}
-    hf = llava.entries_of(config, base, TEXTS, ARCHITECTURE, own)
+        entries["rope_parameters"] = {"rope_type": "axial", "rope_theta": encoder.rotary_base}
+    own = {"model_type": MODEL_TYPE, "vision_config": entries}
+    return whole_entries(config, base, TEXTS, ARCHITECTURE, own)
+
+
+def whole_entries(
+    config: ModelConfig,
+    base: dict[str, Any] | None,
+    texts: dict[str, ModuleType],
+    architecture: dict[str, str],
+    own: dict[str, Any],
+) -> dict[str, Any]:
+    """The config.json of a net of this shape, whose `own` entries are its type and those of images; the others as in
+    `llava.entries_of`."""
+    vision = config.vision
+    assert vision is not None
+    own = own | {"image_token_id": vision.image_token, "audio_config": None}
+    if base is None:
+        own |= dict(zip(TOKENS, (*vision.blank_tokens, None, None), strict=False))
+    hf = llava.entries_of(config, base, texts, architecture, own)
     if base is None:
         both = "vision" if vision.bidirectional else None
         hf["text_config"] |= {"use_bidirectional_attention": both, "pad_token_id": vision.blank}

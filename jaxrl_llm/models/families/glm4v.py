@@ -54,9 +54,14 @@ FAMILY = qwen_vl.Family(
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    text = qwen_vl.text_of(hf, FAMILY)
+    return read(hf, FAMILY, overrides)
+
+
+def read(hf: dict[str, Any], family: qwen_vl.Family, overrides: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a config.json of a `family` of this shape."""
+    text = qwen_vl.text_of(hf, family)
     own = {"norms": "both", "rope_interleaved": True, "attention_bias": True}
-    return qwen_vl.config_of(hf, text, FAMILY, encoder_of(hf, text, FAMILY), own, overrides)
+    return qwen_vl.config_of(hf, text, family, encoder_of(hf, text, family), own, overrides)
 
 
 def encoder_of(hf: dict[str, Any], text: dict[str, Any], family: qwen_vl.Family) -> PatchRowsConfig:

@@ -44,13 +44,18 @@ FAMILY = qwen_vl.Family(
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    text, entries = text_of(hf, FAMILY), hf.get("vision_config") or {}
-    encoder = qwen_vl.encoder_of(entries, text, FAMILY)
+    text = text_of(hf, FAMILY)
+    return qwen_vl.config_of(hf, text, FAMILY, encoder_of(hf, text, FAMILY), {"attention_bias": True}, overrides)
+
+
+def encoder_of(hf: dict[str, Any], text: dict[str, Any], family: qwen_vl.Family) -> PatchRowsConfig:
+    """The encoder of a config.json with the decoder's entries `text`; raises ConfigError for another network."""
+    entries = hf.get("vision_config") or {}
+    encoder = qwen_vl.encoder_of(entries, text, family)
     if not encoder.window_tokens:
         refuse("vision_config.window_size", encoder.window_size, "windows of a token or more")
-    if (full_layers := entries.get("fullatt_block_indexes")) is not None:
-        encoder = dataclasses.replace(encoder, full_layers=tuple(full_layers))
-    return qwen_vl.config_of(hf, text, FAMILY, encoder, {"attention_bias": True}, overrides)
+    full_layers = entries.get("fullatt_block_indexes")
+    return encoder if full_layers is None else dataclasses.replace(encoder, full_layers=tuple(full_layers))
 
 
 def text_of(hf: dict[str, Any], family: qwen_vl.Family) -> dict[str, Any]:

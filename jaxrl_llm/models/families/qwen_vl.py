@@ -140,7 +140,6 @@ def entries_of(
     vision_entries: dict[str, Any],
 ) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; `own` are the family's of the decoder."""
-    encoder = net_encoder(config)
     assert config.vision is not None
     base = base or {"text_config": {"rope_theta": config.rope.theta}}
     given = _text(base)
@@ -158,24 +157,29 @@ def entries_of(
             **({"mrope_interleaved": True} if family.interleaved else {}),
             **({"partial_rotary_factor": config.rotary_fraction} if config.rotary_fraction != 1.0 else {}),
         }
-    names = {name: entry for entry, name in ACTIVATIONS.items()}
     whole = {
         **{name: text[name] for name in ("architectures", "tie_word_embeddings")},
         "model_type": family.model_type,
         "image_token_id": config.vision.image_token,
-        "vision_config": {
-            **(base.get("vision_config") or {"model_type": f"{family.model_type}_vision"}),
-            **{entry: getattr(encoder, field) for field, entry in family.sizes.items()},
-            family.out: config.width,
-            "hidden_act": names[encoder.activation],
-            "initializer_range": encoder.init_scale,
-            **vision_entries,
-        },
+        "vision_config": encoder_entries(config, base, family) | vision_entries,
     }
     if flat:
         return {**text, **whole}
     text = {name: x for name, x in text.items() if name != "architectures"}
     return {**base, **whole, "text_config": text}
+
+
+def encoder_entries(config: ModelConfig, base: dict[str, Any] | None, family: Family) -> dict[str, Any]:
+    """The entries of a vision_config that `encoder_of` reads, over those of `base`; raises ConfigError for a net
+    without vision."""
+    encoder, names = net_encoder(config), {name: entry for entry, name in ACTIVATIONS.items()}
+    return {
+        **((base or {}).get("vision_config") or {"model_type": f"{family.model_type}_vision"}),
+        **{entry: getattr(encoder, field) for field, entry in family.sizes.items()},
+        family.out: config.width,
+        "hidden_act": names[encoder.activation],
+        "initializer_range": encoder.init_scale,
+    }
 
 
 def net_encoder(config: ModelConfig) -> PatchRowsConfig:

@@ -8,13 +8,14 @@ from typing import Any
 
 from jaxrl_llm.models.families.entries import refuse
 
-# The model_types, and what their text parts may be. A gemma4 is one of them where it has no encoder of images.
+# The model_types, and what their text parts may be. Those of READ are among them where they have no part for images.
 WHOLES = {
     "gemma3n": ("gemma3n_text",),
     "gemma4": ("gemma4_text",),
     "gemma4_unified": ("gemma4_unified_text",),
     "llama4": ("llama4_text",),
 }
+READ = ("gemma4", "gemma4_unified")
 SHARED = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 # How names begin in files of the whole, and in those of its text part alone.
 PREFIXES = {
@@ -31,7 +32,7 @@ def entries_of(config: dict[str, Any]) -> dict[str, Any]:
     `text_part_of` is what it is the part of. Raises ConfigError for a text part of another family.
     """
     families = WHOLES.get(str(config.get("model_type")))
-    if families is None or (config["model_type"] == "gemma4" and config.get("vision_config") is not None):
+    if families is None or (config["model_type"] in READ and config.get("vision_config") is not None):
         return config
     text = config.get("text_config")
     if not isinstance(text, dict) or text.get("model_type", families[0]) not in families:

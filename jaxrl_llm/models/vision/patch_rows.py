@@ -34,6 +34,7 @@ class PatchRowsConfig:
     width: int = 1280
     layers: int = 32
     heads: int = 16
+    kv_heads: int = 0  # of keys and values; 0: as many
     ffn: int = 3420
     patch_size: int = 14
     frames: int = 2  # of a patch; an image is repeated that many times. 0: patches are of images alone
@@ -50,7 +51,7 @@ class PatchRowsConfig:
     attention_bias: bool = True  # of queries, keys and values
     attention_adapters: bool = False  # these are one matrix in most files, which adapters have no names for
     output_adapter: str = "o"  # the name, for adapters, of the map behind attention
-    head_norms: bool = False  # of each head's queries, keys and values; scores are not scaled
+    head_norms: str = ""  # "qk": of each head's queries and keys; "qkv": of values too, and scores are not scaled
     bias: bool = True  # of the other maps of layers
     clipped: bool = False  # the inputs and outputs of layers' maps are, see clipped.ClippedLinear
     from_zero: bool = False  # pixels are from 0 to 1, which the network maps to -1 to 1
@@ -146,8 +147,11 @@ class RowAttention(nnx.Module):
         self.config = config
         names = ("q", "k", "v", config.output_adapter) if config.attention_adapters else ("",) * 4
         biases, linear = (*(config.attention_bias,) * 3, config.bias), ClippedLinear if config.clipped else Linear
+        self.kv_heads = config.kv_heads or config.heads
+        narrow = config.width // config.heads * self.kv_heads
         self.q, self.k, self.v, self.out = (
-            linear(config.width, config.width, net, rngs, bias, name) for bias, name in zip(biases, names, strict=True)
+            linear(config.width, size, net, rngs, bias, name)
+            for size, bias, name in zip((config.width, narrow, narrow, config.width), biases, names, strict=True)
         )
         self.q_norm, self.k_norm = (
             norm_of("rms", config.width // config.heads, config.norm_eps, net, rngs) if config.head_norms else None
@@ -155,15 +159,18 @@ class RowAttention(nnx.Module):
         )
 
     def __call__(self, x, layout: "Layout", full):
-        q, k, v = (by_head(project(x), self.config.heads) for project in (self.q, self.k, self.v))
+        q = by_head(self.q(x), self.config.heads)
+        k, v = (by_head(project(x), self.kv_heads) for project in (self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = self.q_norm(q), self.k_norm(k), over_rms(v, self.config.norm_eps).astype(v.dtype)
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.config.head_norms == "qkv":
+            v = over_rms(v, self.config.norm_eps).astype(v.dtype)
         if layout.angles is not None:
             q, k = (self._rotated(a, layout.angles) for a in (q, k))
         if self.config.window_size:
             x = jax.lax.cond(full, _in_images, self._in_windows, q, k, v, layout)
         else:
-            x = _in_images(q, k, v, layout, 1.0 if self.config.head_norms else None)
+            x = _in_images(q, k, v, layout, 1.0 if self.config.head_norms == "qkv" else None)
         return self.out(x.reshape(*x.shape[:2], -1))
 
     def _rotated(self, x, angles):
@@ -175,6 +182,7 @@ class RowAttention(nnx.Module):
         # Patches of a window are adjacent, so that those of a block are in it or in one of its neighbours.
         block = (self.config.window_tokens * self.config.merge) ** 2
         length, extra = q.shape[1], -q.shape[1] % block
+        k, v = (jnp.repeat(x, self.config.heads // self.kv_heads, axis=2) for x in (k, v))
 
         def in_blocks(x, fill=0):
             x = jnp.pad(x, ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2)), constant_values=fill)

@@ -11,6 +11,7 @@ from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.vision.any_resolution import NUMBERS, of_first_tiles, put_together, token_counts
+from jaxrl_llm.models.vision.patch_embedder import PatchEmbedder, PatchEmbedderConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRows, PatchRowsConfig, Tokens, token_grid
 from jaxrl_llm.models.vision.projector import PROJECTORS
 from jaxrl_llm.models.vision.siglip import Siglip, SiglipConfig
@@ -68,7 +69,9 @@ class Vision(nnx.Module):
         own = dataclasses.replace(net, lora=lora, quantize="none", qat="none", init_scale=config.encoder.init_scale)
         self.config, self.has_axes = config, bool(net.rope_axes)
         if isinstance(config.encoder, PatchRowsConfig):
-            self.encoder = PatchRows(config.encoder, own, rngs)
+            shape = config.encoder
+            bare = isinstance(shape, PatchEmbedderConfig)
+            self.encoder = PatchEmbedder(shape, own, rngs) if bare else PatchRows(shape, own, rngs)
             self.projector = None
         else:
             shape = config.encoder
@@ -83,7 +86,7 @@ class Vision(nnx.Module):
         Raises ConfigError for pixels of another shape than the model's.
         """
         pixels, encoder = images.pixels, self.config.encoder
-        if isinstance(self.encoder, PatchRows) and isinstance(encoder, PatchRowsConfig):
+        if isinstance(self.encoder, PatchRows | PatchEmbedder) and isinstance(encoder, PatchRowsConfig):
             if pixels.ndim != 3 or pixels.shape[2] != encoder.patch_numbers or images.grids is None:
                 raise ConfigError(
                     f"images have pixels of shape {pixels.shape} and grids {getattr(images.grids, 'shape', None)}, but "
@@ -138,7 +141,7 @@ class Vision(nnx.Module):
         is_image = (tokens == self.config.image_token) & (segments != 0)
         # Image tokens behind those of a row's images (a completion may have some) keep the embedding of their id.
         index = jnp.cumsum(is_image, axis=1) - 1
-        if not isinstance(self.encoder, PatchRows):
+        if not isinstance(self.encoder, PatchRows | PatchEmbedder):
             known = images.count * self.config.tile_tokens
             if self.config.newline:
                 known = token_counts(of_first_tiles(images.grids, images.count), self.config.tile_tokens).sum(axis=1)

@@ -330,6 +330,18 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
         ("internvl", "vision_config", "layer_scale_init_value", 0, "layer_scale_init_value = 0 .* numbers above 0"),
         ("glm4v", "vision_config", "out_hidden_size", 40, "vision_config.out_hidden_size = 40 .* hidden_size = 32"),
         ("glm4v", "vision_config", "hidden_act", "gelu", "vision_config.hidden_act = 'gelu'"),
+        ("glm46v", "text_config", "model_type", "glm4v_moe_text", "text_config.model_type = 'glm4v_moe_text'"),
+        ("glm_ocr", "vision_config", "num_heads", 5, "vision_config.hidden_size = 24 .* num_heads = 5"),
+        ("exaone4_5", "text_config", "model_type", "llama", "text_config = .* of a exaone4 or exaone4_5_text model"),
+        ("exaone4_5", "vision_config", "num_key_value_heads", 3, "num_key_value_heads = 3 .* of num_heads = 4"),
+        ("exaone4_5", "vision_config", "window_size", 7, "vision_config.window_size = 7"),
+        ("exaone4_5", None, "image_token_id", 97, "image_token_id = 97"),
+        ("video_llama_3", "text_config", "model_type", "llama", "text_config = .* of a qwen2 model"),
+        ("video_llama_3", "vision_config", "num_attention_heads", 4, "hidden_size = 24 .* 4 times 4 heads"),
+        ("video_llama_3", "vision_config", "hidden_act", "relu", "vision_config.hidden_act = 'relu'"),
+        ("gemma4_unified", None, "vision_config", None, "vision_config = None"),
+        ("gemma4_unified", "vision_config", "output_proj_dims", 20, "output_proj_dims = 20 .* mm_embed_dim = 24"),
+        ("gemma4_unified", "text_config", "model_type", "gemma4_text", "entries of a gemma4_unified_text model"),
         ("glm4v", "vision_config", "image_size", 3, "vision_config.image_size = 3 .* from patch_size = 4 on"),
         ("glm4v", "text_config", "rope_parameters", {"mrope_section": [1, 1, 1]}, r"mrope_section = \[1, 1, 1\]"),
         ("glm4v_moe", "text_config", "first_k_dense_replace", 3, "first_k_dense_replace = 3"),
@@ -654,7 +666,7 @@ def test_adapters_are_where_peft_finds_them(oracle, folder, model, vision, tmp_p
     """On the decoder alone, or on the encoder too; and they come back."""
     given = load_model(folder, vision_training=vision)
     adapted = add_adapters(given, LoraConfig(rank=2), jax.random.key(0))
-    if oracle.config.model_type == "glm4v":  # has gate and up in one tensor
+    if oracle.config.model_type in ("glm4v", "glm46v", "glm_ocr"):  # which have gate and up in one tensor
         with pytest.raises(ConfigError, match="gate_up_proj as one tensor of several linear maps"):
             save_adapter(adapted, tmp_path / "adapter")
         return
@@ -675,6 +687,7 @@ def test_adapters_are_where_peft_finds_them(oracle, folder, model, vision, tmp_p
     found = {name for name, _ in oracle.named_modules() if check_target_module_exists(config, name)}
     found |= {name for name, _ in oracle.named_modules() if f".{name}".endswith(by_weight)}
     assert found == wanted
+        or name.endswith("patch_dense")
     names = {name.removeprefix("base_model.model.") for name in load_file(tmp_path / "adapter" / TENSORS)}
     assert names == {f"{name}.lora_{x}.weight" for name in wanted for x in "AB"}
     again = load_model(folder, adapter=tmp_path / "adapter")

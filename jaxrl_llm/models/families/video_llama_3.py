@@ -1,0 +1,96 @@
+"""VideoLLaMA 3 (arXiv 2501.13106): a SigLIP with rotary positions, which reads images of any size, a token for each
+patch by two linear maps, and a Qwen2.5; videos are not read."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import llava, qwen2, qwen_vl, siglip
+from jaxrl_llm.models.families.decoder import maps
+from jaxrl_llm.models.families.entries import number, positive, refuse, sizes_of
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
+from jaxrl_llm.models.vision.tower import VisionConfig
+
+MODEL_TYPE = "video_llama_3"
+ARCHITECTURE = {"lm": "VideoLlama3ForConditionalGeneration", "score": "VideoLlama3ForSequenceClassification"}
+TEXTS = {qwen2.MODEL_TYPE: qwen2}
+KEYS = llava.as_modules(
+    qwen2.KEYS,
+    (
+        *(key for key in siglip.keys("vision_model.") if "/position/" not in key.path),
+        *maps("vision/encoder/merger", "projector.readout", {"fc1": "0", "fc2": "2"}),
+    ),
+)
+DEFAULTS = {"image_token_id": 151_655}  # for entries that are left out
+# Fields of the encoder that are an integer each, their entries, and what these are where they are left out.
+SIZES = {
+    "width": ("hidden_size", 768),
+    "layers": ("num_hidden_layers", 12),
+    "heads": ("num_attention_heads", 12),
+    "ffn": ("intermediate_size", 3072),
+    "patch_size": ("patch_size", 16),
+    "channels": ("num_channels", 3),
+}
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    family, text = llava.text_of(hf, TEXTS)
+    # Whichever of both says so, as in transformers.
+    text["tie_word_embeddings"] |= bool((hf.get("text_config") or {}).get("tie_word_embeddings"))
+    token = siglip.image_token(hf, "image_token_id", text)
+    vision = VisionConfig(_encoder(hf, positive(text, "hidden_size")), 1, token, projector="")
+    return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
+
+
+def _encoder(hf: dict[str, Any], width: int) -> PatchRowsConfig:
+    """The encoder of a config.json whose decoder has this width; raises ConfigError for another network."""
+    entries = hf.get("vision_config") or {}
+    sizes = sizes_of(entries, SIZES)
+    if sizes["width"] % (4 * sizes["heads"]):
+        refuse("vision_config.hidden_size", sizes["width"], f"multiples of 4 times {sizes['heads']} heads")
+    if (activation := entries.get("hidden_act", "gelu_pytorch_tanh")) not in siglip.ACTIVATIONS:
+        refuse("vision_config.hidden_act", activation, ", ".join(siglip.ACTIVATIONS))
+    rope = entries.get("rope_parameters") or {}
+    return PatchRowsConfig(
+        **sizes,
+        frames=0,
+        merge=1,
+        norm="layer",
+        norm_eps=number("vision_config.layer_norm_eps", entries.get("layer_norm_eps", 1e-6)),
+        last_norm=True,
+        gated=False,
+        activation=siglip.ACTIVATIONS[activation],
+        attention_adapters=True,
+        output_adapter="out",
+        patch_bias=True,
+        rotary_base=number("vision_config.rope_theta", rope.get("rope_theta", 10000.0), above=1),
+        merger="two_maps",
+        merger_ffn=width,
+        merger_bias=True,
+        merger_norm=False,
+        init_scale=number("vision_config.initializer_range", entries.get("initializer_range", 0.02)),
+    )
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
+    encoder = qwen_vl.net_encoder(config)
+    assert config.vision is not None
+    names = {name: entry for entry, name in siglip.ACTIVATIONS.items()}
+    if encoder.activation not in names:
+        refuse("vision_config.hidden_act", encoder.activation, ", ".join(siglip.ACTIVATIONS))
+    own: dict[str, Any] = {
+        "model_type": MODEL_TYPE,
+        "image_token_id": config.vision.image_token,
+        "vision_config": {
+            **((base or {}).get("vision_config") or {"model_type": f"{MODEL_TYPE}_vision"}),
+            **{entry: getattr(encoder, field) for field, (entry, _) in SIZES.items()},
+            "layer_norm_eps": encoder.norm_eps,
+            "hidden_act": names[encoder.activation],
+            "initializer_range": encoder.init_scale,
+        },
+    }
+    if base is None:
+        own["vision_config"]["rope_parameters"] = {"rope_type": "axial", "rope_theta": encoder.rotary_base}
+    return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own)
