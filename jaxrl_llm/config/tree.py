@@ -40,7 +40,11 @@ def check_form(arg: str, *forms: str) -> None:
 
 
 def default() -> ConfigDict:
-    """The default configuration: a locked ConfigDict (values may be changed, keys may not be added)."""
+    """The default configuration, a locked ConfigDict: `config.batch.prompts = 8` changes a key, and none can be added.
+
+    docs/configuration.md has all keys, as does `python -m jaxrl_llm.train --help=all`. An unknown key, or a value of
+    another type, raises ConfigError with the closest key, or with what the key takes.
+    """
     tree: dict[str, Any] = {}
     for key in KEYS:
         section, _, leaf = key.name.rpartition(".")
