@@ -1,24 +1,17 @@
 """Faults of a run in two processes: one is preempted, one is killed, a checkpoint is damaged."""
 
 import signal
-import time
 
 import pytest
 
 from tests.system.faults.equality import assert_same_run
-from tests.system.processes.conftest import finish, start
+from tests.system.processes.conftest import finish, start, wait_for_lines
 
 
 def command(root, name, steps=12):
     flags = (f"total_steps={steps}", "eval.every=-1", "checkpoint.every=4", f"output_dir={name}")
     words = [f"--config.{flag}" for flag in flags]
     return ("-m", "jaxrl_llm.train", f"--config={root / 'configs/grpo.py'}:tiny", *words)
-
-
-def wait_for_lines(path, count, processes):
-    while not (path.exists() and path.read_bytes().count(b"\n") >= count):
-        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
-        time.sleep(0.01)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import NamedTuple
 import pytest
 
 from tests.conftest import OPTIMIZATION, ROOT, SEVERAL_DEVICES
+
+STARTED: list[subprocess.Popen[str]] = []  # by the test that runs
 
 
 class Ended(NamedTuple):
@@ -61,6 +64,7 @@ def start(
                 text=True,
             )
         )
+    STARTED.extend(processes)
     return processes
 
 
@@ -77,6 +81,17 @@ def finish(processes: Sequence[subprocess.Popen[str]], timeout: float) -> list[E
         Ended(process.returncode, "".join(line for line in out.splitlines(True) if not line.startswith("[Gloo]")), err)
         for process, (out, err) in zip(processes, texts, strict=True)
     ]
+
+
+def wait_for_lines(path: Path, count: int, processes: Sequence[subprocess.Popen[str]], timeout: float = 300) -> None:
+    """Returns once the file has so many lines; fails with what all have said when a process has ended before."""
+    until = time.monotonic() + timeout
+    while not (path.exists() and path.read_bytes().count(b"\n") >= count):
+        if any(process.poll() is not None for process in processes) or time.monotonic() > until:
+            for process in processes:
+                process.kill()
+            pytest.fail(f"{path.name} has no {count} lines:\n{finish(processes, 60)}")
+        time.sleep(0.01)
 
 
 @pytest.fixture

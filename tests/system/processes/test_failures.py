@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.system.processes.conftest import finish, free_port, start
+from tests.system.processes.conftest import finish, free_port, start, wait_for_lines
 from tests.system.processes.test_runs import command
 
 # A command of this package: it joins, and then process 1 (or whichever argv names) does what argv says.
@@ -255,10 +255,7 @@ def test_a_training_process_that_is_killed(root, tmp_path):
     """In the middle of a run, from outside, as the kernel does to one that takes too much memory."""
     arguments = command(root, "grpo", tmp_path / "run", "--config.eval.every=-1", "--config.total_steps=100000")
     processes = start(2, tmp_path, arguments)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert processes[0].poll() is None, processes[0].communicate()
-        time.sleep(0.2)
+    wait_for_lines(tmp_path / "run" / "metrics.jsonl", 2, processes)
     processes[1].send_signal(signal.SIGKILL)
     began = time.monotonic()
     ended = finish(processes, 120)

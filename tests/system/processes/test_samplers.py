@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.system.faults.equality import assert_same_run
-from tests.system.processes.conftest import finish, start
+from tests.system.processes.conftest import finish, start, wait_for_lines
 
 LIMITS = ("processes.heartbeat_seconds=60",)
 
@@ -16,12 +16,6 @@ def command(root, folder, *flags, steps=6, name="async_grpo"):
     named = ("eval.every=-1", "checkpoint.every=2", f"total_steps={steps}", f"output_dir={folder}", *flags)
     words = [f"--config.{flag}" for flag in named]
     return ("-m", "jaxrl_llm.train", f"--config={root / 'configs'}/{name}.py:tiny", *words)
-
-
-def wait_for_lines(path, count, processes):
-    while not (path.exists() and path.read_bytes().count(b"\n") >= count):
-        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -211,7 +211,7 @@ def trained(folder, config, **changes):
         return digits(completions)
 
     config.output_dir, config.total_steps, config.checkpoint.every = str(folder), 8, 3
-    config.logging.backends, config.logging.completions_every = ("jsonl",), 1
+    config.logging.backends = ("jsonl",)
     config.rollout.update(changes)
     jaxrl_llm.train(config, ROWS, rewards=slow)
     return folder
