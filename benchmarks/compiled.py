@@ -151,6 +151,7 @@ PUSHES: dict[str, tuple[int, str]] = {
 LONG = 16_384  # tokens from which an array of length times length would be seen in a program of rows of 32k
 ROWS_OF_8K = {"rollout.max_prompt_length": 1024, "rollout.max_completion_length": 7168}
 ROWS_OF_32K = {"rollout.max_prompt_length": 1024, "rollout.max_completion_length": 31744}
+OFFLOADED = {**ROWS_OF_32K, "model.remat": "offload"}
 FOUR_ROWS = {**ROWS_OF_32K, "batch.prompts": 1, "rollout.group_size": 4, "algorithm.beta": 0.04}
 SFT_OF_32K = {"algorithm.name": "sft", "data.max_length": 32_768, "batch.prompts": 4}
 FURTHER = {
@@ -164,6 +165,12 @@ FURTHER = {
         for n in (131_072, 65_536)
     },
     "update, rows of 32k": ("update", ("update",), ROWS_OF_32K),
+    "update, rows of 32k, model.remat=offload": ("update", ("update",), OFFLOADED),
+    "update, rows of 32k, model.remat=offload, model.mlp_tile_tokens=16384": (
+        "update",
+        ("update",),
+        {**OFFLOADED, "model.mlp_tile_tokens": 16_384},
+    ),
     "update, 4 rows of 32k": ("update", ("update",), SFT_OF_32K),
     "logps, 4 rows of 32k": ("logps", ("reference",), FOUR_ROWS),
 }
@@ -186,7 +193,7 @@ PEERS = (f"0.6b | h100 | {TUNIX}",)  # model, device and library whose decode st
 def cells() -> list[tuple[str, str, str]]:
     """Model, device and phase of every cell."""
     found = [(m, d, p) for m in MODELS for d in (COUNTS[m] if m in FEW else DEVICES) for p in FEW.get(m, PHASES)]
-    found += [("8b", "h100", phase) for phase in list(FURTHER)[:4]]
+    found += [("8b", "h100", phase) for phase in list(FURTHER)[:6]]
     return [*found, *(("8b", device, phase) for device in ("h100", "v6e") for phase in PUSHES)]
 
 

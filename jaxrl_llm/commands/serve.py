@@ -85,7 +85,7 @@ FLAGS = (
 # How a run trains a network, which makes it no other one for those that sample from it.
 OF_TRAINING = (
     "param_dtype", "remat", "attention", "fp32_head", "freeze_router", "router_aux_loss_coef", "scan_layers",
-    "vision_training",
+    "vision_training", "mlp_tile_tokens",
 )  # fmt: skip
 
 

@@ -372,6 +372,10 @@ KEYS = (
         "recomputes the rest; offload keeps these inputs in host memory; dots saves the outputs of matmuls and of "
         "attention kernels; auto is dots on CPUs, else none.",
         choices=("auto", "none", "block", "dots", "offload")),
+    Setting("model.mlp_tile_tokens", 0,
+        "Compute the feed-forward of a layer for so many tokens of a device at a time, so that its activations exist "
+        "for these alone (TiledMLP, arXiv 2506.13996): for long rows, with model.remat block or offload. 0 is all at "
+        "once, which mesh.tensor above 1 and lora.dropout keep.", int, minimum=0),
     Setting("model.scan_layers", True,
         "Compile one layer and scan it; false compiles each layer, which takes longer.", bool),
     Setting("model.attention", "auto",

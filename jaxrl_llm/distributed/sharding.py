@@ -316,9 +316,10 @@ def bytes_on_device(tree, host: bool = False) -> int:
 
 
 def constrain(x, *dims: str | EllipsisType | None):
-    """`x` with its dimensions sharded by ACTIVATIONS, as XLA likes where it is `...`; unchanged without a mesh."""
+    """`x` with its dimensions sharded by ACTIVATIONS, as XLA likes where it is `...`; unchanged without a mesh, and
+    inside `shard_map`, where each device computes with its own shard."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty or mesh.are_all_axes_manual:
         return x
     return jax.lax.with_sharding_constraint(x, activation_spec(x.shape, *dims))
 
@@ -333,15 +334,14 @@ def activation_spec(shape: tuple[int, ...], *dims: str | EllipsisType | None) ->
 
 
 def is_sharded() -> bool:
-    """True when the current mesh has several devices."""
+    """True when the current mesh has several devices, except inside `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and mesh.size > 1
+    return not mesh.empty and mesh.size > 1 and not mesh.are_all_axes_manual
 
 
 def context_shards() -> int:
-    """The number of shards of the positions on the current mesh; 1 without a mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else mesh.shape["context"]
+    """The number of shards of the positions on the current mesh; 1 without a mesh, and inside `shard_map`."""
+    return jax.sharding.get_abstract_mesh().shape["context"] if is_sharded() else 1
 
 
 def vocab_shards(size: int) -> int:
@@ -353,7 +353,7 @@ def vocab_shards(size: int) -> int:
 def columns_are_whole() -> bool:
     """True when no axis of the current mesh shards the outputs of matrices, or the positions of rows."""
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh.empty or mesh.shape["tensor"] * mesh.shape["context"] == 1
+    return not is_sharded() or mesh.shape["tensor"] * mesh.shape["context"] == 1
 
 
 def attention_dims(kv_heads: int) -> tuple[tuple[str | None, str | None], tuple[str | None, str | None]]:

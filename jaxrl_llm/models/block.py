@@ -16,6 +16,7 @@ from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, LayerCo
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.moe import ExpertsBeside, MixtureOfExperts, Routing
 from jaxrl_llm.models.per_layer import PerLayerInput
+from jaxrl_llm.models.tiled_mlp import tiled_mlp
 
 
 class Block(nnx.Module):
@@ -48,6 +49,7 @@ class Block(nnx.Module):
         experts = ExpertsBeside if beside else MixtureOfExperts
         feed_forward = experts if layer.experts else FeedForward
         self.mlp = None if layer.bare else feed_forward(part("mlp"), rngs)
+        self.mlp_tile_tokens = config.mlp_tile_tokens
         self.mlp_out_norm = norm("post", "both", "sum", of=not layer.bare)
         self.per_layer = PerLayerInput(config, rngs) if config.per_layer_width else None
         self.out_scale = nnx.Param(jnp.ones((1,), config.param_dtype)) if config.layer_scale else None
@@ -101,7 +103,7 @@ class Block(nnx.Module):
         if isinstance(self.mlp, MixtureOfExperts):
             out, experts, routing = self.mlp(out, counted, replayed)
         else:
-            out = self.mlp(out)
+            out = tiled_mlp(self.mlp, out, self.mlp_tile_tokens)
         out = out if factor is None else out * factor.astype(out.dtype)
         return self._added(x, out, self.mlp_out_norm), experts, routing
 

@@ -169,6 +169,7 @@ class ModelConfig:
     fp32_head: bool = False  # form logits in fp32, whatever the dtype of the computation
     attention: str = "auto"  # of whole rows: xla, cudnn, flash, splash; see fused_attention.implementation
     remat: str = "none"  # or one of transformer.REMAT: what is saved for the backward pass; the rest is recomputed
+    mlp_tile_tokens: int = 0  # a feed-forward is computed of so many tokens of a device at a time; 0: of all
     lora: LoraConfig | None = None
     layer_groups: tuple[int, ...] = ()  # of each layer: those of a group are trained alike; (): all are
     frozen_leaves: tuple[str, ...] = ()  # paths of parameters that are not trained, see trained.py

@@ -101,3 +101,18 @@ def test_modules_without_adapters_of_verl(moved):
     config, _ = moved(f"{said} {model}.lora_rank=8 {model}.exclude_modules=['lm_head','down_proj']", "run.sh")
     assert (config.lora.rank, config.lora.exclude_modules) == (8, ("lm_head", "down_proj"))
     assert moved(f"{said} {model}.exclude_modules=down_proj", "run.sh")[0].lora.exclude_modules == ()
+
+
+def test_tiles_of_feed_forwards(moved):
+    """Tokens of a micro-batch on a device, over the shards: axolotl's, and verl's by rows or by tokens."""
+    said = TREE | {"sequence_len": 8192, "micro_batch_size": 2, "tiled_mlp": True, "tiled_mlp_num_shards": 8}
+    assert moved(said)[0].model.mlp_tile_tokens == 2048
+    assert moved(said | {"tiled_mlp": False})[0].model.mlp_tile_tokens == 0
+    model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+    said = (
+        f"python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.total_training_steps=2 {model}.path=m "
+        f"data.max_prompt_length=1024 data.max_response_length=7168 {model}.tiled_mlp.enabled=True"
+    )
+    assert moved(f"{said} {actor}.ppo_micro_batch_size_per_gpu=2", "run.sh")[0].model.mlp_tile_tokens == 4096
+    dynamic = f"{said} {actor}.use_dynamic_bsz=True {actor}.ppo_max_token_len_per_gpu=24576"
+    assert moved(f"{dynamic} {model}.tiled_mlp.num_shards=8", "run.sh")[0].model.mlp_tile_tokens == 3072

@@ -161,6 +161,15 @@ def test_packed_rows_on_a_mesh(run_python, root):
     check(run_python, root, shapes, {"batch.packing": "true"})
 
 
+@pytest.mark.slow
+def test_feed_forwards_in_tiles_on_a_mesh(run_python, root):
+    """Of rows or packed ones, each device computes some of its own tokens at a time; with tensor all at once."""
+    settings = {"model.mlp_tile_tokens": 24, "model.remat": "block"}
+    shapes = [{"data": 2, "fsdp": 2, "context": 2}, {"data": 1, "fsdp": 4, "tensor": 2}]
+    check(run_python, root, shapes, settings)
+    check(run_python, root, shapes[:1], settings | {"batch.packing": "true"})
+
+
 ADAPTERS = {"lora.rank": 4, "lora.targets": ("all-linear",), "lora.modules_to_save": ("norm",)}
 
 

@@ -205,6 +205,11 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
     else:
         strategy = yaml.get("excess_length_strategy", "drop")
         draft.set("data.overlong", OVERLONG.get(strategy, "filter"), "excess_length_strategy")
+    if yaml.get("tiled_mlp"):
+        tokens = int(yaml.get("sequence_len") or 512) * int(yaml.get("micro_batch_size") or 1)
+        shards = int(yaml.get("tiled_mlp_num_shards") or 4)
+        draft.set("model.mlp_tile_tokens", math.ceil(tokens / shards), "tiled_mlp", "tiled_mlp_num_shards")
+    draft.use("tiled_mlp", "tiled_mlp_num_shards")
     if yaml.get("bf16", "auto") and not yaml.get("fp16"):
         draft.set("model.param_dtype", "bfloat16", "bf16")
     experts = re.search(rules("warnings")["experts"], str(draft.values.get("model.path")), re.IGNORECASE)

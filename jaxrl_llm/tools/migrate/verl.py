@@ -1,5 +1,6 @@
 """The rules for verl: its keys that make one of ours together."""
 
+import math
 import re
 from typing import Any
 
@@ -223,6 +224,12 @@ def _online(draft: Draft, gpus: int, version: str) -> None:
         draft.use(*rows)
     elif each or total:
         shared.microbatch_rows(draft, int(each) * gpus if each else int(total), mini * group, *rows)
+    keys = (f"{M}.tiled_mlp.enabled", f"{M}.tiled_mlp.num_shards")
+    length = sum(int(draft.get(f"data.max_{part}_length")) for part in ("prompt", "response"))
+    if draft.get(keys[0]):
+        at_once = int(draft.get(tokens[1]) or 16384) if draft.get(tokens[0]) else length * int(each or 1)
+        draft.set("model.mlp_tile_tokens", math.ceil(at_once / int(draft.get(keys[1]) or 4)), *keys)
+    draft.use(*keys)
     for keys in ([f"{part}.log_prob_{key}" for key in PASS_SIZES] for part in PASSES):
         each, total, dynamic, most = (draft.get(key) for key in keys)
         draft.use(*keys)
