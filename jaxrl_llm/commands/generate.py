@@ -25,6 +25,7 @@ from jaxrl_llm.config.schema import Setting, sampling_option
 from jaxrl_llm.data import Row, sources
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.detokenize import Detokenizer
+from jaxrl_llm.data.diagnose import encoding_fault
 from jaxrl_llm.data.image_rows import ImageReader
 from jaxrl_llm.data.images import HeldImage, ImageLimits
 from jaxrl_llm.data.templates import (
@@ -289,6 +290,8 @@ def read_prompts(prompt: str, file: str, chat: bool, system: str = "", image: Se
     if file and not path.is_file():
         raise ConfigError(f"--prompts_file: there is no file {path} (looked in {Path.cwd()})")
     if file and path.suffix == ".txt":
+        if fault := encoding_fault(str(path), "csv"):  # which has a text a line too
+            raise ConfigError(f"cannot load {path}: {fault}")
         prompts = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
         if not prompts:
             raise ConfigError(f"{path} has no prompts: write one a line")

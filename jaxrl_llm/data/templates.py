@@ -195,14 +195,20 @@ def render_chat(
     that leaves out the tools.
     """
     if not is_conversational(messages):
+        first = messages[0] if isinstance(messages, list) and messages else None
         raise ConfigError(
             f"a prompt is text or a list of messages with role and content, not {messages!r:.200}; "
-            "fix the column or name another with data.prompt_key"
+            + (
+                "data.format=\"sharegpt(field='COLUMN')\" reads turns with from and value"
+                if isinstance(first, Mapping) and {"from", "value"} <= first.keys()
+                else "fix the column or name another with data.prompt_key"
+            )
         )
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             "the data has chat messages but the tokenizer has no chat template; "
-            "use an instruction-tuned model, give its tokenizer a chat_template, or use plain-text prompts"
+            "use an instruction-tuned model, give its tokenizer a chat_template (a run by data.chat_template, such as "
+            "chatml), or use plain-text prompts"
         )
     continued = add_generation_prompt and messages[-1]["role"] == "assistant"
     # Arrow storage gives every message the keys of all others, set to None, and templates test for the key alone.

@@ -302,10 +302,16 @@ def test_command_errors(arguments, words):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("\n \n", "no prompts"), ('{"question": "a"}', "no column prompt; it has question")]
+    ("text", "words"),
+    [
+        (b"\n \n", "no prompts"),
+        (b"", "the file is empty"),
+        (b"a\n\xe9t\xe9\n", r"line 2 is not UTF-8 \(byte 0xe9\)"),
+        (b'{"question": "a"}', "no column prompt; it has question"),
+    ],
 )
 def test_files_without_prompts(text, words, tmp_path):
-    file = tmp_path / f"prompts.{'jsonl' if '{' in text else 'txt'}"
-    file.write_text(text, encoding="utf-8")
+    file = tmp_path / f"prompts.{'jsonl' if b'{' in text else 'txt'}"
+    file.write_bytes(text)
     with pytest.raises(ConfigError, match=words):
         module.read_prompts("", str(file), False)

@@ -206,6 +206,8 @@ def test_errors(tokenizer, tokenizer_folder):
         render_prompt(tokenizer, 7)
     with pytest.raises(ConfigError, match=re.escape("not []")):
         render_prompt(tokenizer, [])
+    with pytest.raises(ConfigError, match=re.escape("data.format=\"sharegpt(field='COLUMN')\"")):
+        render_chat(tokenizer, [{"from": "human", "value": "hi"}], add_generation_prompt=False)
     strict = type(tokenizer).from_pretrained(tokenizer_folder, chat_template="{{- raise_exception('only users') -}}")
     with pytest.raises(ConfigError, match=r"refused the messages .*hi.*: only users"):
         render_prompt(strict, USER)
