@@ -25,12 +25,12 @@ Array = jax.Array
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
-def divergence_scores(log_ratios, divergence: str = "reverse_kl", alpha: float = 0.5) -> Array:
+def divergence_scores(log_ratios, divergence: str = "reverse_kl", alpha: float = 0.5, largest=80.0) -> Array:
     """Returns f'(exp(log_ratios)), which stands in for the log-ratio in an f-divergence DPO, shifted to 0 at ratio 1.
 
     `reverse_kl`: u. `forward_kl`: `1 - exp(-u)`. `js_divergence`: `log 2 + log sigmoid(u)`. `alpha_divergence`:
     `(exp((alpha - 1) u) - 1) / (alpha - 1)`, which tends to reverse_kl for alpha -> 1 and is forward_kl for alpha 0.
-    Exponents are bounded above by 80, as float32 has no number for exp(89). Any shape. Raises ValueError for an unknown
+    Exponents are bounded above by `largest`, as float32 has no number for exp(89). Any shape. Raises ValueError for an unknown
     divergence. Source: f-DPO, arXiv 2309.16240.
     """
     u = as_float(log_ratios)
@@ -40,7 +40,7 @@ def divergence_scores(log_ratios, divergence: str = "reverse_kl", alpha: float =
         return jnp.log(2.0) + log_sigmoid(u)
     if divergence in ("forward_kl", "alpha_divergence"):
         alpha = 0.0 if divergence == "forward_kl" else alpha
-        return jnp.expm1(jnp.minimum((alpha - 1.0) * u, 80.0)) / (alpha - 1.0)
+        return jnp.expm1(jnp.minimum((alpha - 1.0) * u, largest)) / (alpha - 1.0)
     raise ValueError(f"unknown divergence {divergence!r}; choose one of {', '.join(DIVERGENCES)}")
 
 
@@ -50,9 +50,11 @@ def _log_ratio(policy, ref) -> Array:
     return policy if ref is None else policy - jax.lax.stop_gradient(as_float(ref))
 
 
-def _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha) -> tuple[Array, Array]:
-    chosen = divergence_scores(_log_ratio(policy_chosen, ref_chosen), divergence, alpha)
-    return chosen, divergence_scores(_log_ratio(policy_rejected, ref_rejected), divergence, alpha)
+def _scores(
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha, largest=80.0
+) -> tuple[Array, Array]:
+    chosen = divergence_scores(_log_ratio(policy_chosen, ref_chosen), divergence, alpha, largest)
+    return chosen, divergence_scores(_log_ratio(policy_rejected, ref_rejected), divergence, alpha, largest)
 
 
 def _per_token(chosen, rejected, lengths, loss: str) -> tuple[Array, Array]:
@@ -127,9 +129,9 @@ def ipo(
     """Returns `(u / len_chosen - v / len_rejected - 1 / (2 beta))^2`, `[pairs]`.
 
     `normalize=False` keeps the sums, `(d - 1 / (2 beta))^2`, which is how the paper writes it; its authors averaged
-    over tokens. Source: IPO, arXiv 2310.12036.
+    over tokens. Exponents of a divergence are bounded by 40, as scores are squared. Source: IPO, arXiv 2310.12036.
     """
-    chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
+    chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha, 40.0)
     if normalize:
         chosen, rejected = _per_token(chosen, rejected, lengths, "ipo")
     return jnp.square(chosen - rejected - 1.0 / (2.0 * beta))

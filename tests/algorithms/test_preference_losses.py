@@ -286,6 +286,13 @@ def test_losses_far_from_the_reference_are_numbers():
         assert np.isfinite(divergence_scores(far, divergence)).all()
         slopes = jax.grad(lambda c, r: dpo(c, r, 0 * c, 0 * r, BETA, divergence=divergence).sum(), (0, 1))  # noqa: B023
         assert np.isfinite(slopes(0.1 * far, 2 * far)).all() and np.isfinite(slopes(2 * far, 0.1 * far)).all()
+        lengths = jnp.full(3, 20.0), jnp.full(3, 30.0)
+        squared = jax.value_and_grad(
+            lambda c, r: ipo(c, r, 0 * c, 0 * r, BETA, lengths=lengths, divergence=divergence).sum(),  # noqa: B023
+            (0, 1),
+        )
+        for pair in ((np.float32([-50.0, -95.0, 1.0]), far), (far, np.float32([-50.0, -39.0, -95.0]))):
+            assert all(np.isfinite(x).all() for x in jax.tree.leaves(squared(*pair)))
     value, slope = jax.vmap(jax.value_and_grad(lambda x: discopop(x[None], -x[None], None, None, 1.0)[0]))(far)
     np.testing.assert_allclose(value, [2e4, 400.0, 0.0], rtol=1e-6, atol=1e-30)
     np.testing.assert_allclose(slope, [-2.0, -2.0, 0.0], rtol=1e-6, atol=1e-30)
