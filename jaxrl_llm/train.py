@@ -48,6 +48,7 @@ from jaxrl_llm.training.checkpoint.outputs import (
     given_in_words,
     numbered,
     write_given,
+    writing,
 )
 from jaxrl_llm.training.checkpoint.settings import (
     start_record,
@@ -257,7 +258,7 @@ def train(
                 averaged = replace(trained, params=run.average.of_model(trained.params))
             export_run(folder, checkpoints.outcome, trained, critic, logger.note, averaged)
             checkpoints.exported = folder / "hf"
-            with processes.all_or_none():
+            with processes.all_or_none(), writing(folder):
                 if jax.process_index() == 0:
                     write_cards(folder, int(state.step), config.export)
                     (folder / "error.txt").unlink(missing_ok=True)  # of a start that failed
@@ -300,9 +301,9 @@ def _start(
     hooks = Callbacks(named, to_json(config), folder, run.evaluation is not None)
     closing.callback(run.close)
     state, counts, resumed, problems = resume(start, given, run, checkpoints, hooks)
-    logger = stack.enter_context(Logger(logging_spec(config, words), folder, resumed))
     warnings: list[str] = []
-    with processes.all_or_none():
+    with processes.all_or_none(), writing(folder):
+        logger = stack.enter_context(Logger(logging_spec(config, words), folder, resumed))
         if jax.process_index() == 0:
             discard_exports(folder, resumed)
             warnings = start_record(folder, config, changes, resumed)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +54,21 @@ def numbered(output_dir: str) -> str:
     return processes.gather(taken)[0]
 
 
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises ConfigError where the block cannot write a file of a run to its folder."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"output_dir {folder} cannot be written: {error}; make room, or set another") from error
+
+
 def check_writable(folder: Path) -> None:
     """Makes the folder of a run; raises ConfigError when nothing can be written to it."""
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))
-    except OSError as error:
-        raise ConfigError(f"output_dir {folder} cannot be written: {error}; make room, or set another") from error
 
 
 def check_shared(folder: Path) -> None:

@@ -113,7 +113,8 @@ class Logger:
         path = self.folder / METRICS
         if resume_step is None:
             path.unlink(missing_ok=True)
-        elif path.exists():
+        elif path.exists() or "jsonl" in self.spec.backends:
+            path.touch()
             trim_metrics(path, resume_step)
             for record in read_metrics(path):
                 self._remember({self.spec.names.internal(name): value for name, value in record.items()})

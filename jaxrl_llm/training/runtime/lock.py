@@ -34,9 +34,9 @@ class RunLock:
     """A context manager that holds the lock on `folder`, which may be in an object store, for the run of this process.
 
     `setting` names the folder in messages, and `what` is a run there, or a server. Entering raises ConfigError when
-    another one holds it, with its host, process id and start. Files are made exclusively, which also holds on network
-    file systems; object stores have no such operation, and two runs that start there within SETTLE_SECONDS may both go
-    on.
+    another one holds it, with its host, process id and start, or the folder cannot be written. Files are made
+    exclusively, which also holds on network file systems; object stores have no such operation, and two runs that start
+    there within SETTLE_SECONDS may both go on.
     """
 
     def __init__(self, folder: str | Path, setting: str = "output_dir", what: str = "run"):
@@ -49,11 +49,16 @@ class RunLock:
         self._thread = threading.Thread(target=self._beat, daemon=True, name="lock of the run")
 
     def __enter__(self) -> "RunLock":
-        self.folder.mkdir(parents=True, exist_ok=True)
-        while not self._create():
-            text = self._read()
-            if text is not None:  # not released meanwhile
-                self._take_over(text)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            while not self._create():
+                text = self._read()
+                if text is not None:  # not released meanwhile
+                    self._take_over(text)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.setting} {self.folder} cannot be written: {error}; make room, or set another {self.setting}"
+            ) from error
         self._thread.start()
         return self
 
@@ -86,10 +91,15 @@ class RunLock:
             time.sleep(SETTLE_SECONDS)
             return self._read() == text
         try:
-            with self.path.open("x", encoding="utf-8") as file:
-                file.write(text)
+            file = self.path.open("x", encoding="utf-8")
         except FileExistsError:
             return False
+        try:
+            with file:
+                file.write(text)
+        except OSError:
+            self.path.unlink()  # the disk is full: an empty lock would keep the next run waiting
+            raise
         return True
 
     def _read(self) -> str | None:

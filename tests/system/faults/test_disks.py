@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import shutil
 
 import pytest
@@ -80,6 +81,19 @@ def test_an_output_folder_that_cannot_be_written(root, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"output_dir .*file/run cannot be written"):
         jaxrl_llm.train(configured(root, tmp_path / "file/run", checkpoint__folder=str(tmp_path / "elsewhere")))
+
+
+@pytest.mark.parametrize("room", [6000, 2000])
+def test_a_disk_that_is_full_before_the_first_step(root, tmp_path, room):
+    """What is written first is small, and the folder is tried with as much: config.json is what has no room."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"output_dir .*run cannot be written: .*File too large; make room"):
+            jaxrl_llm.train(configured(root, tmp_path / "run"), rewards=lengths)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "run/config.json").exists() and not (tmp_path / "run/.lock").exists()
 
 
 @pytest.mark.slow

@@ -212,10 +212,12 @@ def test_missing_lines_are_reported_on_resume(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_resuming_from_another_folder_starts_a_file(tmp_path, capsys):
-    run_steps(tmp_path / "new", 11, 12, resume_step=10)
-    assert steps(tmp_path / "new") == [11, 12]
-    assert capsys.readouterr().err == ""
+def test_a_file_that_is_gone_is_reported_on_resume(tmp_path, capsys):
+    run_steps(tmp_path, 0, 10)
+    (tmp_path / "metrics.jsonl").unlink()
+    run_steps(tmp_path, 11, 12, resume_step=10)
+    assert "metrics.jsonl ends at no step, but the run goes on after step 10" in capsys.readouterr().err
+    assert steps(tmp_path) == [11, 12]
 
 
 def test_without_jsonl_the_old_file_is_removed(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -114,6 +115,20 @@ def test_a_lock_that_cannot_be_read(tmp_path, patience, text):
     (tmp_path / lock.LOCK).write_text(text)
     with RunLock(tmp_path):
         pass
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"checkpoint\.folder .*file/run cannot be written: .*Not a directory"):
+        RunLock(tmp_path / "file" / "run", "checkpoint.folder").__enter__()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"output_dir .* cannot be written: .*File too large"):
+            RunLock(tmp_path / "run").__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((tmp_path / "run").iterdir())  # an empty lock would be watched for a while
 
 
 def test_it_beats_and_notices_that_it_was_taken(tmp_path, patience):
