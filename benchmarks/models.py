@@ -265,25 +265,26 @@ difference.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`); transformers has none
   of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2 and 3, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo
   Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open, nanochat,
-  VaultGemma, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2 and the mixtures of
-  experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, Pythia and Falcon are refused: their classes have other
-  names.
+  VaultGemma, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2, Hunyuan 3, Mellum,
+  Command A+, MiMo-V2, Laguna and the mixtures of experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, Pythia and
+  Falcon are refused: their classes have other names.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
 
-- Rotary positions: {kinds}; the entries of transformers 4 (`rope_theta`,
-  `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3 and 4, OLMo 3), a part of each
-  head (Phi-1 to 3, Pythia, StableLM, Nemotron-4), neighbouring dimensions together (GLM, ERNIE 4.5, Command R), a base
-  that is stretched by an `alpha` (Hunyuan), and layers without (SmolLM3, Llama 4, EXAONE 4.0, Trinity, Command A,
-  Nemotron, Kimi Linear, and OLMo Hybrid where its base is null or left out: its authors mean none by both, and
-  transformers takes 10000 where it is left out). With `dynamic`, rows longer than `max_position_embeddings` are scored
-  and trained on, but not sampled; so are those longer than `original_max_position_embeddings` with `longrope`
-  (Phi-3-mini-128k, Phi-3.5-mini and Phi-4-mini: 4096), whose documents are each rotated by their own length. With the
-  numbers of `long_factor` as those of `short_factor` too, rows of any length are sampled, as in vLLM. Of both
-  blocks in a config.json `rope_scaling` is read, as in transformers; `model.overrides` changes the one that the model
-  has, and the export says so. A number that nothing is computed of is a warning of the run: yarn's `attn_factor`
-  (DeepSeek-R1-0528-Qwen3-8B), which transformers does not read either, and vLLM multiplies cosines and sines by.
+- Rotary positions: {kinds}; the entries of transformers 4
+  (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3 and 4, OLMo 3,
+  Mellum, Laguna), a part of each head (Phi-1 to 3, Pythia, StableLM, Nemotron-4, MiMo-V2), neighbouring dimensions
+  together (GLM, ERNIE 4.5, Command R), a base that is stretched by an `alpha` (Hunyuan), and layers without (SmolLM3,
+  Llama 4, EXAONE 4.0, Trinity, Command A, Nemotron, Kimi Linear, and OLMo Hybrid where its base is null or left out:
+  its authors mean none by both, and transformers takes 10000 where it is left out). With `dynamic`, rows longer than
+  `max_position_embeddings` are scored and trained on, but not sampled; so are those longer than
+  `original_max_position_embeddings` with `longrope` (Phi-3-mini-128k, Phi-3.5-mini and Phi-4-mini: 4096), whose
+  documents are each rotated by their own length. With the numbers of `long_factor` as those of `short_factor` too, rows
+  of any length are sampled, as in vLLM. Of both blocks in a config.json `rope_scaling` is read, as in transformers;
+  `model.overrides` changes the one that the model has, and the export says so. A number that nothing is computed of is
+  a warning of the run: yarn's `attn_factor` (DeepSeek-R1-0528-Qwen3-8B), which transformers does not read either, and
+  vLLM multiplies cosines and sines by.
 - Windows (`sliding_window`) in all layers, in some (`layer_types`, `max_window_layers`, `sliding_window_pattern`), in
   training, prefill and decoding. The cache keeps all tokens.
 - Chunks (`attention_chunk_size`, Llama 4): a token sees those of its own chunk, counted from the start of its document,
@@ -300,7 +301,7 @@ difference.
 - Sparse attention (DeepSeek-V3.2, GLM-5): a token attends to the `index_topk` tokens that its indexer rates best,
   exactly so many, in training, prefill and decoding; all latents are computed with, and those of others masked. Rows of
   up to `index_topk` tokens are not rated. The choice has no gradient: training keeps the indexer as it is, without
-  moments, and it has no adapters. Indexers that serve several layers (`indexer_types`) are refused.
+  moments, and it has no adapters. An indexer may serve the layers behind its own too (`indexer_types`).
 - Weights in fp8 with a scale for each block of numbers (`weight_block_size`, DeepSeek-V3 and Qwen3's FP8 folders) or
   for each matrix (Ministral 3), and gpt-oss' experts in MXFP4, are read as numbers and exported as such.
 - So are matrices that bitsandbytes has quantised (`unsloth/...-bnb-4bit`): nf4 and fp4, with double quantisation or
@@ -340,9 +341,12 @@ difference.
   chat template takes rows of text, and refuses messages unless `data.chat_template` names a template.
 - Gated short convolutions beside attention (LFM2, LFM2-MoE, LFM3), within a document. A row's cache is its latest
   tokens, whatever its length; an update's rows are not packed (`batch.packing`).
-- Gates on the output of attention, for each number (Qwen3-Next, Trinity) or each head (LFM3).
-- Attention sinks (gpt-oss, Granite with windows): on NVIDIA GPUs, in 16 bits, by cuDNN and the kernel of decode steps,
-  elsewhere by `xla`; `flash` and `splash` have none and are refused.
+- Gates on the output of attention, for each number (Qwen3-Next, Trinity) or each head (LFM3, Laguna), by a sigmoid or
+  a softplus (Laguna).
+- Layers without a window that have another number of heads (Laguna) or of key/value heads (MiMo-V2, Gemma 4) than those
+  with one, and values smaller than keys (MiMo-V2), whose decode steps take no kernel on GPUs.
+- Attention sinks (gpt-oss, Granite with windows, MiMo-V2): on NVIDIA GPUs, in 16 bits, by cuDNN and the kernel of
+  decode steps, elsewhere by `xla`; `flash` and `splash` have none and are refused.
 - Soft caps on attention scores and logits, wherever logits are formed. `model.fp32_head` forms them in float32.
 - Multipliers of embeddings, attention scores, residuals and logits (Granite, HyperCLOVA X). `layer_rope_theta` of
   Granite with windows has one base for the layers with a window and one for the others, or 0: no rotary positions.
@@ -367,7 +371,8 @@ difference.
   read with each expert's matrices apart or stacked, and written as on the hub: apart, of Gemma 4, Llama 4, Qwen3-VL and
   gpt-oss stacked. gpt-oss's are read from MXFP4 too, as the numbers that they stand for, so that they can be trained,
   or [kept in it](adapters.md#quantised-experts) under adapters, and written as floats. `model.router_aux_loss_coef` and
-  `model.freeze_router` are in docs/configuration.md.
+  `model.freeze_router` are in docs/configuration.md. Phi-3.5-MoE's experts are weighted one after another (SparseMixer,
+  arXiv 2409.12136) as it is evaluated; in training transformers draws them at random, with another gradient.
 
 Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader
 that knows only tensors and runs no code. Code in a tokenizer's folder is run only with `model.trust_remote_code`, in
@@ -439,9 +444,9 @@ Another one is a class with this protocol in a file beside it, and a family that
 `ModelConfig.mixers` and its tensors in `KEYS`, as `layers/<path>/...`. Layers of one mixer are stacked, and consecutive
 ones run in one scan. `tests/models/mixers/test_mixer.py` has a recurrent one, and samples with it.
 
-Not supported: the vision part of Llama 4, sound and videos, Phi-3.5-MoE, checkpoints
-quantized otherwise, texts that are read in both directions (but PaliGemma's prompts), ALiBi (Falcon-RW, BLOOM, MPT),
-and a scale of attention for each layer (`scale_attn_by_inverse_layer_idx`).
+Not supported: the vision part of Llama 4, sound and videos, checkpoints quantized otherwise, texts that are read in
+both directions (but PaliGemma's prompts), ALiBi (Falcon-RW, BLOOM, MPT), and a scale of attention for each layer
+(`scale_attn_by_inverse_layer_idx`).
 """
 
 EXAMPLE = '''"""Helium (Kyutai): Llama's shape, with neighbouring dimensions of a head rotated together."""

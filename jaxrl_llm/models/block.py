@@ -12,7 +12,7 @@ from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.altup import AltUp, Laurel
 from jaxrl_llm.models.layers import FeedForward, RMSNorm
 from jaxrl_llm.models.mixers.cross_attention import CrossAttention
-from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer, NoMixer
+from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer, NoMixer, Passing
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.moe import ExpertsBeside, MixtureOfExperts, Routing
 from jaxrl_llm.models.per_layer import PerLayerInput
@@ -61,30 +61,33 @@ class Block(nnx.Module):
         """The layer's mixer."""
         return getattr(self, self.mixer_path)
 
-    def apply(
-        self, x, inputs: AttentionInputs, counted, replayed, arrays, is_read: bool = False
-    ) -> tuple[jax.Array, tuple[Any, Routing | None]]:
-        """Hidden states after the layer, and the mixer's cache where it `is_read` by others, and the routing.
+    def apply(self, x, inputs: AttentionInputs, counted, replayed, arrays) -> tuple[jax.Array, Routing | None, Any]:
+        """Hidden states after the layer, the routing, and what layers that share this one's get of it.
 
         `counted` `[N,T]` is how often a token counts in the routing, `replayed` `[N,T,k]` the experts that tokens go
         to, or None.
         """
         mixed, cache = self.mixer.prefill(normed(self.input_norm, x), inputs, arrays)
         x, _, routing = self._feed_forward(x, mixed, counted, replayed, seen=inputs.shown and inputs.shown.seen)
-        return x, (cache if is_read else None, routing)
+        return x, routing, Passing.of(cache, cache).passed
 
-    def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, tuple[Any, jax.Array | None]]:
-        """Hidden states after the layer, and the mixer's cache and the experts `[N,T,k]` of each token."""
+    def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, tuple[Any, jax.Array | None], Any]:
+        """Hidden states after the layer, the mixer's cache and the experts `[N,T,k]` of each token, and what layers
+        that share this one's get of it."""
         mixed, cache = self.mixer.prefill(normed(self.input_norm, x), inputs, arrays)
         x, experts, _ = self._feed_forward(x, mixed, seen=inputs.shown and inputs.shown.seen)
-        return x, (cache, experts)
+        own, passed = Passing.of(cache, cache)
+        return x, (own, experts), passed
 
-    def decode(self, x, inputs: DecodeInputs, prompt, cache, arrays) -> tuple[jax.Array, tuple[Any, jax.Array | None]]:
-        """Hidden states of the next tokens after the layer, and the mixer's cache with them and their experts."""
+    def decode(
+        self, x, inputs: DecodeInputs, prompt, cache, arrays
+    ) -> tuple[jax.Array, tuple[Any, jax.Array | None], Any]:
+        """The same of the next tokens: the mixer's cache has them."""
         mixed, cache = self.mixer.decode(normed(self.input_norm, x), inputs, prompt, cache, arrays)
         seen = prompt.seen[:, None] if isinstance(self.mixer, CrossAttention) else None
         x, experts, _ = self._feed_forward(x, mixed, seen=seen)
-        return x, (cache, experts)
+        own, passed = Passing.of(cache, (prompt, cache))
+        return x, (own, experts), passed
 
     def _feed_forward(
         self, x, mixed, counted=None, replayed=None, seen=None

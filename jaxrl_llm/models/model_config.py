@@ -28,8 +28,8 @@ class LayerRun(NamedTuple):
     stack: str
     start: int  # index of the first in its stack
     scanned: bool
-    shares: int | None = None  # the layer whose keys and values they read
-    is_read: bool = False  # its only layer is one whose keys and values others read
+    shares: int | None = None  # the layer whose keys and values, or choice of tokens, they read
+    is_read: bool = False  # its only layer is one of which others read them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +79,7 @@ class ModelConfig:
     sliding_chunks: bool = False  # a sliding layer sees what is in the token's own chunk of `sliding_window` positions
     query_scale: float | None = None  # of attention scores; None: head_dim ** -0.5
     key_scale: float = 1.0  # of keys, and so of the scores too
+    value_scale: float = 1.0
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     logit_divisor: float = 1.0
@@ -90,16 +91,18 @@ class ModelConfig:
     # together ("heads"); "": three maps.
     joint_qkv: str = ""
     qkv_clip: float | None = None  # queries, keys and values are clipped to +- that, before norms and rotation
-    query_rank: int = 0  # of latent attention, as the next two; 0: queries come from the hidden states themselves
+    query_rank: int = 0  # of latent attention, as the next one; 0: queries come from the hidden states themselves
     latent_size: int = 0
-    value_head_dim: int = 0
+    value_head_dim: int = 0  # of other attention too; 0: head_dim
     index_heads: int = 0  # of sparse attention, as the next three; see sparse_attention.Indexer
     index_head_dim: int = 0
     index_top: int = 0  # tokens that a token attends to, at most
+    shared_indexers: tuple[int, ...] = ()  # the layers that attend to what the latest layer with an indexer has chosen
     index_interleaved: bool = False  # the indexer rotates neighbouring dimensions together
     attention_gate: bool = False  # queries come with numbers whose sigmoids multiply the heads' outputs
     attention_gate_map: bool = False  # such numbers come from a map of their own
     attention_gate_heads: bool = False  # it has one for each head
+    attention_gate_softplus: bool = False  # their softplus takes the place of the sigmoid
     attention_sinks: bool = False  # each head has a number that joins the softmax of its scores, and no value
     mlp_bias: bool = False
     qk_norm: bool = False
@@ -111,9 +114,8 @@ class ModelConfig:
     query_growth_every: int = 0  # positions in one unit of that log
     query_growth_rotated: bool = False  # of all queries, and from the position itself on, not the one behind it
     value_norm: bool = False  # of each head, without a scale
-    keys_as_values: bool = False  # as they are before norms and rotation, in the layers without a window
-    full_head_dim: int = 0  # of the layers without a window; 0: head_dim
-    full_kv_heads: int = 0  # likewise
+    keys_as_values: bool = False  # as they are before norms and rotation
+    full_fields: tuple[tuple[str, Any], ...] = ()  # of the layers without a window, where theirs are others
     shared_layers: int = 0  # number of last layers, which read the keys and values of the latest layer of their kind
     shared_ffn: int = 0  # of these layers; 0: ffn
     layer_scale: bool = False  # the hidden states after each layer are multiplied by a number, which is not trained
@@ -139,6 +141,8 @@ class ModelConfig:
     experts_per_token: int = 0
     expert_ffn: int = 0
     expert_bias: bool = False  # of experts and router
+    router_softcap: float | None = None  # of logits
+    router_jitter: float | None = None  # experts are weighted one after another; see moe.one_by_one
     router_sigmoid: bool = False  # each expert's probability by itself; False: a softmax
     router_correction: bool = False  # experts are chosen by probability plus a number each has, weighted without it
     router_groups: int = 1  # groups of experts, of which a token uses `router_top_groups`
@@ -153,6 +157,7 @@ class ModelConfig:
     experts_beside: bool = False  # layers have a dense feed-forward and experts; see moe.ExpertsBeside
     shared_expert_ffn: int = 0  # channels of an expert that every token uses; 0: none
     shared_expert_gate: bool = False  # its output is multiplied by one number per token
+    shared_expert_scale: float = 1.0  # of its output
     expert_width: int = 0  # numbers that the chosen experts read and write, mapped from and to the width; 0: the width
     dense_layers: tuple[int, ...] = ()  # the layers without experts, where others have them
     bare_layers: tuple[int, ...] = ()  # the layers without a feed-forward
@@ -224,6 +229,11 @@ class ModelConfig:
         return self.learned_positions - self.first_position if self.learned_positions else None
 
     @property
+    def value_size(self) -> int:
+        """Numbers of each head's values."""
+        return self.value_head_dim or self.head_dim
+
+    @property
     def rotated_size(self) -> int:
         """Dimensions of each head that are rotated."""
         return self.rotary_head_dim or int(self.head_dim * self.rotary_fraction)
@@ -232,15 +242,15 @@ class ModelConfig:
     def layer_configs(self) -> tuple[LayerConfig, ...]:
         """The kind of each layer."""
         first = self.layers - self.shared_layers
-        full = {"head_dim": self.full_head_dim, "kv_heads": self.full_kv_heads}
 
         def kind(layer: int) -> LayerConfig:
             slides, shares = layer in self.sliding_layers, None
-            fields: dict[str, Any] = {} if slides else {name: value for name, value in full.items() if value}
-            fields |= {"keys_as_values": False} if slides and self.keys_as_values else {}
+            fields: dict[str, Any] = {} if slides else dict(self.full_fields)
             if layer >= first:
                 shares = max(other for other in range(first) if (other in self.sliding_layers) == slides)
                 fields |= {"ffn": self.shared_ffn} if self.shared_ffn else {}
+            if layer in self.shared_indexers:
+                shares = max(other for other in range(layer) if other not in self.shared_indexers)
             if self.sparse_layers and layer not in self.sparse_layers:
                 fields["ffn_sparsity"] = 0.0
             if self.lora is not None and self.lora.groups:
@@ -271,15 +281,15 @@ class ModelConfig:
         Layers of a stack have the same mixer and the same kind of feed-forward. Most are in `layers`. In `dense_layers`
         are those without experts, where others have some, and in `bare_layers` those without a feed-forward; in
         `<path>_layers` those with another mixer than attention; in `full_layers` those without a window, where they
-        have other heads; in `shared_layers` and `shared_full_layers` those that read the keys and values of others.
+        have `full_fields`; in `shared_layers` and `shared_full_layers` those that read the keys and values of others,
+        and in `shared_latent_layers` those without an indexer, where others have one.
         `sparse_` is before the names of those with an `ffn_sparsity` that others lack, and `group1_` and so on of those
         that other groups of layers have (`layer_groups`).
         """
         found: dict[str, tuple[int, ...]] = {}
-        full_differs = self.full_head_dim or self.full_kv_heads or self.keys_as_values
         for layer, kind in enumerate(self.layer_configs):
             name = "layers" if issubclass(kind.mixer, Attention) else f"{kind.mixer.path}_layers"
-            name = f"full_{name}" if full_differs and kind.window is None else name
+            name = f"full_{name}" if self.full_fields and kind.window is None else name
             name = name if kind.shares is None else f"shared_{name}"
             name = f"sparse_{name}" if layer in self.sparse_layers and len(self.sparse_layers) < self.layers else name
             if kind.bare:
@@ -321,7 +331,8 @@ class ModelConfig:
         """The parts of the parameters, and the paths of single ones, that training leaves as they are, whatever it
         trains of the others."""
         vision = ("vision",) if self.vision is not None and self.vision_training == "frozen" else ()
-        indexers = [f"{stack}/latent/indexer/{leaf}" for stack in self.stacks for leaf in INDEXER if self.index_heads]
+        stacks = [name for name, layers in self.stacks.items() if layers[0] not in self.shared_indexers]
+        indexers = [f"{stack}/latent/indexer/{leaf}" for stack in stacks for leaf in INDEXER if self.index_heads]
         return (*vision, *indexers, *self.frozen_leaves)
 
     @property

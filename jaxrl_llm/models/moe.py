@@ -17,7 +17,7 @@ from jaxrl_llm.distributed.sharding import activation_spec, is_sharded, paramete
 from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.kernels.fused_attention import has_triton
 from jaxrl_llm.models.kernels.grouped_matmul import grouped_matmul
-from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm, gated
+from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm, gated, soft_cap
 from jaxrl_llm.models.quantize import Kernel, as_matrix, quantize
 
 # How the paths of the parameters end that `model.freeze_router` leaves as they are.
@@ -40,6 +40,23 @@ def balance_loss(routing: Routing):
     """
     tokens = jnp.maximum(routing.tokens, 1.0)
     return routing.counts.size * jnp.sum(routing.counts / tokens * (routing.probabilities / tokens))
+
+
+def one_by_one(logits, chosen, jitter: float) -> jax.Array:
+    """The weights `[...,k]` of SparseMixer (arXiv 2409.12136, as it is evaluated) of the chosen experts `[...,k]`.
+
+    Each is the expert's share in a softmax of the logits `[...,E]` that are near the largest one, within twice the
+    `jitter` of its size or their own, where the experts before it are left out.
+    """
+    left, weights = logits, []
+    for number in range(chosen.shape[-1]):
+        expert = chosen[..., number : number + 1]
+        largest = jax.lax.stop_gradient(left.max(-1, keepdims=True))
+        far = (largest - left) / jnp.maximum(jnp.abs(logits), largest) > 2 * jitter
+        shares = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=-1)
+        weights.append(jnp.take_along_axis(shares, expert, axis=-1))
+        left = jnp.where(jnp.arange(logits.shape[-1]) == expert, -jnp.inf, left)
+    return jnp.concatenate(weights, axis=-1)
 
 
 class Experts(nnx.Module):
@@ -265,11 +282,6 @@ def across_devices(compute, kernels: Kernels, x, weights, chosen):
     return run(kernels, x, weights, chosen)
 
 
-def _replaced(chosen, replayed):
-    """The experts `[...,k]`, or the replayed ones in their place where these are not negative."""
-    return chosen if replayed is None else jnp.where(replayed < 0, chosen, replayed.astype(chosen.dtype))
-
-
 def _gathered(kernel, spec):
     """A kernel all-gathered along `fsdp` and `context`; along `expert` and `tensor` it stays sharded."""
     for dim, axes in enumerate(spec):
@@ -361,11 +373,17 @@ class MixtureOfExperts(nnx.Module):
         """
         c = self.config
         logits = self._route(x.astype(jnp.float32) if c.router_in_fp32 else x).astype(jnp.float32)
+        logits = soft_cap(logits, c.router_softcap)
         probabilities = jax.nn.sigmoid(logits) if c.router_sigmoid else jax.nn.softmax(logits, axis=-1)
         # Of sigmoids many may be rounded to 1.
         ranks = logits if c.router_sigmoid and self.correction is None else probabilities
-        chosen = _replaced(self._chosen(ranks), replayed)
-        weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
+        chosen = self._chosen(ranks)
+        if replayed is not None:
+            chosen = jnp.where(replayed < 0, chosen, replayed.astype(chosen.dtype))
+        if c.router_jitter is None:
+            weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
+        else:
+            weights = one_by_one(logits, chosen, c.router_jitter)
         if c.router_sigmoid:
             probabilities /= probabilities.sum(-1, keepdims=True)  # as the loss that balances experts takes them
         if c.normalize_top_k:
@@ -378,7 +396,8 @@ class MixtureOfExperts(nnx.Module):
             out = self.widen(self.experts(self.narrow(x), weights, chosen))
         if self.shared is not None:
             shared = self.shared(x)
-            out += shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared
+            shared = shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared
+            out += shared if c.shared_expert_scale == 1.0 else shared * c.shared_expert_scale
         if counted is None:
             return out, chosen, None
         preferred = chosen

@@ -109,12 +109,11 @@ class Transformer(nnx.Module):
         counted = mixed.segments != 0 if inputs.multiplicity is None else inputs.multiplicity
         replayed = None if inputs.experts is None else self._by_run(inputs.experts)
 
-        def body(block: Block, x, experts, arrays, read, is_read: bool):
-            shared = None if read is None else read[1]
-            return block.apply(x, mixed._replace(shared=shared), counted, experts, arrays, is_read)
+        def body(block: Block, x, experts, arrays, shared):
+            return block.apply(x, mixed._replace(shared=shared), counted, experts, arrays)
 
         x, outputs = self._through_layers(body, x, inputs.tokens, replayed, images)
-        routings = [routing for _, routing in outputs if routing is not None]
+        routings = [routing for routing in outputs if routing is not None]
         if self.record is not None and routings:
             if self.config.scan_layers:  # each holds the sums of its layers, stacked
                 routings = [jax.tree.map(lambda x: x.sum(0), routing) for routing in routings]
@@ -127,8 +126,8 @@ class Transformer(nnx.Module):
         inputs = Inputs(tokens, segments, images=images, prompt_width=tokens.shape[1])
         mixed, x, placed = self._embedded_rows(inputs)
 
-        def body(block: Block, x, _, arrays, read, is_read: bool):
-            return block.prefill(x, mixed._replace(shared=None if read is None else read[1]), arrays)
+        def body(block: Block, x, _, arrays, shared):
+            return block.prefill(x, mixed._replace(shared=shared), arrays)
 
         x, outputs = self._through_layers(body, x, tokens, images=placed)
         return self._last(x), *_caches_and_experts(self.config, outputs)
@@ -139,13 +138,9 @@ class Transformer(nnx.Module):
         `prompts` are the caches of `prefill` for the G prompts, `caches` those of `Net.empty_caches` for their rows.
         """
 
-        def body(block: Block, x, layer_caches, arrays, read, is_read: bool):
+        def body(block: Block, x, layer_caches, arrays, shared):
             prompt, cache = layer_caches
-            if read is None:
-                return block.decode(x, inputs, prompt, cache, arrays)
-            (prompt, _), shared = read
-            x, (_, experts) = block.decode(x, inputs, prompt, shared, arrays)
-            return x, (cache, experts)
+            return block.decode(x, inputs._replace(shared=shared), prompt, cache, arrays)
 
         layer_caches = tuple(zip(prompts, caches, strict=True))
         x, outputs = self._through_layers(body, self._embedded(tokens, inputs.positions), tokens, layer_caches)
@@ -323,10 +318,9 @@ class Transformer(nnx.Module):
         self, body, x, tokens, caches=None, images: ImageEmbeddings | None = None
     ) -> tuple[jax.Array, tuple]:
         """x after every layer, with the features that `images` add there, and the second results of
-        `body(block, x, cache, arrays, read, is_read)`, one per run of layers.
+        `body(block, x, cache, arrays, shared)`, one per run of layers.
 
-        Such a result is a pair. Layers that share the keys and values of an earlier one get them as `read`: the cache
-        that was given to it, and the first of its pair.
+        Its third result is what a layer passes on, and `shared` what the one passes on whose work a layer shares.
         """
         deep = 0 if images is None else images.values.shape[-1] // self.config.width - 1  # layers that images add to
         stacks = {}
@@ -335,7 +329,7 @@ class Transformer(nnx.Module):
         own = None if self.per_layer is None else self.per_layer(self._read(tokens), x)
         x = x if self.streams is None else self.streams.spread_out(x)
         outputs: list[Any] = []
-        reads: dict[int | None, Any] = {None: None}
+        passed_on: dict[int | None, Any] = {None: None}
         for number, run in enumerate(self.config.layer_runs):
             graph, state = stacks[run.stack] if run.scanned else nnx.split(self.layers[run.layers[0]])
             if run.scanned and len(run.layers) < len(self.config.stacks[run.stack]):
@@ -351,13 +345,13 @@ class Transformer(nnx.Module):
                 if block.altup is not None:
                     streams = block.altup.predicted(x)
                     x = streams[..., 0, :]
-                x, out = body(block, x, cache, own_arrays, reads[run.shares], run.is_read)
+                x, out, passed = body(block, x, cache, own_arrays, passed_on[run.shares])
                 x = block.finished(x, own, streams)
                 if images is not None and number is not None:
                     added = functools.partial(deepened, images=images, layer=number)
                     x = jax.lax.cond(number < deep, added, lambda x: x, x)
                     x = constrain(x, "rows", "positions", None)
-                return x, out
+                return x, (out, passed if run.is_read else None)
 
             if self.config.remat != "none":
                 # A scan keeps XLA from merging the recomputation with the forward pass; unrolled, a barrier must.
@@ -371,11 +365,10 @@ class Transformer(nnx.Module):
                 numbers,
                 None if own is None else own[of_run],
             )
-            x, out = jax.lax.scan(step, x, layer) if run.scanned else step(x, layer)
+            x, (out, passed) = jax.lax.scan(step, x, layer) if run.scanned else step(x, layer)
             outputs.append(out)
             if run.is_read:
-                read = (None if caches is None else caches[number], out[0])
-                reads[run.layers[0]] = jax.tree.map(lambda x: x[0], read) if run.scanned else read
+                passed_on[run.layers[0]] = jax.tree.map(lambda x: x[0], passed) if run.scanned else passed
         return x if self.streams is None else self.streams.gathered(x), tuple(outputs)
 
 

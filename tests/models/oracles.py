@@ -17,6 +17,7 @@ from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
     Cohere2Config,
+    Cohere2MoeConfig,
     CohereConfig,
     CwmConfig,
     DeepseekV2Config,
@@ -54,18 +55,25 @@ from transformers import (
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     HyperCLOVAXConfig,
+    HYV3Config,
     InternLM3Config,
     IQuestCoderConfig,
     Jais2Config,
     KimiLinearConfig,
+    LagunaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm3Config,
     Llama4TextConfig,
     LlamaConfig,
+    MellumConfig,
+    MiMoV2FlashConfig,
+    MiniCPM3Config,
     MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
     NanoChatConfig,
@@ -79,6 +87,7 @@ from transformers import (
     OPTConfig,
     Phi3Config,
     PhiConfig,
+    PhimoeConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -103,6 +112,8 @@ from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.update import add_gradients
 
+# Which transformers knows as a part of others alone.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 VOCAB = 97
 WINDOW = 5  # shorter than the documents of the tests
 SHAPE: dict[str, Any] = {
@@ -126,9 +137,17 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,  # with these, of the 8 waves some are kept, some slowed, some between
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+GROWING_ROPE = YARN_ROPE | {
+    "factor": 8.0, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.8, "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}  # fmt: skip
 LONG_ROPE = {  # as Phi-4-mini has it
     "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.1, 1.3],
     "long_factor": [1.0, 2.5, 6.0],
+}  # fmt: skip
+MINICPM3_ROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.1, 2.5], "long_factor": [1.1, 2.5],
+    "original_max_position_embeddings": 8,
 }  # fmt: skip
 HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 GEMMA3_ROPE = {
@@ -175,10 +194,10 @@ SMALL_OPT: dict[str, Any] = {
 ALONE = {name: x for name, x in SHAPE.items() if name != "num_key_value_heads"}  # of heads with keys of their own
 FALCON = {name: x for name, x in ALONE.items() if name != "intermediate_size"} | {"ffn_hidden_size": 48}
 SHARED_EXPERT = {**EXPERTS, "moe_intermediate_size": 16, "num_experts": 4, "shared_expert_intermediate_size": 20}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 # Of the 12 tokens of a document 5 are seen; heads enough that hardly a token has the score 0, as others have.
 SPARSE = {
-    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
-    "index_topk": WINDOW, "index_head_dim": 6, "index_n_heads": 12,
+    **LATENT, "index_topk": WINDOW, "index_head_dim": 6, "index_n_heads": 12,
 }  # fmt: skip
 VARIANTS = {
     "llama": lambda: LlamaConfig(**SHAPE),
@@ -291,12 +310,7 @@ VARIANTS = {
     "minimax_m2": lambda: MiniMaxM2Config(
         **SHAPE, **EXPERTS, head_dim=16, num_local_experts=4, rope_parameters=HALF_ROPE
     ),
-    "ministral3": lambda: Ministral3Config(
-        **SHAPE, head_dim=8, rope_parameters=YARN_ROPE | {
-            "factor": 8.0, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.8, "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-    ),
+    "ministral3": lambda: Ministral3Config(**SHAPE, head_dim=8, rope_parameters=GROWING_ROPE),
     "ministral3-window": lambda: Ministral3Config(**SHAPE, head_dim=16, sliding_window=WINDOW),
     "exaone4": lambda: Exaone4Config(**SHAPE, sliding_window=WINDOW, sliding_window_pattern=2),
     "exaone4-full": lambda: Exaone4Config(**SHAPE, sliding_window=None, layer_types=["full_attention"] * 2),
@@ -521,6 +535,73 @@ VARIANTS = {
         **SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4}, **EXPERTS, moe_intermediate_size=16,
         n_routed_experts=8, first_k_dense_replace=1, **SPARSE,
     ),
+    "mistral4": lambda: Mistral4Config(
+        **SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4}, **LATENT, num_experts_per_tok=2,
+        moe_intermediate_size=16, n_routed_experts=8, n_group=4, topk_group=2, first_k_dense_replace=1,
+        routed_scaling_factor=1.5, rope_parameters=dict(GROWING_ROPE),  # to which it adds an entry
+    ),
+    "mistral4-plain": lambda: Mistral4Config(
+        **SHAPE | {"num_key_value_heads": 4}, **LATENT | {"q_lora_rank": None}, num_experts_per_tok=2,
+        moe_intermediate_size=16, n_routed_experts=4, norm_topk_prob=False, attention_bias=True, rope_interleave=False,
+        rope_parameters=YARN_ROPE | {"llama_4_scaling_beta": 0.0},
+    ),
+    "hy_v3": lambda: HYV3Config(
+        **SHAPE | {"num_hidden_layers": 3}, head_dim=16, num_experts_per_tok=2, num_experts=4, moe_intermediate_size=16,
+        num_shared_experts=2, attention_bias=True,
+    ),
+    "mellum": lambda: MellumConfig(
+        **SHAPE | {"num_hidden_layers": 3}, **EXPERTS, head_dim=8, num_experts=4, moe_intermediate_size=16,
+        sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse"], rope_parameters=OLMO3_ROPE,
+    ),
+    "cohere2_moe": lambda: Cohere2MoeConfig(
+        **SHAPE | {"num_hidden_layers": 3}, head_dim=16, num_experts_per_tok=2, num_experts=4, num_shared_experts=2,
+        sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention", "full_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse"], prefix_dense_intermediate_size=40, logit_scale=0.3,
+    ),
+    "cohere2_moe-sigmoid": lambda: Cohere2MoeConfig(
+        **SHAPE | {"num_hidden_layers": 4}, head_dim=8, num_experts_per_tok=2, num_experts=4, sliding_window=WINDOW,
+        first_k_dense_replace=2, prefix_dense_sliding_window_pattern=2, sliding_window_pattern=2, rms_norm_eps=1e-3,
+        expert_selection_fn="sigmoid", attention_bias=True, tie_word_embeddings=False, logit_scale=0.3,
+    ),
+    "phimoe": lambda: PhimoeConfig(
+        **SHAPE, **EXPERTS, num_local_experts=4, router_jitter_noise=0.3, attention_bias=True, lm_head_bias=True
+    ),
+    "phimoe-long": lambda: PhimoeConfig(
+        **SHAPE, num_experts_per_tok=2, num_local_experts=4, sliding_window=WINDOW, max_position_embeddings=256,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.7], "short_mscale": 1.3,
+            "long_factor": [1.0, 2.5, 6.0, 9.0], "long_mscale": 1.3, "original_max_position_embeddings": 64,
+        },
+    ),
+    "mimo_v2_flash": lambda: MiMoV2FlashConfig(
+        **SHAPE | {"num_hidden_layers": 4, "num_key_value_heads": 1}, head_dim=16, v_head_dim=12, num_experts_per_tok=2,
+        n_routed_experts=8, n_group=2, topk_group=1, moe_intermediate_size=16, sliding_window=WINDOW,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters={"full_attention": HALF_ROPE | {"rope_theta": 1000.0}, "sliding_attention": HALF_ROPE},
+    ),
+    "mimo_v2_flash-full": lambda: MiMoV2FlashConfig(
+        **SHAPE, head_dim=12, num_experts_per_tok=2, n_routed_experts=4, moe_intermediate_size=16, v_head_dim=20,
+        layer_types=["full_attention"] * 2, attention_bias=True, attention_value_scale=None, norm_topk_prob=False,
+    ),
+    "laguna": lambda: LagunaConfig(
+        **SHAPE | {"num_hidden_layers": 4}, **EXPERTS, head_dim=8, num_experts=4, moe_intermediate_size=16,
+        shared_expert_intermediate_size=20, moe_routed_scaling_factor=1.5, moe_router_logit_softcapping=0.5,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        num_attention_heads_per_layer=[4, 8, 8, 4], sliding_window=WINDOW,
+    ),
+    "laguna-elements": lambda: LagunaConfig(
+        **SHAPE, **EXPERTS, head_dim=16, num_experts=4, moe_intermediate_size=16, gating="per-element",
+        attention_bias=True, rope_parameters=OLMO3_ROPE,
+    ),
+    "minicpm3": lambda: MiniCPM3Config(
+        **SHAPE | {"num_key_value_heads": 4}, **LATENT | {"v_head_dim": None}, scale_depth=0.9, scale_emb=3,
+        dim_model_base=20, tie_word_embeddings=False, rope_parameters=MINICPM3_ROPE,
+    ),
+    "glm_moe_dsa-shared": lambda: GlmMoeDsaConfig(
+        **SHAPE | {"num_hidden_layers": 6, "num_key_value_heads": 4}, **EXPERTS, moe_intermediate_size=16,
+        n_routed_experts=8, first_k_dense_replace=2, **SPARSE, index_topk_pattern="FSFSSF",
+    ),
     "deepseek_v2-greedy": lambda: DeepseekV2Config(
         **SHAPE | {"num_key_value_heads": 4}, num_experts_per_tok=2, moe_intermediate_size=16, n_routed_experts=8,
         q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
@@ -539,13 +620,14 @@ NO_CLASSIFIER = (  # of which transformers has none
     "olmo_hybrid", "dots1", "falcon_h1", "cohere2", "apertus", "ernie4_5_moe", "granitemoe", "cohere",
     "exaone", "jais2", "cwm", "flex_olmo", "granitemoeshared", "solar_open", "nanochat", "vaultgemma",
     "gemma4_unified_text", "exaone_moe", "granite_swa", "granitemoe_swa", "youtu", "internlm3", "hyperclovax",
-    "iquestcoder", "sarvam_moe", "sarvam_mla", "deepseek_v32", "glm_moe_dsa",
+    "iquestcoder", "sarvam_moe", "sarvam_mla", "deepseek_v32", "glm_moe_dsa", "hy_v3", "mellum", "cohere2_moe",
+    "mimo_v2_flash", "laguna",
 )  # fmt: skip
 # Families whose nets another describes too.
 ALIKE = {
     "glm4_moe_lite": "deepseek_v3", "cwm": "smollm3", "ministral": "smollm3", "gemma4_unified_text": "gemma4_text",
     "internlm3": "llama", "iquestcoder": "llama", "sarvam_mla": "deepseek_v3", "sarvam_moe": "glm4_moe",
-    "hyperclovax": "granite",
+    "hyperclovax": "granite", "hy_v3": "glm4_moe",
 }  # fmt: skip
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
 
@@ -624,6 +706,15 @@ OWN_NAMES = {  # of modules in transformers, and in files
         ("q_norm", "query_layernorm"), ("k_norm", "key_layernorm"),
         ("gate.e_score_correction_bias", "gate.expert_bias"),
     ],
+    "hy_v3": [
+        ("mlp.gate.weight", "mlp.router.gate.weight"), ("e_score_correction_bias", "expert_bias"),
+        ("shared_experts", "shared_mlp"),
+    ],
+    "laguna": [
+        ("gate.e_score_correction_bias", "experts.e_score_correction_bias"), ("shared_experts", "shared_expert"),
+    ],
+    "mimo_v2_flash": [("self_attn.sinks", "self_attn.attention_sink_bias")],
+    "phimoe": [("mlp.router.", "mlp.gate.")],
     "exaone_moe": [("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias")],
     "exaone": [
         ("model.embed_tokens", "transformer.wte"), ("model.layers.", "transformer.h."),
@@ -634,10 +725,13 @@ OWN_NAMES = {  # of modules in transformers, and in files
 }  # fmt: skip
 
 
+STACKED = ("gpt_oss", "gemma4_text", "qwen3_vl_moe", "llama4_text", "granitemoe_swa", "mistral4")  # in files too
+
+
 def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Arrays by parameter of transformers as tensors of files, which hold each expert's matrices by themselves."""
     family = oracle.config.model_type
-    mixtral = family in ("mixtral", "minimax_m2")
+    mixtral = family in ("mixtral", "minimax_m2", "phimoe")
     numbered = mixtral or family in ("lfm2_moe", "kimi_linear")
     gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
     found = {}
@@ -666,8 +760,8 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         name = name.replace("model.", "backbone.") if family == "nemotron_h" else name
         name = name.replace(".gate.moe_statics.", ".moe_statics.")
-        start, stacked, part = name.partition(".experts.")
-        if not stacked or family in ("gpt_oss", "gemma4_text", "qwen3_vl_moe", "llama4_text", "granitemoe_swa"):
+        start, _, part = name.partition(".experts.")
+        if not part.endswith("_proj") or family in STACKED:
             found[name] = x
             continue
         halves = np.split(x, 2, axis=1) if part == "gate_up_proj" else [x]

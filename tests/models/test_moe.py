@@ -13,12 +13,13 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import load_balancing_loss_func as ernie_balance_loss
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.moe import Experts, MixtureOfExperts, Routing, balance_loss, dense, grouped
+from jaxrl_llm.models.moe import Experts, MixtureOfExperts, Routing, balance_loss, dense, grouped, one_by_one
 from jaxrl_llm.models.net import Net, RecordingNet
 from tests.models.oracles import make_oracle
 
@@ -231,3 +232,23 @@ def test_stacked_experts_are_read_too(variant, tmp_path):
     names = ("block_sparse_moe", "w1", "w3", "w2") if variant == "mixtral" else names
     save_file(stack_experts(load_file(tmp_path / "model.safetensors"), *names), tmp_path / "model.safetensors")
     jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path)[1], expected)
+
+
+def test_experts_weighted_one_by_one_equal_sparsemixer():
+    """Phi-3.5-MoE's weights and their gradient, as transformers evaluates them; by hand, of experts near and far."""
+    rng = np.random.default_rng(0)
+    logits, factors = rng.normal(size=(40, 6)).astype(np.float32), rng.normal(size=(40, 2)).astype(np.float32)
+    logits[0], logits[1] = [1.0, 0.9, 0.1, 0.0, 0.0, -1.0], 0.0  # of zeros all are near
+    tensor = torch.tensor(logits, requires_grad=True)
+    expected, order = sparsemixer(tensor, jitter_eps=0.1, training=False)
+    (expected * torch.tensor(factors)).sum().backward()
+    chosen = jnp.asarray(order.numpy())
+
+    def weighted(logits):
+        weights = one_by_one(logits, chosen, 0.1)
+        return (weights * factors).sum(), weights
+
+    gradient, found = jax.grad(weighted, has_aux=True)(jnp.asarray(logits))
+    np.testing.assert_allclose(found, expected.detach(), atol=1e-6)
+    np.testing.assert_allclose(gradient, tensor.grad, atol=1e-6)
+    np.testing.assert_allclose(found[0], [1 / (1 + np.exp(-0.1)), 1.0], atol=1e-6)

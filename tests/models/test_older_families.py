@@ -149,6 +149,18 @@ REFUSED = {
     "phi": ({"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported"),
     "opt": ({"activation_function": "tanh"}, "hidden_act = 'tanh' is not supported; supported: gelu, gelu_new"),
     "deepseek_v2": ({"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported; supported: greedy and"),
+    "mistral4": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_type = 'default' .* yarn"),
+    "mistral4-plain": ({"rope_parameters": {"rope_type": "yarn", "partial_rotary_factor": 0.5}}, "4 of 12 numbers"),
+    "hy_v3": ({"mlp_layer_types": ["dense"] * 3}, "mlp_layer_types = .* and sparse for one"),
+    "cohere2_moe": ({"expert_selection_fn": "topk"}, "expert_selection_fn = 'topk' .* softmax and sigmoid"),
+    "phimoe": ({"num_experts_per_tok": 1}, "num_experts_per_tok = 1 is not supported; supported: 2"),
+    "phimoe-long": (
+        {"rope_parameters": VARIANTS["phimoe-long"]().rope_parameters | {"long_mscale": 1.5}},
+        "long_mscale = 1.5 .* short_mscale = 1.3",
+    ),
+    "mimo_v2_flash": ({"num_key_value_heads": 4}, "num_key_value_heads = 4 .* half of num_attention_heads = 4"),
+    "laguna": ({"num_attention_heads_per_layer": [4, 8, 4, 4]}, "one number for the layers with a window, and one"),
+    "laguna-elements": ({"gating": "per-layer"}, "gating = 'per-layer' .* per-head, per-element"),
 }
 
 

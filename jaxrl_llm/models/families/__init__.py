@@ -31,6 +31,7 @@ NAMES = (
     "flex_olmo granitemoeshared solar_open deepseek_v2 lfm3 nanochat vaultgemma gemma4_unified_text exaone_moe "
     "granite_swa granitemoe_swa youtu internlm3 hyperclovax iquestcoder sarvam_moe sarvam_mla deepseek_v32 "
     "glm_moe_dsa glm46v glm_ocr exaone4_5 video_llama_3 gemma4_unified "
+    "mistral4 hy_v3 mellum cohere2_moe phimoe mimo_v2_flash laguna minicpm3 "
 )
 MODULES = [importlib.import_module(f"{__name__}.{name}") for name in NAMES.split()]
 FAMILIES: dict[str, ModuleType] = {module.MODEL_TYPE: module for module in MODULES}

@@ -93,6 +93,18 @@ def dense_before_sparse(hf: dict[str, Any], first: int) -> int:
     return dense
 
 
+def dense_layers(hf: dict[str, Any], first: int) -> tuple[int, ...]:
+    """The layers without experts: those that `mlp_layer_types` names or, without it, the `first` ones.
+
+    Raises ConfigError for other types, a list of another length, and one that leaves no layer its experts.
+    """
+    layers = positive(hf, "num_hidden_layers")
+    types = hf.get("mlp_layer_types") or ["dense" if layer < first else "sparse" for layer in range(layers)]
+    if len(types) != layers or set(types) - {"dense", "sparse"} or "sparse" not in types:
+        refuse("mlp_layer_types", types, f"dense or sparse for each of the {layers} layers, and sparse for one")
+    return tuple(layer for layer, kind in enumerate(types) if kind == "dense")
+
+
 def mlp_types(config) -> list[str]:
     """The `mlp_layer_types` of a ModelConfig."""
     return ["sparse" if kind.experts else "dense" for kind in config.layer_configs]

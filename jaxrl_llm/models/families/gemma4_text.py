@@ -87,6 +87,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
 
 def write(config: ModelConfig, base: dict[str, Any] | None, family: str, model_type: str) -> dict[str, Any]:
     """The config.json of a net of that `family` and type, over the entries of `base`."""
+    full = dict(config.full_fields)
     own: dict[str, Any] = {
         **layer_types.write(config, base),
         "attention_bias": config.attention_bias,
@@ -97,9 +98,9 @@ def write(config: ModelConfig, base: dict[str, Any] | None, family: str, model_t
     if base is None:
         own |= {
             "hidden_activation": "gelu_pytorch_tanh",
-            "global_head_dim": config.full_head_dim or config.head_dim,
-            "num_global_key_value_heads": config.full_kv_heads or None,
-            "attention_k_eq_v": config.keys_as_values,
+            "global_head_dim": full.get("head_dim", config.head_dim),
+            "num_global_key_value_heads": full.get("kv_heads"),
+            "attention_k_eq_v": full.get("keys_as_values", False),
             "enable_moe_block": config.experts_beside,
             **{entry: getattr(config, field) or None for field, entry in EXPERTS.items()},
             "num_kv_shared_layers": config.shared_layers,
@@ -143,14 +144,14 @@ def _full_heads(hf: dict[str, Any], sliding: tuple[int, ...]) -> dict[str, Any]:
             refuse("per_layer_config", each, "the same entries for all layers of full attention, and no others")
         if other := sorted(set(full) - {"head_dim", "num_key_value_heads"}):
             refuse("per_layer_config", other, "head_dim and num_key_value_heads")
-    fields: dict[str, Any] = {"keys_as_values": same}
-    for field, entry in {"full_head_dim": "head_dim", "full_kv_heads": "num_key_value_heads"}.items():
+    fields: dict[str, Any] = {"keys_as_values": True} if same else {}
+    for field, entry in {"head_dim": "head_dim", "kv_heads": "num_key_value_heads"}.items():
         if entry in full and full[entry] != hf[entry]:
             fields[field] = positive(full, entry)
     heads = positive(hf, "num_attention_heads")
-    if heads % fields.get("full_kv_heads", 1):
-        refuse("num_global_key_value_heads", fields["full_kv_heads"], f"divisors of num_attention_heads = {heads}")
-    return fields
+    if heads % fields.get("kv_heads", 1):
+        refuse("num_global_key_value_heads", fields["kv_heads"], f"divisors of num_attention_heads = {heads}")
+    return {"full_fields": tuple(fields.items())}
 
 
 def common(hf: dict[str, Any], windows: dict[str, Any]) -> dict[str, Any]:

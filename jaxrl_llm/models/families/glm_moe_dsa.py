@@ -1,15 +1,17 @@
 """GLM-5 (arXiv 2602.15763): DeepSeek-V3.2 with experts that are not in groups, and neighbouring dimensions rotated
-together in the indexer too."""
+together in the indexer too, which may serve several layers (arXiv 2603.12201)."""
 
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, deepseek_v32
 from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.mixers.sparse_attention import SharedSparseAttention, SparseLatentAttention
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "glm_moe_dsa"
 ARCHITECTURE = "GlmMoeDsa"
 KEYS, OTHER_KEYS = deepseek_v32.KEYS, deepseek_v32.OTHER_KEYS
+TYPES = {"F": "full", "S": "shared"}  # of indexers, in index_topk_pattern and indexer_types
 DEFAULTS = {
     **deepseek_v32.DEFAULTS,
     "rms_norm_eps": 1e-5,
@@ -19,20 +21,32 @@ DEFAULTS = {
     "n_group": 1,
     "topk_group": 1,
     "index_n_heads": 32,
+    "index_topk_freq": 1,
+    "index_skip_topk_offset": 2,
 }  # for entries that are left out
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf, layers = DEFAULTS | hf, positive(hf, "num_hidden_layers")
-    types, every = hf.get("indexer_types") or hf.get("index_topk_pattern"), hf.get("index_topk_freq") or 1
-    if types and set(types) - {"F", "full"}:
-        refuse("indexer_types", types, f"full in each of the {layers} layers: none that takes the tokens of another")
-    if not types and number("index_topk_freq", every) > 1:
-        refuse("index_topk_freq", every, "1: an indexer in each layer")
-    return deepseek_v32.read(hf, ARCHITECTURE, overrides, {"index_interleaved": True})
+    every, first = (int(number(entry, hf[entry])) for entry in ("index_topk_freq", "index_skip_topk_offset"))
+    types = hf.get("indexer_types") or hf.get("index_topk_pattern")
+    types = types or ["shared" if max(layer - first + 1, 0) % max(every, 1) else "full" for layer in range(layers)]
+    types = [TYPES.get(kind, kind) for kind in types]
+    if len(types) != layers or set(types) - {*TYPES.values()} or types[0] != "full":
+        refuse("indexer_types", types, f"full or shared for each of the {layers} layers, and full for the first")
+    fields = {
+        "index_interleaved": True,
+        "shared_indexers": tuple(layer for layer, kind in enumerate(types) if kind == "shared"),
+        "mixers": tuple(SparseLatentAttention if kind == "full" else SharedSparseAttention for kind in types),
+    }
+    return deepseek_v32.read(hf, ARCHITECTURE, overrides, fields)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, deepseek_v32.entries(config, base))
+    own = deepseek_v32.entries(config, base)
+    if base is None:
+        shared = config.shared_indexers
+        own["indexer_types"] = ["shared" if layer in shared else "full" for layer in range(config.layers)]
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

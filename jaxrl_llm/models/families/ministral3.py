@@ -23,34 +23,40 @@ ROPE = {
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | hf
-    hf = _with_rope(hf)
-    rope = hf["rope_parameters"]
+    hf = with_rope(DEFAULTS | hf)
+    own = layer_types.read_uniform(hf) | growth(hf["rope_parameters"])
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+
+
+def growth(rope: dict[str, Any]) -> dict[str, Any]:
+    """The ModelConfig fields of queries that grow, of rotary parameters."""
     beta = number("llama_4_scaling_beta", rope.get("llama_4_scaling_beta") or 0.0)
     every = rope.get("original_max_position_embeddings")
-    if beta and (not isinstance(every, int) or every < 1):
+    if not beta:
+        return {}
+    if not isinstance(every, int) or every < 1:
         refuse("original_max_position_embeddings", every, "integers from 1, beside llama_4_scaling_beta")
-    own = layer_types.read_uniform(hf)
-    if beta:
-        own |= {"query_growth": beta, "query_growth_every": every, "query_growth_rotated": True}
-    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+    return {"query_growth": beta, "query_growth_every": every, "query_growth_rotated": True}
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
     own: dict[str, Any] = {"sliding_window": config.sliding_window}
-    hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=_with_rope)
-    if base is None:
-        if config.local_rope is not None:
-            refuse("rope_parameters", hf["rope_parameters"], "one set of parameters for all layers")
-        growth = {"llama_4_scaling_beta": config.query_growth}
-        if config.query_growth:
-            growth["original_max_position_embeddings"] = config.query_growth_every
-        parameters = {"rope_type": "default", **(hf.pop("rope_scaling") or {}), "rope_theta": hf.pop("rope_theta")}
-        hf |= {"rope_parameters": parameters | growth}
-    return hf
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=with_rope, write=write_rope)
 
 
-def _with_rope(hf: dict[str, Any]) -> dict[str, Any]:
+def write_rope(config: ModelConfig) -> dict[str, Any]:
+    """The rotary entries of a ModelConfig, with those of queries that grow."""
+    given = rotary.write(config)
+    if config.local_rope is not None:
+        refuse("rope_parameters", given["rope_parameters"], "one set of parameters for all layers")
+    parameters = {"rope_type": "default", **(given["rope_scaling"] or {}), "rope_theta": given["rope_theta"]}
+    parameters["llama_4_scaling_beta"] = config.query_growth
+    if config.query_growth:
+        parameters["original_max_position_embeddings"] = config.query_growth_every
+    return {"rope_parameters": parameters}
+
+
+def with_rope(hf: dict[str, Any]) -> dict[str, Any]:
     """The entries, with rotary parameters, of which files of transformers 4 have the base apart, or the family's."""
     return {**hf, "rope_parameters": rotary.parameters_of(hf) or ({} if hf.get("rope_theta") else ROPE)}

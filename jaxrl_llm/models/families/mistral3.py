@@ -1,9 +1,9 @@
 """Mistral Small 3.1 and later, Devstral Small 2 and Ministral 3: Pixtral's encoder (arXiv 2410.07073) of images of any
-size, squares of whose patches become tokens, and a Mistral or Ministral 3 that reads them."""
+size, squares of whose patches become tokens, and a Mistral, Ministral 3 or Mistral 4 that reads them."""
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, llava, ministral3, mistral, qwen_vl, siglip
+from jaxrl_llm.models.families import decoder, llava, ministral3, mistral, mistral4, qwen_vl, siglip
 from jaxrl_llm.models.families.decoder import TensorName, linear, maps
 from jaxrl_llm.models.families.entries import computed, number, positive, refuse, sizes_of
 from jaxrl_llm.models.model_config import ModelConfig
@@ -12,7 +12,8 @@ from jaxrl_llm.models.vision.tower import VisionConfig
 
 MODEL_TYPE = "mistral3"
 ARCHITECTURE = {"lm": "Mistral3ForConditionalGeneration", "score": "Mistral3ForSequenceClassification"}
-TEXTS = {module.MODEL_TYPE: module for module in (mistral, ministral3)}
+TEXTS = {module.MODEL_TYPE: module for module in (mistral, ministral3, mistral4)}
+TEXT_KEYS = tuple(dict.fromkeys((*decoder.KEYS, *mistral4.KEYS)))
 TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector"
 LAYERS, LAYER = "vision/encoder/layers", f"{TOWER}transformer.layers.{{layer}}."
 VISION_KEYS = (
@@ -26,8 +27,8 @@ VISION_KEYS = (
     *linear("vision/encoder/merger/proj", f"{PROJECTOR}.patch_merger.merging_layer"),
     *maps("vision/encoder/merger", PROJECTOR, {"fc1": "linear_1", "fc2": "linear_2"}),
 )
-KEYS = llava.on_the_hub(decoder.KEYS, VISION_KEYS)
-MODULE_KEYS = llava.as_modules(decoder.KEYS, VISION_KEYS)
+KEYS = llava.on_the_hub(TEXT_KEYS, VISION_KEYS)
+MODULE_KEYS = llava.as_modules(TEXT_KEYS, VISION_KEYS)
 OTHER_KEYS = (MODULE_KEYS,)
 DEFAULTS = {"image_token_index": 10, "spatial_merge_size": 2}  # for entries that are left out
 # The only values of entries that are computed.

@@ -1,6 +1,5 @@
 """OLMo 3 (arXiv 2512.13961): OLMo 2 with a window in three of four layers, whose rotary positions are never scaled."""
 
-import dataclasses
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types, olmo2, rotary
@@ -29,8 +28,5 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
     own = {"attention_bias": config.attention_bias, **layer_types.write(config, base)}
-    hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=_with_ropes)
-    if base is None:  # transformers takes one base for all layers for that of the layers without a window
-        both = dataclasses.replace(config, local_rope=config.local_rope or config.rope)
-        hf = {name: value for name, value in hf.items() if name not in rotary.ENTRIES} | rotary.write(both)
-    return hf
+    # transformers takes one base for all layers for that of the layers without a window
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=_with_ropes, write=rotary.write_sets)

@@ -108,7 +108,7 @@ def read(hf: dict[str, Any], theta: float = 10000.0, partial: bool = False, by_t
     full, local = (_rope(per_type.get(name, {}), hf, base) for name in TYPES)
     for typed in per_type.values():
         if kind_of(typed) != "proportional":
-            _fraction(typed.get("partial_rotary_factor"), False)
+            _fraction(typed.get("partial_rotary_factor"), partial)
     if changes := [rope.kind for rope in (local, full) if rope.changes_beyond is not None]:
         refuse("rope_type", changes[0], f"{changes[0]} with one set of parameters for all layers")
     return {"rope": full, "local_rope": None if local == full else local}
@@ -149,8 +149,7 @@ def unread(hf: dict[str, Any]) -> list[str]:
 def write(config) -> dict[str, Any]:
     """The entries of transformers 5 (or 4, where all layers are alike) for the rotary positions of a ModelConfig."""
     if config.local_rope is not None:
-        ropes = dict(zip(TYPES, (config.rope, config.local_rope), strict=True))
-        return {"rope_parameters": {name: {"rope_theta": rope.theta, **_scaling(rope)} for name, rope in ropes.items()}}
+        return write_sets(config)
     entries: dict[str, Any] = {"rope_theta": config.rope.theta, "rope_scaling": None}
     if config.rope.kind != "default":
         entries["rope_scaling"] = _scaling(config.rope)
@@ -159,6 +158,23 @@ def write(config) -> dict[str, Any]:
     if config.rotary_fraction != 1.0:
         entries["partial_rotary_factor"] = config.rotary_fraction
     return entries
+
+
+def write_sets(config) -> dict[str, Any]:
+    """The entries of a ModelConfig with a set of parameters for each type of layer, also where all layers are alike."""
+    found = {}
+    for name, rope in zip(TYPES, (config.rope, config.local_rope or config.rope), strict=True):
+        own = dict(config.full_fields) if name == TYPES[0] else {}
+        fraction = own.get("rotary_fraction", config.rotary_fraction)
+        partial = {} if fraction == 1.0 else {"partial_rotary_factor": fraction}
+        found[name] = {"rope_theta": rope.theta, **_scaling(rope), **partial}
+    return {"rope_parameters": found}
+
+
+def fractions_of(hf: dict[str, Any]) -> tuple[float, float]:
+    """The part of each head that is rotated, of the TYPES of layers in `rope_parameters`."""
+    full, local = (_fraction(sets_of(hf).get(name, {}).get("partial_rotary_factor"), True) for name in TYPES)
+    return full, local
 
 
 def _fraction(value, partial: bool) -> float:

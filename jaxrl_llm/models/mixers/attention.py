@@ -72,14 +72,14 @@ class Attention(nnx.Module):
         c = config
         self.config = c
         queries, keys, joint = c.heads * c.head_dim * (1 + c.attention_gate), c.kv_heads * c.head_dim, bool(c.joint_qkv)
-        own = self.projects_keys
-        self.qkv = Linear(c.width, queries + 2 * keys, c, rngs, c.attention_bias, "qkv") if joint else None
+        own, values = self.projects_keys, c.kv_heads * c.value_size
+        self.qkv = Linear(c.width, queries + keys + values, c, rngs, c.attention_bias, "qkv") if joint else None
         self.q = None if joint else Linear(c.width, queries, c, rngs, c.attention_bias, "q")
         own_keys = own and not joint
         self.k = Linear(c.width, keys, c, rngs, c.attention_bias, "k") if own_keys else None
-        self.v = Linear(c.width, keys, c, rngs, c.attention_bias, "v") if own_keys and not c.keys_as_values else None
-        self.o = Linear(c.heads * c.head_dim, c.width, c, rngs, c.attention_output_bias, self.output_name)
-        gates = c.heads * (1 if c.attention_gate_heads else c.head_dim)
+        self.v = Linear(c.width, values, c, rngs, c.attention_bias, "v") if own_keys and not c.keys_as_values else None
+        self.o = Linear(c.heads * c.value_size, c.width, c, rngs, c.attention_output_bias, self.output_name)
+        gates = c.heads * (1 if c.attention_gate_heads else c.value_size)
         self.gate = Linear(c.width, gates, c, rngs, name=self.gate_name) if c.attention_gate_map else None
         self.sinks = nnx.Param(jnp.zeros((c.heads,), c.param_dtype)) if c.attention_sinks else None
 
@@ -89,7 +89,7 @@ class Attention(nnx.Module):
 
         self.q_norm = norm(c.heads) if c.qk_norm else None
         self.k_norm = norm(c.kv_heads) if c.qk_norm and own else None
-        self.v_norm = RMSNorm(c.head_dim, c, rngs, scaled=False) if c.value_norm and own else None
+        self.v_norm = RMSNorm(c.value_size, c, rngs, scaled=False) if c.value_norm and own else None
 
     @staticmethod
     def layer_arrays(config, layer: LayerConfig) -> AttentionArrays:
@@ -106,7 +106,7 @@ class Attention(nnx.Module):
     @staticmethod
     def flops(config, tokens, pairs):
         """Those of scores and of weighted values."""
-        return 4.0 * config.heads * config.head_dim * pairs
+        return 2.0 * config.heads * (config.head_dim + config.value_size) * pairs
 
     def prefill(
         self, x, inputs: AttentionInputs, arrays: AttentionArrays
@@ -146,7 +146,7 @@ class Attention(nnx.Module):
             k, v = (a.reshape(*q.shape[:3], *a.shape[3:]) for a in (k, v))
             cache = _write(cache, k, v, inputs.length)
         by_head = q.swapaxes(2, 3)  # [G,R,J,W,H/J,d]
-        if by_kernel(self.config, q.dtype):
+        if by_kernel(self.config, q.dtype) and self.config.value_size == self.config.head_dim:
             start, c = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1), self.config
             seen = (start, inputs.length, arrays.window, c.attention_softcap, c.sliding_chunks)
             out = decode_attention(by_head, prompt, cache, *seen, self._sinks())
@@ -165,7 +165,12 @@ class Attention(nnx.Module):
             window = positions % window + 1 if self.config.sliding_chunks else window
             prompt_seen &= positions - prompt_positions < window
             row_seen = row_seen & (place - index < window)
-        prompt_seen, row_seen = (_for_heads(mask, by_head.shape[4]) for mask in (prompt_seen, row_seen))
+        # Of queries [G,R,1,W*H/J,S]; one for all of them where that is enough.
+        each = by_head.shape[4]
+        prompt_seen, row_seen = (
+            (mask if mask.shape[2] == 1 else jnp.repeat(mask, each, axis=2))[:, :, None]
+            for mask in (prompt_seen, row_seen)
+        )
         in_prompt = jnp.where(prompt_seen, in_prompt, MASKED)
         in_row = jnp.where(row_seen, in_row, MASKED)
         sinks = self._sinks()
@@ -175,21 +180,21 @@ class Attention(nnx.Module):
         # With the weights as the rows of the matmul: as its columns, CPUs take three times as long.
         of_prompt = einsum("gjkrp,gjpd->gjkrd", in_prompt.swapaxes(1, 2), prompt.v).swapaxes(1, 2)
         out = of_prompt + einsum(f"gkjrc,gk{of_values}->gkjrd", in_row, cache.v)
-        out = out.reshape(by_head.shape).swapaxes(2, 3)  # [G,R,W,J,H/J,d]
+        out = out.reshape(*by_head.shape[:-1], -1).swapaxes(2, 3)  # [G,R,W,J,H/J,d]
         return self._output(out.astype(x.dtype), gate, x), cache
 
     @staticmethod
     def empty_cache(prompt: KeyValues | ShiftedKeyValues, rows: int, size: int) -> KeyValues:
         """Row caches with room for `size` tokens, for `rows` rows of each prompt `[..., J, P, d]`."""
-        *lead, heads, _, d = prompt.k.shape
-        sizes = {"j": heads, "c": size, "d": d}
 
-        def zeros(dims: str):
+        def zeros(of_prompt, dims: str):
+            *lead, heads, _, d = of_prompt.shape
+            sizes = {"j": heads, "c": size, "d": d}
             # XLA replicates on every device what nothing says how to shard, zeros too.
             names = (*(None,) * (len(lead) - 1), "rows", None, *("heads" if dim == "j" else None for dim in dims))
-            return constrain(jnp.zeros((*lead, rows, *(sizes[dim] for dim in dims)), prompt.k.dtype), *names)
+            return constrain(jnp.zeros((*lead, rows, *(sizes[dim] for dim in dims)), of_prompt.dtype), *names)
 
-        return KeyValues(*(zeros(dims) for dims in _row_dims()))
+        return KeyValues(*map(zeros, (prompt.k, prompt.v), _row_dims()))
 
     @staticmethod
     def grow_cache(cache: KeyValues, size: int) -> KeyValues:
@@ -256,16 +261,12 @@ class Attention(nnx.Module):
                 q, gate = (a.reshape(*x.shape[:-1], -1) for a in (q, gate))
             q, k = turned(q, self.q_norm), None if k is None else turned(k, self.k_norm)
         gate = gate if self.gate is None else self.gate(x)
-        if c.query_growth:  # arXiv 2501.19399
-            count = positions if c.query_growth_rotated else positions + 1
-            growth = 1 + c.query_growth * jnp.log1p(count // c.query_growth_every)
-            growth = growth if c.query_growth_rotated else jnp.where(arrays.rotated, 1.0, growth)
-            q = (q * growth[..., None, None]).astype(q.dtype)
+        q = grown(c, q, positions, arrays)
         q = q.reshape(*x.shape[:-1], c.kv_heads, c.heads // c.kv_heads, c.head_dim)
         q *= (c.head_dim**-0.5 if c.query_scale is None else c.query_scale) * c.key_scale
         if k is None or v is None:
             return q, None, None, gate
-        v = v.reshape(*x.shape[:-1], -1, c.head_dim)
+        v = v.reshape(*x.shape[:-1], -1, c.value_size) * c.value_scale
         return q, k, v if self.v_norm is None else self.v_norm(v), gate
 
     def _apart(self, joint):
@@ -295,7 +296,12 @@ class Attention(nnx.Module):
         out = out.reshape(*x.shape[:-1], -1)
         if gate is not None:  # of each number, or of each head
             by_head = (*x.shape[:-1], self.config.heads, -1)
-            out = (out.reshape(by_head) * jax.nn.sigmoid(gate.reshape(by_head))).reshape(out.shape)
+            gate = gate.reshape(by_head)
+            if self.config.attention_gate_softplus:
+                gate = jax.nn.softplus(gate.astype(jnp.float32)).astype(gate.dtype)
+            else:
+                gate = jax.nn.sigmoid(gate)
+            out = (out.reshape(by_head) * gate).reshape(out.shape)
         return self.o(out)
 
     def _sinks(self):
@@ -305,10 +311,26 @@ class Attention(nnx.Module):
         return self.sinks[...].astype(jnp.float32).reshape(self.config.kv_heads, -1)
 
 
+def grown(config, q, positions, arrays: AttentionArrays) -> jax.Array:
+    """Queries `[...,t,H,d]` times a factor that grows with the log of their position, where the model has one (arXiv
+    2501.19399)."""
+    if not config.query_growth:
+        return q
+    count = positions if config.query_growth_rotated else positions + 1
+    growth = 1 + config.query_growth * jnp.log1p(count // config.query_growth_every)
+    growth = growth if config.query_growth_rotated else jnp.where(arrays.rotated, 1.0, growth)
+    return (q * growth[..., None, None]).astype(q.dtype)
+
+
 class SharedAttention(Cacheless, Attention):
     """Attention to the keys and values of an earlier layer, whose cache it reads: it has none of its own."""
 
     projects_keys = False
+
+    def decode(self, x, inputs: DecodeInputs, prompt, cache, arrays: AttentionArrays) -> tuple[jax.Array, Any]:
+        """The next W tokens of each row: output `[G,R*W,D]`, from the caches of the other layer, which have them."""
+        their_prompt, their_row = inputs.shared
+        return super().decode(x, inputs, their_prompt, their_row, arrays)[0], cache
 
 
 def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) -> jax.Array:
@@ -390,11 +412,6 @@ def combined_softmax(in_prompt, in_row, sinks=None) -> tuple[jax.Array, jax.Arra
 def _row_dims() -> tuple[str, str]:
     """The dimensions of a row's keys and values as they are stored, see `KeyValues`."""
     return ROW_DIMS.get(jax.default_backend(), ROW_DIMS["gpu"])
-
-
-def _for_heads(mask, heads: int):
-    """The mask `[G,R,1,W*heads,S]` of queries from that of tokens `[G,R,W,S]`; one for all where that is enough."""
-    return (mask if mask.shape[2] == 1 else jnp.repeat(mask, heads, axis=2))[:, :, None]
 
 
 def einsum(dims: str, x, stored) -> jax.Array:

@@ -14,7 +14,15 @@ from flax import nnx
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.kernels.decode_attention import MASKED, by_kernel, decode_attention
 from jaxrl_llm.models.layers import Linear, RMSNorm
-from jaxrl_llm.models.mixers.attention import Attention, AttentionArrays, attend, combined_softmax, einsum, write_tokens
+from jaxrl_llm.models.mixers.attention import (
+    Attention,
+    AttentionArrays,
+    attend,
+    combined_softmax,
+    einsum,
+    grown,
+    write_tokens,
+)
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs
 from jaxrl_llm.models.rope import Rope, rotate
 
@@ -132,6 +140,7 @@ class LatentAttention(nnx.Module):
             assert self.q is not None
             q = self.q(x)
         q = q.reshape(*x.shape[:-1], c.heads, c.head_dim) * score_scale(c.head_dim, c.rope)
+        q = grown(c, q, positions, arrays)
         latent, shared = jnp.split(self.kv_a(x), [c.latent_size], axis=-1)
         plain, rotated = jnp.split(q, [c.head_dim - c.rotated_size], axis=-1)
         turn = (positions, arrays.inv_freq, arrays.scale, c.rope_interleaved)

@@ -24,7 +24,7 @@ class LayerConfig:
     window: int | None = None  # a token sees this many, itself included; None: all before it
     experts: bool = False  # a mixture of experts; False: a dense feed-forward
     bare: bool = False  # no feed-forward behind the mixer
-    shares: int | None = None  # the layer whose keys and values it reads; None: its own
+    shares: int | None = None  # the layer whose keys and values, or choice of tokens, it reads; None: its own
     fields: tuple[tuple[str, Any], ...] = ()  # of the ModelConfig, which differ in this layer
 
 
@@ -48,7 +48,7 @@ class AttentionInputs(NamedTuple):
     inv_freq: jax.Array | None = None  # [N,T,r/2] rotary frequencies of each token, where they depend on its row
     rotary: jax.Array | None = None  # [N,T,r/2] position of each frequency, where positions have several axes
     shift: jax.Array | None = None  # [N] added to the positions of tokens behind a prompt, where they have several axes
-    shared: Any = None  # the cache that the layer's `LayerConfig.shares` has made of the rows
+    shared: Any = None  # what the layer's `LayerConfig.shares` passes on
     shown: ShownImages | None = None  # of models that have layers which read images
 
 
@@ -58,6 +58,19 @@ class DecodeInputs(NamedTuple):
     positions: jax.Array  # [G,R*W]
     prompt_mask: jax.Array  # [G,P] False on padding
     length: jax.Array  # [G,R] tokens in the row's cache before the first of the W
+    shared: Any = None  # what the layer's `LayerConfig.shares` passes on
+
+
+class Passing(NamedTuple):
+    """A cache, and what is passed on to the layers that share some of this one's work, in place of its caches."""
+
+    cache: Any
+    passed: Any
+
+    @classmethod
+    def of(cls, cache, caches) -> "Passing":
+        """The cache that a mixer returns, with what it passes on: the `caches`, unless it says otherwise."""
+        return cache if isinstance(cache, Passing) else cls(cache, caches)
 
 
 class Mixer(Protocol):
@@ -91,14 +104,15 @@ class Mixer(Protocol):
         ...
 
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, Any]:
-        """Outputs `[N,T,D]` of x `[N,T,D]`, and the caches of rows that are prompts, padded on the left."""
+        """Outputs `[N,T,D]` of x `[N,T,D]`, and the caches of rows that are prompts, padded on the left.
+
+        Where other layers share this one's, they read these caches (of `decode`, the prompt's and the row's), or what
+        a `Passing` has.
+        """
         ...
 
     def decode(self, x, inputs: DecodeInputs, prompt, cache, arrays) -> tuple[jax.Array, Any]:
-        """Outputs `[G,R*W,D]` of the next tokens x `[G,R*W,D]`, and the row caches with these tokens in them.
-
-        Where a layer shares those of another one they are its caches, which have these tokens already.
-        """
+        """Outputs `[G,R*W,D]` of the next tokens x `[G,R*W,D]`, and the row caches with these tokens in them."""
         ...
 
     @staticmethod

@@ -1,7 +1,8 @@
 """DeepSeek sparse attention as a mixer (arXiv 2512.02556, section 2.1): latent attention to some of the tokens before.
 
 An indexer of few small heads rates the tokens that a token sees, and it attends to the `index_top` best of them. The
-choice has no gradient, so that training keeps the indexer as it is. Rows of up to `index_top` tokens see everything,
+choice has no gradient, so that training keeps the indexer as it is. It may serve the layers behind it too (arXiv
+2603.12201). Rows of up to `index_top` tokens see everything,
 and are not rated. Letters: i heads of the indexer, e numbers of each; others as in latent_attention.py.
 """
 
@@ -16,7 +17,7 @@ from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.layers import Linear, RMSNorm
 from jaxrl_llm.models.mixers.attention import AttentionArrays, einsum, write_tokens
 from jaxrl_llm.models.mixers.latent_attention import NORM_EPS, LatentAttention
-from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs
+from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, Passing
 from jaxrl_llm.models.rope import rotate
 
 UNSEEN = -jnp.inf  # the score of a token that is not seen
@@ -63,20 +64,22 @@ class SparseLatentAttention(LatentAttention):
         """Those of latent attention to every token, as it is computed, and of the indexer."""
         return LatentAttention.flops(config, tokens, pairs) + 2.0 * config.index_heads * config.index_head_dim * pairs
 
-    def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, SparseCache]:
-        """Output `[N,T,D]`, and the latents `[N,T,c+e]` and the indexer's keys `[N,T,e]`."""
+    def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, Passing]:
+        """Output `[N,T,D]`, the latents `[N,T,c+e]` and the indexer's keys `[N,T,e]`, and whether tokens are chosen,
+        `[N,T,T]` or, where all are, None."""
         q, keys, weights = self._index(x, inputs.positions, arrays)
+        keep = None
         if x.shape[1] > self.config.index_top:
             assert inputs.mask is not None
             keep = self._best(self._rated("nti,nsi->nts", q, keys, weights), inputs.mask)
             inputs = inputs._replace(mask=keep, by_mask=True)
         out, latents = super().prefill(x, inputs, arrays)
-        return out, SparseCache(latents, constrain(keys, "rows", None, None))
+        return out, Passing(SparseCache(latents, constrain(keys, "rows", None, None)), keep)
 
     def decode(
         self, x, inputs: DecodeInputs, prompt: SparseCache, cache: SparseCache, arrays: AttentionArrays, chosen=None
-    ) -> tuple[jax.Array, SparseCache]:
-        """The next W tokens of each row: output `[G,R*W,D]` and the row's cache with theirs."""
+    ) -> tuple[jax.Array, Passing]:
+        """The next W tokens of each row: output `[G,R*W,D]`, the row's cache with theirs, and what is chosen."""
         groups, rows = inputs.length.shape
         q, new, weights = (
             a.reshape(groups, rows, -1, *a.shape[3:])
@@ -93,7 +96,7 @@ class SparseLatentAttention(LatentAttention):
             both = self._best(jnp.concatenate([in_prompt, in_row], axis=-1), jnp.concatenate([*seen], axis=-1))
             chosen = (both[..., :before], both[..., before:])
         out, latents = super().decode(x, inputs, prompt.latents, cache.latents, arrays, chosen)
-        return out, SparseCache(latents, keys)
+        return out, Passing(SparseCache(latents, keys), chosen)
 
     @staticmethod
     def empty_cache(prompt: SparseCache, rows: int, size: int) -> SparseCache:
@@ -132,3 +135,19 @@ class SparseLatentAttention(LatentAttention):
         """Whether a token is among the `index_top` best that are `seen`, `[...,t,s]` as both are."""
         best = jax.lax.top_k(jnp.where(seen, scores, UNSEEN), self.config.index_top)[1]
         return seen & jnp.put_along_axis(jnp.zeros_like(seen), best, True, axis=-1, inplace=False)
+
+
+class SharedSparseAttention(LatentAttention):
+    """Causal attention of H heads to the latents of the tokens that an earlier layer's indexer chooses. A `Mixer`."""
+
+    def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, jax.Array]:
+        """Output `[N,T,D]` and the latents `[N,T,c+e]`."""
+        if inputs.shared is not None:
+            inputs = inputs._replace(mask=inputs.shared, by_mask=True)
+        return super().prefill(x, inputs, arrays)
+
+    def decode(
+        self, x, inputs: DecodeInputs, prompt, cache, arrays: AttentionArrays, chosen=None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The next W tokens of each row: output `[G,R*W,D]` and the row's latents with theirs."""
+        return super().decode(x, inputs, prompt, cache, arrays, inputs.shared)

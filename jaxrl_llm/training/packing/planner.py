@@ -186,9 +186,9 @@ def tokens_in(room: float, net: ModelConfig, gradients: bool) -> int:
     size = np.dtype(net.dtype).itemsize
     experts = net.expert_ffn * net.experts_per_token + net.shared_expert_ffn
     ffn = net.ffn + experts if net.experts_beside else max(net.ffn, net.shared_ffn, experts)
-    products = (
-        2 * max(net.head_dim, net.full_head_dim) * (net.heads + net.kv_heads) + net.width + 2 * ffn
-    )  # the results of matmuls
+    kinds = [net.of(kind) for kind in net.layer_configs]
+    heads = max(kind.head_dim * (kind.heads + kind.kv_heads) for kind in kinds)
+    products = 2 * heads + net.width + 2 * ffn  # the results of matmuls
     routed = net.experts_per_token * (net.expert_width or net.width)  # a token's copies, and what experts make of them
     products += routed
     layer = LAYER_RESULTS * size * (products + 2 * net.width + routed)

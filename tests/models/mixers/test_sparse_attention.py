@@ -17,7 +17,7 @@ from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.families import deepseek_v32, glm_moe_dsa
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
-from jaxrl_llm.models.mixers.sparse_attention import SparseLatentAttention
+from jaxrl_llm.models.mixers.sparse_attention import SharedSparseAttention, SparseLatentAttention
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.model_config import INDEXER, ModelConfig
 from jaxrl_llm.models.net import Net
@@ -29,6 +29,9 @@ CONFIG = ModelConfig(
     query_rank=12, latent_size=6, rotary_head_dim=4, value_head_dim=5, rope_interleaved=True, index_heads=8,
     index_head_dim=6, index_top=3, mixers=(SparseLatentAttention,) * 2,
 )  # fmt: skip
+SHARED = dataclasses.replace(
+    CONFIG, layers=3, shared_indexers=(1,), mixers=(SparseLatentAttention, SharedSparseAttention, SparseLatentAttention)
+)
 
 
 def test_the_best_tokens_by_hand():
@@ -74,10 +77,36 @@ def test_the_choice_has_no_gradient_and_is_not_made_of_short_rows():
     assert of_indexer == set(CONFIG.frozen) and len(of_indexer) == len(INDEXER)
 
 
+def test_a_layer_without_an_indexer_attends_to_what_another_chose():
+    """Its parameters are in a stack of their own, and a change of the indexer before it changes what it attends to."""
+    net = Net(SHARED)
+    params = jax.jit(net.init)(jax.random.key(0))
+    assert set(params) >= {"latent_layers", "shared_latent_layers"} and [run.shares for run in SHARED.layer_runs] == [
+        None, 0, None,
+    ]  # fmt: skip
+    assert "indexer" not in params["shared_latent_layers"]["latent"]
+    assert {name.partition("/")[0] for name in SHARED.frozen} == {"latent_layers"}
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 31, (1, 9)))
+    read = net.bind(params)
+    masks = []
+
+    def recorded(self, x, inputs, arrays, prefill=LatentAttention.prefill):
+        masks.append(np.asarray(inputs.mask))
+        return prefill(self, x, inputs, arrays)
+
+    with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
+        patch.setattr(LatentAttention, "prefill", recorded)
+        read(tokens)
+    assert len(masks) == 3 and masks[0].sum(-1).max() == 3
+    np.testing.assert_array_equal(masks[1], masks[0])
+    assert (masks[2] != masks[0]).any()
+
+
 @pytest.mark.slow
-def test_decoding_equals_whole_rows():
+@pytest.mark.parametrize("config", [CONFIG, SHARED], ids=["own", "shared"])
+def test_decoding_equals_whole_rows(config):
     """Tokens one by one and three at once, of prompts shorter and longer than what is chosen; packed rows too."""
-    net, rng = Net(CONFIG), np.random.default_rng(2)
+    net, rng = Net(config), np.random.default_rng(2)
     params = jax.jit(net.init)(jax.random.key(0))
     tokens, segments = padded([rng.integers(0, 31, length) for length in (6, 9, 2)], "left")
     continuations = rng.integers(0, 31, (3, 2, 6))
@@ -95,11 +124,14 @@ def test_decoding_equals_whole_rows():
 
 
 @pytest.mark.slow
-def test_a_run_keeps_the_indexer(root, tmp_path):
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_run_keeps_the_indexer(family, root, tmp_path):
     """Weight decay leaves it as it is too, and the sampler's log-probs are the trainer's."""
     shape = SHAPE | {"vocab_size": 320, "num_key_value_heads": 4, "initializer_range": 0.1}
     experts = EXPERTS | {"moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
     config = DeepseekV32Config(**shape, **experts, **SPARSE, first_k_dense_replace=1)
+    if family == "glm_moe_dsa":
+        config = GlmMoeDsaConfig(**shape, **experts, **SPARSE, first_k_dense_replace=1, index_topk_pattern="FS")
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     made = load_config_file(f"{root / 'configs' / 'grpo'}.py:tiny")
     made.model.path, made.model.tokenizer = str(tmp_path / "model"), "embedded:sort"
@@ -130,8 +162,9 @@ def test_a_run_keeps_the_indexer(root, tmp_path):
         (deepseek_v32, DeepseekV32Config, {"index_topk": 0}, "index_topk = 0"),
         (deepseek_v32, DeepseekV32Config, {"n_routed_experts": 8}, "n_group = 8 .* as 2 experts rate a group"),
         (deepseek_v32, DeepseekV32Config, {"index_head_dim": 2}, "index_head_dim = 2 .* numbers from qk_rope_head_dim"),
-        (glm_moe_dsa, GlmMoeDsaConfig, {"indexer_types": ["full", "shared"]}, "indexer_types = .* full in each of"),
-        (glm_moe_dsa, GlmMoeDsaConfig, {"indexer_types": None, "index_topk_freq": 2}, "index_topk_freq = 2"),
+        (glm_moe_dsa, GlmMoeDsaConfig, {"indexer_types": ["shared", "full"]}, "indexer_types = .* full for the first"),
+        (glm_moe_dsa, GlmMoeDsaConfig, {"indexer_types": ["full"]}, "indexer_types = .* for each of the 2 layers"),
+        (glm_moe_dsa, GlmMoeDsaConfig, {"indexer_types": None, "index_topk_freq": "2"}, "index_topk_freq = '2'"),
     ],
 )
 def test_entries_that_are_refused(family, config, entries, message):

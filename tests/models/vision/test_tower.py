@@ -345,7 +345,7 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
         ("glm4v", "vision_config", "image_size", 3, "vision_config.image_size = 3 .* from patch_size = 4 on"),
         ("glm4v", "text_config", "rope_parameters", {"mrope_section": [1, 1, 1]}, r"mrope_section = \[1, 1, 1\]"),
         ("glm4v_moe", "text_config", "first_k_dense_replace", 3, "first_k_dense_replace = 3"),
-        ("mistral3", "text_config", "model_type", "qwen2", "text_config = .* of a mistral or ministral3 model"),
+        ("mistral3", "text_config", "model_type", "qwen2", "text_config = .* of a mistral or .* mistral4 model"),
         ("mistral3", None, "vision_feature_layer", [-1, 3], r"vision_feature_layer = \[-1, 3\]"),
         ("mistral3", None, "projector_hidden_act", "silu", "projector_hidden_act = 'silu'"),
         ("mistral3", None, "image_token_index", 97, "image_token_index = 97"),
@@ -514,6 +514,12 @@ OTHERS = {
     "mistral3 of mistral": lambda: Mistral3Config(
         text_config=VARIANTS["mistral"]().to_dict(),
         vision_config=PIXTRAL | {"hidden_act": "gelu"},
+        image_token_index=IMAGE_TOKEN,
+        tie_word_embeddings=False,
+    ),
+    "mistral3 of mistral4": lambda: Mistral3Config(
+        text_config=VARIANTS["mistral4"]().to_dict(),
+        vision_config=PIXTRAL,
         image_token_index=IMAGE_TOKEN,
         tie_word_embeddings=False,
     ),
