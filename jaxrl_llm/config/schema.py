@@ -405,7 +405,8 @@ KEYS = (
         "Store the matrices of the layers in 8 or 4 bits and train adapters only (QLoRA).", choices=QUANTIZED),
     Setting("model.quantize_experts", "same",
         "How the matrices of a mixture's experts are stored: same is as model.quantize says, none leaves them as they "
-        "are. mxfp4 keeps the numbers of gpt-oss' files, whatever the other matrices are stored in.",
+        "are, beside model.qat too. mxfp4 keeps the numbers of gpt-oss' files, whatever the other matrices are stored "
+        "in.",
         choices=("same", *QUANTIZED)),
     Setting("model.qat", "none",
         "Train for matrices in 8 or 4 bits (quantisation-aware training): compute with the matrices of the layers as "

@@ -19,8 +19,8 @@ def in_precision(net: Net, weights_dtype: str | None) -> Net:
     """The net that computes with matrices of `weights_dtype`: a type, int8 or fp8 (`quantize`); None is the net itself.
 
     The matrices of the layers are in 8 bits, those of experts too unless this is a TPU; matmuls run in the net's own
-    type. Of a net that is trained for matrices in fewer bits they are in these, but for those of experts. Raises
-    ConfigError for 8 bits where the net's matrices are in other ones.
+    type. Of a net that is trained for matrices in fewer bits they are in these. Raises ConfigError for 8 bits where the
+    net's matrices are in other ones.
     """
     config = net.config
     if config.qat != "none":
@@ -57,8 +57,7 @@ def _stored(config: ModelConfig) -> ModelConfig:
     """The configuration with matrices as the network computes with them: trained for fewer bits, in these."""
     if config.qat == "none":
         return config
-    of_experts = "none" if config.experts else "same"
-    return dataclasses.replace(config, quantize=config.qat, quantize_experts=of_experts, qat="none")
+    return dataclasses.replace(config, quantize=config.qat, qat="none")
 
 
 @functools.partial(jax.jit, static_argnames="decoder")

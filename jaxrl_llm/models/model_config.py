@@ -190,6 +190,11 @@ class ModelConfig:
         return self.router_sigmoid or self.router_correction or self.router_group_best == 1
 
     @property
+    def expert_qat(self) -> str:
+        """The kind that the matrices of experts are trained for."""
+        return self.qat if self.quantize_experts == "same" else "none"
+
+    @property
     def expert_quantize(self) -> str:
         """How the matrices of experts are quantised, one of quantize.KINDS; `none` where there are no experts."""
         own = self.quantize if self.quantize_experts == "same" else self.quantize_experts

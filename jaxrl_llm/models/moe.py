@@ -18,7 +18,7 @@ from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.kernels.fused_attention import has_triton
 from jaxrl_llm.models.kernels.grouped_matmul import grouped_matmul
 from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm, gated, soft_cap
-from jaxrl_llm.models.quantize import Kernel, as_matrix, quantize
+from jaxrl_llm.models.quantize import Kernel, as_matrix, check_inputs, quantize
 
 # How the paths of the parameters end that `model.freeze_router` leaves as they are.
 ROUTER = ("router/kernel", "router/bias", "mlp/router_scale", "mlp/weight_scale")
@@ -323,10 +323,23 @@ class _Adapter(nnx.Module):
         return self.lora_a[...].astype(dtype), (self.lora_b[...] * self.lora.scale).astype(dtype)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _as_stored(kernel: jax.Array, kind: str, dtype) -> jax.Array:
+    """The kernels in `dtype` as few bits store them, and the gradient of those (straight-through, arXiv 1308.3432)."""
+    return as_matrix(quantize(kernel, kind), kind, dtype)
+
+
+_as_stored.defvjp(
+    lambda kernel, kind, dtype: (_as_stored(kernel, kind, dtype), jnp.zeros((), kernel.dtype)),
+    lambda kind, dtype, like, gradient: (gradient.astype(like.dtype),),
+)
+
+
 class _Kernels(_Adapter):
     def __init__(self, d_in: int, d_out: int, config, rngs: nnx.Rngs, name: str = ""):
         super().__init__(d_in, d_out, config, rngs, name)
-        shape, kind = (config.experts, d_in, d_out), config.expert_quantize
+        shape, kind, self.qat = (config.experts, d_in, d_out), config.expert_quantize, config.expert_qat
+        check_inputs(d_in, self.qat, "model.qat")
         kernel = jax.random.normal(rngs.params(), shape, config.param_dtype) * config.init_scale
         stored = kernel if kind == "none" else quantize(kernel, kind)
         self.kernel = nnx.Dict(jax.tree.map(nnx.Param, stored)) if isinstance(stored, dict) else nnx.Param(stored)
@@ -334,6 +347,8 @@ class _Kernels(_Adapter):
 
     def value(self, dtype) -> Kernel:
         """As numbers of `dtype`, or as they are quantised."""
+        if isinstance(self.kernel, nnx.Param) and self.qat != "none":
+            return _as_stored(self.kernel[...], self.qat, dtype)
         if isinstance(self.kernel, nnx.Param):
             return self.kernel[...].astype(dtype)
         return {name: array[...] for name, array in self.kernel.items()}

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxrl_llm
 from jaxrl_llm.algorithms.batch import Inputs
@@ -15,8 +16,11 @@ from jaxrl_llm.models.cast import draws_from_another, in_precision
 from jaxrl_llm.models.kernels.stored_matmul import matmul, simulated_matmul
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import describe, load_model
+from jaxrl_llm.models.moe import Experts, dense, grouped
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.quantize import KINDS, dequantize, quantize
+from tests.models.test_moe import CONFIG, routed
+from tests.training.test_router_replay import write_mixture
 
 TOKENS = np.arange(97, 109)[None]
 
@@ -87,6 +91,42 @@ def test_sampler_and_trainer_compute_the_same_in_16_bits(kind):
     found, back = jax.vjp(lambda x, kernel: simulated_matmul(x, kernel, kind), x, kernel)
     np.testing.assert_array_equal(found, matmul(x, quantize(kernel, kind), kind))
     assert [x.dtype for x in back(pull)] == [jnp.bfloat16, jnp.float32]
+
+
+@pytest.mark.parametrize("way", [dense, grouped])
+def test_experts_compute_with_what_would_be_stored(way):
+    """Their matrices get the gradients of the stored ones; with quantize_experts=none they are numbers."""
+    graph, state = nnx.split(Experts(dataclasses.replace(CONFIG, qat="int4"), nnx.Rngs(0)))
+    plain = nnx.split(Experts(CONFIG, nnx.Rngs(0)))[0]
+    x, weights, chosen = routed(7)
+
+    def loss(params, graph):
+        out = nnx.merge(graph, params).compute(way, x, weights, jnp.asarray(chosen))
+        return (out * jnp.cos(jnp.arange(8))).sum(), out
+
+    rounded = jax.tree.map(lambda x: dequantize(quantize(x, "int4"), "int4", jnp.float32), state)
+    found, expected = (
+        jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)(params, graph)
+        for params, graph in ((state, graph), (rounded, plain))
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
+    left = nnx.split(Experts(dataclasses.replace(CONFIG, qat="int4", quantize_experts="none"), nnx.Rngs(0)))[0]
+    np.testing.assert_array_equal(loss(state, left)[1], loss(state, plain)[1])
+    assert np.abs(loss(state, left)[1] - found[0][1]).max() > 1e-4
+
+
+@pytest.mark.slow
+def test_a_mixture_is_served_as_it_was_trained(root, tmp_path):
+    """By the written model, quantised, and by the sampler."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    folder = write_mixture(tmp_path, **experts, initializer_range=0.3)
+    for of_experts in ("same", "none"):
+        settings = {"model__path": str(folder), "model__random_init": True, "model__quantize_experts": of_experts}
+        result = jaxrl_llm.train(tiny(root, tmp_path / of_experts, "grpo", **settings))
+        written = load_model(result.output_dir / "hf", quantize="int4", quantize_experts=of_experts)
+        np.testing.assert_allclose(written(TOKENS), result.model(TOKENS), atol=1e-3)
+        for line in result.metrics:
+            assert line["sampling/sampling_logp_difference/max"] < 1e-3
 
 
 def tiny(root, folder, config, **changes):
