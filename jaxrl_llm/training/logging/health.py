@@ -63,6 +63,11 @@ def health_warnings(spec: HealthSpec, metrics: Mapping[str, float]) -> dict[str,
         warnings["unscorable_rows"] = f"{metrics['unscorable_rows']:g} completions have no reward, and teach nothing"
     elif not math.isfinite(metrics.get("reward", 0.0)):
         warnings["nonfinite_reward"] = f"the mean reward is {metrics['reward']:g}: no completion could be graded"
+    elif all(metrics.get(name) == 0 for name in ("reward", "reward_std", "grad_norm")):
+        warnings["zero_reward"] = (
+            "every completion scored 0, and so is the gradient: nothing is learned unless some score more; read "
+            "completions/, and call the reward on a right answer"
+        )
     return warnings
 
 

@@ -9,7 +9,7 @@ from jaxrl_llm.training.logging.health import REPEAT_EVERY, HealthWarnings, heal
 from jaxrl_llm.training.setup.records import health_spec
 
 HEALTHY = {
-    "loss": 0.1, "reward": 0.4, "unscorable_rows": 0.0, "kl": 0.3, "ratio/kl": 0.01, "entropy": 0.5,
+    "loss": 0.1, "grad_norm": 0.5, "reward": 0.4, "reward_std": 0.5, "unscorable_rows": 0.0, "kl": 0.3, "ratio/kl": 0.01, "entropy": 0.5,
     "sampling/sampling_logp_difference/mean": 0.01,
 }  # fmt: skip
 DIFFERENCE = "sampling/sampling_logp_difference/mean"
@@ -44,6 +44,13 @@ def test_a_healthy_step_has_none():
 )
 def test_each_has_its_name(metric, value, name):
     assert names(**{metric: value}) == {name}
+
+
+def test_a_reward_that_is_always_0_is_named():
+    """A solved task, whose rewards are alike too, is left alone, and so is a step that a teacher gives a gradient."""
+    nothing = {"reward": 0.0, "reward_std": 0.0, "grad_norm": 0.0}
+    assert names(**nothing) == {"zero_reward"}
+    assert all(names(**nothing | {name: 1.0}) == set() for name in nothing)
 
 
 def test_advantages_that_are_no_numbers_are_named():

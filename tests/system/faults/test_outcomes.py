@@ -81,7 +81,7 @@ def test_rewards_that_end_the_run(root, tmp_path, reward, settings, message):
     ("reward", "settings", "expected"),
     [
         (raises, {"rewards__on_error": "none"}, {"unscorable_rows": 16.0, "warning/unscorable_rows": 1.0}),
-        (hangs, {"rewards__timeout": 0.2, "rewards__on_timeout": "0"}, {"reward": 0.0, "frac_reward_zero_std": 1.0}),
+        (hangs, {"rewards__timeout": 0.2, "rewards__on_timeout": "0"}, {"reward": 0.0, "warning/zero_reward": 1.0}),
         (nan, {}, {"unscorable_rows": 16.0, "warning/unscorable_rows": 1.0, "nonfinite_gradient": 0.0}),
         (nothing, {}, {"unscorable_rows": 16.0, "warning/unscorable_rows": 1.0, "nonfinite_gradient": 0.0}),
         (half, {}, {"unscorable_rows": 4.0, "warning/unscorable_rows": 1.0, "nonfinite_gradient": 0.0}),
