@@ -250,8 +250,8 @@ def _split(argv: Sequence[str], flags: dict[str, Setting]) -> dict[str, str]:
         flag = arguments.pop(0)
         if not flag.startswith("--"):
             bare = flag.lstrip("-")
-            # A flag, a key as verl's commands have them, or a file.
-            prefixes = ("", "config.") if "=" in bare else ("", "config.", f"{CONFIG_FILE.name}=")
+            # A flag, a key as verl's commands have them, a config file, or a model.
+            prefixes = ("", "config.") if "=" in bare else ("", "config.", f"{CONFIG_FILE.name}=", "model=")
             meant = (prefix + bare for prefix in prefixes if (prefix + bare).partition("=")[0] in flags)
             raise ConfigError(
                 f"unexpected argument {flag!r}: every argument is a flag, --name=value"
@@ -327,9 +327,15 @@ def load_config_file(spec: str) -> ConfigDict:
     line), has no `get_config`, or when that does not take the argument or returns something else.
     """
     path, argument = find_config(spec)
-    get_config = getattr(import_file(path), "get_config", None)
+    module = import_file(path)
+    get_config = getattr(module, "get_config", None)
     if not callable(get_config):
-        raise ConfigError(f"{path} has no function get_config; it must return a ConfigDict made from config.default()")
+        has_stages = hasattr(module, "get_stages")
+        way_out = f"its stages are trained by python -m jaxrl_llm stages --stages={spec}"
+        raise ConfigError(
+            f"{path} has no function get_config; "
+            f"{way_out if has_stages else 'it must return a ConfigDict made from config.default()'}"
+        )
     config = configured(get_config, () if argument is None else (argument,), path, f"--config is {spec!r}")
     if not isinstance(config, ConfigDict):
         raise ConfigError(
