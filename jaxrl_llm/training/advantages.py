@@ -197,7 +197,7 @@ class AdvantageStep:
         scorable = ~jnp.isnan(raw)
         metrics = _length_metrics(rollout)
         if self.reward_names:
-            metrics |= _reward_metrics(raw, rewards, self.reward_names, spec.group_size)
+            metrics |= _reward_metrics(raw, scores, rewards, self.reward_names, spec.group_size)
         if spec.overlong_buffer or spec.missing_eos_penalty or spec.reward_clip:
             metrics["reward_shaping"] = _mean(scores - raw, scorable)
         kl = penalty = None
@@ -462,19 +462,20 @@ def _objective_metrics(scores, mask, logps, penalty, kl_coef, rollout: Rollout) 
     return metrics
 
 
-def _reward_metrics(scores, rewards, names: tuple[str, ...], group_size: int) -> dict[str, jax.Array]:
-    scorable = ~jnp.isnan(scores)
-    spread = _spread("reward", scores, scorable)
+def _reward_metrics(raw, scores, rewards, names: tuple[str, ...], group_size: int) -> dict[str, jax.Array]:
+    """The metrics of combined rewards `raw`; groups teach nothing where `scores`, which are shaped, are the same."""
+    scorable = ~jnp.isnan(raw)
+    spread = _spread("reward", raw, scorable)
     metrics = {
         "reward": spread["reward/mean"],
         "reward_max": spread["reward/max"],
         "reward_min": spread["reward/min"],
-        "reward_std": _std(scores, scorable),
+        "reward_std": _std(raw, scorable),
         "frac_reward_zero_std": advantage_rules.frac_zero_std(scores, group_size),
         "unscorable_rows": advantage_rules.unscorable_rows(rewards).sum(),
     }
     if group_size > 1:
-        grouped = scores.reshape(-1, group_size)
+        grouped = raw.reshape(-1, group_size)
         valid = ~jnp.isnan(grouped)
         metrics["reward_group_std"] = masked_mean(jnp.sqrt(masked_var(grouped, valid, axis=1)), valid.sum(axis=1) > 1)
     for i, name in enumerate(names):
