@@ -9,8 +9,8 @@ from jaxrl_llm.training.logging.health import REPEAT_EVERY, HealthWarnings, heal
 from jaxrl_llm.training.setup.records import health_spec
 
 HEALTHY = {
-    "loss": 0.1, "grad_norm": 0.5, "reward": 0.4, "reward_std": 0.5, "unscorable_rows": 0.0, "kl": 0.3, "ratio/kl": 0.01, "entropy": 0.5,
-    "sampling/sampling_logp_difference/mean": 0.01,
+    "loss": 0.1, "grad_norm": 0.5, "reward": 0.4, "reward_std": 0.5, "unscorable_rows": 0.0, "kl": 0.3,
+    "ratio/kl": 0.01, "entropy": 0.5, "sampling/sampling_logp_difference/mean": 0.01,
 }  # fmt: skip
 DIFFERENCE = "sampling/sampling_logp_difference/mean"
 
