@@ -179,10 +179,13 @@ class Answer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model, "choices": choices,
                 **self.versions(), **others}  # fmt: skip
 
-    def usage(self) -> dict[str, int]:
-        """Tokens of the prompts, and of all completions."""
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the prompts, those among them that were computed before, and tokens of all completions."""
         prompts, completions = sum(map(len, self.asked.prompts)), sum(len(choice.ids) for choice in self.choices)
-        return {"prompt_tokens": prompts, "completion_tokens": completions, "total_tokens": prompts + completions}
+        handles = [choice.handle for choice in self.choices[:: self.asked.n]]
+        cached = sum(handle.cached for handle in handles if handle is not None)
+        return {"prompt_tokens": prompts, "completion_tokens": completions, "total_tokens": prompts + completions,
+                "prompt_tokens_details": {"cached_tokens": cached}}  # fmt: skip
 
     async def finished(self) -> None:
         """Returns when all choices have ended."""

@@ -60,7 +60,7 @@ SETTINGS = {
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 SAMPLING = ("temperature", "top_p", "min_p", "min_tokens", *PENALTIES)
 CHAT = {"messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "logprobs", "top_logprobs",
-        "separate_reasoning"}  # fmt: skip
+        "separate_reasoning", "add_generation_prompt", "continue_final_message"}  # fmt: skip
 TEXT = {"prompt", "logprobs", "echo", "prompt_logprobs"}
 GUIDES = {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 COMMON = {"model", "stop", "stop_token_ids", "stream_options", "logit_bias", "bad_words", *GUIDES, *SETTINGS}
@@ -218,9 +218,19 @@ def parse(
     tools: list[dict[str, Any]] = []
     texts: list[str | None] = []
     prompt_logprobs = tiles = None
+    continues = True
     if chat:
         tools = _callable_tools(body)
         prompt, tiles = _chat_prompt(body, tokenizer, render, reader, longest)
+        continues = body["messages"][-1]["role"] == "assistant"
+        for name, given in {"add_generation_prompt": not continues, "continue_final_message": continues}.items():
+            if (value := body.get(name)) not in (None, given):
+                raise BadRequestError(
+                    f"{name} is {value!r:.100}, but an answer goes on with a last message of the assistant, and is a "
+                    "turn of its own behind any other: leave it out",
+                    code="unsupported",
+                    param=name,
+                )
         prompts = [prompt]
         logprobs = _top_logprobs(body)
     else:
@@ -264,7 +274,7 @@ def parse(
         values["seed"], ends, tuple(stop), logprobs, values["stream"], bool(options.get("include_usage")),
         tuple(tools), values["skip_special_tokens"],
         values["include_stop_str_in_output"], values["return_token_ids"], values["return_tokens_as_token_ids"],
-        tuple(texts), not chat or body["messages"][-1]["role"] == "assistant", values["parallel_tool_calls"],
+        tuple(texts), continues, values["parallel_tool_calls"],
         values["separate_reasoning"] and guide is None,  # an answer of a form begins with that
         values["echo"], prompt_logprobs, guide, tiles,
     )  # fmt: skip

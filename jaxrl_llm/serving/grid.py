@@ -204,15 +204,20 @@ def regrouped(engine: Engine, grid: Grid, planned: SlotGrid) -> Grid:
 
 
 def score_prompts(engine: Engine, params, requests: Sequence[RowRequest]) -> list[Likeliest]:
-    """The log-probs of the tokens of prompts, which have one bucket: numpy arrays `[P]` and `[P,A]` of each."""
-    prompts, segments = pad_prompts([list(r.prompt) for r in requests], bucket(max(len(r.prompt) for r in requests)))
-    temperature = np.asarray([r.sampling.temperature or 1.0 for r in requests], np.float32)
+    """The log-probs of the tokens of prompts, which have one bucket: numpy arrays `[P]` and `[P,A]` of each.
+
+    Those of one prompt (the same object) at one temperature are computed once.
+    """
+    own = {(id(r.prompt), r.sampling.temperature or 1.0): r for r in requests}
+    longest = max(len(r.prompt) for r in requests)
+    prompts, segments = pad_prompts([list(r.prompt) for r in own.values()], bucket(longest))
+    temperatures = np.asarray([temperature for _, temperature in own], np.float32)
     count = min(bucket(max(r.prompt_logprobs or 0 for r in requests), MOST_TOP), engine.net.config.vocab_size)
-    found = jax.device_get(_likeliest(engine, params, prompts, segments, temperature, count))
-    width = prompts.shape[1]
-    return [
-        jax.tree.map(lambda x, row=row, r=r: x[row, width - len(r.prompt) :], found) for row, r in enumerate(requests)
-    ]
+    found = jax.device_get(_likeliest(engine, params, prompts, segments, temperatures, count))
+    width, scores = prompts.shape[1], {}
+    for row, (key, r) in enumerate(own.items()):
+        scores[key] = jax.tree.map(lambda x, row=row, r=r: x[row, width - len(r.prompt) :], found)
+    return [scores[id(r.prompt), r.sampling.temperature or 1.0] for r in requests]
 
 
 @functools.partial(jax.jit, static_argnames=("engine", "count"))

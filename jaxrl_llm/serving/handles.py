@@ -33,6 +33,7 @@ class Handle:
     asked: float = dataclasses.field(default_factory=time.monotonic)
     slot: int | None = None
     cancelled: bool = False
+    cached: int = 0  # tokens of its prompt that were computed before, for another one
     scores: Likeliest | None = None  # of the prompt's tokens, where they were asked for, before the first token comes
     in_grammar: GrammarRow | None = None  # how far it is in its grammar
     ids: list[int] = dataclasses.field(default_factory=list)  # its tokens so far

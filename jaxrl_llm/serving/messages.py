@@ -169,12 +169,13 @@ class MessagesRequest:
 
     def _usage(self) -> dict[str, Any]:
         counted, thought = self.answer.usage(), self.answer.choices[0].thought_tokens
+        cached = counted["prompt_tokens_details"]["cached_tokens"]
         return {
-            "input_tokens": counted["prompt_tokens"],
+            "input_tokens": counted["prompt_tokens"] - cached,  # Anthropic's are those behind the others
             "output_tokens": counted["completion_tokens"],
             "output_tokens_details": {"thinking_tokens": thought},
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
+            "cache_read_input_tokens": cached,
         }
 
 

@@ -242,7 +242,7 @@ class ResponsesRequest:
             counted = self.answer.usage()
             usage = {
                 "input_tokens": counted["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "input_tokens_details": counted["prompt_tokens_details"] | {"cache_write_tokens": 0},
                 "output_tokens": counted["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": self.answer.choices[0].thought_tokens},
                 "total_tokens": counted["total_tokens"],

@@ -187,7 +187,7 @@ class Running:
                     prompt, prompts.cache, tuple(None for _ in prompts.cache), (index, 0), prompts.tokens.shape[1]
                 )
             for handle in some:
-                handle.version = self.counts.weight_version
+                handle.version, handle.cached = self.counts.weight_version, 0 if found is None else found[1]
             self.counts.prompt_tokens += sum(len(request.prompt) for request in requests)
         self._grid = grid
 

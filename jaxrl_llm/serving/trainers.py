@@ -32,6 +32,11 @@ BY_NCCL = (
 )
 
 
+# Fields of SGLang's `/update_weights_from_disk` beside the path, at the values that it has here.
+OF_UPDATE = {"load_format": "auto", "abort_all_requests": False, "flush_cache": True, "keep_pause": False,
+             "is_async": False, "torch_empty_cache": False, "recapture_cuda_graph": False}  # fmt: skip
+
+
 async def _sampled(server: Server, request: Request, chat: bool) -> Response:
     """The answer of TRL's own server: `prompt_ids`, `completion_ids` and their log-probs, rows of a prompt adjacent.
 
@@ -138,8 +143,12 @@ async def update_weights(server: Server, request: Request) -> Response:
     """
     body = await server.body(request)
     path = body.get("model_path")
-    if unknown := sorted(set(body) - {"model_path"}):
-        raise BadRequestError(f"there is no field {unknown[0]!r}; it takes model_path", param=unknown[0])
+    for name, value in body.items():
+        if name != "model_path" and value is not None and value != OF_UPDATE.get(name):
+            raise BadRequestError(
+                f"{name} is {value!r:.100}, which an update here has not; it takes model_path", code="unsupported",
+                param=name,
+            )  # fmt: skip
     if not isinstance(path, str) or not path:
         raise BadRequestError("model_path takes the path of a model's folder", param="model_path")
     if server.load is None:

@@ -121,6 +121,13 @@ def test_what_is_no_object_of_json(web, body):
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         (CHAT, {"messages": [{"role": "assistant", "content": None, "tool_calls": ["x"]}]}, "messages"),
         (CHAT, {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"function": HALF}]}]}, "messages"),
+        (CHAT, {"messages": MESSAGES, "continue_final_message": True}, "continue_final_message"),
+        (CHAT, {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt"),
+        (
+            CHAT,
+            {"messages": [*MESSAGES, {"role": "assistant", "content": "x"}], "continue_final_message": False},
+            "continue_final_message",
+        ),
         (CHAT, {"messages": MESSAGES, "logprobs": 3}, "logprobs"),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"),
         (CHAT, {"messages": MESSAGES, "tools": ["add"]}, "tools"),

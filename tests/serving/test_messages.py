@@ -70,7 +70,8 @@ def test_a_message_is_that_of_the_chat(web):
     assert (found["type"], found["role"], found["model"]) == ("message", "assistant", "sorter")
     ended = "end_turn" if chat["choices"][0]["finish_reason"] == "stop" else "max_tokens"
     assert (found["stop_reason"], found["stop_sequence"]) == (ended, None)
-    assert found["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    usage = found["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
     assert found["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
     kinds, message = streamed(web, {**ASK, **options})
     assert kinds[:3] == ["message_start", "content_block_start", "content_block_delta"]

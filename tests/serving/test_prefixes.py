@@ -2,6 +2,7 @@
 
 import threading
 
+import httpx
 import jax
 import numpy as np
 import pytest
@@ -57,12 +58,14 @@ def test_a_second_turn(model):
     second = [*first, *answer, *texts(9)]
     compare(queue, plain, [RowRequest(second, 12, SamplingParams(), (), 2)])
     assert counts.prefix_hits == 1 and counts.prefix_tokens == 80 + 11  # the last token was never read
+    third = ask(queue, RowRequest([*second[:-1], 1], 2, SamplingParams(), (), 3))[0]
+    assert len(third.wait()) == 2 and third.handle.cached == len(second) - 1 and counts.prefix_hits == 2
     done = threading.Event()
     halved = jax.tree.map(lambda x: x * 0.5, model.params)
     queue.call(lambda: queue.replace(halved), lambda error: done.set())
     assert done.wait(60)
     (row,) = ask(queue, RowRequest(second, 5, SamplingParams(), (), 5))
-    assert len(row.wait()) == 5 and counts.prefix_hits == 1
+    assert len(row.wait()) == 5 and counts.prefix_hits == 2 and row.handle.cached == 0
     for each in (queue, plain):
         each.stop(60)
 
@@ -87,6 +90,25 @@ def test_a_row_of_an_adapter_that_was_replaced_is_not_kept(model):
         queue.submit([row.handle])
         assert len(row.wait()) == 8 and bool(queue.counts.prefix_bytes) != replaced
     queue.stop(60)
+
+
+@pytest.mark.slow
+def test_usage_tells_what_was_computed_before(listening):
+    """In each API; Anthropic's input_tokens are those behind it."""
+    text = "sort:" + "4821" * 18
+    bodies = {
+        "chat/completions": {"messages": [{"role": "user", "content": text}], "max_tokens": 2},
+        "responses": {"input": text, "max_output_tokens": 2},
+        "messages": {"messages": [{"role": "user", "content": text}], "max_tokens": 2},
+    }
+    with httpx.Client(base_url=listening(prefixes=2**24).url, timeout=120) as web:
+        first = web.post("/v1/chat/completions", json=bodies["chat/completions"]).json()["usage"]
+        chat, response, message = (web.post(f"/v1/{path}", json=body).json()["usage"] for path, body in bodies.items())
+    count = first["prompt_tokens"]
+    assert first["prompt_tokens_details"] == {"cached_tokens": 0} and count > 64
+    assert chat["prompt_tokens_details"] == {"cached_tokens": count - 1} and chat["prompt_tokens"] == count
+    assert response["input_tokens_details"]["cached_tokens"] == count - 1 and response["input_tokens"] == count
+    assert message["cache_read_input_tokens"] == count - 1 and message["input_tokens"] == 1
 
 
 @pytest.mark.slow

@@ -374,6 +374,20 @@ def test_a_prompt_without_memory_for_its_caches_is_told_alone(queue):
     assert queue.counts.running == queue.counts.waiting == 0
 
 
+@pytest.mark.slow
+def test_rows_of_a_prompt_are_scored_once(queue, monkeypatch):
+    from jaxrl_llm.serving import grid
+
+    counts, likeliest = [], grid._likeliest
+    monkeypatch.setattr(grid, "_likeliest", lambda *args: counts.append(len(args[2])) or likeliest(*args))
+    prompt = list(range(40, 60))
+    asked = [RowRequest(prompt, 3, SamplingParams(), (), 0, row, prompt_logprobs=1) for row in range(3)]
+    rows = ask(queue, *asked, dataclasses.replace(asked[0], prompt_logprobs=None))
+    assert all(len(row.wait()) == 3 for row in rows) and counts == [1]
+    first, *others, unscored = (row.handle.scores for row in rows)
+    assert first.logps.shape == (20,) and all(scores is first for scores in others) and unscored is None
+
+
 def test_a_stopped_queue_ends_its_rows_and_takes_no_more(queue):
     rows = ask(queue, *(RowRequest([60 + i], 20, SamplingParams(), (), i) for i in range(9)))
     queue.stop(60)
