@@ -336,13 +336,6 @@ def _recorded(engine: Engine, experts) -> jax.Array | None:
     return experts.astype(jnp.int8 if engine.net.config.experts <= 127 else jnp.int16)
 
 
-def _no_experts(engine: Engine, shape: tuple[int, ...]) -> jax.Array | None:
-    """-1 `[...,L,k]` for tokens `[...]` of which nothing is recorded yet."""
-    c = engine.net.config
-    layers = sum(kind.experts for kind in c.layer_configs)
-    return _recorded(engine, jnp.full((*shape, layers, c.experts_per_token), -1)) if layers else None
-
-
 def first_tokens(
     engine: Engine, cache, prompts, segments, logits, keys, automata: Automata = NO_AUTOMATA,
     sampling: RowSampling | None = None,
@@ -350,7 +343,10 @@ def first_tokens(
     """The result of `prefill`, of the prompts' caches and the logits `[B,V]` behind them."""
     shape = (prompts.shape[0], engine.group_size)
     logits = jnp.repeat(logits, engine.group_size, axis=0).reshape(*shape, 1, -1)
-    tokens_shape = (*shape, engine.max_completion_length)
+    tokens_shape, c = (*shape, engine.max_completion_length), engine.net.config
+    layers, experts = sum(kind.experts for kind in c.layer_configs), None
+    if layers:  # -1 for tokens of which nothing is recorded yet
+        experts = _recorded(engine, jnp.full((*tokens_shape, layers, c.experts_per_token), -1))
     rows = Rows(
         tokens=jnp.zeros(tokens_shape, jnp.int32),
         logps=jnp.zeros(tokens_shape, jnp.float32),
@@ -362,7 +358,7 @@ def first_tokens(
         stop_state=None if automata.stop is None else jnp.zeros(shape, jnp.int32),
         guide_state=None if automata.guide is None else jnp.zeros(shape, jnp.int32),
         sampling=sampling,
-        experts=_no_experts(engine, tokens_shape),
+        experts=experts,
     )
     made, no_proposals = Prompts(cache, prompts, segments != 0, automata), jnp.zeros((*shape, 0), jnp.int32)
     return made, append(engine.sampling, engine.eos, made, rows, keys.reshape(shape), logits, no_proposals, 0)

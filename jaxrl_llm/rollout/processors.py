@@ -38,7 +38,9 @@ def processed_logits(logits, sampling: SamplingParams, prompts: Prompts, rows: R
         logits -= sampling.frequency_penalty * counts
         logits -= sampling.presence_penalty * (counts > 0)
     if sampling.bad_words:
-        logits = _without_bad_words(logits, sampling.bad_words, prompts, text, places)
+        words = padded_words(sampling.bad_words, len(sampling.bad_words), max(map(len, sampling.bad_words)), vocab)
+        completes = _completes(_recent(words.shape[-1] - 1, prompts, text, places), words[..., :-1])
+        logits = logits.at[..., words[:, -1]].min(jnp.where(completes, -jnp.inf, jnp.inf))
     if sampling.min_tokens and eos:
         early = (places < sampling.min_tokens)[..., None]
         ends = np.isin(np.arange(vocab), eos)
@@ -117,13 +119,6 @@ def _counts_of_rows(text, real, vocab: int):
     """Those `[G,R,W,V]` of text `[G,R,C]`, where `real` `[G,R,W,C]`; mapped, so that every device counts its rows."""
     of_row = jax.vmap(lambda ids, masks: jax.vmap(lambda real: _counts(ids, real, vocab))(masks))
     return jax.vmap(of_row)(text, real)
-
-
-def _without_bad_words(logits, bad_words: tuple[tuple[int, ...], ...], prompts: Prompts, text, places):
-    """The logits with -inf for each token that would complete one of the sequences, in prompt and completion."""
-    words = padded_words(bad_words, len(bad_words), max(map(len, bad_words)), logits.shape[-1])
-    completes = _completes(_recent(words.shape[-1] - 1, prompts, text, places), words[..., :-1])
-    return logits.at[..., words[:, -1]].min(jnp.where(completes, -jnp.inf, jnp.inf))
 
 
 def _recent(width: int, prompts: Prompts, text, places):
