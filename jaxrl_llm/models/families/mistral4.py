@@ -34,13 +34,15 @@ FRACTION = "partial_rotary_factor"
 def with_rope(hf: dict[str, Any]) -> dict[str, Any]:
     """The entries, with rotary parameters, which say of what part of a head they are; raises ConfigError for another
     part."""
-    rope = rotary.parameters_of(hf) or ROPE
+    given = {FRACTION: hf[FRACTION]} if FRACTION in hf else {}  # beside the scaling in files of transformers 4
+    rope = given | (rotary.parameters_of(hf) or ROPE)
     size, rotated = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"], hf["qk_rope_head_dim"]
     if rope.get(FRACTION, rotated / size) != rotated / size:
         refuse(FRACTION, rope[FRACTION], f"{rotated} of {size} numbers, as qk_rope_head_dim says")
     if rotary.kind_of(rope) == "default":  # of which transformers rotates as many numbers as a head has
         refuse("rope_type", "default", "yarn")
-    return hf | {"rope_parameters": {name: value for name, value in rope.items() if name != FRACTION}}
+    rest = {name: value for name, value in hf.items() if name not in (FRACTION, "rope_scaling")}
+    return rest | {"rope_parameters": {name: value for name, value in rope.items() if name != FRACTION}}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
