@@ -91,7 +91,8 @@ def data_url(image: "Image", **options: Any) -> str:
 
 
 def read_image(value: Any, limits: ImageLimits) -> "Image":
-    """The image of a column or a content part in RGB, turned as its EXIF orientation says.
+    """The image of a column or a content part in RGB, turned as its EXIF orientation says, on white where it is
+    transparent.
 
     A PIL image, the bytes of a file, a path, a data: URL, an http(s) URL where `limits.urls` allows it, or a dictionary
     that has one of these under bytes, path, image, image_url, url or base64. Height and width are checked before any
@@ -127,7 +128,11 @@ def _decoded(name: str, held: "bytes | Path | Image", limits: ImageLimits) -> "I
         raise ConfigError(f"{name} is of mode {image.mode}, of more than 8 bits a channel; convert it to RGB")
     try:
         # In place of the file's own data, so that a broken one fails here and not in training.
-        return (ImageOps.exif_transpose(image) if turned else image).convert("RGB")
+        image = ImageOps.exif_transpose(image) if turned else image
+        if "A" in image.getbands() or image.info.get("transparency") is not None:
+            white = Image.new("RGBA", image.size, "white")  # or black writing is black on what is mostly black
+            image = Image.alpha_composite(white, image.convert("RGBA"))
+        return image.convert("RGB")
     except Exception as error:  # decoders raise errors of many types for broken data
         raise ConfigError(f"{name} is truncated or broken ({error}); replace the file, or remove the row") from error
 
@@ -153,7 +158,8 @@ def _held(value: Any, limits: ImageLimits, folder: Path | None) -> "tuple[str, b
             raise ConfigError(f"{name} is a data: URL without a comma; write data:image/png;base64,...")
         try:
             encoded = unquote_to_bytes(body)
-            data = base64.b64decode(encoded, validate=True) if head.endswith(";base64") else encoded
+            # Programs such as base64 write it in lines.
+            data = base64.b64decode(b"".join(encoded.split()), validate=True) if head.endswith(";base64") else encoded
         except binascii.Error as error:
             raise ConfigError(f"{name} is no base64 ({error}); write data:image/png;base64,...") from error
         return name, _bounded(name, data, limits)

@@ -5,8 +5,10 @@ import struct
 import threading
 import zlib
 
+import numpy as np
 import pytest
 from PIL import Image
+from transformers.image_transforms import convert_to_rgb
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.images import ImageLimits, read_image, row_images
@@ -84,6 +86,30 @@ def test_urls_are_fetched_where_they_are_allowed(address):
         read_image(f"{address}/nowhere", allowed)
     with pytest.raises(ConfigError, match=r"is a URL, and data\.image_urls=False"):
         read_image(f"{address}/a.png", LIMITS)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_white(mode):
+    """As in transformers: black writing on nothing was black on black."""
+    drawn = Image.new("RGBA", (4, 3), (0, 0, 0, 0))
+    drawn.putpixel((1, 2), (0, 0, 0, 255))
+    drawn.putpixel((2, 1), (40, 40, 40, 128))
+    file = io.BytesIO()
+    drawn.convert(mode).save(file, "PNG")
+    for given in (file.getvalue(), Image.open(io.BytesIO(file.getvalue()))):
+        found = np.asarray(read_image(given, ImageLimits()))
+        expected = convert_to_rgb(Image.open(io.BytesIO(file.getvalue())), return_numpy=True)
+        np.testing.assert_array_equal(found, expected)
+        assert (found[0, 0] == 255).all() and (found[2, 1] == 0).all()
+
+
+def test_base64_in_lines_is_read():
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(file, "BMP")
+    lines = base64.encodebytes(file.getvalue()).decode()
+    assert lines.count("\n") > 2
+    for given in ({"base64": lines}, f"data:image/bmp;base64,{lines}"):
+        assert read_image(given, ImageLimits()).getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_a_photograph_is_turned_as_its_file_says():
