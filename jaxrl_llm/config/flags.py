@@ -307,9 +307,12 @@ def find_config(spec: str, flag: str = "--config") -> tuple[Path, str | None]:
             warnings.warn(f"there is no file {path} here; this is the shipped {flag}={known}", stacklevel=2)
         path = shipped.get(known, path)
     if path is None and Path(name).suffix in (".yaml", ".yml", ".json", ".sh"):
+        of_run = (
+            f"its get_config may return jaxrl_llm.config.from_json(Path({name!r}).read_text()), the settings of a run"
+        )
+        of_others = f"python -m jaxrl_llm migrate {name} --output=my_config.py writes one for TRL, verl or axolotl"
         raise ConfigError(
-            f"{flag} is {spec!r}, but it takes a Python file: python -m jaxrl_llm migrate {name} --output=my_config.py "
-            "writes that of a configuration of TRL, verl or axolotl"
+            f"{flag} is {spec!r}, but it takes a Python file; {of_run if name.endswith('config.json') else of_others}"
         )
     if path is None:
         raise ConfigError(

@@ -345,6 +345,7 @@ def test_override(arguments, name, value):
         (["optimizer.b2=0.9"], ["unexpected argument 'optimizer.b2=0.9'", "--config.optimizer.b2=0.9"]),
         (["-config=grpo"], ["unexpected argument '-config=grpo'", "such as --config=grpo"]),
         (["--config.rollout.group_size=1"], ["rollout.group_size is 1"]),
+        (["--config=runs/a/config.json"], ["from_json(Path('runs/a/config.json').read_text())"]),
         (["--config=rlhf"], ["has no function get_config", "python -m jaxrl_llm stages --stages=rlhf"]),
         (["--config=axolotl.yaml"], ["--config is 'axolotl.yaml'", "migrate axolotl.yaml --output=my_config.py"]),
         (["--config=configs/grp"], ["configs/grp", "a Python file", "shipped one: a2po, agent", "closest is grpo"]),
