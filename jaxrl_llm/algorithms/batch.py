@@ -4,7 +4,7 @@ Index t of every `[N,T]` array speaks of token t. Padding is segment 0, whatever
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -52,10 +52,13 @@ class Images:
 
     pixels: Array  # [N,K,H,W,C] as the model's image processor normalises them; K are the most tiles of a row
     count: Array  # [N] int32 tiles of each row; those behind are padding
-    features: Array = None  # [N,M,(1+E)D] of the M tokens of K tiles, where what makes them is frozen
+    # [N,M,(1+E)D] of the M tokens of K tiles, where what makes them is frozen; with `source` [Z,b,M,(1+E)D], those of
+    # prompts, which rows share, in each of Z shards.
+    features: Array = None
     # [N,K,2] int32 patches along height and width of each image, `pixels` are its patches [N,P,n]; or six numbers of
     # it, [N,K,6], see models/vision/any_resolution.py.
     grids: Array = None
+    source: Array = None  # [N] int32 which of its shard's b features a row reads
 
 
 @jax.tree_util.register_dataclass
@@ -193,10 +196,26 @@ class Batch:
         """A copy whose rows the network finds by these layouts."""
         return self.replace(inputs=self.inputs.replace(layout=layout), observe_layout=observe_layout)
 
+    def rows_alone(self) -> tuple["Batch", Callable[["Batch"], "Batch"]]:
+        """The arrays with rows alone, without layouts, and what puts those back that all rows share: scalars, and
+        features of images."""
+        bare, images = self.with_layout(None).replace(scalars=Scalars()), self.inputs.images
+        if not isinstance(images, Images) or images.source is None:
+            return bare, lambda rows: rows.replace(scalars=self.scalars)
+
+        def with_features(rows: Batch, features) -> Batch:
+            own = rows.inputs.images
+            assert isinstance(own, Images)
+            return rows.replace(inputs=rows.inputs.replace(images=dataclasses.replace(own, features=features)))
+
+        return with_features(bare, None), lambda rows: with_features(rows, images.features).replace(
+            scalars=self.scalars
+        )
+
     def map_rows(self, function) -> "Batch":
-        """A copy with `function` of every array that has rows; it has no layouts."""
-        rows = jax.tree.map(function, self.with_layout(None).replace(scalars=Scalars()))
-        return rows.replace(scalars=self.scalars)
+        """A copy with `function` of every array that has rows, which moves none to another shard; it has no layouts."""
+        rows, with_shared = self.rows_alone()
+        return with_shared(jax.tree.map(function, rows))
 
     def take(self, index) -> "Batch":
         """The rows at `index`."""

@@ -316,7 +316,9 @@ def _predicting_packed(model: Transformer, inputs: Inputs, layout: PackedLayout)
         segments = jnp.ones_like(tokens) if inputs.segments is None else inputs.segments
         images = model.encode_images(tokens, segments, images)
         values = images.values.reshape(shards, -1, images.values.shape[-1])
-        first = jnp.arange(len(tokens) // shards) * images.values.shape[1]
+        # Where rows share features, index is among those of their shard already.
+        first = jnp.arange(len(images.values) // shards) * images.values.shape[1]
+        first = jnp.repeat(first, len(tokens) // len(images.values))
         index = images.index.reshape(shards, -1, tokens.shape[1])
         index = jnp.where(index < 0, index, index + first[:, None]).reshape(shards, -1)
         index = rows(take(index, layout.token_idx).reshape(layout.token_idx.shape))

@@ -205,10 +205,16 @@ class Transformer(nnx.Module):
             )
         features = self.image_features(images)
         assert self.vision is not None
-        return self.vision.place(tokens, segments, segment_positions(segments), features, images)
+        placed = self.vision.place(tokens, segments, segment_positions(segments), features.shape[-2], images)
+        if images.source is None:
+            return dataclasses.replace(placed, values=features)
+        first = images.source[:, None] * features.shape[2]
+        values = features.reshape(len(features), -1, features.shape[-1])
+        return dataclasses.replace(placed, values=values, index=jnp.where(placed.index < 0, -1, placed.index + first))
 
     def image_features(self, images: Images) -> jax.Array:
-        """The features `[N,M,(1+E)D]` of the tokens of all tiles; raises ConfigError for a model without vision."""
+        """The features `[N,M,(1+E)D]` of the tokens of all tiles, or those that rows share, as `Images.features` has
+        them; raises ConfigError for a model without vision."""
         if self.vision is None:
             raise ConfigError(
                 "rows have images, but this model reads text alone: leave them out, or use a model that has a vision "
@@ -300,6 +306,9 @@ class Transformer(nnx.Module):
         assert isinstance(inputs.images, Images)
         assert self.vision is not None
         positions, states = segment_positions(segments), self.image_features(inputs.images)
+        if inputs.images.source is not None:
+            own = inputs.images.source.reshape(len(states), -1, 1, 1)
+            states = jnp.take_along_axis(states, own, axis=1).reshape(-1, *states.shape[2:])
         return ShownImages(states, self.vision.seen(inputs.tokens, segments, positions, inputs.images))
 
     def _by_run(self, experts) -> tuple:

@@ -1,13 +1,16 @@
 """Micro-batches of a batch: equal runs of its rows or, with a layout, the rows that lie in the same packed rows."""
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from jaxrl_llm.algorithms.batch import Batch, PackedLayout, Scalars
-from jaxrl_llm.distributed.sharding import constrain
+from jaxrl_llm.algorithms.batch import Batch, Images, PackedLayout
+from jaxrl_llm.distributed.sharding import constrain, row_sharding
 
 
 class MicroBatches(NamedTuple):
@@ -47,8 +50,8 @@ def map_microbatches(function: Callable[[Batch], Any], batch: Batch, count: int,
     rows, become arrays of the whole batch; 0 on rows that are in no micro-batch."""
     layout = batch.inputs.layout
     if layout is None:
-        split = batch.map_rows(lambda x: split_rows(x, count, shards)).replace(scalars=Scalars())
-        return join_rows(jax.lax.map(lambda rows: function(rows.replace(scalars=batch.scalars)), split), shards)
+        split, with_shared = batch.map_rows(lambda x: split_rows(x, count, shards)).rows_alone()
+        return join_rows(jax.lax.map(lambda rows: function(with_shared(rows)), split), shards)
     micro, rows = microbatches_of(batch, count, shards), layout.row_idx
     shapes = jax.eval_shape(lambda: function(micro.take(0)))
 
@@ -71,6 +74,27 @@ def map_microbatches(function: Callable[[Batch], Any], batch: Batch, count: int,
 
     total = jax.lax.fori_loop(0, micro.count, step, jax.tree.map(empty, shapes))
     return jax.tree.map(lambda x: constrain(x.reshape(-1, *x.shape[2:]), "rows", *(None,) * (x.ndim - 2)), total)
+
+
+def rows_at(batch: Batch, index, run: int, mesh: Mesh) -> Batch:
+    """The rows at `index`, sharded over the mesh; each `run` of them are of one prompt."""
+    taken = batch.map_rows(lambda x: jax.lax.with_sharding_constraint(x[index], row_sharding(mesh)))
+    images, own = batch.inputs.images, taken.inputs.images
+    if not isinstance(images, Images) or not isinstance(own, Images) or images.source is None:
+        return taken
+    shards, held, *shape = images.features.shape
+    number = index // (batch.rows // shards) * held + images.source[index]  # among those of all shards
+    run = math.gcd(run, len(index) // shards)
+    features = images.features.reshape(-1, *shape)[number[::run]]
+    return taken.replace(inputs=taken.inputs.replace(images=share_features(own, features, len(index), shards)))
+
+
+def share_features(images: Images, features, rows: int, shards: int) -> Images:
+    """The images with `features` `[F,M,...]` that each rows / F adjacent rows share, all of which are of one shard."""
+    features = features.reshape(shards, -1, *features.shape[1:])
+    source = jnp.arange(rows, dtype=jnp.int32) // (rows // features.shape[0] // features.shape[1]) % features.shape[1]
+    features = constrain(features, "rows", *(None,) * (features.ndim - 1))
+    return dataclasses.replace(images, pixels=None, features=features, source=constrain(source, "rows"))
 
 
 def split_rows(x: jax.Array, count: int, shards: int) -> jax.Array:

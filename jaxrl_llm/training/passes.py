@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.chunked_divergences import TopTokens
 from jaxrl_llm.models.logprobs import head_inputs, token_logps, token_statistics, token_values, top_tokens
 from jaxrl_llm.models.net import Net, Params
-from jaxrl_llm.training.microbatch import map_microbatches
+from jaxrl_llm.training.microbatch import map_microbatches, share_features
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
@@ -39,16 +40,25 @@ def scored_norms(
     return _by_microbatch(of_rows, inputs, rows, shards)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def images_of_rows(net: Net, params: Params, images: Images, group_size: int, encode: bool) -> Images:
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
+def images_of_rows(net: Net, params: Params, images: Images, group_size: int, encode: bool, shards: int) -> Images:
     """The images of prompts as those of their `group_size` rows each.
 
-    With `encode` they are encoded here, once for all rows and passes, and the rows are without pixels.
+    With `encode` they are encoded here, once for all rows and passes, and the rows are without pixels: they share the
+    features of their prompt, of which each shard of the mesh that has rows of it has a copy.
     """
+    features = None
     if encode:
         features = net.bind(params).image_features(images)
-        images = dataclasses.replace(images, pixels=None, features=features)
-    return jax.tree.map(lambda x: constrain(jnp.repeat(x, group_size, axis=0), "rows", *(None,) * (x.ndim - 1)), images)
+        images = dataclasses.replace(images, pixels=None)
+    of_rows = jax.tree.map(
+        lambda x: constrain(jnp.repeat(x, group_size, axis=0), "rows", *(None,) * (x.ndim - 1)), images
+    )
+    if features is None or group_size == 1:
+        return dataclasses.replace(of_rows, features=features)
+    rows = group_size * len(images.count)
+    run = math.gcd(group_size, rows // shards)
+    return share_features(of_rows, jnp.repeat(features, group_size // run, axis=0), rows, shards)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))

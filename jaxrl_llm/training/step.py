@@ -7,9 +7,9 @@ import jax
 
 from jaxrl_llm.algorithms.batch import Batch, minibatch_indices
 from jaxrl_llm.algorithms.losses import Metrics
-from jaxrl_llm.distributed.sharding import row_sharding
 from jaxrl_llm.models.flops import row_flops
 from jaxrl_llm.models.net import Net
+from jaxrl_llm.training.microbatch import rows_at
 from jaxrl_llm.training.setup.run import Run
 from jaxrl_llm.training.update import State
 
@@ -60,10 +60,7 @@ def minibatches_of(run: Run, batch: Batch, seed: tuple[int, ...] | None, count: 
     """
     indices = minibatch_indices(batch.rows, run.batch.group_size, count, passes, seed)
     pack = run.pack.of_rows(batch.rows // count)
-    return [pack(batch if count == 1 else _take(batch, index, run.mesh)) for index in indices]
+    return [pack(batch if count == 1 else _take(batch, index, run.batch.group_size, run.mesh)) for index in indices]
 
 
-@functools.partial(jax.jit, static_argnames="mesh")
-def _take(batch: Batch, index, mesh) -> Batch:
-    sharding = row_sharding(mesh)
-    return batch.map_rows(lambda x: jax.lax.with_sharding_constraint(x[index], sharding))
+_take = jax.jit(rows_at, static_argnames=("run", "mesh"))

@@ -7,12 +7,13 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.algorithms.batch import Inputs
+from jaxrl_llm.algorithms.batch import Batch, Images, Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import (
     AXES,
@@ -49,6 +50,7 @@ from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.rollout.slots import row_keys
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.microbatch import microbatches_of, rows_at, share_features
 from jaxrl_llm.training.packing.planner import TypicalRows
 from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import make_optimizer
@@ -864,3 +866,34 @@ def test_empty_row_caches_are_sharded():
         rows = jax.jit(lambda k: Attention.empty_cache(KeyValues(k, k), 2, 16))(prompts)
     assert rows.k.shape == (3, 8, 2, 2, 4, 16) and rows.k.addressable_shards[0].data.shape == (3, 2, 2, 1, 4, 16)
     assert rows.v.shape == (3, 8, 2, 2, 16, 4) and rows.v.addressable_shards[0].data.shape == (3, 2, 2, 1, 16, 4)
+
+
+def test_rows_share_the_features_of_their_prompt():
+    """As often as shards of the mesh have rows of it, in a batch and in minibatches, whose groups are shuffled."""
+    mesh, shards, prompts, size = make_mesh(4, devices=jax.devices()[:4]), 4, 4, 6
+    features = jnp.arange(float(prompts))[:, None, None] * jnp.ones((prompts, 2, 3))
+    rows = prompts * size
+    names = np.repeat(np.arange(prompts), size)
+
+    def check(batch, expected, held):
+        images = batch.inputs.images
+        assert images.features.shape == (shards, held, 2, 3) and images.pixels is None
+        own = np.asarray(images.features)[np.arange(batch.rows) // (batch.rows // shards), images.source]
+        np.testing.assert_array_equal(own, np.broadcast_to(expected[:, None, None], own.shape))
+        np.testing.assert_array_equal(np.asarray(batch.inputs.tokens)[:, 0], expected)
+        for number in range(3):
+            one = microbatches_of(batch, 3, shards).take(number)
+            own = np.asarray(one.inputs.images.features)[np.arange(one.rows) // (one.rows // shards), images_of(one)]
+            np.testing.assert_array_equal(own[:, 0, 0], np.asarray(one.inputs.tokens)[:, 0])
+
+    def images_of(batch):
+        return np.asarray(batch.inputs.images.source)
+
+    with jax.set_mesh(mesh):
+        images = Images(jnp.zeros((rows, 1)), jnp.ones(rows, jnp.int32))
+        batch = Batch(Inputs(jnp.asarray(names)[:, None], images=share_features(images, features, rows, shards)), None)
+        check(batch, names, 1)
+        order = np.array([2, 0])[:, None] * size + np.arange(size)
+        check(jax.jit(rows_at, static_argnums=(2, 3))(batch, order.reshape(-1), size, mesh), np.repeat([2, 0], size), 1)
+        order = np.array([2, 3, 1])[:, None] * size + np.arange(size)[:4]  # as two of six were left out
+        check(jax.jit(rows_at, static_argnums=(2, 3))(batch, order.reshape(-1), 4, mesh), np.repeat([2, 3, 1], 4), 3)

@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxrl_llm.algorithms.batch import ImageEmbeddings, Images
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.sharding import constrain
+from jaxrl_llm.distributed.sharding import constrain, row_shards
 from jaxrl_llm.models.vision.any_resolution import NUMBERS, of_first_tiles, put_together, token_counts
 from jaxrl_llm.models.vision.patch_embedder import PatchEmbedder, PatchEmbedderConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRows, PatchRowsConfig, Tokens, token_grid
@@ -17,6 +17,8 @@ from jaxrl_llm.models.vision.projector import PROJECTORS
 from jaxrl_llm.models.vision.siglip import Siglip, SiglipConfig
 from jaxrl_llm.models.vision.tiled import NUMBERS as TILED_NUMBERS
 from jaxrl_llm.models.vision.tiled import Tiled, TiledConfig, seen_features
+
+PATCHES_AT_ONCE = 2**14  # of the rows of a shard: enough for matmuls, and activations of a gigabyte or two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +85,29 @@ class Vision(nnx.Module):
     def encode(self, images: Images, dtype, checkpointed) -> jax.Array:
         """The features `[N,M,D]` of the M tokens of all images of a row, in order, those of `PatchRows` `[N,M,(1+E)D]`.
 
+        Rows are encoded some at a time, those of a shard of the mesh by it, where they have more than PATCHES_AT_ONCE.
         Raises ConfigError for pixels of another shape than the model's.
         """
+        encoder, mesh = self.config.encoder, jax.sharding.get_abstract_mesh()
+        patches = images.pixels.shape[1]  # of a row, or its tiles
+        if isinstance(encoder, SiglipConfig):
+            patches *= self.config.tile_shape[0] // encoder.patch_size * encoder.side
+        shards = 1 if mesh.empty else row_shards(mesh)
+        rows, rest = divmod(len(images.pixels), shards)
+        fitting = (n for n in range(1, rows) if rows % n == 0 and rows // n * patches <= PATCHES_AT_ONCE)
+        parts = next(fitting, max(rows, 1))
+        if parts == 1 or rest:
+            return self._encode(images, dtype, checkpointed)
+
+        def split(x) -> jax.Array:
+            x = x.reshape(shards, parts, -1, *x.shape[1:]).swapaxes(0, 1)
+            return x.reshape(parts, -1, *x.shape[3:])
+
+        found = jax.lax.map(lambda part: self._encode(part, dtype, checkpointed), jax.tree.map(split, images))
+        found = found.reshape(parts, shards, -1, *found.shape[2:]).swapaxes(0, 1)
+        return constrain(found.reshape(-1, *found.shape[3:]), "rows", None, None)
+
+    def _encode(self, images: Images, dtype, checkpointed) -> jax.Array:
         pixels, encoder = images.pixels, self.config.encoder
         if isinstance(self.encoder, PatchRows | PatchEmbedder) and isinstance(encoder, PatchRowsConfig):
             if pixels.ndim != 3 or pixels.shape[2] != encoder.patch_numbers or images.grids is None:
@@ -133,8 +156,8 @@ class Vision(nnx.Module):
     def _tokens(self, images: Images, count: int) -> Tokens:
         return token_grid(images.grids, images.count, count, self.config.merge)
 
-    def place(self, tokens, segments, positions, features, images: Images) -> ImageEmbeddings:
-        """The embeddings of the rows' image tokens: `features` of the images of each row.
+    def place(self, tokens, segments, positions, size: int, images: Images) -> ImageEmbeddings:
+        """The places of the rows' image tokens among the `size` features of the images of each row, without values.
 
         Segments 0 are padding, whatever the token; `positions` `[N,T]` count from 0 in each segment.
         """
@@ -145,11 +168,11 @@ class Vision(nnx.Module):
             known = images.count * self.config.tile_tokens
             if self.config.newline:
                 known = token_counts(of_first_tiles(images.grids, images.count), self.config.tile_tokens).sum(axis=1)
-            return ImageEmbeddings(features, jnp.where(is_image & (index < known[:, None]), index, -1))
-        grid = self._tokens(images, features.shape[1])
+            return ImageEmbeddings(None, jnp.where(is_image & (index < known[:, None]), index, -1))
+        grid = self._tokens(images, size)
         known = (grid.y < grid.high).sum(axis=1)
         index = jnp.where(is_image & (index < known[:, None]), index, -1)
-        return ImageEmbeddings(features, index, image_positions(index, positions, grid) if self.has_axes else None)
+        return ImageEmbeddings(None, index, image_positions(index, positions, grid) if self.has_axes else None)
 
 
 def image_positions(index, positions, grid: Tokens) -> jax.Array:

@@ -35,8 +35,7 @@ def whole(kind: str):
     torch.manual_seed(0)
     if kind == "gemma4_unified":
         text = VARIANTS["gemma4_unified_text"]().to_dict() | {"pad_token_id": 0}
-        sizes = {"mm_embed_dim": 16, "output_proj_dims": 32, "mm_posemb_size": 8}
-        config = Gemma4UnifiedConfig(text_config=text, vision_config=sizes, audio_config=None, image_token_id=90)
+        config = Gemma4UnifiedConfig(text_config=text, vision_config=None, audio_config=None, image_token_id=90)
         model = Gemma4UnifiedForConditionalGeneration(config)
         return model, lambda tokens: model(tokens).logits
     if kind == "gemma4":

@@ -36,7 +36,7 @@ from jaxrl_llm.models.mixers import attention
 from jaxrl_llm.models.mixers.mixer import DecodeInputs
 from jaxrl_llm.models.model import add_adapters, check_attention, describe, load_model, save_adapter, save_hf
 from jaxrl_llm.models.net import Net
-from jaxrl_llm.models.vision import patch_rows
+from jaxrl_llm.models.vision import patch_rows, tower
 from jaxrl_llm.models.vision.tower import image_runs
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
@@ -126,6 +126,21 @@ def test_images_that_were_encoded_before_give_the_same_logits(model, documents):
     features = model.net.bind(model.params).image_features(images)
     known = dataclasses.replace(images, pixels=None, features=features)
     found, expected = (np.asarray(model(tokens, segments, images=x)) for x in (known, images))
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+
+
+def test_rows_that_are_encoded_one_at_a_time_have_the_same_features(model, documents, monkeypatch):
+    """As those with many patches are, where all would take many times the memory of their features."""
+    images = jax.tree.map(jnp.asarray, padded_images([*documents, documents[0]])[2])
+
+    def features():
+        encode = jax.jit(lambda params, images: model.net.bind(params).image_features(images))
+        return encode.lower(model.params, images).as_text().count("stablehlo.while"), encode(model.params, images)
+
+    loops, expected = features()
+    monkeypatch.setattr(tower, "PATCHES_AT_ONCE", 2 * images.pixels.shape[1])
+    more, found = features()
+    assert more == loops + 1
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
 
 
