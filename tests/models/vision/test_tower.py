@@ -702,13 +702,13 @@ def test_adapters_are_where_peft_finds_them(oracle, folder, model, vision, tmp_p
         for name in wanted
         if (("layers" in name or "encoder.layer." in name) and not name.endswith(("shared_expert_gate", *PER_LAYER)))
         or ("blocks" in name and ".mlp." in name)
+        or name.endswith("patch_dense")
         or ("merger" in name and "merging" not in name and ("linear" in name or name.endswith(GATED)))
     }
     wanted = {name for name in wanted if vision == "lora" or "text_model" in name or "language_model" in name}
     found = {name for name, _ in oracle.named_modules() if check_target_module_exists(config, name)}
     found |= {name for name, _ in oracle.named_modules() if f".{name}".endswith(by_weight)}
     assert found == wanted
-        or name.endswith("patch_dense")
     names = {name.removeprefix("base_model.model.") for name in load_file(tmp_path / "adapter" / TENSORS)}
     assert names == {f"{name}.lora_{x}.weight" for name in wanted for x in "AB"}
     again = load_model(folder, adapter=tmp_path / "adapter")
