@@ -112,7 +112,7 @@ class Checkpoints:
             ),
             create=not self._read_only,
         )
-        return ocp.CheckpointManager(self.folder, options=options, item_handlers={**trees, **json_parts})
+        return _Manager(self.folder, options=options, item_handlers={**trees, **json_parts})
 
     def __enter__(self) -> "Checkpoints":
         self._hook = sys.unraisablehook
@@ -452,6 +452,18 @@ class Checkpoints:
         except (ValueError, KeyError, OSError) as error:
             raise ConfigError(f"checkpoint {name} cannot be read: {error}") from error
         return tree
+
+
+class _Manager(ocp.CheckpointManager):
+    """Orbax's manager, which raised in its constructor where the metrics of any checkpoint are damaged: to this one
+    that checkpoint has none. `newest_intact` names it, if it is among the last."""
+
+    def _get_metrics(self, step: int) -> Any:
+        try:
+            metrics = super()._get_metrics(step)
+        except ValueError:
+            return None
+        return metrics if isinstance(metrics, dict) else None
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,23 @@ def test_the_smallest_is_best(tmp_path):
         assert checkpoints.steps() == [2, 4]
 
 
+@pytest.mark.parametrize("text", ['{"rew', "[]", ""])
+def test_damaged_metrics_are_those_of_one_checkpoint(tmp_path, text):
+    keep = Keep(newest=1, best="reward")
+    with Checkpoints(tmp_path, keep) as checkpoints:
+        save(checkpoints, 1, metrics={"reward": 0.5})
+        save(checkpoints, 2, metrics={"reward": 0.1})
+    (tmp_path / "1/metrics/metrics").write_text(text)
+    with Checkpoints(tmp_path, keep) as checkpoints:
+        assert checkpoints.newest_intact() == (2, [])
+        (tmp_path / "2/metrics/metrics").write_text(text)
+    with pytest.raises(ConfigError, match=r"no checkpoint .* can be used: .*step 2 is damaged: .*2/metrics/metrics"):
+        find(tmp_path)
+    with Checkpoints(tmp_path, keep) as checkpoints:
+        save(checkpoints, 3, metrics={"reward": 0.3})
+        assert checkpoints.steps() == [3]
+
+
 def test_old_ones_are_kept_by_the_hour(tmp_path, monkeypatch):
     with Checkpoints(tmp_path, Keep(newest=1, hours=1 / 3600)) as checkpoints:  # one a second
         save(checkpoints, 1, 2)
