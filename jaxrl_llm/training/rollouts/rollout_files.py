@@ -46,6 +46,7 @@ from jaxrl_llm.distributed.sharding import gathered
 from jaxrl_llm.models.adapters.lora import split
 from jaxrl_llm.models.files.weight_changes import ENCODING, apply, as_bytes, changes
 from jaxrl_llm.models.net import Params
+from jaxrl_llm.training.checkpoint.outputs import writing
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.rollouts.experience import Rollouts, pack, placed, unpack
 from jaxrl_llm.training.rollouts.rollout_queue import Produce
@@ -325,7 +326,9 @@ class FileQueue:
         with processes.all_or_none():
             rollouts = placed(rollouts, self._mesh)
         if self._first:
-            write_file(self._folder / "taken", {"step": step})  # before the files go: a new sampler makes no such batch
+            with writing(self._folder):
+                # Before the files go: a new sampler makes no such batch.
+                write_file(self._folder / "taken", {"step": step})
             self._path(step).unlink(missing_ok=True)
             # Files of changes need those before them, back to a whole one: as far as a batch is still to come of them.
             done = sum(last <= step for last, _, _ in self._policies)
@@ -356,7 +359,7 @@ class FileQueue:
     def _ask(self, params: Params, version: int, first: int, last: int) -> dict[str, np.float32]:
         """Have the batches of the steps sampled by the policy, of the prompts that come next; metrics of its file."""
         arrays, metrics = policy_on_host(split(self._publish(params), self._frozen)[1]), {}
-        with processes.all_or_none():
+        with processes.all_or_none(), writing(self._folder):
             if self._first:
                 path = self._folder / f"policy_{version:08d}_{first:08d}_{last:08d}"
                 base, before = self._written if self._asked % WHOLE_EVERY else ("", {})

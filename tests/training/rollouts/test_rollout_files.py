@@ -1,6 +1,7 @@
 """Files by which processes that only sample and learners meet: whole or absent, of this start, and bit for bit."""
 
 import errno
+import resource
 import threading
 import time
 import types
@@ -241,6 +242,17 @@ def test_a_batch_that_is_taken_meanwhile_is_not_made_again(tmp_path, monkeypatch
 
     monkeypatch.setattr(sampler, "read_facts", read_and_take)
     assert sampler._job(tmp_path, 0, 1, 0) == (tmp_path / "policy_00000000_00000001_00000002", 2)
+
+
+def test_a_full_disk_is_named(tmp_path):
+    queue, limits = queue_of(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    with start_learners(queue._rendezvous), queue, jax.set_mesh(MESH):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            with pytest.raises(ConfigError, match=rf"output_dir {tmp_path}/.* cannot be written: .*File too large"):
+                queue.take(None, 0, 0, None)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_sampler_tells_its_error(tmp_path):
