@@ -445,8 +445,9 @@ Another one is a class with this protocol in a file beside it, and a family that
 ones run in one scan. `tests/models/mixers/test_mixer.py` has a recurrent one, and samples with it.
 
 Not supported: the vision part of Llama 4, sound and videos, checkpoints quantized otherwise, texts that are read in
-both directions (but PaliGemma's prompts), ALiBi (Falcon-RW, BLOOM, MPT), and a scale of attention for each layer
-(`scale_attn_by_inverse_layer_idx`).
+both directions (but PaliGemma's prompts), ALiBi (Falcon-RW, BLOOM, MPT), a scale of attention for each layer
+(`scale_attn_by_inverse_layer_idx`), hyper-connections (DeepSeek-V4, Qwen4), experts that skip a layer (LongCat-Flash),
+and attention to blocks of tokens (MiniMax-M3).
 """
 
 EXAMPLE = '''"""Helium (Kyutai): Llama's shape, with neighbouring dimensions of a head rotated together."""

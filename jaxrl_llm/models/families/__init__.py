@@ -57,7 +57,10 @@ def family_of(hf: dict[str, Any]) -> ModuleType:
     model_type = hf.get("model_type")
     known = FAMILIES | ALIKE
     if model_type not in known:
-        raise ConfigError(f"model_type {model_type!r} is not supported; supported are {', '.join(known)}.")
+        raise ConfigError(
+            f"model_type {model_type!r} is not supported; supported are {', '.join(known)}, and a family of your own, "
+            "whose file model.register names (docs/models.md)."
+        )
     return known[model_type]
 
 
