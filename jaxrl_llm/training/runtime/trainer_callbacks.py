@@ -168,20 +168,16 @@ class TrainerCallbackHooks:
         metrics = {name: value for name, value in moment.metrics.items() if name.startswith("eval/")}
         metrics |= {f"eval_{name.removeprefix('eval/')}": value for name, value in metrics.items()}
         self._call("on_evaluate", moment, metrics=metrics)
-        self._remember_best(metrics, moment.step)
+        assert self.args is not None
+        value, best = metrics.get(self.args.metric_for_best_model or ""), self.state.best_metric
+        if value is not None and (best is None or ((value > best) == self.args.greater_is_better and value != best)):
+            self.state.best_metric, self.state.best_global_step = value, moment.step
         self._log(moment, metrics)
         return self._wishes(STOP, SAVE)
 
     def _log(self, moment: Moment, logs: dict[str, float]) -> None:
         self.state.log_history.append({**logs, "step": moment.step})
         self._call("on_log", moment, logs=logs)
-
-    def _remember_best(self, metrics: Mapping[str, float], step: int) -> None:
-        assert self.args is not None
-        value = metrics.get(self.args.metric_for_best_model or "")
-        best = self.state.best_metric
-        if value is not None and (best is None or ((value > best) == self.args.greater_is_better and value != best)):
-            self.state.best_metric, self.state.best_global_step = value, step
 
     def on_save(self, moment: Moment) -> list[str]:
         """on_save, once the state of the step is saved."""
