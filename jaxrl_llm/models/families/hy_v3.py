@@ -26,6 +26,7 @@ def _keys(router: str, correction: str, shared: str, experts: tuple[TensorName, 
 KEYS = _keys("router.gate", "expert_bias", "shared_mlp", decoder.experts("mlp"))
 MODULE_KEYS = _keys("gate", "e_score_correction_bias", "shared_experts", decoder.stacked_experts("mlp"))
 OTHER_KEYS = (MODULE_KEYS,)
+UNREAD = ("model.layers.80.",)  # of multi-token prediction, behind the 80 layers of the published model
 DEFAULTS = {
     "num_key_value_heads": 8,
     "head_dim": 128,

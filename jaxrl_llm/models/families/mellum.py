@@ -10,6 +10,7 @@ from jaxrl_llm.models.model_config import ModelConfig
 MODEL_TYPE = "mellum"
 ARCHITECTURE = "Mellum"
 KEYS, OTHER_KEYS = qwen3_moe.KEYS, qwen3_moe.OTHER_KEYS
+UNREAD = ("mtp.",)
 DEFAULTS = {
     **qwen3_moe.DEFAULTS,
     "head_dim": 128,
