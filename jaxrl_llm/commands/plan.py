@@ -25,6 +25,13 @@ FLAGS = (
     Setting("devices", 1, "Number of devices.", int, minimum=1),
     Setting("simulate", False, "Compile with the CPU's compiler even where the device's own is installed.", bool),
     Setting(
+        "image_tokens",
+        0,
+        "Tokens of the images of each prompt, or of each row of given data, to plan with.",
+        int,
+        minimum=0,
+    ),
+    Setting(
         "advice",
         "auto",
         "Suggest savings: always, never, or (auto) when the run may not fit.",
@@ -33,24 +40,25 @@ FLAGS = (
 )
 
 
-def plan(config, device: str = "h100", devices: int = 1, simulate: bool = False) -> Plan:
+def plan(config, device: str = "h100", devices: int = 1, simulate: bool = False, image_tokens: int = 0) -> Plan:
     """The plan of a configuration on this number of `devices` of a type; the process must not have used jax before.
 
-    Raises ConfigError for an unknown device, a mesh of another size, and as training does.
+    Raises ConfigError for an unknown device, a mesh of another size, images that do not fit, and as training does.
     """
     named(device)
-    return make_plan(config, target(config, device, devices, simulate))
+    return make_plan(config, target(config, device, devices, simulate), image_tokens=image_tokens)
 
 
 def main(argv: list[str]) -> None:
     """The command line: see `--help`."""
     config, options = load_flags(argv, __doc__ or "", FLAGS)
+    places = tuple(options[name] for name in ("device", "devices", "simulate", "image_tokens"))
     with waiting(f"compiling the programs of {config.model.path}, minutes for large models", stderr_console(), False):
         if is_split(config):
-            split = make_split(config, options["device"], options["devices"], options["simulate"])
+            split = make_split(config, *places)
             sys.stdout.write("\n".join(split_lines(split)) + "\n")
             return
-        planned = plan(config, options["device"], options["devices"], options["simulate"])
+        planned = plan(config, *places)
         wanted = options["advice"] == "always" or (planned.is_tight and options["advice"] == "auto")
         advised = advice(planned, compiled=wanted) if wanted else []
     sys.stdout.write("\n".join(lines(planned, advised)) + "\n")

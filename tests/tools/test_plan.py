@@ -1,5 +1,6 @@
 """The plan of a run: exact where it says so, and what it counts in programs is counted right."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -12,8 +13,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.config import ConfigError, batch_rows, default
 from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.data import shapes
 from jaxrl_llm.distributed.devices import DEVICES, named
 from jaxrl_llm.distributed.sharding import AXES, bytes_on_device
 from jaxrl_llm.models import families
@@ -28,7 +30,7 @@ from jaxrl_llm.tools.plan.advice import advice
 from jaxrl_llm.tools.plan.compiler import Compiler, traced_flops
 from jaxrl_llm.tools.plan.graders import compile_graders
 from jaxrl_llm.tools.plan.planned import describe_for, floors, make_plan, tree_size
-from jaxrl_llm.tools.plan.programs import converted_bytes, held_bytes
+from jaxrl_llm.tools.plan.programs import converted_bytes, held_bytes, images_shape
 from jaxrl_llm.tools.plan.shapes import describe
 from jaxrl_llm.tools.plan.split import Split, balances, least_seconds, make_split
 from jaxrl_llm.tools.plan.text import bytes_text, lines, seconds_text
@@ -36,10 +38,11 @@ from jaxrl_llm.tools.plan.topology import _cuda_folder, _described, slice_shape,
 from jaxrl_llm.training.reference import start_reference
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.models import build_model
-from jaxrl_llm.training.setup.run import make_optimizer, sized_critic_updates
+from jaxrl_llm.training.setup.run import build, make_optimizer, sized_critic_updates
 from jaxrl_llm.training.setup.sources import build_rewards
 from jaxrl_llm.training.setup.specs import reference_spec, update_spec
-from jaxrl_llm.training.update import init_state
+from jaxrl_llm.training.step import minibatches_of
+from jaxrl_llm.training.update import init_state, merge_frozen
 
 SHAPE = {
     "model_type": "llama",
@@ -180,8 +183,50 @@ def test_the_report_names_what_matters(planned):
 @pytest.mark.slow
 def test_the_report_says_that_images_are_not_counted(planned):
     plan = make_plan(small("embedded:shapes"), target(default(), "h100", 1, simulate=True))
-    said = "planned without images: what encodes those of rows, and holds them, comes on top"
+    said = "planned without images: what encodes those of rows, and holds them, comes on top (`plan --image_tokens=N` "
+    said += "counts those of N tokens a prompt)"
     assert list(lines(plan))[-1] == said and said not in lines(planned)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vision", ["frozen", "trained"])
+def test_images_are_planned_as_a_run_has_them(root, tmp_path, vision):
+    """The shapes of a real step's images, of which a plan counts the bytes; what encodes them is a program."""
+    config = load_config_file(f"{root / 'configs' / 'vision_grpo.py'}:tiny")
+    config.output_dir, config.checkpoint.every, config.eval.every = str(tmp_path / "run"), 0, 0
+    config.logging.backends, config.model.vision, config.batch.minibatches = (), vision, 2
+    on = target(config, "cpu", 1)
+    with jax.set_mesh(on.mesh), contextlib.closing(build(config, on.mesh)) as run:
+        tokens = shapes.IMAGE_TOKENS
+        found = make_plan(run.config, on, image_tokens=tokens)
+        state = merge_frozen(run.state, run.frozen)
+        batch = run.source.next(state, jax.random.key(0)).batch
+        minibatch = minibatches_of(run, batch, (0,), 2, 1)[0]
+        described = describe_for(run.config, on)
+        params = merge_frozen(described.state, described.frozen).params
+        for rows, images in ((batch.rows, batch.inputs.images), (minibatch.rows, minibatch.inputs.images)):
+            planned = images_shape(run.config, described, on.mesh, params, rows, tokens)
+            assert jax.tree.map(jnp.shape, planned) == jax.tree.map(jnp.shape, images)
+            assert bytes_on_device(planned) == bytes_on_device(images)
+    programs = {x.name: x for x in found.programs}
+    without = {x.name: x for x in make_plan(config, on).programs}
+    prompts, pixels = config.batch.prompts, 24 * 24 * 3 * 4
+    of_prompts = prompts * (pixels + 4)
+    assert programs["rollout: prefill"].arguments - without["rollout: prefill"].arguments == of_prompts
+    assert programs["rollout: prefill"].flops > without["rollout: prefill"].flops
+    width, rows = described.net.config.width, batch_rows(config)
+    held = prompts * tokens * width * 4 + 8 * rows if vision == "frozen" else rows * (pixels + 4)
+    assert programs["update"].arguments - without["update"].arguments == held // 2
+    assert (programs["update"].flops == without["update"].flops) == (vision == "frozen")
+    assert ("images" in programs) and programs["images"].times == 1
+
+
+def test_images_that_a_plan_has_no_place_for_are_refused(folder):
+    on = target(default(), "h100", 1, simulate=True)
+    with pytest.raises(ConfigError, match="images of 4 tokens are planned with, but the model reads text alone"):
+        make_plan(small(folder), on, image_tokens=4)
+    with pytest.raises(ConfigError, match="images of 12 tokens do not fit prompts or rows of 8; raise these"):
+        make_plan(small("embedded:shapes"), on, image_tokens=12)
 
 
 def test_steps_of_epochs_are_not_known(planned):

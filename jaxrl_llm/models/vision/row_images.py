@@ -1,7 +1,8 @@
 """The images of rows on the host, as the network of a model reads them: `Images`, of the tiles that each row brings."""
 
+import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -57,14 +58,8 @@ def row_images(
             check(row, own * vision.tile_tokens)
     if not (tiles_of_row := max(most[0], *counts)):
         return None
-    room, count, grids = _power_of_two(tiles_of_row), np.array(counts, np.int32), None
-    if encoder is not None:
-        size = vision.merge**2 * _power_of_two(max(most[1], *tokens))
-        pixels = np.zeros((len(ids), size, encoder.patch_numbers), np.float32)
-        grids = np.zeros((len(ids), room, 2), np.int32)
-    else:
-        pixels = np.zeros((len(ids), room, *vision.tile_shape), np.float32)
-        grids = np.zeros((len(ids), room, vision.numbers), np.int32) if vision.numbers else None
+    images = room_for(vision, len(ids), tiles_of_row, max(most[1], *tokens))
+    pixels, grids = images.pixels, images.grids
 
     def fill(rows: list[int]) -> None:
         own, row = tiles[rows[0]], rows[0]
@@ -105,7 +100,18 @@ def row_images(
     with ThreadPoolExecutor(workers, thread_name_prefix="images") as pool:
         for _ in pool.map(fill, rows_of.values()):
             pass
-    return Images(pixels, count, grids=grids)
+    return dataclasses.replace(images, count=np.array(counts, np.int32))
+
+
+def room_for(vision: VisionConfig, rows: int, tiles: int, tokens: int, make: Callable[..., Any] = np.zeros) -> Images:
+    """Images with room for so many tiles and image tokens in each row, of arrays that `make(shape, dtype)` makes."""
+    room, count = _power_of_two(tiles), make((rows,), np.int32)
+    if isinstance(encoder := vision.encoder, PatchRowsConfig):
+        size = vision.merge**2 * _power_of_two(tokens)
+        pixels, numbers = make((rows, size, encoder.patch_numbers), np.float32), 2
+    else:
+        pixels, numbers = make((rows, room, *vision.tile_shape), np.float32), vision.numbers
+    return Images(pixels, count, grids=make((rows, room, numbers), np.int32) if numbers else None)
 
 
 def _power_of_two(least: int) -> int:

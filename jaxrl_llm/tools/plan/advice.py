@@ -118,7 +118,8 @@ def _recompiled(plan: Plan, change: str, values: dict[str, object]) -> Advice | 
     """Return what a change saves of the update, which is compiled again."""
     config = changed(plan.config, values)
     with jax.set_mesh(plan.target.mesh):
-        update = make_plan(config, plan.target, plan.widths, only="update").programs[0]
+        planned = make_plan(config, plan.target, plan.widths, only="update", image_tokens=plan.image_tokens)
+        update = planned.programs[0]
     before = next(x for x in plan.programs if x.name == "update")
     others = [x.peak for x in plan.programs if x.name != "update"]
     return Advice(change, before.peak - update.peak, max([update.peak, *others]), "compiled")

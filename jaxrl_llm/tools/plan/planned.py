@@ -46,6 +46,7 @@ class Plan(NamedTuple):
     programs: list[ProgramStats]
     microbatch: Microbatch
     note: str = ""
+    image_tokens: int = 0  # of the images of a prompt, or of a row where rows are given
 
     @property
     def peak(self) -> ProgramStats:
@@ -69,14 +70,20 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    config, target_: Target, widths: tuple[int, int] | None = None, only: str = "", packer: Packer | None = None
+    config,
+    target_: Target,
+    widths: tuple[int, int] | None = None,
+    only: str = "",
+    packer: Packer | None = None,
+    image_tokens: int = 0,
 ) -> Plan:
     """Return the plan of a configuration, with rows of `widths` (prompt, total) tokens, or else the longest it allows.
 
     `packer` is that of a run; without one rows are packed as full-length ones are. `only` compiles one phase,
-    "rollout", "logps" or "update", or one half of a split run, "training" or "sampling". Where the TPU compiler refuses
-    a program that does not fit, the plan is that of simulated devices and says so. Raises ConfigError as training
-    would, and for the whole of a split run.
+    "rollout", "logps" or "update", or one half of a split run, "training" or "sampling". `image_tokens` are those of
+    the images of a prompt, or of a row where rows are given. Where the TPU compiler refuses a program that does not
+    fit, the plan is that of simulated devices and says so. Raises ConfigError as training would, and for the whole of a
+    split run.
     """
     config = with_correction(config)
     if not only and is_split(config):
@@ -95,7 +102,7 @@ def make_plan(
         online = c.max_prompt_length, c.max_prompt_length + c.max_completion_length
         widths = (0, config.data.max_length) if config.algorithm.name in OFFLINE else online
     try:
-        return _compiled(config, target_, widths, only, packer)
+        return _compiled(config, target_, widths, only, packer, image_tokens)
     except jax.errors.JaxRuntimeError as error:
         used = re.search(r"Used [\d.]+\w of [\d.]+\w hbm", str(error))
         if "RESOURCE_EXHAUSTED" not in str(error) or target_.compiler != "TPU compiler":
@@ -103,7 +110,7 @@ def make_plan(
         note = f"the TPU compiler refuses a program: {used[0] if used else 'it does not fit'}"
         stand_ins = make_mesh(**target_.mesh.shape, devices=jax.devices()[: target_.mesh.size])
         simulated = target_of(stand_ins, target_.device.name, simulate=True)
-        plan = _compiled(config, simulated, widths, only, packer)
+        plan = _compiled(config, simulated, widths, only, packer, image_tokens)
         return plan._replace(note="; ".join(filter(None, (note, plan.note))))
 
 
@@ -112,7 +119,9 @@ def is_split(config) -> bool:
     return bool(sampling_devices(config)) or (config.algorithm.name not in OFFLINE and config.rollout.processes > 0)
 
 
-def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packer: Packer | None) -> Plan:
+def _compiled(
+    config, target_: Target, widths: tuple[int, int], only: str, packer: Packer | None, image_tokens: int
+) -> Plan:
     notes = []
     if config.model.attention not in ("auto", "xla") and not target_.exact:
         kind = config.model.attention
@@ -121,8 +130,16 @@ def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packe
         config.model.attention = "xla"
     with jax.set_mesh(target_.mesh), traced_as_on(target_):
         shapes = describe_for(config, target_)
-        if shapes.net.config.vision is not None:
-            notes.append("planned without images: what encodes those of rows, and holds them, comes on top")
+        reads, longest = shapes.net.config.vision is not None, widths[0] or widths[1]
+        if image_tokens and not reads:
+            raise ConfigError(f"images of {image_tokens} tokens are planned with, but the model reads text alone")
+        if image_tokens > longest:
+            raise ConfigError(f"images of {image_tokens} tokens do not fit prompts or rows of {longest}; raise these")
+        if reads and not image_tokens:
+            notes.append(
+                "planned without images: what encodes those of rows, and holds them, comes on top (`plan "
+                "--image_tokens=N` counts those of N tokens a prompt)"
+            )
         programs, rollout, microbatch = compile_step(
             config,
             shapes,
@@ -134,6 +151,7 @@ def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packe
             dict(target_.options),
             target_.device.memory,
             target_.host,
+            image_tokens,
         )
         if shapes.graders and only in ("", "sampling"):
             simulated, options = target_.accelerator and not target_.exact, dict(target_.options)
@@ -178,6 +196,7 @@ def _compiled(config, target_: Target, widths: tuple[int, int], only: str, packe
         programs=programs,
         microbatch=microbatch,
         note="; ".join(notes),
+        image_tokens=image_tokens,
     )
 
 

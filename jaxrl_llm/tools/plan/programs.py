@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.algorithms.batch import Batch, Inputs, PackedLayout, Scalars
+from jaxrl_llm.algorithms.batch import Batch, Images, Inputs, PackedLayout, Scalars
 from jaxrl_llm.config import batch_rows, rows_together
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.sharding import (
@@ -28,8 +28,11 @@ from jaxrl_llm.models.cast import decoding_params, in_precision
 from jaxrl_llm.models.chunked_softmax import columns_at_once
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.quantize import BYTES
+from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
+from jaxrl_llm.models.vision.row_images import room_for
 from jaxrl_llm.rollout import assignment
 from jaxrl_llm.rollout import engine as engines
+from jaxrl_llm.rollout.automata import NO_AUTOMATA
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.rollout.slots import row_keys
@@ -42,7 +45,14 @@ from jaxrl_llm.training.optimizers import build_optimizer
 from jaxrl_llm.training.packing import planner
 from jaxrl_llm.training.packing.layout import Sizes, plan
 from jaxrl_llm.training.packing.planner import Packer, TypicalRows, make_packer
-from jaxrl_llm.training.passes import scored_distributions, scored_logps, scored_norms, scored_top, values_before
+from jaxrl_llm.training.passes import (
+    images_of_rows,
+    scored_distributions,
+    scored_logps,
+    scored_norms,
+    scored_top,
+    values_before,
+)
 from jaxrl_llm.training.setup.memory import update_bytes, with_fitting_slots
 from jaxrl_llm.training.setup.mesh import shard_rows
 from jaxrl_llm.training.setup.objectives import critic_spec, kl_in_loss, needs_reference, objective_of
@@ -124,6 +134,7 @@ def compile_step(
     options: dict[str, Any] | None = None,
     memory: float | None = None,
     host: int | None = None,
+    image_tokens: int = 0,
 ) -> tuple[list[ProgramStats], Rollout | None, Microbatch]:
     """Return the programs of a step with rows of `widths` (prompt, total) tokens, what sampling holds, and the
     micro-batches of an update.
@@ -131,7 +142,8 @@ def compile_step(
     `only` names one phase, "rollout", "logps" or "update", or one half of a split run, "training", or "sampling", whose
     devices hold nothing but what scores completions. Neither evaluation nor scoring is among them. `packer` is that of
     a run, `options` are the compiler's, `memory` are the bytes of a device that a run may use, where they are known,
-    and `host` the devices of one host where CPUs stand in for accelerators.
+    and `host` the devices of one host where CPUs stand in for accelerators. `image_tokens` are those of a prompt's
+    images, or of a row's where they are given.
     """
     simulated = accelerator and mesh.devices.flat[0].platform == "cpu"
     nets = (shapes.net, shapes.critic, *(teacher.net for teacher in shapes.teachers.values()))
@@ -149,6 +161,7 @@ def compile_step(
             total = memory * (1 if mesh.devices.flat[0].platform == "cpu" and not accelerator else mesh.size)
             engine = with_fitting_slots(engine, visiting(params), share, total, prompts, widths[0], sampling_mesh)
         places: Any = {"params": params, "mesh": mesh, "sampling_mesh": sampling_mesh, "of_run": params}
+        places |= {"image_tokens": image_tokens}
         rollout = compile_rollout(compiler, "rollout", engine, prompts, widths[0], **places)
         if compares_with_greedy(config):
             greedy = dataclasses.replace(engine, sampling=engine.sampling.greedy, group_size=1)
@@ -161,7 +174,7 @@ def compile_step(
         room = max(memory - held_bytes(shapes) - update_bytes(config, shapes.state.params), 0.0)
     layouts = make_layouts(config, shapes.net, mesh, objective, widths, accelerator, packer, room)
     if only in ("", "logps", "training"):
-        compile_logps(config, shapes, params, mesh, widths, layouts, compiler)
+        compile_logps(config, shapes, params, mesh, widths, layouts, compiler, image_tokens)
     updates, sizes = sized_updates(config, shapes.net.config, room, widths[1], mesh), layouts.sizes
     if only in ("", "update", "training"):
         update_critic = None
@@ -175,6 +188,8 @@ def compile_step(
             """Return one minibatch, and how many of its size are held beside it."""
             batch = update_batch(config, shapes.net, mesh, widths[1], widths[0] if online else 0, teacher)
             count = config.batch.minibatches
+            images = images_shape(config, shapes, mesh, params, batch_rows(config) // count, image_tokens)
+            batch = batch.replace(inputs=batch.inputs.replace(images=images))
             return batch.with_layout(layouts.update, layouts.observed), count if count > 1 else 0
 
         alone = critic_alone(config, update_critic)
@@ -244,6 +259,7 @@ def compile_rollout(
     sampling_mesh: Mesh,
     calls: float = 1.0,
     of_run: Any = (),
+    image_tokens: int = 0,
 ) -> Rollout:
     """Compile the programs of an engine (cast, prefill, assign, decode); return what sampling holds.
 
@@ -262,7 +278,8 @@ def compile_rollout(
         ints = rows_shape(sampling_mesh, (prompts, prompt_width), jnp.int32)
         keys = jax.eval_shape(lambda: row_keys(jax.random.key(0), jnp.uint32(0), prompts * k))
         keys = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=NamedSharding(sampling_mesh, PartitionSpec()))
-        arguments = (engine, sampled, ints, ints, keys)
+        images = rows_of_images(engine.net, sampling_mesh, prompts, image_tokens) if image_tokens else None
+        arguments = (engine, sampled, ints, ints, keys, NO_AUTOMATA, None, images)
         all_prompts, rows = compiler.add(f"{name}: prefill", engines.prefill, arguments, times=calls)
         local = prompts // shards
         grid = Scheduler(local, k, shards, engine.shard_slots(shards, local * k)).grid
@@ -285,14 +302,27 @@ def compile_rollout(
 
 
 def compile_logps(
-    config, shapes: Shapes, params, mesh: Mesh, widths: tuple[int, int], layouts: Layouts, compiler: Compiler
+    config,
+    shapes: Shapes,
+    params,
+    mesh: Mesh,
+    widths: tuple[int, int],
+    layouts: Layouts,
+    compiler: Compiler,
+    image_tokens: int = 0,
 ) -> None:
-    """Compile the passes before the update: log-probs of policy, reference and teachers, and the critic's values."""
+    """Compile the passes before the update: what encodes images once, log-probs of policy, reference and teachers, and
+    the critic's values."""
     online, rows = config.algorithm.name not in OFFLINE, batch_rows(config)
+    if image_tokens and online:
+        compiler.add(
+            "images", images_of_rows, images_call(config, shapes, mesh, params, rows, image_tokens), of_run=params
+        )
+    images = images_shape(config, shapes, mesh, params, rows, image_tokens)
     ints = rows_shape(mesh, (rows, widths[1]), jnp.int32)
     microbatch, shards = batch_spec(config).forward_rows, row_shards(mesh)
     first, temperature = (widths[0], config.rollout.temperature or 1.0) if online else (0, 1.0)
-    inputs = Inputs(ints, ints, layout=layouts.forward, prompt_width=first)
+    inputs = Inputs(ints, ints, images=images, layout=layouts.forward, prompt_width=first)
     arguments, trips = (inputs, temperature, microbatch, shards), layouts.forward_trips
     if online and advantage_step(advantage_spec(config), ()).asks_for("logit_norms"):
         compiler.add("log-probs", scored_norms, (shapes.net, visiting(params), *arguments), of_run=params, trips=trips)
@@ -337,6 +367,33 @@ def compile_logps(
             last = rows_shape(mesh, (rows, widths[1]), jnp.int32)
             arguments = (hidden, head, ints, ints, last, first, spec.temperature, own.logit_softcap)
             compiler.add("the teacher's spans", at_ends, arguments, of_run=on_devices, trips=())
+
+
+def rows_of_images(net: Net, mesh: Mesh, rows: int, tokens: int) -> Images:
+    """Return the images of rows as shapes, of so many tokens in each row."""
+    vision = net.config.vision
+    assert vision is not None
+    tiles = 1 if isinstance(vision.encoder, PatchRowsConfig) else -(-tokens // vision.tile_tokens)
+    return room_for(vision, rows, tiles, tokens, functools.partial(rows_shape, mesh))
+
+
+def images_call(config, shapes: Shapes, mesh: Mesh, params, rows: int, tokens: int) -> tuple:
+    """Return the arguments of `images_of_rows` in a step of so many rows, whose prompts have images of `tokens`."""
+    encode = "vision" in shapes.net.config.frozen and shapes.critic is None
+    size = config.rollout.group_size
+    images = rows_of_images(shapes.net, mesh, rows // size, tokens)
+    return shapes.net, visiting(params), images, size, encode, row_shards(mesh)
+
+
+def images_shape(config, shapes: Shapes, mesh: Mesh, params, rows: int, tokens: int) -> Images | None:
+    """Return the images of the rows of a batch as shapes, None without any: of prompts that are sampled those that are
+    encoded once, where what encodes them is frozen."""
+    if not tokens:
+        return None
+    if config.algorithm.name in OFFLINE:
+        return rows_of_images(shapes.net, mesh, rows, tokens)
+    made = images_of_rows.eval_shape(*images_call(config, shapes, mesh, params, rows, tokens))
+    return jax.tree.map(lambda x: rows_shape(mesh, x.shape, x.dtype), made)
 
 
 def rows_shape(mesh: Mesh, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:

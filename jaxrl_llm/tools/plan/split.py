@@ -33,11 +33,12 @@ class Balance(NamedTuple):
     sampling: float
 
 
-def make_split(config, name: str, count: int, simulate: bool = False) -> Split:
+def make_split(config, name: str, count: int, simulate: bool = False, image_tokens: int = 0) -> Split:
     """The plans of both halves of a run on `count` devices called `name`, those that only sample among them.
 
-    Raises ConfigError as `make_plan`, for processes among which the devices cannot be divided, and for what training
-    refuses on as many hosts: devices that only sample, or a process, on several of them, and as `row_groups` does.
+    `image_tokens` as in `make_plan`. Raises ConfigError as that, for processes among which the devices cannot be
+    divided, and for what training refuses on as many hosts: devices that only sample, or a process, on several of them,
+    and as `row_groups` does.
     """
     samplers, in_files, host = 1, not sampling_devices(config), named(name).host(count)
     if in_files:
@@ -68,8 +69,10 @@ def make_split(config, name: str, count: int, simulate: bool = False) -> Split:
     training_mesh = make_mesh(c.data, c.fsdp, c.tensor, c.context, c.expert, devices[: count - samplers * each])
     row_groups(training_mesh, each if in_files else host)
     sampling_mesh = rollout_mesh(make_mesh(devices=devices[-each:]), config.rollout.mesh)
-    training = make_plan(alone, target_of(training_mesh, name, simulate), only="training")
-    sampling = make_plan(alone, target_of(sampling_mesh, name, simulate), only="sampling")
+    training, sampling = (
+        make_plan(alone, target_of(mesh, name, simulate), only=half, image_tokens=image_tokens)
+        for half, mesh in (("training", training_mesh), ("sampling", sampling_mesh))
+    )
     if not in_files and config.rollout.staleness:
         whole = training.trained >= training.parameters
         share = 1.0 if whole else training.trained / (training.parameters + training.trained)
