@@ -42,6 +42,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import exit_code
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.distributed import processes
+from jaxrl_llm.distributed.processes import AgreedError
 from jaxrl_llm.distributed.sharding import gathered
 from jaxrl_llm.models.adapters.lora import split
 from jaxrl_llm.models.files.weight_changes import ENCODING, apply, as_bytes, changes
@@ -57,6 +58,7 @@ POLL_SECONDS = 0.1
 AT_ONCE = 1 << 28  # bytes of an array that are copied to all devices at once
 WHOLE_EVERY = 16  # policies: a sampler that starts late reads at most so many files
 WHOLE_FROM = 0.5  # the share of an array's numbers: of 32 bits nearly all change, and packing costs more than it saves
+LOST_CODE = 1  # of a run that has lost a process: a job manager starts it again
 ERROR_SECONDS = 60.0  # within which a process that is started again replaces the error of the one before
 
 
@@ -379,7 +381,7 @@ class FileQueue:
     def _loaded(self, place: int) -> Rollouts:
         """The batch at a place of the queue, once it is there.
 
-        Raises ConfigError for a sampler that has failed, or shows no sign of life.
+        Raises ConfigError for a sampler that has failed, or shows no sign of life, which is no error of the user's.
         """
         batch = self._queue[place]
         if not isinstance(batch, int):
@@ -390,14 +392,16 @@ class FileQueue:
                 reader, name = self._readers[index], f"sampler {index} of {self._rendezvous.samplers}"
                 alive = reader.look()
                 if reader.failed:
-                    raise ConfigError(f"{name}, which was to make the batch of step {batch}: {reader.facts['error']}")
+                    error, code = reader.facts["error"], reader.facts.get("code") or LOST_CODE
+                    raise AgreedError(f"{name}, which was to make the batch of step {batch}: {error}", code)
                 if not alive:
-                    raise ConfigError(
+                    raise AgreedError(
                         f"{name}, which was to make the batch of step {batch}, shows no sign of life in "
                         f"{self._rendezvous.folder}: it was killed, its machine is lost, or it does not reach that "
                         "folder. Start the run again, which goes on from its newest checkpoint; a sampler alone that "
                         f"is started again within {self._rendezvous.silence_seconds:g} s (processes.heartbeat_seconds) "
-                        "goes on too"
+                        "goes on too",
+                        LOST_CODE,
                     )
                 time.sleep(POLL_SECONDS)
             header, payload = read_file(path)

@@ -19,6 +19,7 @@ from jaxrl_llm.training.rollouts.experience import pack
 from jaxrl_llm.training.rollouts.rollout_files import (
     END,
     LEARNER,
+    LOST_CODE,
     POLICY,
     POLL_SECONDS,
     START,
@@ -41,8 +42,8 @@ COMPUTED = ("total_steps", "optimizer.learning_rate", *OF_A_START)
 def sample(config) -> None:
     """Make the batches of this process until the learners end; returns when they are done.
 
-    Raises AgreedError with the learners' exit code when they failed, ConfigError when they show no sign of life or have
-    other settings, and whatever sampling raises, of which the learners are told.
+    Raises AgreedError with the learners' exit code when they failed, and with LOST_CODE when they show no sign of life,
+    ConfigError when they have other settings, and whatever sampling raises, of which the learners are told.
     """
     config, index, rendezvous = with_correction(config), processes.sampler(), rendezvous_of(config)
     keep_compiled(config.compilation_cache)
@@ -69,11 +70,12 @@ def _sample(config, index: int, rendezvous: Rendezvous) -> None:
                 alive = learners.look()
                 if not alive and not (now and _end_of(rendezvous, now)):
                     said = learners.facts.get("error")
-                    raise ConfigError(
+                    raise AgreedError(
                         f"the learners show no sign of life in {rendezvous.folder}: they were killed, their machine is "
                         "lost, or they do not reach that folder"
                         + (f"; the last that were there ended with {said}" if said else "")
-                        + ". Start the run again, which goes on from its newest checkpoint"
+                        + ". Start the run again, which goes on from its newest checkpoint",
+                        LOST_CODE,
                     )
                 # What an earlier run has left is none: its learners are not those that are seen alive.
                 if now != start and now and learners.seen and now["learner"] == learners.facts["process"]:

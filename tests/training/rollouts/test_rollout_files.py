@@ -225,7 +225,7 @@ def test_batches_are_asked_for_and_taken_in_order(tmp_path):
     with pytest.raises(ConfigError, match=r"sampler 0 of 2.* step 4.* no sign of life"):
         go_on()
     end = read_facts(again._folder / "end.json")
-    assert end["code"] == 2 and "sampler 0 of 2" in end["error"]
+    assert end["code"] == 1 and "sampler 0 of 2" in end["error"]  # a lost machine is no error of the user's
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -255,21 +255,23 @@ def test_a_full_disk_is_named(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_sampler_tells_its_error(tmp_path):
+@pytest.mark.parametrize(("error", "code"), [(ValueError("no judge"), 1), (ConfigError("no judge"), 2)])
+def test_a_sampler_tells_its_error(tmp_path, error, code):
     queue = queue_of(tmp_path)
 
     def fail():
         with Heartbeat(tmp_path / "sampler_1.json", 10):
-            raise ValueError("no judge")
+            raise error
 
     def take():
         with start_learners(queue._rendezvous), queue, jax.set_mesh(MESH):
-            with pytest.raises(ValueError, match="no judge"):
+            with pytest.raises(type(error), match="no judge"):
                 fail()
             queue.take(None, 0, 0, None)
 
-    with pytest.raises(ConfigError, match=r"sampler 1 of 2.*ValueError: no judge"):
+    with pytest.raises(ConfigError, match=rf"sampler 1 of 2.*{type(error).__name__}: no judge") as raised:
         take()
+    assert raised.value.code == code
     assert not (tmp_path / "sampler_1.json").exists()  # the next start is not told of it
 
 
