@@ -7,14 +7,16 @@
 
 MODEL is a Hugging Face folder, its URL or hub id, `embedded:<name>`, the folder of a run (its newest checkpoint) or of
 one of its checkpoints. Endpoints: /v1/chat/completions, /v1/responses, /v1/completions, /v1/messages (Anthropic's),
-/v1/models, /health, /metrics, and those of TRL's and axolotl's servers; with --tinker=FOLDER those of Tinker, by which
-clients train the model, or adapters of it. With a key in the variable JAXRL_LLM_API_KEY requests must bring it. SIGTERM
-and Ctrl-C let the answers under way end. Needs `pip install "jaxrl_llm[serve]"`. See docs/serving.md.
+/v1/models, /health, /metrics, those of TRL's and axolotl's servers, and vLLM's by which adapters come and go; with
+--tinker=FOLDER those of Tinker, by which clients train the model, or adapters of it. With a key in the variable
+JAXRL_LLM_API_KEY requests must bring it. SIGTERM and Ctrl-C let the answers under way end. Needs `pip install
+"jaxrl_llm[serve]"`. See docs/serving.md.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 import signal
@@ -76,6 +78,7 @@ FLAGS = (
     Setting("full_samplers", 2, "Samplers of all weights that are kept at once, each a further copy of what decodes.",
             int, minimum=1),
     Setting("weight_updates", False, "Let requests replace the weights by those of a folder on this machine.", bool),
+    Setting("adapter_updates", False, "Let requests load and unload adapters, of folders on this machine.", bool),
     Setting("max_requests", 256, "Requests that are answered at once; further ones get status 429.", int, minimum=1),
     Setting("max_waiting", 1024, "Completions that wait for a slot, or are asked for at once.", int, minimum=1),
     Setting("max_body_bytes", 4 * 2**20, "Largest body of a request.", int, minimum=1),
@@ -106,6 +109,7 @@ def serve(
     full_runs: int = 1,
     full_samplers: int = 2,
     weight_updates: bool = False,
+    adapter_updates: bool = False,
     max_requests: int = 256,
     max_waiting: int = 1024,
     max_body_bytes: int = 4 * 2**20,
@@ -124,6 +128,7 @@ def serve(
     # Imported here: other commands need no server.
     import uvicorn
 
+    from jaxrl_llm.serving.adapters import ADAPTER_ROUTES
     from jaxrl_llm.serving.app import Limits, Server
     from jaxrl_llm.serving.connections import Connection
     from jaxrl_llm.serving.endpoints import ENDPOINTS
@@ -159,13 +164,12 @@ def serve(
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
         ) from None
-    queue = RequestQueue(
-        engine, model.params, slots, model.mesh, adapters, int(prefix_cache_gb * 1e9), adapts=bool(tinker)
-    )  # fmt: skip
+    adapts = bool(tinker) or adapter_updates
+    queue = RequestQueue(engine, model.params, slots, model.mesh, adapters, int(prefix_cache_gb * 1e9), adapts)
     limits = Limits(length, max_body_bytes, max_requests, max_waiting, timeout)
     dtypes, config, mesh = [x.dtype for x in jax.tree.leaves(model.params)], model.net.config, model.mesh
 
-    published = LocalCheckpoint()
+    published, bare = LocalCheckpoint(), dataclasses.replace(model, params={})
 
     def load(path: str) -> Params:
         folder = published.take(path)
@@ -178,7 +182,7 @@ def serve(
             leaves[number] = leaves[number].astype(dtype)
         return structure.unflatten(leaves)
 
-    routes = [*ENDPOINTS, *ROUTES]
+    routes = [*ENDPOINTS, *ROUTES, *ADAPTER_ROUTES]
     if tinker:
         path = model.path or names[0]  # by which clients find the tokenizer
         known = dict.fromkeys((str(Path(path).absolute()) if Path(path).is_dir() else path, path, names[0]))
@@ -188,7 +192,7 @@ def serve(
         ).routes
     server = Server(
         queue, model.tokenizer, names, eos_ids(model), config.vocab_size, limits, api_key, routes,
-        load if weight_updates else None,
+        load if weight_updates else None, functools.partial(load_adapter, bare) if adapter_updates else None,
     )  # fmt: skip
     del model
 

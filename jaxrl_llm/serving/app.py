@@ -26,6 +26,7 @@ from jaxrl_llm.serving.errors import FAILED, BadRequestError
 from jaxrl_llm.serving.guides import Guides
 from jaxrl_llm.serving.metrics import Metrics
 from jaxrl_llm.serving.queue import RequestQueue, StoppedError
+from jaxrl_llm.serving.weights import Adapter
 
 AT_ONCE = 2**16  # bytes of a body that is read as JSON without a thread
 LEFT = 499  # the status that is counted for a client which left
@@ -64,14 +65,15 @@ class Server:
         api_key: str = "",
         routes: Sequence[tuple[str, str, Callable[..., Awaitable[Response]]]] = (),
         load: Callable[[str], Any] | None = None,
+        load_adapter: Callable[[str], Adapter] | None = None,
     ):
         """The model is the first of `names`, the others are the queue's adapters. `routes` are those beside /health and
         /metrics: path, method, and a function of server and request. `load` gives the parameters of a path, where
-        weights may be replaced.
+        weights may be replaced, and `load_adapter` an adapter, where these may come and go.
         """
         self.queue, self.tokenizer, self.names, self.eos = queue, tokenizer, tuple(names), eos
         self.vocabulary, self.limits, self.api_key = vocabulary, limits, api_key
-        self.load, self.loading = load, asyncio.Lock()
+        self.load, self.load_adapter, self.loading = load, load_adapter, asyncio.Lock()
         self.template = str(getattr(tokenizer, "chat_template", None) or "")
         self.guides = Guides(tokenizer, vocabulary, eos)
         self.metrics, self.created, self.active, self.draining = Metrics(), int(time.time()), 0, False

@@ -26,9 +26,9 @@ from jaxrl_llm.commands.serve import load_served, merged, served_name
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.models.adapters.lora import LoraConfig, adapters_of, combine
+from jaxrl_llm.models.adapters.lora import LoraConfig, adapters_of, combine, split
 from jaxrl_llm.models.files.weight_versions import Publisher
-from jaxrl_llm.models.model import add_adapters, load_model
+from jaxrl_llm.models.model import add_adapters, load_model, save_adapter
 from jaxrl_llm.training.runtime.lock import RunLock
 
 pytest.importorskip("uvicorn")
@@ -67,7 +67,7 @@ def test_it_answers_and_drains(process, tiny_run, tmp_path):
     Before that, its weights are replaced by those of a run that trained the same model, and not by those of another;
     then by others, which a patch makes those of the run.
     """
-    flags = ("--slots=2", "--max_length=128", "--weight_updates")
+    flags = ("--slots=2", "--max_length=128", "--weight_updates", "--adapter_updates")
     server, url = process("embedded:sort", *flags, JAXRL_LLM_API_KEY="sesame")
     with httpx.Client(base_url=url, headers={"Authorization": "Bearer sesame"}, timeout=240) as web:
         assert web.get("/v1/models").json()["data"][0]["id"] == "embedded:sort"
@@ -90,6 +90,15 @@ def test_it_answers_and_drains(process, tiny_run, tmp_path):
             found = web.post("/v1/completions", json=body).json()["choices"][0]["text"]
             assert (found == text) == (model is policy)
         assert "weights/changed_share" in publish.metrics
+        adapted = add_adapters(policy, LoraConfig(2, 8.0, targets=("q",)), jax.random.key(0))
+        moved = jax.tree.map(lambda x: x + 0.1 if x.ndim else x, split(adapted.params)[1])
+        adapted = dataclasses.replace(adapted, params=combine(policy.params, moved))
+        save_adapter(adapted, tmp_path / "adapter")
+        adapter = {"lora_name": "mine", "lora_path": str(tmp_path / "adapter")}
+        assert web.post("/v1/load_lora_adapter", json=adapter).status_code == 200
+        (other,) = jaxrl_llm.generate(adapted, ["x"], 16, seed=2)
+        answer = web.post("/v1/completions", json={**body, "model": "mine"})
+        assert answer.json()["choices"][0]["text"] == other != text
         answer = web.post("/update_weights_from_disk", json={"model_path": str(tmp_path / "weight_v000002")})
         assert answer.status_code == 409 and "of version 1, but version 2 of" in answer.json()["error"]["message"]
         with ThreadPoolExecutor() as pool:

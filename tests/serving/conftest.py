@@ -38,6 +38,7 @@ def sorter():
 def listening(sorter):
     """Starts a server: `listening(limits=..., api_key=..., training=folder of its runs, full=(runs, samplers))`."""
     uvicorn = pytest.importorskip("uvicorn")
+    from jaxrl_llm.serving.adapters import ADAPTER_ROUTES
     from jaxrl_llm.serving.app import Limits, Server
     from jaxrl_llm.serving.connections import Connection
     from jaxrl_llm.serving.endpoints import ENDPOINTS
@@ -51,6 +52,7 @@ def listening(sorter):
         api_key: str = "",
         size: int = SLOTS,
         load=None,
+        load_adapter=None,
         adapters=None,
         prefixes=0,
         model=None,
@@ -60,15 +62,23 @@ def listening(sorter):
     ) -> Running:
         model = model or sorter
         engine = Engine(SamplingParams(), 1, LONGEST, CHUNK, net=model.net, eos=(), compile_work=COMPILE_WORK)
-        queue = RequestQueue(
-            engine, model.params, size, adapters=adapters, prefix_bytes=prefixes, adapts=training is not None
-        )
-        routes = [*ENDPOINTS, *ROUTES]
+        adapts = training is not None or load_adapter is not None
+        queue = RequestQueue(engine, model.params, size, None, adapters, prefixes, adapts)
+        routes = [*ENDPOINTS, *ROUTES, *ADAPTER_ROUTES]
         if training is not None:
             routes += TrainingService(model, queue, training, ("embedded:sort", "sorter"), 256, *full).routes
         limits = limits or Limits(LONGEST, body=100_000)
         server = Server(
-            queue, model.tokenizer, ["sorter", *(adapters or {})], eos_ids(model), 320, limits, api_key, routes, load
+            queue,
+            model.tokenizer,
+            ["sorter", *(adapters or {})],
+            eos_ids(model),
+            320,
+            limits,
+            api_key,
+            routes,
+            load,
+            load_adapter,
         )
         listener = socket.create_server(("127.0.0.1", 0))
         web = uvicorn.Server(

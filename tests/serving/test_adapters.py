@@ -1,8 +1,10 @@
 """Adapters as further models: each answers as the merged model does, whoever else is served."""
 
 import dataclasses
+import functools
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -67,6 +69,51 @@ def test_each_model_answers_as_alone(serving, folders, sorter):
         assert web.get("/v1/models/poet").json()["id"] == "poet"
         answer = web.post("/v1/completions", json={"model": "pirate", "prompt": "x"})
         assert answer.status_code == 404 and "sorter, poet, clerk" in answer.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_adapters_come_and_go(listening, folders, sorter):
+    """Loaded, replaced in place and unloaded by vLLM's endpoints, each with what `generate` says with it."""
+    body = {"prompt": "sort:4821=", "max_tokens": 10, "seed": 3}
+    expected = {name: jaxrl_llm.generate(model, ["sort:4821="], 10, seed=3)[0] for name, (_, model) in folders.items()}
+    running = listening(load_adapter=functools.partial(load_adapter, dataclasses.replace(sorter, params={})))
+    with httpx.Client(base_url=running.url, timeout=240) as web:
+
+        def ask(endpoint: str, status: int, **body) -> httpx.Response:
+            answer = web.post(f"/v1/{endpoint}", json=body)
+            assert answer.status_code == status, answer.text
+            return answer
+
+        def load(folder: str, status: int = 200, **more) -> httpx.Response:
+            return ask("load_lora_adapter", status, lora_name="mine", lora_path=str(folders[folder][0]), **more)
+
+        def listed() -> list[str]:
+            return [model["id"] for model in web.get("/v1/models").json()["data"]]
+
+        ask("completions", 404, model="mine", **body)
+        assert load("poet").text == "Success: LoRA adapter 'mine' added successfully."
+        assert ask("completions", 200, model="mine", **body).json()["choices"][0]["text"] == expected["poet"]
+        assert "load_inplace" in load("clerk", 400).json()["error"]["message"]
+        load("clerk", load_inplace=True)
+        assert ask("completions", 200, model="mine", **body).json()["choices"][0]["text"] == expected["clerk"]
+        assert listed() == ["sorter", "mine"]
+        endless = {"model": "mine", "prompt": "x", "max_tokens": 110, "ignore_eos": True, "n": 128, "stream": True}
+        with web.stream("POST", "/v1/completions", json=endless) as reply:
+            next(reply.iter_lines())
+            ask("unload_lora_adapter", 409, lora_name="mine")
+        while web.post("/v1/unload_lora_adapter", json={"lora_name": "mine"}).status_code == 409:
+            time.sleep(0.01)
+        assert listed() == ["sorter"]
+        ask("completions", 404, model="mine", **body)
+        ask("unload_lora_adapter", 404, lora_name="mine")
+        ask("load_lora_adapter", 400, lora_name="mine", lora_path="/nowhere")
+        ask("load_lora_adapter", 400, lora_name="sorter", lora_path=str(folders["poet"][0]))
+        ask("load_lora_adapter", 400, lora_name="mine", path="x")
+
+
+def test_adapters_stay_without_the_flag(running):
+    answer = httpx.post(f"{running.url}/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "y"})
+    assert answer.status_code == 403 and "--adapter_updates" in answer.json()["error"]["message"]
 
 
 @pytest.mark.slow
