@@ -311,14 +311,13 @@ def test_an_offloaded_critic_with_updates_of_its_own(root, tmp_path):
             config.critic[key] = value
         return train(config)
 
-    plain, offloaded = run("plain"), run("offloaded", offload=True, offload_optimizer=True)
-    run("parts", 1)
-    resumed = run("parts", 2)
+    plain, elsewhere = run("plain"), {"offload": True, "offload_optimizer": True}
+    run("parts", 1, **elsewhere)
+    resumed = run("parts", 2, **elsewhere)
     for name in ("critic/loss", "critic/grad_norm", "loss", "grad_norm"):
-        assert plain.metrics[-1][name] == offloaded.metrics[-1][name] == resumed.metrics[-1][name], name
-    critics = [load_model(tmp_path / name / "critic", head="score").params for name in ("plain", "offloaded", "parts")]
-    for other in critics[1:]:
-        jax.tree.map(np.testing.assert_array_equal, critics[0], other)
+        assert plain.metrics[-1][name] == resumed.metrics[-1][name], name
+    critics = (load_model(tmp_path / name / "critic", head="score").params for name in ("plain", "parts"))
+    jax.tree.map(np.testing.assert_array_equal, *critics)
 
 
 def test_a_critic_from_a_model_of_its_own_with_adapters(root, tmp_path):

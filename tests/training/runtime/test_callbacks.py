@@ -200,7 +200,7 @@ def test_resumed_equals_uninterrupted(config, tmp_path):
     config.callbacks = ("early_stopping(metric='eval/loss', mode='max', patience=3)",)  # the loss falls
     whole = jaxrl_llm.train(config).output_dir
     assert lines(whole)[-1]["step"] == 6 and is_finished(config)
-    for step in (3, 5, 6):
+    for step in (3, 6):
         part = tmp_path / f"part_{step}"
         shutil.copytree(whole, part)
         shutil.rmtree(part / "hf")
