@@ -443,9 +443,10 @@ KEYS = (
     Setting("lora.path", None,
         "PEFT folder of an adapter to continue from, or its URL; it sets rank, alpha, rslora, dora, targets and "
         "modules_to_save."),
-    Setting("lora.reference", "base",
+    Setting("lora.reference", "auto",
         "Reference policy: the model without adapters (base), with its initial adapters (start), or a merged copy of "
-        "the whole model (copy), which ref_mixup_alpha below 1 needs.", choices=("base", "start", "copy")),
+        "the whole model (copy), which ref_mixup_alpha below 1 needs. auto is the model as the run starts: start where "
+        "adapters are trained on, of lora.path for example, else base.", choices=("auto", "base", "start", "copy")),
 
     Setting("data.path", "task:sort", "Hub id, local folder or file, or `task:<name>` for a built-in task."),
     Setting("data.name", None, "Configuration name of the hub data set data.path."),

@@ -2,7 +2,14 @@
 
 import inspect
 
-from jaxrl_llm.config.checks.values import advantages_of, changed, compares_with_reference, named_policy_loss, takes
+from jaxrl_llm.config.checks.values import (
+    advantages_of,
+    changed,
+    compares_with_reference,
+    named_policy_loss,
+    reference_adapters,
+    takes,
+)
 from jaxrl_llm.config.entries import environment_options
 from jaxrl_llm.config.resolve import is_own, split_losses, split_options
 from jaxrl_llm.config.schema import BY_NAME, KEYS, OFFLINE, ONLINE_PREFERENCE, ConfigDict
@@ -124,7 +131,7 @@ def unread(config: ConfigDict) -> list[str]:
         "data.precompute_reference is true, so that no reference is kept": (
             ("algorithm.offload_reference",) if given and config.data.precompute_reference else ()
         ),
-        f"lora.reference is {config.lora.reference}, so that the reference shares what is not trained": (
+        f"lora.reference is {reference_adapters(config)}, so that the reference shares what is not trained": (
             ("algorithm.offload_reference",) if refers and adapted and config.lora.reference != "copy" else ()
         ),
         f"teacher.path is {config.teacher.path}, so that the teacher shares what is not trained": (

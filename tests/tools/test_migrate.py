@@ -945,6 +945,12 @@ def of_verl(tmp_path, *overrides, version=""):
     return migrate(written(tmp_path, "run.sh", said), version=version)
 
 
+def test_verl_compares_with_the_model_without_the_adapter_that_it_trains_on(tmp_path):
+    key = "actor_rollout_ref.model.lora_adapter_path"
+    expect(from_verl(tmp_path, f"{key}=adapter"), lora={"path": "adapter", "reference": "base"})
+    assert from_verl(tmp_path, "actor_rollout_ref.model.lora_rank=8").lora.reference == "auto"
+
+
 @pytest.mark.parametrize("mode", ["gspo", "sapo", "geo_mean", "cispo"])
 def test_losses_of_verl_that_take_sequence_means(tmp_path, mode):
     config, _ = of_verl(tmp_path, f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}", version="0.8")

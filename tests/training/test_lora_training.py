@@ -160,6 +160,12 @@ def test_base_reference_takes_no_memory():
     assert np.abs(ADAPTED.bind(params)(BATCH.inputs.tokens) - base).max() > 1e-3
 
 
+def test_the_reference_is_the_model_as_the_run_starts():
+    assert reference_spec(config_with()).adapters == "base"  # new adapters change nothing at the start
+    assert reference_spec(config_with(lora__rank=0, lora__path="folder")).adapters == "start"
+    assert reference_spec(config_with(lora__rank=0, lora__path="folder", lora__reference="base")).adapters == "base"
+
+
 def test_reference_follows_the_adapters():
     frozen, trainable = start()
     params, shape = lora.combine(frozen, trainable), ADAPTED.config.lora
@@ -381,7 +387,7 @@ def test_a_resumed_run_equals_the_undisturbed_one(root, run, tmp_path):
 @pytest.mark.slow
 def test_a_run_goes_on_from_an_adapter(root, run, tmp_path):
     path = str(run.output_dir / "adapter")
-    made = tiny(root, tmp_path / "run", lora__path=path, lora__reference="start", optimizer__learning_rate=0.0)
+    made = tiny(root, tmp_path / "run", lora__path=path, optimizer__learning_rate=0.0)
     made.lora.rank, made.total_steps = 0, 1
     result = jaxrl_llm.train(made)
     jax.tree.map(np.testing.assert_array_equal, result.model.params, run.model.params)  # nothing moved them

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from jaxrl_llm.config.checks.values import changed, how_quantized
+from jaxrl_llm.config.checks.values import changed, how_quantized, reference_adapters
 from jaxrl_llm.config.entries import LORA_INIT, makes_up, starts_from_matrices
 from jaxrl_llm.config.resolve import ConfigError, is_own, split_options
 from jaxrl_llm.config.schema import LARGEST, ONLINE_PREFERENCE, OPTIMIZERS, SCHEDULE_FREE, ConfigDict
@@ -203,12 +203,12 @@ def check_lora(config: ConfigDict) -> Iterator[str]:
             f"lora.init is {lora.init}, but lora.targets names {experts[0]}, and adapters of experts do not start from "
             "the matrices beside them: set it to kaiming, or leave experts out of the targets"
         )
-    if algorithm.ref_sync_steps and lora.reference == "base":
+    if algorithm.ref_sync_steps and reference_adapters(config) == "base":
         yield (
             f"algorithm.ref_sync_steps is {algorithm.ref_sync_steps}, but lora.reference = 'base' never moves: set "
             "start (with ref_mixup_alpha 1) or copy"
         )
-    if algorithm.ref_sync_steps and lora.reference == "start" and algorithm.ref_mixup_alpha < 1:
+    if algorithm.ref_sync_steps and reference_adapters(config) == "start" and algorithm.ref_mixup_alpha < 1:
         yield (
             f"algorithm.ref_mixup_alpha is {algorithm.ref_mixup_alpha}, but a mean of adapters is no mean of what they "
             "compute: set lora.reference to copy, or ref_mixup_alpha to 1"

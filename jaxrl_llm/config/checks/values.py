@@ -118,6 +118,12 @@ def takes(rule: str, argument: str, otherwise: bool = False) -> bool:
     return otherwise if function is None else argument in inspect.signature(function).parameters
 
 
+def reference_adapters(config: ConfigDict) -> str:
+    """`lora.reference`, of which auto is the model as the run starts: with the adapters that it trains on, if any."""
+    reference = config.lora.reference
+    return reference if reference != "auto" else "base" if config.lora.path is None else "start"
+
+
 def how_quantized(config: ConfigDict) -> str:
     """The setting that stores matrices, of experts at least, in fewer bits, with its value; empty without one."""
     for name, unset in (("quantize", ("none",)), ("quantize_experts", ("none", "same"))):

@@ -190,6 +190,7 @@ def _model(draft: Draft) -> None:
     if not draft.values.get("lora.rank"):
         draft.drop("lora.alpha", "lora.targets", "lora.exclude_modules")
     if "lora.path" in draft.values:
+        draft.set("lora.reference", "base")  # verl's is the actor without any adapter
         draft.drop("lora.rank", "lora.exclude_modules")
     # FSDP shards parameters over all devices unless a size is set.
     key = f"{A}.fsdp_config.fsdp_size"

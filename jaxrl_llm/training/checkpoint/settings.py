@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import ConfigDict, ConfigError, flat, from_json, to_json, with_correction
+from jaxrl_llm.config.checks.values import reference_adapters
 from jaxrl_llm.config.schema import BY_NAME, IDENTITY, OF_A_START
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.model import base_and_adapter
@@ -59,6 +60,8 @@ def as_computed(config: ConfigDict, former: ConfigDict) -> ConfigDict:
         config.total_steps = former.total_steps  # it is computed from the data
     if config.optimizer.learning_rate == "auto":
         config.optimizer.learning_rate = former.optimizer.learning_rate  # it follows from the model
+    if config.lora.reference == "auto" != former.lora.reference:  # of an earlier version, whose default was base
+        config.lora.reference = reference_adapters(config)
     kinds = config.model.quantize_experts, former.model.quantize_experts
     if kinds == ("same", "none") and not _has_experts(config):
         config.model.quantize_experts = "none"  # as in the record of an earlier version, which is all the same to it

@@ -13,6 +13,7 @@ from jaxrl_llm.config.entries import lora_init
 from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.config.schema import BY_NAME
 from jaxrl_llm.data.splits import is_splits, is_stream
+from jaxrl_llm.models.adapters.lora import has_adapters
 from jaxrl_llm.models.model import Model, load_model
 from jaxrl_llm.rewards.signatures import reward_name
 
@@ -112,7 +113,9 @@ def take(
                     f"set it to {BY_NAME[name].show(BY_NAME[name].default)}{instead}, or give a datasets.Dataset or a "
                     "list of rows"
                 )
-    objects["model"] = _model(config, objects["model"])
+    objects["model"] = model = _model(config, objects["model"])
+    if model is not None and has_adapters(model.params) and not config.lora.rank and config.lora.reference == "auto":
+        config.lora.reference = "start"  # of the adapters that are trained on
     objects["tokenizer"] = _tokenizer(config, objects["tokenizer"])
     if objects["rewards"] is not None:
         objects["rewards"] = [_reward(spec) for spec in _flat(objects["rewards"])]

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.checks.values import reference_adapters
 from jaxrl_llm.config.schema import OFFLINE, SCHEDULE_FREE
 from jaxrl_llm.distributed.processes import gather
 from jaxrl_llm.distributed.sharding import bytes_on_device, over, placed, row_shards
@@ -76,7 +77,7 @@ def microbatch_room(
     held = 0.0
     scored_before = config.algorithm.name in OFFLINE and config.data.precompute_reference
     if needs_reference(config) and not config.algorithm.offload_reference and not scored_before:
-        shared = has_adapters(model.params) and config.lora.reference == "base"
+        shared = has_adapters(model.params) and reference_adapters(config) == "base"
         held += 0 if shared else bytes_on_device(model.params)
     if config.average.every and not config.average.offload:
         averaged = model.params if has_adapters(model.params) else split(model.params, model.net.config.frozen)[1]

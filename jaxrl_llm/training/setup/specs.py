@@ -7,6 +7,7 @@ from typing import Any
 from jaxrl_llm.algorithms.controllers import AdaptiveEntropy, Controllers
 from jaxrl_llm.algorithms.kl import AdaptiveKL, FixedKL
 from jaxrl_llm.config import ConfigError, rows_together
+from jaxrl_llm.config.checks.values import reference_adapters
 from jaxrl_llm.config.entries import environment_options, logit_bias
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import OFFLINE, ONLINE_PREFERENCE, SCHEDULE_FREE
@@ -219,7 +220,7 @@ def critic_update_spec(config) -> UpdateSpec:
 
 def reference_spec(config) -> ReferenceSpec:
     """The reference policy of a run."""
-    return spec_of(ReferenceSpec, config.algorithm, adapters=config.lora.reference, seed=config.seed)
+    return spec_of(ReferenceSpec, config.algorithm, adapters=reference_adapters(config), seed=config.seed)
 
 
 def average_spec(config) -> AverageSpec | None:

@@ -63,6 +63,20 @@ def test_changes_are_told_and_kept(tmp_path, former):
     assert not (tmp_path / HISTORY).exists()
 
 
+def test_the_reference_of_a_run_of_an_earlier_version_stays_what_it_was(tmp_path):
+    config = default()
+    config.lora.reference = "base"  # the default of then
+    start_record(tmp_path, config, {}, None)
+    assert changed_settings(tmp_path, default()) == {}
+    config.lora.path = "folder"
+    start_record(tmp_path, config, {}, None)
+    config.lora.reference = "auto"
+    changes = changed_settings(tmp_path, config)
+    assert changes == {"lora.reference": ("base", "start")}
+    with pytest.raises(ConfigError, match=r"lora.reference: base -> start"):
+        check_changes(tmp_path, changes, ())
+
+
 def test_adapters_are_trained_beside_matrices_of_their_storage(tmp_path, former):
     config = default()
     config.model.quantize, config.model.quantize_experts = "nf4", "int8"

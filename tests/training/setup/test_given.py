@@ -236,6 +236,7 @@ def test_a_chain_of_adapters_in_memory(config, tmp_path):
     config.output_dir = str(tmp_path / "on")
     on = jaxrl_llm.train(config, rows, model=first.model)
     assert on.model.net.config.lora.rank == 2
+    assert json.loads((on.output_dir / "config.json").read_text())["lora"]["reference"] == "start"
     before, after = (x.params["layers"]["attention"]["q"] for x in (first.model, on.model))
     np.testing.assert_array_equal(before["kernel"], after["kernel"])
     assert np.abs(after["lora_b"] - before["lora_b"]).max() > 0
