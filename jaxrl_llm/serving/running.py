@@ -68,7 +68,7 @@ class Running:
     def chosen(self, handles: list[Handle]) -> tuple[list[Handle], bool]:
         """Those of the rows that may join now, first come, first served, and whether `make_single` has to come first.
 
-        A chunk's time is theirs: more prompts than PREFILL_TOKENS have to wait for the next one.
+        Prompts of more than PREFILL_TOKENS together wait for the next chunk.
         """
         if handles and not self:
             self.rows = [None] * self.size
@@ -82,7 +82,7 @@ class Running:
             return [], True
         joining: list[Handle] = []
         prompt_tokens = 0
-        for rows in pieces(handles, group)[: len(free)]:
+        for rows in pieces(handles[: group * len(free)], group):
             if joining and prompt_tokens + rows[0].request.width > PREFILL_TOKENS:
                 break
             prompt_tokens += rows[0].request.width
