@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from jaxrl_llm.commands import stages
 from jaxrl_llm.commands.stages import is_finished, load_stages, run_stages
 from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.models.files.hf import EMBEDDED
 
 
 @pytest.mark.slow
@@ -39,6 +40,24 @@ def test_three_stages_and_going_on(root, tmp_path):
     done = run_stages(longer)
     assert list(done) == ["ppo"]
     assert [line["step"] for line in done["ppo"].metrics] == [3]
+
+
+@pytest.mark.slow
+def test_adapters_one_after_another(root, tmp_path):
+    """Each stage adds a matrix of the rank of its adapters to what the one before has merged."""
+    found = load_stages(f"{root / 'configs/relora.py'}:tiny", tmp_path)
+    for config in found.values():
+        config.eval.every, config.logging.backends, config.optimizer.warmup_steps = -1, ("jsonl",), 0
+    assert list(run_stages(found)) == ["merge_1", "merge_2"]
+    folders = EMBEDDED / "sort", tmp_path / "merge_1/hf", tmp_path / "merge_2/hf"
+    start, first, second = (load_file(folder / "model.safetensors") for folder in folders)
+    name = next(name for name in start if name.endswith("layers.1.mlp.down_proj.weight"))
+
+    def rank(change):
+        return int((np.linalg.svd(np.float64(change), compute_uv=False) > 1e-6).sum())
+
+    assert (rank(first[name] - start[name]), rank(second[name] - first[name])) == (4, 4)
+    assert rank(second[name] - start[name]) == 8
 
 
 STAGES = """

@@ -58,7 +58,10 @@ CONFIGS = {
 }
 # Each has a test of its formulas; this one has all the parts that a run is made of, and `tiny_run` is one of GRPO.
 QUICK = ("ppo",)
-ELSEWHERE = {"rlhf": "tests/commands/test_stages.py", "sft_tiny": "tests/docs/test_docs_commands.py"}
+ELSEWHERE = {
+    "rlhf": "tests/commands/test_stages.py", "relora": "tests/commands/test_stages.py",
+    "sft_tiny": "tests/docs/test_docs_commands.py",
+}  # fmt: skip
 EVERYWHERE = (
     "loss", "reward", "entropy", "unscorable_rows", "frac_reward_zero_std", "completions/clipped_ratio",
     "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
