@@ -119,7 +119,12 @@ class EpisodeBatch:
             if not episode.failed and hasattr(episode.environment, "get_reward")
         }
         for row, result in self.environments.pool.run(get_rewards).items():
-            self._set_reward(self.episodes[row], result)
+            if self._has_failed(result, "get_reward"):
+                continue
+            try:
+                self.episodes[row].set_reward(result.result)
+            except EpisodeError as error:
+                self._has_failed(result._replace(error=error), "get_reward")
         completions = [
             episode.messages(row_ids, self.tokenizer.decode)
             if is_messages(row["prompt"])
@@ -201,14 +206,6 @@ class EpisodeBatch:
         episode.states.append(observation if state is None else state)
         episode.observation_spans.append((start, start + len(tokens)))
         return tokens
-
-    def _set_reward(self, episode: Episode, result: CallResult) -> None:
-        if self._has_failed(result, "get_reward"):
-            return
-        try:
-            episode.set_reward(result.result)
-        except EpisodeError as error:
-            self._has_failed(result._replace(error=error), "get_reward")
 
     def _has_failed(self, result: CallResult, method: str) -> bool:
         """True for a call that raised or was late: its episode ends, or EpisodeError is raised to stop the run."""
