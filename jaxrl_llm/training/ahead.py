@@ -85,17 +85,20 @@ class CompiledAhead:
     """A context manager that compiles in a thread; `wait` is for before the first of the programs is called.
 
     What is waited counts in `watch` as the phase compile. An error is dropped: the call meets it again, in its place.
+    Whoever leaves it earlier waits for the program that is being compiled, and no further one is.
     """
 
     def __init__(self, functions: Iterator[Callable[[], object]], mesh: Mesh, watch: Stopwatch):
         self._functions, self._mesh, self._watch = functions, mesh, watch
         self._thread = threading.Thread(target=self._compile, name="compile ahead")
+        self._left = False
 
     def __enter__(self) -> "CompiledAhead":
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._left = True
         self.wait()
 
     def wait(self) -> None:
@@ -108,6 +111,8 @@ class CompiledAhead:
         with jax.set_mesh(self._mesh):
             try:
                 for function in self._functions:
+                    if self._left:
+                        return
                     function()
             except Exception:
                 return

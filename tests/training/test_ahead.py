@@ -63,3 +63,22 @@ def test_an_error_is_left_to_the_call():
     with ahead.CompiledAhead(iter([fails, fails]), mesh, Stopwatch()) as programs:
         programs.wait()
     assert calls == ["compiled"], "the others wait for what failed"
+
+
+def test_whoever_leaves_waits_for_one_program():
+    """As Ctrl-C does: the others are compiled for nobody."""
+    calls, left = [], threading.Event()
+
+    class Left(ahead.CompiledAhead):
+        def wait(self):
+            left.set()  # the block is left, and waits for its thread
+            super().wait()
+
+    def compiles():
+        calls.append("compiled")
+        assert left.wait(60)
+
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(KeyboardInterrupt), Left(iter([compiles, compiles]), mesh, Stopwatch()):
+        raise KeyboardInterrupt
+    assert calls in (["compiled"], [])
