@@ -86,6 +86,7 @@ def test_two_steps(root, tmp_path, name):
             name for name in line if (ended or "terminated_length" not in name) and (paired or name in EVERYWHERE)
         ]
         assert all(math.isfinite(line[metric]) for metric in finite if paired or metric != "entropy")
+        assert paired or all(math.isnan(line[name]) for name in ("entropy", "rewards/chosen", "logits/rejected"))
         # All of the loss, which compares with no sampler.
         alone = bool({"teacher/divergence", "pairs/count"} & {*CONFIGS[name]})
         expected = {x for x in EVERYWHERE if not (alone and x.startswith(("sampling/", "rollout_corr/")))}

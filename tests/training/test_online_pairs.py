@@ -11,7 +11,11 @@ from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.config.unread import unread
 from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.model import describe
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.learner import _paired
+from jaxrl_llm.training.objectives.preference import preference
+from jaxrl_llm.training.setup.objectives import preference_spec
 
 
 def tiny(root, folder, **changes):
@@ -34,6 +38,16 @@ def test_rows_in_pairs():
     assert {name: float(x) for name, x in metrics.items()} == {"pairs/count": 1.0, "pairs/score_margin": 3.0}
     _, metrics = _paired(batch, jnp.zeros(8), 4, 2, make_mesh())
     assert metrics["pairs/count"] == 0 and np.isnan(metrics["pairs/score_margin"])
+
+
+def test_means_over_no_pairs_are_no_numbers(root, tmp_path):
+    config = tiny(root, tmp_path)
+    objective = preference(preference_spec(config), Net(describe("embedded:sort").net.config))
+    tokens = jnp.ones((4, 3), jnp.int32)
+    batch = objective.prepare(Batch(Inputs(tokens, tokens * 0), mask=jnp.zeros((4, 3))))
+    assert np.isnan(batch.prepared.row_weights).all() and np.isnan(batch.prepared.token_share).all()
+    batch = objective.prepare(Batch(Inputs(tokens, tokens), mask=jnp.ones((4, 3)).at[3].set(0)))
+    np.testing.assert_array_equal(batch.prepared.row_weights, [1, 1, 0, 0])
 
 
 @pytest.mark.slow

@@ -100,10 +100,11 @@ def _of_pairs(spec: PreferenceSpec, net: Net) -> Objective:
     def prepare(batch: Batch, observed=None) -> Batch:
         valid = (batch.mask > 0).any(axis=1).reshape(-1, together).all(axis=1)
         chosen, rejected = (_is_on_side(spec, batch, side) for side in (0, 1))
+        # NaN where there are no pairs: there are no such means, and curves have a gap.
+        share = jnp.where(valid.any(), valid / jnp.maximum(valid.sum(), 1), jnp.nan)
         return batch.prepare(
             weights=_nll_weights(spec, batch),
-            # NaN where there are no pairs: there are no such means, and curves have a gap.
-            row_weights=jnp.repeat(valid / jnp.where(valid.any(), valid.sum(), jnp.nan), together),
+            row_weights=jnp.repeat(share, together),
             token_share=share_of(batch.mask),
             side_tokens=_side_tokens(batch.mask, chosen, rejected),
             tangent=None if observed is None else _tangent(spec, sorting, observed, batch, valid),
