@@ -47,18 +47,17 @@ class Images:
     """The images of rows, in the order of the image tokens: tiles of one size or, with `grids`, patches of any images,
     or tiles that are put together.
 
-    Where `features` are known, `pixels` are not read.
+    Where `features` are known, `pixels` are not read. With `source` rows share those of their prompts: both are
+    `[Z,b,...]`, b in each of Z shards of the mesh, in place of `[N,...]`.
     """
 
     pixels: Array  # [N,K,H,W,C] as the model's image processor normalises them; K are the most tiles of a row
     count: Array  # [N] int32 tiles of each row; those behind are padding
-    # [N,M,(1+E)D] of the M tokens of K tiles, where what makes them is frozen; with `source` [Z,b,M,(1+E)D], those of
-    # prompts, which rows share, in each of Z shards.
-    features: Array = None
+    features: Array = None  # [N,M,(1+E)D] of the M tokens of K tiles, where what makes them is frozen
     # [N,K,2] int32 patches along height and width of each image, `pixels` are its patches [N,P,n]; or six numbers of
     # it, [N,K,6], see models/vision/any_resolution.py.
     grids: Array = None
-    source: Array = None  # [N] int32 which of its shard's b features a row reads
+    source: Array = None  # [N] int32 which of its shard's b a row reads
 
 
 @jax.tree_util.register_dataclass
@@ -197,18 +196,19 @@ class Batch:
         return self.replace(inputs=self.inputs.replace(layout=layout), observe_layout=observe_layout)
 
     def rows_alone(self) -> tuple["Batch", Callable[["Batch"], "Batch"]]:
-        """The arrays with rows alone, without layouts, and what puts those back that all rows share: scalars, and
-        features of images."""
+        """The arrays with rows alone, without layouts, and what puts those back that rows share: scalars, and images of
+        prompts."""
         bare, images = self.with_layout(None).replace(scalars=Scalars()), self.inputs.images
         if not isinstance(images, Images) or images.source is None:
             return bare, lambda rows: rows.replace(scalars=self.scalars)
 
-        def with_features(rows: Batch, features) -> Batch:
+        def with_images(rows: Batch, pixels, features) -> Batch:
             own = rows.inputs.images
             assert isinstance(own, Images)
-            return rows.replace(inputs=rows.inputs.replace(images=dataclasses.replace(own, features=features)))
+            own = dataclasses.replace(own, pixels=pixels, features=features)
+            return rows.replace(inputs=rows.inputs.replace(images=own))
 
-        return with_features(bare, None), lambda rows: with_features(rows, images.features).replace(
+        return with_images(bare, None, None), lambda rows: with_images(rows, images.pixels, images.features).replace(
             scalars=self.scalars
         )
 

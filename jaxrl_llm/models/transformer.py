@@ -206,7 +206,7 @@ class Transformer(nnx.Module):
         features = self.image_features(images)
         assert self.vision is not None
         placed = self.vision.place(tokens, segments, segment_positions(segments), features.shape[-2], images)
-        if images.source is None:
+        if images.source is None or images.features is None:
             return dataclasses.replace(placed, values=features)
         first = images.source[:, None] * features.shape[2]
         values = features.reshape(len(features), -1, features.shape[-1])
@@ -222,6 +222,8 @@ class Transformer(nnx.Module):
             )
         if images.features is not None:
             return images.features
+        if images.source is not None:
+            images = dataclasses.replace(images, pixels=_of_rows(images.pixels, images.source), source=None)
 
         def checkpointed(step):
             if self.config.remat == "none":
@@ -306,9 +308,8 @@ class Transformer(nnx.Module):
         assert isinstance(inputs.images, Images)
         assert self.vision is not None
         positions, states = segment_positions(segments), self.image_features(inputs.images)
-        if inputs.images.source is not None:
-            own = inputs.images.source.reshape(len(states), -1, 1, 1)
-            states = jnp.take_along_axis(states, own, axis=1).reshape(-1, *states.shape[2:])
+        if inputs.images.source is not None and inputs.images.features is not None:
+            states = _of_rows(states, inputs.images.source)
         return ShownImages(states, self.vision.seen(inputs.tokens, segments, positions, inputs.images))
 
     def _by_run(self, experts) -> tuple:
@@ -418,6 +419,12 @@ def _pad_for_context(inputs: Inputs) -> Inputs:
         places = None if places is None else jnp.pad(places, ((0, 0), (0, extra), (0, 0)))
         images = dataclasses.replace(images, index=index, positions=places)
     return padded.replace(images=images)
+
+
+def _of_rows(held, source) -> jax.Array:
+    """The arrays `[N,...]` of rows that each read one of the b of `held` `[Z,b,...]` of their shard."""
+    index = source.reshape(len(held), -1, *(1,) * (held.ndim - 2))
+    return jnp.take_along_axis(held, index, axis=1).reshape(len(source), *held.shape[2:])
 
 
 def segment_positions(segments):

@@ -82,19 +82,21 @@ def rows_at(batch: Batch, index, run: int, mesh: Mesh) -> Batch:
     images, own = batch.inputs.images, taken.inputs.images
     if not isinstance(images, Images) or not isinstance(own, Images) or images.source is None:
         return taken
-    shards, held, *shape = images.features.shape
+    shared = images.pixels, images.features
+    shards, held = jax.tree.leaves(shared)[0].shape[:2]
     number = index // (batch.rows // shards) * held + images.source[index]  # among those of all shards
     run = math.gcd(run, len(index) // shards)
-    features = images.features.reshape(-1, *shape)[number[::run]]
-    return taken.replace(inputs=taken.inputs.replace(images=share_features(own, features, len(index), shards)))
+    shared = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[number[::run]], shared)
+    return taken.replace(inputs=taken.inputs.replace(images=share_images(own, *shared, len(index), shards)))
 
 
-def share_features(images: Images, features, rows: int, shards: int) -> Images:
-    """The images with `features` `[F,M,...]` that each rows / F adjacent rows share, all of which are of one shard."""
-    features = features.reshape(shards, -1, *features.shape[1:])
-    source = jnp.arange(rows, dtype=jnp.int32) // (rows // features.shape[0] // features.shape[1]) % features.shape[1]
-    features = constrain(features, "rows", *(None,) * (features.ndim - 1))
-    return dataclasses.replace(images, pixels=None, features=features, source=constrain(source, "rows"))
+def share_images(images: Images, pixels, features, rows: int, shards: int) -> Images:
+    """The images with `pixels` or `features` `[F,...]`, of which each is of rows / F adjacent rows of one shard."""
+    pixels, features = (x if x is None else x.reshape(shards, -1, *x.shape[1:]) for x in (pixels, features))
+    held = (features if pixels is None else pixels).shape[1]
+    source = jnp.arange(rows, dtype=jnp.int32) // (rows // shards // held) % held
+    shared = {"pixels": pixels, "features": features, "source": source}
+    return dataclasses.replace(images, **jax.tree.map(lambda x: constrain(x, "rows", *(None,) * (x.ndim - 1)), shared))
 
 
 def split_rows(x: jax.Array, count: int, shards: int) -> jax.Array:

@@ -14,7 +14,7 @@ from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.chunked_divergences import TopTokens
 from jaxrl_llm.models.logprobs import head_inputs, token_logps, token_statistics, token_values, top_tokens
 from jaxrl_llm.models.net import Net, Params
-from jaxrl_llm.training.microbatch import map_microbatches, share_features
+from jaxrl_llm.training.microbatch import map_microbatches, share_images
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
@@ -42,23 +42,24 @@ def scored_norms(
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
 def images_of_rows(net: Net, params: Params, images: Images, group_size: int, encode: bool, shards: int) -> Images:
-    """The images of prompts as those of their `group_size` rows each.
+    """The images of prompts as those of their `group_size` rows each, which share their pixels: each shard of the mesh
+    that has rows of a prompt has a copy.
 
-    With `encode` they are encoded here, once for all rows and passes, and the rows are without pixels: they share the
-    features of their prompt, of which each shard of the mesh that has rows of it has a copy.
+    With `encode` they are encoded here, once for all rows and passes, and rows share features in place of pixels.
     """
-    features = None
     if encode:
         features = net.bind(params).image_features(images)
-        images = dataclasses.replace(images, pixels=None)
-    of_rows = jax.tree.map(
-        lambda x: constrain(jnp.repeat(x, group_size, axis=0), "rows", *(None,) * (x.ndim - 1)), images
-    )
-    if features is None or group_size == 1:
-        return dataclasses.replace(of_rows, features=features)
+        images = dataclasses.replace(images, pixels=None, features=features)
+    if group_size == 1:
+        return images
     rows = group_size * len(images.count)
     run = math.gcd(group_size, rows // shards)
-    return share_features(of_rows, jnp.repeat(features, group_size // run, axis=0), rows, shards)
+    shared = jax.tree.map(lambda x: jnp.repeat(x, group_size // run, axis=0), (images.pixels, images.features))
+    bare = dataclasses.replace(images, pixels=None, features=None)
+    of_rows = jax.tree.map(
+        lambda x: constrain(jnp.repeat(x, group_size, axis=0), "rows", *(None,) * (x.ndim - 1)), bare
+    )
+    return share_images(of_rows, *shared, rows, shards)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))

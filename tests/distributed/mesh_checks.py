@@ -50,7 +50,7 @@ from jaxrl_llm.rollout.scheduler import Scheduler
 from jaxrl_llm.rollout.slots import row_keys
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.microbatch import microbatches_of, rows_at, share_features
+from jaxrl_llm.training.microbatch import microbatches_of, rows_at, share_images
 from jaxrl_llm.training.packing.planner import TypicalRows
 from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import make_optimizer
@@ -868,7 +868,7 @@ def test_empty_row_caches_are_sharded():
     assert rows.v.shape == (3, 8, 2, 2, 16, 4) and rows.v.addressable_shards[0].data.shape == (3, 2, 2, 1, 16, 4)
 
 
-def test_rows_share_the_features_of_their_prompt():
+def test_rows_share_the_images_of_their_prompt():
     """As often as shards of the mesh have rows of it, in a batch and in minibatches, whose groups are shuffled."""
     mesh, shards, prompts, size = make_mesh(4, devices=jax.devices()[:4]), 4, 4, 6
     features = jnp.arange(float(prompts))[:, None, None] * jnp.ones((prompts, 2, 3))
@@ -890,8 +890,9 @@ def test_rows_share_the_features_of_their_prompt():
         return np.asarray(batch.inputs.images.source)
 
     with jax.set_mesh(mesh):
-        images = Images(jnp.zeros((rows, 1)), jnp.ones(rows, jnp.int32))
-        batch = Batch(Inputs(jnp.asarray(names)[:, None], images=share_features(images, features, rows, shards)), None)
+        images = Images(None, jnp.ones(rows, jnp.int32))
+        images = share_images(images, None, features, rows, shards)
+        batch = Batch(Inputs(jnp.asarray(names)[:, None], images=images), None)
         check(batch, names, 1)
         order = np.array([2, 0])[:, None] * size + np.arange(size)
         check(jax.jit(rows_at, static_argnums=(2, 3))(batch, order.reshape(-1), size, mesh), np.repeat([2, 0], size), 1)

@@ -215,7 +215,7 @@ def test_images_are_planned_as_a_run_has_them(root, tmp_path, vision):
     assert programs["rollout: prefill"].arguments - without["rollout: prefill"].arguments == of_prompts
     assert programs["rollout: prefill"].flops > without["rollout: prefill"].flops
     width, rows = described.net.config.width, batch_rows(config)
-    held = prompts * tokens * width * 4 + 8 * rows if vision == "frozen" else rows * (pixels + 4)
+    held = prompts * (tokens * width * 4 if vision == "frozen" else pixels) + 8 * rows
     assert programs["update"].arguments - without["update"].arguments == held // 2
     assert (programs["update"].flops == without["update"].flops) == (vision == "frozen")
     assert ("images" in programs) and programs["images"].times == 1

@@ -367,7 +367,8 @@ def test_rows_read_what_was_encoded_once(model):
     segments = (tokens != 0).astype(jnp.int32)
     prompts = Images(jnp.asarray(np.stack([TILES[0]["pixels"], TILES[1]["pixels"]])), jnp.array([1, 0]))
     given, encoded = (images_of_rows(net, params, prompts, 2, encode, 1) for encode in (False, True))
-    assert given.pixels.shape[0] == 4 and encoded.pixels is None and encoded.features.shape == (1, 2, 4, 64)
+    assert given.pixels.shape == (1, 2, 1, 24, 24, 3) and given.features is None
+    assert encoded.pixels is None and encoded.features.shape == (1, 2, 4, 64)
     logps = [
         np.asarray(scored_logps(net, params, Inputs(tokens, segments, images=images), 1.0, 2, 1))
         for images in (given, encoded)
