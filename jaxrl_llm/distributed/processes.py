@@ -384,7 +384,8 @@ def _with_cause(group: Group, text: str) -> str:
 def end(code: int | str | None) -> NoReturn:
     """Exits with `code`: at once after a failure of this process alone, otherwise together with the others.
 
-    So after a failure that leaves functions behind, too: they may be in JAX, where the end of the interpreter aborts.
+    So after Ctrl-C, and after a failure that leaves functions behind: a program of JAX may be under way, with which the
+    end of the interpreter aborts.
     """
     group = _groups[0] if _groups else None
     if group is not None and group.failed:
@@ -392,7 +393,7 @@ def end(code: int | str | None) -> NoReturn:
     if group is not None and group.listener is not None:
         group.finished.set()
         group.listener.join()
-    if code and isinstance(code, int) and is_left_behind():
+    if code and isinstance(code, int) and (code == 130 or is_left_behind()):
         _exit_at_once(code)
     sys.exit(code)
 

@@ -790,6 +790,21 @@ def test_ctrl_c_is_no_bug(run_python, tmp_path):
     assert result.stderr.startswith("error: stopped by Ctrl-C") and not [*tmp_path.iterdir()]
 
 
+def test_ctrl_c_ends_a_command_of_jax_at_once(run_python):
+    """Where a program of JAX is under way the end of the interpreter aborts: the code was then that of a crash."""
+    lines = (
+        "import atexit, os",
+        "from jaxrl_llm.config.flags import run",
+        "import jaxrl_llm.distributed.processes",
+        "def main(argv):",
+        "    atexit.register(os.abort)",
+        "    raise KeyboardInterrupt",
+        "run(main)",
+    )
+    result = run_python("-c", "\n".join(lines))
+    assert result.returncode == 130 and "stopped by Ctrl-C" in result.stderr
+
+
 # --- resolve ---
 
 
