@@ -60,7 +60,7 @@ def test_the_page(monkeypatch, tmp_path):
 
 def test_every_configuration_is_measured(root):
     # What makes the model, stages of others, other subjects.
-    others = {"sft_tiny", "rlhf", "grpo_lora", "environment", "agent", "self_play"}
+    others = {"sft_tiny", "rlhf", "relora", "grpo_lora", "environment", "agent", "self_play"}
     specs = {results.SPECS.get(name, f"{name}.py") for name in set(results.NAMES) - {results.CONTROL}}
     measured = {spec.partition(".py")[0] for spec in specs}
     assert {path.stem for path in (root / "configs").glob("*.py")} - others == measured
