@@ -26,6 +26,7 @@ def test_a_signal_is_noted(name):
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")  # of JAX and Python: it is what users do all the same
 def test_a_forked_process_ends_by_the_signal():
     """As those of a reward function's multiprocessing.Pool, which it ends with SIGTERM and waits for."""
     with Notices() as notices, Notices():
