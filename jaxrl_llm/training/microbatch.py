@@ -86,16 +86,16 @@ def rows_at(batch: Batch, index, run: int, mesh: Mesh) -> Batch:
     shards, held = jax.tree.leaves(shared)[0].shape[:2]
     number = index // (batch.rows // shards) * held + images.source[index]  # among those of all shards
     run = math.gcd(run, len(index) // shards)
-    shared = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[number[::run]], shared)
-    return taken.replace(inputs=taken.inputs.replace(images=share_images(own, *shared, len(index), shards)))
+    pixels, features = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[number[::run]], shared)
+    return taken.replace(inputs=taken.inputs.replace(images=share_images(own, pixels, features, len(index), shards)))
 
 
 def share_images(images: Images, pixels, features, rows: int, shards: int) -> Images:
     """The images with `pixels` or `features` `[F,...]`, of which each is of rows / F adjacent rows of one shard."""
-    pixels, features = (x if x is None else x.reshape(shards, -1, *x.shape[1:]) for x in (pixels, features))
-    held = (features if pixels is None else pixels).shape[1]
-    source = jnp.arange(rows, dtype=jnp.int32) // (rows // shards // held) % held
-    shared = {"pixels": pixels, "features": features, "source": source}
+    shared = {"pixels": pixels, "features": features}
+    shared = jax.tree.map(lambda x: x.reshape(shards, -1, *x.shape[1:]), shared)
+    held = jax.tree.leaves(shared)[0].shape[1]
+    shared["source"] = jnp.arange(rows, dtype=jnp.int32) // (rows // shards // held) % held
     return dataclasses.replace(images, **jax.tree.map(lambda x: constrain(x, "rows", *(None,) * (x.ndim - 1)), shared))
 
 

@@ -54,12 +54,13 @@ def images_of_rows(net: Net, params: Params, images: Images, group_size: int, en
         return images
     rows = group_size * len(images.count)
     run = math.gcd(group_size, rows // shards)
-    shared = jax.tree.map(lambda x: jnp.repeat(x, group_size // run, axis=0), (images.pixels, images.features))
+    shared = images.pixels, images.features
+    pixels, features = jax.tree.map(lambda x: jnp.repeat(x, group_size // run, axis=0), shared)
     bare = dataclasses.replace(images, pixels=None, features=None)
     of_rows = jax.tree.map(
         lambda x: constrain(jnp.repeat(x, group_size, axis=0), "rows", *(None,) * (x.ndim - 1)), bare
     )
-    return share_images(of_rows, *shared, rows, shards)
+    return share_images(of_rows, pixels, features, rows, shards)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
