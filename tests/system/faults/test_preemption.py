@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+from types import SimpleNamespace
 import time
 
 import pytest
@@ -74,17 +75,17 @@ def test_a_preempted_run_saves_and_goes_on(tiny_run, root, tmp_path):
     config.output_dir, config.logging.backends = str(tmp_path / "run"), ("jsonl",)
     config.checkpoint.every = 0
     config.watch.entropy = 100.0
-    calls = []
+    begun = []
 
     def preempting(completions, **kwargs):
-        calls.append(len(completions))
-        if len(calls) == 3:  # the first step's: the two before are of the evaluation, sampled and greedy
+        if begun == [0]:  # the first step, behind the evaluation before it
             os.kill(os.getpid(), signal.SIGTERM)
         return exact_match(completions=completions, **kwargs)
 
     preempting.__name__ = "exact_match"
+    begins = SimpleNamespace(on_step_begin=lambda moment: begun.append(moment.step))
     with pytest.raises(Preempted) as raised:
-        jaxrl_llm.train(config, rewards=preempting)
+        jaxrl_llm.train(config, rewards=preempting, callbacks=begins)
     assert raised.value.code == 143 and raised.value.step == 1
     assert isinstance(raised.value, SystemExit)
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["1"]  # though none was due
