@@ -1,7 +1,7 @@
 """The vision part of a model: an encoder and a projector, and the places of their features among the tokens of rows."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ class Vision(nnx.Module):
         Rows are encoded some at a time, those of a shard of the mesh by it, where they have more than PATCHES_AT_ONCE.
         Raises ConfigError for pixels of another shape than the model's.
         """
-        encoder, mesh = self.config.encoder, jax.sharding.get_abstract_mesh()
+        encoder, mesh = self.config.encoder, cast(Any, jax.sharding.get_abstract_mesh())
         patches = images.pixels.shape[1]  # of a row, or its tiles
         if isinstance(encoder, SiglipConfig):
             patches *= self.config.tile_shape[0] // encoder.patch_size * encoder.side
