@@ -4,8 +4,8 @@ import contextlib
 import os
 import signal
 import threading
-from types import SimpleNamespace
 import time
+from types import SimpleNamespace
 
 import pytest
 
