@@ -162,7 +162,7 @@ def test_an_empty_completion_teaches_its_end(root, tmp_path):
 
 @pytest.mark.slow
 def test_an_unreachable_judge(root, tmp_path):
-    judge = "judge(url='http://127.0.0.1:9/v1', model='m', tries=2, backoff=0.01)"
+    judge = "judge(url='http://127.0.0.1:9/v1', model='m', attempts=2, backoff=0.01)"
     settings = {"rewards__functions": (judge,)}
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9"):
         jaxrl_llm.train(configured(root, tmp_path, **settings))
