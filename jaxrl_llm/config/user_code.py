@@ -1,4 +1,4 @@
-"""Calls of users' functions: whatever such a function does to exit, `sys.exit` included, becomes an error.
+"""Calls of users' functions: whatever such a function does to exit, by `sys.exit` or `os._exit`, becomes an error.
 
 with contained():
     results = function(completions)  # raises an Exception, or Ctrl-C and nothing else
@@ -6,19 +6,25 @@ with contained():
 
 import asyncio
 import contextlib
+import contextvars
 import dis
 import functools
+import os
+import sys
 import sysconfig
 import threading
 import traceback as tracebacks
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 RAISE = dis.opmap["RAISE_VARARGS"]
 PACKAGE = Path(__file__).parents[1]
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+_process = contextvars.ContextVar[int | None]("process", default=None)  # in which a user's function is running
+_exit = os._exit
+is_worker = False  # True: this process works for a run, which sees its end
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -33,6 +39,9 @@ def contained() -> Iterator[None]:
 
     Ctrl-C passes, and so do this package's own exits and the cancellation of the coroutine that this is in.
     """
+    if not is_worker:
+        os._exit = _end_process  # with which a function would end the run, and with code 0 as if it were done
+    token = _process.set(os.getpid())
     try:
         yield
     except Exception:
@@ -42,6 +51,17 @@ def contained() -> Iterator[None]:
             raise
         said = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"it raised {error!r}"
         raise LeftError(f"{said}, in {place(error)}").with_traceback(error.__traceback__) from error
+    finally:
+        _process.reset(token)
+
+
+def _end_process(status: int) -> NoReturn:
+    """`os._exit`, an error where a user's function calls it: not in a process that it forks, nor in this package."""
+    caller = sys._getframe(1)
+    code = caller.f_code
+    if _process.get() == os.getpid() and not Path(code.co_filename).is_relative_to(PACKAGE):
+        raise LeftError(f"it called os._exit({status!r}), in {code.co_qualname} ({code.co_filename}:{caller.f_lineno})")
+    _exit(status)
 
 
 async def contained_await(result: Awaitable[Any]) -> Any:

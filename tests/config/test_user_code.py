@@ -173,6 +173,15 @@ def test_errors_name_the_line_of_the_user(tmp_path):
     mine = import_file(file)
     assert described_error(mine.reads) == f"JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({file}:4)"
     assert described_error(mine.leaves) == f"LeftError: it called sys.exit(3), in leaves ({file}:7)"
+    file = tmp_path / "ends.py"
+    file.write_text(
+        "import os\n\ndef ends():\n    os._exit(0)\n\ndef forks():\n    if (child := os.fork()) == 0:\n"
+        "        os._exit(7)\n    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+    )
+    ends = import_file(file)
+    assert described_error(ends.ends) == f"LeftError: it called os._exit(0), in ends ({file}:4)"
+    with contained():
+        assert ends.forks() == 7
     assert error_text(ValueError("never raised")) == "ValueError: never raised"
     with pytest.raises(ConfigError) as caught:
         import_file(tmp_path / "none.py")

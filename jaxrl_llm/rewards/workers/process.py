@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Any
 
-from jaxrl_llm.config.user_code import user_line
+from jaxrl_llm.config import user_code
 from jaxrl_llm.rewards.call import Call, Log
 from jaxrl_llm.rewards.runner import load_grader
 from jaxrl_llm.rewards.sandbox import jail
@@ -45,7 +45,7 @@ def serve(frames: Frames, walled: bool = False) -> None:
                     foreign = walled and not is_ours(type(raised).__module__)
                     error = RuntimeError(f"{type(raised).__name__}: {raised}") if foreign else raised
                     with contextlib.suppress(Exception):  # of an error that is frozen
-                        error.user_line = user_line(raised)  # pyright: ignore[reportAttributeAccessIssue]  # the traceback stays here
+                        error.user_line = user_code.user_line(raised)  # pyright: ignore[reportAttributeAccessIssue]  # the traceback stays here
                     _send(frames, "error", key, error)
             _send(frames, "log", keys[-1], None if walled else Log() if call is None else call.log)
 
@@ -89,6 +89,7 @@ def end_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
+    user_code.is_worker = True
     if sys.argv[2:] == ["walled"]:
         put_walls_up()  # before there is another thread: they hold for this one and those that it starts
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
