@@ -30,8 +30,8 @@ def divergence_scores(log_ratios, divergence: str = "reverse_kl", alpha: float =
 
     `reverse_kl`: u. `forward_kl`: `1 - exp(-u)`. `js_divergence`: `log 2 + log sigmoid(u)`. `alpha_divergence`:
     `(exp((alpha - 1) u) - 1) / (alpha - 1)`, which tends to reverse_kl for alpha -> 1 and is forward_kl for alpha 0.
-    Exponents are bounded above by `largest`, as float32 has no number for exp(89). Any shape. Raises ValueError for an unknown
-    divergence. Source: f-DPO, arXiv 2309.16240.
+    Exponents are bounded above by `largest`, as float32 has no number for exp(89). Any shape. Raises ValueError for an
+    unknown divergence. Source: f-DPO, arXiv 2309.16240.
     """
     u = as_float(log_ratios)
     if divergence == "reverse_kl" or (divergence == "alpha_divergence" and abs(alpha - 1.0) < 1e-6):

@@ -95,9 +95,7 @@ def test_shaping_of_scores():
     np.testing.assert_allclose(rows_of(result), shaped - np.repeat(shaped.reshape(2, 2).mean(1), 2), atol=1e-6)
     np.testing.assert_allclose(result.metrics["reward_shaping"], (-0.5 - 1.25) / 4, rtol=1e-6)
     np.testing.assert_allclose(result.metrics["reward"], 0.75)
-    assert (
-        result.metrics["frac_reward_zero_std"] == 0
-    )  # rows 0 and 1 differ in length
+    assert result.metrics["frac_reward_zero_std"] == 0  # rows 0 and 1 differ in length
     clipped = advantages_of([1, 0.5, 0, 1], reward_clip=(0.0, 0.5))
     assert clipped.metrics["frac_reward_zero_std"] == 0.5 and not rows_of(clipped)[:2].any()
     half = advantages_of([1, 1, 1, 0], overlong_buffer=2, overlong_penalty=0.5, scale_rewards="none")
