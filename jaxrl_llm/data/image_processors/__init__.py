@@ -6,7 +6,8 @@ Pillow and numpy, which need no torch; the tokens are those that its classes `Id
 `Lfm2VlProcessor`, `LlavaProcessor`, `LlavaNextProcessor`, `LlavaOnevisionProcessor`, `MllamaProcessor`,
 `PaliGemmaProcessor`, `Qwen2VLProcessor`, `Qwen2_5_VLProcessor`, `Qwen3VLProcessor`, `Glm4vProcessor`,
 `Exaone4_5_Processor`, `VideoLlama3Processor` and `PixtralProcessor` write. Families are in files by what becomes of an
-image: `one_tile`, `own_shape`, `tiled` (in tiles that are read apart) and `joined` (in tiles that are put together again).
+image: `one_tile`, `own_shape`, `tiled` (in tiles that are read apart) and `joined` (in tiles that are put together
+again).
 """
 
 from collections.abc import Callable, Mapping

@@ -48,7 +48,7 @@ def compile_graders(
             calls = math.ceil(asked * own.size / mesh.size / rows)
             if grader.judge is not None:
                 sampling = sampling_of(reply_options(grader.judge)[0])
-                engine = (ScannedEngine if simulated else Engine)(grader.net, sampling, 1, grader.reply, (0,))
+                engine = (ScannedEngine if simulated else Engine)(sampling, 1, grader.reply, net=grader.net, eos=(0,))
                 compile_rollout(compiler, grader.name, engine, rows, grader.width, params, on, on, calls, of_run)
                 continue
             width = NARROWEST
