@@ -114,7 +114,8 @@ def test_of_experts_those_that_are_used():
 def test_mixers_by_hand():
     """Scores and values of each pair, and products with a state of 3 by 7 numbers in each of 4 heads."""
     c = ModelConfig(**DENSE, value_head_dim=5, delta_value_heads=4, delta_key_dim=3, delta_value_dim=7, conv_size=3)
-    assert Attention.flops(c, 10, 30) == 2 * 30 * 4 * (6 + 6)
+    assert Attention.flops(ModelConfig(**DENSE), 10, 30) == 2 * 30 * 4 * (6 + 6)
+    assert Attention.flops(c, 10, 30) == 2 * 30 * 4 * (6 + 5)
     assert LatentAttention.flops(c, 10, 30) == 2 * 30 * 4 * (6 + 5)
     assert GatedDeltaNet.flops(c, 10, 30) == 10 * 4 * 3 * (2 * 3 * 7)
     assert Mamba2.flops(c, 10, 30) == 10 * 4 * 2 * (2 * 3 * 7)

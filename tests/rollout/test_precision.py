@@ -289,7 +289,9 @@ def test_matrices_that_are_quantised_already_are_sampled_with_as_they_are():
     with pytest.raises(ConfigError, match=r"weights_dtype is fp8, but .* matrices in mxfp4 \(experts alone\) already"):
         in_precision(net, "fp8")
     trained = Net(dataclasses.replace(EXPERTS.config, qat="int8"))
-    assert in_precision(trained, "int8").config.quantized == "int8 (experts none)"
+    assert in_precision(trained, "int8").config.quantized == "int8"
+    alone = Net(dataclasses.replace(EXPERTS.config, qat="int8", quantize_experts="none"))
+    assert in_precision(alone, "int8").config.quantized == "int8 (experts none)"
     assert not draws_from_another(in_precision(trained, "int8"), trained)
     assert draws_from_another(in_precision(EXPERTS, "int8"), EXPERTS)
 

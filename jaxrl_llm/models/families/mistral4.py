@@ -37,7 +37,7 @@ def with_rope(hf: dict[str, Any]) -> dict[str, Any]:
     given = {FRACTION: hf[FRACTION]} if FRACTION in hf else {}  # beside the scaling in files of transformers 4
     rope = given | (rotary.parameters_of(hf) or ROPE)
     size, rotated = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"], hf["qk_rope_head_dim"]
-    if rope.get(FRACTION, rotated / size) != rotated / size:
+    if FRACTION in rope and rope[FRACTION] != rotated / size:
         refuse(FRACTION, rope[FRACTION], f"{rotated} of {size} numbers, as qk_rope_head_dim says")
     if rotary.kind_of(rope) == "default":  # of which transformers rotates as many numbers as a head has
         refuse("rope_type", "default", "yarn")
