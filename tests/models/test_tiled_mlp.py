@@ -36,16 +36,17 @@ def drawn(config, rows=4, length=12):
     return filled, jnp.asarray(np.random.default_rng(0).integers(0, 31, (rows, length)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({"mlp_tile_tokens": 16}, marks=pytest.mark.slow),
+        {"mlp_tile_tokens": 16},
         {"mlp_tile_tokens": 20},  # the last tile has eight tokens
-        pytest.param({"mlp_tile_tokens": 16, "lora": ADAPTER}, marks=pytest.mark.slow),
-        pytest.param({"mlp_tile_tokens": 7, "remat": "none", "scan_layers": False}, marks=pytest.mark.slow),
-        pytest.param({"mlp_tile_tokens": 16, "remat": "dots"}, marks=pytest.mark.slow),
-        pytest.param({"mlp_tile_tokens": 20, "lora": ADAPTER, "quantize": "nf4"}, marks=pytest.mark.slow),
-        pytest.param({"mlp_tile_tokens": 16, "ffn_gate": False, "activation": "xielu"}, marks=pytest.mark.slow),
+        {"mlp_tile_tokens": 16, "lora": ADAPTER},
+        {"mlp_tile_tokens": 7, "remat": "none", "scan_layers": False},
+        {"mlp_tile_tokens": 16, "remat": "dots"},
+        {"mlp_tile_tokens": 20, "lora": ADAPTER, "quantize": "nf4"},
+        {"mlp_tile_tokens": 16, "ffn_gate": False, "activation": "xielu"},
     ],
 )
 def test_tiles_change_nothing(fields):
@@ -57,6 +58,7 @@ def test_tiles_change_nothing(fields):
     jax.tree.map(lambda a, b: a.dtype == jnp.float32 and np.testing.assert_allclose(a, b, atol=1e-6), gradients, whole)
 
 
+@pytest.mark.slow
 def test_activations_of_one_tile_exist_at_a_time():
     config = dataclasses.replace(CONFIG, layers=1, ffn=2048)
     params, tokens = drawn(config, 4, 512)

@@ -104,6 +104,7 @@ def test_power_iterations_find_the_principal_parts(llama_folder, quantize):
     assert other["lora_a"].shape == one["lora_a"].shape
 
 
+@pytest.mark.slow
 def test_adapters_make_up_for_few_bits(llama_folder, tmp_path):
     """LoftQ's first round: of each matrix what PEFT finds of W - Q, and a model nearer to the one in full."""
     full, base = load_model(llama_folder), load_model(llama_folder, quantize="nf4")

@@ -55,6 +55,7 @@ def test_the_best_tokens_by_hand():
         assert scores[t][kept[t]].sum() == pytest.approx(np.sort(scores[t][visible])[::-1][:3].sum(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_choice_has_no_gradient_and_is_not_made_of_short_rows():
     net = Net(CONFIG)
     params = jax.jit(net.init)(jax.random.key(0))
