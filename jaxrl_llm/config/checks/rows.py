@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl_llm.config.checks.values import batch_rows, preference_losses, rows_together
+from jaxrl_llm.config.checks.values import batch_rows, check_preference_losses, preference_losses, rows_together
 from jaxrl_llm.config.entries import eval_set
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import OFFLINE, ConfigDict
@@ -28,13 +28,7 @@ def check_offline(config: ConfigDict) -> Iterator[str]:
     if algorithm.name != "preference":
         return
     losses = preference_losses(config)
-    if algorithm.beta == 0:
-        yield "algorithm.beta is 0, but preference losses need one above 0: 0.1 is usual, 2 for simpo"
-    if algorithm.loss_weights and len(algorithm.loss_weights) != len(losses):
-        yield (
-            f"algorithm.loss_weights has {len(algorithm.loss_weights)} numbers for the {len(losses)} losses of "
-            f"algorithm.loss = {algorithm.loss!r}: give one each, or none"
-        )
+    yield from check_preference_losses(config)
     alone = [name for name, rows in losses.items() if rows not in ("pair", "triple", None)]
     if len(losses) > 1 and alone:
         yield f"algorithm.loss is {algorithm.loss!r}, but {alone[0]} stands alone: it reads other rows"

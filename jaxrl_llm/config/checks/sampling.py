@@ -9,6 +9,7 @@ from jaxrl_llm.config.checks.values import (
     ENVIRONMENTS,
     advantages_of,
     changed,
+    check_preference_losses,
     compares_with_reference,
     how_quantized,
     in_use,
@@ -16,7 +17,6 @@ from jaxrl_llm.config.checks.values import (
     met,
     named_policy_loss,
     own_function,
-    preference_losses,
     takes,
     value_of,
 )
@@ -224,7 +224,7 @@ def check_online(config: ConfigDict) -> Iterator[str]:
 
 def _of_pairs(config: ConfigDict) -> Iterator[str]:
     """Messages for a loss of pairs of samples."""
-    algorithm, size, losses = config.algorithm, config.rollout.group_size, preference_losses(config)
+    algorithm, size = config.algorithm, config.rollout.group_size
     if size % 2:
         yield (
             f"rollout.group_size is {size}, but {algorithm.name} compares the completions of a prompt in pairs: set it "
@@ -240,13 +240,7 @@ def _of_pairs(config: ConfigDict) -> Iterator[str]:
             f"batch.microbatch_rows is {config.batch.microbatch_rows}, but the rows of a pair stay together: make it a "
             "multiple of 2"
         )
-    if algorithm.beta == 0:
-        yield "algorithm.beta is 0, but preference losses need one above 0: 0.1 is usual, 2 for simpo"
-    if algorithm.loss_weights and len(algorithm.loss_weights) != len(losses):
-        yield (
-            f"algorithm.loss_weights has {len(algorithm.loss_weights)} numbers for the {len(losses)} losses of "
-            f"algorithm.loss = {algorithm.loss!r}: give one each, or none"
-        )
+    yield from check_preference_losses(config)
     for key, value in changed(config, OF_ADVANTAGES):
         yield (
             f"{key} is {value!r}, but algorithm.name = {algorithm.name!r} learns which completion of a pair is better "

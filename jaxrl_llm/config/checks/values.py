@@ -42,6 +42,18 @@ def preference_losses(config: ConfigDict) -> dict[str, str | None]:
     return rows
 
 
+def check_preference_losses(config: ConfigDict) -> Iterator[str]:
+    """Messages for the weights of a preference loss, of given pairs or of sampled ones."""
+    algorithm, losses = config.algorithm, preference_losses(config)
+    if algorithm.beta == 0:
+        yield "algorithm.beta is 0, but preference losses need one above 0: 0.1 is usual, 2 for simpo"
+    if algorithm.loss_weights and len(algorithm.loss_weights) != len(losses):
+        yield (
+            f"algorithm.loss_weights has {len(algorithm.loss_weights)} numbers for the {len(losses)} losses of "
+            f"algorithm.loss = {algorithm.loss!r}: give one each, or none"
+        )
+
+
 def rows_together(config: ConfigDict) -> int:
     """Adjacent rows that stay together: completions of a prompt, a pair (with its gold completion), kto's row and its
     mismatch."""

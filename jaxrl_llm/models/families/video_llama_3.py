@@ -3,7 +3,7 @@ patch by two linear maps, and a Qwen2.5; videos are not read."""
 
 from typing import Any
 
-from jaxrl_llm.models.families import llava, qwen2, qwen_vl, siglip
+from jaxrl_llm.models.families import lfm2_vl, llava, qwen2, qwen_vl, siglip
 from jaxrl_llm.models.families.decoder import maps
 from jaxrl_llm.models.families.entries import number, positive, refuse, sizes_of
 from jaxrl_llm.models.model_config import ModelConfig
@@ -21,15 +21,6 @@ KEYS = llava.as_modules(
     ),
 )
 DEFAULTS = {"image_token_id": 151_655}  # for entries that are left out
-# Fields of the encoder that are an integer each, their entries, and what these are where they are left out.
-SIZES = {
-    "width": ("hidden_size", 768),
-    "layers": ("num_hidden_layers", 12),
-    "heads": ("num_attention_heads", 12),
-    "ffn": ("intermediate_size", 3072),
-    "patch_size": ("patch_size", 16),
-    "channels": ("num_channels", 3),
-}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
@@ -46,7 +37,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def _encoder(hf: dict[str, Any], width: int) -> PatchRowsConfig:
     """The encoder of a config.json whose decoder has this width; raises ConfigError for another network."""
     entries = hf.get("vision_config") or {}
-    sizes = sizes_of(entries, SIZES)
+    sizes = sizes_of(entries, lfm2_vl.SIZES)
     if sizes["width"] % (4 * sizes["heads"]):
         refuse("vision_config.hidden_size", sizes["width"], f"multiples of 4 times {sizes['heads']} heads")
     if (activation := entries.get("hidden_act", "gelu_pytorch_tanh")) not in siglip.ACTIVATIONS:
@@ -85,7 +76,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         "image_token_id": config.vision.image_token,
         "vision_config": {
             **((base or {}).get("vision_config") or {"model_type": f"{MODEL_TYPE}_vision"}),
-            **{entry: getattr(encoder, field) for field, (entry, _) in SIZES.items()},
+            **{entry: getattr(encoder, field) for field, (entry, _) in lfm2_vl.SIZES.items()},
             "layer_norm_eps": encoder.norm_eps,
             "hidden_act": names[encoder.activation],
             "initializer_range": encoder.init_scale,
