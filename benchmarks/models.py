@@ -147,7 +147,8 @@ VISION_FILES = {
     "glm_ocr": ("families/glm_ocr.py", "families/glm4v.py, and its"),
     "exaone4_5": ("families/exaone4_5.py", "families/exaone4.py families/qwen2_5_vl.py families/llava.py, and theirs"),
     "video_llama_3": (
-        "families/video_llama_3.py", "families/qwen2.py families/siglip.py families/llava.py vision/patch_rows.py",
+        "families/video_llama_3.py",
+        "families/qwen2.py families/siglip.py families/llava.py families/lfm2_vl.py vision/patch_rows.py",
     ),
     "mistral3": ("families/mistral3.py", "families/llava.py vision/patch_rows.py vision/mergers.py"),
     "gemma4": (
