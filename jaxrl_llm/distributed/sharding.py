@@ -333,6 +333,15 @@ def activation_spec(shape: tuple[int, ...], *dims: str | EllipsisType | None) ->
     )
 
 
+def all_gathered(shard, spec: PartitionSpec, axes: tuple[str, ...]):
+    """Inside `shard_map`, a shard of an array with this spec gathered along these axes; along others it stays one."""
+    for dim, names in enumerate(spec):
+        own = (names,) if isinstance(names, str) else names or ()
+        if kept := tuple(axis for axis in own if axis in axes):
+            shard = jax.lax.all_gather(shard, kept, axis=dim, tiled=True)
+    return shard
+
+
 def is_sharded() -> bool:
     """True when the current mesh has several devices, except inside `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.sharding import activation_spec, is_sharded, parameter_spec, path_name
+from jaxrl_llm.distributed.sharding import activation_spec, all_gathered, is_sharded, parameter_spec, path_name
 from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.kernels.fused_attention import has_triton
 from jaxrl_llm.models.kernels.grouped_matmul import grouped_matmul
@@ -261,7 +261,9 @@ def across_devices(compute, kernels: Kernels, x, weights, chosen):
     def local(kernels, x, weights, chosen):
         shape = x.shape
         x, weights, chosen = flat(x, weights, chosen)
-        kernels = jax.tree.map(lambda spec, w: varying(_gathered(w, spec), spec), specs, kernels)
+        kernels = jax.tree.map(
+            lambda spec, w: varying(all_gathered(w, spec, ("fsdp", "context")), spec), specs, kernels
+        )
         if of_channels is not None and isinstance(kernels.down, dict):
             kernels = kernels._replace(down=_with_own_scales(kernels.down, specs.down, mesh.shape["tensor"]))
         if exchanged:
@@ -280,15 +282,6 @@ def across_devices(compute, kernels: Kernels, x, weights, chosen):
 
     run = jax.shard_map(local, in_specs=(specs, tokens, tokens, tokens), out_specs=tokens)
     return run(kernels, x, weights, chosen)
-
-
-def _gathered(kernel, spec):
-    """A kernel all-gathered along `fsdp` and `context`; along `expert` and `tensor` it stays sharded."""
-    for dim, axes in enumerate(spec):
-        kept = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if axis in ("fsdp", "context"))
-        if kept:
-            kernel = jax.lax.all_gather(kernel, kept, axis=dim, tiled=True)
-    return kernel
 
 
 def _with_own_scales(kernel: dict[str, jax.Array], specs: Any, devices: int) -> dict[str, jax.Array]:

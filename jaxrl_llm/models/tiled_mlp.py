@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.distributed.sharding import activation_spec, is_sharded, parameter_spec, path_name
+from jaxrl_llm.distributed.sharding import FSDP, activation_spec, all_gathered, is_sharded, parameter_spec, path_name
 from jaxrl_llm.models.layers import FeedForward
 
 
@@ -63,12 +63,9 @@ def tiled_mlp(mlp: FeedForward, x, tile: int):
 def _whole(leaf, spec, axes: set[str], dtype):
     """A parameter gathered from its shards, which are sent in that type; the sum of its gradients is scattered."""
     copies = tuple(axes.difference(jax.tree.leaves(tuple(spec))))
-    parts = [(dim, names) for dim, names in enumerate(spec) if names is not None]
 
     def gathered(x):
-        for dim, names in parts:
-            x = jax.lax.all_gather(x, names, axis=dim, tiled=True)
-        return jax.lax.pcast(x, copies, to="varying")
+        return jax.lax.pcast(all_gathered(x, spec, FSDP), copies, to="varying")
 
     if leaf.dtype == dtype:
         return gathered(leaf)
@@ -78,8 +75,9 @@ def _whole(leaf, spec, axes: set[str], dtype):
         return gathered(x.astype(dtype)).astype(x.dtype)
 
     def backward(_, gradient):
-        for dim, names in reversed(parts):
-            gradient = jax.lax.psum_scatter(gradient, names, scatter_dimension=dim, tiled=True)
+        for dim, names in enumerate(spec):
+            if names is not None:
+                gradient = jax.lax.psum_scatter(gradient, names, scatter_dimension=dim, tiled=True)
         return (jax.lax.psum(gradient, copies),)
 
     rounded.defvjp(lambda x: (rounded(x), None), backward)

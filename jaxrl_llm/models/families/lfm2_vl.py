@@ -76,8 +76,6 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
     side = math.isqrt(count := positive({"num_patches": 256} | entries, "num_patches"))
     if side**2 != count:
         refuse("vision_config.num_patches", count, "squares")
-    if (activation := entries.get("hidden_act", "gelu_pytorch_tanh")) not in siglip.ACTIVATIONS:
-        refuse("vision_config.hidden_act", activation, ", ".join(siglip.ACTIVATIONS))
     return PatchRowsConfig(
         **sizes,
         frames=0,
@@ -86,7 +84,7 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
         norm_eps=number("vision_config.layer_norm_eps", entries.get("layer_norm_eps", 1e-6)),
         last_norm=True,
         gated=False,
-        activation=siglip.ACTIVATIONS[activation],
+        activation=siglip.read_activation(entries),
         attention_adapters=True,
         output_adapter="out",
         patch_bias=True,
@@ -105,9 +103,6 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
     assert config.vision is not None
-    names = {name: entry for entry, name in siglip.ACTIVATIONS.items()}
-    if encoder.activation not in names:
-        refuse("vision_config.hidden_act", encoder.activation, ", ".join(siglip.ACTIVATIONS))
     own = {
         "model_type": MODEL_TYPE,
         "image_token_id": config.vision.image_token,
@@ -120,7 +115,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
             **{entry: getattr(encoder, field) for field, (entry, _) in SIZES.items()},
             "num_patches": encoder.positions**2,
             "layer_norm_eps": encoder.norm_eps,
-            "hidden_act": names[encoder.activation],
+            "hidden_act": siglip.activation_entry(encoder.activation),
         },
     }
     return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own)

@@ -59,6 +59,21 @@ def read(hf: dict[str, Any], default: SiglipConfig) -> SiglipConfig:
     )
 
 
+def read_activation(entries: dict[str, Any]) -> str:
+    """The activation of a `vision_config` of rows of patches; raises ConfigError for another one."""
+    if (entry := entries.get("hidden_act", "gelu_pytorch_tanh")) not in ACTIVATIONS:
+        refuse("vision_config.hidden_act", entry, ", ".join(ACTIVATIONS))
+    return ACTIVATIONS[entry]
+
+
+def activation_entry(activation: str) -> str:
+    """The entry of a `vision_config` for an activation; raises ConfigError for one that it has no name for."""
+    names = {name: entry for entry, name in ACTIVATIONS.items()}
+    if activation not in names:
+        refuse("vision_config.hidden_act", activation, ", ".join(ACTIVATIONS))
+    return names[activation]
+
+
 def refuse_head(entries: dict[str, Any]) -> None:
     """Raises ConfigError for a `vision_config` with a head, which it has unless it says otherwise."""
     if entries.get("vision_use_head", True):
@@ -76,11 +91,10 @@ def write(vision: VisionConfig) -> dict[str, Any]:
     """The entries of a `vision_config` that `read` reads."""
     encoder = vision.encoder
     assert isinstance(encoder, SiglipConfig)
-    names = {name: entry for entry, name in ACTIVATIONS.items()}
     return {
         **{entry: getattr(encoder, field) for field, entry in SIZES.items()},
         "layer_norm_eps": encoder.norm_eps,
-        "hidden_act": names[encoder.activation],
+        "hidden_act": activation_entry(encoder.activation),
         "initializer_range": encoder.init_scale,
     }
 

@@ -40,8 +40,6 @@ def _encoder(hf: dict[str, Any], width: int) -> PatchRowsConfig:
     sizes = sizes_of(entries, lfm2_vl.SIZES)
     if sizes["width"] % (4 * sizes["heads"]):
         refuse("vision_config.hidden_size", sizes["width"], f"multiples of 4 times {sizes['heads']} heads")
-    if (activation := entries.get("hidden_act", "gelu_pytorch_tanh")) not in siglip.ACTIVATIONS:
-        refuse("vision_config.hidden_act", activation, ", ".join(siglip.ACTIVATIONS))
     rope = entries.get("rope_parameters") or {}
     return PatchRowsConfig(
         **sizes,
@@ -51,7 +49,7 @@ def _encoder(hf: dict[str, Any], width: int) -> PatchRowsConfig:
         norm_eps=number("vision_config.layer_norm_eps", entries.get("layer_norm_eps", 1e-6)),
         last_norm=True,
         gated=False,
-        activation=siglip.ACTIVATIONS[activation],
+        activation=siglip.read_activation(entries),
         attention_adapters=True,
         output_adapter="out",
         patch_bias=True,
@@ -68,9 +66,6 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
     assert config.vision is not None
-    names = {name: entry for entry, name in siglip.ACTIVATIONS.items()}
-    if encoder.activation not in names:
-        refuse("vision_config.hidden_act", encoder.activation, ", ".join(siglip.ACTIVATIONS))
     own: dict[str, Any] = {
         "model_type": MODEL_TYPE,
         "image_token_id": config.vision.image_token,
@@ -78,7 +73,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
             **((base or {}).get("vision_config") or {"model_type": f"{MODEL_TYPE}_vision"}),
             **{entry: getattr(encoder, field) for field, (entry, _) in lfm2_vl.SIZES.items()},
             "layer_norm_eps": encoder.norm_eps,
-            "hidden_act": names[encoder.activation],
+            "hidden_act": siglip.activation_entry(encoder.activation),
             "initializer_range": encoder.init_scale,
         },
     }
