@@ -82,7 +82,8 @@ DRY_RUN = Setting("dry_run", False, "Show the data, the plan and the time of a s
 
 
 class Result(NamedTuple):
-    """Result of `train`: the trained model, the metrics of each logged step, and the folder with the files."""
+    """Result of `train`: the trained model, the metrics of each logged step, of earlier starts too, and the folder with
+    the files."""
 
     model: Model
     metrics: list[Metrics]
@@ -141,8 +142,9 @@ def train(
     config = with_correction(config)  # as a run that is gone on with was written down
     overlap_collectives(config.overlap_collectives)
     keep_compiled(config.compilation_cache)
-    # Once, for all that is kept in it; and after the flags above, as it asks for devices.
-    config.output_dir = numbered(str(Path(config.output_dir).expanduser()))
+    # Once, for all that is kept in it, and absolute, as a user's function may change the working directory; after the
+    # flags above, as it asks for devices.
+    config.output_dir = numbered(str(Path(config.output_dir).expanduser().absolute()))
     loaded = parts_loaded(config)
     with contained(), contextlib.ExitStack() as stack:
         notices = stack.enter_context(Notices())
@@ -214,7 +216,7 @@ def train(
                 log.add(Step(step, began, experience.metrics, updates, experience.table, compiled, flops, deferred))
 
                 asked = hooks("on_step", step, log.read(), current) if hooks.every_step else set()
-                last, leaves = step == min(config.total_steps, hooks.end), notices.reached(step)
+                last, leaves = step == min(config.total_steps, hooks.end), notices.reached(step, deferred)
                 evaluates = run.evaluation is not None and (
                     (last and config.eval.at_end)
                     or (step >= config.eval.start and _due(step, config.eval.every))
@@ -268,7 +270,7 @@ def train(
             copy_run(config)
         finally:  # the one may fail, and the other not
             push_run(config)
-    return Result(trained, log.history, folder)
+    return Result(trained, [*processes.gather(logger.earlier())[0], *log.history], folder)
 
 
 def _start(

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 
 import jax
@@ -155,6 +156,24 @@ def test_all_of_a_run_is_in_one_folder_below_home(tmp_path, monkeypatch):
     assert result.output_dir == run and not (tmp_path / "~").exists()
     assert {"checkpoints", "config.json", "hf"} <= {path.name for path in run.iterdir()}
     assert json.loads((run / "config.json").read_text())["output_dir"] == str(run)
+
+
+def test_a_run_started_again_has_its_metrics_and_its_folder_whatever_a_reward_does(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+
+    def moves(completions):
+        os.chdir(tmp_path / "elsewhere")
+        return [float(len(text)) for text in completions]
+
+    config, results = small_config(tmp_path, output_dir="run", total_steps=1), []
+    for _ in range(2):
+        monkeypatch.chdir(tmp_path)
+        results.append(jaxrl_llm.train(config, [{"prompt": "ab"}, {"prompt": "c"}], rewards=moves))
+    first, again = results
+    assert first.output_dir == tmp_path / "run" and not [*(tmp_path / "elsewhere").iterdir()]
+    assert {"checkpoints", "config.json", "hf", "metrics.jsonl"} <= {path.name for path in first.output_dir.iterdir()}
+    assert [line["step"] for line in first.metrics] == [1]
+    np.testing.assert_equal(again.metrics, first.metrics)
 
 
 def test_train_dataset_alone_is_not_evaluated(tmp_path):

@@ -177,7 +177,7 @@ def load_flags(argv: Sequence[str], usage: str = "", options: Sequence[Setting] 
 
 def set_run_folder(output_dir: str) -> None:
     """Sets the folder that the traceback of an unexpected error goes to, that of the run of this process."""
-    _run_folder.set(Path(output_dir))
+    _run_folder.set(Path(output_dir).absolute())
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:

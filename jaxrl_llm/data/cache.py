@@ -83,7 +83,7 @@ def load(file: Path, tokenize: RowTokenizer, examples: Iterable[Mapping[str, Any
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         log.warning("the cached token rows %s cannot be read (%s): tokenising again", file, error)
         return None
-    tokenize.read, tokenize.long, tokenize.unlearnable = (int(x) for x in arrays["counts"])
+    tokenize.read, tokenize.long, tokenize.unlearnable, tokenize.alike = (int(x) for x in arrays["counts"])
     tokenize.lengths = arrays["lengths"].tolist()
     rows: list[Row] = [{} for _ in arrays["kept"]]
     for name in columns:
@@ -111,7 +111,7 @@ def save(file: Path, tokenize: RowTokenizer, kept: Sequence[tuple[int, Row]]) ->
     """Write the rows, each with the number of its example; raises ConfigError for a folder that cannot be written."""
     arrays: dict[str, Any] = {
         "kept": np.array([index for index, _ in kept], np.int64),
-        "counts": np.array([tokenize.read, tokenize.long, tokenize.unlearnable], np.int64),
+        "counts": np.array([tokenize.read, tokenize.long, tokenize.unlearnable, tokenize.alike], np.int64),
         "lengths": np.array(tokenize.lengths, np.int64),
     }
     # The rows of a column end to end, with the end of each: no padding, and no objects to unpickle.

@@ -81,6 +81,7 @@ class RowTokenizer:
     long: int = 0  # longer than the limit
     unlearnable: int = 0  # dropped, as no learned token is left
     split_images: int = 0  # dropped, as images would have been truncated
+    alike: int = 0  # pairs whose two rows are the same, truncated or not
     lengths: list[int] = field(default_factory=list)  # tokens of all examples, before any is truncated
     _longest: int | None = None  # letters of the longest token
 
@@ -276,6 +277,7 @@ class RowTokenizer:
         if not all(any(row[name]) for name in masks):
             self.unlearnable += 1
             return None
+        self.alike += self.kind in ANSWERS and row["chosen_ids"] == row["rejected_ids"]
         return row
 
     def report(self, kept: int) -> None:
@@ -302,6 +304,12 @@ class RowTokenizer:
         if self.long > self.split_images:
             verb = "dropped" if self.overlong == "filter" else "truncated"
             log.warning("%s %d rows with %s, of %d", verb, self.long - self.split_images, overlong, self.read)
+        if self.alike:
+            log.warning(
+                "%d pairs have the same tokens as chosen and as rejected, of %d: nothing is preferred in them",
+                self.alike,
+                self.read,
+            )
 
 
 def completion_row(

@@ -699,6 +699,20 @@ def test_a_pair_goes_together(tokenizer, caplog):
     assert cut[0]["rejected_mask"] == [0, 0, 1, 1, 1]
 
 
+def test_pairs_that_prefer_nothing_are_counted(tokenizer, caplog):
+    """One is the same from the start, another once both are truncated, and the third differs."""
+    data = [
+        {"prompt": "ab", "chosen": "c", "rejected": "c"},
+        {"prompt": "ab", "chosen": "cdef", "rejected": "cdeg"},
+        {"prompt": "ab", "chosen": "c", "rejected": "d"},
+    ]
+    with caplog.at_level(logging.WARNING):
+        assert len(tokenized("pairs", data, tokenizer, 5, "truncate_right")) == 3
+    assert "2 pairs have the same tokens as chosen and as rejected, of 3: nothing is preferred" in caplog.text
+    caplog.clear()
+    assert tokenized("pairs", data[2:], tokenizer) and "preferred" not in caplog.text
+
+
 def test_pair_errors(tokenizer):
     with pytest.raises(ConfigError, match="row 0: the data has no column 'rejected'; it has prompt, chosen"):
         tokenized("pairs", [{"prompt": "a", "chosen": "b"}], tokenizer)

@@ -5,6 +5,7 @@ never twice in memory.
 """
 
 import contextlib
+import difflib
 import os
 import re
 import shutil
@@ -76,10 +77,22 @@ def locate(
         return folder
     if not re.fullmatch(rf"{HUB_NAME}/[\w.-]+", name):
         raise ConfigError(
-            f"model path {name!r}: there is no such folder, and it is neither a Hugging Face hub id (`owner/name`) nor "
-            "`embedded:<name>`."
+            f"model path {name!r}: there is no such folder{_nearest(name)}, and it is neither a Hugging Face hub id "
+            "(`owner/name`) nor `embedded:<name>`."
         )
     return _download(name, patterns, revision)
+
+
+def _nearest(name: str) -> str:
+    """` (the closest is ...)`, of the folders beside the first part of a path that is not there; empty without any."""
+    missing = Path(name).expanduser()
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    with contextlib.suppress(OSError):  # of a folder that cannot be listed
+        beside = [path.name for path in missing.parent.iterdir() if path.is_dir()]
+        if near := difflib.get_close_matches(missing.name, beside, 1):
+            return f" (the closest is {missing.with_name(near[0])})"
+    return ""
 
 
 def _is_folder(name: str) -> bool:
@@ -105,8 +118,8 @@ def _download(name: str, patterns: list[str], revision: str | None) -> Path:
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"model path {name!r}{f', revision {revision!r}' if revision else ''}: there is no such folder here, and "
-            f"the Hugging Face hub did not give it ({reason}). "
+            f"model path {name!r}{f', revision {revision!r}' if revision else ''}: there is no such folder here"
+            f"{_nearest(name)}, and the Hugging Face hub did not give it ({reason}). "
             "Check the name and the connection (or HF_TOKEN, for a gated model)."
         ) from error
 
@@ -197,8 +210,8 @@ def find_tokenizer(
         return load_tokenizer(folder, trust_remote_code)
     if not re.fullmatch(rf"(?:{HUB_NAME}/)?{HUB_NAME}", path):
         raise ConfigError(
-            f"{setting} = {path!r}: there is no such folder, and it is neither a Hugging Face hub id (`owner/name`) "
-            "nor `embedded:<name>`"
+            f"{setting} = {path!r}: there is no such folder{_nearest(path)}, and it is neither a Hugging Face hub id "
+            "(`owner/name`) nor `embedded:<name>`"
         )
     from transformers import AutoTokenizer  # slow to import, and not needed for local folders
 
@@ -207,7 +220,7 @@ def find_tokenizer(
         return _quiet(AutoTokenizer.from_pretrained(path, **options))
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"cannot load the tokenizer of {setting} = {path!r}: {reason}") from error
+        raise ConfigError(f"cannot load the tokenizer of {setting} = {path!r}{_nearest(path)}: {reason}") from error
 
 
 def _is_generic_tokenizer(folder: Path) -> bool:

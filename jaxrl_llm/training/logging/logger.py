@@ -124,6 +124,21 @@ class Logger:
             self._last_step = resume_step
         remove_completions(self.folder / COMPLETIONS, resume_step)
 
+    def earlier(self) -> list[dict[str, float]]:
+        """The metrics of the steps up to `resume_step`, by the run's own names, which process 0 reads."""
+        path, names = self.folder / METRICS, self.spec.names
+        if not self._main or self._resume_step is None or not path.is_file():
+            return []
+        return [
+            {
+                names.internal(name): math.nan if value is None else value
+                for name, value in record.items()
+                if name != "time" and not names.is_more(name)
+            }
+            for record in read_metrics(path)
+            if record["step"] <= self._resume_step
+        ]
+
     def __enter__(self) -> Self:
         return self
 

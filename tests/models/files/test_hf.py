@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -764,6 +765,11 @@ def test_locate(tmp_path, monkeypatch):
         hf.locate("embedded:nothing")
     with pytest.raises(ConfigError, match="no such folder, and it is neither a Hugging Face hub id"):
         hf.locate("./not/a/model")
+    (tmp_path / "Qwen3-0.6B" / "hf").mkdir(parents=True)
+    for path in ("Qwen3-06B", "qwen3-0.6B/hf", "Qwen3-0.6B/hff"):
+        near = tmp_path / "Qwen3-0.6B" / ("hf" if path.endswith("hff") else "")
+        with pytest.raises(ConfigError, match=re.escape(f"there is no such folder (the closest is {near}), and it is")):
+            hf.locate(tmp_path / path)
     for path in ("/no/such", "runs/none/hf", "./not"):
         with pytest.raises(ConfigError, match=r"model\.path = .*there is no such folder, and it is neither"):
             hf.find_tokenizer(path)

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 import jaxrl_llm
@@ -58,6 +59,7 @@ def test_verls_names_in_the_records_only(root, tmp_path):
     assert after["actor/kl_loss"] == result.metrics[1]["kl"]
     assert not before.keys() & VERL_MORE.keys()
     assert after["perf/total_num_tokens"] == result.metrics[1]["num_tokens"]  # of the one step
+    np.testing.assert_equal(jaxrl_llm.train(config).metrics, result.metrics)
     reported = run_of(tmp_path / "run").metrics
     assert {"step_tokens", "epoch", "reward"} <= reported.keys() and not reported.keys() & VERL_MORE.keys()
 
