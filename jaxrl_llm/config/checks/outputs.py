@@ -9,6 +9,7 @@ from jaxrl_llm.config.schema import BY_NAME, IDENTITY, NEW, ConfigDict
 
 
 def check_checkpoint(config: ConfigDict) -> Iterator[str]:
+    """Messages for the folder of a run, and for what is saved and loaded there."""
     checkpoint, best, every = config.checkpoint, config.checkpoint.best, config.eval.every
     if not config.output_dir.strip():
         yield (
@@ -17,15 +18,9 @@ def check_checkpoint(config: ConfigDict) -> Iterator[str]:
         )
     for name in checkpoint.accept_changes:
         if name not in IDENTITY:
-            near = closest(name, IDENTITY)
-            yield (
-                f"checkpoint.accept_changes names {name!r}, which "
-                + (
-                    "may change without it: leave it out"
-                    if name in BY_NAME
-                    else f"is no setting; the closest is {near}"
-                )
-            )
+            unknown = f"is no setting; the closest is {closest(name, IDENTITY)}"
+            fault = "may change without it: leave it out" if name in BY_NAME else unknown
+            yield f"checkpoint.accept_changes names {name!r}, which {fault}"
     if NEW in config.output_dir:
         if config.output_dir.count(NEW) > 1 or NEW not in PurePath(config.output_dir).name:
             yield f"output_dir is {config.output_dir!r}, but it takes {NEW} once, in its last part: runs/grpo-{NEW}"
@@ -74,6 +69,7 @@ def check_checkpoint(config: ConfigDict) -> Iterator[str]:
 
 
 def check_export(export: ConfigDict, checkpoint: ConfigDict) -> Iterator[str]:
+    """Messages for where the trained model goes."""
     repo = export.push_to_hub
     if repo is None and export.private:
         yield "export.private is true, but nothing is pushed: set export.push_to_hub, or it to false"

@@ -12,6 +12,7 @@ LARGEST_SERVED_BIAS = 100  # of a token, in OpenAI's API
 
 
 def check_rewards(config: ConfigDict, online: bool) -> Iterator[str]:
+    """Messages for the functions that reward completions."""
     rewards = config.rewards
     if rewards.weights and len(rewards.weights) != len(rewards.functions):
         yield (
@@ -55,6 +56,7 @@ def _without_rewards(config: ConfigDict) -> Iterator[str]:
 
 
 def check_environment(config: ConfigDict) -> Iterator[str]:
+    """Messages for what samples or answers in place of the engine alone."""
     c, algorithm = config.environment, config.algorithm
     reward_scales(c.reward_scale)  # refuses what cannot be read
     environment_options(c.options)

@@ -12,6 +12,7 @@ from jaxrl_llm.config.schema import OFFLINE, ConfigDict
 
 
 def check_offline(config: ConfigDict) -> Iterator[str]:
+    """Messages for an algorithm that learns from given rows."""
     algorithm, batch, data = config.algorithm, config.batch, config.data
     if batch.microbatch_rows % (together := rows_together(config)):
         yield (
@@ -42,6 +43,7 @@ def check_offline(config: ConfigDict) -> Iterator[str]:
 
 
 def check_batch(config: ConfigDict, online: bool) -> Iterator[str]:
+    """Messages for numbers of rows that do not divide one another."""
     batch, rows = config.batch, batch_rows(config)
     formula, critic_rows = "batch.prompts", config.critic.microbatch_rows
     if online:
@@ -70,6 +72,7 @@ def check_batch(config: ConfigDict, online: bool) -> Iterator[str]:
 
 
 def check_data(config: ConfigDict) -> Iterator[str]:
+    """Messages for how rows are read, chosen and packed."""
     data, model, name = config.data, config.model, config.algorithm.name
     if data.packing and name != "sft":
         other = "set it to false" if name in OFFLINE else "set it to false (batch.packing packs what is sampled)"
@@ -143,6 +146,7 @@ def _unwritable(source: str, options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_eval(config: ConfigDict, online: bool) -> Iterator[str]:
+    """Messages for what is evaluated, and when."""
     measure = config.eval.measure
     if online and measure in ("loss", "both"):
         yield f"eval.measure is {measure}, but {config.algorithm.name} learns from samples: set auto"

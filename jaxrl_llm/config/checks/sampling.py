@@ -72,12 +72,23 @@ def check_structured(settings: Mapping[str, Any] | ConfigDict, prefix: str, shor
 
 
 def check_online(config: ConfigDict) -> Iterator[str]:
-    algorithm, rollout, critic = config.algorithm, config.rollout, config.critic
+    """Messages for the terms of the loss, the samples and the rewards of an algorithm that samples."""
     of_environments = environment_options(config.environment.options)
-    if algorithm.name == ONLINE_PREFERENCE:
-        yield from _of_pairs(config)
     betas = {name: options["beta"] for name, options in of_environments.items() if "beta" in options}
+    if config.algorithm.name == ONLINE_PREFERENCE:
+        yield from _of_pairs(config)
     yield from _of_loss(config, betas)
+    yield from _of_terms(config, betas)
+    yield from _of_corrections(config)
+    yield from _of_completions(config)
+    yield from _of_critic(config)
+    yield from _of_groups(config)
+
+
+def _of_terms(config: ConfigDict, betas: Mapping[str, float]) -> Iterator[str]:
+    """Messages for the terms beside the policy loss: KL, entropy, observation tokens; `betas` are those of
+    environments."""
+    algorithm = config.algorithm
     of_all = {
         "kl_in_reward is true, which has": algorithm.kl_in_reward,
         "kl_controller is adaptive, which moves": algorithm.kl_controller == "adaptive" and not algorithm.reward_beta,
@@ -114,6 +125,24 @@ def check_online(config: ConfigDict) -> Iterator[str]:
             )
     if algorithm.kl_bias_correction and algorithm.kl_in_reward:
         yield "algorithm.kl_bias_correction is for a KL term in the loss: set it or algorithm.kl_in_reward to false"
+    low, coef, high = algorithm.entropy_coef_min, algorithm.entropy_coef, algorithm.entropy_coef_max
+    if algorithm.entropy_controller == "adaptive" and not low <= coef <= high:
+        yield f"algorithm.entropy_coef is {coef}, outside entropy_coef_min = {low} to entropy_coef_max = {high}"
+    if algorithm.observation_coef:
+        others = {
+            "algorithm.replay_groups": algorithm.replay_groups,
+            "teacher.form": config.teacher.path is not None and config.teacher.form != "advantage",
+        }
+        for key, value in met(config, others):
+            yield (
+                f"algorithm.observation_coef is {algorithm.observation_coef}, but {key} is {value!r}, which knows no "
+                "observation tokens: set the one to 0, or leave out the other"
+            )
+
+
+def _of_corrections(config: ConfigDict) -> Iterator[str]:
+    """Messages for the weights of tokens that another policy has sampled."""
+    algorithm = config.algorithm
     if algorithm.importance_min is not None and algorithm.importance_min >= algorithm.importance_max:
         yield (
             f"algorithm.importance_min is {algorithm.importance_min}, but importance_max = {algorithm.importance_max} "
@@ -134,9 +163,11 @@ def check_online(config: ConfigDict) -> Iterator[str]:
             f"algorithm.rejection is {algorithm.rejection} and rejection_bounds is {algorithm.rejection_bounds}: set "
             "both, or neither"
         )
-    low, coef, high = algorithm.entropy_coef_min, algorithm.entropy_coef, algorithm.entropy_coef_max
-    if algorithm.entropy_controller == "adaptive" and not low <= coef <= high:
-        yield f"algorithm.entropy_coef is {coef}, outside entropy_coef_min = {low} to entropy_coef_max = {high}"
+
+
+def _of_completions(config: ConfigDict) -> Iterator[str]:
+    """Messages for how completions are sampled, how long they are, and how they end."""
+    algorithm, rollout = config.algorithm, config.rollout
     if algorithm.overlong_buffer > rollout.max_completion_length:
         yield (
             f"algorithm.overlong_buffer is {algorithm.overlong_buffer}, longer than rollout.max_completion_length = "
@@ -166,9 +197,11 @@ def check_online(config: ConfigDict) -> Iterator[str]:
                 f"rollout.ignore_eos is true, so that no completion ends by itself, but {key} is {value!r}: set one of "
                 "the two"
             )
-    clip = algorithm.reward_clip
-    if clip and not (len(clip) == 2 and clip[0] < clip[1]):
-        yield f"algorithm.reward_clip is {tuple(clip)}: give the smallest and the largest score, or nothing"
+
+
+def _of_critic(config: ConfigDict) -> Iterator[str]:
+    """Messages for a critic that is a network of its own."""
+    algorithm, critic = config.algorithm, config.critic
     for key, value in changed(config, OF_OWN_CRITIC if critic.shared else ()):
         default = BY_NAME[key].default
         yield (
@@ -190,16 +223,14 @@ def check_online(config: ConfigDict) -> Iterator[str]:
             f"algorithm.replay_groups is {algorithm.replay_groups}, but ppo's critic gives values for this step's rows "
             "only: set it to 0"
         )
-    if algorithm.observation_coef:
-        others = {
-            "algorithm.replay_groups": algorithm.replay_groups,
-            "teacher.form": config.teacher.path is not None and config.teacher.form != "advantage",
-        }
-        for key, value in met(config, others):
-            yield (
-                f"algorithm.observation_coef is {algorithm.observation_coef}, but {key} is {value!r}, which knows no "
-                "observation tokens: set the one to 0, or leave out the other"
-            )
+
+
+def _of_groups(config: ConfigDict) -> Iterator[str]:
+    """Messages for rewards, and for what compares those of a prompt's completions."""
+    algorithm, rollout = config.algorithm, config.rollout
+    clip = algorithm.reward_clip
+    if clip and not (len(clip) == 2 and clip[0] < clip[1]):
+        yield f"algorithm.reward_clip is {tuple(clip)}: give the smallest and the largest score, or nothing"
     if (algorithm.dynamic_sampling or algorithm.replay_groups) and rollout.group_size < 2:
         yield (
             f"rollout.group_size is {rollout.group_size}, and a single completion always scores like itself: "

@@ -9,6 +9,7 @@ from jaxrl_llm.config.schema import OFFLINE, ConfigDict
 
 
 def check_teacher(config: ConfigDict, online: bool) -> Iterator[str]:
+    """Messages for what a run learns of its teachers."""
     teacher = config.teacher
     if teacher.path is None:
         for key, value in changed(config, (f"teacher.{name}" for name in teacher)):
@@ -51,6 +52,32 @@ def check_teacher(config: ConfigDict, online: bool) -> Iterator[str]:
     elif not teacher.top_k:
         for key, value in changed(config, ("teacher.top_of", "teacher.tail", "teacher.least_logp")):
             yield f"{key} is {value}, but teacher.top_k is 0, all tokens: set it, or leave it out"
+    yield from _models(config)
+    if split_options(teacher.path)[0] == "self":
+        yield from _own_teacher(config)
+    yield from _teacher_context(config)
+    if teacher.on_policy < 1:
+        c = config.algorithm
+        others = {
+            "algorithm.name": not online or name == "ppo",
+            "algorithm.advantage": bool(config.rewards.functions) and c.advantage != "zero",
+            "algorithm.beta": c.beta,
+            "algorithm.entropy_coef": c.entropy_coef,
+            "algorithm.entropy_controller": c.entropy_controller != "fixed",
+            "algorithm.aggregation": c.aggregation == "rollout_token",
+            "environment.options": bool(config.environment.options),
+        }
+        for key, value in met(config, others):
+            yield (
+                f"teacher.on_policy is {teacher.on_policy:g}, but steps that take given rows have the teacher's "
+                f"divergence alone, and {key} is {value!r}: use grpo with advantage = zero, without beta and "
+                "entropy_coef, and aggregation = token; or set on_policy to 1"
+            )
+
+
+def _models(config: ConfigDict) -> Iterator[str]:
+    """Messages for the models of several teachers, and for those that a server holds."""
+    teacher = config.teacher
     paths = {"teacher.path": teacher.path}
     for entry in teacher.others:
         value, _, path = entry.partition("=")
@@ -66,7 +93,6 @@ def check_teacher(config: ConfigDict, online: bool) -> Iterator[str]:
             f"teacher.others is {tuple(teacher.others)}, but teacher.form = {teacher.form} reads the distributions of "
             "one teacher: set form to advantage, or leave others out"
         )
-    yield from _teacher_context(config)
     if split_options(teacher.path)[0] == "server":
         unfit = {
             "teacher.dtype": teacher.dtype != "auto",
@@ -89,23 +115,6 @@ def check_teacher(config: ConfigDict, online: bool) -> Iterator[str]:
             f"rollout.temperature (or teacher.temperature) is {sampling:g}, but the server of {served[0]} gives "
             "log-probs at temperature 1: set it to 1, or name a folder"
         )
-    if teacher.on_policy < 1:
-        c = config.algorithm
-        others = {
-            "algorithm.name": not online or name == "ppo",
-            "algorithm.advantage": bool(config.rewards.functions) and c.advantage != "zero",
-            "algorithm.beta": c.beta,
-            "algorithm.entropy_coef": c.entropy_coef,
-            "algorithm.entropy_controller": c.entropy_controller != "fixed",
-            "algorithm.aggregation": c.aggregation == "rollout_token",
-            "environment.options": bool(config.environment.options),
-        }
-        for key, value in met(config, others):
-            yield (
-                f"teacher.on_policy is {teacher.on_policy:g}, but steps that take given rows have the teacher's "
-                f"divergence alone, and {key} is {value!r}: use grpo with advantage = zero, without beta and "
-                "entropy_coef, and aggregation = token; or set on_policy to 1"
-            )
 
 
 def _uld(config: ConfigDict, online: bool) -> Iterator[str]:
@@ -170,39 +179,42 @@ def _uld(config: ConfigDict, online: bool) -> Iterator[str]:
             )
 
 
+def _own_teacher(config: ConfigDict) -> Iterator[str]:
+    """Messages for a teacher that is the policy itself."""
+    teacher, options = config.teacher, split_options(config.teacher.path)[1]
+    rate, every = options.get("rate", 1.0), options.get("every", 1)
+    valid = set(options) <= {"rate", "every"} and isinstance(rate, int | float) and isinstance(every, int)
+    if not valid or not 0 <= rate <= 1 or every < 1:
+        yield (
+            f"teacher.path is {teacher.path!r}, but the policy as its own teacher is self(rate=0.05, every=1), "
+            "with a rate from 0 (as it started) to 1 (as it is) and every 1 or more steps"
+        )
+    if (quantized := how_quantized(config)) and rate not in (0, 1):
+        yield (
+            f"teacher.path is {teacher.path!r}, a mean of whole models, but the matrices are quantised "
+            f"({quantized}) and adapters are not merged into them: set rate to 0, or to 1"
+        )
+    if teacher.context == "none":
+        yield (
+            f"teacher.path is {teacher.path!r}, and teacher.context is none, so that the policy would learn from "
+            "itself what it knows: set teacher.context, success or privileged, or another path"
+        )
+    of_a_model = {
+        "teacher.dtype": teacher.dtype != "auto",
+        "teacher.quantize": teacher.quantize != "none",
+        "teacher.revision": teacher.revision is not None,
+        "teacher.offload": teacher.offload and (rate, every) == (1, 1),
+    }
+    for key, value in met(config, of_a_model):
+        yield (
+            f"{key} is {value!r}, but teacher.path is {teacher.path!r}, which has the policy's own parameters: "
+            "leave it out"
+        )
+
+
 def _teacher_context(config: ConfigDict) -> Iterator[str]:
-    """Messages for a teacher that is the policy itself, and for what a teacher is shown besides the prompt."""
+    """Messages for what a teacher is shown besides the prompt."""
     teacher, context = config.teacher, config.teacher.context
-    name, options = split_options(teacher.path)
-    if name == "self":
-        rate, every = options.get("rate", 1.0), options.get("every", 1)
-        valid = set(options) <= {"rate", "every"} and isinstance(rate, int | float) and isinstance(every, int)
-        if not valid or not 0 <= rate <= 1 or every < 1:
-            yield (
-                f"teacher.path is {teacher.path!r}, but the policy as its own teacher is self(rate=0.05, every=1), "
-                "with a rate from 0 (as it started) to 1 (as it is) and every 1 or more steps"
-            )
-        if (quantized := how_quantized(config)) and rate not in (0, 1):
-            yield (
-                f"teacher.path is {teacher.path!r}, a mean of whole models, but the matrices are quantised "
-                f"({quantized}) and adapters are not merged into them: set rate to 0, or to 1"
-            )
-        if context == "none":
-            yield (
-                f"teacher.path is {teacher.path!r}, and teacher.context is none, so that the policy would learn from "
-                "itself what it knows: set teacher.context, success or privileged, or another path"
-            )
-        of_a_model = {
-            "teacher.dtype": teacher.dtype != "auto",
-            "teacher.quantize": teacher.quantize != "none",
-            "teacher.revision": teacher.revision is not None,
-            "teacher.offload": teacher.offload and (rate, every) == (1, 1),
-        }
-        for key, value in met(config, of_a_model):
-            yield (
-                f"{key} is {value!r}, but teacher.path is {teacher.path!r}, which has the policy's own parameters: "
-                "leave it out"
-            )
     if context == "none":
         of_context = (
             "success_threshold", "exclude_own", "remove_thinking", "privileged_column", "template",
@@ -240,6 +252,12 @@ def _teacher_context(config: ConfigDict) -> Iterator[str]:
             f"teacher.context is {context}, and teacher.max_prompt_length is none: privileged texts may have any "
             "length, so set it to the tokens of the longest prompt with its text"
         )
+    yield from _templates(config)
+
+
+def _templates(config: ConfigDict) -> Iterator[str]:
+    """Messages for the texts that show a teacher its context, and for settings of a context that is not shown."""
+    teacher, context = config.teacher, config.teacher.context
     parts = {
         "solution": ("success", ("solution_template", "success_threshold", "exclude_own", "remove_thinking")),
         "privileged": ("privileged", ("privileged_template", "privileged_column")),

@@ -12,7 +12,8 @@ LEAST_PRODIGY_RATE = 0.01  # below it is a rate of another optimizer
 
 
 def check_optimizer(config: ConfigDict) -> Iterator[str]:
-    c, steps = config.optimizer, config.total_steps
+    """Messages for the optimizer, its learning rate and what it does not go with."""
+    c = config.optimizer
     if c.name not in OPTIMIZERS:
         try:
             if not is_own(split_options(c.name)[0]):  # the function itself is found when a run starts
@@ -30,43 +31,7 @@ def check_optimizer(config: ConfigDict) -> Iterator[str]:
                 f"optimizer.rate_factors has {entry!r}, but it takes PATTERN=FACTOR, lora_B=16, with a number above 0; "
                 "what is not to be trained is named by model.frozen"
             )
-    if c.warmup_steps and c.warmup_ratio:
-        yield f"optimizer.warmup_steps is {c.warmup_steps} and warmup_ratio {c.warmup_ratio}: set one of the two"
-    if c.warmup_init and not (c.warmup_steps or c.warmup_ratio):
-        yield f"optimizer.warmup_init is {c.warmup_init:g}, but there is no warm-up: set warmup_steps, or it to 0"
-    if c.learning_rate == "auto":
-        if config.algorithm.name in ("preference", ONLINE_PREFERENCE, "reward_model", "process_reward_model"):
-            yield (
-                "optimizer.learning_rate is auto, a rule for sft and for algorithms that sample, but algorithm.name is "
-                f"{config.algorithm.name}: set a number, 1e-6 for example, or 1e-5 for adapters"
-            )
-        if c.warmup_init:
-            yield f"optimizer.warmup_init is {c.warmup_init:g}, and learning_rate auto: give a number for both"
-    elif c.warmup_init > c.learning_rate:
-        yield (
-            f"optimizer.warmup_init is {c.warmup_init:g}, but warm-up rises to learning_rate = {c.learning_rate:g}: "
-            "give a smaller one"
-        )
-    known = config.num_epochs is None  # else they are counted with the rows, and this is checked again
-    warmup = c.warmup_steps or (math.ceil(c.warmup_ratio * steps) if known else 0)
-    schedules = {"optimizer.schedule": c.schedule}
-    if config.algorithm.name == "ppo" and not config.critic.shared:
-        schedules["critic.schedule"] = config.critic.schedule
-        warmup = max(warmup, config.critic.lr_warmup_steps)
-    named = " and ".join(f"{key} {schedule}" for key, schedule in schedules.items())
-    end, of_end = (c.schedule_steps, "schedule_steps") if c.schedule_steps else (steps, "total_steps")
-    decays = "wsd" in schedules.values()
-    if decays != (c.decay_steps > 0) or ((known or c.schedule_steps) and c.decay_steps > end):
-        yield f"optimizer.decay_steps is {c.decay_steps} with {named}: wsd takes 1 to {of_end} = {end}, the others 0"
-    if c.schedule_steps and not set(schedules.values()) - {"constant", "inverse_sqrt"}:
-        yield f"optimizer.schedule_steps is {c.schedule_steps}, but {named} has no end: set it to 0"
-    if 0 < c.schedule_steps <= warmup:
-        yield (
-            f"optimizer.schedule_steps is {c.schedule_steps}, but warm-up alone takes {warmup} steps: set it to more "
-            "(it counts them too), or to 0 for total_steps"
-        )
-    if c.power != 1 and "polynomial" not in schedules.values():
-        yield f"optimizer.power is {c.power:g}, but it is that of polynomial, with {named}: set it to 1"
+    yield from _of_schedules(config)
     if c.rate_factors and c.name in (SCHEDULE_FREE, "prodigy"):
         reason = "estimates one rate" if c.name == "prodigy" else "averages with weights of one rate"
         yield (
@@ -108,6 +73,48 @@ def check_optimizer(config: ConfigDict) -> Iterator[str]:
             "optimizer.moment_dtype is float8, but adafactor has statistics of rows and columns, small already: set "
             "float32, or optimizer.name to adamw, lion, sgd, muon, ademamix, adopt or came"
         )
+
+
+def _of_schedules(config: ConfigDict) -> Iterator[str]:
+    """Messages for the learning rate: its warm-up, and its way to the end."""
+    c, steps = config.optimizer, config.total_steps
+    if c.warmup_steps and c.warmup_ratio:
+        yield f"optimizer.warmup_steps is {c.warmup_steps} and warmup_ratio {c.warmup_ratio}: set one of the two"
+    if c.warmup_init and not (c.warmup_steps or c.warmup_ratio):
+        yield f"optimizer.warmup_init is {c.warmup_init:g}, but there is no warm-up: set warmup_steps, or it to 0"
+    if c.learning_rate == "auto":
+        if config.algorithm.name in ("preference", ONLINE_PREFERENCE, "reward_model", "process_reward_model"):
+            yield (
+                "optimizer.learning_rate is auto, a rule for sft and for algorithms that sample, but algorithm.name is "
+                f"{config.algorithm.name}: set a number, 1e-6 for example, or 1e-5 for adapters"
+            )
+        if c.warmup_init:
+            yield f"optimizer.warmup_init is {c.warmup_init:g}, and learning_rate auto: give a number for both"
+    elif c.warmup_init > c.learning_rate:
+        yield (
+            f"optimizer.warmup_init is {c.warmup_init:g}, but warm-up rises to learning_rate = {c.learning_rate:g}: "
+            "give a smaller one"
+        )
+    known = config.num_epochs is None  # else they are counted with the rows, and this is checked again
+    warmup = c.warmup_steps or (math.ceil(c.warmup_ratio * steps) if known else 0)
+    schedules = {"optimizer.schedule": c.schedule}
+    if config.algorithm.name == "ppo" and not config.critic.shared:
+        schedules["critic.schedule"] = config.critic.schedule
+        warmup = max(warmup, config.critic.lr_warmup_steps)
+    named = " and ".join(f"{key} {schedule}" for key, schedule in schedules.items())
+    end, of_end = (c.schedule_steps, "schedule_steps") if c.schedule_steps else (steps, "total_steps")
+    decays = "wsd" in schedules.values()
+    if decays != (c.decay_steps > 0) or ((known or c.schedule_steps) and c.decay_steps > end):
+        yield f"optimizer.decay_steps is {c.decay_steps} with {named}: wsd takes 1 to {of_end} = {end}, the others 0"
+    if c.schedule_steps and not set(schedules.values()) - {"constant", "inverse_sqrt"}:
+        yield f"optimizer.schedule_steps is {c.schedule_steps}, but {named} has no end: set it to 0"
+    if 0 < c.schedule_steps <= warmup:
+        yield (
+            f"optimizer.schedule_steps is {c.schedule_steps}, but warm-up alone takes {warmup} steps: set it to more "
+            "(it counts them too), or to 0 for total_steps"
+        )
+    if c.power != 1 and "polynomial" not in schedules.values():
+        yield f"optimizer.power is {c.power:g}, but it is that of polynomial, with {named}: set it to 1"
     if "cosine_with_restarts" in schedules.values() and (c.cycles < 1 or c.cycles % 1):
         yield (
             f"optimizer.cycles is {c.cycles:g} with {named}: cosine_with_restarts takes a whole number of decays, 2 "
@@ -116,6 +123,7 @@ def check_optimizer(config: ConfigDict) -> Iterator[str]:
 
 
 def check_lora(config: ConfigDict) -> Iterator[str]:
+    """Messages for adapters, for what is trained beside them, and for the reference of a run that trains them."""
     lora, algorithm = config.lora, config.algorithm
     if lora.path is not None and lora.rank:
         yield f"lora.rank is {lora.rank}, but the adapter of lora.path has a rank already: set rank to 0"
@@ -126,48 +134,8 @@ def check_lora(config: ConfigDict) -> Iterator[str]:
             f"lora.dora is true, and model.quantize {config.model.quantize}, but DoRA measures the matrices in every "
             "forward pass, and none are kept as numbers: set one of the two off"
         )
-    if not LORA_INIT.fullmatch(lora.init):
-        known = (
-            "kaiming, gaussian, orthogonal, random, pissa, olora and loftq; and of N iterations, 16 for example, "
-            "pissa_niter_N and loftq_niter_N"
-        )
-        yield f"lora.init is {lora.init!r}, but there are {known}"
-    elif lora.init != "kaiming" and lora.path is not None:
-        yield f"lora.init is {lora.init}, but the adapter of lora.path has its numbers already: set it to kaiming"
-    elif lora.dora and (lora.init == "random" or starts_from_matrices(lora.init)):
-        yield (
-            f"lora.init is {lora.init}, and lora.dora true, but DoRA learns the lengths of columns to which the "
-            "adapters have added nothing yet: set init to kaiming, gaussian or orthogonal, or dora to false"
-        )
-    elif makes_up(lora.init) and config.model.quantize == "none":
-        yield (
-            f"lora.init is {lora.init}, which makes up for what matrices lose in few bits, but model.quantize is none: "
-            "set it to nf4, for example, or init to pissa"
-        )
-    elif makes_up(lora.init) and config.model.random_init:
-        yield f"lora.init is {lora.init}, which reads the model's files, but model.random_init is true: set it to false"
-    elif lora.init == "orthogonal" and lora.rank % 2:
-        yield f"lora.init is orthogonal, which takes an even rank, but lora.rank is {lora.rank}"
-    if config.model.vision == "trained" and (lora.rank or lora.path):
-        yield (
-            "model.vision is trained, but beside adapters nothing is trained whole: set it to lora, for adapters on "
-            "the vision part too, or frozen; or name its modules in lora.modules_to_save"
-        )
-    for key, value in changed(config, ("model.trainable", "model.frozen")):
-        if lora.rank or lora.path:
-            yield (
-                f"{key} is {', '.join(value)}, but adapters are trained, and nothing beside them but what "
-                f"lora.modules_to_save names: leave {key} empty, or lora out"
-            )
-    qat, others = config.model.qat, {"lora.rank": lora.rank, "lora.path": lora.path}
-    others["model.quantize"] = None if config.model.quantize == "none" else config.model.quantize
-    of_experts = config.model.quantize_experts
-    others["model.quantize_experts"] = None if of_experts in ("same", "none") else of_experts
-    for key, value in ((key, value) for key, value in others.items() if value and qat != "none"):
-        yield (
-            f"model.qat is {qat}, for which the matrices are trained as numbers, but {key} is {value}, with which they "
-            f"are frozen: set model.qat to none, or leave {key} out"
-        )
+    yield from _of_init(config)
+    yield from _of_trained_parts(config)
     of_modules = ("lora.layers_to_transform", "lora.exclude_modules", "lora.rank_pattern", "lora.alpha_pattern")
     for key, value in changed(config, of_modules):
         shown = ", ".join(map(str, value))
@@ -217,6 +185,58 @@ def check_lora(config: ConfigDict) -> Iterator[str]:
         yield (
             f"lora.reference is copy, but the matrices are quantised ({quantized}) and adapters are not merged into "
             "them: set base or start"
+        )
+
+
+def _of_init(config: ConfigDict) -> Iterator[str]:
+    """Messages for the numbers that adapters start from."""
+    lora = config.lora
+    if not LORA_INIT.fullmatch(lora.init):
+        known = (
+            "kaiming, gaussian, orthogonal, random, pissa, olora and loftq; and of N iterations, 16 for example, "
+            "pissa_niter_N and loftq_niter_N"
+        )
+        yield f"lora.init is {lora.init!r}, but there are {known}"
+    elif lora.init != "kaiming" and lora.path is not None:
+        yield f"lora.init is {lora.init}, but the adapter of lora.path has its numbers already: set it to kaiming"
+    elif lora.dora and (lora.init == "random" or starts_from_matrices(lora.init)):
+        yield (
+            f"lora.init is {lora.init}, and lora.dora true, but DoRA learns the lengths of columns to which the "
+            "adapters have added nothing yet: set init to kaiming, gaussian or orthogonal, or dora to false"
+        )
+    elif makes_up(lora.init) and config.model.quantize == "none":
+        yield (
+            f"lora.init is {lora.init}, which makes up for what matrices lose in few bits, but model.quantize is none: "
+            "set it to nf4, for example, or init to pissa"
+        )
+    elif makes_up(lora.init) and config.model.random_init:
+        yield f"lora.init is {lora.init}, which reads the model's files, but model.random_init is true: set it to false"
+    elif lora.init == "orthogonal" and lora.rank % 2:
+        yield f"lora.init is orthogonal, which takes an even rank, but lora.rank is {lora.rank}"
+
+
+def _of_trained_parts(config: ConfigDict) -> Iterator[str]:
+    """Messages for parts of the model that adapters or fewer bits keep as they are, and that are to be trained."""
+    lora = config.lora
+    if config.model.vision == "trained" and (lora.rank or lora.path):
+        yield (
+            "model.vision is trained, but beside adapters nothing is trained whole: set it to lora, for adapters on "
+            "the vision part too, or frozen; or name its modules in lora.modules_to_save"
+        )
+    for key, value in changed(config, ("model.trainable", "model.frozen")):
+        if lora.rank or lora.path:
+            yield (
+                f"{key} is {', '.join(value)}, but adapters are trained, and nothing beside them but what "
+                f"lora.modules_to_save names: leave {key} empty, or lora out"
+            )
+    qat, others = config.model.qat, {"lora.rank": lora.rank, "lora.path": lora.path}
+    others["model.quantize"] = None if config.model.quantize == "none" else config.model.quantize
+    of_experts = config.model.quantize_experts
+    others["model.quantize_experts"] = None if of_experts in ("same", "none") else of_experts
+    for key, value in ((key, value) for key, value in others.items() if value and qat != "none"):
+        yield (
+            f"model.qat is {qat}, for which the matrices are trained as numbers, but {key} is {value}, with which they "
+            f"are frozen: set model.qat to none, or leave {key} out"
         )
 
 
