@@ -4,22 +4,12 @@ Prompt and completion are tokenised apart, so that their boundary is where it is
 tokenizer would merge across it, and no text is searched for.
 """
 
-import functools
-import re
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.templates import (
-    QUESTION,
-    Message,
-    continued_ends,
-    continued_ids,
-    is_conversational,
-    plain_ids,
-    render_chat,
-)
+from jaxrl_llm.data.templates import Message, continued_ends, continued_ids, is_conversational, plain_ids
+from jaxrl_llm.data.transcript import Transcript
 
 Ids = list[int]
 
@@ -88,14 +78,13 @@ def conversation(
     """
     # What is no list of messages is refused where it is rendered.
     own = [_turn_flags(index, message) for index, message in enumerate(messages if is_conversational(messages) else ())]
-    rendered = render_chat(tokenizer, messages, False, **options)
-
-    def is_learned(index: int) -> bool:
-        usual = loss_on == "all" or messages[index]["role"] == "assistant"
-        return usual if (said := own[index].train) is None else said
-
+    transcript = Transcript(tokenizer, messages, first, prompt, options)
+    rendered, turns = transcript.text, []
     counted = range(0 if loss_on == "all" else first, len(messages))
-    turns = [index for index in counted if is_learned(index)]
+    for index in counted:
+        usual = loss_on == "all" or messages[index]["role"] == "assistant"
+        if usual if own[index].train is None else own[index].train:
+            turns.append(index)
     if loss_on == "last_turn":
         counted = turns = turns[-1:]
     for index in turns:
@@ -114,117 +103,20 @@ def conversation(
     # The turns to find in the text: these, and those that have this in the mask, all else the opposite.
     on = int(loss_on != "all")
     sought = sorted(in_part | (set(turns) if on else set(counted) - set(turns)))
-
-    def with_other(index: int) -> list[str]:
-        """The text up to message `index`, with two other contents of it."""
-        message = messages[index]
-        plain = {"role": "assistant"} if message["role"] == "assistant" else message
-        stand_ins = ([*messages[:index], {**plain, "content": word}] for word in ("a", "b"))
-        return [render_chat(tokenizer, stand_in, False, **options) for stand_in in stand_ins]
-
-    def with_closing(end: int, closing: str) -> int:
-        """The end of a turn whose content ends at `end` in the text, and that the template closes so by itself."""
-        # What both endings share, in whole special tokens: two may begin with the same letters.
-        special = sorted(map(re.escape, tokenizer.get_added_vocab()), key=len, reverse=True)
-        parts = re.compile("|".join([*special, "."]), re.DOTALL)
-        endings = (closing, rendered[end : end + len(closing)])
-        return end + len("".join(_shared(*map(parts.findall, endings))))
-
-    @functools.cache
-    def opening() -> str:
-        """What the template writes before a turn of the assistant, asked for one and showing one."""
-        question = [{"role": "user", "content": QUESTION}]
-        answered = ([*question, {"role": "assistant", "content": word}] for word in ("a", "b"))
-        closed, asked, *shown = (
-            render_chat(tokenizer, *which, **options).partition(QUESTION)[2]
-            for which in ((question, False), (question, True), *((messages, False) for messages in answered))
-        )
-        return _shared(asked, *shown).removeprefix(closed)
-
-    def whole_with_other(index: int) -> list[str]:
-        """The whole text, and those with two other contents of message `index`."""
-        before, after = messages[:index], messages[index + 1 :]
-        stand_ins = ([*before, {**messages[index], "content": word}, *after] for word in ("a", "b"))
-        return [rendered, *(render_chat(tokenizer, stand_in, False, **options) for stand_in in stand_ins)]
-
-    def shown_place(index: int) -> tuple[int, int] | None:
-        """(start, end) of the turn of message `index` where the whole text has it, None where others are within."""
-        texts, ends = whole_with_other(index), messages[: index + 1]
-        start = len(_shared(*texts))
-        left = len(rendered) - len(_shared_end(*texts))
-        contents = (ends, *([*ends[:-1], {**ends[-1], "content": word}] for word in ("a", "b")))
-        closing = _shared_end(*(render_chat(tokenizer, content, False, **options) for content in contents))
-        # What is before an empty content and behind it may begin alike.
-        end = with_closing(max(start, left), closing[max(start - left, 0) :])
-        opened = rendered.rfind(opening(), done, start)
-        if index + 1 < len(messages) and end > len(_shared(*whole_with_other(index + 1))):
-            return None
-        return start if opened < 0 else opened + len(opening()), end
-
-    def place(index: int) -> tuple[int, int] | None:
-        """(start, end) of the turn of message `index` in the text, None where the template writes it differently."""
-        before = prompt if index == first else messages[:index]
-        answered = render_chat(tokenizer, messages[: index + 1], False, **options)
-        others = functools.partial(with_other, index)
-        answers = messages[index]["role"] == "assistant"
-        if answers and before and (index == first or before[-1]["role"] != "assistant"):
-            asked = render_chat(tokenizer, before, True, **options)
-        else:
-            # Templates cannot be asked for the opening of such a turn: it is what turns share.
-            asked = _shared(answered, *others())
-        if not rendered.startswith(asked):
-            return None
-        if rendered.startswith(answered):
-            return (len(asked), len(answered)) if len(asked) <= len(answered) else None
-        closing = _shared_end(answered, *others())
-        end = len(answered) - len(closing)
-        if end < len(asked) or not rendered.startswith(answered[:end]):
-            return None
-        return len(asked), with_closing(end, closing)
-
-    def letters(index: int, start: int, end: int) -> list[bool]:
-        """Of each letter of the turn of message `index` whether it is learned."""
-        flags, content = own[index], messages[index].get("content")
-        answered = render_chat(tokenizer, messages[: index + 1], False, **options)
-        closing = _shared_end(answered, *with_other(index))
-        behind = len(answered) - len(closing) - start  # the content
-        found = [index in turns and not flags.detail] * behind
-        for span in flags.detail if index in turns else ():
-            shown = next((x for x in (content, content.strip()) if answered[: behind + start].endswith(x)), None)
-            if shown is None:
-                raise ConfigError(
-                    f"message {index} says which letters are learned (train_detail), but the chat template writes its "
-                    "content otherwise: learn the turn whole, or name a template that leaves it as it is"
-                )
-            # Its own letters are behind those that the prompt has begun the turn with.
-            begun = len(prompt[index]["content"]) if index == first and len(prompt) > index else 0
-            stripped = len(content) - len(content.lstrip()) if shown != content else 0
-            for letter in range(max(span["begin_offset"], 0), span["end_offset"] + 1):
-                at = behind - len(shown) - stripped + begun + letter
-                if max(behind - len(shown), 0) <= at < behind:
-                    found[at] = bool(span["train"])
-        return [*found, *[index in turns if flags.end is None else flags.end] * (end - start - behind)]
-
     ids: Ids = []
     mask: Ids = []
     done = 0
     for index in (*sought, None):
-        found = (len(rendered), len(rendered)) if index is None else place(index)
+        found = (len(rendered), len(rendered)) if index is None else transcript.place(index)
         if index is not None and loss_on == "as_shown" and (found is None or found[0] < done):
-            found = shown_place(index)
+            found = transcript.shown_place(index, done)
         # A turn's tokens must be those that sampling would make.
         if found is None or found[0] < done:
-            ways = []
-            if loss_on in ("completion", "last_turn"):
-                last = loss_on == "completion" and index not in turns[-1:] and any(map(place, turns[-1:]))
-                ways = ["learn the last turn alone (data.loss_on=last_turn)"] * last
-                ways += ["learn turns as the whole conversation shows them (data.loss_on=as_shown)"]
-                ways += ["learn every token (data.loss_on=all)"]
-            ways += ["set the template's options (data.chat_template_kwargs)", "name a template that only appends"]
+            before_last = loss_on == "completion" and index not in turns[-1:]
+            ways = _ways_out(loss_on, before_last and any(map(transcript.place, turns[-1:])))
             raise ConfigError(
                 f"the chat template writes the beginning of the conversation differently once message {index} follows, "
-                f"or that message once others do, so the answer cannot be told from its prompt; {', '.join(ways[:-1])} "
-                f"or {ways[-1]} (data.chat_template)"
+                f"or that message once others do, so the answer cannot be told from its prompt; {ways}"
             )
         ids += (text_ids := continued_ids(tokenizer, ids, rendered[done : found[0]]))
         mask += [1 - on] * len(text_ids)
@@ -235,19 +127,59 @@ def conversation(
             continue
         text_ids, ends = continued_ends(tokenizer, ids, text)
         ids += text_ids
-        each = letters(index, *found)
+        letters = _learned_letters(transcript, index, *found, own[index], index in turns)
         # The space before a word, which tokenizers may leave out of its letters, is the word's; of a letter of several
         # tokens the others are as the first.
         for start, end in zip([0, *ends], ends, strict=False):
-            mask.append(int(all(each[start:end])) if end > start or not mask else mask[-1])
+            mask.append(int(all(letters[start:end])) if end > start or not mask else mask[-1])
     last = len(messages) - 1
     if last in turns and own[last].end is not False:
         # Each row would be rendered twice more, for a quarter of its time: most templates end in another letter.
         content = messages[last].get("content") if messages[last].keys() <= {"role", "content"} else None
         closed = isinstance(content, str) and not rendered.endswith((content[-1:], content.strip()[-1:]))
-        if not closed and not _shared_end(rendered, *with_other(last)):
+        if not closed and not transcript.closing(last):
             ids, mask = ended(tokenizer, ids, rendered), [*mask, 1]
     return ids, mask[: len(ids)]
+
+
+def _learned_letters(
+    transcript: Transcript, index: int, start: int, end: int, flags: "TurnFlags", is_learned: bool
+) -> list[bool]:
+    """Of each letter of the turn of message `index`, at (start, end) of the text, whether it is learned.
+
+    Raises ConfigError where the template writes otherwise the content whose letters `flags.detail` counts.
+    """
+    message, answered = transcript.messages[index], transcript.up_to(index)
+    behind = len(answered) - len(transcript.closing(index)) - start  # the content
+    learned = [is_learned and not flags.detail] * behind
+    for span in flags.detail if is_learned else ():
+        content = message["content"]
+        shown = next((x for x in (content, content.strip()) if answered[: behind + start].endswith(x)), None)
+        if shown is None:
+            raise ConfigError(
+                f"message {index} says which letters are learned (train_detail), but the chat template writes its "
+                "content otherwise: learn the turn whole, or name a template that leaves it as it is"
+            )
+        # Its own letters are behind those that the prompt has begun the turn with.
+        continues = index == transcript.first and len(transcript.prompt) > index
+        begun = len(transcript.prompt[index]["content"]) if continues else 0
+        stripped = len(content) - len(content.lstrip()) if shown != content else 0
+        for letter in range(max(span["begin_offset"], 0), span["end_offset"] + 1):
+            at = behind - len(shown) - stripped + begun + letter
+            if max(behind - len(shown), 0) <= at < behind:
+                learned[at] = bool(span["train"])
+    return [*learned, *[is_learned if flags.end is None else flags.end] * (end - start - behind)]
+
+
+def _ways_out(loss_on: str | None, last_is_found: bool) -> str:
+    """What to set where the template writes a turn otherwise, so that it is found or need not be."""
+    ways = []
+    if loss_on in ("completion", "last_turn"):
+        ways = ["learn the last turn alone (data.loss_on=last_turn)"] * last_is_found
+        ways += ["learn turns as the whole conversation shows them (data.loss_on=as_shown)"]
+        ways += ["learn every token (data.loss_on=all)"]
+    ways += ["set the template's options (data.chat_template_kwargs)", "name a template that only appends"]
+    return f"{', '.join(ways[:-1])} or {ways[-1]} (data.chat_template)"
 
 
 def _called(message: Message) -> list[str]:
@@ -291,16 +223,6 @@ def _turn_flags(index: int, message: Message) -> TurnFlags:
     if train is None:
         train = None if weight is None and not detail else bool(weight is None or weight)
     return TurnFlags(train, end, detail)
-
-
-def _shared(*sequences: Any) -> Any:
-    """What the texts, or the lists, all begin with."""
-    return sequences[0][: sum(1 for _ in takewhile(lambda items: len(set(items)) == 1, zip(*sequences, strict=False)))]
-
-
-def _shared_end(*texts: str) -> str:
-    """What the texts all end with."""
-    return _shared(*(text[::-1] for text in texts))[::-1]
 
 
 def joined(prompt: Sequence[Message], completion: Any) -> list[Message]:
