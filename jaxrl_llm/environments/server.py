@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -39,8 +40,6 @@ SGLANG = {"regex": "regex", "json": "json_schema", "grammar": "ebnf"}  # its nam
 WRONG_BASE = 409  # the status of a server that holds other weights than a patch is of
 DTYPES = ("float32", "bfloat16", "float16")
 BYTES_PER_TOKEN = 4096  # of a reply, at most: a token's id and text, its log-prob, and those of others
-
-Send = Callable[[str, bytes | None, int], Reply]  # an address, the content of a POST or None, bytes of the reply
 
 
 class GoneError(EpisodeError):
@@ -111,223 +110,24 @@ def server(
             f"server(local_checkpoint=...) is for versions of weights in a folder, but weights is {weights} and "
             f"full_every is {full_every}: set it above 1, and give no URL"
         )
-    address = urlsplit(url)
-    root = address.path.rstrip("/").removesuffix("/v1")
-    update, pull, rpc, forget = (
-        address._replace(path=f"{root}/{name}").geturl()
-        for name in ("update_weights_from_disk", "pull_weights", "collective_rpc", "reset_prefix_cache")
-    )
-    info = address._replace(path=f"{root}/server_info", query="config_format=json").geturl()
-    endpoint, models = (
-        address._replace(path=f"{address.path.rstrip('/')}/{name}").geturl() for name in ("completions", "models")
-    )
+    spec = ServerSpec(
+        url, model, timeout, wait_for_server, api_key, weights, weights_dtype, full_every, local_checkpoint, vllm,
+        processed_logprobs,
+    )  # fmt: skip
     is_up, first = threading.Event(), threading.Lock()
-
-    def asked(client: HttpClient, headers: dict[str, str], at: str, content: bytes | None, largest: int) -> Reply:
-        """The reply to a request, a GET without content. Until the server answers, one request alone is repeated, for
-        up to `wait_for_server`."""
-        with contextlib.nullcontext() if is_up.is_set() else first:
-            deadline = time.monotonic() + wait_for_server
-            while True:
-                try:
-                    if content is None:
-                        reply = client.get(at, headers, timeout, largest)
-                    else:
-                        reply = client.post(at, content, headers, timeout, largest)
-                except UnreachableError as error:
-                    if not is_up.is_set() and time.monotonic() >= deadline:
-                        raise
-                    reason = str(error)
-                except LostError as error:
-                    raise GoneError(f"{at} did not answer to the end ({error})") from error
-                else:
-                    if reply.status not in COMING_UP or (not is_up.is_set() and time.monotonic() >= deadline):
-                        is_up.set()
-                        return reply
-                    reason = f"{reply.status} {reply.reason}"
-                if is_up.is_set():
-                    raise GoneError(f"{at} is not there any more ({reason})")
-                log.warning("%s is not up (%s); %.0f s left", url, reason, max(deadline - time.monotonic(), 0))
-                time.sleep(min(2.0, max(deadline - time.monotonic(), 0)))
-
-    def replied(client: HttpClient, headers: dict[str, str], at: str, content: bytes | None, largest: int) -> Reply:
-        """`asked`, with EpisodeError where there is no reply."""
-        try:
-            return asked(client, headers, at, content, largest)
-        except UnreachableError as error:
-            raise EpisodeError(
-                f"{at} was not there within {wait_for_server:g} seconds ({error}); start the server, or change url or "
-                "wait_for_server of environment.rollout_func"
-            ) from error
-        except RequestError as error:  # timed out, too large
-            raise EpisodeError(
-                f"{at} did not answer within {timeout:g} seconds ({error}); start the server, or change url or timeout "
-                "of environment.rollout_func"
-            ) from error
-
-    def taken(send: Send, at: str, body: dict[str, Any], largest: int = 2**20, refusal: int = 0) -> bytes:
-        """The bytes of the reply to a body that the server accepts; raises RefusedError for the status `refusal`."""
-        reply = send(at, json.dumps(body).encode(), largest)
-        if not reply.ok:
-            text = f"{at} answered {reply.status} {reply.reason}: {reply.data[:300].decode('utf-8', 'replace')}"
-            raise (RefusedError if reply.status == refusal else EpisodeError)(text)
-        return reply.data
-
-    def answered(send: Send, at: str, body: dict[str, Any], largest: int = 2**20, refusal: int = 0) -> dict[str, Any]:
-        """The JSON object of the reply to a body."""
-        data = taken(send, at, body, largest, refusal)
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise EpisodeError(f"{at} answered with something that is not JSON: {error}") from error
-
-    def check_temperature(send: Send, temperature: float) -> None:
-        """Raises EpisodeError unless the log-probs of samples at a temperature are at that temperature, as ours are."""
-        if temperature in (0, 1):  # those of every server are at 1
-            return
-        reply = send(info, None, 2**24)
-        try:  # told by vLLM with VLLM_SERVER_DEV_MODE=1, and by `jaxrl-llm serve`
-            mode = json.loads(reply.data)["vllm_config"]["model_config"]["logprobs_mode"]
-        except (ValueError, RecursionError, LookupError, TypeError):
-            mode = PROCESSED if processed_logprobs else None
-        if mode != PROCESSED:
-            told, say_so = f"{url} gives {mode}, which are no log-probs at the temperature of a request", ""
-            if mode is None:
-                told = f"{info} answered {reply.status} without the temperature of the server's log-probs"
-                say_so = " and add processed_logprobs=True to server(...)"
-            raise EpisodeError(
-                f"{told}, but the trainer's are at rollout.temperature = {temperature:g}: start vLLM with "
-                f"--logprobs-mode {PROCESSED}{say_so}, or set rollout.temperature to 1"
-            )
-
-    def pushed(send: Send, trainer: Any) -> int | None:
-        """Give the server the policy's weights; returns their version, None where the server names none."""
-
-        def told(path: str) -> dict[str, Any]:
-            """The answer of the server that has taken the weights at `path`, or why it refused a patch, or that it is
-            gone."""
-            try:
-                if vllm:
-                    taken(send, rpc, {"method": "reload_weights"})
-                    taken(send, forget, {})
-                    return {}
-                if local_checkpoint:
-                    source, _, name = path.rpartition("/")
-                    number = int(name.removeprefix("weight_v"))
-                    body = {"local_checkpoint_dir": local_checkpoint, "source_dir": source, "target_version": number}
-                    taken(send, pull, body, refusal=400)
-                    path = local_checkpoint
-                answer = answered(send, update, {"model_path": path}, refusal=WRONG_BASE)
-            except RefusedError as error:
-                return {"refused": str(error)}
-            except GoneError as error:  # in one of the processes, which all try again
-                return {"gone": str(error)}
-            if not isinstance(answer, dict) or answer.get("success") is not True:
-                raise EpisodeError(f"{update} did not take the weights in {path}: {str(answer)[:300]}")
-            return answer
-
-        folder = weights if "://" in weights else os.path.abspath(weights)  # noqa: PTH100
-        answer = trainer.publish_weights(folder, told, weights_dtype, full_every)
-        if "refused" in answer and full_every > 1:  # such as by a server that was started anew
-            log.warning("%s; all weights follow", answer["refused"])
-            answer = trainer.publish_weights(folder, told, weights_dtype, full_every, full=True)
-        if "gone" in answer:
-            raise GoneError(answer["gone"])
-        if "refused" in answer:
-            raise EpisodeError(answer["refused"])
-        return answer.get("weight_version")
-
-    def constraints(send: Send, args: Any) -> dict[str, Any]:
-        """The fields of what a request asks for by CONSTRAINTS, by the names that the server knows.
-
-        Raises EpisodeError for what SGLang does not know: it would pass over it.
-        """
-        fields = {name: value for name in CONSTRAINTS if (value := vars(args).get(name))}
-        if "logit_bias" in fields:
-            fields["logit_bias"] = dict(args.logit_bias)
-        if not fields.keys() & {"bad_words", "structured_outputs"}:
-            return fields
-        try:
-            owner = json.loads(send(models, None, 2**24).data)["data"][0]["owned_by"]
-        except (ValueError, RecursionError, LookupError, TypeError):
-            owner = None
-        if owner != "sglang":
-            return fields
-        if "bad_words" in fields:
-            raise EpisodeError(
-                f"{url} is SGLang's, which knows no bad_words: leave rollout.bad_words out, or forbid single tokens by "
-                "rollout.logit_bias"
-            )
-        ((kind, value),) = fields.pop("structured_outputs").items()
-        if kind == "grammar":
-            raise EpisodeError(
-                f"{url} is SGLang's, which does not read the syntax of rollout.structured_grammar: write it as "
-                "rollout.structured_regex, structured_json or structured_choice"
-            )
-        if kind == "choice":  # as vLLM writes them for the same libraries
-            kind, value = "grammar", "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
-        return fields | {SGLANG[kind]: value}
-
-    def choices(
-        send: Send, version: int | None, fields: dict[str, Any], trainer: Any, prompt: list[int]
-    ) -> list[dict[str, Any]]:
-        args = trainer.args
-        body = {
-            "model": model,
-            "prompt": prompt,
-            "n": trainer.num_generations,
-            "max_tokens": args.max_completion_length,
-            # At their defaults too: vLLM takes what is left out from the generation_config.json of its model.
-            "temperature": args.temperature,
-            "top_p": args.top_p,
-            "top_k": args.top_k or -1,
-            "min_p": args.min_p,
-            "repetition_penalty": args.repetition_penalty,
-            "frequency_penalty": args.frequency_penalty,
-            "presence_penalty": args.presence_penalty,
-            **fields,
-            "logprobs": 1,
-            "return_token_ids": True,
-        }
-        largest = 2**20 + BYTES_PER_TOKEN * trainer.num_generations * args.max_completion_length
-        answer = answered(send, endpoint, body, largest)
-        try:
-            answers = answer["choices"]
-            if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
-                raise TypeError("choices is no list of objects")
-        except (KeyError, TypeError) as error:
-            raise EpisodeError(f"{endpoint} answered without a list of choices: {str(answer)[:300]!r}") from error
-        versions = {answer.get(name, version) for name in ("weight_version", "newest_weight_version")} - {version}
-        if version is not None and versions:
-            raise EpisodeError(
-                f"{endpoint} sampled with version {versions.pop()} of its weights, but those of the policy are version "
-                f"{version}: let nobody else push weights to it"
-            )
-        if len(answers) != trainer.num_generations:
-            raise EpisodeError(f"{url} returned {len(answers)} choices of the {trainer.num_generations} asked for")
-        return answers
-
-    def values(holder: dict[str, Any], name: str) -> list[Any]:
-        if not isinstance(holder.get(name), list):
-            raise EpisodeError(
-                f"{url} returned no {name}; training needs the token ids and log-probs of the samples: use a server "
-                "that knows return_token_ids, such as vLLM 0.10.2 or later"
-            )
-        return holder[name]
 
     def sample(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         ids = trainer.tokenize(prompts)
         for tries in range(1, TRIES + 1):
             try:
                 with (
-                    contextlib.closing(HttpClient(CONCURRENT_REQUESTS)) as client,
+                    contextlib.closing(Requests(spec, is_up, first)) as requests,
                     ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool,
                 ):
-                    send = functools.partial(replied, client, json_headers(os.environ.get(api_key)))
-                    check_temperature(send, trainer.args.temperature)
-                    fields = constraints(send, trainer.args)
-                    version = pushed(send, trainer) if weights else None
-                    groups = list(pool.map(functools.partial(choices, send, version, fields, trainer), ids))
+                    check_temperature(requests, trainer.args.temperature)
+                    fields = constraints(requests, trainer.args)
+                    version = push(requests, trainer) if weights else None
+                    groups = list(pool.map(functools.partial(choices, requests, version, fields, trainer), ids))
                 break
             except GoneError as error:
                 if tries == TRIES:
@@ -337,8 +137,258 @@ def server(
         rows = [choice for group in groups for choice in group]
         return {
             "prompt_ids": [prompt for prompt in ids for _ in range(trainer.num_generations)],
-            "completion_ids": [values(choice, "token_ids") for choice in rows],
-            "logprobs": [values(choice.get("logprobs") or {}, "token_logprobs") for choice in rows],
+            "completion_ids": [_values(url, choice, "token_ids") for choice in rows],
+            "logprobs": [_values(url, choice.get("logprobs") or {}, "token_logprobs") for choice in rows],
         }
 
     return sample
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """The options of `server`."""
+
+    url: str
+    model: str
+    timeout: float
+    wait_for_server: float
+    api_key: str
+    weights: str
+    weights_dtype: str
+    full_every: int
+    local_checkpoint: str
+    vllm: bool
+    processed_logprobs: bool
+
+    def below(self, name: str) -> str:
+        """The address of an endpoint of the OpenAI API, `{url}/{name}`."""
+        address = urlsplit(self.url)
+        return address._replace(path=f"{address.path.rstrip('/')}/{name}").geturl()
+
+    def beside(self, name: str, query: str = "") -> str:
+        """The address of an endpoint that is the server's own, beside /v1."""
+        address = urlsplit(self.url)
+        root = address.path.rstrip("/").removesuffix("/v1")
+        return address._replace(path=f"{root}/{name}", query=query).geturl()
+
+
+class Requests:
+    """The requests of one rollout, which several threads may make, to a server that may be coming up or go away.
+
+    `is_up` is set once it has answered; before, the thread that holds `first` alone asks.
+    """
+
+    def __init__(self, spec: ServerSpec, is_up: threading.Event, first: threading.Lock):
+        self.spec, self.is_up, self.first = spec, is_up, first
+        self.client, self.headers = HttpClient(CONCURRENT_REQUESTS), json_headers(os.environ.get(spec.api_key))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.client.close()
+
+    def reply(self, address: str, content: bytes | None = None, largest: int = 2**20) -> Reply:
+        """The reply to a POST of `content`, or to a GET without any, of up to `largest` bytes.
+
+        Until the server answers, the request is repeated for up to `wait_for_server` seconds. Raises EpisodeError where
+        it does not come up, or does not answer in time, and GoneError where it had answered and is not there any more.
+        """
+        spec, is_up = self.spec, self.is_up
+        with contextlib.nullcontext() if is_up.is_set() else self.first:
+            deadline = time.monotonic() + spec.wait_for_server
+            while True:
+                try:
+                    if content is None:
+                        reply = self.client.get(address, self.headers, spec.timeout, largest)
+                    else:
+                        reply = self.client.post(address, content, self.headers, spec.timeout, largest)
+                except UnreachableError as error:
+                    if not is_up.is_set() and time.monotonic() >= deadline:
+                        raise EpisodeError(
+                            f"{address} was not there within {spec.wait_for_server:g} seconds ({error}); start the "
+                            "server, or change url or wait_for_server of environment.rollout_func"
+                        ) from error
+                    reason = str(error)
+                except LostError as error:
+                    raise GoneError(f"{address} did not answer to the end ({error})") from error
+                except RequestError as error:  # timed out, too large
+                    raise EpisodeError(
+                        f"{address} did not answer within {spec.timeout:g} seconds ({error}); start the server, or "
+                        "change url or timeout of environment.rollout_func"
+                    ) from error
+                else:
+                    if reply.status not in COMING_UP or (not is_up.is_set() and time.monotonic() >= deadline):
+                        is_up.set()
+                        return reply
+                    reason = f"{reply.status} {reply.reason}"
+                if is_up.is_set():
+                    raise GoneError(f"{address} is not there any more ({reason})")
+                left = max(deadline - time.monotonic(), 0)
+                log.warning("%s is not up (%s); %.0f s left", spec.url, reason, left)
+                time.sleep(min(2.0, left))
+
+    def accepted(self, address: str, body: dict[str, Any], largest: int = 2**20, refusal: int = 0) -> bytes:
+        """The bytes of the reply to a JSON body; raises RefusedError for the status `refusal`, EpisodeError for any
+        other that is no success."""
+        reply = self.reply(address, json.dumps(body).encode(), largest)
+        if not reply.ok:
+            text = f"{address} answered {reply.status} {reply.reason}: {reply.data[:300].decode('utf-8', 'replace')}"
+            raise (RefusedError if reply.status == refusal else EpisodeError)(text)
+        return reply.data
+
+    def answer(self, address: str, body: dict[str, Any], largest: int = 2**20, refusal: int = 0) -> dict[str, Any]:
+        """The JSON object of the reply to a JSON body; raises as `accepted`, and EpisodeError for other content."""
+        data = self.accepted(address, body, largest, refusal)
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise EpisodeError(f"{address} answered with something that is not JSON: {error}") from error
+
+
+def check_temperature(requests: Requests, temperature: float) -> None:
+    """Raises EpisodeError unless the log-probs of samples at a temperature are at that temperature, as ours are."""
+    if temperature in (0, 1):  # those of every server are at 1
+        return
+    spec = requests.spec
+    address = spec.beside("server_info", "config_format=json")
+    reply = requests.reply(address, largest=2**24)
+    try:  # vLLM says it with VLLM_SERVER_DEV_MODE=1, and `jaxrl-llm serve` always
+        mode = json.loads(reply.data)["vllm_config"]["model_config"]["logprobs_mode"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        mode = PROCESSED if spec.processed_logprobs else None
+    if mode == PROCESSED:
+        return
+    fault, say_so = f"{spec.url} gives {mode}, which are no log-probs at the temperature of a request", ""
+    if mode is None:
+        fault = f"{address} answered {reply.status} without the temperature of the server's log-probs"
+        say_so = " and add processed_logprobs=True to server(...)"
+    raise EpisodeError(
+        f"{fault}, but the trainer's are at rollout.temperature = {temperature:g}: start vLLM with "
+        f"--logprobs-mode {PROCESSED}{say_so}, or set rollout.temperature to 1"
+    )
+
+
+def push(requests: Requests, trainer: Any) -> int | None:
+    """Give the server the policy's weights; returns their version, None where the server names none."""
+    spec = requests.spec
+
+    def take(path: str) -> dict[str, Any]:
+        """The answer of the server that has taken the weights at `path`, or why it refused a patch, or that it is gone:
+        one process asks, and all of them try again."""
+        try:
+            if spec.vllm:
+                requests.accepted(spec.beside("collective_rpc"), {"method": "reload_weights"})
+                requests.accepted(spec.beside("reset_prefix_cache"), {})
+                return {}
+            if spec.local_checkpoint:
+                source, _, name = path.rpartition("/")
+                body = {
+                    "local_checkpoint_dir": spec.local_checkpoint,
+                    "source_dir": source,
+                    "target_version": int(name.removeprefix("weight_v")),
+                }
+                requests.accepted(spec.beside("pull_weights"), body, refusal=400)
+                path = spec.local_checkpoint
+            update = spec.beside("update_weights_from_disk")
+            answer = requests.answer(update, {"model_path": path}, refusal=WRONG_BASE)
+        except RefusedError as error:
+            return {"refused": str(error)}
+        except GoneError as error:
+            return {"gone": str(error)}
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise EpisodeError(f"{update} did not take the weights in {path}: {str(answer)[:300]}")
+        return answer
+
+    folder = spec.weights if "://" in spec.weights else os.path.abspath(spec.weights)  # noqa: PTH100
+    answer = trainer.publish_weights(folder, take, spec.weights_dtype, spec.full_every)
+    if "refused" in answer and spec.full_every > 1:  # such as by a server that was started anew
+        log.warning("%s; all weights follow", answer["refused"])
+        answer = trainer.publish_weights(folder, take, spec.weights_dtype, spec.full_every, full=True)
+    if "gone" in answer:
+        raise GoneError(answer["gone"])
+    if "refused" in answer:
+        raise EpisodeError(answer["refused"])
+    return answer.get("weight_version")
+
+
+def constraints(requests: Requests, args: Any) -> dict[str, Any]:
+    """The fields of a request for those of CONSTRAINTS that the run samples by, under the server's names of them.
+
+    Raises EpisodeError for what SGLang does not know: it would pass over it.
+    """
+    url, fields = requests.spec.url, {name: value for name in CONSTRAINTS if (value := vars(args).get(name))}
+    if "logit_bias" in fields:
+        fields["logit_bias"] = dict(args.logit_bias)
+    if not fields.keys() & {"bad_words", "structured_outputs"}:
+        return fields
+    try:
+        models = json.loads(requests.reply(requests.spec.below("models"), largest=2**24).data)
+        owner = models["data"][0]["owned_by"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        owner = None
+    if owner != "sglang":
+        return fields
+    if "bad_words" in fields:
+        raise EpisodeError(
+            f"{url} is SGLang's, which knows no bad_words: leave rollout.bad_words out, or forbid single tokens by "
+            "rollout.logit_bias"
+        )
+    ((kind, value),) = fields.pop("structured_outputs").items()
+    if kind == "grammar":
+        raise EpisodeError(
+            f"{url} is SGLang's, which does not read the syntax of rollout.structured_grammar: write it as "
+            "rollout.structured_regex, structured_json or structured_choice"
+        )
+    if kind == "choice":  # as vLLM writes them for the same libraries
+        kind, value = "grammar", "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+    return fields | {SGLANG[kind]: value}
+
+
+def choices(
+    requests: Requests, version: int | None, fields: dict[str, Any], trainer: Any, prompt: list[int]
+) -> list[dict[str, Any]]:
+    """The completions of a prompt, sampled under the constraints in `fields` and with weights of `version`.
+
+    Raises EpisodeError for fewer or more of them than were asked for, and for those of other weights.
+    """
+    spec, args, endpoint = requests.spec, trainer.args, requests.spec.below("completions")
+    body = {
+        "model": spec.model,
+        "prompt": prompt,
+        "n": trainer.num_generations,
+        "max_tokens": args.max_completion_length,
+        # At their defaults too: vLLM takes what is left out from the generation_config.json of its model.
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k or -1,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+        "frequency_penalty": args.frequency_penalty,
+        "presence_penalty": args.presence_penalty,
+        **fields,
+        "logprobs": 1,
+        "return_token_ids": True,
+    }
+    answer = requests.answer(
+        endpoint, body, 2**20 + BYTES_PER_TOKEN * trainer.num_generations * args.max_completion_length
+    )
+    found = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(found, list) or not all(isinstance(choice, dict) for choice in found):
+        raise EpisodeError(f"{endpoint} answered without a list of choices: {str(answer)[:300]!r}")
+    versions = {answer.get(name, version) for name in ("weight_version", "newest_weight_version")} - {version}
+    if version is not None and versions:
+        raise EpisodeError(
+            f"{endpoint} sampled with version {versions.pop()} of its weights, but those of the policy are version "
+            f"{version}: let nobody else push weights to it"
+        )
+    if len(found) != trainer.num_generations:
+        raise EpisodeError(f"{spec.url} returned {len(found)} choices of the {trainer.num_generations} asked for")
+    return found
+
+
+def _values(url: str, holder: dict[str, Any], name: str) -> list[Any]:
+    if not isinstance(holder.get(name), list):
+        raise EpisodeError(
+            f"{url} returned no {name}; training needs the token ids and log-probs of the samples: use a server that "
+            "knows return_token_ids, such as vLLM 0.10.2 or later"
+        )
+    return holder[name]
