@@ -6,15 +6,19 @@ one that SIGTERM itself would leave.
 """
 
 import contextlib
+import functools
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 EXIT_CODE = 128 + signal.SIGTERM
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
@@ -45,6 +49,7 @@ class Notices:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._answer: Any = False  # of the step before, where steps overlap
         self._where: str | None = None
         self._previous: dict[int, object] = {}
 
@@ -78,13 +83,27 @@ class Notices:
         finally:
             self._where = None
 
-    def reached(self, step: int) -> bool:
-        """True when any process has been preempted. All processes call it after each step, and get one answer."""
+    def reached(self, step: int, overlaps: bool = False) -> bool:
+        """True when any process has been preempted. All processes call it after each step, and get one answer.
+
+        The answer comes from the devices, after what these compute already. Where steps overlap it is that of the step
+        before: to wait for this one's would be to wait for its update.
+        """
         if jax.process_count() == 1:
             return self.signal is not None
         # A cloud may notify one process alone; stopping at different steps would leave collectives without partners.
         notified = self.signal is not None or multihost_utils.reached_preemption_sync_point(step)
-        return bool(multihost_utils.process_allgather(np.array([notified])).any())
+        mesh = Mesh(np.array(jax.devices()), "devices")
+        own = np.full(jax.local_device_count(), notified)
+        of_all = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("devices")), own)
+        newest = _any(NamedSharding(mesh, PartitionSpec()))(of_all)
+        answer, self._answer = (self._answer if overlaps else newest), newest
+        return bool(answer)
+
+
+@functools.lru_cache(maxsize=1)
+def _any(everywhere: NamedSharding):
+    return jax.jit(jnp.any, out_shardings=everywhere)  # kept: a new jit object would compile each step
 
 
 os.register_at_fork(after_in_child=lambda: [notices.__exit__() for notices in reversed(_open[:])])  # once for all

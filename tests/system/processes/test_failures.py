@@ -262,3 +262,30 @@ def test_a_training_process_that_is_killed(root, tmp_path):
     assert time.monotonic() - began < 60
     assert ended[0].code != 0 and ended[1].code == -9
     assert "process 1 (" in ended[0].err and "it was killed" in ended[0].err
+
+
+SIGNAL = """
+import jax
+from jax.experimental import multihost_utils
+from jaxrl_llm.config import default
+from jaxrl_llm.distributed import processes
+from jaxrl_llm.training.runtime.preemption import Notices
+
+processes.join(default())
+gathered = []
+multihost_utils.process_allgather = gathered.append  # which would wait for what the devices compute
+for overlaps in (False, True):
+    with Notices() as notices:
+        for step in range(1, 5):
+            notices.signal = 15 if step > 1 and jax.process_index() == 1 else None
+            print(notices.reached(step, overlaps), flush=True)
+assert not gathered
+"""
+
+
+def test_a_signal_to_one_process_is_an_answer_to_all(together):
+    """Where steps overlap it comes a step later: no step waits for its update."""
+    ended = together(2, "-c", SIGNAL)
+    assert [process.code for process in ended] == [0, 0], ended[0].err + ended[1].err
+    answers = "False True True True False False True True"
+    assert [process.out.split() for process in ended] == [answers.split()] * 2
