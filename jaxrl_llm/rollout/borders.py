@@ -23,9 +23,9 @@ OnBorder = Callable[[np.ndarray, np.ndarray], Border]
 
 
 class Borders:
-    """The lengths and ends of all rows, on the host, for `on_border`."""
+    """The lengths and ends of all rows, on the host, for `on_border`; without one rows go on as they are."""
 
-    def __init__(self, on_border: OnBorder, rows: int, begun: Begun | None):
+    def __init__(self, on_border: OnBorder | None, rows: int, begun: Begun | None):
         self._on_border = on_border
         # Of rows without a slot: the first token, which comes from the prefill, or what they have begun with.
         self._lengths = np.ones(rows, np.int32) if begun is None else np.maximum(begun.lengths, 1)
@@ -33,6 +33,8 @@ class Borders:
 
     def look(self, grid: SlotGrid, lengths: np.ndarray, finished: np.ndarray) -> None:
         """Take notice of lengths and ends `[G,R]` of the rows in slots, before any leaves its slot."""
+        if self._on_border is None:
+            return
         numbers = grid.numbers(len(self._lengths))
         taken = numbers != IDLE
         # A row that has begun is read anew first, and is then shorter than it was.
@@ -41,4 +43,6 @@ class Borders:
 
     def ask(self) -> Border:
         """The decision for the rows as they are."""
+        if self._on_border is None:
+            return Border()
         return self._on_border(self._lengths.copy(), self._finished.copy())

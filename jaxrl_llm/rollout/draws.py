@@ -17,36 +17,19 @@ def append(
     The first of W always follows. Each other one was computed behind a proposed token, one of `[G,R,W-1]`, and follows
     if this is the token that was drawn there and was in the cache. So samples are those without proposals.
     """
-    width = logits.shape[-2]
+    automata, own, width = prompts.automata, rows.sampling, logits.shape[-2]
     places = rows.length[..., None] + jnp.arange(width)
+    observed = places < rows.known[..., None]
     draw = jax.vmap(lambda key, place: jax.random.uniform(jax.random.fold_in(key, place)), (None, 0))
     uniforms = jax.vmap(draw)(keys.reshape(-1), places.reshape(-1, width))
-    by_draw, automata, own, processed = (-1, logits.shape[-1]), prompts.automata, rows.sampling, None
-    if sampling.processes:
-        processed = processed_logits(logits, sampling, prompts, rows, proposed, eos)
     guide_states = stop_states = None
     if automata.guide is not None:
-        guide_states = automata.guide.before(rows.guide_state, proposed, places < rows.known[..., None])
-        allowed = automata.guide.allows(guide_states, logits.shape[-1])
-        processed = jnp.where(allowed, logits.astype(jnp.float32) if processed is None else processed, -jnp.inf)
-    if processed is not None:
-        processed = processed.reshape(by_draw)
+        guide_states = automata.guide.before(rows.guide_state, proposed, observed)
     if own is None:
-        drawn = sample(logits.reshape(by_draw), uniforms.reshape(-1), sampling, processed)
+        drawn = _drawn(sampling, eos, prompts, rows, logits, uniforms, proposed, guide_states)
     else:
-        changed = processes_by_row(own, rows, logits.shape[-1]) | (own.allowed is not None)
-        changed = jnp.repeat(changed.reshape(-1), width)
-
-        def process(own=own):
-            processed = processed_by_row(logits, own, prompts, rows, proposed)
-            if own.allowed is not None:  # of the next token alone: nothing is proposed then
-                processed = jnp.where(unpacked(own.allowed, logits.shape[-1])[..., None, :], processed, -jnp.inf)
-            return processed.reshape(by_draw)
-
-        of_tokens = RowSampling(*(jnp.repeat(x.reshape(-1, *x.shape[2:]), width, axis=0) for x in own[:5]))
-        drawn = sample_by_row(logits.reshape(by_draw), uniforms.reshape(-1), of_tokens, changed, process)
+        drawn = _drawn_by_row(own, prompts, rows, logits, uniforms, proposed)
     tokens, logps = (x.reshape(places.shape) for x in drawn)
-    observed = places < rows.known[..., None]
     if own is None:
         ends = ~observed & jnp.isin(tokens, jnp.asarray(eos, jnp.int32))
     else:
@@ -91,3 +74,34 @@ def append(
         guide_state=state(rows.guide_state, guide_states),
         sampling=own,
     )
+
+
+def _drawn(sampling: SamplingParams, eos: tuple[int, ...], prompts: Prompts, rows: Rows, logits, uniforms, proposed,
+           guide_states) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Tokens and log-probs `[G*R*W]` of logits `[G,R,W,V]`, with one setting for all rows."""
+    guide, by_draw, processed = prompts.automata.guide, (-1, logits.shape[-1]), None
+    if sampling.processes:
+        processed = processed_logits(logits, sampling, prompts, rows, proposed, eos)
+    if guide is not None:
+        allowed = guide.allows(guide_states, logits.shape[-1])
+        processed = jnp.where(allowed, logits.astype(jnp.float32) if processed is None else processed, -jnp.inf)
+    processed = None if processed is None else processed.reshape(by_draw)
+    return sample(logits.reshape(by_draw), uniforms.reshape(-1), sampling, processed)
+
+
+def _drawn_by_row(
+    own: RowSampling, prompts: Prompts, rows: Rows, logits, uniforms, proposed
+) -> tuple[jax.Array, jax.Array]:
+    """The same with the settings of each row."""
+    width, vocab = logits.shape[-2:]
+    changed = processes_by_row(own, rows, vocab) | (own.allowed is not None)
+    changed = jnp.repeat(changed.reshape(-1), width)
+
+    def process():
+        processed = processed_by_row(logits, own, prompts, rows, proposed)
+        if own.allowed is not None:  # of the next token alone: nothing is proposed then
+            processed = jnp.where(unpacked(own.allowed, vocab)[..., None, :], processed, -jnp.inf)
+        return processed.reshape(-1, vocab)
+
+    of_tokens = RowSampling(*(jnp.repeat(x.reshape(-1, *x.shape[2:]), width, axis=0) for x in own[:5]))
+    return sample_by_row(logits.reshape(-1, vocab), uniforms.reshape(-1), of_tokens, changed, process)

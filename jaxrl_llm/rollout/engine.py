@@ -163,48 +163,35 @@ class Engine(RolloutSpec):
         that the model's rotary positions do not allow to be sampled.
         """
         check_length(self.net.config.rope, prompts.shape[1] + self.max_completion_length)
-        shards, longest = _shards(), self.max_completion_length
+        shards, longest, count = _shards(), self.max_completion_length, prompts.shape[0] * self.group_size
         params = self.decoding_params(params)
-        if begun is None:
-            keys = row_keys(key, np.uint32(first_row), prompts.shape[0] * self.group_size)
-        else:
-            keys = jax.random.wrap_key_data(jnp.asarray(begun.keys), impl=jax.random.key_impl(key))
+        parameters = sum(x.size for x in jax.tree.leaves(params))
         automata, in_grammar = self.automata, None
         if self.grammar is not None:
             self._check_grammar(turn_server)
-            in_grammar = GrammarRows(self.grammar, prompts.shape[0] * self.group_size)
+            in_grammar = GrammarRows(self.grammar, count)
             automata = automata._replace(guide=in_grammar.start())
+        if begun is None:
+            keys = row_keys(key, np.uint32(first_row), count)
+        else:
+            keys = jax.random.wrap_key_data(jnp.asarray(begun.keys), impl=jax.random.key_impl(key))
         all_prompts, rows = prefill(self, params, prompts, segments, keys, automata, images=images)
         if begun is not None:
             rows = resumed(rows, begun, automata)
         if limits is not None:
             rows = rows._replace(limit=jnp.minimum(rows.limit, np.asarray(limits).reshape(rows.limit.shape)))
-        local = prompts.shape[0] // shards
-        count = local * self.group_size
-        shard_slots = self.shard_slots(shards, count)
-        scheduler = Scheduler(local, self.group_size, shards, shard_slots, self.shrink, (prompts.shape[1], longest))
+        scheduler = self._scheduler(*prompts.shape, begun, parameters)
         first_own = local_range(prompts).start * self.group_size
-        turns = None if turn_server is None else TurnTracker(turn_server, count * shards, first_own, longest)
-        finished_rows = FinishedRows(on_finished if turns is None else None, count * shards, first_own)
-        borders = None if on_border is None else Borders(on_border, count * shards, begun)
+        turns = None if turn_server is None else TurnTracker(turn_server, count, first_own, longest)
+        finished_rows = FinishedRows(on_finished if turns is None else None, count, first_own)
+        borders = Borders(on_border, count, begun)
         grid, executed = scheduler.grid, 0
-        parameters = sum(x.size for x in jax.tree.leaves(params))
-        if begun is not None:  # rows that have ended before take no slot
-            over = (begun.finished | (begun.lengths >= longest)).reshape(shards, -1)
-            worth = self.worth_shrinking(parameters, longest, grid.slots)
-            while worth or scheduler.waiting.size:
-                live = (grid.row != IDLE) & ~over[np.arange(shards)[:, None, None], grid.row]
-                if (following := scheduler.next(live)) is None:
-                    break
-                grid = following
         grid_prompts, slots = assign(self.decoder, all_prompts, rows, keys, grid, min(self.chunk, longest))
         while True:
             # The only wait for the devices: the host plans on the numbers of the chunk before.
             lengths, has_ended, finished, to_come, steps = (np.asarray(x) for x in status(slots))
             live = busy = (grid.row != IDLE) & ~has_ended.reshape(grid.row.shape)
-            collected = finished_rows.collect(grid, slots.rows.tokens, lengths, has_ended)
-            if borders is not None:
-                borders.look(grid, lengths, finished)
+            borders.look(grid, lengths, finished)
             if turns is not None:
                 observations = turns.exchange(grid, slots.rows.tokens, lengths, finished, wait=not live.any())
                 if observations is not None:
@@ -219,6 +206,7 @@ class Engine(RolloutSpec):
                 slots = read_observations(self, params, grid_prompts, slots, reading, width)
                 executed += reading.size * width
                 continue
+            collected = finished_rows.collect(grid, slots.rows.tokens, lengths, has_ended)
             left = longest - int(lengths.reshape(busy.shape)[busy].max()) if busy.any() else 0
             shrinks = self.worth_shrinking(parameters, left, grid.slots)
             following = scheduler.next(busy) if scheduler.waiting.size or shrinks else None
@@ -229,13 +217,12 @@ class Engine(RolloutSpec):
                 grid_prompts, slots = reassign(self.decoder, all_prompts, rows, keys, slots, following, sources)
                 grid = following
             elif live.any():
-                if borders is not None:
-                    border = borders.ask()
-                    if border.ends:
-                        finished_rows.report(collected)
-                        break
-                    if border.params is not None:
-                        params = self.decoding_params(border.params)
+                border = borders.ask()
+                if border.ends:
+                    finished_rows.report(collected)
+                    break
+                if border.params is not None:
+                    params = self.decoding_params(border.params)
                 reached = int(lengths.reshape(live.shape)[live].max())
                 slots = self.with_room(slots, reached + 1)
                 ahead = min(self.chunk, slots.capacity - reached)
@@ -252,9 +239,24 @@ class Engine(RolloutSpec):
                 break
         executed += int(steps) * grid.slots
         rows = collect(rows, slots, grid, shards)
-        if borders is not None and begun is not None:  # where it has ended early, rows without a slot are not read yet
+        if on_border is not None and begun is not None:  # where it has ended early, rows without a slot are not read
             rows = rows._replace(length=jnp.maximum(rows.length, rows.known))
         return finish(prompts, segments, rows, np.float32(executed), all_prompts.experts)
+
+    def _scheduler(self, prompts: int, width: int, begun: Begun | None, parameters: int) -> Scheduler:
+        """The scheduler of rows of so many prompts `[B,P]`, in whose grid those that have ended before have no slot."""
+        shards, longest = _shards(), self.max_completion_length
+        local = prompts // shards
+        slots = self.shard_slots(shards, local * self.group_size)
+        scheduler = Scheduler(local, self.group_size, shards, slots, self.shrink, (width, longest))
+        if begun is not None:
+            over = (begun.finished | (begun.lengths >= longest)).reshape(shards, -1)
+            shrinks = self.worth_shrinking(parameters, longest, scheduler.grid.slots)
+            while shrinks or scheduler.waiting.size:
+                row = scheduler.grid.row
+                if scheduler.next((row != IDLE) & ~over[np.arange(shards)[:, None, None], row]) is None:
+                    break
+        return scheduler
 
     def _check_grammar(self, turn_server: TurnServer | None) -> None:
         """Raises ConfigError for what cannot be together with a grammar, which is followed a token at a time."""

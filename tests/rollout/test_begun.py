@@ -44,10 +44,17 @@ def test_rows_go_on_as_if_they_had_not_been_interrupted(name):
         expected.finished & (lengths == expected.lengths),
     )
     limits = np.minimum(lengths + 7, 24)
-    got = jax.tree.map(np.asarray, engine.generate(params, tokens, segments, key, begun=begun, limits=limits))
+    limits[0] = 1  # it ends with its first token, while others are read
+    told = {}
+    got = engine.generate(
+        params, tokens, segments, key, begun=begun, limits=limits, on_finished=lambda row, own: told.update({row: own})
+    )
+    got = jax.tree.map(np.asarray, got)
     reached = np.minimum(expected.lengths, limits)
     np.testing.assert_array_equal(got.lengths, reached)
     np.testing.assert_array_equal(got.finished, expected.finished & (expected.lengths <= limits))
+    assert told.keys() >= set(np.flatnonzero(lengths < expected.lengths))  # others have ended before
+    assert all(own == got.tokens[row, width : width + reached[row]].tolist() for row, own in told.items())
     here = np.arange(24) < reached[:, None]
     np.testing.assert_array_equal(got.tokens[:, width:], np.where(here, expected.tokens[:, width:], 0))
     np.testing.assert_array_equal(got.mask[:, width:], here)
