@@ -2328,6 +2328,28 @@ def test_nothing_of_a_script_is_run(tmp_path):
         ("a.sh", "X='never ends\n", {}, "does not end"),
         ("a.json", {"max_steps": 2, "output_dir": "o", "desirable_weight": 1}, {"version": "0.16"}, "known for grpo"),
         ("a.toml", "a = 1\n", {}, "no .yaml, .json, .py or .sh file"),
+        # Of other libraries, whose keys, flags and classes look like those of TRL and verl.
+        (
+            "nemo_rl.yaml",
+            {"grpo": {"num_prompts_per_step": 32}, "policy": {"model_name": "m"}, "data": {"shuffle": True}},
+            {},
+            "2 of its 3 keys are none of verl's, such as grpo.num_prompts_per_step, policy.model_name",
+        ),
+        ("a.sh", "python -m tunix.cli.grpo_main rl_training_config.max_steps=2 batch_size=1\n", {}, "1 of its 1 keys"),
+        ("a.sh", "python -m skyrl.train.main trainer.policy.model.path=m data.train_data=d\n", {}, "none of verl's"),
+        (
+            "openrlhf.sh",
+            "python3 -m openrlhf.cli.train_ppo_ray --reward.remote_url reward.py --train.batch_size 8\n",
+            {},
+            "2 of its 2 keys are none of trl's, such as reward.remote_url",
+        ),
+        (
+            "llama3_lora_sft.yaml",
+            {"model_name_or_path": "m", "stage": "sft", "finetuning_type": "lora", "output_dir": "o", "bf16": True},
+            {},
+            "2 of its 5 keys are none of trl's, such as stage, finetuning_type",
+        ),
+        ("a.py", "from tunix.rl.grpo import grpo_learner as g\nc = g.GRPOConfig(beta=0.08)\n", {}, "script of Tunix"),
         ("a.yaml", "rl: bco\nbase_model: m\n", {}, "rl is 'bco', which has no equivalent; there are dpo"),
         ("a.yaml", "kd_trainer: true\nbase_model: m\n", {}, "log-probs of a teacher that are in the rows"),
         (

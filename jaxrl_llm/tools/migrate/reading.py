@@ -14,6 +14,7 @@ from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate.draft import Source
 from jaxrl_llm.tools.migrate.scripts import PARSERS, read_script
 from jaxrl_llm.tools.migrate.shell import commands
+from jaxrl_llm.tools.migrate.table import find, table
 from jaxrl_llm.tools.migrate.trl import RULES
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # YAML 1.1 takes 1e-6 for a text
@@ -46,8 +47,8 @@ def read(path: str, system: str = "auto", trainer: str = "", companion: str = "f
         raise ConfigError(f"there is no file {path} (looked in {Path.cwd()})")
     kind, text = file.suffix.lower(), file.read_text(encoding="utf-8")
     if kind in TREES:
-        return _read_tree(_load(text, path, kind), path, system, trainer)
-    if kind == ".py":
+        source = _read_tree(_load(text, path, kind), path, system, trainer)
+    elif kind == ".py":
         source = read_script(text, path, system, trainer, companion)
         if (command := _documented(text)) and not source.settings.keys() & {
             "max_steps",
@@ -63,7 +64,9 @@ def read(path: str, system: str = "auto", trainer: str = "", companion: str = "f
         source = _read_shell(text, path, system, trainer, companion)
     else:
         raise ConfigError(f"{path} is no .yaml, .json, .py or .sh file")
-    if source.library != "trl":  # verl has keys for the names of projects and runs
+    if system == "auto" and kind != ".py":
+        _check_keys(source)
+    if source.library != "trl" or kind in TREES:  # verl has keys for the names of projects and runs
         return source
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     return source._replace(settings={**dict(VARIABLE.findall(lines)), **source.settings})
@@ -99,6 +102,23 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [_numbers(item) for item in value]
     return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
+
+
+def _check_keys(source: Source) -> None:
+    """Raise ConfigError for a file of a library that is not known here, such as NeMo-RL, OpenRLHF, Tunix or SkyRL.
+
+    Its keys look like those of one that is, but most are none of that one's (of LLaMA-Factory's most are those of
+    transformers): what would be written are defaults.
+    """
+    if source.library not in ("trl", "verl"):  # others are told by names of their own
+        return
+    unknown = [key for key in source.settings if find(table(source.library), key) is None]
+    if 2 * len(unknown) > len(source.settings) or "finetuning_type" in unknown:
+        raise ConfigError(
+            f"{source.path} is no file of TRL, verl, axolotl or Harmony: {len(unknown)} of its {len(source.settings)} "
+            f"keys are none of {source.library}'s, such as {', '.join(unknown[:3])}. Set in a file of configs/ what it "
+            f"says (docs/configuration.md has the keys), or say --system={source.library} if it is one"
+        )
 
 
 def _read_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> Source:
