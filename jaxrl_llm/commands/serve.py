@@ -132,8 +132,6 @@ def serve(
     from jaxrl_llm.serving.app import Limits, Server
     from jaxrl_llm.serving.connections import Connection
     from jaxrl_llm.serving.endpoints import ENDPOINTS
-    from jaxrl_llm.serving.grid import RowRequest
-    from jaxrl_llm.serving.handles import Handle, Tokens
     from jaxrl_llm.serving.queue import RequestQueue
     from jaxrl_llm.serving.trainers import ROUTES
     from jaxrl_llm.tools.tinker.service import TrainingService
@@ -147,41 +145,16 @@ def serve(
     check_length(model.net.config.rope, length)
     model = merged(model)
     names = [name or served_name(model.path or "model")]
-    adapters = {}
-    for entry in lora:
-        adapter, _, folder = entry.partition("=")
-        if not adapter or not folder or adapter in (*names, *adapters):
-            raise ConfigError(f"--lora has {entry!r}; it takes NAME=FOLDER, each name once and none {names[0]!r}")
-        adapters[adapter] = load_adapter(model, folder)
+    adapters = named_adapters(model, lora, names[0])
     names += adapters
     engine = Engine(SamplingParams(), 1, length, chunk, cache_dtype=cache_dtype, compile_work=COMPILE_WORK,
                     speculative_tokens=speculative_tokens, net=model.net, eos=())  # fmt: skip
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
-        ) from None
+    listener = bound_socket(host, port)
     adapts = bool(tinker) or adapter_updates
     queue = RequestQueue(engine, model.params, slots, model.mesh, adapters, int(prefix_cache_gb * 1e9), adapts)
     limits = Limits(length, max_body_bytes, max_requests, max_waiting, timeout)
-    dtypes, config, mesh = [x.dtype for x in jax.tree.leaves(model.params)], model.net.config, model.mesh
-
-    published, bare = LocalCheckpoint(), dataclasses.replace(model, params={})
-
-    def load(path: str) -> Params:
-        folder = published.take(path)
-        loaded = merged(load_served(folder, config.dtype, mesh or make_mesh(devices=jax.devices()[:1])))
-        if dataclasses.replace(loaded.net.config, **{name: getattr(config, name) for name in OF_TRAINING}) != config:
-            raise ConfigError(f"{path} is another network than the one that is served")
-        leaves, structure = jax.tree.flatten(loaded.params)
-        del loaded  # each array goes when there is one of the served type
-        for number, dtype in enumerate(dtypes):
-            leaves[number] = leaves[number].astype(dtype)
-        return structure.unflatten(leaves)
-
+    published = LocalCheckpoint()
+    load = weight_loader(model, published)
     routes = [*ENDPOINTS, *ROUTES, *ADAPTER_ROUTES]
     if tinker:
         path = model.path or names[0]  # by which clients find the tokenizer
@@ -191,10 +164,96 @@ def serve(
             model, queue, runs, tuple(known), microbatch_tokens, full_runs, full_samplers, lock and lock.check
         ).routes
     server = Server(
-        queue, model.tokenizer, names, eos_ids(model), config.vocab_size, limits, api_key, routes,
-        load if weight_updates else None, functools.partial(load_adapter, bare) if adapter_updates else None,
+        queue, model.tokenizer, names, eos_ids(model), model.net.config.vocab_size, limits, api_key, routes,
+        load if weight_updates else None,
+        functools.partial(load_adapter, dataclasses.replace(model, params={})) if adapter_updates else None,
     )  # fmt: skip
     del model
+
+    web = uvicorn.Config(
+        server.app, http=Connection, log_level="warning", access_log=False, server_header=False, lifespan="off",
+        timeout_graceful_shutdown=int(drain) + 2,  # for what ended answers write; who reads none of it is cut off
+    )  # fmt: skip
+    queue.start()
+    compile_first(queue)
+    listener.listen(2048)
+    address, actual = listener.getsockname()[:2]
+    ready = f"{', '.join(names)}: {slots} slots of up to {length} tokens, at http://{address}:{actual}/v1"
+    try:
+        asyncio.run(draining_server(web, server, queue, drain, ready).serve(sockets=[listener]))
+    finally:
+        queue.stop()  # the rows have ended, or their answers have: a thread that still computes would abort the process
+        published.clear()
+    if queue.failure is not None:
+        raise queue.failure
+
+
+def named_adapters(model: Model, entries: Sequence[str], name: str) -> dict[str, Any]:
+    """The adapters of `--lora` by their names; raises ConfigError for one that is no NAME=FOLDER, is there twice, or is
+    called `name`, as the model is."""
+    adapters: dict[str, Any] = {}
+    for entry in entries:
+        adapter, _, folder = entry.partition("=")
+        if not adapter or not folder or adapter in (name, *adapters):
+            raise ConfigError(f"--lora has {entry!r}; it takes NAME=FOLDER, each name once and none {name!r}")
+        adapters[adapter] = load_adapter(model, folder)
+    return adapters
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket that has the address, and does not listen yet; raises ConfigError where another has it."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
+        ) from None
+    return listener
+
+
+def weight_loader(model: Model, published: LocalCheckpoint) -> Callable[[str], Params]:
+    """A function that loads parameters from a folder, or of a version that is `published`, in the types and on the mesh
+    of `model`, which it does not keep.
+
+    It raises ConfigError for those of another network.
+    """
+    dtypes, config, mesh = [x.dtype for x in jax.tree.leaves(model.params)], model.net.config, model.mesh
+
+    def load(path: str) -> Params:
+        loaded = merged(load_served(published.take(path), config.dtype, mesh or make_mesh(devices=jax.devices()[:1])))
+        if dataclasses.replace(loaded.net.config, **{name: getattr(config, name) for name in OF_TRAINING}) != config:
+            raise ConfigError(f"{path} is another network than the one that is served")
+        leaves, structure = jax.tree.flatten(loaded.params)
+        del loaded  # each array goes when there is one of the served type
+        for number, dtype in enumerate(dtypes):
+            leaves[number] = leaves[number].astype(dtype)
+        return structure.unflatten(leaves)
+
+    return load
+
+
+def compile_first(queue: Any) -> None:
+    """Sample a first row: it compiles the programs that the next ones need, and shows that the model runs here before
+    anyone asks. Raises what sampling it raises."""
+    from jaxrl_llm.serving.grid import RowRequest
+    from jaxrl_llm.serving.handles import Handle, Tokens
+
+    replies: SimpleQueue[Tokens | BaseException] = SimpleQueue()
+    queue.submit([Handle(RowRequest([0], 2, SamplingParams(), (), 0), replies.put)])
+    with waiting("compiling", stderr_console()):
+        while not isinstance(reply := replies.get(), BaseException) and reply.finish_reason is None:
+            pass
+    if isinstance(reply, BaseException):
+        raise reply
+    queue.clear_counts()
+
+
+def draining_server(web: Any, server: Any, queue: Any, drain: float, ready: str) -> Any:
+    """uvicorn's server of `web`, which prints `ready` when it listens, and on a signal takes no more requests and ends
+    the answers under way after `drain` seconds; it ends where the `queue` has failed."""
+    import uvicorn
 
     class Uvicorn(uvicorn.Server):
         @contextlib.contextmanager
@@ -221,30 +280,7 @@ def serve(
         async def on_tick(self, counter: int) -> bool:
             return await super().on_tick(counter) or queue.failure is not None
 
-    web = uvicorn.Config(
-        server.app, http=Connection, log_level="warning", access_log=False, server_header=False, lifespan="off",
-        timeout_graceful_shutdown=int(drain) + 2,  # for what ended answers write; who reads none of it is cut off
-    )  # fmt: skip
-    queue.start()
-    # A first row compiles the programs that the next ones need, and shows that the model runs here before anyone asks.
-    first: SimpleQueue[Tokens | BaseException] = SimpleQueue()
-    queue.submit([Handle(RowRequest([0], 2, SamplingParams(), (), 0), first.put)])
-    with waiting("compiling", stderr_console()):
-        while not isinstance(told := first.get(), BaseException) and told.finish_reason is None:
-            pass
-    if isinstance(told, BaseException):
-        raise told
-    queue.clear_counts()
-    listener.listen(2048)
-    address, actual = listener.getsockname()[:2]
-    ready = f"{', '.join(names)}: {slots} slots of up to {length} tokens, at http://{address}:{actual}/v1"
-    try:
-        asyncio.run(Uvicorn(web).serve(sockets=[listener]))
-    finally:
-        queue.stop()  # the rows have ended, or their answers have: a thread that still computes would abort the process
-        published.clear()
-    if queue.failure is not None:
-        raise queue.failure
+    return Uvicorn(web)
 
 
 def served_name(path: str) -> str:
