@@ -21,7 +21,8 @@ from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
 from jaxrl_llm.environments.games import SortThenSmallest
 from jaxrl_llm.environments.protocol import Step
 from jaxrl_llm.training.setup.mesh import build_mesh
-from jaxrl_llm.training.setup.run import build, unread_calls
+from jaxrl_llm.training.setup.run import build
+from jaxrl_llm.training.setup.warnings import unread_calls
 
 
 def tiny(root, tmp_path):

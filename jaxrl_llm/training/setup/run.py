@@ -14,25 +14,17 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows, with_correction
 from jaxrl_llm.config.checks.contradictions import check_own_functions
-from jaxrl_llm.config.schema import OFFLINE
-from jaxrl_llm.config.unread import unread
-from jaxrl_llm.data.templates import called_turn
 from jaxrl_llm.data.tokenize import PIXELS
-from jaxrl_llm.distributed.sharding import has_host_memory, on_host, path_name, row_shards
+from jaxrl_llm.distributed.sharding import has_host_memory, on_host, row_shards
 from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments, load_environments
-from jaxrl_llm.environments.tool_calls import PROBE_CALL, PROBE_TOOL, ToolCall, parse_tool_calls
 from jaxrl_llm.models.adapters.lora import has_adapters, split
-from jaxrl_llm.models.cast import in_precision
-from jaxrl_llm.models.families import rotary
 from jaxrl_llm.models.model import Model, named_rate_factors
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Params
-from jaxrl_llm.models.quantize import BYTES
 from jaxrl_llm.models.vision.row_images import count_tiles
 from jaxrl_llm.rewards.functions import environment as environment_reward
 from jaxrl_llm.rewards.runner import Rewards
-from jaxrl_llm.training.advantages import AdvantageStep
 from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.average import Average
 from jaxrl_llm.training.checkpoint.data_files import checksums
@@ -41,6 +33,7 @@ from jaxrl_llm.training.images import check_kept
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.mixed import MixedSource
 from jaxrl_llm.training.moments import schedules_further, schedules_scaled
+from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.value import critic_params, value_regression
 from jaxrl_llm.training.offline import OfflineSource
 from jaxrl_llm.training.online import OnlineSource
@@ -62,7 +55,8 @@ from jaxrl_llm.training.setup.mesh import check_rows, rows_of_shards
 from jaxrl_llm.training.setup.models import build_critic, build_model, check_prompts, check_trainable
 from jaxrl_llm.training.setup.objectives import critic_spec, objective_of
 from jaxrl_llm.training.setup.sources import build_rewards, mixed_source, offline_source, online_source
-from jaxrl_llm.training.setup.worker import environment_spec, played_environments
+from jaxrl_llm.training.setup.warnings import warnings_of
+from jaxrl_llm.training.setup.worker import environment_spec
 from jaxrl_llm.training.update import (
     Frozen,
     State,
@@ -76,8 +70,6 @@ from jaxrl_llm.training.update import (
     split_critic,
     unchanged,
 )
-
-SMALL_RATE = 5e-6  # the smallest at which 16-bit parameters were seen to follow float32 ones (docs/scaling.md)
 
 
 class CriticAlone(NamedTuple):
@@ -164,38 +156,15 @@ def build(
         check_trainable(config, model)
     critic = build_critic(config, model, mesh, given_model) if algorithm.has_critic else None
     model_type = (model.hf_config or {}).get("model_type", "model without config.json")
-    config, told = with_learning_rate(config, model_type, model.net.config.width, has_adapters(model.params))
-    for name, offload in (
-        ("model", config.model.offload),
-        ("critic", critic and config.critic.offload),
-        ("average", config.average.offload),
-    ):
-        if offload and not has_host_memory():
-            raise ConfigError(
-                f"{name}.offload is true, but the memory of a {jax.default_backend()} here has no part in the host's "
-                "(pinned_host): set it to false, and shard the parameters over more devices (mesh.fsdp)"
-            )
-    if config.model.offload:
-        model = replace(model, params=on_host(model.params))
-    if critic is not None and specs.critic_update_spec(config).offload_params:
-        critic = replace(critic, params=on_host(critic.params))
+    config, notes = with_learning_rate(config, model_type, model.net.config.width, has_adapters(model.params))
+    model, critic = offloaded(config, model, critic)
     average = None
     if (settings := specs.average_spec(config)) is not None:
         average = Average(settings, model.net.config.lora, model.net.config.frozen)
         average.begin(model.params)
     followed = average if config.algorithm.ref_sync_to == "average" else None
     objective = objective_of(config, model.net)
-
-    critic_optimizer, rate = None, schedule
-    if optimizer is not None:
-        optimizer = own_optimizer(specs.optimizer_spec(config), optimizer)
-    else:
-        optimizer = build_optimizer(specs.optimizer_spec(config), schedule)
-        rate = schedule or learning_rate_schedule(specs.optimizer_spec(config))
-    if config.optimizer.rate_factors:
-        optimizer = with_rate_factors(optimizer, named_rate_factors(model, config.optimizer.rate_factors))
-    if critic is not None and not config.critic.shared:
-        critic_optimizer = build_optimizer(specs.critic_optimizer_spec(config))
+    optimizer, critic_optimizer, rate = optimizers_of(config, model, critic, optimizer, schedule)
     net, room = model.net.config, microbatch_room(config, model, critic, optimizer, critic_optimizer, mesh)
 
     def packer(sample: TypicalRows | None) -> Packer:
@@ -217,7 +186,6 @@ def build(
             config, algorithm, model, data, rows.tokens, mesh, stopwatch, batch_of, packer, followed
         )
         pack, batch = source.pack, source.batch
-    updates = replace(specs.update_spec(config), microbatch_rows=batch.microbatch_rows)
     evaluation = None
     if rows.held_out:
         evaluation = build_evaluate(
@@ -230,16 +198,13 @@ def build(
     frozen, trainable = split(model.params, model.net.config.frozen)
     if model.net.config.frozen_leaves:
         count, of_all = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (trainable, model.params))
-        told = [*told, f"trained: {count:,} of {of_all:,} numbers of the model (model.trainable, model.frozen)"]
-    frozen_critic, of_critic, update_critic = {}, None if critic is None else critic.params, None
+        notes = [*notes, f"trained: {count:,} of {of_all:,} numbers of the model (model.trainable, model.frozen)"]
+    frozen_critic, of_critic = {}, None if critic is None else critic.params
     if critic is not None and critic_optimizer is not None:
         frozen_critic, of_critic = split(critic.params, critic.net.config.frozen)
-        regression = value_regression(critic_spec(config), critic.net)
-        update_critic = optimizer_step(regression, critic_optimizer, sized_critic_updates(config, updates), mesh)
+    updates = replace(specs.update_spec(config), microbatch_rows=batch.microbatch_rows, schedule=rate)
+    update, alone = build_updates(config, objective, optimizer, critic, critic_optimizer, updates, mesh)
     begin = partial(begin_state, config, mesh, optimizer, critic_optimizer)
-    updates, alone = replace(updates, schedule=rate), critic_alone(config, update_critic)
-    update_critic = unchanged if alone is not None and alone.apart else update_critic
-    update = make_update(objective, optimizer, updates, mesh, update_critic, algorithm.has_critic)
     return Run(
         algorithm=algorithm,
         batch=batch,
@@ -263,17 +228,73 @@ def build(
         pack=pack,
         config=config,
         data_files=checksums(data) if jax.process_index() == 0 else {},
-        notes=[*rows.notes, *told],
-        warnings=[
-            *unread(config),
-            *rotary.unread(model.hf_config or {}),
-            *narrow_updates(config, model),
-            *untrained_policy(config),
-            *(left_out_prompts(config, source.learner.advantages) if isinstance(source, OnlineSource) else []),
-            *unread_calls(config, model, environments),
-            *experts_left_out(config, model),
-        ],
+        notes=[*rows.notes, *notes],
+        warnings=warnings_of(
+            config, model, source.learner.advantages if isinstance(source, OnlineSource) else None, environments
+        ),
     )
+
+
+def offloaded(config, model: Model, critic: Model | None) -> tuple[Model, Model | None]:
+    """The model and the critic, in the host's memory where their settings say so.
+
+    Raises ConfigError where a setting, the average's too, says so on devices that cannot read that.
+    """
+    for name, offload in (
+        ("model", config.model.offload),
+        ("critic", critic is not None and config.critic.offload),
+        ("average", config.average.offload),
+    ):
+        if offload and not has_host_memory():
+            raise ConfigError(
+                f"{name}.offload is true, but the memory of a {jax.default_backend()} here has no part in the host's "
+                "(pinned_host): set it to false, and shard the parameters over more devices (mesh.fsdp)"
+            )
+    if config.model.offload:
+        model = replace(model, params=on_host(model.params))
+    if critic is not None and specs.critic_update_spec(config).offload_params:
+        critic = replace(critic, params=on_host(critic.params))
+    return model, critic
+
+
+def optimizers_of(
+    config,
+    model: Model,
+    critic: Model | None,
+    optimizer: optax.GradientTransformation | None,
+    schedule: Callable[[Any], Any] | None,
+) -> tuple[optax.GradientTransformation, optax.GradientTransformation | None, Callable[[Any], Any] | None]:
+    """The optimizer of the policy, or of the model that is trained, with one that is given in its place; that of a
+    critic that is a network of its own; and the policy's learning rate by its updates, None where it is not known."""
+    spec, rate = specs.optimizer_spec(config), schedule
+    if optimizer is not None:
+        optimizer = own_optimizer(spec, optimizer)
+    else:
+        optimizer, rate = build_optimizer(spec, schedule), schedule or learning_rate_schedule(spec)
+    if config.optimizer.rate_factors:
+        optimizer = with_rate_factors(optimizer, named_rate_factors(model, config.optimizer.rate_factors))
+    apart = critic is not None and not config.critic.shared
+    return optimizer, build_optimizer(specs.critic_optimizer_spec(config)) if apart else None, rate
+
+
+def build_updates(
+    config,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    critic: Model | None,
+    critic_optimizer: optax.GradientTransformation | None,
+    spec: UpdateSpec,
+    mesh: Mesh,
+) -> tuple[Update, CriticAlone | None]:
+    """The update of policy and critic, and what a critic of its own is trained on besides."""
+    update_critic = None
+    if critic is not None and critic_optimizer is not None:
+        regression = value_regression(critic_spec(config), critic.net)
+        update_critic = optimizer_step(regression, critic_optimizer, sized_critic_updates(config, spec), mesh)
+    alone = critic_alone(config, update_critic)
+    if alone is not None and alone.apart:
+        update_critic = unchanged
+    return make_update(objective, optimizer, spec, mesh, update_critic, critic is not None), alone
 
 
 def begin_state(
@@ -325,83 +346,6 @@ def critic_alone(config, update_critic: Update | None) -> CriticAlone | None:
         return None
     minibatches = c.minibatches or config.batch.minibatches
     return CriticAlone(make_critic_update(update_critic), minibatches, passes if apart else more, apart)
-
-
-def narrow_updates(config, model: Model) -> list[str]:
-    """A warning where updates are far smaller than the spacing of the numbers that they are added to."""
-    dtype, rate = config.model.param_dtype, config.optimizer.learning_rate
-    if dtype == "float32" or has_adapters(model.params) or rate >= SMALL_RATE:
-        return []
-    return [
-        f"model.param_dtype is {dtype} and optimizer.learning_rate {rate:g}: an update is far smaller than the spacing "
-        f"of {dtype}, so that most parameters stay and some, drawn at random, move a whole spacing: right on average, "
-        "and noisy. float32 is exact (docs/scaling.md)"
-    ]
-
-
-def untrained_policy(config) -> list[str]:
-    """A warning where the critic's warm-up leaves the policy no step."""
-    alone, steps = config.critic.warmup_steps, config.total_steps
-    if config.algorithm.name != "ppo" or not 0 < steps <= alone:
-        return []
-    return [
-        f"critic.warmup_steps is {alone}, and total_steps {steps}: the critic alone is trained, and the policy stays "
-        "as it is. Set warmup_steps lower than total_steps to train it"
-    ]
-
-
-def left_out_prompts(config, advantages: AdvantageStep) -> list[str]:
-    """A warning where dynamic sampling leaves out prompts that the advantage rule would learn from."""
-    c = config.algorithm
-    rule = next((rule for rule in advantages.rules if not rule.compares_groups), None)
-    if rule is None or not c.dynamic_sampling or c.dynamic_sampling_metric is not None:
-        return []
-    return [
-        "algorithm.dynamic_sampling leaves out prompts whose completions score alike, as verl does under any rule, but "
-        f"{rule.setting} = {rule.name!r} would learn from these too: set it to false to keep them"
-    ]
-
-
-def experts_left_out(config, model: Model) -> list[str]:
-    """Warnings where experts, most of a mixture of them, stay as they are beside fewer bits or adapters."""
-    leaves, net = jax.tree_util.tree_leaves_with_path(model.params), model.net.config
-    experts = [x for path, x in leaves if "/experts/" in path_name(path)]
-    if not experts:
-        return []
-    held = f"{sum(x.nbytes for x in experts) / 1e9:.3g} of {sum(x.nbytes for _, x in leaves) / 1e9:.3g} GB"
-    found = []
-    if net.quantize != "none" and net.expert_quantize == "none":
-        smaller = ", model.param_dtype=bfloat16 halves them" if experts[0].dtype == jnp.float32 else ""
-        found.append(f"model.quantize_experts is none, which leaves the experts as they are: {held}{smaller}")
-    if net.lora is not None and not net.lora.experts and {"gate", "up", "down"} & set(net.lora.targets):
-        found.append(
-            f"lora.targets: experts have no adapters and are not trained: {held}. With experts beside "
-            f"{', '.join(config.lora.targets)} they are"
-        )
-    weights_dtype = config.rollout.weights_dtype
-    narrow = config.algorithm.name not in OFFLINE and weights_dtype in BYTES
-    if narrow and in_precision(model.net, weights_dtype).config.expert_quantize == "none":
-        sampled = sum(x.size for x in experts) * jnp.dtype(net.dtype).itemsize
-        found.append(
-            f"rollout.weights_dtype = {weights_dtype!r} leaves the experts in {net.dtype}: {sampled / 1e9:.3g} GB "
-            "of the sampler's parameters"
-        )
-    return found
-
-
-def unread_calls(config, model: Model, environments: Environments | Agents | None) -> list[str]:
-    """A warning where there are tools, and the chat template writes calls of them in a form that is not read."""
-    played, tokenizer = played_environments(environments), model.tokenizer
-    if played is None or not any(played.schemas.values()) or not getattr(tokenizer, "chat_template", None):
-        return []
-    turn = called_turn(tokenizer, [PROBE_CALL], [PROBE_TOOL], specs.data_spec(config).template_kwargs)
-    found = [] if turn is None else parse_tool_calls(turn, [PROBE_TOOL])
-    if turn is None or [call._replace(id=None) for call in found] == [ToolCall(**PROBE_CALL)]:
-        return []
-    return [
-        f"the chat template writes calls of tools as {turn.strip()!r:.200}, a form that is not read: no tool will be "
-        "called. docs/environments.md has the forms that are"
-    ]
 
 
 def make_optimizer(config) -> optax.GradientTransformation:

@@ -22,7 +22,7 @@ from jaxrl_llm.training.objectives.router import with_router_loss
 from jaxrl_llm.training.objectives.sft import SFTSpec, sft
 from jaxrl_llm.training.setup.models import build_critic, build_model, check_trainable
 from jaxrl_llm.training.setup.objectives import objective_of
-from jaxrl_llm.training.setup.run import experts_left_out
+from jaxrl_llm.training.setup.warnings import experts_left_out
 
 CONFIG = ModelConfig(
     vocab_size=320, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3, qk_norm=True,

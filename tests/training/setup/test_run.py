@@ -7,8 +7,9 @@ import pytest
 
 from jaxrl_llm.config import default
 from jaxrl_llm.training.advantages import advantage_step
-from jaxrl_llm.training.setup.run import Run, left_out_prompts, untrained_policy
+from jaxrl_llm.training.setup.run import Run
 from jaxrl_llm.training.setup.specs import advantage_spec
+from jaxrl_llm.training.setup.warnings import left_out_prompts, untrained_policy
 
 
 def test_a_critic_that_warms_up_to_the_end_is_told():
