@@ -113,11 +113,14 @@ def test_local_says_how_it_is_called(launch, arguments):
     assert process.wait(30) == 2 and "usage: launch/local.sh PROCESSES" in process.stderr.read()
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(0, False), (2, False), (143, True)])
-def test_slurm_goes_on_after_a_preemption(launch, tmp_path, code, requeued):
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"),
+    [(0, 0, False), (2, 0, False), (130, 0, False), (143, 99, True), (1, 0, True), (134, 9, True), (137, 10, False)],
+)
+def test_slurm_goes_on_after_a_preemption_and_a_crash(launch, tmp_path, code, restarts, requeued):
     process = launch(
         "slurm.sbatch", "--config=configs/grpo.py", SLURM_JOB_ID="7", SLURM_CPUS_PER_TASK="4",
-        CODES=json.dumps({"srun": code}),
+        SLURM_RESTART_COUNT=str(restarts), CODES=json.dumps({"srun": code}),
     )  # fmt: skip
     assert process.wait(30) == code
     calls = notes(tmp_path)
@@ -213,6 +216,18 @@ def test_manifest_jobs_fit_the_schema(root, name):
 
 def read(root, name):
     return yaml.safe_load((root / "launch" / name).read_text())
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_job_set_ends_with_an_error_that_would_come_again(root, name):
+    """A pod's code 2 fails its job for a reason for which the set is not started again."""
+    manifest = read(root, name)["spec"]
+    (rule,) = manifest["failurePolicy"]["rules"]
+    assert rule == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    job = manifest["replicatedJobs"][0]["template"]["spec"]
+    (rule,) = job["podFailurePolicy"]["rules"]
+    codes = {"containerName": "train", "operator": "In", "values": [2]}
+    assert rule == {"action": "FailJob", "onExitCodes": codes} and job["template"]["spec"]["restartPolicy"] == "Never"
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
