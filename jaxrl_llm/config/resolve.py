@@ -34,8 +34,14 @@ class ConfigError(ValueError):
         super().__init__(*map(masked, arguments))
 
 
+class TransientError(ConfigError):
+    """A fault of machines, stores or networks, which the next start of the same command may not meet."""
+
+    code = 1  # with which a job manager starts it again
+
+
 def exit_code(error: BaseException) -> int:
-    """The exit code after an error: 2 for a ConfigError, 130 for Ctrl-C, 1 for any other."""
+    """The exit code after an error: that of a ConfigError, 130 for Ctrl-C, 1 for any other."""
     if isinstance(error, ConfigError):
         return error.code
     return 130 if isinstance(error, KeyboardInterrupt) else 1

@@ -37,7 +37,7 @@ from jax.experimental import multihost_utils
 
 from jaxrl_llm.config import ConfigDict, ConfigError, default, flat, to_json
 from jaxrl_llm.config.background import is_left_behind
-from jaxrl_llm.config.resolve import exit_code
+from jaxrl_llm.config.resolve import TransientError, exit_code
 from jaxrl_llm.distributed.orbax import ocp
 from jaxrl_llm.distributed.rendezvous import ProcessSpec, rendezvous
 
@@ -215,7 +215,7 @@ def _initialize(cluster: str, seconds: int, limits: dict[str, Any]) -> bool:
             file=sys.stderr,
             flush=True,
         )
-        os._exit(2)
+        os._exit(TransientError.code)
 
     timer = threading.Timer(seconds, exit_late)
     timer.daemon = True

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.config.resolve import ConfigError, TransientError
 
 RETRY = 0.2  # seconds between two tries to reach process 0
 LINE = 1 << 16  # bytes of a message, at most
@@ -47,8 +47,8 @@ class ProcessSpec:
 def rendezvous(spec: ProcessSpec, seconds: float) -> None:
     """Returns when all processes have connected, in all of them.
 
-    Raises ConfigError, the same in every process that connected: some are missing after `seconds`, two have the same
-    index, or their counts differ.
+    Raises ConfigError, the same in every process that connected: some are missing after `seconds` (TransientError), two
+    have the same index, or their counts differ.
     """
     deadline = time.monotonic() + seconds
     if spec.index == 0:
@@ -58,7 +58,7 @@ def rendezvous(spec: ProcessSpec, seconds: float) -> None:
 
 
 def _listen(spec: ProcessSpec, seconds: float, deadline: float) -> None:
-    here, verdict = {0: _greeting(spec)}, ""
+    here, verdict, kind = {0: _greeting(spec)}, "", ConfigError
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_server(spec))
         connections: dict[int, socket.socket] = {}  # by index; -1 is of one that contradicts
@@ -72,7 +72,7 @@ def _listen(spec: ProcessSpec, seconds: float, deadline: float) -> None:
             if len(here) == spec.count:
                 break
             if (left := deadline - time.monotonic()) <= 0:
-                verdict = _missing(spec, here, seconds)
+                verdict, kind = _missing(spec, here, seconds), TransientError
                 break
             server.settimeout(left)
             try:
@@ -89,9 +89,9 @@ def _listen(spec: ProcessSpec, seconds: float, deadline: float) -> None:
         server.close()
         for connection in connections.values():
             with contextlib.suppress(OSError):
-                connection.sendall(json.dumps({"verdict": verdict}).encode() + b"\n")
+                connection.sendall(json.dumps({"verdict": verdict, "code": kind.code}).encode() + b"\n")
     if verdict:
-        raise ConfigError(verdict)
+        raise kind(verdict)
 
 
 def _greeting(spec: ProcessSpec) -> dict[str, Any]:
@@ -150,9 +150,9 @@ def _connect(spec: ProcessSpec, seconds: float, deadline: float) -> None:
             time.sleep(RETRY)
             continue
         if answer["verdict"]:
-            raise ConfigError(answer["verdict"])
+            raise (ConfigError if answer["code"] == ConfigError.code else TransientError)(answer["verdict"])
         return
-    raise ConfigError(
+    raise TransientError(
         f"process {spec.index} of {spec.count} ({socket.gethostname()}) did not meet the others at "
         f"{spec.coordinator} within {seconds:g} s (processes.rendezvous_seconds): {reason}. Is process 0 running, "
         "on that host, and does the network let this port through?"

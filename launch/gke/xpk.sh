@@ -7,8 +7,8 @@
 # The first argument names the workload. SLICES (1) slices run as one; xpk starts them again, up to RESTARTS (10) times,
 # and the run goes on from its newest checkpoint. STORAGE names a volume of `xpk storage attach`, which holds the runs.
 #
-# By itself xpk restarts after codes from 127 alone, but where one process is killed the others end with 1 or 2; and it
-# gives a pod that is to leave 30 seconds, in which a large model is not saved.
+# By itself xpk restarts after codes from 127 alone, but where one process is killed the others end with 1 (2 is an error
+# that would come again); and it gives a pod that is to leave 30 seconds, in which a large model is not saved.
 set -euo pipefail
 
 : "${CLUSTER:?is the name of the cluster}" "${ZONE:?is its zone}" "${IMAGE:?is what launch/docker/tpu.Dockerfile makes}"
@@ -25,6 +25,6 @@ if [[ -n ${STORAGE:-} ]]; then
   storage=("--storage=$STORAGE")
 fi
 exec xpk workload create --workload="$name" --cluster="$CLUSTER" --zone="$ZONE" --tpu-type="$TPU_TYPE" \
-  --num-slices="${SLICES:-1}" --max-restarts="${RESTARTS:-10}" --restart-on-exit-codes=1,2 \
+  --num-slices="${SLICES:-1}" --max-restarts="${RESTARTS:-10}" --restart-on-exit-codes=1 \
   --termination-grace-period-seconds=600 --docker-image="$IMAGE" ${storage[@]+"${storage[@]}"} \
   --command="$command"

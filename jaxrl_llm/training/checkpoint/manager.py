@@ -9,7 +9,7 @@ Before a checkpoint becomes final the hashes of its files are written beside the
 is used: one that is torn or has changed is named, and the one before it is used.
 """
 
-import math
+import errno
 import os
 import re
 import sys
@@ -17,21 +17,22 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.resolve import closest
-from jaxrl_llm.distributed.orbax import ocp, policies
-from jaxrl_llm.distributed.sharding import path_name, shardings
+from jaxrl_llm.config.resolve import TransientError, closest
+from jaxrl_llm.distributed.orbax import ocp
 from jaxrl_llm.models.net import Params
 from jaxrl_llm.training.checkpoint import checksums
 from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
+from jaxrl_llm.training.checkpoint.orbax_manager import Keep, Manager, hashing_handler, preservation_policy
+from jaxrl_llm.training.checkpoint.shapes import difference, free, in_memory_of, sharded
 from jaxrl_llm.training.runtime.preemption import Preempted
 from jaxrl_llm.training.update import State
 
@@ -40,21 +41,6 @@ ARRAYS = ("reference", "average", "teacher", "replay", "queue", "partial", "refe
 FAILURES = (OSError, ValueError)  # raised by Orbax and its array storage when a disk is full, or gone
 RETRY_SECONDS = 30.0
 FINAL_TRIES = 3
-
-
-class Keep(NamedTuple):
-    """The checkpoints that are kept: the newest, of the others one every so often, and the best by a metric."""
-
-    newest: int | None = None  # None is all
-    steps: int = 0
-    hours: float = 0.0
-    best: str | None = None
-    best_mode: str = "max"
-
-    def rank(self, metrics: Mapping[str, float]) -> float:
-        """The number that is greatest for the best checkpoint; minus infinity for a metric that is not a number."""
-        value = float(metrics.get(self.best or "", math.nan))
-        return -math.inf if math.isnan(value) else value if self.best_mode == "max" else -value
 
 
 @dataclass(frozen=True)
@@ -101,10 +87,10 @@ class Checkpoints:
                 if ocp.utils.TMP_DIR_SUFFIX in path.name:
                     path.rmtree()
         hashes = jax.process_count() > 1 and not is_remote(self.folder)
-        trees = {name: _hashing_handler() if hashes else ocp.StandardCheckpointHandler() for name in ("state", *ARRAYS)}
+        trees = {name: hashing_handler() if hashes else ocp.StandardCheckpointHandler() for name in ("state", *ARRAYS)}
         json_parts = {name: ocp.JsonCheckpointHandler() for name in ("host", "metrics")}
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=_preservation_policy(self._keep),
+            preservation_policy=preservation_policy(self._keep),
             best_fn=self._keep.rank if self._keep.best else None,
             # Folders are made before save returns: where that fails, Orbax's threads would wait for them for minutes.
             async_options=ocp.AsyncOptions(
@@ -112,7 +98,7 @@ class Checkpoints:
             ),
             create=not self._read_only,
         )
-        return _Manager(self.folder, options=options, item_handlers={**trees, **json_parts})
+        return Manager(self.folder, options=options, item_handlers={**trees, **json_parts})
 
     def __enter__(self) -> "Checkpoints":
         self._hook = sys.unraisablehook
@@ -282,7 +268,8 @@ class Checkpoints:
         step, self._failed, self._saving = self._saving, self._saving, None
         self._reason = f"the checkpoint of step {step} could not be written to {self.folder}: {_words(error)}"
         if jax.process_count() > 1:  # the others wait for this one's share
-            raise ConfigError(self._reason) from error
+            full = any(os.strerror(number) in self._reason for number in (errno.ENOSPC, errno.EDQUOT))
+            raise (ConfigError if full else TransientError)(self._reason) from error
         again = "" if self._gives_up else f". The run goes on, and tries again after {RETRY_SECONDS:g} s"
         self._warnings.append(f"{self._reason}{again}")
 
@@ -309,7 +296,7 @@ class Checkpoints:
 
         Raises ConfigError when the checkpoint cannot be read or belongs to another model or optimizer.
         """
-        tree = _in_memory_of(vars(like), mesh)
+        tree = in_memory_of(vars(like), mesh)
         self._check_arrays(step, tree, self._shapes(step))
         try:
             restored = self._manager.restore(
@@ -364,13 +351,13 @@ class Checkpoints:
             return {}
         other = "Go on with the settings of algorithm and rollout that the run had, or use checkpoint.resume=never"
         for name, tree in named.items():
-            if tree and (found := _difference(self._shapes(step, name), tree)):
+            if tree and (found := difference(self._shapes(step, name), tree)):
                 raise ConfigError(
                     f"the {name} of checkpoint {self.folder / str(step)} has other arrays than this run's: {found[1]}. "
                     + other
                 )
         items = {
-            name: ocp.args.StandardRestore(tree and _sharded(jax.eval_shape(lambda tree=tree: tree), mesh))
+            name: ocp.args.StandardRestore(tree and sharded(jax.eval_shape(lambda tree=tree: tree), mesh))
             for name, tree in named.items()
         }
         try:
@@ -387,7 +374,7 @@ class Checkpoints:
 
         Raises ConfigError when the checkpoint cannot be read or holds others than those of `shapes`.
         """
-        tree: dict[str, Any] = {"params": _sharded(shapes, mesh)}
+        tree: dict[str, Any] = {"params": sharded(shapes, mesh)}
         held = self._parameters(step, {"critic": tree})["critic"] if critic else self._parameters(step, tree)
         return held["params"]
 
@@ -398,7 +385,7 @@ class Checkpoints:
         holds others than those of `like`.
         """
         held = {"params": like.params} | ({} if like.critic is None else {"critic": {"params": like.critic.params}})
-        restored = self._parameters(step, _in_memory_of(held, mesh))
+        restored = self._parameters(step, in_memory_of(held, mesh))
         if like.critic is None and "critic" in self._parameter_shapes(step):
             self._warnings.append(f"the critic of checkpoint {self.folder / str(step)} is left, as this run has none")
         return restored["params"], restored["critic"]["params"] if like.critic is not None else None
@@ -423,7 +410,7 @@ class Checkpoints:
     def _check_arrays(self, step: int, tree: dict[str, Any], shapes: dict[str, Any]) -> None:
         """Raises ConfigError where the arrays of a step, of these shapes, are not those of `tree`: Orbax lists two
         trees, or would drop what is left over and leave the place of what is missing empty."""
-        if (found := _difference(shapes, tree)) is None:
+        if (found := difference(shapes, tree)) is None:
             return
         path, words = found
         what = "trained parameters than model.path, model.trainable and lora ask for"
@@ -454,47 +441,6 @@ class Checkpoints:
         return tree
 
 
-class _Manager(ocp.CheckpointManager):
-    """Orbax's manager, which raised in its constructor where the metrics of any checkpoint are damaged: to this one
-    that checkpoint has none. `newest_intact` names it, if it is among the last."""
-
-    def _get_metrics(self, step: int) -> Any:
-        try:
-            metrics = super()._get_metrics(step)
-        except ValueError:
-            return None
-        return metrics if isinstance(metrics, dict) else None
-
-
-@dataclass(frozen=True)
-class _Hashed:
-    """The future of this process's part of a save to `folder`, which ends once its files are hashed."""
-
-    written: list[Any]  # futures
-    folder: Path
-
-    def result(self, timeout: float | None = None) -> None:
-        for future in self.written:
-            future.result(timeout=timeout)
-        checksums.write_own_hashes(self.folder, jax.process_index())
-
-    def cancel(self) -> None:
-        for future in self.written:
-            future.cancel()
-
-
-def _hashing_handler() -> ocp.StandardCheckpointHandler:
-    """A handler of trees, each process of which hashes its own files before the checkpoint becomes final."""
-    handler = ocp.StandardCheckpointHandler()
-    save = handler.async_save
-
-    async def save_and_hash(directory: Any, *args: Any, **options: Any) -> list[Any]:
-        return [_Hashed(await save(directory, *args, **options) or [], Path(directory))]
-
-    handler.async_save = save_and_hash  # Orbax finds the arguments of a handler by its class, and not by a subclass
-    return handler
-
-
 def find(path: str | Path) -> tuple[Checkpoints, int, list[str]]:
     """The checkpoints and step that `path` names, and the faults of later steps.
 
@@ -518,62 +464,9 @@ def find(path: str | Path) -> tuple[Checkpoints, int, list[str]]:
     return checkpoints, step, []
 
 
-def _preservation_policy(keep: Keep) -> policies.PreservationPolicy | None:
-    """Orbax's form of `keep`: a checkpoint stays when any rule keeps it; None keeps all."""
-    if keep.newest is None:
-        return None
-    rules: list[policies.PreservationPolicy] = [policies.LatestN(keep.newest)]
-    if keep.steps:
-        rules.append(policies.EveryNSteps(keep.steps))
-    if keep.hours:
-        rules.append(policies.EveryNSeconds(round(keep.hours * 3600)))
-    if keep.best:
-        rules.append(policies.BestN(get_metric_fn=keep.rank, n=1, keep_checkpoints_without_metrics=False))
-    return policies.AnyPreservationPolicy(rules)
-
-
 def _words(error: Exception) -> str:
     """The reason of a failed save in a line."""
     code = re.search(r"os_error_code='(\d+)'", str(error))  # TensorStore's messages name long paths before it
     if code:
         return f"[Errno {code[1]}] {os.strerror(int(code[1]))}"
     return " ".join(str(error).split())[:400] or type(error).__name__
-
-
-def _difference(held: Any, wanted: Any) -> tuple[str, str] | None:
-    """The path of the first array that has another shape in one of two trees, or is in one alone, and both in words."""
-    theirs, own = ({path_name(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(part)}
-                   for part in (held, wanted))  # fmt: skip
-    differ = [path for path in sorted(theirs | own) if theirs.get(path) != own.get(path)]
-    if not differ:
-        return None
-    path = min(differ, key=lambda path: "opt_state" in path.split("/"))  # moments follow from the parameters
-    there, here = (f"is {[*x[path]]}" if path in x else "is not" for x in (theirs, own))
-    return path, f"{path} {there} there, and {here} here"
-
-
-def free(state: State) -> None:
-    """Frees the memory of a state that is not used any more; its shapes and shardings stay known."""
-    for x in jax.tree.leaves(state):
-        if not x.is_deleted():
-            x.delete()
-
-
-def _in_memory_of(like: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """The shapes of the arrays, sharded over the mesh in the memory that each is in: offloaded ones on the host."""
-
-    def placed(shape: jax.ShapeDtypeStruct, x) -> jax.ShapeDtypeStruct:
-        sharding = shape.sharding
-        if isinstance(x, jax.Array) and isinstance(sharding, NamedSharding) and x.sharding.memory_kind:
-            sharding = sharding.with_memory_kind(x.sharding.memory_kind)
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
-    return jax.tree.map(placed, _sharded(shapes, mesh), like)
-
-
-def _sharded(shapes, mesh: Mesh):
-    """The shapes, each with its sharding over the mesh."""
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings(shapes, mesh)
-    )

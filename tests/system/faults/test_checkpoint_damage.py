@@ -1,7 +1,9 @@
 """Checkpoints that are damaged, or cannot be written: each is named, and a good one is used or written in its place."""
 
 import contextlib
+import errno
 import json
+import os
 import random
 import resource
 import shutil
@@ -18,7 +20,8 @@ from jaxrl_llm.config import ConfigError, from_json
 from jaxrl_llm.config.flags import run
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.checkpoint import manager
-from jaxrl_llm.training.checkpoint.manager import Checkpoints, Keep, find
+from jaxrl_llm.training.checkpoint.manager import Checkpoints, find
+from jaxrl_llm.training.checkpoint.orbax_manager import Keep
 from jaxrl_llm.training.update import State
 from tests.system.faults.equality import assert_same_run
 
@@ -308,3 +311,13 @@ def test_a_run_goes_on_before_a_damaged_checkpoint(tiny_run, tmp_path, capsys):
     assert "warning: the checkpoint of step 2 is damaged: the content of" in capsys.readouterr().err
     assert_same_run(tiny_run.output_dir, run)
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EIO, 1), (errno.ENOSPC, 2), (errno.EDQUOT, 2)])
+def test_of_several_processes_a_save_that_failed_ends_the_run(tmp_path, monkeypatch, number, code):
+    """A file system that fails once may work after a new start; one that is full needs somebody to make room."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    monkeypatch.setattr(manager.jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match=f"could not be written to .*{os.strerror(number)}") as raised:
+        checkpoints._fail(OSError(number, os.strerror(number)))
+    assert raised.value.code == code

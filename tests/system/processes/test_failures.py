@@ -169,7 +169,7 @@ def test_configurations_that_differ(together):
 @pytest.mark.slow
 def test_a_process_that_never_comes(together):
     ended = together(3, *script("missing", 1))
-    assert [process.code for process in ended] == [2, 0, 2]
+    assert [process.code for process in ended] == [1, 0, 1]  # its machine may be slow to start: a job manager repeats it
     lines = errors(ended)
     assert lines[0] == lines[2] and "2 of 3 processes have met" in lines[0][0] and "missing: 1;" in lines[0][0]
 
@@ -204,7 +204,7 @@ def test_slurm_is_joined_as_jax_reads_it(together):
 def test_slurm_without_the_other_task(together):
     variables = {"SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
     (ended,) = together(1, *script("missing", 5), environment=[variables | {"SLURM_PROCID": "0"}])
-    assert ended.code == 2
+    assert ended.code == 1
     assert "did not all meet within 3 s (processes.rendezvous_seconds), as Slurm describes it" in ended.err
 
 

@@ -165,7 +165,7 @@ def test_xpk_names_the_workload(launch, tmp_path):
     (call,) = notes(tmp_path)
     assert call["arguments"][:2] == ["workload", "create"]
     assert {"--workload=run-1", "--num-slices=2", "--storage=s", "--max-restarts=10"} <= {*call["arguments"]}
-    assert {"--restart-on-exit-codes=1,2", "--termination-grace-period-seconds=600"} <= {*call["arguments"]}
+    assert {"--restart-on-exit-codes=1", "--termination-grace-period-seconds=600"} <= {*call["arguments"]}
     assert call["arguments"][-1] == "--command=python -u -m jaxrl_llm.train --config=configs/grpo.py"
 
 
