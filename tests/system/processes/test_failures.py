@@ -169,7 +169,7 @@ def test_configurations_that_differ(together):
 @pytest.mark.slow
 def test_a_process_that_never_comes(together):
     ended = together(3, *script("missing", 1))
-    assert [process.code for process in ended] == [1, 0, 1]  # its machine may be slow to start: a job manager repeats it
+    assert [process.code for process in ended] == [1, 0, 1]  # a job manager starts them again
     lines = errors(ended)
     assert lines[0] == lines[2] and "2 of 3 processes have met" in lines[0][0] and "missing: 1;" in lines[0][0]
 
