@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 Array = jax.Array
 
-MODES = ("sequence", "token", "constant", "sequence_sum", "microbatch_token", "rollout_token")
+MODES = ("sequence", "token", "constant", "sequence_sum", "token_sum", "microbatch_token", "rollout_token")
 
 
 def as_float(x) -> Array:
@@ -108,6 +108,7 @@ def loss_weights(
     - `token`: `1 / sum_i len_i`, every token the same (DAPO, arXiv 2503.14476).
     - `constant`: `1 / (R * max_completion_length)` (Dr. GRPO, arXiv 2503.20783).
     - `sequence_sum`: `1 / R`, the mean over rows of each row's token sum.
+    - `token_sum`: 1, the sum over all tokens (the losses of Tinker; verl's `token-sum`).
     - `microbatch_token`: the token mean inside each block of `microbatch_rows` adjacent rows, averaged over the blocks.
       This is TRL's `bnpo`; it is the one mode whose value depends on the micro-batch size.
     - `rollout_token`: `1 / token_count`, with `token_count`, a number (or `[N]`), the tokens of the rollout divided by
@@ -136,6 +137,8 @@ def loss_weights(
         return tokens / (row_count * max_completion_length)
     if mode == "sequence_sum":
         return tokens / row_count
+    if mode == "token_sum":
+        return tokens
     if mode == "microbatch_token":
         return _microbatch_token_weights(tokens, microbatch_rows)
     if mode == "rollout_token":

@@ -717,10 +717,11 @@ KEYS = (
         choices=("token", "sequence")),
     Setting("algorithm.aggregation", "sequence",
         "Average of the token losses: over each row's tokens, then over rows (sequence); over all tokens (token); "
-        "over rows x rollout.max_completion_length (constant); row sums over rows (sequence_sum); "
+        "over rows x rollout.max_completion_length (constant); row sums over rows (sequence_sum); no average but the "
+        "sum over all tokens, as Tinker's losses (token_sum); "
         "over the tokens of each micro-batch (microbatch_token); over an equal share of the rollout's tokens, as "
         "TRL's dapo (rollout_token).",
-        choices=("sequence", "token", "constant", "sequence_sum", "microbatch_token", "rollout_token")),
+        choices=("sequence", "token", "constant", "sequence_sum", "token_sum", "microbatch_token", "rollout_token")),
     Setting("algorithm.reference_samples", 0,
         "Completions of the reference for each prompt, sampled before the first step, whose scores the advantage "
         "reads (a2po); 0 reads them from a column reference_scores.", int, minimum=0),

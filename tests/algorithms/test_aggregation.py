@@ -97,6 +97,7 @@ def test_weighted_sums_are_the_losses_they_name():
     np.testing.assert_allclose(total("token"), row_sums.sum() / mask.sum(), rtol=1e-5)
     np.testing.assert_allclose(total("constant", max_completion_length=32), row_sums.sum() / (8 * 32), rtol=1e-5)
     np.testing.assert_allclose(total("sequence_sum"), row_sums.mean(), rtol=1e-5)
+    np.testing.assert_allclose(total("token_sum"), row_sums.sum(), rtol=1e-5)
     blocks = [(loss[i : i + 2] * mask[i : i + 2]).sum() / mask[i : i + 2].sum() for i in range(0, 8, 2)]
     np.testing.assert_allclose(total("microbatch_token", microbatch_rows=2), np.mean(blocks), rtol=1e-5)
 

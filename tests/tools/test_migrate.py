@@ -963,6 +963,7 @@ def test_aggregations_that_changed_within_verl(tmp_path):
     config = from_verl(tmp_path, gspo, f"{means}=seq-mean-token-sum-norm")
     expect(config, algorithm={"aggregation": "constant"})
     assert "gspo" not in noted_from_verl(tmp_path, gspo, f"{means}=seq-mean-token-mean")
+    expect(from_verl(tmp_path, f"{means}=token-sum"), algorithm={"aggregation": "token_sum"})
     assert "divides by the rows since 0.8" in noted_from_verl(tmp_path, f"{means}=seq-mean-token-sum-norm")
 
 
@@ -2564,6 +2565,22 @@ srun --nodes=2 python -m verl.trainer.main_ppo actor_rollout_ref.model.path="$A"
     )
     flat = " ".join(text.split())
     assert "does not say what $(date +%s), $3 is" in flat and "Qwen3_Qwen3-0.6B" in flat and '"mine"' in flat
+
+
+def test_the_folder_of_a_shell_script(tmp_path):
+    """Scripts find what is beside them by their own path."""
+    script = r"""
+ROOT=$(cd -- "$(dirname "${BASH_SOURCE[0]}")/.." >/dev/null 2>&1 && pwd)
+HERE="$(cd $(dirname $0); pwd)"
+TOP=$(cd "$(git rev-parse --show-toplevel)" && pwd)
+python -m verl.trainer.main_ppo actor_rollout_ref.model.path=$ROOT/m data.train_files=$HERE/a.parquet \
+    trainer.default_local_dir=$TOP/out trainer.experiment_name=$(basename $0 .sh) trainer.total_training_steps=2
+"""
+    (tmp_path / "scripts").mkdir()
+    config, text = migrate(written(tmp_path / "scripts", "run.sh", script))
+    expect(config, model={"path": f"{tmp_path}/m"}, data={"path": f"{tmp_path}/scripts/a.parquet"})
+    flat = " ".join(text.split())
+    assert "does not say what $(cd" in flat and "does not say what $(dirname" not in flat
 
 
 def test_a_group_of_one_in_verl_becomes_two(tmp_path):

@@ -79,6 +79,7 @@ WITHOUT_KL = {
     ),
     "cispo": ({"loss": "cispo", "epsilon_high": 1.1}, -np.minimum(RATIO, 1.1) * ADVANTAGES * LOGPS),
     "gspo": ({"loss": "gspo", "epsilon_low": 0.01, "epsilon_high": 0.02}, clip(SEQUENCE, 0.01, 0.02)),
+    "token sum": ({"aggregation": "token_sum"}, clip(RATIO) * MASK.sum()),
     "token truncate": (
         {"importance_correction": "token_truncate", "importance_max": 1.05, "importance_min": 0.95},
         clip(RATIO) * np.clip(MISMATCH, 0.95, 1.05),

@@ -3,6 +3,7 @@
 import ast
 import fnmatch
 import operator
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePath
@@ -41,8 +42,9 @@ class Shell:
 
     def __init__(self, path: str):
         self.path = path
-        self.variables = {"HOME": str(Path.home()), "PWD": "."}
-        self.arrays: dict[str, list[str]] = {"@": [], "*": []}  # the arguments of the script
+        self.variables = {"HOME": str(Path.home()), "PWD": ".", "0": path, "BASH_SOURCE": path}
+        # The arguments of the script, and the script itself.
+        self.arrays: dict[str, list[str]] = {"@": [], "*": [], "BASH_SOURCE": [path]}
 
     def commands(self, text: str) -> Iterator[list[str]]:
         """Yield the words of each command; assignments have their effect on the commands after them."""
@@ -184,6 +186,9 @@ class Shell:
         words = [word for words in self._lines(command) for word in words]
         if words[:1] == ["pwd"]:
             return "."
+        if words[:1] == ["cd"] and words[-1] == "pwd" and not any("$" in word for word in words):
+            folders = [word for word in words[1:-1] if not word.startswith("-")]
+            return os.path.normpath(folders[0]) if folders else whole
         if len(words) < 2 or any("$" in word for word in words):
             return whole
         if words[0] == "basename":

@@ -38,6 +38,7 @@ MEANS = {
     "seq-mean-token-mean": "sequence",
     "seq-mean-token-sum": "sequence_sum",
     "seq-mean-token-sum-norm": "constant",
+    "token-sum": "token_sum",
 }
 KL = {
     "kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "full": "full",
