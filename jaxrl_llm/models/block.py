@@ -11,7 +11,6 @@ from flax import nnx
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.altup import AltUp, Laurel
 from jaxrl_llm.models.layers import FeedForward, RMSNorm
-from jaxrl_llm.models.mixers.cross_attention import CrossAttention
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer, NoMixer, Passing
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.moe import ExpertsBeside, MixtureOfExperts, Routing
@@ -68,15 +67,16 @@ class Block(nnx.Module):
         to, or None.
         """
         mixed, cache = self.mixer.prefill(normed(self.input_norm, x), inputs, arrays)
-        x, _, routing = self._feed_forward(x, mixed, counted, replayed, seen=inputs.shown and inputs.shown.seen)
-        return x, routing, Passing.of(cache, cache).passed
+        _, passed, gate = Passing.of(cache, cache)
+        x, _, routing = self._feed_forward(x, mixed, gate, counted, replayed)
+        return x, routing, passed
 
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, tuple[Any, jax.Array | None], Any]:
         """Hidden states after the layer, the mixer's cache and the experts `[N,T,k]` of each token, and what layers
         that share this one's get of it."""
         mixed, cache = self.mixer.prefill(normed(self.input_norm, x), inputs, arrays)
-        x, experts, _ = self._feed_forward(x, mixed, seen=inputs.shown and inputs.shown.seen)
-        own, passed = Passing.of(cache, cache)
+        own, passed, gate = Passing.of(cache, cache)
+        x, experts, _ = self._feed_forward(x, mixed, gate)
         return x, (own, experts), passed
 
     def decode(
@@ -84,16 +84,14 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, tuple[Any, jax.Array | None], Any]:
         """The same of the next tokens: the mixer's cache has them."""
         mixed, cache = self.mixer.decode(normed(self.input_norm, x), inputs, prompt, cache, arrays)
-        seen = prompt.seen[:, None] if isinstance(self.mixer, CrossAttention) else None
-        x, experts, _ = self._feed_forward(x, mixed, seen=seen)
-        own, passed = Passing.of(cache, (prompt, cache))
+        own, passed, gate = Passing.of(cache, (prompt, cache))
+        x, experts, _ = self._feed_forward(x, mixed, gate)
         return x, (own, experts), passed
 
     def _feed_forward(
-        self, x, mixed, counted=None, replayed=None, seen=None
+        self, x, mixed, gate=None, counted=None, replayed=None
     ) -> tuple[jax.Array, jax.Array | None, Routing | None]:
-        factor = self.mixer.factor(seen) if isinstance(self.mixer, CrossAttention) else None
-        if factor is not None and not factor.size:  # there are no images, without which the layer adds nothing
+        if gate is not None and not gate.size:
             return x, None, None
         before, x = x, self._added(x, mixed, self.attention_out_norm)
         if self.laurel is not None:
@@ -107,7 +105,7 @@ class Block(nnx.Module):
             out, experts, routing = self.mlp(out, counted, replayed)
         else:
             out = tiled_mlp(self.mlp, out, self.mlp_tile_tokens)
-        out = out if factor is None else out * factor.astype(out.dtype)
+        out = out if gate is None else out * gate.astype(out.dtype)
         return self._added(x, out, self.mlp_out_norm), experts, routing
 
     def finished(self, x, own, streams=None):

@@ -1,4 +1,4 @@
-"""The building blocks of layers: linear maps, RMS norm, the gated feed-forward.
+"""The building blocks of layers: linear maps, norms, the gated feed-forward.
 
 Matmuls run in the compute dtype, norms in fp32.
 """
@@ -216,6 +216,20 @@ class RMSNorm(nnx.Module):
         assert self.scale is not None
         scale = self.scale[...].astype(jnp.float32)
         return scale + self.offset if self.offset else scale
+
+
+class LayerNorm(nnx.Module):
+    """`(x - mean) / std * scale + shift` over the last dimension, in fp32 (arXiv 1607.06450)."""
+
+    def __init__(self, size: int, eps: float, dtype: str):
+        self.scale, self.shift = nnx.Param(jnp.ones((size,), dtype)), nnx.Param(jnp.zeros((size,), dtype))
+        self.eps = eps
+
+    def __call__(self, x):
+        x32 = x.astype(jnp.float32)
+        x32 -= x32.mean(axis=-1, keepdims=True)
+        x32 *= jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return (x32 * self.scale[...].astype(jnp.float32) + self.shift[...].astype(jnp.float32)).astype(x.dtype)
 
 
 def gated(config, gate, up):

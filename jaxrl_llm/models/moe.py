@@ -68,9 +68,9 @@ class Experts(nnx.Module):
 
     def __init__(self, config, rngs: nnx.Rngs):
         width = config.expert_width or config.width
-        self.gate = _Kernels(width, config.expert_ffn, config, rngs) if config.ffn_gate else None
-        self.up = _Kernels(width, config.expert_ffn, config, rngs)
-        self.down = _Kernels(config.expert_ffn, width, config, rngs, "experts.down_proj")
+        self.gate = _StackedLinear(width, config.expert_ffn, config, rngs) if config.ffn_gate else None
+        self.up = _StackedLinear(width, config.expert_ffn, config, rngs)
+        self.down = _StackedLinear(config.expert_ffn, width, config, rngs, "experts.down_proj")
         self.gate_up = _Adapter(width, 2 * config.expert_ffn, config, rngs, "experts.gate_up_proj")
         self.config = config
 
@@ -86,9 +86,9 @@ class Experts(nnx.Module):
 
     def compute(self, method, x, weights, chosen):
         """The same, by the method `dense` or `grouped`, on each device for the experts and tokens it has."""
-        kernels = Kernels(None, self.up.value(x.dtype), self.down.value(x.dtype), up_bias=self.up.added(x.dtype))
+        kernels = Kernels(None, self.up.matrices(x.dtype), self.down.matrices(x.dtype), up_bias=self.up.biases(x.dtype))
         if self.gate is not None:
-            kernels = kernels._replace(gate=self.gate.value(x.dtype), gate_bias=self.gate.added(x.dtype))
+            kernels = kernels._replace(gate=self.gate.matrices(x.dtype), gate_bias=self.gate.biases(x.dtype))
         if (factors := self.gate_up.factors(x.dtype)) is not None:
             gate_b, up_b = jnp.split(factors[1], 2, axis=-1)
             kernels = kernels._replace(gate_up_a=factors[0], gate_b=gate_b, up_b=up_b)
@@ -101,7 +101,7 @@ class Experts(nnx.Module):
             kind=self.config.expert_quantize,
         )
         out = across_devices(method, kernels, x, weights, chosen)
-        if (bias := self.down.added(x.dtype)) is not None:  # here, where no device has a share of it only
+        if (bias := self.down.biases(x.dtype)) is not None:  # here, where no device has a share of it only
             out += _shares(weights, chosen, self.config.experts).astype(x.dtype) @ bias
         return out
 
@@ -138,13 +138,11 @@ def dense(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = Fa
     Numbers in `chosen` that are no expert's add nothing. Matrices are quantised as `kind` says.
     """
     share = _shares(weights, chosen, kernels.experts)
-    gate = None if kernels.gate is None else _einsum("md,edf->emf", x, kernels.gate, kind)
-    up = _einsum("md,edf->emf", x, kernels.up, kind)
-    if gate is not None and kernels.gate_up_a is not None and kernels.gate_b is not None and kernels.up_b is not None:
-        low = jnp.einsum("md,edr->emr", x, kernels.gate_up_a)
-        gate, up = gate + low @ kernels.gate_b, up + low @ kernels.up_b
-    gate = gate if gate is None or kernels.gate_bias is None else gate + kernels.gate_bias[:, None]
-    up = up if kernels.up_bias is None else up + kernels.up_bias[:, None]
+
+    def matmul(x, kernel):
+        return _einsum("md,edf->emf" if x.ndim == 2 else "emd,edf->emf", x, kernel, kind)
+
+    gate, up = _gate_and_up(kernels, x, matmul, lambda bias: bias[:, None])
     share = share.T[..., None].astype(x.dtype)
     if on_inputs:
         hidden = activation(None if gate is None else gate * share, up * share)
@@ -154,6 +152,17 @@ def dense(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = Fa
     if kernels.down_a is not None and kernels.down_b is not None:
         out += jnp.einsum("emr,erd->md", hidden @ kernels.down_a, kernels.down_b)
     return out
+
+
+def _gate_and_up(kernels: Kernels, x, matmul, of_rows) -> tuple[jax.Array | None, jax.Array]:
+    """Gate, if there is one, and up of x, by `matmul(x, kernel)` for all experts; `of_rows(bias)` are those of rows."""
+    gate = None if kernels.gate is None else matmul(x, kernels.gate)
+    up = matmul(x, kernels.up)
+    if gate is not None and kernels.gate_up_a is not None and kernels.gate_b is not None and kernels.up_b is not None:
+        low = matmul(x, kernels.gate_up_a)
+        gate, up = gate + matmul(low, kernels.gate_b), up + matmul(low, kernels.up_b)
+    gate = gate if gate is None or kernels.gate_bias is None else gate + of_rows(kernels.gate_bias)
+    return gate, up if kernels.up_bias is None else up + of_rows(kernels.up_bias)
 
 
 def _einsum(dims: str, x, kernel: Kernel, kind: str) -> jax.Array:
@@ -189,15 +198,7 @@ def grouped(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = 
     copies = jnp.repeat(x, chosen.shape[-1], axis=0)
     copies = copies * weights.reshape(-1, 1).astype(x.dtype) if on_inputs else copies
     copies = _permuted(copies, order, places)
-    gate = None if kernels.gate is None else matmul(copies, kernels.gate)
-    up = matmul(copies, kernels.up)
-    if gate is not None and kernels.gate_up_a is not None and kernels.gate_b is not None and kernels.up_b is not None:
-        low = matmul(copies, kernels.gate_up_a)
-        gate, up = gate + matmul(low, kernels.gate_b), up + matmul(low, kernels.up_b)
-    if kernels.up_bias is not None:
-        expert = jnp.minimum(numbers[order], experts - 1)
-        gate = gate if gate is None or kernels.gate_bias is None else gate + kernels.gate_bias[expert]
-        up = up + kernels.up_bias[expert]
+    gate, up = _gate_and_up(kernels, copies, matmul, lambda bias: bias[jnp.minimum(numbers[order], experts - 1)])
     hidden = activation(gate, up)
     out = matmul(hidden, kernels.down)
     if kernels.down_a is not None and kernels.down_b is not None:
@@ -328,7 +329,9 @@ _as_stored.defvjp(
 )
 
 
-class _Kernels(_Adapter):
+class _StackedLinear(_Adapter):
+    """Stacked matrices `[E,in,out]`, with biases where experts have some and an adapter where `name` is a target."""
+
     def __init__(self, d_in: int, d_out: int, config, rngs: nnx.Rngs, name: str = ""):
         super().__init__(d_in, d_out, config, rngs, name)
         shape, kind, self.qat = (config.experts, d_in, d_out), config.expert_quantize, config.expert_qat
@@ -338,15 +341,16 @@ class _Kernels(_Adapter):
         self.kernel = nnx.Dict(jax.tree.map(nnx.Param, stored)) if isinstance(stored, dict) else nnx.Param(stored)
         self.bias = nnx.Param(jnp.zeros((config.experts, d_out), config.param_dtype)) if config.expert_bias else None
 
-    def value(self, dtype) -> Kernel:
-        """As numbers of `dtype`, or as they are quantised."""
+    def matrices(self, dtype) -> Kernel:
+        """The matrices in `dtype`, or as they are quantised."""
         if isinstance(self.kernel, nnx.Param) and self.qat != "none":
             return _as_stored(self.kernel[...], self.qat, dtype)
         if isinstance(self.kernel, nnx.Param):
             return self.kernel[...].astype(dtype)
         return {name: array[...] for name, array in self.kernel.items()}
 
-    def added(self, dtype):
+    def biases(self, dtype) -> jax.Array | None:
+        """The biases `[E,out]`, None without any."""
         return None if self.bias is None else self.bias[...].astype(dtype)
 
 

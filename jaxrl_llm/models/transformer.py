@@ -251,18 +251,27 @@ class Transformer(nnx.Module):
 
     def _embedded_rows(self, inputs: Inputs) -> tuple[AttentionInputs, jax.Array, ImageEmbeddings | None]:
         """The layout that mixers read, the embeddings `[N,T,D]`, and the images."""
-        tokens, prefixes, c = inputs.tokens, inputs.prefix_segments, self.config
+        tokens, vision = inputs.tokens, self.config.vision
+        segments = jnp.ones_like(tokens) if inputs.segments is None else inputs.segments
+        positions = segment_positions(segments) if inputs.positions is None else inputs.positions
+        images, shown = inputs.images, None
+        if vision is not None and vision.is_read_apart:
+            shown, images = self._shown(inputs, segments), None
+        elif isinstance(images, Images):
+            images = self.encode_images(tokens, segments, images)
+        layout = self._layout(inputs, segments, positions, images)._replace(shown=shown)
+        x = self._embedded(tokens, positions, inputs.noise)
+        if images is not None:
+            x = constrain(with_images(x, images), "rows", "positions", None)
+        return layout, x, images
+
+    def _layout(self, inputs: Inputs, segments, positions, images: ImageEmbeddings | None) -> AttentionInputs:
+        """Which tokens see each other in rows of these segments and positions `[N,T]`, and how they are rotated."""
+        tokens, prefixes, c, runs = inputs.tokens, inputs.prefix_segments, self.config, None
         if prefixes is not None and not c.shares_prefixes:
             raise ConfigError(
                 "rows of a group share a prefix, which this model's layers cannot: set batch.packing to false"
             )
-        segments = jnp.ones_like(tokens) if inputs.segments is None else inputs.segments
-        positions = segment_positions(segments) if inputs.positions is None else inputs.positions
-        images, runs, shown = inputs.images, None, None
-        if c.vision is not None and c.vision.is_read_apart:
-            shown, images = self._shown(inputs, segments), None
-        elif isinstance(images, Images):
-            images = self.encode_images(tokens, segments, images)
         both_ways = "" if images is None or c.vision is None else c.vision.bidirectional
         if c.sees_prompts:
             in_prompt = inputs.in_prompt
@@ -290,15 +299,10 @@ class Transformer(nnx.Module):
             rotary = images.positions[..., jnp.array(c.rope_axes)]
             shift = images.positions.max(axis=(1, 2)) + 1 - (segments != 0).sum(axis=1)
         inv_freq = long_row_frequencies(c.rope, c.rotated_size, segments, positions)
-        x = self._embedded(tokens, positions, inputs.noise)
-        if images is not None:
-            x = constrain(with_images(x, images), "rows", "positions", None)
-        causal = runs is None
         whole = runs if c.sees_prompts and c.sliding_layers else None  # those of images are seen within the window
-        layout = AttentionInputs(
-            positions, segments, mask, by_mask, causal, sliding_mask, whole, inv_freq, rotary, shift, shown=shown
-        )  # fmt: skip
-        return layout, x, images
+        return AttentionInputs(
+            positions, segments, mask, by_mask, runs is None, sliding_mask, whole, inv_freq, rotary, shift
+        )
 
     def _shown(self, inputs: Inputs, segments) -> ShownImages:
         """The images of rows that layers read, none where there are none."""

@@ -362,19 +362,23 @@ def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) ->
     elif by == "cudnn":
         out = cudnn_attention(q, k, v, mask, sinks)
     else:
-        out = _in_blocks(config, q, k, v, mask, sinks, inputs.causal)
+        out = in_blocks(config, q, k, v, mask, sinks, inputs.causal)
     out = constrain(out[..., :size], "rows", *query_dims, None, None)
     return constrain(out, "rows", "positions", "heads", None, None)
 
 
-def _in_blocks(config, q, k, v, mask, sinks, causal: bool):
-    # A block of causal queries sees no key behind it: of a long row, half of the scores are never formed.
+def in_blocks(config, q, k, v, mask, sinks=None, causal: bool = False) -> jax.Array:
+    """`attend` in plain XLA, of queries `[N,T,J,H/J,d]` to keys and values `[N,S,J,d]`, with a mask `[N,T,S]`.
+
+    Queries come in blocks. A block of causal ones sees no key behind it: of a long row, half of the scores are never
+    formed.
+    """
     length = q.shape[1]
     size = length if context_shards() > 1 else max(-(-length // QUERY_BLOCKS), SMALLEST_BLOCK)
     blocks = []
     for start in range(0, length, size):
         end = min(start + size, length)
-        size_seen = end if causal else length
+        size_seen = end if causal else k.shape[1]
         queries, seen = q[:, start:end], mask[:, start:end, :size_seen]
         keys, values = k[:, :size_seen], v[:, :size_seen]
         scores = jnp.einsum("ntjrd,nsjd->njrts", queries, keys, preferred_element_type=jnp.float32)

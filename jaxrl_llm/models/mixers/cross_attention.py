@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.distributed.sharding import constrain, context_shards
+from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.kernels.decode_attention import MASKED
 from jaxrl_llm.models.kernels.fused_attention import cudnn_attention, implementation
 from jaxrl_llm.models.layers import Linear, RMSNorm
-from jaxrl_llm.models.mixers.attention import QUERY_BLOCKS, SMALLEST_BLOCK, einsum
-from jaxrl_llm.models.mixers.mixer import AttentionInputs, Cacheless, DecodeInputs, LayerConfig
+from jaxrl_llm.models.mixers.attention import einsum, in_blocks
+from jaxrl_llm.models.mixers.mixer import AttentionInputs, Cacheless, DecodeInputs, LayerConfig, Passing
 
 
 class ImageKeyValues(NamedTuple):
@@ -53,43 +53,40 @@ class CrossAttention(Cacheless, nnx.Module):
         """None: how many images rows have is not known."""
         return 0.0 * tokens
 
-    def factor(self, seen) -> jax.Array:
-        """What multiplies the outputs of the feed-forward, `[..., 1]` of tokens that see `[..., M]`; of no size where
-        there is nothing that could be seen."""
-        if not seen.shape[-1]:
-            return jnp.zeros((0,))
-        return seen.any(-1, keepdims=True) * jnp.tanh(self.mlp_gate[...].astype(jnp.float32))
-
-    def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, ImageKeyValues]:
-        """Output `[N,T,D]`, and the keys and values of what the last token of each row sees."""
+    def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, Passing]:
+        """Output `[N,T,D]`, keys and values of what the last token of each row sees, and the feed-forward's gate."""
         assert inputs.shown is not None
-        c, length, (states, seen) = self.config, x.shape[1], inputs.shown
+        c, (states, seen) = self.config, inputs.shown
         if not states.shape[1]:
             none = jnp.zeros((len(x), c.kv_heads, 0, c.head_dim), x.dtype)
-            return jnp.zeros_like(x), ImageKeyValues(none, none, seen[:, -1])
+            cache = ImageKeyValues(none, none, seen[:, -1])
+            return jnp.zeros_like(x), Passing(cache, cache, self._gate(seen))
         k, v = (a.reshape(*states.shape[:2], c.kv_heads, -1) for a in (self.k(states), self.v(states)))
         k, v = (constrain(a, "rows", None, "heads", None) for a in (self.k_norm(k), v))
         keys, values = (constrain(a.swapaxes(1, 2), "rows", "heads", None, None) for a in (k, v))
         cache, q = ImageKeyValues(keys, values, seen[:, -1]), self._queries(x)
-        if implementation(c, length, True) == "cudnn":
+        if implementation(c, x.shape[1], True) == "cudnn":
             # Where nothing is seen it would divide by zero; what it gives there is left out below.
-            return self._output(cudnn_attention(q, k, v, seen | ~seen.any(-1, keepdims=True)), seen, x), cache
-        size, blocks = length if context_shards() > 1 else max(-(-length // QUERY_BLOCKS), SMALLEST_BLOCK), []
-        for start in range(0, length, size):
-            queries, own = q[:, start : start + size], seen[:, start : start + size]
-            scores = jnp.einsum("ntjrd,nmjd->njrtm", queries, k, preferred_element_type=jnp.float32)
-            weights = jax.nn.softmax(jnp.where(own[:, None, None], scores, MASKED), axis=-1)
-            blocks.append(jnp.einsum("njrtm,nmjd->ntjrd", weights.astype(v.dtype), v))
-        return self._output(jnp.concatenate(blocks, axis=1), seen, x), cache
+            out = cudnn_attention(q, k, v, seen | ~seen.any(-1, keepdims=True))
+        else:
+            out = in_blocks(c, q, k, v, seen)
+        return self._output(out, seen, x), Passing(cache, cache, self._gate(seen))
 
-    def decode(self, x, inputs: DecodeInputs, prompt: ImageKeyValues, cache, arrays) -> tuple[jax.Array, tuple]:
-        """The next W tokens of each row: output `[G,R*W,D]`, and no row cache."""
+    def decode(self, x, inputs: DecodeInputs, prompt: ImageKeyValues, cache, arrays) -> tuple[jax.Array, Passing]:
+        """The next W tokens of each row: output `[G,R*W,D]`, no row cache, and the feed-forward's gate."""
+        seen = prompt.seen[:, None]
         if not prompt.k.shape[-2]:
-            return jnp.zeros_like(x), ()
+            return jnp.zeros_like(x), Passing((), (), self._gate(seen))
         scores = einsum("gtjrd,gjmd->gjrtm", self._queries(x), prompt.k)
         weights = jax.nn.softmax(jnp.where(prompt.seen[:, None, None, None], scores, MASKED), axis=-1)
         out = einsum("gjrtm,gjmd->gtjrd", weights.astype(x.dtype), prompt.v).astype(x.dtype)
-        return self._output(out, prompt.seen[:, None], x), ()
+        return self._output(out, seen, x), Passing((), (), self._gate(seen))
+
+    def _gate(self, seen) -> jax.Array:
+        """The gate `[..., 1]` of tokens that see `[..., M]`; of no size where there is nothing that could be seen."""
+        if not seen.shape[-1]:
+            return jnp.zeros((0,))
+        return seen.any(-1, keepdims=True) * jnp.tanh(self.mlp_gate[...].astype(jnp.float32))
 
     def _queries(self, x) -> jax.Array:
         """`[..., t, J, H/J, d]`, scaled."""

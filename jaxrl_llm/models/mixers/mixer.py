@@ -62,14 +62,15 @@ class DecodeInputs(NamedTuple):
 
 
 class Passing(NamedTuple):
-    """A cache, and what is passed on to the layers that share some of this one's work, in place of its caches."""
+    """A cache, and what else the layer and others get of a mixer."""
 
     cache: Any
-    passed: Any
+    passed: Any  # on to the layers that share some of this one's work, in place of its caches
+    gate: jax.Array | None = None  # [..., 1] times the outputs of the feed-forward; of no size: the layer adds nothing
 
     @classmethod
     def of(cls, cache, caches) -> "Passing":
-        """The cache that a mixer returns, with what it passes on: the `caches`, unless it says otherwise."""
+        """What a mixer returns beside its outputs: a Passing, or a cache, for which the `caches` are passed on."""
         return cache if isinstance(cache, Passing) else cls(cache, caches)
 
 
@@ -106,8 +107,8 @@ class Mixer(Protocol):
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, Any]:
         """Outputs `[N,T,D]` of x `[N,T,D]`, and the caches of rows that are prompts, padded on the left.
 
-        Where other layers share this one's, they read these caches (of `decode`, the prompt's and the row's), or what
-        a `Passing` has.
+        Where other layers share this one's, they read these caches (of `decode`, the prompt's and the row's). A
+        `Passing` in their place says otherwise.
         """
         ...
 

@@ -6,7 +6,6 @@ choice has no gradient, so that training keeps the indexer as it is. It may serv
 and are not rated. Letters: i heads of the indexer, e numbers of each; others as in latent_attention.py.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.distributed.sharding import constrain
-from jaxrl_llm.models.layers import Linear, RMSNorm
+from jaxrl_llm.models.layers import LayerNorm, Linear
 from jaxrl_llm.models.mixers.attention import AttentionArrays, einsum, write_tokens
 from jaxrl_llm.models.mixers.latent_attention import NORM_EPS, LatentAttention
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, Passing
@@ -37,8 +36,7 @@ class Indexer(nnx.Module):
         self.config = c = config
         self.q = Linear(c.query_rank, c.index_heads * c.index_head_dim, c, rngs)
         self.k = Linear(c.width, c.index_head_dim, c, rngs)
-        layer_norm = {"norm_eps": NORM_EPS, "norm_centred": True, "norm_bias": True}
-        self.k_norm = RMSNorm(c.index_head_dim, dataclasses.replace(c, **layer_norm), rngs)
+        self.k_norm = LayerNorm(c.index_head_dim, NORM_EPS, c.param_dtype)
         self.proj = Linear(c.width, c.index_heads, c, rngs)
 
     def __call__(self, x, residual, positions, arrays: AttentionArrays):

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.models.layers import FeedForward, Linear, RMSNorm
-from jaxrl_llm.models.vision.siglip import LayerNorm, norm_of
+from jaxrl_llm.models.layers import FeedForward, LayerNorm, Linear, RMSNorm
+from jaxrl_llm.models.vision.layers import norm_of
 
 
 class Merger(nnx.Module):

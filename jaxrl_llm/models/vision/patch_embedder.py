@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.distributed.sharding import constrain
-from jaxrl_llm.models.layers import Linear, RMSNorm
+from jaxrl_llm.models.layers import LayerNorm, Linear, RMSNorm
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, Tokens
-from jaxrl_llm.models.vision.siglip import LayerNorm
 
 EPS = 1e-5  # of the layer norms
 

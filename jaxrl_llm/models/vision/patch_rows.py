@@ -21,8 +21,8 @@ from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.layers import FeedForward, Linear, over_rms, stacked
 from jaxrl_llm.models.rope import rotate
 from jaxrl_llm.models.vision.clipped import ClippedLinear
+from jaxrl_llm.models.vision.layers import PatchFeedForward, by_head, norm_of
 from jaxrl_llm.models.vision.mergers import MERGERS, Merger
-from jaxrl_llm.models.vision.siglip import PatchFeedForward, by_head, norm_of
 
 BLOCK = 1024  # queries of a row that see their image at once, where there are more: scores are [BLOCK,P]
 

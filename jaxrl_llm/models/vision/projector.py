@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.models.layers import Linear, RMSNorm
-from jaxrl_llm.models.vision.siglip import LayerNorm
+from jaxrl_llm.models.layers import LayerNorm, Linear, RMSNorm
 
 
 def pixel_shuffle(x, factor: int) -> jax.Array:

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.distributed.sharding import constrain
-from jaxrl_llm.models.layers import ACTIVATIONS, Linear, RMSNorm, stacked
-
-CUDNN_HEAD = 128  # the largest heads that cuDNN takes on every GPU
+from jaxrl_llm.models.layers import LayerNorm, Linear, stacked
+from jaxrl_llm.models.vision.layers import PatchFeedForward, attention_kernel, by_head, norm_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,32 +49,6 @@ class SiglipConfig:
         return self.width
 
 
-class LayerNorm(nnx.Module):
-    """`(x - mean) / std * scale + shift` over the last dimension, in fp32 (arXiv 1607.06450)."""
-
-    def __init__(self, size: int, eps: float, dtype: str):
-        self.scale, self.shift = nnx.Param(jnp.ones((size,), dtype)), nnx.Param(jnp.zeros((size,), dtype))
-        self.eps = eps
-
-    def __call__(self, x):
-        x32 = x.astype(jnp.float32)
-        x32 -= x32.mean(axis=-1, keepdims=True)
-        x32 *= jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return (x32 * self.scale[...].astype(jnp.float32) + self.shift[...].astype(jnp.float32)).astype(x.dtype)
-
-
-def norm_of(kind: str, size: int, eps: float, net: Any, rngs: nnx.Rngs) -> Any:
-    """A norm over `size` numbers, of the kind `layer` or `rms`."""
-    if kind == "layer":
-        return LayerNorm(size, eps, net.param_dtype)
-    return RMSNorm(size, dataclasses.replace(net, norm_eps=eps, norm_offset=0.0), rngs)
-
-
-def by_head(x, heads: int) -> jax.Array:
-    """x `[N,P,D]` as `[N,P,heads,D/heads]`, sharded over heads where the mesh shards them."""
-    return constrain(x.reshape(*x.shape[:2], heads, -1), "rows", None, "heads", None)
-
-
 class PatchAttention(nnx.Module):
     """Attention of every patch of a tile to all of them."""
 
@@ -93,23 +66,8 @@ class PatchAttention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (by_head(a, self.heads) for a in (q, k, v))
-        size = q.shape[-1]
-        fused = jax.default_backend() == "gpu" and q.dtype.itemsize == 2 and size % 8 == 0 and size <= CUDNN_HEAD
-        kernel = "cudnn" if fused and self.kind != "xla" else "xla"
+        kernel = attention_kernel(q, self.kind)
         return self.out(jax.nn.dot_product_attention(q, k, v, implementation=kernel).reshape(x.shape))
-
-
-class PatchFeedForward(nnx.Module):
-    """`fc2(activation(fc1(x)))`."""
-
-    def __init__(self, config: Any, net: Any, rngs: nnx.Rngs):
-        """`config` is that of an encoder."""
-        self.fc1 = Linear(config.width, config.ffn, net, rngs, True, "fc1")
-        self.fc2 = Linear(config.ffn, config.width, net, rngs, True, "fc2")
-        self.activation = ACTIVATIONS[config.activation]
-
-    def __call__(self, x):
-        return self.fc2(constrain(self.activation(self.fc1(x)), "rows", None, "ffn"))
 
 
 class EncoderLayer(nnx.Module):

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.distributed.sharding import constrain
-from jaxrl_llm.models.layers import Linear, stacked
-from jaxrl_llm.models.vision.siglip import CUDNN_HEAD, LayerNorm, Patches, PatchFeedForward, SiglipConfig, by_head
+from jaxrl_llm.models.layers import LayerNorm, Linear, stacked
+from jaxrl_llm.models.vision.layers import PatchFeedForward, attention_kernel, by_head
+from jaxrl_llm.models.vision.siglip import Patches, SiglipConfig
 
 MULTIPLE = 8  # the patches of a tile, and its class token, are padded to a multiple of that
 NUMBERS = 2  # of an image: the number of its grid's shape, from 1, and its tiles
@@ -57,9 +58,7 @@ class TiledAttention(nnx.Module):
 
     def __call__(self, x, pads):
         q, k, v = (by_head(linear(x), self.heads) for linear in (self.q, self.k, self.v))
-        size = q.shape[-1]
-        fused = jax.default_backend() == "gpu" and q.dtype.itemsize == 2 and size % 8 == 0 and size <= CUDNN_HEAD
-        kernel = "cudnn" if fused and self.kind != "xla" else "xla"
+        kernel = attention_kernel(q, self.kind)
 
         def attend(part):
             queries, own = part
