@@ -2,7 +2,8 @@
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -181,34 +182,58 @@ def unpack(packed: np.ndarray) -> list[Rollouts]:
     return [batch_of(texts, str(index)) for index, texts in enumerate(json.loads(arrays["texts"].tobytes()))]
 
 
+# Of `Rollouts`, what has an entry for each row or prompt: lists, and trees of arrays.
+OF_ROWS = (
+    "rollout", "prompts", "completions", "rewards", "turns", "images", "parts", "roles", "environments",
+    "reference_scores",
+)  # fmt: skip
+
+
+def _by_rows(function: Callable[..., Any], batches: Sequence[Rollouts]) -> Rollouts:
+    """The first of the batches, on the host, with `function` of what all have of their rows in its place."""
+    first = batches[0]
+    found: dict[str, Any] = {
+        name: jax.tree.map(function, *(getattr(x, name) for x in batches), is_leaf=lambda x: isinstance(x, list))
+        for name in OF_ROWS
+    }
+    columns = {name: function(*(x.logged.columns[name] for x in batches)) for name in first.logged.columns}
+    if first.partial is not None:
+        versions = function(*(x.partial.versions for x in batches if x.partial is not None))
+        found["partial"] = first.partial._replace(versions=versions)
+    if first.greedy is not None:
+        found["greedy"] = _by_rows(function, [x.greedy for x in batches if x.greedy is not None])
+    return first._replace(logged=first.logged._replace(columns=columns), **found)
+
+
+def share_of(batch: Rollouts, index: int, count: int) -> Rollouts:
+    """One of `count` equal shares of the rows of a batch whose arrays are on the host."""
+
+    def own(x: Any) -> Any:
+        size = len(x) // count
+        return x[index * size : (index + 1) * size]
+
+    return _by_rows(own, [batch])
+
+
+def joined(shares: Sequence[Rollouts]) -> Rollouts:
+    """The batch of its shares, on the host."""
+    if len(shares) == 1:
+        return shares[0]
+    return _by_rows(lambda *own: [*chain(*own)] if isinstance(own[0], list) else np.concatenate(own), shares)
+
+
 def placed(batch: Rollouts, mesh: Mesh) -> Rollouts:
     """The batch of `unpack` with its rows sharded over `mesh`; of the rest, what belongs to the rows of this process.
 
     What was logged as numbers, which are added up over processes, is the first one's.
     """
     group = RowGroup.of(mesh)
+    return placed_share(share_of(batch, group.index, group.count), mesh)
 
-    def own(x: Any) -> Any:
-        size = len(x) // group.count
-        return x[group.index * size : (group.index + 1) * size]
 
-    def sharded(tree: Any) -> Any:
-        return rows_to_global(jax.tree.map(own, tree), mesh)
-
-    logged, partial = batch.logged, batch.partial
-    columns = {name: own(values) for name, values in logged.columns.items()}
-    return batch._replace(
-        rollout=sharded(batch.rollout),
-        images=sharded(batch.images),
-        prompts=own(batch.prompts),
-        completions=own(batch.completions),
-        rewards=own(batch.rewards),
-        logged=logged._replace(columns=columns) if jax.process_index() == 0 else Logged({}, {}, columns),
-        turns=jax.tree.map(own, batch.turns),
-        parts=jax.tree.map(own, batch.parts),
-        roles=None if batch.roles is None else own(batch.roles),
-        environments=None if batch.environments is None else own(batch.environments),
-        reference_scores=None if batch.reference_scores is None else own(batch.reference_scores),
-        partial=None if partial is None else partial._replace(versions=own(partial.versions)),
-        greedy=None if batch.greedy is None else placed(batch.greedy, mesh),
-    )
+def placed_share(batch: Rollouts, mesh: Mesh) -> Rollouts:
+    """As `placed`, of the share of the batch that is of this process's rows."""
+    rollout, images = rows_to_global((batch.rollout, batch.images), mesh)
+    logged = batch.logged if jax.process_index() == 0 else Logged({}, {}, batch.logged.columns)
+    greedy = None if batch.greedy is None else placed_share(batch.greedy, mesh)
+    return batch._replace(rollout=rollout, images=images, logged=logged, greedy=greedy)

@@ -5,31 +5,33 @@ so that nothing of a run that was killed is ever read:
 
 | file | written by | holds |
 |---|---|---|
-| `start.json` | learner 0 | the name of the folder, and the settings of the run |
-| `learner.json`, `sampler_R.json` | each | a sign of life; of a sampler that has failed its error |
+| `start.json` | learner 0 | the name of the folder, the settings of the run, and the shares of a batch |
+| `learner.json`, `sampler_R.json` | each | a sign of life; of a sampler its newest batch, or its error |
+| `FOLDER/jobs.json` | learner 0 | the policies, the newest step that was taken; at the end the exit code and error |
 | `FOLDER/policy_V_A_B` | learner 0 | the policy of V updates, by which batches A to B are sampled |
-| `FOLDER/batch_K` | sampler K mod R | the batch of step K with texts, log-probs and rewards |
-| `FOLDER/end.json` | learner 0 | the exit code of the learners, and their error |
+| `FOLDER/batch_K` | sampler K mod R | the batch of step K with texts, log-probs and rewards, in shares |
 
-A file gets its name when it is complete, and its checksum is compared when it is read. A policy is written as what
-differs from the file before (`models/files/weight_changes.py`), and whole every sixteenth time. Which policy samples
-which batch is that of `RolloutQueue`, whatever the timing. A checkpoint holds the batches that are made and not trained
-on yet, as that of one process does: a run that goes on needs no file of these.
+A file gets its name when it is complete, and its checksum is compared when it is read. None is looked for before one
+that is there always names it: a client of NFS believes for up to a minute (acdirmax, nfs(5)) that a name which it did
+not find is not there. A policy is written as what differs from the file before (`models/files/weight_changes.py`), and
+whole every sixteenth time; of a batch each learner reads the share of its own rows. Which policy samples which batch is
+that of `RolloutQueue`, whatever the timing. A checkpoint holds the batches that are made and not trained on yet, as
+that of one process does: a run that goes on needs no file of these.
 """
 
 import contextlib
 import errno
 import hashlib
 import json
+import logging
 import math
 import os
-import re
 import shutil
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,18 +45,23 @@ from jaxrl_llm.config.resolve import exit_code
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.processes import AgreedError
+from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import gathered
 from jaxrl_llm.models.adapters.lora import split
 from jaxrl_llm.models.files.weight_changes import ENCODING, apply, as_bytes, changes
 from jaxrl_llm.models.net import Params
 from jaxrl_llm.training.checkpoint.outputs import writing
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.rollouts.experience import Rollouts, pack, placed, unpack
+from jaxrl_llm.training.rollouts.experience import Rollouts, joined, pack, placed, placed_share, unpack
 from jaxrl_llm.training.rollouts.rollout_queue import Produce
 
-FOLDER, START, END, LEARNER = "rollouts", "start.json", "end.json", "learner.json"
-POLICY = re.compile(r"policy_(\d+)_(\d+)_(\d+)")
+log = logging.getLogger(__name__)
+
+FOLDER, START, JOBS, LEARNER = "rollouts", "start.json", "jobs.json", "learner.json"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+OWN = uuid.uuid4().hex[:12]  # of this process: containers have the same process ids
 POLL_SECONDS = 0.1
+ROOM_SECONDS = 5.0  # between two tries to write to a full disk
 AT_ONCE = 1 << 28  # bytes of an array that are copied to all devices at once
 WHOLE_EVERY = 16  # policies: a sampler that starts late reads at most so many files
 WHOLE_FROM = 0.5  # the share of an array's numbers: of 32 bits nearly all change, and packing costs more than it saves
@@ -71,32 +78,55 @@ class Rendezvous(NamedTuple):
     silence_seconds: float  # for each that follows
 
 
-def write_file(path: Path, header: dict[str, Any], payload: bytes = b"") -> None:
-    """Write `header` and `payload` under the name, which the file has once it is complete."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    header = {**header, "sha256": hashlib.sha256(payload).hexdigest()}
-    with temporary.open("wb") as file:
-        file.write(json.dumps(header).encode() + b"\n")
-        file.write(payload)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def write_file(
+    path: Path, header: dict[str, Any], parts: bytes | Sequence[bytes] = b"", wait_seconds: float = 0.0
+) -> None:
+    """Write `header` and the parts under the name, which the file has once it is complete.
+
+    Waits so long for room on a disk that is full, and raises ConfigError where none comes; 0 raises OSError.
+    """
+    parts = [parts] if isinstance(parts, bytes) else parts
+    header = {**header, "parts": [[len(part), hashlib.sha256(part).hexdigest()] for part in parts]}
+    temporary, began, told = path.with_name(f".{path.name}.{OWN}"), time.monotonic(), False
+    while True:
+        try:
+            with temporary.open("wb") as file:
+                file.write(json.dumps(header).encode() + b"\n")
+                file.writelines(parts)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            return
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)  # it takes room
+            if error.errno not in FULL or not wait_seconds:
+                raise
+            if (left := began + wait_seconds - time.monotonic()) <= 0:
+                raise ConfigError(
+                    f"{path} cannot be written: {error.strerror}; make room, or set another output_dir"
+                ) from error
+            if not told:
+                log.warning("%s cannot be written: %s; waiting %.0f s for room", path, error.strerror, wait_seconds)
+            told = True
+            time.sleep(min(left, ROOM_SECONDS))
 
 
-def read_file(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Header and payload; raises ConfigError when they are not as they were written, OSError without the file."""
+def read_file(path: Path, part: int = 0) -> tuple[dict[str, Any], bytes]:
+    """Header and one part; raises ConfigError when they are not as they were written, OSError without the file."""
     for more in (2, 1, 0):
         try:
-            content = path.read_bytes()
+            with path.open("rb") as file, contextlib.suppress(ValueError, TypeError, LookupError):
+                header = json.loads(file.readline())
+                parts = header.pop("parts")
+                file.seek(sum(size for size, _ in parts[:part]), os.SEEK_CUR)
+                found = file.read(parts[part][0])
+                if hashlib.sha256(found).hexdigest() == parts[part][1]:
+                    return header, found
             break
         except OSError as error:  # NFS: another machine has replaced the file since it was opened
             if error.errno != errno.ESTALE or not more:
                 raise
-    text, _, payload = content.partition(b"\n")
-    with contextlib.suppress(ValueError):
-        header = json.loads(text)
-        if header.pop("sha256", None) == hashlib.sha256(payload).hexdigest():
-            return header, payload
     raise ConfigError(f"{path} is damaged: start the run again, which goes on from its newest checkpoint")
 
 
@@ -278,7 +308,7 @@ class FileQueue:
         self._asked = 0  # policies so far
         self._seconds: dict[int, dict[str, float]] = {}
         self._first = jax.process_index() == 0
-        self._folder = rendezvous.folder
+        self._folder, self._jobs = rendezvous.folder, dict[str, Any](policies=[], taken=0)
 
     def __enter__(self) -> "FileQueue":
         self._folder = self._rendezvous.folder / processes.gather(uuid.uuid4().hex)[0]
@@ -288,11 +318,10 @@ class FileQueue:
                     if path.is_dir():
                         shutil.rmtree(path, ignore_errors=True)  # of an earlier start
                 self._folder.mkdir()
-                learner = read_facts(self._rendezvous.folder / LEARNER)["process"]
-                write_file(
-                    self._rendezvous.folder / START,
-                    {"folder": self._folder.name, "learner": learner, "settings": self._facts},
-                )
+                self._tell()
+                start = {"folder": self._folder.name, "settings": self._facts, "shares": RowGroup.of(self._mesh).count}
+                start["learner"] = read_facts(self._rendezvous.folder / LEARNER)["process"]
+                write_file(self._rendezvous.folder / START, start)
         files = [self._rendezvous.folder / f"sampler_{index}.json" for index in range(self._rendezvous.samplers)]
         self._readers = [HeartbeatReader(file, self._rendezvous) for file in files]
         return self
@@ -304,9 +333,9 @@ class FileQueue:
         if error is not None:
             code = error.code if isinstance(error, SystemExit) else exit_code(error)
         with contextlib.suppress(OSError):  # the error itself is shown, and samplers see that the learners are silent
-            write_file(self._folder / END, {"code": code, "error": "" if error is None else str(error)})
+            self._tell(end={"code": code, "error": "" if error is None else str(error)})
             for path in self._folder.iterdir():
-                if path.name != END:
+                if path.name != JOBS:
                     path.unlink(missing_ok=True)
             for path in self._rendezvous.folder.glob("sampler_*.json"):
                 if "error" in read_facts(path):  # it is told
@@ -321,24 +350,26 @@ class FileQueue:
             with self._watch("publish"):
                 metrics = self._ask(params, version, newest + 1, last)
         step = version + 1
-        ready = sum(not isinstance(x, int) or self._path(x).exists() for x in self._queue)
+        for reader in self._readers:
+            reader.look()
+        ready = sum(not isinstance(x, int) or self._is_made(x) for x in self._queue)
         with self._watch("rollout_wait"):
-            rollouts = self._loaded(0)
-        self._queue.popleft()
-        with processes.all_or_none():
-            rollouts = placed(rollouts, self._mesh)
+            rollouts = self._queue.popleft()
+            if isinstance(rollouts, int):
+                rollouts = self._read(step, RowGroup.of(self._mesh).index)
+                rollouts = placed_share(rollouts, self._mesh)
+            else:
+                rollouts = placed(rollouts, self._mesh)
         if self._first:
-            with writing(self._folder):
-                # Before the files go: a new sampler makes no such batch.
-                write_file(self._folder / "taken", {"step": step})
-            self._path(step).unlink(missing_ok=True)
             # Files of changes need those before them, back to a whole one: as far as a batch is still to come of them.
             done = sum(last <= step for last, _, _ in self._policies)
             wholes = [place for place, (_, _, base) in enumerate(self._policies[: done + 1]) if not base]
-            first = max(wholes, default=0)  # none of a queue that a checkpoint filled
-            for _, path, _ in self._policies[:first]:
+            gone = self._policies[: max(wholes, default=0)]  # none of a queue that a checkpoint filled
+            self._policies = self._policies[len(gone) :]
+            with writing(self._folder):
+                self._tell(taken=step)  # before the files go: a new sampler makes no such batch
+            for path in (self._path(step), *(path for _, path, _ in gone)):
                 path.unlink(missing_ok=True)
-            self._policies = self._policies[first:]
         metrics |= {"rollout/age": np.float32(version - rollouts.version), "rollout/queue": np.float32(ready)}
         return rollouts, metrics | self._seconds.pop(step, {})
 
@@ -348,8 +379,9 @@ class FileQueue:
     def get_arrays(self) -> dict[str, Any]:
         """The batches of the queue as the tree of arrays that a checkpoint holds, by name; waits for them."""
         with self._watch("rollout_wait"):
-            batches = [self._loaded(place) for place in range(len(self._queue))]
-        return {"queue": {"bytes": pack(batches)}} if batches else {}
+            for place, batch in enumerate(self._queue):
+                self._queue[place] = self._read(batch) if isinstance(batch, int) else batch
+        return {"queue": {"bytes": pack(self._queue)}} if self._queue else {}
 
     def restore(self, arrays: dict[str, Any]) -> None:
         """Take up the batches that `arrays` hold; rows are placed when they are taken."""
@@ -357,6 +389,17 @@ class FileQueue:
 
     def _path(self, step: int) -> Path:
         return self._folder / f"batch_{step:08d}"
+
+    def _tell(self, **facts: Any) -> None:
+        """Write the facts, beside those of earlier calls, and the names of the policies to where samplers look."""
+        self._jobs |= {**facts, "policies": [path.name for _, path, _ in self._policies]}
+        write_file(self._folder / JOBS, self._jobs, wait_seconds=self._rendezvous.silence_seconds)
+
+    def _is_made(self, step: int) -> bool:
+        """True once the sampler of a step says, in the newest sign of life that was looked at, that its batch is
+        there."""
+        facts = self._readers[step % self._rendezvous.samplers].facts
+        return facts.get("folder") == self._folder.name and facts.get("made", 0) >= step
 
     def _ask(self, params: Params, version: int, first: int, last: int) -> dict[str, np.float32]:
         """Have the batches of the steps sampled by the policy, of the prompts that come next; metrics of its file."""
@@ -370,41 +413,41 @@ class FileQueue:
                     metrics["weights/changed_share"] = np.float32(changed / sum(x.size for x in arrays.values()))
                     metrics["weights/written_share"] = np.float32(len(payload) / sum(x.nbytes for x in arrays.values()))
                 facts = {"arrays": index, "base": base, "encoding": ENCODING, "pipeline": self._pipeline.get_state()}
-                write_file(path, facts, payload)
+                write_file(path, facts, payload, self._rendezvous.silence_seconds)
                 self._policies.append((last, path, base))
                 self._written, self._asked = (path.name, arrays), self._asked + 1
+                self._tell()
         for step in range(first, last + 1):
             next(self._pipeline)
             self._queue.append(step)
         return metrics
 
-    def _loaded(self, place: int) -> Rollouts:
-        """The batch at a place of the queue, once it is there.
+    def _read(self, step: int, share: int | None = None) -> Rollouts:
+        """A share of the rows of a step, all of them without a number, on the host, once they are there.
 
         Raises ConfigError for a sampler that has failed, or shows no sign of life, which is no error of the user's.
         """
-        batch = self._queue[place]
-        if not isinstance(batch, int):
-            return batch
+        index = step % self._rendezvous.samplers
         with processes.all_or_none():
-            path, index = self._path(batch), batch % self._rendezvous.samplers
-            while not path.exists():
+            while not self._is_made(step):
                 reader, name = self._readers[index], f"sampler {index} of {self._rendezvous.samplers}"
                 alive = reader.look()
                 if reader.failed:
                     error, code = reader.facts["error"], reader.facts.get("code") or LOST_CODE
-                    raise AgreedError(f"{name}, which was to make the batch of step {batch}: {error}", code)
+                    raise AgreedError(f"{name}, which was to make the batch of step {step}: {error}", code)
                 if not alive:
                     raise AgreedError(
-                        f"{name}, which was to make the batch of step {batch}, shows no sign of life in "
+                        f"{name}, which was to make the batch of step {step}, shows no sign of life in "
                         f"{self._rendezvous.folder}: it was killed, its machine is lost, or it does not reach that "
-                        "folder. Start the run again, which goes on from its newest checkpoint; a sampler alone that "
-                        f"is started again within {self._rendezvous.silence_seconds:g} s (processes.heartbeat_seconds) "
-                        "goes on too",
+                        "folder, or finds no room there. Start the run again, which goes on from its newest "
+                        "checkpoint; a sampler alone that is started again within "
+                        f"{self._rendezvous.silence_seconds:g} s (processes.heartbeat_seconds) goes on too",
                         LOST_CODE,
                     )
-                time.sleep(POLL_SECONDS)
-            header, payload = read_file(path)
-            (rollouts,) = unpack(np.frombuffer(payload, np.uint8))
-        self._queue[place], self._seconds[batch] = rollouts, header["seconds"]
+                if not self._is_made(step):
+                    time.sleep(POLL_SECONDS)
+            numbers = range(RowGroup.of(self._mesh).count) if share is None else (share,)
+            read = [read_file(self._path(step), number) for number in numbers]
+            rollouts = joined([unpack(np.frombuffer(payload, np.uint8))[0] for _, payload in read])
+        self._seconds[step] = read[0][0]["seconds"]
         return rollouts

@@ -1,6 +1,8 @@
 """A process that only samples: it makes its share of the batches by the policies that the learners write."""
 
+import contextlib
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,11 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.processes import AgreedError
 from jaxrl_llm.models.adapters.lora import combine, split
 from jaxrl_llm.models.net import Params
-from jaxrl_llm.training.rollouts.experience import pack
+from jaxrl_llm.training.rollouts.experience import pack, share_of
 from jaxrl_llm.training.rollouts.rollout_files import (
-    END,
+    JOBS,
     LEARNER,
     LOST_CODE,
-    POLICY,
     POLL_SECONDS,
     START,
     Heartbeat,
@@ -48,11 +49,12 @@ def sample(config) -> None:
     config, index, rendezvous = with_correction(config), processes.sampler(), rendezvous_of(config)
     keep_compiled(config.compilation_cache)
     # A preemption is the learners' to answer: they save, for which they wait for the batches of this process.
-    with contained(), Notices(), Heartbeat(rendezvous.folder / f"sampler_{index}.json", rendezvous.silence_seconds):
-        _sample(config, index or 0, rendezvous)
+    sign = Heartbeat(rendezvous.folder / f"sampler_{index}.json", rendezvous.silence_seconds)
+    with contained(), Notices(), sign:
+        _sample(config, index or 0, rendezvous, sign)
 
 
-def _sample(config, index: int, rendezvous: Rendezvous) -> None:
+def _sample(config, index: int, rendezvous: Rendezvous, sign: Heartbeat) -> None:
     learners = HeartbeatReader(rendezvous.folder / LEARNER, rendezvous)
     producer, model, watch, environments = build_producer(config)
     worker, root = producer.worker, jax.random.key(config.seed)
@@ -87,24 +89,32 @@ def _sample(config, index: int, rendezvous: Rendezvous) -> None:
                     if end["code"]:
                         raise AgreedError(f"the learners have ended: {end['error']}", end["code"])
                     return
-                job = _job(rendezvous.folder / start["folder"], index, rendezvous.samplers, newest) if start else None
-                if job is None:
+                find = partial(_job, rendezvous.folder / start.get("folder", ""), index, rendezvous.samplers, newest)
+                if (job := find()) is None:
                     with watch("wait"):
                         time.sleep(POLL_SECONDS)
                     continue
                 path, step = job
                 version, first = (int(x) for x in path.name.split("_")[1:3])
+                file, made = path.with_name(f"batch_{step:08d}"), {"folder": path.parent.name, "made": step}
+                there = file.exists()  # of the process before this one
+                if not there and find() != job:
+                    continue  # it was taken meanwhile
                 try:
-                    if str(path) != name:
-                        header, arrays = read_policy(path, name, arrays)
-                        name, policy = str(path), {}  # the former goes before the next one comes
-                        policy = combine(frozen, policy_params(arrays, trained))
-                    position = header["pipeline"]["position"] + (step - first) * config.batch.prompts
-                    producer.pipeline.set_state({**header["pipeline"], "position": position})
-                    rollouts = producer.produce(policy, version, step, jax.random.fold_in(root, step))
-                    seconds = {k.replace("time/", "producer/"): x for k, x in watch.take().items()}
-                    batch = np.asarray(pack([rollouts])).tobytes()
-                    write_file(path.with_name(f"batch_{step:08d}"), {"version": version, "seconds": seconds}, batch)
+                    if not there:
+                        if str(path) != name:
+                            header, arrays = read_policy(path, name, arrays)
+                            name, policy = str(path), {}  # the former goes before the next one comes
+                            policy = combine(frozen, policy_params(arrays, trained))
+                        position = header["pipeline"]["position"] + (step - first) * config.batch.prompts
+                        producer.pipeline.set_state({**header["pipeline"], "position": position})
+                        rollouts = producer.produce(policy, version, step, jax.random.fold_in(root, step))
+                        seconds = {k.replace("time/", "producer/"): x for k, x in watch.take().items()}
+                        shares = [share_of(rollouts, number, start["shares"]) for number in range(start["shares"])]
+                        parts = [pack([share]).tobytes() for share in shares]
+                        write_file(file, {"version": version, "seconds": seconds}, parts, rendezvous.silence_seconds)
+                    with contextlib.suppress(OSError):  # a disk that is full for a moment: the next sign tells it too
+                        sign.update(**made)
                 except FileNotFoundError:
                     # Learners that end, or start anew, take the files away, that which is being written here too.
                     if path.parent.exists() and not _end_of(rendezvous, start):
@@ -117,7 +127,7 @@ def _sample(config, index: int, rendezvous: Rendezvous) -> None:
 
 
 def _end_of(rendezvous: Rendezvous, start: dict[str, Any]) -> dict[str, Any]:
-    return read_facts(rendezvous.folder / start["folder"] / END) if start else {}
+    return read_facts(rendezvous.folder / start["folder"] / JOBS).get("end", {}) if start else {}
 
 
 def _check_settings(own: dict[str, Any], start: dict[str, Any], rendezvous: Rendezvous) -> None:
@@ -133,16 +143,10 @@ def _check_settings(own: dict[str, Any], start: dict[str, Any], rendezvous: Rend
 
 def _job(folder: Path, index: int, samplers: int, newest: int) -> tuple[Path, int] | None:
     """The policy's file and the step of this process's next batch, None where the learners ask for none."""
-    absent = []
-    for path in folder.glob("policy_*"):
-        if found := POLICY.fullmatch(path.name):
-            _, first, last = map(int, found.groups())
-            absent += [
-                (step, path)
-                for step in range(max(first, newest + 1), last + 1)
-                if step % samplers == index and not path.with_name(f"batch_{step:08d}").exists()
-            ]
-    # Read last: a batch goes after its step is in this file, so that none which was taken meanwhile is made again.
-    taken = read_facts(folder / "taken").get("step", 0)
-    asked = [(step, path) for step, path in absent if step > taken]
+    jobs = read_facts(folder / JOBS)
+    asked = []
+    for name in jobs.get("policies", []):
+        _, first, last = map(int, name.split("_")[1:])
+        steps = range(max(first, newest + 1, jobs["taken"] + 1), last + 1)
+        asked += [(step, folder / name) for step in steps if step % samplers == index]
     return min(asked)[::-1] if asked else None

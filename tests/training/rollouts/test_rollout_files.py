@@ -1,6 +1,7 @@
 """Files by which processes that only sample and learners meet: whole or absent, of this start, and bit for bit."""
 
 import errno
+import os
 import resource
 import threading
 import time
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import ConfigError, default, validate
+from jaxrl_llm.config.background import in_thread
 from jaxrl_llm.distributed.processes import AgreedError, join
 from jaxrl_llm.models.files.weight_changes import ENCODING
 from jaxrl_llm.rewards.runner import load_rewards
@@ -73,18 +75,50 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
         read_file(path)
 
 
+def test_parts_of_a_file_are_read_alone(tmp_path):
+    path, parts = tmp_path / "file", [b"one\n", b"", b"three"]
+    write_file(path, {"a": 1}, parts)
+    assert [read_file(path, number) for number in range(3)] == [({"a": 1}, part) for part in parts]
+    path.write_bytes(path.read_bytes()[:-1])
+    assert read_file(path, 0)[1] == b"one\n"
+    for number in (2, 3):
+        with pytest.raises(ConfigError, match="file is damaged"):
+            read_file(path, number)
+
+
 def test_a_file_that_is_replaced_while_it_is_read(tmp_path, monkeypatch):
     """NFS tells a reader of the file before that its handle is stale."""
-    read, stale = Path.read_bytes, [OSError(errno.ESTALE, "Stale file handle")] * 2
+    opened, stale = Path.open, [OSError(errno.ESTALE, "Stale file handle")] * 2
 
-    def read_bytes(path):
+    def open_or_fail(path, *mode):
         if stale:
             raise stale.pop()
-        return read(path)
+        return opened(path, *mode)
 
     write_file(tmp_path / "learner.json", {"number": 2})
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(Path, "open", open_or_fail)
     assert read_facts(tmp_path / "learner.json") == {"number": 2}
+
+
+def test_a_full_disk_is_waited_for(tmp_path, monkeypatch, caplog):
+    """What was written of the file does not keep the disk full, and another error is raised at once."""
+    path, synced, room = tmp_path / "file", os.fsync, [0, 0, 1]
+
+    def fsync(number):
+        assert [*tmp_path.iterdir()] == [tmp_path / f".file.{rollout_files.OWN}"]
+        if not room.pop(0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        synced(number)
+
+    monkeypatch.setattr(rollout_files, "ROOM_SECONDS", 0.01)
+    monkeypatch.setattr(rollout_files.os, "fsync", fsync)
+    write_file(path, {"a": 1}, b"one", wait_seconds=20)
+    assert read_file(path) == ({"a": 1}, b"one") and caplog.text.count("No space left on device; waiting 20 s") == 1
+    path.unlink()
+    room[:] = [0] * 1000
+    with pytest.raises(ConfigError, match=f"{path} cannot be written: No space left on device; make room"):
+        write_file(path, {"a": 1}, b"one", wait_seconds=0.1)
+    assert not [*tmp_path.iterdir()] and len(room) < 999
 
 
 def test_a_policy_keeps_every_bit():
@@ -148,10 +182,11 @@ def test_policies_are_kept_as_long_as_one_is_made_of_them(tmp_path, monkeypatch,
 
     def answer():
         held = "", {}
-        made = 0
+        made, newest = 0, [0, 0]
+        signs = [Heartbeat(tmp_path / f"sampler_{index}.json", 20.0) for index in (0, 1)]
         while made < 12:
             for index in (0, 1) if queue._folder != tmp_path else ():
-                if job := sampler._job(queue._folder, index, 2, 0):
+                if job := sampler._job(queue._folder, index, 2, newest[index]):
                     path, step = job
                     version = int(path.name.split("_")[1])
                     _, arrays = read_policy(path, *held) if index else read_policy(path, "", {})
@@ -161,7 +196,8 @@ def test_policies_are_kept_as_long_as_one_is_made_of_them(tmp_path, monkeypatch,
                     files.append(len([*queue._folder.glob("policy_*")]))
                     batch = pack([rollouts_of(step, version)]).tobytes()
                     write_file(path.with_name(f"batch_{step:08d}"), {"version": version, "seconds": {}}, batch)
-                    made += 1
+                    signs[index].update(folder=path.parent.name, made=step)
+                    newest[index], made = step, made + 1
             time.sleep(0.01)
 
     thread = threading.Thread(target=answer, daemon=True)
@@ -184,10 +220,11 @@ def test_batches_are_asked_for_and_taken_in_order(tmp_path):
     def answer():
         while not (folder := [x for x in tmp_path.iterdir() if x.is_dir() and x.name != "old"]):
             time.sleep(0.01)
-        made = []
+        made, newest = [], [0, 0]
+        signs = [Heartbeat(tmp_path / f"sampler_{index}.json", 20.0) for index in (0, 1)]
         while len(made) < 4:
             for index in (1, 0):
-                if job := sampler._job(folder[0], index, 2, 0):
+                if job := sampler._job(folder[0], index, 2, newest[index]):
                     path, step = job
                     version, first, _ = map(int, path.name.split("_")[1:])
                     header, arrays = read_policy(path, "", {})
@@ -195,7 +232,9 @@ def test_batches_are_asked_for_and_taken_in_order(tmp_path):
                     np.testing.assert_array_equal(arrays["['w']"], [version, version])
                     batch = pack([rollouts_of(step, version)]).tobytes()
                     write_file(path.with_name(f"batch_{step:08d}"), {"version": version, "seconds": {}}, batch)
+                    signs[index].update(folder=path.parent.name, made=step)
                     made.append(step)
+                    newest[index] = step
             time.sleep(0.01)
 
     thread = threading.Thread(target=answer, daemon=True)
@@ -209,9 +248,9 @@ def test_batches_are_asked_for_and_taken_in_order(tmp_path):
             if step == 2:
                 arrays = queue.get_arrays()
         thread.join()
-        assert read_facts(queue._folder / "taken") == {"step": 4}
-        assert {path.name.partition("_")[0] for path in queue._folder.iterdir()} == {"taken", "policy"}
-    assert read_facts(queue._folder / "end.json") == {"code": 0, "error": ""}
+        assert read_facts(queue._folder / "jobs.json")["taken"] == 4
+        assert {path.name.partition("_")[0] for path in queue._folder.iterdir()} == {"jobs.json", "policy"}
+    assert read_facts(queue._folder / "jobs.json")["end"] == {"code": 0, "error": ""}
     again = queue_of(tmp_path)
     again.restore(arrays)
 
@@ -224,24 +263,76 @@ def test_batches_are_asked_for_and_taken_in_order(tmp_path):
 
     with pytest.raises(ConfigError, match=r"sampler 0 of 2.* step 4.* no sign of life"):
         go_on()
-    end = read_facts(again._folder / "end.json")
+    end = read_facts(again._folder / "jobs.json")["end"]
     assert end["code"] == 1 and "sampler 0 of 2" in end["error"]  # a lost machine is no error of the user's
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_a_batch_that_is_taken_meanwhile_is_not_made_again(tmp_path, monkeypatch, before):
-    """Learners take the batch of step 1 while a sampler looks for its next one: before or after it reads `taken`."""
-    for name in ("policy_00000000_00000001_00000002", "batch_00000001"):
-        (tmp_path / name).touch()
+def test_no_name_is_looked_for_before_it_is_told(tmp_path, monkeypatch):
+    """A client of NFS would believe for up to a minute that it is not there, once it was not found."""
+    queue, names = queue_of(tmp_path), ("stat", "exists", "is_file", "open", "read_bytes")
+    looked, told = [], threading.Event()
+    for name in names:
+        of_path = getattr(Path, name)
 
-    def read_and_take(path):
-        facts = {} if before else read_facts(path)
-        write_file(tmp_path / "taken", {"step": 1})
-        (tmp_path / "batch_00000001").unlink()
-        return read_facts(path) if before else facts
+        def noting(path, *given, of_path=of_path, **more):
+            if path.name.startswith("batch_") and not told.is_set():
+                looked.append(path)
+            return of_path(path, *given, **more)
 
-    monkeypatch.setattr(sampler, "read_facts", read_and_take)
-    assert sampler._job(tmp_path, 0, 1, 0) == (tmp_path / "policy_00000000_00000001_00000002", 2)
+        monkeypatch.setattr(Path, name, noting)
+
+    def answer():
+        time.sleep(0.5)
+        sign = Heartbeat(tmp_path / "sampler_1.json", 20.0)
+        sign.update(folder="of another start", made=9)
+        time.sleep(0.5)
+        told.set()
+        batch = pack([rollouts_of(1, 0)]).tobytes()
+        write_file(queue._folder / "batch_00000001", {"version": 0, "seconds": {}}, batch)
+        sign.update(folder=queue._folder.name, made=1)
+
+    with start_learners(queue._rendezvous), queue, jax.set_mesh(MESH):
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        assert queue.take(None, 0, 0, None)[0].rollout.tokens[0, 0] == 1
+        thread.join()
+    assert not looked
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_sampler_that_is_started_again(tmp_path, monkeypatch, taken):
+    """It tells the batch that the one before it made, and makes none that is taken while it looks for it."""
+    rendezvous, config, found_one = Rendezvous(tmp_path, 1, 20.0, 2.0), default(), threading.Event()
+    parts = types.SimpleNamespace(mesh=MESH, rewards=load_rewards(len), copy_policy=lambda params: params)
+    model = types.SimpleNamespace(params={}, net=types.SimpleNamespace(config=types.SimpleNamespace(frozen=())))
+    monkeypatch.setattr(
+        sampler, "build_producer", lambda _: (types.SimpleNamespace(worker=parts), model, Stopwatch(), None)
+    )
+    monkeypatch.setattr(sampler, "_check_settings", lambda *_: None)
+    queue = FileQueue(rendezvous, 0, 1, lambda x: {}, (), Numbers(), {}, MESH, Stopwatch())
+    batch, sign, find = "batch_00000001", Heartbeat(tmp_path / "sampler_0.json", 20.0), sampler._job
+
+    def find_and_take(folder, *place):
+        found = find(folder, *place)
+        if taken and found is not None:  # after the first look
+            queue._tell(taken=1)
+            (queue._folder / batch).unlink(missing_ok=True)
+        if found is not None:
+            found_one.set()
+        return found
+
+    monkeypatch.setattr(sampler, "_job", find_and_take)
+    with start_learners(rendezvous), queue, jax.set_mesh(MESH):
+        queue._policies.append((1, queue._folder / "policy_00000000_00000001_00000001", ""))
+        write_file(queue._folder / batch, {"version": 0, "seconds": {}}, pack([rollouts_of(1, 0)]).tobytes())
+        queue._tell()
+        done = in_thread(lambda: sampler._sample(config, 0, rendezvous, sign), "sampler")
+        assert found_one.wait(20)
+        if not taken:
+            assert queue._read(1).rollout.tokens[0, 0] == 1
+        time.sleep(0.3)
+    assert done.result(20) is None
+    assert read_facts(tmp_path / "sampler_0.json").get("made") == (None if taken else 1)
 
 
 def test_a_full_disk_is_named(tmp_path):
@@ -291,8 +382,9 @@ def test_learners_that_fail_before_their_queue_opens_end_samplers(tmp_path, monk
         return made
 
     monkeypatch.setattr(sampler, "build_producer", build)
+    sign = Heartbeat(tmp_path / "sampler_0.json", 20.0)
     with pytest.raises(AgreedError, match=rf"the learners have ended: {type(error).__name__}") as ended:
-        sampler._sample(config, 0, rendezvous)
+        sampler._sample(config, 0, rendezvous, sign)
     assert ended.value.code == code
 
 

@@ -17,7 +17,7 @@ from jaxrl_llm.rewards.runner import Logged
 from jaxrl_llm.rollout.slots import Rollout
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.rollouts import rollout_queue
-from jaxrl_llm.training.rollouts.experience import Rollouts, pack, placed, unpack
+from jaxrl_llm.training.rollouts.experience import Rollouts, joined, pack, placed, share_of, unpack
 from jaxrl_llm.training.rollouts.rollout_queue import RolloutQueue
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.step import improve
@@ -369,3 +369,17 @@ def test_two_meshes_equal_one(run_python, rank):
     """Four devices that train and four that sample: bit for bit what four do in turn, where meshes are alike."""
     done = run_python("-c", TWO_MESHES.replace("LORA", str(rank)), devices=8, timeout=1500)
     assert done.returncode == 0, done.stderr
+
+
+def test_shares_of_a_batch_make_it_up():
+    """Rows, what belongs to them, and the greedy completions."""
+    greedy = rollouts_of(5)
+    turns = turn_table([[Turn(1, 1.0)], [Turn(1, 0.5), Turn(2, 0.25, "x")]], 2, 2, 1)
+    batch = rollouts_of(3, greedy=greedy)._replace(turns=turns, roles=[["x"], ["y"]], environments=["e", "f"])
+    shares = [share_of(batch, number, 2) for number in range(2)]
+    assert [share.completions for share in shares] == [["a"], ["b"]]
+    assert [share.rollout.tokens.shape for share in shares] == [(1, 3)] * 2
+    assert shares[1].turns.rewards.tolist() == [[0.5, 0.25]] and shares[1].greedy.prompts == ["é"]
+    assert joined(shares[:1]) is shares[0]
+    (one, other) = (pack([x]).tobytes() for x in (batch, joined(shares)))
+    assert one == other
