@@ -48,6 +48,11 @@ __all__ = (
     "train",
 )
 
+if sys.argv[:1] == ["-m"] and "jaxrl_llm.train" in sys.orig_argv:  # whose imports come before its first line
+    from jaxrl_llm.config.starting import STARTED, imports
+
+    STARTED.enter_context(imports())
+
 # The module of each name, and its name there.
 _ORIGIN = {
     "ConfigError": ("config", "ConfigError"),

@@ -6,6 +6,7 @@ from typing import NoReturn
 from jaxrl_llm.commands.welcome import COMMANDS, welcome
 from jaxrl_llm.config.flags import run
 from jaxrl_llm.config.resolve import ConfigError, closest
+from jaxrl_llm.config.starting import imports
 from jaxrl_llm.config.version import __version__
 
 
@@ -24,7 +25,9 @@ def main(argv: list[str]) -> None:
             f"commands are {', '.join(COMMANDS)}"
         )
     module = "jaxrl_llm.train" if command == "train" else f"jaxrl_llm.commands.{command}"
-    importlib.import_module(module).main(arguments)
+    with imports():
+        imported = importlib.import_module(module)
+    imported.main(arguments)
 
 
 def console() -> NoReturn:

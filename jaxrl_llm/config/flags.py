@@ -8,6 +8,7 @@ if __name__ == "__main__":
     run(main)
 """
 
+import _thread
 import gc
 import inspect
 import logging
@@ -15,6 +16,7 @@ import platform
 import re
 import sys
 import textwrap
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -39,6 +41,7 @@ from jaxrl_llm.config.schema import (
     unknown_key,
 )
 from jaxrl_llm.config.secrets import masked
+from jaxrl_llm.config.starting import STARTED
 from jaxrl_llm.config.user_code import contained, is_own_exit, place
 from jaxrl_llm.config.version import __version__
 
@@ -69,12 +72,12 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     one of several processes ends all of them (see `jaxrl_llm.distributed.processes`). Warnings are lines `warning: ...`
     on stderr, and so is what is logged as one where the user's code sets up no logging.
     """
+    STARTED.close()
     warnings.formatwarning = _warning_line
+    sys.unraisablehook = _unraisable
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_LogLine())
-    # Imported modules stay, so the collector need not look at them again, which would take a tenth of a run's start.
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(20_000, 20, 20)  # by default it would take a tenth of a run's start
     code: int | str | None = 0
     try:
         main(sys.argv[1:])
@@ -104,6 +107,16 @@ def _warning_line(
     """The line of a warning; one that this package does not raise has its kind and its place behind it."""
     own = category is UserWarning and Path(filename).is_relative_to(PACKAGE)
     return masked(f"warning: {message}{'' if own else f' ({category.__name__}, {filename}:{lineno})'}\n")
+
+
+def _unraisable(error: Any) -> None:
+    """Reports an error that Python cannot raise where it came up, in a finalizer or a callback of the collector; Ctrl-C
+    comes again, elsewhere.
+    """
+    if error.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(error)
+        return
+    threading.Timer(0.05, _thread.interrupt_main).start()  # at once it would come up in here
 
 
 class _LogLine(logging.Formatter):
