@@ -14,6 +14,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.http_client import HttpClient
 from jaxrl_llm.data.images import ImageLimits, data_url, read_image
 from jaxrl_llm.data.templates import template_options
+from jaxrl_llm.environments.episode import Episode
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
 from jaxrl_llm.environments.protocol import EpisodeError, is_image_part, is_messages, with_parts
 from jaxrl_llm.training.images import IMAGES
@@ -55,23 +56,8 @@ class EpisodeAgent:
 
         try:
             opening = called("reset", partial(episode.reset, task))
-            prompt = episode.opening_prompt(task["prompt"], opening)
-            options, shown = template_options(task), self.environments.schemas[self.environments.name(task)]
-            tools, chat = [*(options["tools"] or []), *shown], is_messages(prompt)
-            if not chat and (shown or task.get(IMAGES)):
-                raise EpisodeError(
-                    f"the chat template shows tools and images, but the prompt {prompt!r:.200} is plain text: give "
-                    "prompts that are lists of messages"
-                )
-            body = {"max_tokens": ANY_LENGTH}
-            if chat:
-                prompt = prompt if opening is None else self._sent(episode.name, prompt)
-                body |= {"chat_template_kwargs": options["template_kwargs"]}
-                # Calls stay in the text, where they are looked for as in episodes of the engine.
-                body |= {"tools": tools, "tool_choice": "none"} if tools else {}
-                # With the special tokens, which may be their marks.
-                reads_calls = episode.tools or getattr(episode.environment, "takes_raw", False)
-                body |= {"skip_special_tokens": False} if reads_calls else {}
+            prompt, body = self._first_request(episode, task, opening)
+            chat = is_messages(prompt)
             while episode.stop_reason is None:
                 path, asked = ("chat/completions", "messages") if chat else ("completions", "prompt")
                 reply = post(f"{base_url}/{path}", {**body, asked: prompt})
@@ -94,9 +80,8 @@ class EpisodeAgent:
                 if episode.stop_reason is not None:
                     break
                 if chat:
-                    if isinstance(observation, str):
-                        observation = [{"role": "user", "content": observation}]
-                    prompt = [*prompt, {"role": "assistant", "content": text}, *self._sent(episode.name, observation)]
+                    added = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+                    prompt = [*prompt, {"role": "assistant", "content": text}, *self._sent(episode.name, added)]
                 elif isinstance(observation, str):
                     prompt += text + observation
                 else:
@@ -116,6 +101,29 @@ class EpisodeAgent:
         finally:
             self.environments.release([task], [episode])
         return self.environments.scaled(task, episode.reward)
+
+    def _first_request(self, episode: Episode, task: dict[str, Any], opening: Any) -> tuple[Any, dict[str, Any]]:
+        """The prompt of an episode, with the `opening` of its environment, and what its requests have besides.
+
+        Raises EpisodeError for tools or images beside a prompt that is plain text.
+        """
+        prompt = episode.opening_prompt(task["prompt"], opening)
+        options, shown = template_options(task), self.environments.schemas[self.environments.name(task)]
+        tools, body = [*(options["tools"] or []), *shown], {"max_tokens": ANY_LENGTH}
+        if not is_messages(prompt):
+            if shown or task.get(IMAGES):
+                raise EpisodeError(
+                    f"the chat template shows tools and images, but the prompt {prompt!r:.200} is plain text: give "
+                    "prompts that are lists of messages"
+                )
+            return prompt, body
+        body |= {"chat_template_kwargs": options["template_kwargs"]}
+        # Calls stay in the text, where they are looked for as in episodes of the engine.
+        body |= {"tools": tools, "tool_choice": "none"} if tools else {}
+        # With the special tokens, which may be their marks.
+        reads_calls = episode.tools or getattr(episode.environment, "takes_raw", False)
+        body |= {"skip_special_tokens": False} if reads_calls else {}
+        return prompt if opening is None else self._sent(episode.name, prompt), body
 
     def close(self) -> None:
         """End the environments."""

@@ -1,7 +1,7 @@
 """What samples, built from a configuration and a model: the rollout worker, and the environments that it plays."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -60,37 +60,17 @@ def build_worker(
 
     It samples up to `at_once` prompts in one rollout; None: as many as a training step.
     """
-    c, eos, limit = config.rollout, eos_ids(model), config.rollout.max_prompt_length
+    c, limit = config.rollout, config.rollout.max_prompt_length
     for key in ("rollout_func", "agent"):
         if config.environment[key] and (size := RowGroup.of(mesh).size) > 1:
             raise ConfigError(
                 f"environment.{key} is set, but mesh.context x mesh.tensor has {size} processes hold the same rows, "
                 "which each would ask it for: make them no larger than the devices of one process"
             )
-    open_episodes = external = agents = None
-    options = specs.data_spec(config).template_kwargs
-    turns = TurnTokenizer(model.tokenizer, eos, limit, options, stops=bool(c.stop or c.stop_token_ids))
-    if isinstance(environments, Environments):
-        open_episodes = partial(EpisodeBatch.open, environments, turns)
     if not reads_prompts_as_they_are(config, environments):
         examples = None
-    if c.router_replay and not model.net.config.experts:
-        raise ConfigError(f"rollout.router_replay is true, but {model.path} has no experts: set it to false")
-    vocab = model.net.config.vocab_size
-    check_tokens("rollout.logit_bias", [token for token, _ in sampling.logit_bias], vocab)
-    check_tokens("rollout.stop_token_ids", c.stop_token_ids, vocab)
-    ends = (*(() if c.ignore_eos else eos), *c.stop_token_ids)
-    sampling = replace(sampling, bad_words=bad_word_ids("rollout.bad_words", c.bad_words, model.tokenizer))
-    guide = Guide.of(c.structured_regex, c.structured_choice, c.structured_json)
-    automata = build_automata(tuple(c.stop), guide, model.tokenizer, vocab, ends)
-    spec = replace(specs.rollout_spec(config), sampling=sampling, group_size=group_size)
-    grammar = build_grammar(c.structured_grammar, model.tokenizer, vocab, ends, "rollout.structured_grammar")
-    engine = Engine(**vars(spec), net=model.net, eos=ends, automata=automata, grammar=grammar)
-    # Devices that only sample are arranged already, and the others evaluate as they are.
-    apart = c.devices or c.processes
-    engine_mesh = rollout_mesh(mesh, None if apart else c.mesh, model.net.config.kv_heads)
-    if engine_mesh != mesh:
-        engine = ReshardedEngine(**vars(engine), mesh=engine_mesh, train_mesh=mesh, watch=stopwatch)
+    engine = build_engine(config, model, mesh, sampling, group_size, stopwatch)
+    engine_mesh = engine.mesh if isinstance(engine, ReshardedEngine) else mesh
     if environments is not None and row_groups(engine_mesh) != row_groups(mesh):
         raise ConfigError(
             f"environments play the rows of their own processes, but these hold the same rows in {row_groups(mesh)} "
@@ -111,51 +91,109 @@ def build_worker(
         prompts = config.batch.prompts + c.partial_prompts if at_once is None else at_once
         engine = with_fitting_slots(engine, model.params, c.memory_fraction, memory, prompts, width, engine_mesh)
     function = load_rollout_function(config.environment.rollout_func)
-    if function is not None:
-
-        def policy_logps(params: Params, inputs: Inputs):
-            params, temperature = on_device(params), specs.training_sampling(config).logps_temperature
-            return scored_logps(engine.net, params, inputs, temperature, len(inputs.tokens), row_shards(mesh))
-
-        def save(params: Params, path: str, dtype: str = "", full_every: int = 1, full: bool = False) -> str:
-            policy = replace(model, params=params)
-            if full_every > 1 or is_url(path):
-                return published.setdefault(path, publisher(path)).publish(policy, dtype, full_every, full)
-            save_hf(policy, path, dtype or None, overwrite=True)
-            return path
-
-        published: dict[str, Publisher] = {}  # which live as long as what publishes there
-
-        def metrics() -> dict[str, float]:
-            return {name: x for each in published.values() for name, x in each.metrics.items()}
-
-        grammar_text = setting_text(c.structured_grammar, ":" in c.structured_grammar, "rollout.structured_grammar")
-        guides = {**guide._asdict(), "grammar": grammar_text}
-        constraints = {
-            "bad_words": tuple(c.bad_words),  # texts, where the engine's are tokens
-            "stop": tuple(c.stop),
-            "stop_token_ids": tuple(c.stop_token_ids),
-            "ignore_eos": c.ignore_eos,
-            "structured_outputs": {kind: value for kind, value in guides.items() if value},
-        }
-        external = ExternalRollout(
-            function, engine, model.tokenizer, mesh, width, policy_logps, save, metrics, constraints
-        )
+    options = specs.data_spec(config).template_kwargs
+    turns = TurnTokenizer(model.tokenizer, eos_ids(model), limit, options, stops=bool(c.stop or c.stop_token_ids))
+    open_episodes = agents = external = None
     if isinstance(environments, Agents):
-        if engine_mesh != mesh:
-            raise EpisodeError("environment.agent is sampled on the mesh of training: set rollout.mesh to none, and "
-                               "mesh.context to 1")  # fmt: skip
-        own, count = OwnPart.of(mesh, model.net.config.kv_heads), jax.process_count()
-        rows, shards = config.batch.prompts * config.rollout.group_size, row_shards(own.mesh)
-        slots = -(-engine.slots // count) or min(environments.spec.workers, -(-rows // count))
-        slots = -(-slots // shards) * shards
-        agents = AgentRollout(environments, engine, turns, mesh, width, slots, own, specs.image_limits(config))
-    as_texts = function is not None and returns_texts(function)
+        agents = agent_rollout(config, environments, model, engine, turns, mesh, width)
+    elif environments is not None:
+        open_episodes = partial(EpisodeBatch.open, environments, turns)
+    if function is not None:
+        external = external_rollout(config, function, model, engine, mesh, width)
     played = played_environments(environments)
     return RolloutWorker(
-        engine, rewards, model.tokenizer, mesh, width, stopwatch, open_episodes, external, agents, as_texts,
+        engine,
+        rewards,
+        model.tokenizer,
+        mesh,
+        width,
+        stopwatch,
+        open_episodes,
+        external,
+        agents,
+        as_texts=function is not None and returns_texts(function),
         several_environments=played is not None and played.routed,
-    )  # fmt: skip
+    )
+
+
+def build_engine(
+    config, model: Model, mesh: Mesh, sampling: SamplingParams, group_size: int, stopwatch: Stopwatch
+) -> Engine:
+    """The engine of rollouts, on the mesh that samples.
+
+    Raises ConfigError for tokens that the model has not, and for experts of a model that has none.
+    """
+    c, vocab = config.rollout, model.net.config.vocab_size
+    if c.router_replay and not model.net.config.experts:
+        raise ConfigError(f"rollout.router_replay is true, but {model.path} has no experts: set it to false")
+    check_tokens("rollout.logit_bias", [token for token, _ in sampling.logit_bias], vocab)
+    check_tokens("rollout.stop_token_ids", c.stop_token_ids, vocab)
+    ends = (*(() if c.ignore_eos else eos_ids(model)), *c.stop_token_ids)
+    sampling = replace(sampling, bad_words=bad_word_ids("rollout.bad_words", c.bad_words, model.tokenizer))
+    automata = build_automata(tuple(c.stop), guide_of(config), model.tokenizer, vocab, ends)
+    spec = replace(specs.rollout_spec(config), sampling=sampling, group_size=group_size)
+    grammar = build_grammar(c.structured_grammar, model.tokenizer, vocab, ends, "rollout.structured_grammar")
+    engine = Engine(**vars(spec), net=model.net, eos=ends, automata=automata, grammar=grammar)
+    # Devices that only sample are arranged already, and the others evaluate as they are.
+    apart = c.devices or c.processes
+    engine_mesh = rollout_mesh(mesh, None if apart else c.mesh, model.net.config.kv_heads)
+    if engine_mesh == mesh:
+        return engine
+    return ReshardedEngine(**vars(engine), mesh=engine_mesh, train_mesh=mesh, watch=stopwatch)
+
+
+def guide_of(config) -> Guide:
+    """What completions follow, unless it is a grammar."""
+    c = config.rollout
+    return Guide.of(c.structured_regex, c.structured_choice, c.structured_json)
+
+
+def external_rollout(
+    config, function: Callable[..., Any], model: Model, engine: Engine, mesh: Mesh, width: int
+) -> ExternalRollout:
+    """What samples by a function of the user's, after prompts of `width` tokens, by the settings of the run."""
+    c = config.rollout
+    published: dict[str, Publisher] = {}  # by their paths; they live as long as what publishes there
+
+    def policy_logps(params: Params, inputs: Inputs):
+        params, temperature = on_device(params), specs.training_sampling(config).logps_temperature
+        return scored_logps(engine.net, params, inputs, temperature, len(inputs.tokens), row_shards(mesh))
+
+    def save(params: Params, path: str, dtype: str = "", full_every: int = 1, full: bool = False) -> str:
+        policy = replace(model, params=params)
+        if full_every > 1 or is_url(path):
+            return published.setdefault(path, publisher(path)).publish(policy, dtype, full_every, full)
+        save_hf(policy, path, dtype or None, overwrite=True)
+        return path
+
+    def metrics() -> dict[str, float]:
+        return {name: x for each in published.values() for name, x in each.metrics.items()}
+
+    grammar = setting_text(c.structured_grammar, ":" in c.structured_grammar, "rollout.structured_grammar")
+    guides = {**guide_of(config)._asdict(), "grammar": grammar}
+    constraints = {
+        "bad_words": tuple(c.bad_words),  # texts, where the engine's are tokens
+        "stop": tuple(c.stop),
+        "stop_token_ids": tuple(c.stop_token_ids),
+        "ignore_eos": c.ignore_eos,
+        "structured_outputs": {kind: value for kind, value in guides.items() if value},
+    }
+    return ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps, save, metrics, constraints)
+
+
+def agent_rollout(
+    config, agents: Agents, model: Model, engine: Engine, turns: TurnTokenizer, mesh: Mesh, width: int
+) -> AgentRollout:
+    """What samples by programs that talk to an endpoint; raises EpisodeError on a mesh that is not that of training."""
+    if isinstance(engine, ReshardedEngine):
+        raise EpisodeError(
+            "environment.agent is sampled on the mesh of training: set rollout.mesh to none, and mesh.context to 1"
+        )
+    own, count = OwnPart.of(mesh, model.net.config.kv_heads), jax.process_count()
+    rows, shards = config.batch.prompts * config.rollout.group_size, row_shards(own.mesh)
+    slots = -(-engine.slots // count) or min(agents.spec.workers, -(-rows // count))
+    slots = -(-slots // shards) * shards
+    return AgentRollout(agents, engine, turns, mesh, width, slots, own, specs.image_limits(config))
 
 
 def reads_prompts_as_they_are(config, environments: Environments | Agents | None) -> bool:
