@@ -32,6 +32,7 @@ from jaxrl_llm.distributed.turns import yielded
 from jaxrl_llm.models.files.hf import step_folders
 from jaxrl_llm.models.kernels.fused_attention import described
 from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.net import Params
 from jaxrl_llm.rewards.runner import TrainerState
 from jaxrl_llm.tools.cards.bucket import check_copy, copy_run
 from jaxrl_llm.tools.cards.card import write_cards
@@ -50,9 +51,7 @@ from jaxrl_llm.training.checkpoint.outputs import (
     write_given,
     writing,
 )
-from jaxrl_llm.training.checkpoint.settings import (
-    start_record,
-)
+from jaxrl_llm.training.checkpoint.settings import start_record
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
 from jaxrl_llm.training.logging.console import outlive_streams, stderr_console, stdout_console, waiting
@@ -175,17 +174,7 @@ def train(
                 run.source.first_stage(current().params, logger.note)
 
         def evaluate() -> Metrics:
-            table: list[Row] = []
-            run.source.rest()  # rewards and environments are called by one thread at a time
-            progress = TrainerState(step, config.total_steps)
-            params = current().params
-            if run.average is not None and config.average.evaluate:
-                params = run.average.of_model(params)
-            metrics = run.evaluation(params, root, table, progress) if run.evaluation else {}
-            if table:
-                logger.completions(step, table, held_out=True)
-            check_best(config.checkpoint.best, metrics)
-            return metrics
+            return _evaluated(run, current().params, root, step, logger)
 
         with Profiler(config.logging.profile_steps, folder, stopwatch, logger.note) as profiler:
             hooks("on_begin", step, log.newest, current)
@@ -232,9 +221,14 @@ def train(
                     hooks("on_checkpoint", step, log.newest, current)
                     with stopwatch("checkpoint"):
                         _check_locks(locks)
-                        host = {**run.source.get_state(), **log.counts, "callbacks": hooks.get_state(step)}
-                        host |= {"load": loaded, "updates_per_step": dict(run.updates_per_step)}
-                        host["data_files"] = dict(run.data_files)
+                        host = {
+                            **run.source.get_state(),
+                            **log.counts,
+                            "callbacks": hooks.get_state(step),
+                            "load": loaded,
+                            "updates_per_step": dict(run.updates_per_step),
+                            "data_files": dict(run.data_files),
+                        }
                         arrays = run.source.get_arrays() | ({} if run.average is None else run.average.arrays())
                         if "state" in config.checkpoint.contents or leaves:
                             checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
@@ -247,23 +241,7 @@ def train(
                     raise Preempted(step, f"after step {step} of {config.total_steps}")
 
         with notices.ending("after the last step, while the model was written"), stopwatch("export"):
-            if config.export.best:
-                state = checkpoints.restore_best(state, run.mesh, logger.note)
-                if run.average is not None and (best := int(state.step)) != step:
-                    arrays = checkpoints.restore_arrays(best, run.average.arrays(), run.mesh)
-                    run.average.restore(arrays, current().params)
-                log.warn(checkpoints.warnings())
-            trained, critic = finished_models(config, run, state)
-            _check_locks(locks)
-            averaged = None
-            if run.average is not None:
-                averaged = replace(trained, params=run.average.of_model(trained.params))
-            export_run(folder, checkpoints.outcome, trained, critic, logger.note, averaged)
-            checkpoints.exported = folder / "hf"
-            with processes.all_or_none(), writing(folder):
-                if jax.process_index() == 0:
-                    write_cards(folder, int(state.step), config.export)
-                    (folder / "error.txt").unlink(missing_ok=True)  # of a start that failed
+            trained = _exported(run, state, checkpoints, log, logger, locks)
         hooks("on_end", step, log.newest, lambda: trained)
         logger.finish(stopwatch.totals, checkpoints.outcome())
         try:
@@ -271,6 +249,43 @@ def train(
         finally:  # the one may fail, and the other not
             push_run(config)
     return Result(trained, [*processes.gather(logger.earlier())[0], *log.history], folder)
+
+
+def _evaluated(run: Run, params: Params, root, step: int, logger: Logger) -> Metrics:
+    """The metrics of the policy of `step` steps, or of its average, where it is evaluated."""
+    table: list[Row] = []
+    run.source.rest()  # rewards and environments are called by one thread at a time
+    if run.average is not None and run.config.average.evaluate:
+        params = run.average.of_model(params)
+    progress = TrainerState(step, run.config.total_steps)
+    metrics = run.evaluation(params, root, table, progress) if run.evaluation else {}
+    if table:
+        logger.completions(step, table, held_out=True)
+    check_best(run.config.checkpoint.best, metrics)
+    return metrics
+
+
+def _exported(
+    run: Run, state: State, checkpoints: Checkpoints, log: StepLog, logger: Logger, locks: list[RunLock]
+) -> Model:
+    """The trained model, of the last step or of the best checkpoint, once its files and cards are written."""
+    config, folder, last = run.config, Path(run.config.output_dir), int(state.step)
+    if config.export.best:
+        state = checkpoints.restore_best(state, run.mesh, logger.note)
+        if run.average is not None and (best := int(state.step)) != last:
+            arrays = checkpoints.restore_arrays(best, run.average.arrays(), run.mesh)
+            run.average.restore(arrays, merge_frozen(state, run.frozen).params)
+        log.warn(checkpoints.warnings())
+    trained, critic = finished_models(config, run, state)
+    averaged = None if run.average is None else replace(trained, params=run.average.of_model(trained.params))
+    _check_locks(locks)
+    export_run(folder, checkpoints.outcome, trained, critic, logger.note, averaged)
+    checkpoints.exported = folder / "hf"
+    with processes.all_or_none(), writing(folder):
+        if jax.process_index() == 0:
+            write_cards(folder, int(state.step), config.export)
+            (folder / "error.txt").unlink(missing_ok=True)  # of a start that failed
+    return trained
 
 
 def _start(
