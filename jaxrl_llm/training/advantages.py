@@ -19,6 +19,14 @@ from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import is_own, resolve_with_options, split_options
 from jaxrl_llm.rollout.slots import Rollout
+from jaxrl_llm.training.rollout_metrics import (
+    explained_variance,
+    length_metrics,
+    mean_metric,
+    objective_metrics,
+    reward_metrics,
+    spread,
+)
 
 # What a rule may ask for, by the names of its arguments. It returns advantages [N] or [N,T], and with a critic a pair:
 # advantages and the returns [N,T] that its values should have been. With baselines the second are those after the step.
@@ -195,19 +203,19 @@ class AdvantageStep:
         raw = advantage_rules.combine_rewards(rewards, weights)
         scores = self.shaped(raw, rollout)
         scorable = ~jnp.isnan(raw)
-        metrics = _length_metrics(rollout)
+        metrics = length_metrics(rollout)
         if self.reward_names:
-            metrics |= _reward_metrics(raw, scores, rewards, self.reward_names, spec.group_size)
+            metrics |= reward_metrics(raw, scores, rewards, self.reward_names, spec.group_size)
         if spec.overlong_buffer or spec.missing_eos_penalty or spec.reward_clip:
-            metrics["reward_shaping"] = _mean(scores - raw, scorable)
+            metrics["reward_shaping"] = mean_metric(scores - raw, scorable)
         kl = penalty = None
         if ref_logps is not None:
             estimate = kl_estimate(logps, ref_logps, spec.kl)
             # The controller reads a mean over rows; the metric is a mean over tokens.
-            kl = _mean(masked_mean(estimate, mask, axis=-1), mask.any(axis=-1))
+            kl = mean_metric(masked_mean(estimate, mask, axis=-1), mask.any(axis=-1))
             if spec.kl_in_reward or spec.reward_beta:
                 penalty = jnp.where(mask > 0, estimate, 0.0)
-                metrics["reward_kl" if spec.reward_beta else "kl"] = _mean(estimate, mask)
+                metrics["reward_kl" if spec.reward_beta else "kl"] = mean_metric(estimate, mask)
         rewarded = mask * scorable[:, None]
         inputs = {
             "scores": scores if penalty is None else scores - kl_coef * masked_sum(penalty, mask, axis=-1),
@@ -225,60 +233,49 @@ class AdvantageStep:
             given = self.reward_names.index(self.of_turns) if self.of_turns in self.reward_names else None
             weight = 0.0 if given is None else weights[given]
             inputs["turns"] = turns = turn_rules.with_outcome(turns, inputs["scores"], weight)
-            metrics["turns/reward"] = _mean(turns.rewards, ~jnp.isnan(turns.rewards))
+            metrics["turns/reward"] = mean_metric(turns.rewards, ~jnp.isnan(turns.rewards))
             metrics["turns/shared_states"] = turn_rules.shared_states(turns, spec.group_size)
         inputs |= {"values": values, "parts": parts, "roles": roles, "baselines": baselines}
         if logit_norms is not None:
             inputs["logit_norms"] = logit_norms
         if reference_scores is not None:
             inputs["reference_scores"] = reference_scores
-            metrics["reward_reference"] = _mean(reference_scores, ~jnp.isnan(reference_scores))
+            metrics["reward_reference"] = mean_metric(reference_scores, ~jnp.isnan(reference_scores))
         if greedy_rewards is not None:
             greedy = advantage_rules.combine_rewards(greedy_rewards, weights)
             inputs["greedy_scores"] = greedy if greedy_rollout is None else self.shaped(greedy, greedy_rollout)
-        if len(self.rules) == 1:
-            advantages, returns, baselines = self._credit(self.rules[0], inputs, mask)
-        else:
-            of_rules = [
-                self._credit(rule, _without_other_rows(inputs, rule_numbers == number), mask)
-                for number, rule in enumerate(self.rules)
-            ]
-            advantages, returns, baselines = of_rules[0]  # of environments' rules none keeps baselines
-            for number, (own, own_returns, _) in enumerate(of_rules[1:], 1):
-                mine = (rule_numbers == number)[:, None]
-                advantages = jnp.where(mine, own, advantages)
-                if returns is not None and own_returns is not None:
-                    returns = jnp.where(mine, own_returns, returns)
+        advantages, returns, baselines = self._credits(inputs, mask, rule_numbers)
         if teacher_logps is not None:
             own = rollout.sample_logps if logps is None else logps
-            rated = mask if taught is None else mask * taught[:, None]
-            theirs = jnp.where(rated > 0, teacher_logps, own)
-            settings = spec.teacher_coef, spec.position_gamma, spec.teacher_limit
-            advantages = distilled_advantages(advantages, own, theirs, mask, *settings)
-            if spec.position_gamma:
-                by_position = position_weights(own - theirs, mask, spec.position_gamma)
-                metrics["teacher/position_weight"] = _mean(by_position, rated)
-            metrics["teacher/kl"] = _mean(own - teacher_logps, rated)
-            metrics["teacher/logp"] = _mean(teacher_logps, rated)
-        metrics |= _spread("advantages", advantages, mask)
+            advantages, of_teacher = self._with_teacher(advantages, own, teacher_logps, mask, taught)
+            metrics |= of_teacher
+        metrics |= spread("advantages", advantages, mask)
         if returns is not None:
-            metrics |= _spread("returns", returns, rewarded) | _spread("values", values, rewarded)
-            metrics |= _objective_metrics(scores, rewarded, logps, penalty, kl_coef, rollout)
+            metrics |= spread("returns", returns, rewarded) | spread("values", values, rewarded)
+            metrics |= objective_metrics(scores, rewarded, logps, penalty, kl_coef, rollout)
             metrics["critic/explained_variance"] = explained_variance(values, returns, rewarded)
             # A critic must not learn from rows without a reward; the KL and entropy terms of others still read them.
             mask = rewarded
-        apart = jnp.where(weights != 0, rewards, 0.0)
-        size = masked_mean(jnp.abs(advantages), mask, axis=-1).reshape(-1, spec.group_size).mean(axis=1)
-        priorities = [
-            size * _spread_of_groups(apart if rule.asks_for("rewards") else raw[:, None], spec.group_size)
-            if rule.compares_groups and parts is None and teacher_logps is None
-            else size
-            for rule in self.rules
-        ]
-        priority = priorities[0]
-        for number, own in enumerate(priorities[1:], 1):
-            priority = jnp.where(rule_numbers[:: spec.group_size] == number, own, priority)
+        by_reward = parts is None and teacher_logps is None
+        columns = raw[:, None], jnp.where(weights != 0, rewards, 0.0)
+        priority = self._priority(advantages, mask, *columns, rule_numbers, by_reward)
         return Advantages(advantages, priority, returns, mask, kl, metrics, scores, baselines)
+
+    def _credits(self, inputs: Mapping[str, Any], mask, rule_numbers) -> tuple[jax.Array, jax.Array | None, Any]:
+        """The advantages `[N,T]`, returns and baselines of `_credit`, each row's by the rule that it is for."""
+        if len(self.rules) == 1:
+            return self._credit(self.rules[0], inputs, mask)
+        of_rules = [
+            self._credit(rule, _without_other_rows(inputs, rule_numbers == number), mask)
+            for number, rule in enumerate(self.rules)
+        ]
+        advantages, returns, baselines = of_rules[0]  # of environments' rules none keeps baselines
+        for number, (own, own_returns, _) in enumerate(of_rules[1:], 1):
+            mine = (rule_numbers == number)[:, None]
+            advantages = jnp.where(mine, own, advantages)
+            if returns is not None and own_returns is not None:
+                returns = jnp.where(mine, own_returns, returns)
+        return advantages, returns, baselines
 
     def _credit(self, rule: Rule, inputs: Mapping[str, Any], mask) -> tuple[jax.Array, jax.Array | None, Any]:
         """The advantages `[N,T]` of a rule, 0 outside the mask, its returns with a critic, and the baselines of roles.
@@ -304,6 +301,35 @@ class AdvantageStep:
             own = turn_rules.compared_in_state(parts.rewards, parts.states, spec.group_size, spec.scale_rewards, 1e-4)
             advantages = jnp.where(apart > 0, turn_rules.by_turn(own, parts, rewarded), advantages)
         return advantages, returns, baselines
+
+    def _with_teacher(self, advantages, logps, teacher_logps, mask, taught) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The advantages with the teacher's term on the rows that are `taught` (None: all), and its metrics."""
+        spec, rated = self.spec, mask if taught is None else mask * taught[:, None]
+        theirs = jnp.where(rated > 0, teacher_logps, logps)
+        settings = spec.teacher_coef, spec.position_gamma, spec.teacher_limit
+        metrics = {
+            "teacher/kl": mean_metric(logps - teacher_logps, rated),
+            "teacher/logp": mean_metric(teacher_logps, rated),
+        }
+        if spec.position_gamma:
+            by_position = position_weights(logps - theirs, mask, spec.position_gamma)
+            metrics["teacher/position_weight"] = mean_metric(by_position, rated)
+        return distilled_advantages(advantages, logps, theirs, mask, *settings), metrics
+
+    def _priority(self, advantages, mask, score, rewards, rule_numbers, by_reward: bool) -> jax.Array:
+        """`Advantages.priority [B]`, of combined rewards `score [N,1]` and of `rewards [N,F]` that count; `by_reward`:
+        advantages are of these alone."""
+        size = self.spec.group_size
+        mean = masked_mean(jnp.abs(advantages), mask, axis=-1).reshape(-1, size).mean(axis=1)
+        first, *others = (
+            mean * _spread_of_groups(rewards if rule.asks_for("rewards") else score, size)
+            if rule.compares_groups and by_reward
+            else mean
+            for rule in self.rules
+        )
+        for number, own in enumerate(others, 1):
+            first = jnp.where(rule_numbers[::size] == number, own, first)
+        return first
 
     def shaped(self, scores, rollout: Rollout) -> jax.Array:
         """Combined rewards `[N]`, clipped, with the penalties for completions that are long or did not end."""
@@ -416,91 +442,8 @@ def _without_other_rows(inputs: Mapping[str, Any], mine) -> dict[str, Any]:
     return own
 
 
-def explained_variance(values, returns, mask) -> jax.Array:
-    """`1 - var(returns - values) / var(returns)` over the mask: 1 for a perfect critic, 0 for a constant one.
-
-    NaN where the mask is empty.
-    """
-    explained = 1.0 - masked_var(returns - values, mask) / jnp.maximum(masked_var(returns, mask), 1e-8)
-    return jnp.where((mask > 0).any(), explained, jnp.nan)
-
-
 def _spread_of_groups(columns, group_size: int) -> jax.Array:
     """The standard deviation `[B]` of each group's rewards, summed over columns `[N,F]`; 0 where it is flat in all."""
     flat = jnp.stack([advantage_rules.flat_groups(x, group_size) for x in columns.T]).all(axis=0)
     grouped = columns.reshape(-1, group_size, columns.shape[1])
     return jnp.where(flat, 0.0, jnp.sqrt(masked_var(grouped, ~jnp.isnan(grouped), axis=1)).sum(axis=-1))
-
-
-def _mean(x, mask) -> jax.Array:
-    """The mean over the mask for a metric: NaN, which is written as null, where the mask is empty."""
-    return jnp.where((mask > 0).any(), masked_mean(x, mask), jnp.nan)
-
-
-def _std(x, mask) -> jax.Array:
-    return jnp.where((mask > 0).any(), jnp.sqrt(masked_var(x, mask)), jnp.nan)
-
-
-def _spread(name: str, x, mask) -> dict[str, jax.Array]:
-    """Mean, maximum and minimum over the mask; NaN where it is empty."""
-    live = mask > 0
-    extremes = {"max": jnp.where(live, x, -jnp.inf).max(), "min": jnp.where(live, x, jnp.inf).min()}
-    extremes = {f"{name}/{kind}": jnp.where(live.any(), value, jnp.nan) for kind, value in extremes.items()}
-    return {f"{name}/mean": _mean(x, mask), **extremes}
-
-
-def _objective_metrics(scores, mask, logps, penalty, kl_coef, rollout: Rollout) -> dict[str, jax.Array]:
-    """TRL's metrics of PPO: means over rows of their sums over tokens."""
-    scorable = ~jnp.isnan(scores)
-    metrics = {"val/num_eos_tokens": rollout.finished.sum(), "objective/rlhf_reward": _mean(scores, scorable)}
-    if logps is not None:
-        metrics["objective/entropy"] = _mean(masked_sum(-logps, mask, axis=-1), scorable)
-    if penalty is not None:
-        kl = _mean(masked_sum(penalty, mask, axis=-1), scorable)
-        metrics |= {"objective/kl": kl, "objective/non_score_reward": -kl_coef * kl}
-        metrics["objective/rlhf_reward"] -= kl_coef * kl
-    return metrics
-
-
-def _reward_metrics(raw, scores, rewards, names: tuple[str, ...], group_size: int) -> dict[str, jax.Array]:
-    """The metrics of combined rewards `raw`; groups teach nothing where `scores`, which are shaped, are the same."""
-    scorable = ~jnp.isnan(raw)
-    spread = _spread("reward", raw, scorable)
-    metrics = {
-        "reward": spread["reward/mean"],
-        "reward_max": spread["reward/max"],
-        "reward_min": spread["reward/min"],
-        "reward_std": _std(raw, scorable),
-        "frac_reward_zero_std": advantage_rules.frac_zero_std(scores, group_size),
-        "unscorable_rows": advantage_rules.unscorable_rows(rewards).sum(),
-    }
-    if group_size > 1:
-        grouped = raw.reshape(-1, group_size)
-        valid = ~jnp.isnan(grouped)
-        metrics["reward_group_std"] = masked_mean(jnp.sqrt(masked_var(grouped, valid, axis=1)), valid.sum(axis=1) > 1)
-    for i, name in enumerate(names):
-        applies = ~jnp.isnan(rewards[:, i])
-        metrics[f"rewards/{name}/mean"] = _mean(rewards[:, i], applies)
-        metrics[f"rewards/{name}/std"] = _std(rewards[:, i], applies)
-    return metrics
-
-
-def _length_metrics(rollout: Rollout) -> dict[str, jax.Array]:
-    lengths, ended = rollout.lengths, rollout.finished
-    prompts = (rollout.segments > 0).sum(axis=1) - lengths
-    terminated = _spread("terminated", lengths, ended)
-    return {
-        "prompts/mean_length": prompts.mean(),
-        "prompts/min_length": prompts.min(),
-        "prompts/max_length": prompts.max(),
-        "completions/mean_length": lengths.mean(),
-        "completions/min_length": lengths.min(),
-        "completions/max_length": lengths.max(),
-        "completions/mean_terminated_length": terminated["terminated/mean"],
-        "completions/min_terminated_length": terminated["terminated/min"],
-        "completions/max_terminated_length": terminated["terminated/max"],
-        "completions/clipped_ratio": 1.0 - ended.mean(),
-        # A row's first token comes from the prefill; idle slots give none.
-        "rollout/useful_token_fraction": (lengths - 1).sum() / jnp.maximum(rollout.steps.sum(), 1.0),
-        "num_tokens": (rollout.segments > 0).sum(),
-    }
