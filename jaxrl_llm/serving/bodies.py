@@ -165,18 +165,7 @@ def parse(
 
     reader = _image_reader(tokenizer, images) if getattr(tokenizer, "image_folder", None) is not None else None
     render = render or rendered
-    known = COMMON | (CHAT if chat else TEXT)
-    for name, value in body.items():
-        if name in known or name in WITHOUT_EFFECT or value is None:
-            continue
-        if name not in NEUTRAL:
-            raise BadRequestError(
-                f"there is no field {name!r:.100}; the closest is {closest(name[:100], known)}", param=name[:100]
-            )
-        if value != NEUTRAL[name] and not (name == "best_of" and value == body.get("n", 1)):
-            raise BadRequestError(
-                f"{name} is {value!r:.100}, but this server has no {name}: leave it out", code="unsupported", param=name
-            )
+    _check_fields(body, chat)
     model = body.get("model") or models[0]
     if model not in models:
         raise BadRequestError(
@@ -196,25 +185,7 @@ def parse(
             f"stream_options is {options!r:.100}; it takes include_usage, which is true or false",
             param="stream_options",
         )
-    stop = body.get("stop")
-    stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not _is_list(stop, str) or len(stop) > MOST_STOPS or "" in stop:
-        raise BadRequestError(f"stop takes a text or up to {MOST_STOPS} texts, none of them empty", param="stop")
-    if (longest_stop := max(map(len, stop), default=0)) > LONGEST_STOP:
-        raise BadRequestError(
-            f"stop has a text of {longest_stop} characters; up to {LONGEST_STOP} are taken", param="stop"
-        )
-    ends = body.get("stop_token_ids") or []
-    if not _is_list(ends, int) or not all(0 <= index < vocabulary for index in ends):
-        raise BadRequestError(f"stop_token_ids takes a list of ids below {vocabulary}", param="stop_token_ids")
-    # A special token writes nothing that a stop string could be found in: one that is named ends the row by its id.
-    named = (special for text in stop if (special := _special_tokens(tokenizer).get(text)) is not None)
-    ends = tuple(dict.fromkeys((*ends, *named, *(() if values["ignore_eos"] else eos))))
-    if len(ends) > MOST_ENDS:
-        raise BadRequestError(
-            f"a row ends with up to {MOST_ENDS} ids, the model's own among them; there are {len(ends)}",
-            param="stop_token_ids",
-        )
+    stop, ends = _stops(body, tokenizer, vocabulary, () if values["ignore_eos"] else eos)
     tools: list[dict[str, Any]] = []
     texts: list[str | None] = []
     prompt_logprobs = tiles = None
@@ -250,34 +221,76 @@ def parse(
             "completion: ask for 1 or more",
             param="max_tokens",
         )
-    limits = []
-    for prompt in prompts:
-        room = longest - len(prompt)
-        if not prompt:
-            raise BadRequestError("the prompt has no tokens", param="messages" if chat else "prompt")
-        limit = max(room if chat else min(room, DEFAULT_TOKENS), 1) if asked_tokens is None else asked_tokens
-        if limit > room:
-            raise BadRequestError(
-                f"this model's rows have {longest} tokens; the prompt has {len(prompt)}, and {limit} are asked for as "
-                "its completion",
-                code="context_length_exceeded",
-                param="messages" if chat else "prompt",
-            )
-        if values["min_tokens"] > limit:
-            raise BadRequestError(
-                f"min_tokens is {values['min_tokens']}, more than the {limit} tokens of the completion",
-                param="min_tokens",
-            )
-        limits.append(limit)
+    limits = [_limit(prompt, chat, asked_tokens, values["min_tokens"], longest) for prompt in prompts]
     return Asked(
         prompts, chat, model, limits, values["n"], sampling,
-        values["seed"], ends, tuple(stop), logprobs, values["stream"], bool(options.get("include_usage")),
+        values["seed"], ends, stop, logprobs, values["stream"], bool(options.get("include_usage")),
         tuple(tools), values["skip_special_tokens"],
         values["include_stop_str_in_output"], values["return_token_ids"], values["return_tokens_as_token_ids"],
         tuple(texts), continues, values["parallel_tool_calls"],
         values["separate_reasoning"] and guide is None,  # an answer of a form begins with that
         values["echo"], prompt_logprobs, guide, tiles,
     )  # fmt: skip
+
+
+def _check_fields(body: Mapping[str, Any], chat: bool) -> None:
+    """Refuses fields that do not exist, and those that this server has not, unless they ask for nothing."""
+    known = COMMON | (CHAT if chat else TEXT)
+    for name, value in body.items():
+        if name in known or name in WITHOUT_EFFECT or value is None:
+            continue
+        if name not in NEUTRAL:
+            raise BadRequestError(
+                f"there is no field {name!r:.100}; the closest is {closest(name[:100], known)}", param=name[:100]
+            )
+        if value != NEUTRAL[name] and not (name == "best_of" and value == body.get("n", 1)):
+            raise BadRequestError(
+                f"{name} is {value!r:.100}, but this server has no {name}: leave it out", code="unsupported", param=name
+            )
+
+
+def _stops(
+    body: Mapping[str, Any], tokenizer: Any, vocabulary: int, eos: tuple[int, ...]
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The texts that end a row, and the ids: the model's own `eos` and those of the request."""
+    stop = body.get("stop")
+    stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not _is_list(stop, str) or len(stop) > MOST_STOPS or "" in stop:
+        raise BadRequestError(f"stop takes a text or up to {MOST_STOPS} texts, none of them empty", param="stop")
+    if (longest := max(map(len, stop), default=0)) > LONGEST_STOP:
+        raise BadRequestError(f"stop has a text of {longest} characters; up to {LONGEST_STOP} are taken", param="stop")
+    ends = body.get("stop_token_ids") or []
+    if not _is_list(ends, int) or not all(0 <= index < vocabulary for index in ends):
+        raise BadRequestError(f"stop_token_ids takes a list of ids below {vocabulary}", param="stop_token_ids")
+    # A special token writes nothing that a stop string could be found in: one that is named ends the row by its id.
+    named = (special for text in stop if (special := _special_tokens(tokenizer).get(text)) is not None)
+    ends = tuple(dict.fromkeys((*ends, *named, *eos)))
+    if len(ends) > MOST_ENDS:
+        raise BadRequestError(
+            f"a row ends with up to {MOST_ENDS} ids, the model's own among them; there are {len(ends)}",
+            param="stop_token_ids",
+        )
+    return tuple(stop), ends
+
+
+def _limit(prompt: Sequence[int], chat: bool, asked: int | None, least: int, longest: int) -> int:
+    """The most tokens of the completion of a prompt: as `asked`, which is `least` or more and fits behind it."""
+    room = longest - len(prompt)
+    if not prompt:
+        raise BadRequestError("the prompt has no tokens", param="messages" if chat else "prompt")
+    limit = max(room if chat else min(room, DEFAULT_TOKENS), 1) if asked is None else asked
+    if limit > room:
+        raise BadRequestError(
+            f"this model's rows have {longest} tokens; the prompt has {len(prompt)}, and {limit} are asked for as its "
+            "completion",
+            code="context_length_exceeded",
+            param="messages" if chat else "prompt",
+        )
+    if least > limit:
+        raise BadRequestError(
+            f"min_tokens is {least}, more than the {limit} tokens of the completion", param="min_tokens"
+        )
+    return limit
 
 
 def _check_characters(count: int, longest: int, param: str) -> None:

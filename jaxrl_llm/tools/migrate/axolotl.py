@@ -141,11 +141,24 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
         for key in entry.keys:
             if entry.direct and key in yaml:
                 draft.set(entry.ours, CONVERT.get(key, lambda value: value)(yaml[key]), key)
-    if yaml.get(key := "trl.async_prefetch"):
-        draft.set("rollout.staleness", int(yaml.get("trl.prefetch_depth") or 1), key, "trl.prefetch_depth")
-        if "algorithm.importance_correction" not in draft.values:
-            draft.set("algorithm.importance_correction", "token_truncate", key)
-            draft.check(f"{key}: rows of an earlier policy are corrected for here, by token_truncate")
+    _model(draft, yaml)
+    _trained(draft, yaml)
+    _teacher(draft, yaml, trainer)
+    _algorithm(draft, yaml, trainer)
+    measured = _data(draft, yaml, trainer, rows)
+    _schedule(draft, yaml)
+    _rates(draft, yaml)
+    _stopping(draft, yaml, trainer, measured)
+    for key in ("context_parallel_size", "sequence_parallel_degree"):
+        if key in yaml:
+            draft.set("mesh.context", int(yaml[key]), key)
+    shared.tracked(draft, yaml, PROJECTS, RUN_NAMES)
+    switches = (f"use_{name}" for name in TRACKERS)
+    draft.use("val_set_size", "bf16", "rl", "reward_model", "process_reward_model", "adapter", *switches)
+
+
+def _model(draft: Draft, yaml: dict[str, Any]) -> None:
+    """Set how the model is read and stored, and the tokens that are added to it."""
     section = "overrides_of_model_config."
     entries = {key: value for key, value in yaml.items() if key.startswith(section)}
     if entries:
@@ -153,7 +166,73 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
         draft.set("model.overrides", written, *entries)
     if any(key.partition(".")[0] == "qat" for key in yaml):
         _qat(draft, yaml)
-    _teacher(draft, yaml, trainer)
+    if yaml.get("tiled_mlp"):
+        tokens = int(yaml.get("sequence_len") or 512) * int(yaml.get("micro_batch_size") or 1)
+        shards = int(yaml.get("tiled_mlp_num_shards") or 4)
+        draft.set("model.mlp_tile_tokens", math.ceil(tokens / shards), "tiled_mlp", "tiled_mlp_num_shards")
+    draft.use("tiled_mlp", "tiled_mlp_num_shards")
+    if yaml.get("bf16", "auto") and not yaml.get("fp16"):
+        draft.set("model.param_dtype", "bfloat16", "bf16")
+    experts = re.search(rules("warnings")["experts"], str(draft.values.get("model.path")), re.IGNORECASE)
+    if draft.values.get("model.quantize") and experts:
+        of_experts = "same" if yaml.get("quantize_moe_experts") else "none"
+        draft.set("model.quantize_experts", of_experts, "quantize_moe_experts")
+    draft.use("quantize_moe_experts")
+    for key, flag in (("tokens", ""), ("special_tokens.additional_special_tokens", " --special")):
+        if added := yaml.get(key):
+            draft.use(key)
+            draft.check(
+                f"{key}: python -m jaxrl_llm add_tokens --model={draft.values.get('model.path')} "
+                f"--tokens='{','.join(map(str, added))}'{flag} --output=FOLDER writes the model with those that it "
+                "lacks: set model.path to that folder"
+            )
+
+
+def _trained(draft: Draft, yaml: dict[str, Any]) -> None:
+    """Set what is trained of the model."""
+    if yaml.get("lora_model_dir"):
+        draft.set("lora.path", yaml["lora_model_dir"], "lora_model_dir")
+        draft.drop("lora.rank", "lora.alpha", "lora.targets", "lora.rslora")
+    if patterns := yaml.get("unfrozen_parameters"):
+        if yaml.get("adapter"):
+            draft.check("unfrozen_parameters is left out: adapters are trained, and lora.modules_to_save beside them")
+        else:
+            whole = tuple(re.sub(ROWS, "", pattern) for pattern in patterns)
+            if changed := [pattern for pattern in patterns if re.search(ROWS, pattern)]:
+                draft.check(f"unfrozen_parameters names rows of a matrix, {short(changed)}: it is trained whole here")
+            draft.set("model.trainable", whole, "unfrozen_parameters")
+    if yaml.get("rl_adapter_ref_model") and yaml.get("adapter"):
+        draft.set("lora.reference", "copy", "rl_adapter_ref_model")
+    if count := yaml.get("lisa_n_layers"):
+        updates = draft.values.get("batch.minibatches", 1) * draft.values.get("algorithm.num_iterations", 1)
+        draft.set("optimizer.lisa_layers", int(count), "lisa_n_layers")
+        every = shared.divided(float(yaml.get("lisa_step_interval") or 20), updates)
+        draft.set("optimizer.lisa_every", every, "lisa_step_interval")
+        draft.use("lisa_layers_attribute")
+
+
+def _algorithm(draft: Draft, yaml: dict[str, Any], trainer: str) -> None:
+    """Set what the algorithm, and the loss, are other than TRL's."""
+    if yaml.get("rl"):
+        draft.set("algorithm.name", draft.values.get("algorithm.name", "grpo"), "rl")
+    if yaml.get(key := "trl.async_prefetch"):
+        draft.set("rollout.staleness", int(yaml.get("trl.prefetch_depth") or 1), key, "trl.prefetch_depth")
+        if "algorithm.importance_correction" not in draft.values:
+            draft.set("algorithm.importance_correction", "token_truncate", key)
+            draft.check(f"{key}: rows of an earlier policy are corrected for here, by token_truncate")
+    if yaml.get("use_eaft"):
+        alpha = float(yaml.get("eaft_alpha") or 1.0)
+        options = {"alpha": alpha} if alpha != 1 else {}
+        draft.set("algorithm.loss", with_options("eaft", options | {"scale": 1.0}), "use_eaft", "eaft_alpha", "eaft_k")
+    draft.use("eaft_alpha", "eaft_k")
+    labels = {"reward": 1, "prm": 2}.get(trainer)
+    if labels is not None and yaml.get("num_labels", labels) != labels:
+        draft.check(f"num_labels = {yaml['num_labels']} has no equivalent: such a model has {labels} here")
+
+
+def _data(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> str:
+    """Set the rows that are trained and evaluated on, and how they are read; return how the names of the metrics of
+    evaluation begin."""
     draft.drop("data.path")
     measured = "eval/"
     sources, tests = (
@@ -194,6 +273,8 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
         draft.set("eval.every", -1, "val_set_size")
     elif draft.values.get("eval.every") == -1 and not yaml.get("eval_strategy"):
         draft.set("eval.every", 0, "val_set_size")
+    if yaml.get("curriculum_sampling"):
+        draft.set("data.shuffle", False, "curriculum_sampling")
     if trainer == "grpo":
         if yaml.get("trl.replay_buffer_size"):
             draft.set("algorithm.replay_groups", int(yaml["trl.replay_buffer_size"]), "replay_buffer_size")
@@ -205,48 +286,21 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
     else:
         strategy = yaml.get("excess_length_strategy", "drop")
         draft.set("data.overlong", OVERLONG.get(strategy, "filter"), "excess_length_strategy")
-    if yaml.get("tiled_mlp"):
-        tokens = int(yaml.get("sequence_len") or 512) * int(yaml.get("micro_batch_size") or 1)
-        shards = int(yaml.get("tiled_mlp_num_shards") or 4)
-        draft.set("model.mlp_tile_tokens", math.ceil(tokens / shards), "tiled_mlp", "tiled_mlp_num_shards")
-    draft.use("tiled_mlp", "tiled_mlp_num_shards")
-    if yaml.get("bf16", "auto") and not yaml.get("fp16"):
-        draft.set("model.param_dtype", "bfloat16", "bf16")
-    experts = re.search(rules("warnings")["experts"], str(draft.values.get("model.path")), re.IGNORECASE)
-    if draft.values.get("model.quantize") and experts:
-        of_experts = "same" if yaml.get("quantize_moe_experts") else "none"
-        draft.set("model.quantize_experts", of_experts, "quantize_moe_experts")
-    draft.use("quantize_moe_experts")
-    shared.tracked(draft, yaml, PROJECTS, RUN_NAMES)
-    for key, flag in (("tokens", ""), ("special_tokens.additional_special_tokens", " --special")):
-        if added := yaml.get(key):
-            draft.use(key)
-            draft.check(
-                f"{key}: python -m jaxrl_llm add_tokens --model={draft.values.get('model.path')} "
-                f"--tokens='{','.join(map(str, added))}'{flag} --output=FOLDER writes the model with those that it "
-                "lacks: set model.path to that folder"
-            )
-    switches = (f"use_{name}" for name in TRACKERS)
-    draft.use("val_set_size", "bf16", "rl", "reward_model", "process_reward_model", "adapter", *switches)
-    labels = {"reward": 1, "prm": 2}.get(trainer)
-    if labels is not None and yaml.get("num_labels", labels) != labels:
-        draft.check(f"num_labels = {yaml['num_labels']} has no equivalent: such a model has {labels} here")
-    if yaml.get("lora_model_dir"):
-        draft.set("lora.path", yaml["lora_model_dir"], "lora_model_dir")
-        draft.drop("lora.rank", "lora.alpha", "lora.targets", "lora.rslora")
-    if patterns := yaml.get("unfrozen_parameters"):
-        if yaml.get("adapter"):
-            draft.check("unfrozen_parameters is left out: adapters are trained, and lora.modules_to_save beside them")
-        else:
-            whole = tuple(re.sub(ROWS, "", pattern) for pattern in patterns)
-            if changed := [pattern for pattern in patterns if re.search(ROWS, pattern)]:
-                draft.check(f"unfrozen_parameters names rows of a matrix, {short(changed)}: it is trained whole here")
-            draft.set("model.trainable", whole, "unfrozen_parameters")
-    if yaml.get("rl_adapter_ref_model") and yaml.get("adapter"):
-        draft.set("lora.reference", "copy", "rl_adapter_ref_model")
-    for key in ("context_parallel_size", "sequence_parallel_degree"):
-        if key in yaml:
-            draft.set("mesh.context", int(yaml[key]), key)
+    template, text = yaml.get("chat_template"), yaml.get("chat_template_jinja")
+    if template == "jinja" and text:
+        draft.set("data.chat_template", text, "chat_template_jinja", "chat_template")
+    elif str(template).removesuffix("_v1") in TEMPLATES:
+        draft.set("data.chat_template", str(template).removesuffix("_v1"), "chat_template")
+    elif template not in (None, "tokenizer_default"):
+        draft.check(
+            f"chat_template = {template}: the tokenizer's own template is used here; see that it is this one (python "
+            "-m jaxrl_llm preview --config=... shows the rows), or name another with data.chat_template"
+        )
+    return measured
+
+
+def _schedule(draft: Draft, yaml: dict[str, Any]) -> None:
+    """Set warmup and schedule, and how often is saved and evaluated."""
     total = draft.values["total_steps"]
     unset = not ({"warmup_steps", "warmup_ratio"} & set(yaml)) and yaml.get("lr_scheduler") not in trl_run.UNWARMED
     if held := yaml.get("cosine_constant_lr_ratio"):
@@ -266,27 +320,15 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
         )
     elif unset:
         draft.set("optimizer.warmup_steps", min(int(WARMUP_RATIO * total), WARMUP_MOST), "warmup_steps")
-    _rates(draft, yaml)
-    if count := yaml.get("lisa_n_layers"):
-        updates = draft.values.get("batch.minibatches", 1) * draft.values.get("algorithm.num_iterations", 1)
-        draft.set("optimizer.lisa_layers", int(count), "lisa_n_layers")
-        every = shared.divided(float(yaml.get("lisa_step_interval") or 20), updates)
-        draft.set("optimizer.lisa_every", every, "lisa_step_interval")
-        draft.use("lisa_layers_attribute")
     if yaml.get("adam_beta3") and draft.values["optimizer.name"] == "came":
         draft.set("optimizer.b3", float(yaml["adam_beta3"]), "adam_beta3")
-    if yaml.get("use_eaft"):
-        alpha = float(yaml.get("eaft_alpha") or 1.0)
-        options = {"alpha": alpha} if alpha != 1 else {}
-        draft.set("algorithm.loss", with_options("eaft", options | {"scale": 1.0}), "use_eaft", "eaft_alpha", "eaft_k")
-    draft.use("eaft_alpha", "eaft_k")
-    if yaml.get("rl"):
-        draft.set("algorithm.name", draft.values.get("algorithm.name", "grpo"), "rl")
-    if yaml.get("curriculum_sampling"):
-        draft.set("data.shuffle", False, "curriculum_sampling")
     for key, ours in (("saves_per_epoch", "checkpoint.every"), ("evals_per_epoch", "eval.every")):
         if yaml.get(key) and draft.values[ours] != -1:
             draft.set(ours, max(1, round(total / (float(yaml.get("num_epochs", 1)) * yaml[key]))), key)
+
+
+def _stopping(draft: Draft, yaml: dict[str, Any], trainer: str, measured: str) -> None:
+    """Set early stopping, by a metric of evaluation whose name begins as `measured`."""
     if patience := yaml.get("early_stopping_patience"):
         metric, mode = ("reward", "max") if trainer == "grpo" else ("loss", "min")
         options = {"metric": f"{measured}{metric}", "mode": mode, "patience": patience}
@@ -299,16 +341,6 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
                 "early_stopping_patience: nothing is evaluated while it trains; set eval.every, and callbacks to "
                 f"({stopping!r},)"
             )
-    template, text = yaml.get("chat_template"), yaml.get("chat_template_jinja")
-    if template == "jinja" and text:
-        draft.set("data.chat_template", text, "chat_template_jinja", "chat_template")
-    elif str(template).removesuffix("_v1") in TEMPLATES:
-        draft.set("data.chat_template", str(template).removesuffix("_v1"), "chat_template")
-    elif template not in (None, "tokenizer_default"):
-        draft.check(
-            f"chat_template = {template}: the tokenizer's own template is used here; see that it is this one (python "
-            "-m jaxrl_llm preview --config=... shows the rows), or name another with data.chat_template"
-        )
 
 
 def _rates(draft: Draft, yaml: dict[str, Any]) -> None:
