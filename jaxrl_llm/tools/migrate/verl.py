@@ -217,29 +217,7 @@ def _online(draft: Draft, gpus: int, version: str) -> None:
         )
         mini = fitting
     draft.set("batch.minibatches", prompts // mini, f"{A}.ppo_mini_batch_size")
-    # Rows of a micro-batch: those of a GPU times the GPUs.
-    rows = (f"{A}.ppo_micro_batch_size_per_gpu", f"{A}.ppo_micro_batch_size")
-    tokens = (f"{A}.use_dynamic_bsz", f"{A}.ppo_max_token_len_per_gpu")
-    each, total = (draft.get(key) for key in rows)
-    if draft.get(tokens[0]):
-        draft.set("batch.microbatch_tokens", int(draft.get(tokens[1]) or 16384) * gpus, *tokens)
-        draft.use(*rows)
-    elif each or total:
-        shared.microbatch_rows(draft, int(each) * gpus if each else int(total), mini * group, *rows)
-    keys = (f"{M}.tiled_mlp.enabled", f"{M}.tiled_mlp.num_shards")
-    length = sum(int(draft.get(f"data.max_{part}_length")) for part in ("prompt", "response"))
-    if draft.get(keys[0]):
-        at_once = int(draft.get(tokens[1]) or 16384) if draft.get(tokens[0]) else length * int(each or 1)
-        draft.set("model.mlp_tile_tokens", math.ceil(at_once / int(draft.get(keys[1]) or 4)), *keys)
-    draft.use(*keys)
-    for keys in ([f"{part}.log_prob_{key}" for key in PASS_SIZES] for part in PASSES):
-        each, total, dynamic, most = (draft.get(key) for key in keys)
-        draft.use(*keys)
-        if dynamic and most and "batch.logps_microbatch_tokens" not in draft.values:
-            draft.set("batch.logps_microbatch_tokens", int(most) * gpus, keys[3])
-        elif not dynamic and (each or total) and "batch.logps_microbatch_rows" not in draft.values:
-            size, key = (int(each) * gpus, keys[0]) if each else (int(total), keys[1])
-            shared.microbatch_rows(draft, size, mini * group, key, ours="batch.logps_microbatch_rows")
+    _microbatches(draft, gpus, mini * group)
     draft.set("optimizer.no_decay", (), f"{A}.optim.weight_decay")
     for side in ("low", "high"):
         key, both = f"{A}.clip_ratio_{side}", f"{A}.clip_ratio"
@@ -256,14 +234,7 @@ def _online(draft: Draft, gpus: int, version: str) -> None:
     _rewards(draft)
     if draft.get("distillation.enabled"):
         distillation.of_verl(draft)
-    if draft.sets(key := f"{R}.do_sample"):
-        draft.set("rollout.temperature", None if draft.get(key) else 0.0, key)
-    if draft.sets(key := f"{R}.max_num_seqs") and draft.get(key):
-        draft.use(key)
-        slots = int(draft.get(key)) * gpus
-        if slots < prompts * group:
-            draft.set("rollout.slots", slots, key)
-    draft.use(f"{R}.prompt_length", f"{R}.response_length")
+    _sampling(draft, gpus, prompts * group)
     if draft.get(key := "algorithm.filter_groups.enable"):
         draft.set("algorithm.dynamic_sampling", True, key)
         key = "algorithm.filter_groups.max_num_gen_batches"
@@ -272,6 +243,38 @@ def _online(draft: Draft, gpus: int, version: str) -> None:
         # The scores of verl's own functions are flat where their `acc` is.
         if metric not in (None, "score", "seq_reward", "seq_final_reward") and draft.get("custom_reward_function.path"):
             draft.set("algorithm.dynamic_sampling_metric", metric, key)
+    _correction(draft)
+
+
+def _microbatches(draft: Draft, gpus: int, rows: int) -> None:
+    """Set the micro-batches of minibatches of so many rows, and of the passes before the update."""
+    # Rows of a micro-batch: those of a GPU times the GPUs.
+    sizes = (f"{A}.ppo_micro_batch_size_per_gpu", f"{A}.ppo_micro_batch_size")
+    tokens = (f"{A}.use_dynamic_bsz", f"{A}.ppo_max_token_len_per_gpu")
+    each, total = (draft.get(key) for key in sizes)
+    if draft.get(tokens[0]):
+        draft.set("batch.microbatch_tokens", int(draft.get(tokens[1]) or 16384) * gpus, *tokens)
+        draft.use(*sizes)
+    elif each or total:
+        shared.microbatch_rows(draft, int(each) * gpus if each else int(total), rows, *sizes)
+    keys = (f"{M}.tiled_mlp.enabled", f"{M}.tiled_mlp.num_shards")
+    length = sum(int(draft.get(f"data.max_{part}_length")) for part in ("prompt", "response"))
+    if draft.get(keys[0]):
+        at_once = int(draft.get(tokens[1]) or 16384) if draft.get(tokens[0]) else length * int(each or 1)
+        draft.set("model.mlp_tile_tokens", math.ceil(at_once / int(draft.get(keys[1]) or 4)), *keys)
+    draft.use(*keys)
+    for keys in ([f"{part}.log_prob_{key}" for key in PASS_SIZES] for part in PASSES):
+        each, total, dynamic, most = (draft.get(key) for key in keys)
+        draft.use(*keys)
+        if dynamic and most and "batch.logps_microbatch_tokens" not in draft.values:
+            draft.set("batch.logps_microbatch_tokens", int(most) * gpus, keys[3])
+        elif not dynamic and (each or total) and "batch.logps_microbatch_rows" not in draft.values:
+            size, key = (int(each) * gpus, keys[0]) if each else (int(total), keys[1])
+            shared.microbatch_rows(draft, size, rows, key, ours="batch.logps_microbatch_rows")
+
+
+def _correction(draft: Draft) -> None:
+    """Set how rows are weighted, and which are left out, for the difference between sampler and trainer."""
     correction = draft.get(key := f"{CORRECTION}.rollout_is")
     if correction and draft.get(f"{CORRECTION}.bypass_mode") and draft.values["algorithm.loss"] != "reinforce":
         draft.check(f"{key} is {correction}, which verl measures and does not apply with bypass_mode and ppo_clip")
@@ -288,6 +291,18 @@ def _online(draft: Draft, gpus: int, version: str) -> None:
         draft.set("algorithm.rejection", criteria, key)
         bounds = draft.get(f"{key}_threshold")
         draft.set("algorithm.rejection_bounds", None if bounds is None else str(bounds), f"{key}_threshold")
+
+
+def _sampling(draft: Draft, gpus: int, rows: int) -> None:
+    """Set how so many rows a step are sampled, by which devices and in which types."""
+    if draft.sets(key := f"{R}.do_sample"):
+        draft.set("rollout.temperature", None if draft.get(key) else 0.0, key)
+    if draft.sets(key := f"{R}.max_num_seqs") and draft.get(key):
+        draft.use(key)
+        slots = int(draft.get(key)) * gpus
+        if slots < rows:
+            draft.set("rollout.slots", slots, key)
+    draft.use(f"{R}.prompt_length", f"{R}.response_length")
     if draft.sets(key := f"{R}.dtype"):
         dtype = {"half": "float16", "float": "float32"}.get(str(draft.get(key))) or shared.type_name(draft.get(key))
         draft.set("rollout.weights_dtype", dtype, key)
