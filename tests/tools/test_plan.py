@@ -30,7 +30,7 @@ from jaxrl_llm.tools.plan.advice import advice
 from jaxrl_llm.tools.plan.compiler import Compiler, traced_flops
 from jaxrl_llm.tools.plan.graders import compile_graders
 from jaxrl_llm.tools.plan.planned import describe_for, floors, make_plan, tree_size
-from jaxrl_llm.tools.plan.programs import converted_bytes, held_bytes, images_shape
+from jaxrl_llm.tools.plan.programs import Step, converted_bytes, held_bytes, images_shape
 from jaxrl_llm.tools.plan.shapes import describe
 from jaxrl_llm.tools.plan.split import Split, balances, least_seconds, make_split
 from jaxrl_llm.tools.plan.text import bytes_text, lines, seconds_text
@@ -203,9 +203,9 @@ def test_images_are_planned_as_a_run_has_them(root, tmp_path, vision):
         batch = run.source.next(state, jax.random.key(0)).batch
         minibatch = minibatches_of(run, batch, (0,), 2, 1)[0]
         described = describe_for(run.config, on)
-        params = merge_frozen(described.state, described.frozen).params
+        step = Step(run.config, described, on.mesh, found.widths, tokens)
         for rows, images in ((batch.rows, batch.inputs.images), (minibatch.rows, minibatch.inputs.images)):
-            planned = images_shape(run.config, described, on.mesh, params, rows, tokens)
+            planned = images_shape(step, rows)
             assert jax.tree.map(jnp.shape, planned) == jax.tree.map(jnp.shape, images)
             assert bytes_on_device(planned) == bytes_on_device(images)
     programs = {x.name: x for x in found.programs}

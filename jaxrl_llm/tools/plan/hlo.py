@@ -43,7 +43,7 @@ Trips = tuple[float | tuple[float, ...], ...]
 
 
 class Instruction(NamedTuple):
-    """One line of a computation."""
+    """An instruction, a line of a computation: `%name = shape opcode(arguments), rest`."""
 
     name: str
     shape: str

@@ -12,7 +12,7 @@ from jaxrl_llm.distributed.sharding import bytes_on_device, make_mesh
 from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.tools.plan.compiler import ProgramStats
 from jaxrl_llm.tools.plan.graders import compile_graders
-from jaxrl_llm.tools.plan.programs import Microbatch, compile_step, held_bytes
+from jaxrl_llm.tools.plan.programs import Microbatch, Step, compile_step, held_bytes
 from jaxrl_llm.tools.plan.shapes import Shapes, describe
 from jaxrl_llm.tools.plan.topology import Target, target_of, traced_as_on
 from jaxrl_llm.training.packing.planner import Packer
@@ -140,18 +140,14 @@ def _compiled(
                 "planned without images: what encodes those of rows, and holds them, comes on top (`plan "
                 "--image_tokens=N` counts those of N tokens a prompt)"
             )
-        programs, rollout, microbatch = compile_step(
-            config,
-            shapes,
-            target_.mesh,
-            widths,
+        programs, sampling, microbatch = compile_step(
+            Step(config, shapes, target_.mesh, widths, image_tokens),
             target_.accelerator,
             only,
             packer,
             dict(target_.options),
             target_.device.memory,
             target_.host,
-            image_tokens,
         )
         if shapes.graders and only in ("", "sampling"):
             simulated, options = target_.accelerator and not target_.exact, dict(target_.options)
@@ -177,12 +173,12 @@ def _compiled(
     }
     if only == "sampling":
         held, host = {GRADERS: held[GRADERS]}, {GRADERS: host[GRADERS]}
-    sampling = {}
-    if rollout is not None:
-        sampling = {
-            PARAMETERS: bytes_on_device(rollout.params),
-            "keys and values of prompts": bytes_on_device((rollout.prompt_cache, rollout.waiting_cache)),
-            "keys and values of completions": bytes_on_device(rollout.row_cache),
+    held_by_sampling = {}
+    if sampling is not None:
+        held_by_sampling = {
+            PARAMETERS: bytes_on_device(sampling.params),
+            "keys and values of prompts": bytes_on_device((sampling.prompt_cache, sampling.waiting_cache)),
+            "keys and values of completions": bytes_on_device(sampling.row_cache),
         }
     return Plan(
         config=config,
@@ -192,7 +188,7 @@ def _compiled(
         trained=tree_size(state.params),
         held={name: size for name, size in held.items() if size},
         host={name: size for name, size in host.items() if size},
-        sampling=sampling,
+        sampling=held_by_sampling,
         programs=programs,
         microbatch=microbatch,
         note="; ".join(notes),

@@ -6,6 +6,7 @@ All that the plan takes from the engine, the batch and the objectives is here.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -73,7 +74,7 @@ from jaxrl_llm.training.setup.specs import (
 )
 from jaxrl_llm.training.setup.worker import check_correction
 from jaxrl_llm.training.teachers.cross_tokenizer import at_ends
-from jaxrl_llm.training.update import make_update, merge_frozen, optimizer_step, unchanged
+from jaxrl_llm.training.update import UpdateSpec, make_update, merge_frozen, optimizer_step, unchanged
 
 
 class Layouts(NamedTuple):
@@ -87,7 +88,31 @@ class Layouts(NamedTuple):
     sizes: Sizes | None = None  # of the update
 
 
-class Rollout(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What is planned: a configuration, its arrays on a mesh, and rows of `widths` (prompt, total) tokens.
+
+    `image_tokens` are those of a prompt's images, or of a row's where rows are given.
+    """
+
+    config: Any
+    shapes: Shapes
+    mesh: Mesh
+    widths: tuple[int, int]
+    image_tokens: int = 0
+
+    @property
+    def online(self) -> bool:
+        """True where rows are sampled."""
+        return self.config.algorithm.name not in OFFLINE
+
+    @property
+    def params(self) -> Any:
+        """The parameters of the model, trained and frozen."""
+        return merge_frozen(self.shapes.state, self.shapes.frozen).params
+
+
+class Sampling(NamedTuple):
     """The arrays that sampling holds, as shapes."""
 
     params: Any
@@ -124,108 +149,112 @@ def converted_bytes(net: Net, mesh: Mesh) -> int:
 
 
 def compile_step(
-    config,
-    shapes: Shapes,
-    mesh: Mesh,
-    widths: tuple[int, int],
+    step: Step,
     accelerator: bool,
     only: str = "",
     packer: Packer | None = None,
     options: dict[str, Any] | None = None,
     memory: float | None = None,
     host: int | None = None,
-    image_tokens: int = 0,
-) -> tuple[list[ProgramStats], Rollout | None, Microbatch]:
-    """Return the programs of a step with rows of `widths` (prompt, total) tokens, what sampling holds, and the
-    micro-batches of an update.
+) -> tuple[list[ProgramStats], Sampling | None, Microbatch]:
+    """Return the programs of a step, what sampling holds, and the micro-batches of an update.
 
     `only` names one phase, "rollout", "logps" or "update", or one half of a split run, "training", or "sampling", whose
     devices hold nothing but what scores completions. Neither evaluation nor scoring is among them. `packer` is that of
     a run, `options` are the compiler's, `memory` are the bytes of a device that a run may use, where they are known,
-    and `host` the devices of one host where CPUs stand in for accelerators. `image_tokens` are those of a prompt's
-    images, or of a row's where they are given.
+    and `host` the devices of one host where CPUs stand in for accelerators.
     """
+    config, shapes, mesh = step.config, step.shapes, step.mesh
     simulated = accelerator and mesh.devices.flat[0].platform == "cpu"
     nets = (shapes.net, shapes.critic, *(teacher.net for teacher in shapes.teachers.values()))
     converted = max(converted_bytes(net, mesh) for net in nets if net is not None)
     compiler = Compiler(held_bytes(shapes, only), mesh.size, simulated, options or {}, converted=converted)
-    rollout = None
-    online = config.algorithm.name not in OFFLINE
-    params = merge_frozen(shapes.state, shapes.frozen).params
-    if online and only in ("", "rollout", "sampling"):
-        engine = make_engine(config, shapes.net, simulated)
-        sampling_mesh = rollout_mesh(mesh, config.rollout.mesh, shapes.net.config.kv_heads, host)
-        prompts = config.batch.prompts + config.rollout.partial_prompts
-        if config.rollout.memory_fraction is not None and memory:
-            share = config.rollout.memory_fraction
-            total = memory * (1 if mesh.devices.flat[0].platform == "cpu" and not accelerator else mesh.size)
-            engine = with_fitting_slots(engine, visiting(params), share, total, prompts, widths[0], sampling_mesh)
-        places: Any = {"params": params, "mesh": mesh, "sampling_mesh": sampling_mesh, "of_run": params}
-        places |= {"image_tokens": image_tokens}
-        rollout = compile_rollout(compiler, "rollout", engine, prompts, widths[0], **places)
-        if compares_with_greedy(config):
-            greedy = dataclasses.replace(engine, sampling=engine.sampling.greedy, group_size=1)
-            compile_rollout(compiler, "greedy rollout", greedy, config.batch.prompts, widths[0], **places)
+    sampling = None
+    if step.online and only in ("", "rollout", "sampling"):
+        total = (memory or 0.0) * (1 if mesh.devices.flat[0].platform == "cpu" and not accelerator else mesh.size)
+        sampling = compile_sampling(step, compiler, simulated, total, host)
         if only == "sampling":
             programs = [x for x in compiler.programs if not x.name.endswith(": cast")]
-            return programs, rollout, Microbatch(0, 0)  # parameters come in the type that decodes
+            return programs, sampling, Microbatch(0, 0)  # parameters come in the type that decodes
     objective, room = objective_of(config, shapes.net), None
     if accelerator and memory:
         room = max(memory - held_bytes(shapes) - update_bytes(config, shapes.state.params), 0.0)
-    layouts = make_layouts(config, shapes.net, mesh, objective, widths, accelerator, packer, room)
+
+    def layouts_of(config, packer: Packer | None) -> Layouts:
+        return make_layouts(config, shapes.net, mesh, objective, step.widths, accelerator, packer, room)
+
+    layouts = layouts_of(config, packer)
     if only in ("", "logps", "training"):
-        compile_logps(config, shapes, params, mesh, widths, layouts, compiler, image_tokens)
-    updates, sizes = sized_updates(config, shapes.net.config, room, widths[1], mesh), layouts.sizes
+        compile_logps(step, layouts, compiler)
+    updates, sizes = sized_updates(config, shapes.net.config, room, step.widths[1], mesh), layouts.sizes
     if only in ("", "update", "training"):
-        update_critic = None
-        if shapes.critic is not None and not config.critic.shared:
-            spec = sized_critic_updates(config, updates)
-            regression = value_regression(critic_spec(config), shapes.critic)
-            update_critic = optimizer_step(regression, build_optimizer(critic_optimizer_spec(config)), spec, mesh)
-        teacher = shapes.teachers.get("")
+        compile_updates(step, compiler, objective, updates, layouts, packer, layouts_of)
+    tokens = 0 if sizes is None else sizes.packed_rows * sizes.length * row_shards(mesh)
+    rows = updates.microbatch_rows or batch_rows(config) // config.batch.minibatches
+    return compiler.programs, sampling, Microbatch(rows, tokens)
 
-        def minibatch_of(config, layouts: Layouts) -> tuple[Batch, int]:
-            """Return one minibatch, and how many of its size are held beside it."""
-            batch = update_batch(config, shapes.net, mesh, widths[1], widths[0] if online else 0, teacher)
-            count = config.batch.minibatches
-            images = images_shape(config, shapes, mesh, params, batch_rows(config) // count, image_tokens)
-            batch = batch.replace(inputs=batch.inputs.replace(images=images))
-            return batch.with_layout(layouts.update, layouts.observed), count if count > 1 else 0
 
-        alone = critic_alone(config, update_critic)
-        if alone is not None and alone.apart:
-            update_critic = unchanged
-        has_critic = shapes.critic is not None
-        update = make_update(objective, make_optimizer(config), updates, mesh, update_critic, has_critic)
-        batch, beside = minibatch_of(config, layouts)
+def compile_sampling(step: Step, compiler: Compiler, simulated: bool, memory: float, host: int | None) -> Sampling:
+    """Compile the programs that sample, on devices of so much memory together, 0 where it is not known."""
+    config, mesh, width = step.config, step.mesh, step.widths[0]
+    engine = make_engine(config, step.shapes.net, simulated)
+    sampling_mesh = rollout_mesh(mesh, config.rollout.mesh, step.shapes.net.config.kv_heads, host)
+    prompts, params = config.batch.prompts + config.rollout.partial_prompts, step.params
+    if config.rollout.memory_fraction is not None and memory:
+        share = config.rollout.memory_fraction
+        engine = with_fitting_slots(engine, visiting(params), share, memory, prompts, width, sampling_mesh)
+    places: Any = {"params": params, "mesh": mesh, "sampling_mesh": sampling_mesh, "of_run": params}
+    places |= {"image_tokens": step.image_tokens}
+    sampling = compile_rollout(compiler, "rollout", engine, prompts, width, **places)
+    if compares_with_greedy(config):
+        greedy = dataclasses.replace(engine, sampling=engine.sampling.greedy, group_size=1)
+        compile_rollout(compiler, "greedy rollout", greedy, config.batch.prompts, width, **places)
+    return sampling
+
+
+def compile_updates(
+    step: Step,
+    compiler: Compiler,
+    objective: Objective,
+    updates: UpdateSpec,
+    layouts: Layouts,
+    packer: Packer | None,
+    layouts_of: Callable[[Any, Packer | None], Layouts],
+) -> None:
+    """Compile the update, and that of the critic where it has minibatches or passes of its own, and so layouts."""
+    config, shapes, mesh, update_critic = step.config, step.shapes, step.mesh, None
+    if shapes.critic is not None and not config.critic.shared:
+        spec = sized_critic_updates(config, updates)
+        regression = value_regression(critic_spec(config), shapes.critic)
+        update_critic = optimizer_step(regression, build_optimizer(critic_optimizer_spec(config)), spec, mesh)
+    alone = critic_alone(config, update_critic)
+    if alone is not None and alone.apart:
+        update_critic = unchanged
+
+    def add(name: str, update, step: Step, layouts: Layouts, passes: int) -> None:
+        count = step.config.batch.minibatches
+        batch = update_batch(step, shapes.teachers.get(""))
+        images = images_shape(step, batch_rows(step.config) // count)
+        batch = batch.replace(inputs=batch.inputs.replace(images=images))
+        batch = batch.with_layout(layouts.update, layouts.observed)
         compiler.add(
-            "update",
+            name,
             update,
             (shapes.state, batch, shapes.frozen),
-            times=config.batch.minibatches * config.algorithm.num_iterations,
-            held=(batch,) * beside,
+            times=count * passes,
+            held=(batch,) * (count if count > 1 else 0),  # the others wait beside it
             of_run=(shapes.state, shapes.frozen),
             trips=layouts.update_trips,
         )
-        if alone is not None and alone.passes:
-            own, its_layouts = config.copy_and_resolve_references(), layouts
-            own.batch.minibatches = alone.minibatches
-            if alone.minibatches != config.batch.minibatches:
-                its_packer = packer and packer.of_rows(batch_rows(own) // alone.minibatches)
-                its_layouts = make_layouts(own, shapes.net, mesh, objective, widths, accelerator, its_packer, room)
-            batch, beside = minibatch_of(own, its_layouts)
-            compiler.add(
-                "update of the critic",
-                alone.update,
-                (shapes.state, batch, shapes.frozen),
-                times=alone.minibatches * alone.passes,
-                held=(batch,) * beside,
-                of_run=(shapes.state, shapes.frozen),
-                trips=its_layouts.update_trips,
-            )
-    tokens = 0 if sizes is None else sizes.packed_rows * sizes.length * row_shards(mesh)
-    rows = updates.microbatch_rows or batch_rows(config) // config.batch.minibatches
-    return compiler.programs, rollout, Microbatch(rows, tokens)
+
+    update = make_update(objective, make_optimizer(config), updates, mesh, update_critic, shapes.critic is not None)
+    add("update", update, step, layouts, config.algorithm.num_iterations)
+    if alone is not None and alone.passes:
+        own = config.copy_and_resolve_references()
+        own.batch.minibatches = alone.minibatches
+        if alone.minibatches != config.batch.minibatches:
+            layouts = layouts_of(own, packer and packer.of_rows(batch_rows(own) // alone.minibatches))
+        add("update of the critic", alone.update, dataclasses.replace(step, config=own), layouts, alone.passes)
 
 
 def compares_with_greedy(config) -> bool:
@@ -260,7 +289,7 @@ def compile_rollout(
     calls: float = 1.0,
     of_run: Any = (),
     image_tokens: int = 0,
-) -> Rollout:
+) -> Sampling:
     """Compile the programs of an engine (cast, prefill, assign, decode); return what sampling holds.
 
     A step makes so many `calls` with so many prompts. `params` are on `mesh`; `of_run` of them are always there.
@@ -298,27 +327,17 @@ def compile_rollout(
             copied=slots.cache,
             reads=(sampled, (grid_prompts.cache, waiting, slots.cache)),
         )
-    return Rollout(sampled, grid_prompts.cache, slots.cache, waiting)
+    return Sampling(sampled, grid_prompts.cache, slots.cache, waiting)
 
 
-def compile_logps(
-    config,
-    shapes: Shapes,
-    params,
-    mesh: Mesh,
-    widths: tuple[int, int],
-    layouts: Layouts,
-    compiler: Compiler,
-    image_tokens: int = 0,
-) -> None:
+def compile_logps(step: Step, layouts: Layouts, compiler: Compiler) -> None:
     """Compile the passes before the update: what encodes images once, log-probs of policy, reference and teachers, and
     the critic's values."""
-    online, rows = config.algorithm.name not in OFFLINE, batch_rows(config)
-    if image_tokens and online:
-        compiler.add(
-            "images", images_of_rows, images_call(config, shapes, mesh, params, rows, image_tokens), of_run=params
-        )
-    images = images_shape(config, shapes, mesh, params, rows, image_tokens)
+    config, shapes, mesh, widths = step.config, step.shapes, step.mesh, step.widths
+    online, params, rows = step.online, step.params, batch_rows(config)
+    if step.image_tokens and online:
+        compiler.add("images", images_of_rows, images_call(step, rows), of_run=params)
+    images = images_shape(step, rows)
     ints = rows_shape(mesh, (rows, widths[1]), jnp.int32)
     microbatch, shards = batch_spec(config).forward_rows, row_shards(mesh)
     first, temperature = (widths[0], config.rollout.temperature or 1.0) if online else (0, 1.0)
@@ -377,23 +396,23 @@ def rows_of_images(net: Net, mesh: Mesh, rows: int, tokens: int) -> Images:
     return room_for(vision, rows, tiles, tokens, functools.partial(rows_shape, mesh))
 
 
-def images_call(config, shapes: Shapes, mesh: Mesh, params, rows: int, tokens: int) -> tuple:
-    """Return the arguments of `images_of_rows` in a step of so many rows, whose prompts have images of `tokens`."""
-    encode = "vision" in shapes.net.config.frozen and shapes.critic is None
-    size = config.rollout.group_size
-    images = rows_of_images(shapes.net, mesh, rows // size, tokens)
-    return shapes.net, visiting(params), images, size, encode, row_shards(mesh)
+def images_call(step: Step, rows: int) -> tuple:
+    """Return the arguments of `images_of_rows` in a step of so many rows, whose prompts have images."""
+    net, size = step.shapes.net, step.config.rollout.group_size
+    encode = "vision" in net.config.frozen and step.shapes.critic is None
+    images = rows_of_images(net, step.mesh, rows // size, step.image_tokens)
+    return net, visiting(step.params), images, size, encode, row_shards(step.mesh)
 
 
-def images_shape(config, shapes: Shapes, mesh: Mesh, params, rows: int, tokens: int) -> Images | None:
+def images_shape(step: Step, rows: int) -> Images | None:
     """Return the images of the rows of a batch as shapes, None without any: of prompts that are sampled those that are
     encoded once, where what encodes them is frozen."""
-    if not tokens:
+    if not step.image_tokens:
         return None
-    if config.algorithm.name in OFFLINE:
-        return rows_of_images(shapes.net, mesh, rows, tokens)
-    made = images_of_rows.eval_shape(*images_call(config, shapes, mesh, params, rows, tokens))
-    return jax.tree.map(lambda x: rows_shape(mesh, x.shape, x.dtype), made)
+    if not step.online:
+        return rows_of_images(step.shapes.net, step.mesh, rows, step.image_tokens)
+    made = images_of_rows.eval_shape(*images_call(step, rows))
+    return jax.tree.map(lambda x: rows_shape(step.mesh, x.shape, x.dtype), made)
 
 
 def rows_shape(mesh: Mesh, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
@@ -401,10 +420,9 @@ def rows_shape(mesh: Mesh, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct(shape, dtype, sharding=row_sharding(mesh))
 
 
-def update_batch(
-    config, net: Net, mesh: Mesh, width: int, prompt_width: int, teacher: TeacherShapes | None = None
-) -> Batch:
+def update_batch(step: Step, teacher: TeacherShapes | None = None) -> Batch:
     """Return the batch of one update as shapes, with the fields that the configured objective reads."""
+    config, net, mesh, (prompt_width, width) = step.config, step.shapes.net, step.mesh, step.widths
     rows = batch_rows(config) // config.batch.minibatches
     algorithm = config.algorithm
     ints: dict[str, Any] = {name: rows_shape(mesh, (rows, width), jnp.int32) for name in ("tokens", "segments")}
@@ -413,7 +431,7 @@ def update_batch(
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
     fields: dict[str, Any] = {}
     scalars: dict[str, Any] = {}
-    if algorithm.name not in OFFLINE:
+    if step.online:
         fields = dict.fromkeys(("sample_logps", "advantages"), tokens)
         fields |= {"observed": tokens} if algorithm.observation_coef else {}
         kind = old_logps_of(config)
@@ -459,7 +477,8 @@ def update_batch(
             fields |= {"teacher_ends": ints["tokens"], "teacher_prefix_logps": tokens}
             matches = jax.ShapeDtypeStruct((net.config.vocab_size,), jnp.int32, sharding=number.sharding)
             scalars |= {"teacher_matches": matches} if config.teacher.uld_hybrid else {}
-    return Batch(Inputs(**ints, prompt_width=prompt_width), mask=tokens, scalars=Scalars(**scalars), **fields)
+    inputs = Inputs(**ints, prompt_width=prompt_width if step.online else 0)
+    return Batch(inputs, mask=tokens, scalars=Scalars(**scalars), **fields)
 
 
 def make_layouts(
