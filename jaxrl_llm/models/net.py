@@ -114,15 +114,15 @@ class Net:
         return Net(dataclasses.replace(self.config, lora=None, quantize="none", quantize_experts="same"))
 
     def with_lora(self, lora: LoraConfig) -> "Net":
-        """The same model with these adapters."""
+        """The net of this model with these adapters."""
         return Net(dataclasses.replace(self.config, lora=lora))
 
     def scanned(self) -> "Net":
-        """The same model computing its layers in a scan."""
+        """The net that computes its layers in a scan."""
         return Net(dataclasses.replace(self.config, scan_layers=True))
 
     def unrolled(self) -> "Net":
-        """The same model computing its layers one after another."""
+        """The net that computes its layers one after another."""
         return Net(dataclasses.replace(self.config, scan_layers=False))
 
 

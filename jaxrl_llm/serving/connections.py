@@ -22,7 +22,7 @@ class Connection(H11Protocol):
     most = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES, 16)
 
     def connection_made(self, transport: Any) -> None:
-        """As uvicorn calls it."""
+        """Watch a new connection, or refuse it where there are `most` already."""
         super().connection_made(transport)
         self._watch: asyncio.TimerHandle | None = None
         if len(self.connections) > self.most:
@@ -32,7 +32,7 @@ class Connection(H11Protocol):
             self._look(None, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As uvicorn calls it."""
+        """Watch a connection that has ended no longer."""
         if self._watch is not None:
             self._watch.cancel()
         super().connection_lost(exc)

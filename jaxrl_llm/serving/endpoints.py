@@ -56,7 +56,7 @@ async def models(server: Server, request: Request) -> Response:
 
 
 async def model(server: Server, request: Request) -> Response:
-    """One of them."""
+    """The model, or the adapter, of that name."""
     name = request.path_params["name"]
     if name not in server.names:
         raise BadRequestError(f"there is no model {name!r:.100}", 404, "model_not_found", "model")

@@ -182,7 +182,7 @@ class KeptAnswer(Answer):
         call.session.handles |= self.handles
 
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
-        """Those of `Answer`."""
+        """The pieces of the answer; with the last one its session has it."""
         async for piece in super().pieces():
             with self.lock:
                 if not self.going and self.call.session.over is None:

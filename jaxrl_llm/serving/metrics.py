@@ -47,7 +47,7 @@ class Histogram:
         self.name, self.text, self.counts, self.sum = f"{PREFIX}{name}", text, [0] * (len(SECONDS) + 1), 0.0
 
     def add(self, seconds: float) -> None:
-        """Counts a value."""
+        """Counts so many seconds in their bucket."""
         self.counts[bisect.bisect_left(SECONDS, seconds)] += 1
         self.sum += seconds
 

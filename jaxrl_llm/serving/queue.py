@@ -65,7 +65,7 @@ class RequestQueue:
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
 
     def clear_counts(self) -> None:
-        """Counts from 0 on."""
+        """Sets all counts to 0."""
         self.counts = self._running.counts = Counts()
 
     def start(self) -> None:

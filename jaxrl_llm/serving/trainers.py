@@ -108,7 +108,7 @@ async def chat(server: Server, request: Request) -> Response:
 
 
 async def world_size(server: Server, request: Request) -> Response:
-    """One worker."""
+    """The number of workers that take weights: the server is one."""
     return JSONResponse({"world_size": 1})
 
 

@@ -67,7 +67,7 @@ def keys(config: ModelConfig) -> tuple[TensorName, ...]:
 
 
 def module_keys(config: ModelConfig) -> tuple[TensorName, ...]:
-    """The same of the class in transformers."""
+    """The table of the class in transformers, which adapters and trained parameters are named by."""
     return PIXTRAL_MODULES if _is_pixtral(config) else MODULE_KEYS
 
 

@@ -190,7 +190,7 @@ def kind_of(parameters: dict[str, Any]) -> str:
 
 
 def _rope(parameters: dict[str, Any], hf: dict[str, Any], theta: float) -> Rope:
-    """One set of parameters."""
+    """The rotary positions that a set of parameters of config.json describes, of base `theta` unless it has its own."""
     kind = kind_of(parameters)
     if kind not in KINDS:
         refuse("rope_type", kind, ", ".join(KINDS))

@@ -48,7 +48,7 @@ class Matrices:
         return self._part(".nested_quant_map")[scales] * of_scales + np.float32(self.state["nested_offset"])
 
     def get_slice(self, name: str) -> "Matrices":
-        """Itself: it holds one tensor, `name`."""
+        """The matrix itself, which stands in for the file of its tensor `name`."""
         return self
 
     def get_shape(self) -> list[int]:
@@ -76,7 +76,7 @@ class Integers:
         self.codes, self.scales = codes, scales
 
     def get_slice(self, name: str) -> "Integers":
-        """Itself: it holds one tensor, `name`."""
+        """The matrix itself, which stands in for the file of its tensor `name`."""
         return self
 
     def get_shape(self) -> list[int]:

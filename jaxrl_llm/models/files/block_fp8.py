@@ -44,7 +44,7 @@ class Matrices:
         self.codes, self.scales, self.block = codes, scales, block
 
     def get_slice(self, name: str) -> "Matrices":
-        """Itself: it holds one tensor, `name`."""
+        """The matrix itself, which stands in for the file of its tensor `name`."""
         return self
 
     def get_shape(self) -> list[int]:

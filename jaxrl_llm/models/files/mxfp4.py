@@ -21,7 +21,7 @@ class Matrices:
         self.blocks, self.scales = blocks, scales
 
     def get_slice(self, name: str) -> "Matrices":
-        """Itself: it holds one tensor, `name`."""
+        """The matrices themselves, which stand in for the file of their tensor `name`."""
         return self
 
     def get_shape(self) -> list[int]:

@@ -105,7 +105,7 @@ class Attention(nnx.Module):
 
     @staticmethod
     def flops(config, tokens, pairs):
-        """Those of scores and of weighted values."""
+        """The operations of scores and of weighted values."""
         return 2.0 * config.heads * (config.head_dim + config.value_size) * pairs
 
     def prefill(

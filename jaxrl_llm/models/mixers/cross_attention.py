@@ -45,12 +45,12 @@ class CrossAttention(Cacheless, nnx.Module):
 
     @staticmethod
     def layer_arrays(config, layer: LayerConfig) -> tuple:
-        """Nothing."""
+        """Nothing: layers differ in their parameters alone."""
         return ()
 
     @staticmethod
     def flops(config, tokens, pairs):
-        """None: how many images rows have is not known."""
+        """Zeros: how many images rows have is not known."""
         return 0.0 * tokens
 
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, Passing]:
@@ -100,5 +100,5 @@ class CrossAttention(Cacheless, nnx.Module):
 
     @staticmethod
     def prompt_cache(prompt, row, end, size: int) -> ImageKeyValues:
-        """Those of the prompt, which what its rows have sampled changes nothing of."""
+        """The cache of the prompt, of which nothing is changed by what its rows have sampled."""
         return prompt

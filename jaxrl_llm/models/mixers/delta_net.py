@@ -110,7 +110,7 @@ class GatedDeltaNet(nnx.Module):
 
     @classmethod
     def flops(cls, config, tokens, pairs):
-        """Those of the products of a token with the states of all heads."""
+        """The operations of the products of a token with the states of all heads."""
         return 2.0 * cls.products * config.delta_value_heads * config.delta_key_dim * config.delta_value_dim * tokens
 
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, PromptState]:

@@ -42,7 +42,7 @@ class LatentAttention(nnx.Module):
 
     @staticmethod
     def flops(config, tokens, pairs):
-        """Those of scores and of weighted values, with the keys and values of every head."""
+        """The operations of scores and of weighted values, with the keys and values of every head."""
         return 2.0 * config.heads * (config.head_dim + config.value_head_dim) * pairs
 
     def __init__(self, config, rngs: nnx.Rngs):

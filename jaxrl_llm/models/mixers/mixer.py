@@ -140,17 +140,17 @@ class Cacheless:
 
     @staticmethod
     def empty_cache(prompt, rows: int, size: int) -> tuple[()]:
-        """Nothing."""
+        """No row caches."""
         return ()
 
     @staticmethod
     def grow_cache(cache, size: int) -> tuple[()]:
-        """Nothing."""
+        """No row caches, whatever the size."""
         return ()
 
     @staticmethod
     def prompt_cache(prompt, row, end, size: int) -> Any:
-        """Nothing."""
+        """No prompt caches."""
         return ()
 
 
@@ -165,18 +165,18 @@ class NoMixer(Cacheless, nnx.Module):
 
     @staticmethod
     def layer_arrays(config, layer: LayerConfig) -> tuple:
-        """Nothing."""
+        """Nothing: such layers are alike."""
         return ()
 
     @staticmethod
     def flops(config, tokens, pairs):
-        """None."""
+        """Zeros: there is nothing to compute."""
         return 0.0 * tokens
 
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, tuple]:
-        """Zeros, and an empty cache."""
+        """Zeros in the shape of x, and an empty cache."""
         return jnp.zeros_like(x), ()
 
     def decode(self, x, inputs: DecodeInputs, prompt, cache, arrays) -> tuple[jax.Array, tuple]:
-        """Zeros, and an empty cache."""
+        """Zeros in the shape of x, and an empty cache."""
         return jnp.zeros_like(x), ()

@@ -24,7 +24,7 @@ class AttentionAndMamba(nnx.Module):
 
     @staticmethod
     def flops(config, tokens, pairs):
-        """Those of both."""
+        """The operations of attention and of Mamba-2."""
         return Attention.flops(config, tokens, pairs) + UnadaptedOutMamba2.flops(config, tokens, pairs)
 
     def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, tuple]:
@@ -43,10 +43,10 @@ class AttentionAndMamba(nnx.Module):
 
     @staticmethod
     def empty_cache(prompt, rows: int, size: int) -> tuple:
-        """Row caches of both, with room for `size` tokens."""
+        """Row caches of attention and of Mamba-2, with room for `size` tokens."""
         return Attention.empty_cache(prompt[0], rows, size), UnadaptedOutMamba2.empty_cache(prompt[1], rows, size)
 
     @staticmethod
     def grow_cache(cache, size: int) -> tuple:
-        """The row caches of both with room for `size` tokens."""
+        """The row caches of attention and of Mamba-2 with room for `size` tokens."""
         return Attention.grow_cache(cache[0], size), UnadaptedOutMamba2.grow_cache(cache[1], size)

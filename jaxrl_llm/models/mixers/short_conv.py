@@ -110,7 +110,7 @@ class ShortConv(nnx.Module):
 
     @staticmethod
     def flops(config, tokens, pairs):
-        """Those of the convolution."""
+        """The operations of the convolution."""
         return 2.0 * config.conv_size * config.width * tokens
 
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, Tail]:

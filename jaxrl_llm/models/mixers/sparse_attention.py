@@ -59,7 +59,7 @@ class SparseLatentAttention(LatentAttention):
 
     @staticmethod
     def flops(config, tokens, pairs):
-        """Those of latent attention to every token, as it is computed, and of the indexer."""
+        """The operations of latent attention to every token, as it is computed, and of the indexer."""
         return LatentAttention.flops(config, tokens, pairs) + 2.0 * config.index_heads * config.index_head_dim * pairs
 
     def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, Passing]:
@@ -98,7 +98,7 @@ class SparseLatentAttention(LatentAttention):
 
     @staticmethod
     def empty_cache(prompt: SparseCache, rows: int, size: int) -> SparseCache:
-        """Both of rows, as `LatentAttention.empty_cache`."""
+        """Empty latents and keys of rows, as `LatentAttention.empty_cache` makes them."""
         return SparseCache(*(LatentAttention.empty_cache(part, rows, size) for part in prompt))
 
     @staticmethod
@@ -108,7 +108,7 @@ class SparseLatentAttention(LatentAttention):
 
     @staticmethod
     def prompt_cache(prompt: SparseCache, row: SparseCache | None, end, size: int) -> SparseCache:
-        """As `LatentAttention.prompt_cache`, of both."""
+        """Prompt caches of latents and keys, as `LatentAttention.prompt_cache` makes them."""
         pairs = zip(prompt, row or (None, None), strict=True)
         return SparseCache(*(LatentAttention.prompt_cache(part, own, end, size) for part, own in pairs))
 

@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
     @property
     def path(self) -> str:
-        """As clients write it."""
+        """The path of the checkpoint as clients write it, `tinker://RUN/KIND/NAME`."""
         return f"{SCHEME}{self.run}/{self.kind}/{self.name}"
 
 

@@ -237,7 +237,7 @@ class GradientAnswer:
         return answer.SerializeToString()
 
     def json(self) -> dict[str, Any]:
-        """The same for clients before protobuf."""
+        """The message as clients read it that came before protobuf."""
         outputs = [
             {name: {"data": x.ravel().tolist(), "dtype": "float32", "shape": list(x.shape)} for name, x in row.items()}
             for row in self.outputs
@@ -310,7 +310,7 @@ class SampleAnswer:
         return answer.SerializeToString()
 
     def json(self) -> dict[str, Any]:
-        """The same for clients before protobuf."""
+        """The message as clients read it that came before protobuf."""
         found: dict[str, Any] = {"type": "sample", "sequences": []}
         for row in self.sequences:
             shown = {"tokens": list(row.tokens), "logprobs": _in_json(row.logps)}

@@ -31,7 +31,7 @@ class Rest:
         self.store, self.trained = store, trained
 
     async def weights_info(self, server: Server, request: Request) -> Response:
-        """What saved weights are of."""
+        """The model that saved weights are of, and their adapter's rank."""
         body = await server.body(request)
         info = self.store.info(body.get("tinker_path"))
         return JSONResponse({**{name: info[name] for name in DESCRIBED}, **rank_about(info)})
@@ -43,7 +43,7 @@ class Rest:
         return JSONResponse(page(request, "training_runs", newest_first))
 
     async def get_run(self, server: Server, request: Request) -> Response:
-        """One of them."""
+        """The run of that id."""
         found = (await asyncio.to_thread(self._runs)).get(request.path_params["run"])
         if found is None:
             raise BadRequestError(f"there is no run {request.path_params['run']!r:.200}", 404)

@@ -148,7 +148,7 @@ class TrainingService:
         return JSONResponse({"sample_cancel_enabled": True})
 
     async def healthz(self, server: Server, request: Request) -> Response:
-        """That requests are answered."""
+        """The answer ok, as long as requests are answered."""
         return JSONResponse({"status": "ok"})
 
     async def telemetry(self, server: Server, request: Request) -> Response:
@@ -157,7 +157,7 @@ class TrainingService:
         return JSONResponse({"status": "accepted"})
 
     async def capabilities(self, server: Server, request: Request) -> Response:
-        """The one model."""
+        """The models that may be trained and sampled from: the one of the server."""
         about = {"model_name": self.names[0], "max_context_length": server.limits.tokens, "trainable": True,
                  "sampleable": True}  # fmt: skip
         return JSONResponse({"supported_models": [about]})

@@ -30,7 +30,7 @@ class Sessions:
         return self.found.get(session, {"seen": 0.0})["seen"] < time.time() - seconds
 
     def abandoned(self, seconds: float) -> "list[str]":
-        """Those whose clients have said nothing for so long."""
+        """The sessions whose clients have said nothing for so long."""
         return [session for session in self.found if self.silent(session, seconds)]
 
     async def create(self, server: Server, request: Request) -> Response:
@@ -42,7 +42,7 @@ class Sessions:
         return JSONResponse({"type": "create_session", "session_id": session})
 
     async def heartbeat(self, server: Server, request: Request) -> Response:
-        """That the session's client lives."""
+        """Takes note that the session's client lives."""
         self.of(await server.body(request))["seen"] = time.time()
         return JSONResponse({"type": "session_heartbeat"})
 
