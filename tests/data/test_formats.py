@@ -125,6 +125,8 @@ def test_user_defined_pairs():
     for form in (find(options), find("user_defined.default", options=options), find("user_defined", options=options)):
         assert {key: form(row)[key] for key in expected} == expected
     assert find(options)({**row, "s": None})["prompt"] == "<> Q{x}"
+    blank = dict.fromkeys(("prompt_format", "chosen_format", "field_system")) | {"rejected_format": ""}  # keys of YAML
+    assert {**find(options | blank)(row), **row} == {"prompt": "Q{x}", "chosen": "yes", "rejected": "no", **row}
     with pytest.raises(ConfigError, match=re.escape("prompt_format is '{question}', which cannot be filled")):
         find({"prompt_format": "{question}"})({"prompt": "a", **PLAIN})
 

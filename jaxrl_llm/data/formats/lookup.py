@@ -57,7 +57,8 @@ def find(
 
     `spec` is a known name, with the method before it or not (`chatml.intel`, `kto.chatml.argilla`), or your own
     `my_module:function`, `my_module.function` or `path/to/file.py:function`; either with options in brackets,
-    `harmony(field='turns')`. A dictionary is the options of `user_defined.default`. `options` are more options.
+    `harmony(field='turns')`. A dictionary is the options of `user_defined.default`, unset where empty, as in axolotl.
+    `options` are more options.
 
     A name that pairs and labels share means the kind's own; formats of pairs serve every kind. Other columns of the row
     stay, but of those with text (prompt, messages, chosen, ...) only what the format returns. A function whose first
@@ -67,7 +68,8 @@ def find(
     Raises ConfigError: an unknown name or option, listing those there are.
     """
     if isinstance(spec, Mapping):
-        spec, options = "user_defined.default", {**spec, **(options or {})}
+        said = {option: value for option, value in spec.items() if value not in (None, "")}
+        spec, options = "user_defined.default", {**said, **(options or {})}
     if isinstance(spec, str):
         name, in_brackets = split_options(spec)
         options = {**in_brackets, **(options or {})}
