@@ -6,8 +6,6 @@ micro-batch at a time, with rows that decode. What a client saved to sample from
 """
 
 import asyncio
-import dataclasses
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -19,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.model import Model, has_peft_adapter
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.serving.app import Server
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.queue import RequestQueue
@@ -33,37 +31,17 @@ from jaxrl_llm.tools.tinker.messages import (
     whole,
 )
 from jaxrl_llm.tools.tinker.rest import DESCRIBED, Rest, rank_about
-from jaxrl_llm.tools.tinker.results import Failure, Results, settled
+from jaxrl_llm.tools.tinker.results import Results
 from jaxrl_llm.tools.tinker.samplers import Adapter, Samplers
+from jaxrl_llm.tools.tinker.seats import Seat, Seats
 from jaxrl_llm.tools.tinker.sessions import Sessions
 from jaxrl_llm.tools.tinker.training_run import ADAM, TrainingRun, lora_config
 
 MOST_RANK = 2**14
-MOST_RUNS = 32  # of adapters that are trained at once, which are on the devices with their moments
 MOST_BYTES = 2**27  # of a request for gradients; the SDK sends up to 5 MB at a time
-FORGOTTEN = 3600.0  # seconds of silence after which nobody goes on with a run
-MISSED = 600.0  # seconds that requests wait for the one before them, which may never come: it was refused as too large
 ABANDONED = 86400.0  # seconds of silence after which a session ends as if its client had finished it
-FORGOTTEN_FULL = 120.0  # the same of a run of all weights, whose place others wait for; a client is heard every 10
 
 Route = tuple[str, str, Callable[..., Awaitable[Response]]]  # a path, a method, and what answers
-
-
-@dataclasses.dataclass(eq=False)
-class Seat:
-    """A run and the requests to it that wait for their turn."""
-
-    model_id: str
-    session: str
-    run: TrainingRun
-    info: dict[str, Any]  # what is saved beside its weights
-    next: int = 1  # the number of the request that is done next
-    waiting: dict[int, tuple["asyncio.Future[Any]", Callable[[], Awaitable[Any]]]] = dataclasses.field(
-        default_factory=dict
-    )
-    came: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)  # another one to wait
-    used: float = dataclasses.field(default_factory=time.time)
-    worker: "asyncio.Task[None] | None" = None
 
 
 class TrainingService:
@@ -92,11 +70,9 @@ class TrainingService:
             raise ConfigError(f"the tokens of a prompt see each other in {model.path}, but rows of clients do not say "
                               "where their prompts end: use another model")  # fmt: skip
         self.model, self.queue, self.names, self.microbatch_tokens = model, queue, names, microbatch_tokens
-        self.full_runs = full_runs
-        self.store = Store(folder, check)
-        self.seats: dict[str, Seat] = {}
-        self.rest = Rest(self.store, self.seats)
-        self.sessions, self.results, self.seating = Sessions(), Results(), asyncio.Lock()
+        self.store, self.sessions, self.results = Store(folder, check), Sessions(), Results()
+        self.seats = Seats(names[0], self.sessions, self.results, full_runs)
+        self.rest = Rest(self.store, self.seats.found)
         self.tokenizer = names[0]  # an id of the hub, or a folder that clients on this machine can read
         if Path(names[0]).is_dir() or ":" in names[0]:
             model.tokenizer.save_pretrained(folder / "tokenizer")
@@ -104,7 +80,15 @@ class TrainingService:
             if self.tokenizer.count("/") == 2:  # the SDK takes it for a variant of a model of the hub
                 self.tokenizer = f"/{self.tokenizer}"
         self.samplers = Samplers(
-            model, queue, self.store, names, self.results, self.sessions, self.tokenizer, full_samplers, self.seats
+            model,
+            queue,
+            self.store,
+            names,
+            self.results,
+            self.sessions,
+            self.tokenizer,
+            full_samplers,
+            self.seats.found,
         )
 
     @property
@@ -174,8 +158,8 @@ class TrainingService:
         return JSONResponse({"status": "ok"})
 
     async def _finish(self, session: str) -> None:
-        for seat in [seat for seat in self.seats.values() if seat.session == session]:
-            self._unload(seat)
+        for seat in [seat for seat in self.seats.found.values() if seat.session == session]:
+            self.seats.remove(seat)
         await self.samplers.end(session)
         self.sessions.found.pop(session, None)
 
@@ -184,7 +168,7 @@ class TrainingService:
         session = request.path_params["session"]
         found = self.sessions.of({"session_id": session})
         samplers = [name for name in self.samplers.paths if name.startswith(f"{session}:")]
-        runs = [seat.model_id for seat in self.seats.values() if seat.session == session]
+        runs = [seat.model_id for seat in self.seats.found.values() if seat.session == session]
         return JSONResponse({"training_run_ids": runs, "sampler_ids": samplers, "display_name": found["display_name"],
                              "user_metadata": found["user_metadata"]})  # fmt: skip
 
@@ -210,7 +194,7 @@ class TrainingService:
             async def run() -> TrainingRun:
                 return await self.queue.called(lambda: TrainingRun(self.model, config, seed % 2**31))
 
-            await self._seat(model_id, str(body["session_id"]), config is None, run, info)
+            await self.seats.add(model_id, str(body["session_id"]), config is None, run, info)
             return {"type": "create_model", "model_id": model_id}
 
         self.results.start(f"{model_id}:create", created)
@@ -224,120 +208,24 @@ class TrainingService:
             raise BadRequestError(f"model_seq_id is {number!r:.100}; it takes 0 to {2**31 - 1}")
         return f"{body['session_id']}:train:{number}"
 
-    async def _seat(
-        self, model_id: str, session: str, full: bool, make: Callable[[], Awaitable[TrainingRun]], info: dict[str, Any]
-    ) -> None:
-        """Adds a run, `full` where it is of all weights; where there are as many as may be, one goes whose client is
-        silent. Raises BadRequestError.
-        """
-        async with self.seating:
-            if model_id in self.seats:
-                raise BadRequestError(f"there is a run {model_id} already; give another model_seq_id")
-            most, seconds = (self.full_runs, FORGOTTEN_FULL) if full else (MOST_RUNS, FORGOTTEN)
-            alike = [seat for seat in self.seats.values() if (seat.run.config is None) == full]
-            if not most:
-                raise BadRequestError(
-                    "this server trains adapters alone: give a rank from 1 on, or start it with --full_runs=1"
-                )
-            if len(alike) >= most:
-                silent = [seat for seat in alike if self.sessions.silent(seat.session, seconds)]
-                if not silent:
-                    kind = "all weights" if full else "adapters"
-                    more = ", or start the server with more --full_runs" if full else ""
-                    raise BadRequestError(
-                        f"as many runs of {kind} are trained as may be, {most}: unload one, or finish its session{more}"
-                    )
-                self._unload(min(silent, key=lambda seat: seat.used))
-                del silent
-            del alike  # the arrays of one that goes are gone before others come
-            run = await make()
-            if not full and not has_peft_adapter(run.whole()):
-                raise BadRequestError(f"PEFT's folders have no place for adapters of {self.names[0]}")
-            self.seats[model_id] = Seat(model_id, session, run, info)
-
-    def _unload(self, seat: Seat) -> None:
-        self.seats.pop(seat.model_id, None)
-        if seat.worker is not None:
-            seat.worker.cancel()
-        for future, _ in seat.waiting.values():
-            future.cancel()
-
     async def unload_model(self, server: Server, request: Request) -> Response:
         """Lets a run go, behind its requests; what it saved stays."""
         body = await server.body(request)
-        seat = self._seat_of(body)
+        seat = self.seats.of(body)
 
         async def unloaded() -> dict[str, Any]:
-            self.seats.pop(seat.model_id, None)
+            self.seats.found.pop(seat.model_id, None)
             return {"type": "unload_model", "model_id": seat.model_id}
 
-        return self._submit(seat, body, unloaded)
+        return self.seats.submit(seat, body, unloaded)
 
     async def get_info(self, server: Server, request: Request) -> Response:
         """What a run adapts, called by a name that clients load the tokenizer by, and how."""
-        seat = self._seat_of(await server.body(request))
+        seat = self.seats.of(await server.body(request))
         arch = (self.model.hf_config or {}).get("model_type")
         about = {"arch": arch, "model_name": self.tokenizer, "tokenizer_id": self.tokenizer}
         return JSONResponse({"type": "get_info", "model_data": about, "model_id": seat.model_id,
                              "model_name": self.tokenizer, **rank_about(seat.info)})  # fmt: skip
-
-    def _seat_of(self, body: Mapping[str, Any]) -> Seat:
-        seat = self.seats.get(str(body.get("model_id")))
-        if seat is None:
-            raise BadRequestError(f"there is no run {body.get('model_id')!r:.200}: it was let go, or this server "
-                                  "started anew. Create one, and load its newest weights", 404)  # fmt: skip
-        seat.used = time.time()
-        return seat
-
-    def _submit(self, seat: Seat, body: Mapping[str, Any], work: Callable[[], Awaitable[Any]]) -> Response:
-        """Answers with the id of a request to a run, which is done in its turn; one that comes again is the same.
-
-        The client has counted a request that is refused too: what is wrong with it is said in its turn, as its result.
-        """
-        number = body.get("seq_id")
-        if not isinstance(number, int) or number < 1:
-            number = max(seat.waiting, default=seat.next - 1) + 1
-        request_id = f"{seat.model_id}:{number}"
-        if request_id not in self.results:
-            if number < seat.next:
-                raise BadRequestError(f"seq_id is {number}, but the run is at {seat.next}")
-            future = asyncio.get_running_loop().create_future()
-            self.results.add(request_id, future)
-            seat.waiting[number] = future, work
-            seat.came.set()
-            if seat.worker is None or seat.worker.done():
-                seat.worker = asyncio.ensure_future(self._work(seat))
-        return JSONResponse({"request_id": request_id, "model_id": seat.model_id})
-
-    async def _work(self, seat: Seat) -> None:
-        """Does the requests of a run in turn; where one does not come those that wait for it fail."""
-        while seat.waiting:
-            if seat.next not in seat.waiting:
-                seat.came.clear()
-                try:
-                    await asyncio.wait_for(seat.came.wait(), MISSED)
-                except TimeoutError:
-                    missed = Failure(
-                        f"request {seat.next} of this run did not come in {MISSED:g} s, and none behind it was done: "
-                        "call again what is missing, and this",
-                        "user",
-                    )
-                    seat.next = max(seat.waiting) + 1
-                    for future, _ in seat.waiting.values():
-                        future.set_result(missed)
-                    seat.waiting.clear()
-                continue
-            future, work = seat.waiting.pop(seat.next)
-            seat.next += 1
-            try:
-                result = await settled(work)
-            except asyncio.CancelledError:
-                future.cancel()
-                raise
-            if not future.done():
-                future.set_result(result)
-            if seat.run.lost:  # a step without memory, after it had the arrays
-                self._unload(seat)
 
     async def forward_backward(self, server: Server, request: Request) -> Response:
         """Adds the gradient of a loss to those of a run."""
@@ -354,7 +242,7 @@ class TrainingService:
         else:
             body = await server.body(request, MOST_BYTES)
             read = partial(gradient_request_of_json, body, forward_only)
-        seat = self._seat_of(body)
+        seat = self.seats.of(body)
 
         async def computed() -> GradientAnswer:
             asked = await asyncio.to_thread(read)
@@ -365,24 +253,24 @@ class TrainingService:
                 await self.queue.called(partial(work.compute, micro))
             return await self.queue.called(work.finish)
 
-        return self._submit(seat, body, computed)
+        return self.seats.submit(seat, body, computed)
 
     async def optim_step(self, server: Server, request: Request) -> Response:
         """A step of AdamW along the gradients of a run."""
         body = await server.body(request)
-        seat = self._seat_of(body)
+        seat = self.seats.of(body)
 
         async def stepped() -> dict[str, Any]:
             check_adam(body.get("optimizer_params"))
             settings = adam_settings(body.get("adam_params") or {})
             return {"metrics": await self.queue.called(partial(seat.run.step, settings))}
 
-        return self._submit(seat, body, stepped)
+        return self.seats.submit(seat, body, stepped)
 
     async def save_weights(self, server: Server, request: Request) -> Response:
         """Saves what a run trains, and its moments."""
         body = await server.body(request)
-        seat = self._seat_of(body)
+        seat = self.seats.of(body)
 
         async def saved() -> dict[str, Any]:
             place = Place(seat.model_id, "weights", str(body.get("path") or f"{seat.next - 1:06d}"))
@@ -390,12 +278,12 @@ class TrainingService:
             await asyncio.to_thread(self.store.save, place, seat.run, self._about(seat, body), overwrite)
             return {"type": "save_weights", "path": place.path}
 
-        return self._submit(seat, body, saved)
+        return self.seats.submit(seat, body, saved)
 
     async def save_weights_external(self, server: Server, request: Request) -> Response:
         """Saves what a run trains for other libraries, to be downloaded."""
         body = await server.body(request)
-        seat = self._seat_of(body)
+        seat = self.seats.of(body)
 
         async def saved() -> dict[str, Any]:
             if body.get("age_encryption_recipients"):
@@ -406,12 +294,12 @@ class TrainingService:
             await asyncio.to_thread(self.store.save, place, seat.run, self._about(seat, body))
             return {"type": "save_weights_external", "path": place.path}
 
-        return self._submit(seat, body, saved)
+        return self.seats.submit(seat, body, saved)
 
     async def save_weights_for_sampler(self, server: Server, request: Request) -> Response:
         """Makes what a run trains a model to sample from: saved by a name, or kept while it is used."""
         body = await server.body(request)
-        seat = self._seat_of(body)
+        seat = self.seats.of(body)
 
         async def saved() -> dict[str, Any]:
             if body.get("kind") not in (None, "snapshot"):
@@ -435,7 +323,7 @@ class TrainingService:
                 self.samplers.paths[sampler] = served
             return {"type": "save_weights_for_sampler", "path": path, "sampling_session_id": sampler}
 
-        return self._submit(seat, body, saved)
+        return self.seats.submit(seat, body, saved)
 
     def _about(self, seat: Seat, body: Mapping[str, Any]) -> dict[str, Any]:
         metadata = body.get("user_metadata")
@@ -454,7 +342,7 @@ class TrainingService:
             return await asyncio.to_thread(self.store.load, path, self.model, bool(body.get("optimizer")))
 
         if body.get("model_id") is not None:
-            seat = self._seat_of(body)
+            seat = self.seats.of(body)
 
             async def restored() -> dict[str, Any]:
                 if bool(self.store.info(path)["lora_rank"]) != (seat.run.config is not None):
@@ -464,7 +352,7 @@ class TrainingService:
                 await self.queue.called(lambda: seat.run.restore(*found))
                 return {"type": "load_weights", "path": path, "model_id": seat.model_id}
 
-            return self._submit(seat, body, restored)
+            return self.seats.submit(seat, body, restored)
         model_id = self._new_id(body)
         if body.get("base_model") is not None:
             self.samplers.check_base(body["base_model"])
@@ -477,7 +365,7 @@ class TrainingService:
                 return await self.queue.called(lambda: TrainingRun(self.model, config, saved=tuple(saved)))
 
             kept = {name: info[name] for name in DESCRIBED} | {"user_metadata": body.get("user_metadata")}
-            await self._seat(model_id, str(body["session_id"]), not info["lora_rank"], run, kept)
+            await self.seats.add(model_id, str(body["session_id"]), not info["lora_rank"], run, kept)
             return {"type": "load_weights", "path": path, "model_id": model_id}
 
         self.results.start(f"{model_id}:0", created)
