@@ -33,6 +33,8 @@ ROWS = ("data", "fsdp", "expert")
 FSDP = ("fsdp", "context", "expert")  # the axes that shard parameters and all-gather them per layer
 
 # Path of a parameter -> the mesh axes of its trailing dimensions; leading ones (stacked layers) are not sharded.
+# Matrices of layers are all-gathered along their first dimension, which is how shards lie one behind the other: along
+# the last one XLA transposes all layers' shards in fp32 first.
 PARAMETERS = (
     (r"experts/(gate|up)/kernel$", ("expert", ("fsdp", "context"), "tensor")),
     (r"experts/down/kernel$", ("expert", "tensor", ("fsdp", "context"))),
@@ -50,7 +52,7 @@ PARAMETERS = (
     (r"project_(in|out)/kernel$", (FSDP, None)),
     (r"/(q_a|kv_a|f_a|g_a|ba|b|a|into|narrow|widen)/(kernel|lora_a|start_a)$", (FSDP, None)),
     (r"/(q|k|v|q_b|kv_b|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/kernel$", (FSDP, "tensor")),
-    (r"/(o|out|down|fc2)/kernel$", ("tensor", FSDP)),
+    (r"/(o|out|down|fc2)/kernel$", (("tensor", *FSDP), None)),
     (r"/(q|k|v|q_b|kv_b|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/(lora|start)_a$", (FSDP, None)),
     (r"/(q|k|v|q_b|kv_b|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/(lora|start)_b$", (None, "tensor")),
     (r"/(o|out|down|fc2)/(lora|start)_a$", ("tensor", None)),
