@@ -20,6 +20,7 @@ REMAINDER = 4  # parts of a chunk that would not be full, of which only those th
 # caches; accelerators take 1 GB, as each chunk reads the table and adds to its gradient.
 LOGITS_IN_FLIGHT = 2**24
 LOGITS_ON_ACCELERATORS = 2**28
+TOKENS_PER_WORD = 2  # up to which tokens are exchanged rather than a sharded table gathered, see `table_of`
 KEPT = 4  # logits of at most this many chunks are kept for the backward pass, which forms others again
 
 
@@ -124,14 +125,15 @@ def table_of(hidden, kernel) -> Table:
     """The head's matrix for these hidden states, converted here once, not for every chunk.
 
     Where the mesh shards its width, either each device gathers it for its own rows, or it takes a part of the
-    vocabulary for the rows of all devices that share the parameters: whichever has fewer numbers moves. CPUs convert
-    it as they read it: their matmuls have copies of their own.
+    vocabulary for the rows of all devices that share the parameters. The second way is taken up to twice as many tokens
+    as words: it then sends more, but a device holds no whole table, nor its gradient in fp32, which each chunk reads
+    and writes. CPUs convert the matrix as they read it: their matmuls have copies of their own.
     """
     rows, vocab = "rows", "vocab"
     if not is_sharded():
         return Table(kernel.T if jax.default_backend() == "cpu" else kernel.T.astype(hidden.dtype), rows, vocab)
     shape = jax.sharding.get_abstract_mesh().shape
-    if shape["context"] == 1 and hidden.shape[0] * hidden.shape[1] < kernel.shape[1] * shape["data"]:
+    if shape["context"] == 1 and hidden.shape[0] * hidden.shape[1] < TOKENS_PER_WORD * kernel.shape[1] * shape["data"]:
         rows, vocab = "copies", "spread_vocab"
     return Table(constrain(kernel.T.astype(hidden.dtype), vocab, None), rows, vocab)
 
