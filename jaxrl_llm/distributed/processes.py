@@ -18,6 +18,7 @@ import glob
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -50,6 +51,8 @@ SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", 
 # Folders of the coordinator's key-value store, with an entry for each process: its message, and the signs that it is
 # alive and that it is leaving.
 MESSAGES, ALIVE, LEAVING = "jaxrl_llm/messages/", "jaxrl_llm/alive/", "jaxrl_llm/leaving/"
+NUMBERS = "jaxrl_llm/numbers/"  # of each call of `most` a folder
+BARRIER_MILLISECONDS = 7 * 24 * 3600 * 1000  # the watchdog ends processes that wait for a hanging one
 POLL_SECONDS = 0.5  # between two readings of the store
 ANSWER_SECONDS = 4.0  # for the others to answer
 LEAVE_SECONDS = 30.0  # for a failed process to close its files
@@ -84,6 +87,7 @@ class Group:
 
 
 _groups: list[Group] = []  # empty, or the one of this process once it has joined
+_calls = itertools.count()  # of `most`
 _roles: list[int | None] = []  # empty, or the number of this process among those that only sample, None of a learner
 
 
@@ -302,6 +306,20 @@ def gather(value: Any) -> list[Any]:
     padded[: len(data)] = data
     rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
     return [json.loads(row[:size].tobytes()) if size else None for row, size in zip(rows, sizes, strict=True)]
+
+
+def most(number: int) -> int:
+    """The largest of the numbers of all processes, by way of the coordinator: `gather` would wait for what the devices
+    compute already. All must call it."""
+    if jax.process_count() == 1:
+        return number
+    call, client = next(_calls), _client()
+    client.key_value_set(f"{NUMBERS}{call}/{jax.process_index()}", str(number))
+    client.wait_at_barrier(f"{NUMBERS}{call}", BARRIER_MILLISECONDS)
+    numbers = [int(text) for _, text in client.key_value_dir_get(f"{NUMBERS}{call}/")]
+    if call:
+        client.key_value_delete(f"{NUMBERS}{call - 1}/{jax.process_index()}")  # all have read them, as all are here
+    return max(numbers)
 
 
 @contextlib.contextmanager

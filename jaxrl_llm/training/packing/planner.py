@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch, PackedLayout
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.processes import gather
+from jaxrl_llm.distributed.processes import most
 from jaxrl_llm.distributed.sharding import local_rows, row_groups, row_shards, rows_to_global
 from jaxrl_llm.models.kernels.fused_attention import BY_SEGMENTS, MASKED_LENGTH, implementation
 from jaxrl_llm.models.model_config import ModelConfig
@@ -128,7 +128,7 @@ class Packer:
         shards = row_shards(self.mesh) // row_groups(self.mesh)
         layout = plan(tokens, segments, mask, sizes, shards)
         if jax.process_count() > 1:  # all of them make the same number of steps
-            used = max(gather(int(layout.num_microbatches[0])))
+            used = most(int(layout.num_microbatches[0]))
             if used > layout.row_idx.shape[1]:
                 layout = plan(tokens, segments, mask, sizes._replace(microbatches=used), shards)
             layout = dataclasses.replace(layout, num_microbatches=np.full(shards, used, np.int32))

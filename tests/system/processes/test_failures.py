@@ -30,6 +30,9 @@ def main(argv):
     processes.join(config)
     import jax
     print(processes.gather({"index": jax.process_index(), "text": "x" * own}), jax.process_count(), flush=True)
+    assert [processes.most(number * (own + 1)) for number in range(5)] == [
+        number * jax.process_count() for number in range(5)
+    ]
     if what == "agree":
         compiled = []
         jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
