@@ -10,8 +10,9 @@ from jaxrl_llm.config import default, eval_set, flat
 from jaxrl_llm.config.schema import KEYS, OFFLINE
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.distributed.devices import peak_flops
-from jaxrl_llm.training.checkpoint.manager import CheckpointSpec, Keep
+from jaxrl_llm.training.checkpoint.manager import CheckpointSpec
 from jaxrl_llm.training.checkpoint.object_store import path_of
+from jaxrl_llm.training.checkpoint.orbax_manager import Keep
 from jaxrl_llm.training.logging.health import HealthSpec
 from jaxrl_llm.training.logging.logger import LoggingSpec
 from jaxrl_llm.training.logging.metric_names import TRL_PPO, MetricNames, verl_names

@@ -12,7 +12,7 @@ from jaxrl_llm.config import ConfigDict, ConfigError
 from jaxrl_llm.config.schema import BY_NAME
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.training.checkpoint.data_files import edited
-from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, free
+from jaxrl_llm.training.checkpoint.manager import Checkpoints, find
 from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
 from jaxrl_llm.training.checkpoint.outputs import check_outputs, given_to
 from jaxrl_llm.training.checkpoint.settings import (
@@ -24,6 +24,7 @@ from jaxrl_llm.training.checkpoint.settings import (
     check_changes,
     check_frozen,
 )
+from jaxrl_llm.training.checkpoint.shapes import free
 from jaxrl_llm.training.runtime.callbacks import Callbacks
 from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import Run, rescheduled

@@ -13,7 +13,8 @@ import jaxrl_llm
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.files.hf import step_folders
 from jaxrl_llm.models.model import load_model
-from jaxrl_llm.training.checkpoint.manager import Checkpoints, Keep
+from jaxrl_llm.training.checkpoint.manager import Checkpoints
+from jaxrl_llm.training.checkpoint.orbax_manager import Keep
 from jaxrl_llm.training.checkpoint.outputs import discard_exports, export_step
 from jaxrl_llm.training.update import State
 
