@@ -81,13 +81,7 @@ class RolloutWorker:
         """
         group_size, group = self.engine.group_size, RowGroup.of(self.mesh)
         with self.stopwatch("rollout"), turn():
-            episodes = None
-            if self.open_episodes is not None and group.leads:
-                episodes = self.open_episodes(examples, group_size)
-            opened = examples if episodes is None else episodes.examples
-            if self.open_episodes is not None and group.size > 1:
-                found = group.shared([{name: row[name] for name in ("prompt", "prompt_ids")} for row in opened])
-                opened = [{**row, **prompt} for row, prompt in zip(opened, found, strict=True)]
+            episodes, opened = self._opened(examples, group)
             rows = [example for example in opened for _ in range(group_size)]
             prompts = [row["prompt"] for row in rows]
             columns = columns_of(rows, ("prompt", "prompt_ids", PIXELS))
@@ -132,34 +126,63 @@ class RolloutWorker:
             if spare := len(rows) - graded_rows:
                 rewards = np.pad(rewards, ((0, spare), (0, 0)), constant_values=np.nan)
                 logged = logged._replace(columns={name: [*x, *[None] * spare] for name, x in logged.columns.items()})
-            turns = parts = roles = None
-            if (sessions := made.sessions) is not None:
-                # Whatever else rewards say: nothing is learned from a session that failed.
-                rewards = np.where(sessions.failed[:, None], np.float32(np.nan), rewards)
-                parts, roles = turn_table(*sessions.parts(), group_size, self.prompt_width), sessions.roles()
-            if (played := episodes or sessions) is not None:
-                turns = turn_table(*played.turn_records(lengths.tolist()), group_size, self.prompt_width)
-                metrics, totals, table = played.release(graded_rows)
-                logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
-            elif self.steps is not None and group.leads:
-                turns = self.steps.table(Graded(rewards, logged), texts, ids, group_size, self.prompt_width)
+            graded = Graded(rewards, logged)
+            (rewards, logged), of_turns = self._with_turns(made, episodes, graded, texts, ids, graded_rows)
             logged = logged._replace(metrics=logged.metrics | {name: [x] for name, x in made.published.items()})
             if shown is not None:
                 logged = logged._replace(columns={IMAGES: shown[1]} | logged.columns)
             names = [str(row.get(COLUMN)) for row in rows] if self.several_environments else None
             rollouts = Rollouts(
-                made.rollout, examples, prompts, texts, rewards, logged, turns=turns, images=made.images, parts=parts,
-                partial=made.partial, roles=roles, environments=names,
+                made.rollout, examples, prompts, texts, rewards, logged, images=made.images, partial=made.partial,
+                environments=names, **of_turns,
             )  # fmt: skip
         if group.size == 1:
             return rollouts
         # What the leader found is its group's; what it logged stays with it, and counts once.
+        turns = rollouts.turns
         lists = group.shared(None if turns is None else [x.tolist() for x in turns])
         return rollouts._replace(
             rewards=group.shared_array(rewards),
             completions=group.shared(texts),
             turns=None if lists is None else Turns(*map(np.array, lists, (np.float32, np.int32, np.int32))),
         )
+
+    def _opened(self, examples: list[Row], group: RowGroup) -> tuple[EpisodeBatch | None, list[Row]]:
+        """The episodes of the examples, in the leader of a row group, and the examples with the prompts that they begin
+        with; None and the examples themselves where none are played."""
+        if self.open_episodes is None:
+            return None, examples
+        episodes = self.open_episodes(examples, self.engine.group_size) if group.leads else None
+        opened = examples if episodes is None else episodes.examples
+        if group.size > 1:
+            found = group.shared([{name: row[name] for name in ("prompt", "prompt_ids")} for row in opened])
+            opened = [{**row, **prompt} for row, prompt in zip(opened, found, strict=True)]
+        return episodes, opened
+
+    def _with_turns(
+        self,
+        made: "_Made",
+        episodes: EpisodeBatch | None,
+        graded: Graded,
+        texts: Any,
+        ids: list[list[int]],
+        graded_rows: int,
+    ) -> tuple[Graded, dict[str, Any]]:
+        """The rewards of the rows and what is logged, with what they played; and their `turns`, `parts` and `roles`, as
+        in `Rollouts`, of which a row that is one completion has none."""
+        (rewards, logged), sessions, width = graded, made.sessions, self.prompt_width
+        turns = parts = roles = None
+        if sessions is not None:
+            # Whatever else rewards say: nothing is learned from a session that failed.
+            rewards = np.where(sessions.failed[:, None], np.float32(np.nan), rewards)
+            parts, roles = turn_table(*sessions.parts(), self.engine.group_size, width), sessions.roles()
+        if (played := episodes or sessions) is not None:
+            turns = turn_table(*played.turn_records(list(map(len, ids))), self.engine.group_size, width)
+            metrics, totals, table = played.release(graded_rows)
+            logged = Logged(logged.metrics | metrics, logged.totals | totals, logged.columns | table)
+        elif self.steps is not None and RowGroup.of(self.mesh).leads:
+            turns = self.steps.table(Graded(rewards, logged), texts, ids, self.engine.group_size, width)
+        return Graded(rewards, logged), {"turns": turns, "parts": parts, "roles": roles}
 
     def _sample(
         self,
