@@ -769,6 +769,16 @@ def test_tpo_of_trl(tmp_path, said, loss, rows):
     )
 
 
+@pytest.mark.parametrize(("finds", "rows"), [(False, 8), (True, 0)])
+def test_micro_batches_that_fit_are_found_here_too(tmp_path, finds, rows):
+    said = {"max_steps": 5, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "output_dir": "o"}
+    config, text = migrate(
+        written(tmp_path, "a.json", {**said, "auto_find_batch_size": finds}), trainer="dpo", devices=1
+    )
+    expect(config, batch={"prompts": 16, "microbatch_rows": rows})
+    assert not finds or "auto_find_batch_size = True: part of batch.microbatch_rows" in text
+
+
 def test_process_reward_models(tmp_path):
     """Of TRL's script and of axolotl, whose data sets say what steps are."""
     script = (
@@ -1034,6 +1044,27 @@ def test_rewards_of_verl_have_a_section_since_0_9(tmp_path):
     assert "verl serves judge to the reward function" in " ".join(asked[1].split())
     longer = noted_from_verl(tmp_path, own, buffer, "data.max_response_length=600")
     assert "reward.reward_kwargs.max_resp_len = 512: the punishment here ends at" in longer
+
+
+def test_tools_of_verl(tmp_path):
+    """Functions stay as they are; classes and loops of one's own are named; turns and calls have no limit there."""
+    tools = "from verl.tools.function_tool import function_tool\n\n\n"
+    tools += "@function_tool\ndef search(query: str): ...\n\n\n"
+    tools += '@function_tool("calc")\nasync def calculator(x: int): ...\n\n\ndef other(): ...\n'
+    file, turns = written(tmp_path, "tools.py", tools), "actor_rollout_ref.rollout.multi_turn"
+    config, text = of_verl(tmp_path, f"{turns}.enable=True", f"{turns}.function_tool_path={file}")
+    expect(
+        config,
+        environment={"tools": (f"{file}:search", f"{file}:calculator"), "max_turns": 512, "timeout": None},
+    )
+    flat = " ".join(text.split())
+    assert "calculator have another name or schema there" in flat and "verl answers the first calls of a turn" in flat
+    flat = noted_from_verl(tmp_path, f"{turns}.tool_config_path=tools.yaml", f"{turns}.max_assistant_turns=5")
+    assert "the tools in tools.yaml are classes of verl" in flat and "no equivalent" not in flat
+    absent = noted_from_verl(tmp_path, f"{turns}.function_tool_path=absent.py")
+    assert "absent.py is not here: name its functions" in absent
+    loop = noted_from_verl(tmp_path, "actor_rollout_ref.rollout.agent.default_agent_loop=mine")
+    assert "default_agent_loop = mine: a loop of your own" in loop and "verl answers" not in loop
 
 
 def test_gdpo_of_verl_names_its_rewards(tmp_path):

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.tools.migrate import distillation, shared, verl_run
+from jaxrl_llm.tools.migrate import distillation, shared, verl_run, verl_tools
 from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source
 from jaxrl_llm.tools.migrate.losses import set_loss, with_options
 from jaxrl_llm.tools.migrate.table import defaults, rules
@@ -232,6 +232,7 @@ def _online(draft: Draft, gpus: int, version: str) -> None:
     _advantage(draft, gpus, mini * group)
     _divergence(draft)
     _rewards(draft)
+    verl_tools.tools(draft)
     if draft.get("distillation.enabled"):
         distillation.of_verl(draft)
     _sampling(draft, gpus, prompts * group)
