@@ -239,10 +239,10 @@ def tracked(draft: Draft, settings: Mapping[str, Any], projects: Sequence[str], 
 
 
 def microbatch_rows(draft: Draft, rows: int, minibatch: int, *keys: str, ours: str = "batch.microbatch_rows") -> None:
-    """Set `ours`, the rows of a micro-batch: at most as many as there, and a divisor of the minibatch; all of it is
-    0."""
-    if rows >= minibatch:
-        draft.use(*keys)
+    """Set `ours`, the rows of a micro-batch: at most as many as there, and a divisor of the minibatch; all of it, or
+    what fits in memory, is 0."""
+    if rows >= minibatch or draft.get("auto_find_batch_size"):
+        draft.use(*keys, "auto_find_batch_size")
         return
     fitting = max(size for size in range(1, rows + 1) if minibatch % size == 0)
     draft.set(ours, fitting, *keys)
