@@ -329,19 +329,13 @@ def _add_items(messages: list[dict[str, Any]], given: Any) -> None:
                     f"input has the role {role!r:.100}; it takes user, assistant, system and developer", param="input"
                 )
         elif kind == "function_call":
-            name, arguments, call_id = (item.get(field) for field in ("name", "arguments", "call_id"))
-            if not (isinstance(name, str) and isinstance(arguments, str) and isinstance(call_id, str)):
-                raise BadRequestError(
-                    "input has a function_call without name, arguments and call_id, each a text", param="input"
-                )
-            own = OWN_CALL.fullmatch(call_id)
+            call = _call(item)
             of_turn = messages[-1] if messages and messages[-1]["role"] == "assistant" and not thoughts else None
-            if own is not None:  # one of ours names its turn, wherever outputs of other calls stand
-                same = (message for known, message in called.items() if known[:-8] == call_id[:-8])
+            if OWN_CALL.fullmatch(call["id"]):  # one of ours names its turn, wherever outputs of other calls stand
+                same = (message for known, message in called.items() if known[:-8] == call["id"][:-8])
                 of_turn = next(same, of_turn)
             of_turn = turn(content="") if of_turn is None else of_turn
             # A copy, as earlier messages are those of a conversation that is kept.
-            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
             place = next(place for place, message in enumerate(messages) if message is of_turn)
             messages[place] = of_turn = {**of_turn, "tool_calls": [*of_turn.get("tool_calls", ()), call]}
             called |= {each["id"]: of_turn for each in of_turn["tool_calls"]}
@@ -353,16 +347,7 @@ def _add_items(messages: list[dict[str, Any]], given: Any) -> None:
                 )
             messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(item.get("output"))})
         elif kind == "reasoning":
-            parts = item.get("content") or item.get("summary") or []
-            if not parts and item.get("encrypted_content"):
-                raise BadRequestError(
-                    "input has a reasoning item with encrypted_content alone, which this server cannot read: leave it "
-                    "out",
-                    code="unsupported",
-                    param="input",
-                )
-            text = _content(parts)
-            thoughts += text if isinstance(text, str) else ""
+            thoughts += _reasoning(item)
         else:
             raise BadRequestError(
                 f"input has an item of type {kind!r:.100}; this server takes message, function_call, "
@@ -372,6 +357,29 @@ def _add_items(messages: list[dict[str, Any]], given: Any) -> None:
             )
     if not messages:
         raise BadRequestError("input has no message", param="input")
+
+
+def _call(item: Mapping[str, Any]) -> dict[str, Any]:
+    """The call of a chat that an item of type function_call is."""
+    name, arguments, call_id = (item.get(field) for field in ("name", "arguments", "call_id"))
+    if not (isinstance(name, str) and isinstance(arguments, str) and isinstance(call_id, str)):
+        raise BadRequestError(
+            "input has a function_call without name, arguments and call_id, each a text", param="input"
+        )
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _reasoning(item: Mapping[str, Any]) -> str:
+    """The text of an item of type reasoning."""
+    parts = item.get("content") or item.get("summary") or []
+    if not parts and item.get("encrypted_content"):
+        raise BadRequestError(
+            "input has a reasoning item with encrypted_content alone, which this server cannot read: leave it out",
+            code="unsupported",
+            param="input",
+        )
+    text = _content(parts)
+    return text if isinstance(text, str) else ""
 
 
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text",

@@ -18,6 +18,7 @@ from jaxrl_llm.rollout.assignment import assign
 from jaxrl_llm.rollout.engine import Engine, decode_chunk
 from jaxrl_llm.rollout.grammar import GrammarRow
 from jaxrl_llm.rollout.scheduler import IDLE, Scheduler, SlotGrid
+from jaxrl_llm.rollout.slots import Prompts
 from jaxrl_llm.serving.grid import (
     CAPACITY,
     Grid,
@@ -151,23 +152,9 @@ class Running:
         while waiting:
             some = waiting.popleft()
             requests = [handle.request for handle in some]
-            allowed, found = self._allowed(some) if grid.guided else None, begun[id(requests[0].prompt)]
+            found = begun[id(requests[0].prompt)]
             try:
-                prompts, rows, keys = prefill_requests(
-                    self.engine, self.weights.params, requests, grid.top, allowed, found
-                )
-                if scored := [handle for handle in some if handle.request.prompt_logprobs is not None]:
-                    scores = score_prompts(self.engine, self.weights.params, [handle.request for handle in scored])
-                    for handle, own in zip(scored, scores, strict=True):
-                        handle.scores = own
-                own_prompts = prompts
-                if rows.length.shape[1] != self._group:  # in a grid of single rows each leaves by itself
-                    count = len(some)
-                    single = alone(range(count), count, count)
-                    own_prompts, begun_slots = assign(self.engine.decoder, prompts, rows, keys.reshape(-1), single, 1)
-                    rows, keys = begun_slots.rows, begun_slots.keys
-                places = np.asarray([handle.slot for handle in some[:: self._group]]) // self._group
-                grid = join(self.engine, self.weights.params, grid, own_prompts, rows, keys, places)
+                grid, prompts = self._prefill(some, grid, found)
             except Exception as error:  # no memory for a long prompt: others go on, as the grid is what it was
                 if any(x.is_deleted() for x in jax.tree.leaves(grid)):  # but where it was to become the new one
                     raise
@@ -190,6 +177,24 @@ class Running:
                 handle.version, handle.cached = self.counts.weight_version, 0 if found is None else found[1]
             self.counts.prompt_tokens += sum(len(request.prompt) for request in requests)
         self._grid = grid
+
+    def _prefill(self, handles: list[Handle], grid: Grid, found: tuple[Prefix, int] | None) -> tuple[Grid, Prompts]:
+        """The grid with the rows in their slots, behind the kept text that is `found` for them; and their prompts."""
+        engine, params, requests = self.engine, self.weights.params, [handle.request for handle in handles]
+        allowed = self._allowed(handles) if grid.guided else None
+        prompts, rows, keys = prefill_requests(engine, params, requests, grid.top, allowed, found)
+        if scored := [handle for handle in handles if handle.request.prompt_logprobs is not None]:
+            scores = score_prompts(engine, params, [handle.request for handle in scored])
+            for handle, own in zip(scored, scores, strict=True):
+                handle.scores = own
+        own_prompts = prompts
+        if rows.length.shape[1] != self._group:  # in a grid of single rows each leaves by itself
+            count = len(handles)
+            single = alone(range(count), count, count)
+            own_prompts, begun_slots = assign(engine.decoder, prompts, rows, keys.reshape(-1), single, 1)
+            rows, keys = begun_slots.rows, begun_slots.keys
+        places = np.asarray([handle.slot for handle in handles[:: self._group]]) // self._group
+        return join(engine, params, grid, own_prompts, rows, keys, places), prompts
 
     def _grid_for(self, joining: Sequence[Handle]) -> Grid:
         """The grid with room for what the rows ask for beside those that go on: width, likeliest tokens, guides."""
