@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.algorithms.batch import Batch, Images, PackedLayout
+from jaxrl_llm.algorithms.batch import Batch, Images, Inputs, PackedLayout
 from jaxrl_llm.distributed.sharding import constrain, row_sharding
 
 
@@ -97,6 +97,32 @@ def share_images(images: Images, pixels, features, rows: int, shards: int) -> Im
     held = jax.tree.leaves(shared)[0].shape[1]
     shared["source"] = jnp.arange(rows, dtype=jnp.int32) // (rows // shards // held) % held
     return dataclasses.replace(images, **jax.tree.map(lambda x: constrain(x, "rows", *(None,) * (x.ndim - 1)), shared))
+
+
+def shared_features(inputs: Inputs, encode: Callable[[Images], jax.Array]) -> jax.Array | None:
+    """The features `[Z,b,M,(1+E)D]` of the images whose pixels rows share, each encoded once; None where rows share
+    none."""
+    images = inputs.images
+    if not isinstance(images, Images) or images.source is None or images.pixels is None:
+        return None
+    held = images.pixels.shape[:2]
+    pixels = images.pixels.reshape(-1, *images.pixels.shape[2:])
+
+    def firsts(x):  # of the adjacent rows that share, see `share_images`
+        return x.reshape(len(pixels), -1, *x.shape[1:])[:, 0]
+
+    own = jax.tree.map(firsts, dataclasses.replace(images, pixels=None, source=None))
+    own = dataclasses.replace(own, pixels=pixels)
+    features = encode(jax.tree.map(lambda x: constrain(x, "rows", *(None,) * (x.ndim - 1)), own))
+    return constrain(features.reshape(*held, *features.shape[1:]), "rows", *(None,) * features.ndim)
+
+
+def with_features(inputs: Inputs, features: jax.Array | None) -> Inputs:
+    """The rows, which share these features of `shared_features`, if there are any, in place of pixels."""
+    if features is None:
+        return inputs
+    assert isinstance(inputs.images, Images)
+    return inputs.replace(images=dataclasses.replace(inputs.images, pixels=None, features=features))
 
 
 def split_rows(x: jax.Array, count: int, shards: int) -> jax.Array:

@@ -14,13 +14,15 @@ from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.chunked_divergences import TopTokens
 from jaxrl_llm.models.logprobs import head_inputs, token_logps, token_statistics, token_values, top_tokens
 from jaxrl_llm.models.net import Net, Params
-from jaxrl_llm.training.microbatch import map_microbatches, share_images
+from jaxrl_llm.training.microbatch import map_microbatches, share_images, shared_features, with_features
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
 def scored_logps(net: Net, params: Params, inputs: Inputs, temperature: float, rows: int, shards: int) -> jax.Array:
     """Log-probs `[N,T]` without gradients, computed `rows` rows at a time or as the layout says."""
-    return _by_microbatch(lambda inputs: token_logps(net, params, inputs, temperature)[0], inputs, rows, shards)
+    return _by_microbatch(
+        net, params, lambda inputs: token_logps(net, params, inputs, temperature)[0], inputs, rows, shards
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
@@ -37,7 +39,7 @@ def scored_norms(
         assert tokens.log_sum_squares is not None
         return tokens.logps, 1.0 - 2.0 * jnp.exp(tokens.logps) + jnp.exp(tokens.log_sum_squares)
 
-    return _by_microbatch(of_rows, inputs, rows, shards)
+    return _by_microbatch(net, params, of_rows, inputs, rows, shards)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
@@ -66,7 +68,7 @@ def images_of_rows(net: Net, params: Params, images: Images, group_size: int, en
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def scored_distributions(net: Net, params: Params, inputs: Inputs, rows: int, shards: int):
     """The distributions of every token without gradients: `head_inputs` `[N,T,D]`, and the head `[D,V]`."""
-    hidden = _by_microbatch(lambda inputs: head_inputs(net, params, inputs), inputs, rows, shards)
+    hidden = _by_microbatch(net, params, lambda inputs: head_inputs(net, params, inputs), inputs, rows, shards)
     return hidden, net.bind(params).head_kernel().astype(hidden.dtype)
 
 
@@ -75,17 +77,23 @@ def scored_top(
     net: Net, params: Params, inputs: Inputs, temperature: float, k: int, vocab: int, rows: int, shards: int
 ) -> TopTokens:
     """The k likeliest of the first `vocab` tokens where each token is: ids and log-probs `[N,T,k]`, no gradients."""
-    return _by_microbatch(lambda inputs: top_tokens(net, params, inputs, temperature, k, vocab), inputs, rows, shards)
+    return _by_microbatch(
+        net, params, lambda inputs: top_tokens(net, params, inputs, temperature, k, vocab), inputs, rows, shards
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def values_before(net: Net, params: Params, inputs: Inputs, rows: int, shards: int) -> jax.Array:
     """A critic's values `[N,T]` without gradients, computed `rows` rows at a time or as the layout says."""
-    return _by_microbatch(lambda inputs: token_values(net, params, inputs), inputs, rows, shards)
+    return _by_microbatch(net, params, lambda inputs: token_values(net, params, inputs), inputs, rows, shards)
 
 
-def _by_microbatch(function: Callable[[Inputs], Any], inputs: Inputs, rows: int, shards: int) -> Any:
-    """Arrays `[N,...]` that `function` gives of the inputs, `rows` rows at a time or as the layout says."""
+def _by_microbatch(
+    net: Net, params: Params, function: Callable[[Inputs], Any], inputs: Inputs, rows: int, shards: int
+) -> Any:
+    """Arrays `[N,...]` that `function` gives of the inputs, `rows` rows at a time or as the layout says; images that
+    rows share are encoded once."""
+    inputs = with_features(inputs, shared_features(inputs, lambda images: net.bind(params).image_features(images)))
     batch = Batch(inputs, mask=None)
     found = map_microbatches(lambda x: function(x.inputs), batch, batch.rows // rows, shards)
     return jax.tree.map(lambda x: constrain(x, "rows", *(None,) * (x.ndim - 1)), found)

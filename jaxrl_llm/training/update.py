@@ -4,8 +4,8 @@ The only module of `training` that differentiates by parameters; objectives do s
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.algorithms.losses import MERGE, NEUTRAL, Metric, Metrics
 from jaxrl_llm.algorithms.random_streams import DROPOUT, ROUNDING
 from jaxrl_llm.algorithms.rounding import round_like
 from jaxrl_llm.distributed.sharding import is_sharded, on_device, on_host, row_shards, shardings
 from jaxrl_llm.models.adapters.lora import combine, has_adapters, with_dropout
 from jaxrl_llm.models.net import Params
-from jaxrl_llm.training.microbatch import map_microbatches, microbatches_of
+from jaxrl_llm.training.microbatch import map_microbatches, microbatches_of, shared_features, with_features
 from jaxrl_llm.training.moments import updates_made
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.transformations import Prodigy, state_of
@@ -135,7 +135,7 @@ def make_update(
 
 def make_critic_update(update_critic: Update) -> Update:
     """The jitted `update(state, batch, frozen) -> (state, metrics)` of the critic alone; the state is donated."""
-    return jax.jit(functools.partial(_critic_step, update_critic), donate_argnums=0)
+    return jax.jit(partial(_critic_step, update_critic), donate_argnums=0)
 
 
 def unchanged(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
@@ -163,6 +163,8 @@ def optimizer_step(
 
     The batch is one optimizer batch. It is weighed as a whole and then split into micro-batches, whose gradients add
     up in fp32: the update does not depend on their number. They are taken, and metrics are, at `spec.gradient_point`.
+    Images that rows share are encoded once, before the micro-batches; the gradients of their features, which add up
+    over these, then go back through the encoder at once (arXiv 2101.06983): the sum that each row alone would give.
     Parameters in fewer bits are rounded stochastically, by the seed and the number of updates made. A gradient that is
     not finite leaves parameters and optimizer as they were and sets `nonfinite_gradient` to 1.
     """
@@ -178,32 +180,49 @@ def optimizer_step(
         if batch.seeds is not None:  # a batch that is used again draws other numbers
             batch = batch.replace(seeds=batch.seeds + updates.astype(batch.seeds.dtype))
         count = (spec.microbatch_rows and batch.rows // spec.microbatch_rows) or 1
-        batch = _prepare(objective, combine(frozen.params, point), batch, count, shards)
 
-        def loss_of(params: Params, microbatch: Batch, number) -> tuple[jax.Array, Metrics]:
+        def dropped(params: Params, number) -> Params:  # each micro-batch of each update drops other entries
             params = combine(frozen.params, params)
-            if spec.dropout and has_adapters(params):  # each micro-batch of each update drops other entries
-                key = jax.random.fold_in(jax.random.key(spec.seed), DROPOUT)
-                params = with_dropout(params, jax.random.fold_in(jax.random.fold_in(key, updates), number))
-            loss, metrics = objective.loss(params, microbatch)
+            if not spec.dropout or not has_adapters(params):
+                return params
+            key = jax.random.fold_in(jax.random.key(spec.seed), DROPOUT)
+            return with_dropout(params, jax.random.fold_in(jax.random.fold_in(key, updates), number))
+
+        def encode(vision: Params, inputs: Inputs):  # there are fewer micro-batches than rows
+            params = dropped({**point, **vision}, batch.rows)
+            return None if objective.encode is None else shared_features(inputs, partial(objective.encode, params))
+
+        vision = {name: x for name, x in point.items() if name == "vision"}
+        # Only pixels are kept until the gradients of features are known.
+        features, through_encoder = jax.vjp(jax.checkpoint(partial(encode, inputs=batch.inputs)), vision)
+        batch = batch.replace(inputs=with_features(batch.inputs, features))
+        batch = _prepare(objective, combine(frozen.params, point), batch, count, shards)
+        # Their gradients add up in fp32, as those of parameters do.
+        trained = point, None if features is None or not vision else features.astype(jnp.float32)
+
+        def loss_of(trained: tuple[Params, Any], microbatch: Batch, number) -> tuple[jax.Array, Metrics]:
+            params, own = trained
+            own = None if own is None else own.astype(features.dtype)
+            microbatch = microbatch.replace(inputs=with_features(microbatch.inputs, own))
+            loss, metrics = objective.loss(dropped(params, number), microbatch)
             return loss, {"loss": Metric(loss, "sum"), **metrics}
 
         gradients_of = jax.value_and_grad(loss_of, has_aux=True)
         micro, zero = microbatches_of(batch, count, shards), jnp.zeros((), jnp.int32)
         if isinstance(micro.count, int) and micro.count == 1:
-            (_, metrics), gradients = gradients_of(point, micro.take(0), zero)
+            (_, metrics), gradients = gradients_of(trained, micro.take(0), zero)
             gradients = jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
         else:
             # One program, whatever their number: the loop's length may be known to the device alone.
-            (_, metrics), gradients = jax.eval_shape(gradients_of, point, jax.eval_shape(micro.take, 0), zero)
+            (_, metrics), gradients = jax.eval_shape(gradients_of, trained, jax.eval_shape(micro.take, 0), zero)
 
             def add(number, total):
-                (_, metrics), gradients = gradients_of(point, micro.take(number), number)
+                (_, metrics), gradients = gradients_of(trained, micro.take(number), number)
                 return _merge(total[0], metrics), jax.tree.map(jnp.add, total[1], gradients)
 
             def add_in_place(number, total):
-                loss_at = functools.partial(loss_of, microbatch=micro.take(number), number=number)
-                return _merge(total, add_gradients(loss_at, point, sums))
+                loss_at = partial(loss_of, microbatch=micro.take(number), number=number)
+                return _merge(total, add_gradients(loss_at, trained, sums))
 
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), gradients)
             in_fp32 = all(x.dtype == jnp.float32 for x in jax.tree.leaves(gradients))
@@ -213,6 +232,10 @@ def optimizer_step(
                 gradients = jax.tree.map(jax.freeze, sums)
             else:
                 metrics, gradients = jax.lax.fori_loop(0, micro.count, add, (_neutral(metrics), zeros))
+        gradients, of_features = gradients
+        if of_features is not None:
+            (own,) = through_encoder(of_features.astype(features.dtype))
+            gradients |= jax.tree.map(lambda x, y: x + y.astype(jnp.float32), {"vision": gradients["vision"]}, own)
 
         if spec.offload:
             state = dataclasses.replace(state, opt_state=on_device(state.opt_state))
@@ -228,7 +251,7 @@ def optimizer_step(
         if jax.default_backend() == "cpu":  # in place: to choose afterwards XLA's CPU compiler copies the old state
             new = jax.lax.cond(finite, step, lambda state, _: state, state, gradients)
         else:
-            new = jax.tree.map(functools.partial(jnp.where, finite), step(state, gradients), state)
+            new = jax.tree.map(partial(jnp.where, finite), step(state, gradients), state)
         if spec.offload:
             new = dataclasses.replace(new, opt_state=on_host(new.opt_state))
         if spec.offload_params:
@@ -291,7 +314,7 @@ def _prepare(objective: Objective, params: Params, batch: Batch, count: int, sha
     if objective.observe is None:
         return objective.prepare(batch.with_layout(None)).with_layout(layout)
     observed_rows = batch.with_layout(batch.observe_layout or layout)
-    observed = map_microbatches(functools.partial(objective.observe, params), observed_rows, count, shards)
+    observed = map_microbatches(partial(objective.observe, params), observed_rows, count, shards)
     return objective.prepare(batch.with_layout(None), observed).with_layout(layout)
 
 

@@ -19,8 +19,10 @@ from jaxrl_llm.models.adapters.lora import split
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.files.safetensors import write_json
 from jaxrl_llm.models.model import describe
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 from jaxrl_llm.models.vision.row_images import row_images
+from jaxrl_llm.models.vision.tower import Vision
 from jaxrl_llm.training.images import prompt_images
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.offline import as_examples, pad_examples, with_images
@@ -30,8 +32,11 @@ from jaxrl_llm.training.rollouts.dynamic_sampling import _as_wide
 from jaxrl_llm.training.rollouts.experience import Rollouts, pack, placed, unpack
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.models import build_model
-from jaxrl_llm.training.setup.run import build
-from jaxrl_llm.training.setup.specs import packing_spec
+from jaxrl_llm.training.setup.objectives import objective_of
+from jaxrl_llm.training.setup.run import build, make_optimizer
+from jaxrl_llm.training.setup.specs import packing_spec, update_spec
+from jaxrl_llm.training.update import init_state, make_update
+from tests.training.packing.test_packed_updates import config_of, packer_of, sample_of
 
 PROMPT = "<|image|>" * shapes.IMAGE_TOKENS
 TILES = tasks.generate("shapes", size=4)
@@ -375,6 +380,56 @@ def test_rows_read_what_was_encoded_once(model):
     ]
     np.testing.assert_allclose(logps[0], logps[1], atol=1e-6)
     assert np.abs(logps[0][:2, -1]).min() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatch", [{"microbatch_tokens": 44, "pack_length": 22}, {"microbatch_rows": 2}], ids=str)
+def test_an_update_of_rows_that_share_images_is_that_of_rows_with_their_own(model, microbatch, monkeypatch):
+    """In packed rows and in others, where each image is encoded once for all micro-batches and its gradients are
+    added up, encoder included; three groups of four, of which one has no image."""
+    net = Net(dataclasses.replace(model.net.config, vision_training="trained"))
+    mesh, draw, width, encoded = make_mesh(devices=jax.devices()[:1]), np.random.default_rng(0), 11, []
+    tokens = np.repeat(draw.integers(3, net.config.vocab_size, (3, width)), 4, axis=0)
+    tokens[:8, :4], tokens[8:, :4] = net.config.vision.image_token, 0
+    tokens[:, 6:] = draw.integers(3, net.config.vocab_size, (12, width - 6))
+    tokens *= np.arange(width) < draw.integers(7, width + 1, 12)[:, None]
+    segments, mask = (tokens != 0).astype(np.int32), ((tokens != 0) & (np.arange(width) >= 6)).astype(np.float32)
+
+    def numbers(mean, spread):
+        return jnp.asarray((draw.normal(mean, spread, mask.shape) * mask).astype(np.float32))
+
+    inputs = Inputs(jnp.asarray(tokens), jnp.asarray(segments), prompt_width=6)
+    rows = Batch(inputs, jnp.asarray(mask), sample_logps=numbers(-3, 0.3), old_logps=numbers(-3, 0.3))
+    rows = rows.replace(advantages=numbers(0, 1))
+    prompts = Images(jnp.asarray(np.stack([tile["pixels"] for tile in TILES[:3]])), jnp.array([1, 1, 0]))
+    own = Images(jnp.repeat(prompts.pixels, 4, axis=0), jnp.repeat(prompts.count, 4))
+    given = {"microbatch_rows": 0, "microbatch_tokens": 0, "pack_length": 0} | microbatch
+    config = config_of("grpo", **{f"batch__{name}": value for name, value in given.items()})
+    params, encode = net.init(jax.random.key(0)), Vision.encode
+
+    def counted(self, images, dtype, checkpointed):
+        encoded.append(len(images.count))
+        return encode(self, images, dtype, checkpointed)
+
+    def updated(images):
+        encoded.clear()
+        batch = rows.replace(inputs=rows.inputs.replace(images=images))
+        if "pack_length" in microbatch:
+            batch = packer_of(config, net.config, mesh, objective, sample_of(batch))(batch)
+        state = init_state(jax.tree.map(jnp.copy, params), optimizer, mesh)
+        state, metrics = make_update(objective, optimizer, update_spec(config), mesh)(state, batch)
+        return state.params, {name: float(metric.value) for name, metric in metrics.items()}, set(encoded)
+
+    monkeypatch.setattr(Vision, "encode", counted)
+    with jax.set_mesh(mesh):
+        optimizer, objective = make_optimizer(config), objective_of(config, net)
+        shared, metrics, of_prompts = updated(images_of_rows(net, params, prompts, 4, False, 1))
+        expected, expected_metrics, of_rows = updated(own)
+    assert of_prompts == {3}, of_rows
+    assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
+    moved = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), expected, params)
+    assert max(jax.tree.leaves(moved["vision"])) > 1e-2
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), shared, expected)
 
 
 @pytest.mark.slow

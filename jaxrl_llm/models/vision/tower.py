@@ -103,7 +103,9 @@ class Vision(nnx.Module):
             x = x.reshape(shards, parts, -1, *x.shape[1:]).swapaxes(0, 1)
             return x.reshape(parts, -1, *x.shape[3:])
 
-        found = jax.lax.map(lambda part: self._encode(part, dtype, checkpointed), jax.tree.map(split, images))
+        # As many activations as a part has, in the backward pass too.
+        one = jax.checkpoint(lambda part: self._encode(part, dtype, checkpointed), prevent_cse=False)
+        found = jax.lax.map(one, jax.tree.map(split, images))
         found = found.reshape(parts, shards, -1, *found.shape[2:]).swapaxes(0, 1)
         return constrain(found.reshape(-1, *found.shape[3:]), "rows", None, None)
 

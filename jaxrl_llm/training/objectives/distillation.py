@@ -12,7 +12,7 @@ from jaxrl_llm.algorithms.losses import Metric, Metrics
 from jaxrl_llm.models.chunked_divergences import AlignedDistributions, Distributions, TopTokens, UldOptions
 from jaxrl_llm.models.logprobs import AlignedTeacher, TeacherRows, TokenStatistics, token_statistics
 from jaxrl_llm.models.net import Net, Params
-from jaxrl_llm.training.objectives.objective import Objective, share_of, token_metrics, weigh
+from jaxrl_llm.training.objectives.objective import Objective, encoder_of, share_of, token_metrics, weigh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,4 +127,4 @@ def distillation(
             value = (batch.prepared.weights * term).sum()
         return value, token_metrics(metrics, batch)
 
-    return Objective(prepare, loss)
+    return Objective(prepare, loss, encode=encoder_of(net))

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.aggregation import loss_weights
-from jaxrl_llm.algorithms.batch import Batch
+from jaxrl_llm.algorithms.batch import Batch, Images
 from jaxrl_llm.algorithms.losses import NEUTRAL, Metric, Metrics, with_metrics
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.net import Params
+from jaxrl_llm.models.net import Net, Params
 
 REDUCE: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
 
@@ -29,13 +29,20 @@ class Objective(NamedTuple):
     the loss and its metrics, which add up (or are the extreme) over micro-batches.
 
     Where the whole batch matters through the policy itself, `observe(params, micro-batch)` gives numbers per row,
-    without gradient, and those of the whole batch are the second argument of `prepare`.
+    without gradient, and those of the whole batch are the second argument of `prepare`. `encode(params, images)` gives
+    the features of images, which the rows of a prompt then share in all micro-batches; None: each encodes its own.
     """
 
     prepare: Callable[..., Batch]
     loss: Callable[[Params, Batch], tuple[jax.Array, Metrics]]
     observe: Callable[[Params, Batch], Any] | None = None
     positions: Positions = Positions()
+    encode: Callable[[Params, Images], jax.Array] | None = None
+
+
+def encoder_of(net: Net) -> Callable[[Params, Images], jax.Array]:
+    """`Objective.encode` of an objective that reads this net."""
+    return lambda params, images: net.bind(params).image_features(images)
 
 
 def weigh(batch: Batch, mode: str, **options) -> Batch:

@@ -35,7 +35,15 @@ from jaxrl_llm.training.objectives.distillation import (
     teacher_term,
     weigh_spans,
 )
-from jaxrl_llm.training.objectives.objective import Objective, checked_loss, counted, share_of, token_metrics, weigh
+from jaxrl_llm.training.objectives.objective import (
+    Objective,
+    checked_loss,
+    counted,
+    encoder_of,
+    share_of,
+    token_metrics,
+    weigh,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +147,7 @@ def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
 
     weighs_itself = spec.importance_normalize and spec.old_logps_of_another  # by log-probs that no batch brings along
     observes = spec.top_entropy_quantile < 1 or select is not None or weighs_itself
-    return Objective(prepare, loss, observe if observes else None)
+    return Objective(prepare, loss, observe if observes else None, encode=encoder_of(net))
 
 
 def reference_of(batch: Batch) -> Distributions | None:

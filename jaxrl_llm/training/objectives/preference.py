@@ -19,7 +19,15 @@ from jaxrl_llm.algorithms.sequence_logps import sequence_logps, split_pairs, wpo
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.logprobs import TokenStatistics, token_logps, token_statistics
 from jaxrl_llm.models.net import Net, Params
-from jaxrl_llm.training.objectives.objective import Objective, Positions, checked_loss, row_metrics, share_of, weighted
+from jaxrl_llm.training.objectives.objective import (
+    Objective,
+    Positions,
+    checked_loss,
+    encoder_of,
+    row_metrics,
+    share_of,
+    weighted,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +148,7 @@ def _of_pairs(spec: PreferenceSpec, net: Net) -> Objective:
         return value, metrics
 
     on_prompt = any(loss.nll_on_prompt for loss in spec.losses)
-    return Objective(prepare, loss, observe if sorting else None, Positions(unmasked=on_prompt))
+    return Objective(prepare, loss, observe if sorting else None, Positions(unmasked=on_prompt), encoder_of(net))
 
 
 def _is_on_side(spec: PreferenceSpec, batch: Batch, side: int) -> jax.Array:
@@ -301,7 +309,7 @@ def _of_labels(spec: PreferenceSpec, net: Net) -> Objective:
                 metrics[name] = Metric(metrics[name].value + gap, "sum")
         return chosen.weight * weighted(prepared.row_weights, per_row), metrics
 
-    return Objective(prepare, loss, observe if mismatched else None, Positions(alternate=mismatched))
+    return Objective(prepare, loss, observe if mismatched else None, Positions(alternate=mismatched), encoder_of(net))
 
 
 def _every_other(batch: Batch, first: int) -> Batch:

@@ -18,7 +18,7 @@ from jaxrl_llm.models.logprobs import token_statistics, token_values
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.training.objectives.distillation import teacher_of
-from jaxrl_llm.training.objectives.objective import Objective, counted, share_of, token_metrics
+from jaxrl_llm.training.objectives.objective import Objective, counted, encoder_of, share_of, token_metrics
 from jaxrl_llm.training.objectives.policy_gradient import PolicySpec, policy_gradient, policy_objective, reference_of
 from jaxrl_llm.training.update import State
 
@@ -69,7 +69,7 @@ def value_regression(spec: CriticSpec, net: Net) -> Objective:
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         return _value_loss(spec, token_values(net, params, batch.inputs), batch)
 
-    return Objective(prepare, loss)
+    return Objective(prepare, loss, encode=encoder_of(net))
 
 
 def policy_and_values(policy_spec: PolicySpec, spec: CriticSpec, net: Net) -> Objective:
@@ -92,9 +92,13 @@ def policy_and_values(policy_spec: PolicySpec, spec: CriticSpec, net: Net) -> Ob
         metrics |= {f"critic/{name}": metric for name, metric in critic_metrics.items()}
         return value + spec.coef * error, metrics
 
-    if observe is None:
-        return Objective(policy.prepare, loss)
-    return Objective(policy.prepare, loss, lambda params, batch: observe(without_head(params), batch))
+    encode = encoder_of(net)
+    return Objective(
+        policy.prepare,
+        loss,
+        None if observe is None else lambda params, batch: observe(without_head(params), batch),
+        encode=lambda params, images: encode(without_head(params), images),
+    )
 
 
 def without_head(params: Params) -> Params:
