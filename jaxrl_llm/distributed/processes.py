@@ -51,7 +51,7 @@ SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", 
 # Folders of the coordinator's key-value store, with an entry for each process: its message, and the signs that it is
 # alive and that it is leaving.
 MESSAGES, ALIVE, LEAVING = "jaxrl_llm/messages/", "jaxrl_llm/alive/", "jaxrl_llm/leaving/"
-NUMBERS = "jaxrl_llm/numbers/"  # of each call of `most` a folder
+NUMBERS, CALLS = "jaxrl_llm/numbers/", "jaxrl_llm/calls/"  # the first as above, in the second a folder for each call
 BARRIER_MILLISECONDS = 7 * 24 * 3600 * 1000  # the watchdog ends processes that wait for a hanging one
 POLL_SECONDS = 0.5  # between two readings of the store
 ANSWER_SECONDS = 4.0  # for the others to answer
@@ -88,6 +88,7 @@ class Group:
 
 _groups: list[Group] = []  # empty, or the one of this process once it has joined
 _calls = itertools.count()  # of `most`
+_waits: list[float] = []  # seconds in which this process waited for others, until they are asked after
 _roles: list[int | None] = []  # empty, or the number of this process among those that only sample, None of a learner
 
 
@@ -296,8 +297,9 @@ def gather(value: Any) -> list[Any]:
     """The values of all processes (anything JSON writes; None costs least), in their order. All must call it."""
     if jax.process_count() == 1:
         return [value]
-    data = np.frombuffer(b"" if value is None else json.dumps(value).encode(), np.uint8)
+    data, began = np.frombuffer(b"" if value is None else json.dumps(value).encode(), np.uint8), time.perf_counter()
     sizes = np.atleast_1d(multihost_utils.process_allgather(np.int32(len(data))))
+    _waits.append(time.perf_counter() - began)
     if not sizes.any():
         return [None] * len(sizes)
     # Each other width is a program that is compiled: up to a quarter more, so that lengths of a run share a few.
@@ -308,17 +310,34 @@ def gather(value: Any) -> list[Any]:
     return [json.loads(row[:size].tobytes()) if size else None for row, size in zip(rows, sizes, strict=True)]
 
 
+def of_each(own: dict[str, float]) -> list[dict[str, float]]:
+    """What each process gave at its newest call, process 0 at the one before this, with the seconds that it had `waited`
+    for others since its last; on process 0. On any other, and at the first call, this process's own of now alone.
+
+    No process waits for another one here.
+    """
+    own = {**own, "waited": sum(_waits)}
+    _waits.clear()
+    found: dict[int, dict[str, float]] = {}
+    with _coordinator_may_be_gone():
+        if jax.process_index() == 0:
+            entries = _client().key_value_dir_get(NUMBERS)
+            found = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in entries}
+        _client().key_value_set(f"{NUMBERS}{jax.process_index()}", json.dumps(own), allow_overwrite=True)
+    return [found[index] for index in sorted(found)] if len(found) == jax.process_count() else [own]
+
+
 def most(number: int) -> int:
     """The largest of the numbers of all processes, by way of the coordinator: `gather` would wait for what the devices
     compute already. All must call it."""
     if jax.process_count() == 1:
         return number
     call, client = next(_calls), _client()
-    client.key_value_set(f"{NUMBERS}{call}/{jax.process_index()}", str(number))
-    client.wait_at_barrier(f"{NUMBERS}{call}", BARRIER_MILLISECONDS)
-    numbers = [int(text) for _, text in client.key_value_dir_get(f"{NUMBERS}{call}/")]
+    client.key_value_set(f"{CALLS}{call}/{jax.process_index()}", str(number))
+    client.wait_at_barrier(f"{CALLS}{call}", BARRIER_MILLISECONDS)
+    numbers = [int(text) for _, text in client.key_value_dir_get(f"{CALLS}{call}/")]
     if call:
-        client.key_value_delete(f"{NUMBERS}{call - 1}/{jax.process_index()}")  # all have read them, as all are here
+        client.key_value_delete(f"{CALLS}{call - 1}/{jax.process_index()}")  # all have read them, as all are here
     return max(numbers)
 
 

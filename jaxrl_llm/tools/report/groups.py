@@ -61,7 +61,10 @@ GROUPS = (
         r"step_time|step_tokens|tokens_per_second|mfu|num_tokens|epoch|(time|producer)/.+",
     ),
     Group(
-        "Machine", "Memory (GiB) of the fullest device and of process 0, and the CPU cores it kept busy.", r"machine/.+"
+        "Machine",
+        "Memory (GiB) of the fullest device and of a process, and the CPU cores it kept busy; of several processes the "
+        "largest, the number of the slowest, and seconds that another one waited for it.",
+        r"machine/.+",
     ),
 )
 OTHER = Group("Other", "Metrics that callbacks, rewards and your own code log.", r".+")
@@ -73,6 +76,7 @@ UNITS = (
     (r"num_tokens|step_tokens|.*(_length|/mean_length)", "tokens"),
     (r"machine/\w+_gib", "GiB"),
     (r"machine/cpu_cores", "cores"),
+    (r"machine/waited_seconds", "s"),
     (r"epoch", "epochs"),
     (r"(eval/(.+/)?)?(kl|entropy)|ratio/kl|teacher/kl|rollout_corr/kl|sampling/sampling_logp_difference/\w+", "nats"),
     (r".*(accuracy|accuracies|clipped_ratio|clip_ratio/\w+|(pass|maj)@\d+)|frac_reward_zero_std|mfu", "share"),

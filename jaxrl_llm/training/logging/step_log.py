@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms.losses import NEUTRAL
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.turns import yielded
 from jaxrl_llm.training.logging.health import HealthSpec, HealthWarnings, health_warnings
 from jaxrl_llm.training.logging.logger import Logger
@@ -169,11 +170,12 @@ class StepLog:
 
 
 class Machine:
-    """Memory and processors of this process, as metrics `machine/...`; memory is in GiB (2^30 bytes).
+    """Memory and processors of a process, as metrics `machine/...`; memory is in GiB (2^30 bytes).
 
-    Of accelerators the memory in use and its peak since the start, of the fullest device of this process, where the
-    backend counts them (CPUs do not); the peak of the process's resident memory; and the processor cores that the
-    process kept busy, on average since the last call.
+    Of accelerators the memory in use and its peak since the start, of the fullest device, where the backend counts them
+    (CPUs do not); the peak of the process's resident memory; and the processor cores that the process kept busy, on
+    average since the last call. Of several processes each number is the largest, in the step before; besides these the
+    slowest process, for which the others waited, and how much more than it one of them did (`processes.of_each`).
     """
 
     def __init__(self) -> None:
@@ -191,7 +193,13 @@ class Machine:
         for name, key in (("memory", "bytes_in_use"), ("memory_peak", "peak_bytes_in_use")):
             if found := [stats[key] for stats in devices if key in stats]:
                 metrics[f"machine/device_{name}_gib"] = max(found) / 2**30
-        return metrics
+        if jax.process_count() == 1:
+            return metrics
+        of_each = processes.of_each(metrics)
+        waited = [each["waited"] for each in of_each]
+        largest = {name: max(each[name] for each in of_each) for name in metrics}
+        slowest = {"slowest_process": float(np.argmin(waited)), "waited_seconds": max(waited) - min(waited)}
+        return largest | {f"machine/{name}": x for name, x in slowest.items()}
 
 
 def _cpu_seconds() -> float:

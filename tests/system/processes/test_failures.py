@@ -11,7 +11,7 @@ from tests.system.processes.test_runs import command
 
 # A command of this package: it joins, and then process 1 (or whichever argv names) does what argv says.
 SCRIPT = """
-import os, sys
+import os, sys, time
 from jaxrl_llm.config.flags import run
 
 def main(argv):
@@ -30,9 +30,18 @@ def main(argv):
     processes.join(config)
     import jax
     print(processes.gather({"index": jax.process_index(), "text": "x" * own}), jax.process_count(), flush=True)
-    assert [processes.most(number * (own + 1)) for number in range(5)] == [
-        number * jax.process_count() for number in range(5)
-    ]
+    count = jax.process_count()
+    assert [processes.most(number * (own + 1)) for number in range(5)] == [number * count for number in range(5)]
+    processes._waits.clear()
+    time.sleep(2.0 * (own == 0))
+    processes.gather(None)
+    assert [x["of"] for x in processes.of_each({"of": own})] == [own]
+    processes.gather(None)
+    time.sleep(own)
+    told = processes.of_each({"of": 9})
+    assert len(told) == (1 if own else count)
+    if what == "agree" and not own:
+        assert [x["of"] for x in told] == [0, 1] and told[0]["waited"] + 1 < told[1]["waited"], told
     if what == "agree":
         compiled = []
         jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))

@@ -12,6 +12,7 @@ import pytest
 
 from jaxrl_llm.algorithms.losses import Metric
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.training.logging import step_log
 from jaxrl_llm.training.logging.health import HealthSpec
 from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.step_log import Machine, Step, StepLog, merge
@@ -148,6 +149,17 @@ def test_memory_is_that_of_the_fullest_device(monkeypatch):
     assert metrics["machine/cpu_cores"] > 0
     monkeypatch.setattr(jax, "local_devices", lambda: [device()])
     assert machine.metrics().keys() == {"machine/host_memory_peak_gib", "machine/cpu_cores"}
+
+
+def test_of_several_processes_the_largest_numbers_and_the_slowest(monkeypatch):
+    def of_each(own):
+        return [{**own, "waited": 5.0}, dict.fromkeys(own, 9.0) | {"waited": 0.5}, {**own, "waited": 4.0}]
+
+    monkeypatch.setattr(step_log.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(step_log.processes, "of_each", of_each)
+    metrics = Machine().metrics()
+    assert metrics["machine/slowest_process"] == 1 and metrics["machine/waited_seconds"] == 4.5
+    assert metrics["machine/host_memory_peak_gib"] == 9.0
 
 
 def test_a_run_records_its_evaluations_and_where_it_ran(tiny_run):
