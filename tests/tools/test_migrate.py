@@ -769,6 +769,32 @@ def test_tpo_of_trl(tmp_path, said, loss, rows):
     )
 
 
+def test_devices_of_axolotls_command(tmp_path):
+    """As its page has them: the server on two GPUs, and training on two others."""
+    file = (
+        "base_model: a/b\nrl: grpo\nlearning_rate: 1e-6\nmax_steps: 5\nmicro_batch_size: 8\ntrl: {num_generations: 4}\n"
+    )
+    written(tmp_path, "grpo.yaml", file)
+    shell = (
+        "CUDA_VISIBLE_DEVICES=2,3 axolotl vllm-serve grpo.yaml &\n"
+        "CUDA_VISIBLE_DEVICES=0,1 axolotl train grpo.yaml --num-processes 2\n"
+    )
+    for devices, prompts in ((0, 4), (4, 8)):
+        config, text = migrate(written(tmp_path, "a.sh", shell), devices=devices)
+        expect(config, batch={"prompts": prompts}, model={"path": "a/b"})
+        assert "one device is assumed" not in text
+
+
+def test_a_script_that_is_not_beside_its_command(tmp_path):
+    note = "train_grpo.py, which it starts, is not beside it"
+    file = written(tmp_path, "a.sh", "accelerate launch train_grpo.py\n")
+    assert note in migrate(file)[1]
+    written(tmp_path, "train_grpo.py", "from trl import GRPOTrainer\nGRPOTrainer(model='a/b', reward_funcs='c/d')\n")
+    assert note not in migrate(file)[1]
+    flags = written(tmp_path, "b.sh", "accelerate launch trl/scripts/sft.py --model_name_or_path a/b\n")
+    assert "beside it" not in migrate(flags)[1]
+
+
 @pytest.mark.parametrize(("finds", "rows"), [(False, 8), (True, 0)])
 def test_micro_batches_that_fit_are_found_here_too(tmp_path, finds, rows):
     said = {"max_steps": 5, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "output_dir": "o"}
@@ -2355,6 +2381,13 @@ def test_nothing_of_a_script_is_run(tmp_path):
         ("a.json", {"what": 1}, {}, "say which with --system"),
         ("a.json", "[1]", {}, "not a dictionary"),
         ("a.sh", "echo hello\n", {}, "has 0 commands that train"),
+        (
+            "a.sh",
+            "trl vllm-serve --model a/b --tensor_parallel_size 8\n",
+            {},
+            "-m jaxrl_llm serve --model=a/b` does that",
+        ),
+        ("a.sh", "axolotl vllm-serve a.yaml\n", {}, "trains nothing: `python -m jaxrl_llm serve --model=FOLDER`"),
         ("a.py", "print(1)\n", {}, "no call of"),
         ("a.py", "print(\n", {}, "is no Python"),
         ("a.sh", "X='never ends\n", {}, "does not end"),

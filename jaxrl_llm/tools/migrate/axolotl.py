@@ -52,7 +52,8 @@ def convert(source: Source, options: Options) -> Draft:
     held = 0 if yaml.get("test_datasets") else math.ceil(rows * size if size < 1 else size)
     # Devices that have rows of their own: context and tensor parallel ones share theirs.
     sharing = ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size")
-    devices = max(options.devices // math.prod(int(yaml.get(key) or 1) for key in sharing), bool(options.devices))
+    count = options.devices or int(yaml.get("num_processes") or 0)
+    devices = max(count // math.prod(int(yaml.get(key) or 1) for key in sharing), bool(count))
     options = options._replace(rows=max(rows - held, 0), devices=devices)
     title = (
         f"{f'rl: {kind}' if kind else trainer}, from FILE of axolotl; what that leaves out is as in axolotl and TRL."

@@ -193,6 +193,13 @@ def _read_shell(text: str, path: str, system: str, trainer: str, companion: str)
     found = commands(text, path)
     trains = [words for words in found if _trains(words)]
     trains = [words for words in trains if "verl.trainer" in " ".join(words)] or trains  # others prepare data
+    serves = [words for words in found if "vllm-serve" in words or {"vllm", "serve"} <= set(words)]
+    if serves and not trains:
+        model = _read_flags(serves[0], path, trainer).settings.get("model", "FOLDER")
+        raise ConfigError(
+            f"{path} serves a model and trains nothing: `python -m jaxrl_llm serve --model={model}` does that here, and "
+            "training needs no server, as its sampler is built in"
+        )
     if not trains:
         raise ConfigError(
             f"{path} has 0 commands that train, and one is needed: `trl grpo ...`, `accelerate launch FILE.py ...`, "
@@ -229,6 +236,10 @@ def _read_shell(text: str, path: str, system: str, trainer: str, companion: str)
     if (file := beside((".py",))) and re.search(r"\btrl\b|adaptive_harmony", code := file.read_text(encoding="utf-8")):
         script = read_script(code, str(file), system, trainer, companion, source.settings)
         source = script._replace(path=path)
+    elif not source.settings.keys() & {"model_name_or_path", "dataset_name", "config"}:
+        started = next((word for word in words if word.endswith(".py")), "")
+        note = f"{started}, which it starts, is not beside it: the model, data and rewards that it names are missing"
+        checks = (*checks, note) if started and not file else checks
     return source._replace(checks=(*checks, *source.checks))
 
 
