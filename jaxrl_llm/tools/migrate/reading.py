@@ -197,8 +197,8 @@ def _read_shell(text: str, path: str, system: str, trainer: str, companion: str)
     if serves and not trains:
         model = _read_flags(serves[0], path, trainer).settings.get("model", "FOLDER")
         raise ConfigError(
-            f"{path} serves a model and trains nothing: `python -m jaxrl_llm serve --model={model}` does that here, and "
-            "training needs no server, as its sampler is built in"
+            f"{path} serves a model and trains nothing: `python -m jaxrl_llm serve --model={model}` does that here. "
+            "Training needs no server: its sampler is built in"
         )
     if not trains:
         raise ConfigError(
