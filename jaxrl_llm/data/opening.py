@@ -212,11 +212,48 @@ def _open(
 ) -> DataSource:
     """One source; with `any_split` its only split where none is asked for and it has no `test`."""
     path: Any = entry["dataset"] if "dataset" in entry else entry.get("data_files") or entry["path"]
-    shared = spec.eval_fraction > 0  # between training and evaluation
-    asked, split = _splits(entry, spec.split, spec.eval_split, held_out, shared)
+    name = "" if "dataset" in entry else path if isinstance(path, str) else ", ".join(path)
+    form, format_key, code = _format(entry, spec, name, tokenizer)
+    rows, split = _rows(entry, path, spec, held_out, any_split, tokenizer)
+    if is_stream(rows) and not held_out:
+        if not spec.streaming:
+            raise ConfigError(f"{name or 'the data'} gives a stream (IterableDataset): set data.streaming to true")
+        if (buffer := shuffle_buffer(rows)) > 1:
+            raise ConfigError(
+                f"{name or 'the data'} is a stream that shuffles in a buffer of {buffer} rows, which no checkpoint "
+                "holds, so that a resumed run would lose rows: leave this to data.shuffle_buffer. "
+                "shuffle(buffer_size=1) shuffles the files alone"
+            )
+    numbers: Sequence[int] | None = numbers_in_split(rows, split)
+    if spec.deduplicate and not is_stream(rows):
+        kept = _distinct(rows, seen, name or "the data")
+        rows = rows if len(kept) == len(rows) else _selected(rows, kept)
+        numbers = kept if numbers is None else [numbers[index] for index in kept]
+    if spec.eval_fraction:  # the rows are shared between training and evaluation
+        if is_stream(rows):
+            raise ConfigError(
+                f"eval.fraction is {spec.eval_fraction}, but rows that are streamed are not counted: set it to 0"
+            )
+        if len(rows) < 2:
+            raise ConfigError(f"eval.fraction is {spec.eval_fraction}, but {name or 'the data'} has only one row")
+        count = min(max(round(spec.eval_fraction * len(rows)), 1), len(rows) - 1)
+        order = np.random.default_rng(spec.seed).permutation(len(rows))
+        chosen = sorted(order[:count].tolist() if held_out else order[count:].tolist())
+        rows, numbers = _selected(rows, chosen), chosen if numbers is None else [numbers[index] for index in chosen]
+    renamed = {column: key for column, key in _column_names(entry, spec).items() if key != column}
+    prompt_form = _adapted(as_prompt(form, spec.kind), renamed, spec.system_prompt, "prompts")
+    form = _adapted(form, renamed, spec.system_prompt, spec.kind)
+    folder = folder_of(path)
+    return DataSource(name, rows, form, format_key, code, entry.get("weight"), folder, prompt_form, path, numbers)
+
+
+def _format(entry: Mapping[str, Any], spec: DataSpec, name: str, tokenizer: Any) -> tuple[Format, Any, bytes | None]:
+    """The format of a source, what identifies it, and the code of one of the user's own.
+
+    Raises ConfigError for an unknown format, and for a key of the source that it does not take.
+    """
     format_spec = entry.get("format") or entry.get("type") or spec.format
     options = {key: value for key, value in entry.items() if key not in (*SOURCE_KEYS, "dataset")}
-    name = "" if "dataset" in entry else path if isinstance(path, str) else ", ".join(path)
     try:
         form = find(format_spec, spec.kind, tokenizer, options, spec.settings)
     except ConfigError as error:
@@ -237,6 +274,22 @@ def _open(
                 format_spec,
                 END_MARKS[family],
             )
+    code = code_of(format_spec, spec.kind)
+    written = format_spec if isinstance(format_spec, str | Mapping) else repr(format_spec)
+    settings = spec.settings if code else {}
+    return form, (written, options, spec.kind, _column_names(entry, spec), spec.system_prompt, settings), code
+
+
+def _column_names(entry: Mapping[str, Any], spec: DataSpec) -> dict[str, str]:
+    """The columns that formats know, by name, with the names that the rows of a source have for them."""
+    return {key.removesuffix("_key"): entry.get(key, getattr(spec, key)) for key in COLUMN_KEYS}
+
+
+def _rows(
+    entry: Mapping[str, Any], path: Any, spec: DataSpec, held_out: bool, any_split: bool, tokenizer: Any
+) -> tuple["sources.Rows | list[Row]", str]:
+    """All rows of a source's split, and the split that was asked for."""
+    asked, split = _splits(entry, spec.split, spec.eval_split, held_out, spec.eval_fraction > 0)
     # axolotl also writes the type of the files in the place of the path.
     path_type = entry.get("path") if entry.get("data_files") and entry.get("path") in READERS.values() else None
     arguments = {"tokenizer": tokenizer, "config": FactoryOptions(spec.settings)}
@@ -245,49 +298,12 @@ def _open(
         file_type = entry.get("ds_type") or path_type
         return sources.load(path, split, entry.get("name"), spec.streaming, file_type, arguments)
 
-    rows: sources.Rows | list[Row]
     try:
-        rows = load(split)
+        return load(split), split
     except SplitError as error:
         if asked or not any_split or len(error.splits) != 1:
             raise
-        rows = load(error.splits[0])
-    if is_stream(rows) and not held_out:
-        if not spec.streaming:
-            raise ConfigError(f"{name or 'the data'} gives a stream (IterableDataset): set data.streaming to true")
-        if (buffer := shuffle_buffer(rows)) > 1:
-            raise ConfigError(
-                f"{name or 'the data'} is a stream that shuffles in a buffer of {buffer} rows, which no checkpoint "
-                "holds, so that a resumed run would lose rows: leave this to data.shuffle_buffer. "
-                "shuffle(buffer_size=1) shuffles the files alone"
-            )
-    numbers: Sequence[int] | None = numbers_in_split(rows, split)
-    if spec.deduplicate and not is_stream(rows):
-        kept = _distinct(rows, seen, name or "the data")
-        rows = rows if len(kept) == len(rows) else _selected(rows, kept)
-        numbers = kept if numbers is None else [numbers[index] for index in kept]
-    if shared:
-        if is_stream(rows):
-            raise ConfigError(
-                f"eval.fraction is {spec.eval_fraction}, but rows that are streamed are not counted: set it to 0"
-            )
-        if len(rows) < 2:
-            raise ConfigError(f"eval.fraction is {spec.eval_fraction}, but {name or 'the data'} has only one row")
-        count = min(max(round(spec.eval_fraction * len(rows)), 1), len(rows) - 1)
-        order = np.random.default_rng(spec.seed).permutation(len(rows))
-        chosen = sorted(order[:count].tolist() if held_out else order[count:].tolist())
-        rows, numbers = _selected(rows, chosen), chosen if numbers is None else [numbers[index] for index in chosen]
-    names = {key.removesuffix("_key"): entry.get(key, getattr(spec, key)) for key in COLUMN_KEYS}
-    renamed = {column: key for column, key in names.items() if key != column}
-    prompt_form = _adapted(as_prompt(form, spec.kind), renamed, spec.system_prompt, "prompts")
-    form = _adapted(form, renamed, spec.system_prompt, spec.kind)
-    code = code_of(format_spec, spec.kind)
-    format_key = (
-        format_spec if isinstance(format_spec, str | Mapping) else repr(format_spec),
-        options, spec.kind, names, spec.system_prompt, spec.settings if code else {},
-    )  # fmt: skip
-    folder = folder_of(path)
-    return DataSource(name, rows, form, format_key, code, entry.get("weight"), folder, prompt_form, path, numbers)
+        return load(error.splits[0]), split
 
 
 def _selected(rows: Any, chosen: list[int]) -> Any:

@@ -50,59 +50,20 @@ def read_data(config, train_dataset: Any, eval_dataset: Any, tokenizer: Any, mod
         kind = "prompts" if algorithm.online else algorithm.data
         tokens = loading.tokenized(spec, sources, kind, tokenizer)
         check_same_rows("rows of the data", kind, tokens.rows)
-        count, prompts = len(tokens.rows), config.batch.prompts
-        read, unit = sum(report.read for report in tokens.reports), "rows"
-        used = f"all {count}" if count == read else f"{count}"
-        if config.data.packing:
-            count, unit = (
-                len(first_fit([len(row["ids"]) for row in tokens.rows], config.data.max_length)),
-                "packed rows",
-            )
-        if config.num_epochs is not None:
-            config = config.copy_and_resolve_references()
-            # Rounded, as 1.1 * 10 is more than 11 in floating point.
-            config.total_steps = math.ceil(round(config.num_epochs * count / prompts, 6))
-            checked = config.copy_and_resolve_references()
-            checked.num_epochs = None
-            validate(checked)
-        packed = f" as {count} packed rows" if config.data.packing else ""
-        steps, epochs = config.total_steps, config.total_steps * prompts / count
-        notes.append(
-            f"data: {read} rows, {used} used{packed}; {count / prompts:.4g} steps an epoch of {prompts} {unit}; "
-            f"{steps} steps are {epochs:.3g} epochs"
+        config, notes = with_total_steps(config, tokens)
+    if config.eval.fraction and eval_dataset is not None:
+        raise ConfigError(
+            f"eval.fraction is {config.eval.fraction}, to hold training rows out, but eval_dataset is given: use one"
         )
-        if count < prompts:
-            notes.append(f"data: a step takes {prompts} {unit}, more than there are, so that it has some of them twice")
     held_out = []
     nothing_asked = (
         train_dataset is not None and eval_dataset is None and config.data.eval_path is None
         and not config.eval.sets and not config.eval.fraction
     )  # fmt: skip
-    if config.eval.fraction and eval_dataset is not None:
-        raise ConfigError(
-            f"eval.fraction is {config.eval.fraction}, to hold training rows out, but eval_dataset is given: use one"
-        )
     if config.eval.every >= 0 and not nothing_asked:
         rows = train_dataset if config.eval.fraction and eval_dataset is None else eval_dataset
-        for named in named_sets(eval_spec(config), rows):
-            # Rows that are held out were among those that were seen.
-            own = open_eval(config, tokenizer, named, trained_on=() if config.eval.fraction else seen)
-            counts = [len(source.rows) for source in own if not is_stream(source.rows)]
-            if len(counts) == len(own) and (total := sum(counts)) > named.prompts:
-                of = f"{named.name}: " if named.name else ""
-                notes.append(f"evaluation: {of}the first {named.prompts} of {total} rows (eval.prompts)")
-            both = {_kept_as(source.rows) for source in sources} & {_kept_as(source.rows) for source in own} - {None}
-            if both:
-                ways = "do so with eval.fraction and data.eval_split=none, or name others in data.eval_path"
-                ways = ways if named.sources is None else "name others in eval.sets"
-                of = named.name or ", ".join(source.name for source in own)
-                notes.append(f"evaluation: {of} has the rows that are trained on, and nothing is held out: {ways}")
-            held_out += [(named, loading.first_rows(own, named.prompts))] if own else []
-        if not held_out:
-            notes.append(
-                f"no evaluation: {', '.join(source.name for source in sources)} has no split 'test'. Name what to "
-                "evaluate on with data.eval_path or data.eval_split, or hold rows out with eval.fraction"
-            )
+        held_out, more = open_held_out(config, tokenizer, rows, sources, seen)
+        notes += more
     if not held_out and config.eval.every > 0:
         without = config.copy_and_resolve_references()
         without.eval.every, without.num_epochs = -1, None
@@ -111,6 +72,63 @@ def read_data(config, train_dataset: Any, eval_dataset: Any, tokenizer: Any, mod
         except ConfigError as error:
             raise ConfigError(f"there is no data to evaluate on (eval.fraction holds some out): {error}") from error
     return RunData(config, tokenizer, sources, tokens, held_out, notes)
+
+
+def with_total_steps(config, tokens: Tokenized) -> tuple[Any, list[str]]:
+    """The configuration with the steps that `num_epochs` of the rows take, and notes on the rows that are used.
+
+    Raises ConfigError for settings that do not go with so many steps.
+    """
+    count, prompts, unit = len(tokens.rows), config.batch.prompts, "rows"
+    read = sum(report.read for report in tokens.reports)
+    used, packed = f"all {count}" if count == read else f"{count}", ""
+    if config.data.packing:
+        count = len(first_fit([len(row["ids"]) for row in tokens.rows], config.data.max_length))
+        unit, packed = "packed rows", f" as {count} packed rows"
+    if config.num_epochs is not None:
+        config = config.copy_and_resolve_references()
+        # Rounded, as 1.1 * 10 is more than 11 in floating point.
+        config.total_steps = math.ceil(round(config.num_epochs * count / prompts, 6))
+        checked = config.copy_and_resolve_references()
+        checked.num_epochs = None
+        validate(checked)
+    steps = config.total_steps
+    notes = [
+        f"data: {read} rows, {used} used{packed}; {count / prompts:.4g} steps an epoch of {prompts} {unit}; {steps} "
+        f"steps are {steps * prompts / count:.3g} epochs"
+    ]
+    if count < prompts:
+        notes.append(f"data: a step takes {prompts} {unit}, more than there are, so that it has some of them twice")
+    return config, notes
+
+
+def open_held_out(
+    config, tokenizer: Any, dataset: Any, sources: list[DataSource], seen: set[bytes]
+) -> tuple[list[tuple[NamedSet, list[DataSource]]], list[str]]:
+    """The sets to evaluate on, each with the first rows of its sources, and notes on them.
+
+    `sources` are trained on, of rows with the digests `seen`; `dataset` is given in the place of names.
+    """
+    held_out, notes = [], []
+    for named in named_sets(eval_spec(config), dataset):
+        # Rows that are held out were among those that were seen.
+        own = open_eval(config, tokenizer, named, trained_on=() if config.eval.fraction else seen)
+        counts = [len(source.rows) for source in own if not is_stream(source.rows)]
+        if len(counts) == len(own) and (total := sum(counts)) > named.prompts:
+            of = f"{named.name}: " if named.name else ""
+            notes.append(f"evaluation: {of}the first {named.prompts} of {total} rows (eval.prompts)")
+        if {_kept_as(source.rows) for source in sources} & {_kept_as(source.rows) for source in own} - {None}:
+            ways = "do so with eval.fraction and data.eval_split=none, or name others in data.eval_path"
+            ways = ways if named.sources is None else "name others in eval.sets"
+            of = named.name or ", ".join(source.name for source in own)
+            notes.append(f"evaluation: {of} has the rows that are trained on, and nothing is held out: {ways}")
+        held_out += [(named, loading.first_rows(own, named.prompts))] if own else []
+    if not held_out:
+        notes.append(
+            f"no evaluation: {', '.join(source.name for source in sources)} has no split 'test'. Name what to evaluate "
+            "on with data.eval_path or data.eval_split, or hold rows out with eval.fraction"
+        )
+    return held_out, notes
 
 
 def tokenizer_of(config, tokenizer: Any = None, model: Model | None = None) -> Any:

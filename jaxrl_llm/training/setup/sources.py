@@ -14,7 +14,7 @@ from jaxrl_llm.data import loading, opening
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.loading import Tokenized
 from jaxrl_llm.data.opening import DataSource
-from jaxrl_llm.data.pipeline import Pipeline
+from jaxrl_llm.data.pipeline import Pipeline, Prompts
 from jaxrl_llm.data.scored_prompts import SCORES, ScoredPrompts
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed import processes
@@ -123,30 +123,6 @@ def online_source(
     teacher, context, others = online_teacher(config, model, mesh, width, sample_of)
     of_learner = mesh, Stopwatch(within=stopwatch), environments, advantages, reference
     stage = _first_stage(config, model, producer.pipeline, rewards, *of_learner)
-    if rollout.processes:
-        queue: RolloutQueue | FileQueue = FileQueue(
-            rendezvous_of(config),
-            rollout.staleness,
-            config.total_steps,
-            publish=worker.copy_policy,
-            frozen=model.net.config.frozen,
-            pipeline=cast(Pipeline, producer.pipeline),  # see config/checks/
-            facts=processes.agreed_facts(config),
-            mesh=mesh,
-            watch=stopwatch,
-        )
-    else:
-        queue = RolloutQueue(
-            rollout.staleness,
-            config.total_steps,
-            key_of=partial(jax.random.fold_in, jax.random.key(config.seed)),
-            publish=worker.copy_policy,
-            mesh=own_mesh,
-            train_mesh=mesh,
-            watch=stopwatch,
-            own_watch=watch,
-            arrivals=worker.arrivals if producer.partial is None else producer.partial.arrivals,
-        )
     return OnlineSource(
         producer,
         Learner(
@@ -167,8 +143,36 @@ def online_source(
             context=context,
             other_teachers=others,
         ),
-        queue,
+        _queue(config, producer, mesh, stopwatch),
         first_stage=stage,
+    )
+
+
+def _queue(config, producer: Producer, mesh: Mesh, stopwatch: Stopwatch) -> RolloutQueue | FileQueue:
+    """The queue between the producer and the learner, which is on `mesh`."""
+    rollout, worker = config.rollout, producer.worker
+    if rollout.processes:
+        return FileQueue(
+            rendezvous_of(config),
+            rollout.staleness,
+            config.total_steps,
+            publish=worker.copy_policy,
+            frozen=worker.engine.net.config.frozen,
+            pipeline=cast(Pipeline, producer.pipeline),  # see config/checks/
+            facts=processes.agreed_facts(config),
+            mesh=mesh,
+            watch=stopwatch,
+        )
+    return RolloutQueue(
+        rollout.staleness,
+        config.total_steps,
+        key_of=partial(jax.random.fold_in, jax.random.key(config.seed)),
+        publish=worker.copy_policy,
+        mesh=worker.mesh,
+        train_mesh=mesh,
+        watch=stopwatch,
+        own_watch=worker.stopwatch,
+        arrivals=worker.arrivals if producer.partial is None else producer.partial.arrivals,
     )
 
 
@@ -283,23 +287,12 @@ def _producer(
 ) -> Producer:
     """The producer, which samples and grades on `own_mesh`."""
     advantages = _advantages(config, rewards, environments)
-    rows, rollout = specs.batch_spec(config), config.rollout
-    share = RowGroup.of(own_mesh)[:2]  # of the prompts
-    if tokens is None:
-        examples = None
-        pipeline = loading.stream(specs.data_spec(config), data, "prompts", model.tokenizer, lambda row: row, *share)
-    else:
-        examples, curriculum = tokens.rows, specs.curriculum_spec(config)
+    rollout, examples = config.rollout, None if tokens is None else tokens.rows
+    if examples is not None and config.total_steps and reads_prompts_as_they_are(config, environments):
         columns = set().union(*examples)  # of sources that have others each, all: a row has None for what it lacks
-        if config.total_steps and reads_prompts_as_they_are(config, environments) and PIXELS not in columns:
+        if PIXELS not in columns:
             rewards.check_columns(sorted(columns - {"prompt_ids"}))
-        order = (config.seed, config.data.shuffle, *share, tokens.shares)
-        if advantages.asks_for("reference_scores"):
-            pipeline = ScoredPrompts(examples, rows.prompts, config.algorithm.drop_unsolved, *order)
-        elif curriculum is None:
-            pipeline = Pipeline(examples, rows.prompts, *order)
-        else:
-            pipeline = Curriculum(examples, rows.prompts, curriculum, *order)
+    pipeline = _prompts(config, model, data, tokens, advantages, own_mesh)
 
     def worker_of(sampling: SamplingParams, group_size: int) -> RolloutWorker:
         return build_worker(config, model, rewards, own_mesh, sampling, group_size, examples, watch, environments)
@@ -340,6 +333,22 @@ def _producer(
             settings, worker.engine, pipeline, key, own_mesh, worker.prompt_width, watch, arrivals
         )
     return Producer(specs.producer_spec(config), worker, greedy, pipeline, advantages.flat_groups, partial_rollouts)
+
+
+def _prompts(
+    config, model: Model, data: list[DataSource], tokens: Tokenized | None, advantages: AdvantageStep, mesh: Mesh
+) -> Prompts:
+    """The prompts of this process's steps, in the order that the settings and the advantage rule ask for."""
+    share = RowGroup.of(mesh)[:2]  # of the prompts
+    if tokens is None:
+        return loading.stream(specs.data_spec(config), data, "prompts", model.tokenizer, lambda row: row, *share)
+    size, curriculum = specs.batch_spec(config).prompts, specs.curriculum_spec(config)
+    order = (config.seed, config.data.shuffle, *share, tokens.shares)
+    if advantages.asks_for("reference_scores"):
+        return ScoredPrompts(tokens.rows, size, config.algorithm.drop_unsolved, *order)
+    if curriculum is not None:
+        return Curriculum(tokens.rows, size, curriculum, *order)
+    return Pipeline(tokens.rows, size, *order)
 
 
 def build_producer(config) -> tuple[Producer, Model, Stopwatch, Environments | Agents | None]:
