@@ -20,8 +20,9 @@ import jax
 from jaxrl_llm.commands.welcome import welcome
 from jaxrl_llm.config import to_json, validate, with_correction
 from jaxrl_llm.config.flags import load_flags, run, set_run_folder
-from jaxrl_llm.config.schema import OFFLINE, Setting
+from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.config.secrets import masked
+from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.config.user_code import contained, without_locals
 from jaxrl_llm.data import Row
 from jaxrl_llm.distributed import processes

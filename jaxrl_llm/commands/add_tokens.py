@@ -14,7 +14,8 @@ import jax
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_options
-from jaxrl_llm.config.schema import DTYPES, Setting
+from jaxrl_llm.config.schema import DTYPES
+from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.files.new_tokens import with_tokens
 from jaxrl_llm.models.model import describe, load_model, save_hf

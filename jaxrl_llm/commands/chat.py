@@ -35,7 +35,7 @@ from jaxrl_llm.commands.generate import (
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.resolve import split_options
-from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.data.images import ImageLimits, read_image
 from jaxrl_llm.data.templates import Prompt
 from jaxrl_llm.data.tokenize import PIXELS

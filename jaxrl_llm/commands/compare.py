@@ -20,7 +20,7 @@ from jaxrl_llm.algorithms.advantages import combine_rewards
 from jaxrl_llm.algorithms.sample_statistics import bootstrap_interval, mean_of
 from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.config.flags import file_to_write, load_flags
-from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.data.collate import columns_of
 from jaxrl_llm.data.templates import chat_ids
 from jaxrl_llm.data.tokenize import PIXELS

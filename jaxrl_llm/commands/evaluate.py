@@ -18,7 +18,7 @@ import jax
 
 from jaxrl_llm.config import ConfigError, flat, validate
 from jaxrl_llm.config.flags import file_to_write, load_flags
-from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.data.opening import evaluated_on
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigDict, ConfigError, from_json
 from jaxrl_llm.config.flags import load_options
-from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.adapters import peft

@@ -21,7 +21,8 @@ from jaxrl_llm.config.checks.sampling import check_structured
 from jaxrl_llm.config.entries import logit_bias as read_logit_bias
 from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.resolve import split_options
-from jaxrl_llm.config.schema import Setting, sampling_option
+from jaxrl_llm.config.schema import sampling_option
+from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.data import Row, sources
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.detokenize import Detokenizer

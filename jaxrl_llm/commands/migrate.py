@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_options, positional
-from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.tools.migrate import LIBRARIES, companion_of, migrate
 from jaxrl_llm.tools.migrate.documentation import page
 from jaxrl_llm.tools.migrate.trl import RULES

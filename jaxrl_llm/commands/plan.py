@@ -11,7 +11,7 @@ install libtpu`, `"jaxrl_llm[plan-cuda]"`), and otherwise the CPU's, which needs
 import sys
 
 from jaxrl_llm.config.flags import load_flags
-from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.distributed.devices import DEVICES, named
 from jaxrl_llm.tools.plan.advice import advice
 from jaxrl_llm.tools.plan.planned import Plan, is_split, make_plan

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config.flags import load_flags
-from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.data import loading, opening
 from jaxrl_llm.data.opening import DataSource, DataSpec
 from jaxrl_llm.data.tokenize import COLUMNS, STEP_LABELS, RowTokenizer

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxrl_llm.config.flags import load_options, positional
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.tools.report.page import write_page
 from jaxrl_llm.tools.report.pictures import check_pictures, write_pictures
 from jaxrl_llm.tools.report.runs import read_runs

@@ -33,7 +33,7 @@ from jaxrl_llm.commands.export import checkpoint_model, config_of
 from jaxrl_llm.commands.generate import MODEL
 from jaxrl_llm.config import ConfigError, from_json
 from jaxrl_llm.config.flags import load_options, positional
-from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh

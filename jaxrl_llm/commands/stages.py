@@ -17,7 +17,7 @@ import jax
 from jaxrl_llm.config import ConfigDict, ConfigError, flat, from_json, to_json, validate
 from jaxrl_llm.config.flags import configured, find_config, load_options
 from jaxrl_llm.config.resolve import import_file
-from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.overlap import overlap_collectives

@@ -24,11 +24,12 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigError, batch_rows, rows_together, validate
 from jaxrl_llm.config.flags import file_to_write, load_flags
-from jaxrl_llm.config.schema import Setting
+from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.training.checkpoint.manager import Checkpoints, free
+from jaxrl_llm.training.checkpoint.manager import Checkpoints
+from jaxrl_llm.training.checkpoint.shapes import free
 from jaxrl_llm.training.logging.console import show, stderr_console, waiting
 from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.reference_scores import assume_scores

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError, closest, split_options
-from jaxrl_llm.config.schema import LARGEST
+from jaxrl_llm.config.setting import LARGEST
 
 # The starts of adapters that `lora.init` takes.
 LORA_INIT = re.compile(r"kaiming|gaussian|orthogonal|random|olora|(pissa|loftq)(_niter_\d+)?")

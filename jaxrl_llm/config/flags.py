@@ -30,18 +30,11 @@ from typing import Any, NamedTuple, NoReturn
 from jaxrl_llm.config import ConfigDict, assign, check_keys, default, own_settings, validate
 from jaxrl_llm.config.background import end_in_time
 from jaxrl_llm.config.resolve import ConfigError, closest, exit_code, import_file, path_and_line
-from jaxrl_llm.config.schema import (
-    BY_NAME,
-    FORMER,
-    KEYS,
-    SECTIONS,
-    Setting,
-    SettingError,
-    nearest,
-    unknown_key,
-)
+from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, SECTIONS, nearest, unknown_key
 from jaxrl_llm.config.secrets import masked
+from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.config.starting import STARTED
+from jaxrl_llm.config.tree import SettingError
 from jaxrl_llm.config.user_code import contained, is_own_exit, place
 from jaxrl_llm.config.version import __version__
 

@@ -1,5 +1,6 @@
 """The configuration tree: making it from the table of settings, checking it, and writing it as JSON and as a page."""
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import fields
@@ -19,14 +20,104 @@ from jaxrl_llm.config.schema import (
     RENAMED,
     SECTIONS,
     ConfigDict,
-    Setting,
-    Tree,
-    plain,
     unknown_key,
 )  # fmt: skip
 from jaxrl_llm.config.secrets import masked
+from jaxrl_llm.config.setting import Setting
 
 OWN = "own"  # the entry of the JSON text with the parameters that a config file has added
+# Advice where an object was given to a key that takes a name.
+OBJECTS = {
+    "model.path": ", a folder or a hub id; a model in memory is given to train(config, model=...)",
+    "model.tokenizer": ", a folder or a hub id; a tokenizer in memory is given to train(config, tokenizer=...)",
+    "data.path": "; rows in memory are given to train(config, train_dataset=...)",
+    "data.eval_path": "; rows in memory are given to train(config, eval_dataset=...)",
+    "data.format": "",
+    "rewards.functions": "; functions are given to train(config, rewards=[...])",
+    "optimizer.name": "; an optimizer of optax is given to train(config, optimizers=...)",
+    "environment.name": "; an environment is given to train(config, environment=...)",
+    "environment.agent": ", path/to/file.py:run or my_module:run",
+}
+
+
+class SettingError(ConfigError):
+    """A name that is no key, or a value that a key does not take: its type is another one."""
+
+
+class MissingKeyError(SettingError, AttributeError):
+    """A name that is no key, read as an attribute: `hasattr` and `getattr` with a default take it for what it is."""
+
+
+class Tree(ConfigDict):
+    """The configuration, or a section of it. Scalars of numpy and JAX are taken for the numbers that they are.
+
+    Raises SettingError, which names the key, for a name that is none and for a value of another type.
+    """
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):  # of Python, which looks for its own
+                raise
+            raise MissingKeyError(self._unknown(name)) from None
+
+    def __setitem__(self, key, value):
+        if self.is_locked and key not in self:  # ml_collections would print the whole tree
+            raise SettingError(self._unknown(key))
+        value = plain(value)
+        try:
+            super().__setitem__(key, value)
+        except TypeError as error:
+            named = (known for known in KEYS if known.name.rpartition(".")[2] == key)
+            setting = next((known for known in named if self._is(known.name.rpartition(".")[0])), None)
+            if setting is None:
+                raise
+            if setting.words and setting.accepts(value):  # a word in place of a number, or a number again
+                with self.ignore_type():
+                    return super().__setitem__(key, value if value in setting.words else setting.kind(value))
+            shown = f"{value!r}" if isinstance(value, str | int | float | list | tuple) else type(value).__name__
+            way_out = OBJECTS.get(setting.name, "")
+            raise SettingError(f"{setting.name} is {shown}, but it takes {setting.allowed}{way_out}") from error
+
+    def __getitem__(self, key):
+        """The value of a key or section; of a key of an earlier version, what stands for it now (`FORMER`).
+
+        So code that reads a configuration outlives a new name; such a key is written under its new name alone.
+        """
+        try:
+            return super().__getitem__(key)
+        except KeyError:
+            for former, name in RENAMED.items():
+                if former.rpartition(".")[2] == key and name.rpartition(".")[2] in self:
+                    return super().__getitem__(name.rpartition(".")[2])
+            if (option := LOSS_OPTIONS.get(f"algorithm.{key}")) and "loss" in self and "aggregation" in self:
+                default, name, takers = option
+                written = (split_options(loss) for loss in split_losses(self["loss"]))
+                return next((given[name] for loss, given in written if loss in takers and name in given), default)
+            raise
+
+    def _unknown(self, name: str) -> str:
+        """The message for a name that is neither a key of this section nor, at the top, a section."""
+        section = next((f"{known}." for known in SECTIONS if known and self._is(known)), "")
+        if not section and (similar := difflib.get_close_matches(name, [known for known in SECTIONS if known], 1)):
+            return f"there is no section {name}; the closest is {similar[0]}"
+        return unknown_key(section + name)
+
+    def _is(self, section: str) -> bool:
+        """True where all keys of the section are in this one; several sections have keys of the same names."""
+        return all(name.rpartition(".")[2] in self for name in BY_NAME if name.rpartition(".")[0] == section)
+
+
+def plain(value: Any) -> Any:
+    """The value with scalars of numpy and JAX, also those in a list, as Python's own."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(plain, value)) if type(value) in (tuple, list) else value
+    if isinstance(value, ConfigDict):  # which would look for the key closest to `shape`
+        return value
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value
 
 
 def check_form(arg: str, *forms: str) -> None:

@@ -21,7 +21,8 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
-from jaxrl_llm.config.schema import Setting, sampling_option
+from jaxrl_llm.config.schema import sampling_option
+from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.detokenize import Detokenizer
 from jaxrl_llm.data.named_templates import with_chat_template

@@ -16,7 +16,8 @@ from jaxrl_llm.algorithms import policy_losses, preference_losses
 from jaxrl_llm.config import ConfigError, assign, batch_rows, default, from_json, schema, to_json, tree, validate
 from jaxrl_llm.config.flags import find_config, help_text, load_flags, load_options, positional, shipped_configs
 from jaxrl_llm.config.resolve import closest, import_optional, resolve, split_losses
-from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, LOSS_OPTIONS, RENAMED, SECTIONS, Setting
+from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, LOSS_OPTIONS, RENAMED, SECTIONS
+from jaxrl_llm.config.setting import Setting
 
 
 def changed(**values):

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from jaxrl_llm.config.checks.values import changed, how_quantized, reference_adapters
 from jaxrl_llm.config.entries import LORA_INIT, makes_up, starts_from_matrices
 from jaxrl_llm.config.resolve import ConfigError, is_own, split_options
-from jaxrl_llm.config.schema import LARGEST, ONLINE_PREFERENCE, OPTIMIZERS, SCHEDULE_FREE, ConfigDict
+from jaxrl_llm.config.schema import ONLINE_PREFERENCE, OPTIMIZERS, SCHEDULE_FREE, ConfigDict
+from jaxrl_llm.config.setting import LARGEST
 
 LEAST_PRODIGY_RATE = 0.01  # below it is a rate of another optimizer
 
