@@ -180,7 +180,7 @@ class Engine(RolloutSpec):
             rows = resumed(rows, begun, automata)
         if limits is not None:
             rows = rows._replace(limit=jnp.minimum(rows.limit, np.asarray(limits).reshape(rows.limit.shape)))
-        scheduler = self._scheduler(*prompts.shape, begun, parameters)
+        scheduler = self._scheduler(prompts.shape, begun, parameters)
         first_own = local_range(prompts).start * self.group_size
         turns = None if turn_server is None else TurnTracker(turn_server, count, first_own, longest)
         finished_rows = FinishedRows(on_finished if turns is None else None, count, first_own)
@@ -243,9 +243,9 @@ class Engine(RolloutSpec):
             rows = rows._replace(length=jnp.maximum(rows.length, rows.known))
         return finish(prompts, segments, rows, np.float32(executed), all_prompts.experts)
 
-    def _scheduler(self, prompts: int, width: int, begun: Begun | None, parameters: int) -> Scheduler:
-        """The scheduler of rows of so many prompts `[B,P]`, in whose grid those that have ended before have no slot."""
-        shards, longest = _shards(), self.max_completion_length
+    def _scheduler(self, shape: tuple[int, int], begun: Begun | None, parameters: int) -> Scheduler:
+        """The scheduler of the rows of prompts `[B,P]`, in whose grid those that have ended before have no slot."""
+        (prompts, width), shards, longest = shape, _shards(), self.max_completion_length
         local = prompts // shards
         slots = self.shard_slots(shards, local * self.group_size)
         scheduler = Scheduler(local, self.group_size, shards, slots, self.shrink, (width, longest))
