@@ -24,6 +24,7 @@ import numpy as np
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.net import Params
 from jaxrl_llm.rollout.borders import Border
+from jaxrl_llm.training.checkpoint.outputs import writing
 from jaxrl_llm.training.rollouts.experience import UNSAMPLED
 
 RECORD = "arrivals.jsonl"
@@ -117,7 +118,7 @@ class Arrivals:
             return
         self._own[self._step] = self._arrived
         line = {"step": self._step, "policies": [*self._arrived.policies.items()], "ends": self._arrived.ends}
-        with self._path.open("a", encoding="utf-8") as file:
+        with writing(self._path.parent), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def start(self, params: Params) -> Params:

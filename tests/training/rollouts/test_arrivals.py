@@ -233,3 +233,13 @@ def test_a_run_that_follows_a_record_has_the_same_bits(tmp_path, form):
     )
     assert (two / RECORD).read_text() == (one / RECORD).read_text()
     assert_same_run(one, two)
+
+
+def test_a_full_disk_is_named(tmp_path):
+    """The bits of a batch could not be repeated without its line."""
+    arrivals = Arrivals(tmp_path / "run" / RECORD, 1, False, max_wait=0.0)
+    arrivals.begin(1, 0)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / RECORD).symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=r"output_dir .*run cannot be written: .*No space left on device; make room"):
+        arrivals.end()
