@@ -282,10 +282,13 @@ class FeedForward(nnx.Module):
         self.gate_scale, self.out_scale = config.ffn_scales
         # Standard deviations from the mean behind which that share of a normal distribution is.
         self.cutoff = statistics.NormalDist().inv_cdf(config.ffn_sparsity) if config.ffn_sparsity else None
+        self.clipped = config if config.swiglu_everywhere else None
 
     def __call__(self, x):
         if self.gate is None:
             hidden = self.activation(self.up(x))
+        elif self.clipped is not None:
+            hidden = gated(self.clipped, self.gate(x), self.up(x))
         elif self.cutoff is not None:  # of Gemma 3n
             gate = self.gate(x)
             least = gate.mean(-1, keepdims=True) + self.cutoff * gate.std(-1, keepdims=True)

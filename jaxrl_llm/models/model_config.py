@@ -18,7 +18,6 @@ from jaxrl_llm.models.rope import Rope
 from jaxrl_llm.models.vision.tower import VisionConfig
 
 DEFAULT_ROPE = Rope()
-INDEXER = ("q/kernel", "k/kernel", "k_norm/scale", "k_norm/shift", "proj/kernel")  # the leaves of one
 
 
 class LayerRun(NamedTuple):
@@ -97,6 +96,8 @@ class ModelConfig:
     index_heads: int = 0  # of sparse attention, as the next three; see sparse_attention.Indexer
     index_head_dim: int = 0
     index_top: int = 0  # tokens that a token attends to, at most
+    index_block: int = 0  # tokens of a block that is chosen whole, as the next one; see block_attention.py
+    index_local: int = 0  # blocks that are always chosen, the latest ones
     shared_indexers: tuple[int, ...] = ()  # the layers that attend to what the latest layer with an indexer has chosen
     index_interleaved: bool = False  # the indexer rotates neighbouring dimensions together
     attention_gate: bool = False  # queries come with numbers whose sigmoids multiply the heads' outputs
@@ -129,6 +130,7 @@ class ModelConfig:
     delta_value_dim: int = 0
     delta_conv: int = 0  # tokens that are convolved, the current one included
     delta_negative: bool = False  # betas reach 2, and eigenvalues of the update -1 (arXiv 2411.12537)
+    delta_floor: float | None = None  # of the log decays of Kimi delta attention; None: they have none
     delta_norms: str = ""  # `norms` of the layers with other mixers than attention; "": those of all
     conv_size: int = 0  # tokens that a short convolution sees, the current one included; see short_conv.ShortConv
     conv_bias: bool = False  # of short convolutions, and of those in Mamba-2
@@ -145,6 +147,7 @@ class ModelConfig:
     router_jitter: float | None = None  # experts are weighted one after another; see moe.one_by_one
     router_sigmoid: bool = False  # each expert's probability by itself; False: a softmax
     router_correction: bool = False  # experts are chosen by probability plus a number each has, weighted without it
+    router_corrects_logits: bool = False  # the number is added to the expert's logit
     router_groups: int = 1  # groups of experts, of which a token uses `router_top_groups`
     router_top_groups: int = 1
     router_group_best: int = 2  # experts of a group, the best ones, by which it is rated
@@ -152,6 +155,7 @@ class ModelConfig:
     router_on_inputs: bool = False  # the chosen experts' inputs are weighted, not their outputs; without expert_bias
     swiglu_limit: float | None = None  # of gate and up of experts; see layers.gated
     swiglu_alpha: float = 1.702
+    swiglu_everywhere: bool = False  # those of dense feed-forwards and shared experts too
     normalize_top_k: bool = False
     top_k_epsilon: float = 0.0  # added to the sum that the chosen weights are divided by
     experts_beside: bool = False  # layers have a dense feed-forward and experts; see moe.ExpertsBeside
@@ -293,7 +297,7 @@ class ModelConfig:
         """
         found: dict[str, tuple[int, ...]] = {}
         for layer, kind in enumerate(self.layer_configs):
-            name = "layers" if issubclass(kind.mixer, Attention) else f"{kind.mixer.path}_layers"
+            name = "layers" if kind.mixer.path == Attention.path else f"{kind.mixer.path}_layers"
             name = f"full_{name}" if self.full_fields and kind.window is None else name
             name = name if kind.shares is None else f"shared_{name}"
             name = f"sparse_{name}" if layer in self.sparse_layers and len(self.sparse_layers) < self.layers else name
@@ -336,9 +340,9 @@ class ModelConfig:
         """The parts of the parameters, and the paths of single ones, that training leaves as they are, whatever it
         trains of the others."""
         vision = ("vision",) if self.vision is not None and self.vision_training == "frozen" else ()
-        stacks = [name for name, layers in self.stacks.items() if layers[0] not in self.shared_indexers]
-        indexers = [f"{stack}/latent/indexer/{leaf}" for stack in stacks for leaf in INDEXER if self.index_heads]
-        return (*vision, *indexers, *self.frozen_leaves)
+        mixers = {name: self.layer_configs[layers[0]].mixer for name, layers in self.stacks.items()}
+        kept = [f"{name}/{x.path}/{leaf}" for name, x in mixers.items() for leaf in getattr(x, "untrained", ())]
+        return (*vision, *kept, *self.frozen_leaves)
 
     @property
     def shares_prefixes(self) -> bool:

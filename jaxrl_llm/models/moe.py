@@ -388,7 +388,8 @@ class MixtureOfExperts(nnx.Module):
         logits = soft_cap(logits, c.router_softcap)
         probabilities = jax.nn.sigmoid(logits) if c.router_sigmoid else jax.nn.softmax(logits, axis=-1)
         # Of sigmoids many may be rounded to 1.
-        ranks = logits if c.router_sigmoid and self.correction is None else probabilities
+        by_logits = c.router_corrects_logits or (c.router_sigmoid and self.correction is None)
+        ranks = logits if by_logits else probabilities
         chosen = self._chosen(ranks)
         if replayed is not None:
             chosen = jnp.where(replayed < 0, chosen, replayed.astype(chosen.dtype))

@@ -284,11 +284,12 @@ class Transformer(nnx.Module):
         by_mask = sparse or prefixes is not None or runs is not None or is_in_chunks(c, tokens.shape[1])
         # Some kernels read segments, and a mask [N,T,T] only where segments do not say it all.
         kernels = {implementation(c.of(kind), tokens.shape[1], by_mask) for kind in c.layer_configs}
-        if "flash" in kernels and by_mask:
+        unmasked = {"flash", "splash"} if c.index_block else {"flash"}  # the latter has no mask of each head
+        if by_mask and kernels & unmasked:
             raise ConfigError(
-                "model.attention = 'flash' reads no mask, which rows that share a prefix (batch.packing), whose "
-                "images are seen in both directions or that are longer than a chunk of the attention, or than the "
-                "tokens that sparse attention chooses, need: use 'auto', 'cudnn' or 'xla'"
+                f"model.attention = {c.attention!r} reads no mask, which rows that share a prefix (batch.packing), "
+                "whose images are seen in both directions or that are longer than a chunk of the attention, or than "
+                "the tokens that sparse attention chooses, need: use 'auto', 'cudnn' or 'xla'"
             )
         mask = None if kernels <= BY_SEGMENTS and not by_mask else attention_mask(segments, prefixes, runs)
         sliding_mask = mask if both_ways == "sliding" else None

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from transformers import (
     AfmoeConfig,
+    Apertus1p5TextConfig,
     ApertusConfig,
     ArceeConfig,
     AutoModelForCausalLM,
+    BailingHybridConfig,
     Cohere2Config,
     Cohere2MoeConfig,
     CohereConfig,
@@ -60,6 +62,7 @@ from transformers import (
     IQuestCoderConfig,
     Jais2Config,
     KimiLinearConfig,
+    Kolibri1Config,
     LagunaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -70,6 +73,7 @@ from transformers import (
     MiMoV2FlashConfig,
     MiniCPM3Config,
     MiniMaxM2Config,
+    MiniMaxM3VLTextConfig,
     Ministral3Config,
     MinistralConfig,
     Mistral4Config,
@@ -602,6 +606,37 @@ VARIANTS = {
         **SHAPE | {"num_hidden_layers": 6, "num_key_value_heads": 4}, **EXPERTS, moe_intermediate_size=16,
         n_routed_experts=8, first_k_dense_replace=2, **SPARSE, index_topk_pattern="FSFSSF",
     ),
+    "apertus1p5_text": lambda: Apertus1p5TextConfig(
+        **SHAPE | {"vocab_size": 120}, output_vocab_size=VOCAB, tie_word_embeddings=False
+    ),
+    "apertus1p5_text-tied": lambda: Apertus1p5TextConfig(**SHAPE, tie_word_embeddings=True),
+    "bailing_hybrid": lambda: BailingHybridConfig(
+        **SHAPE | {"num_hidden_layers": 4, "num_key_value_heads": 4}, **LATENT | {"q_lora_rank": None}, head_dim=6,
+        num_experts_per_tok=2, num_experts=8, n_group=4, topk_group=2, moe_intermediate_size=16, layer_group_size=3,
+        first_k_dense_replace=1, short_conv_kernel_size=3, rms_norm_eps=1e-3, num_nextn_predict_layers=0,
+    ),
+    "bailing_hybrid-plain": lambda: BailingHybridConfig(
+        **SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4}, **LATENT, head_dim=8, num_experts_per_tok=2,
+        num_experts=4, n_group=1, topk_group=1, moe_intermediate_size=16, kda_safe_gate=False, attention_bias=True,
+        layer_types=["full_attention", "linear_attention", "full_attention"], norm_topk_prob=False,
+        num_nextn_predict_layers=0,
+    ),
+    "kolibri1": lambda: Kolibri1Config(
+        **SHAPE | {"num_hidden_layers": 4}, head_dim=8, num_experts_per_tok=2, num_experts=4, moe_intermediate_size=16,
+        shared_expert_intermediate_size=20, sliding_window=WINDOW, norm_topk_prob=True,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    ),
+    "kolibri1-full": lambda: Kolibri1Config(
+        **SHAPE, head_dim=16, num_experts_per_tok=2, num_experts=4, moe_intermediate_size=16, sliding_window=None,
+        shared_expert_intermediate_size=16, layer_types=["full_attention"] * 2,
+    ),
+    "minimax_m3_vl_text": lambda: MiniMaxM3VLTextConfig(
+        **SHAPE | {"num_hidden_layers": 4, "intermediate_size": 16}, **EXPERTS, head_dim=16, num_local_experts=4,
+        dense_intermediate_size=40, shared_intermediate_size=20, rope_parameters=HALF_ROPE, swiglu_limit=0.05,
+        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "full_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"], index_n_heads=2, index_head_dim=10,
+        index_block_size=2, index_topk_blocks=3,
+    ),
     "deepseek_v2-greedy": lambda: DeepseekV2Config(
         **SHAPE | {"num_key_value_heads": 4}, num_experts_per_tok=2, moe_intermediate_size=16, n_routed_experts=8,
         q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
@@ -621,7 +656,8 @@ NO_CLASSIFIER = (  # of which transformers has none
     "exaone", "jais2", "cwm", "flex_olmo", "granitemoeshared", "solar_open", "nanochat", "vaultgemma",
     "gemma4_unified_text", "exaone_moe", "granite_swa", "granitemoe_swa", "youtu", "internlm3", "hyperclovax",
     "iquestcoder", "sarvam_moe", "sarvam_mla", "deepseek_v32", "glm_moe_dsa", "hy_v3", "mellum", "cohere2_moe",
-    "mimo_v2_flash", "laguna",
+    "mimo_v2_flash", "laguna", "apertus1p5_text", "bailing_hybrid", "kolibri1",
+    "minimax_m3_vl_text",
 )  # fmt: skip
 # Families whose nets another describes too.
 ALIKE = {
@@ -658,9 +694,10 @@ def oracle_logits(oracle, tokens, **arguments):
 
 
 def counts_padding(oracle) -> bool:
-    """True of models for which padding on the left counts in transformers: as places that scale queries, or as tokens
-    that a convolution sees by their bias."""
-    return any(getattr(oracle.config, name, False) for name in ("attn_temperature_tuning", "conv_bias", "use_bias"))
+    """True of models for which padding on the left counts in transformers: as places that scale queries, as tokens of
+    blocks, or as those that a convolution sees by their bias."""
+    names = ("attn_temperature_tuning", "index_block_size", "conv_bias", "use_bias")
+    return any(getattr(oracle.config, name, False) for name in names)
 
 
 def oracle_greedy(oracle, tokens, segments, steps: int):
@@ -716,6 +753,14 @@ OWN_NAMES = {  # of modules in transformers, and in files
     "mimo_v2_flash": [("self_attn.sinks", "self_attn.attention_sink_bias")],
     "phimoe": [("mlp.router.", "mlp.gate.")],
     "exaone_moe": [("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias")],
+    "kolibri1": [
+        ("mlp.gate.e_score_correction_bias", "moe.router.expert_bias"), ("post_self_attn_layernorm", "post_attn_norm"),
+        ("post_mlp_layernorm", "post_ffn_norm"),
+    ],
+    "bailing_hybrid": [
+        ("embed_tokens", "word_embeddings"), (".self_attn.", ".attention."), (".forget_gate.", "."),
+        ("o_proj", "dense"), ("e_score_correction_bias", "expert_bias"),
+    ],
     "exaone": [
         ("model.embed_tokens", "transformer.wte"), ("model.layers.", "transformer.h."),
         ("model.norm", "transformer.ln_f"), (".self_attn.", ".attn.attention."), (".o_proj", ".out_proj"),
@@ -725,7 +770,9 @@ OWN_NAMES = {  # of modules in transformers, and in files
 }  # fmt: skip
 
 
-STACKED = ("gpt_oss", "gemma4_text", "qwen3_vl_moe", "llama4_text", "granitemoe_swa", "mistral4")  # in files too
+STACKED = (  # in files too
+    "gpt_oss", "gemma4_text", "qwen3_vl_moe", "llama4_text", "granitemoe_swa", "mistral4", "minimax_m3_vl_text",
+)  # fmt: skip
 
 
 def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -739,17 +786,17 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight",
         "router.weight": "router.layer.weight",
     }  # fmt: skip
-    for name, x in arrays.items():
-        name = functools.reduce(lambda name, pair: name.replace(*pair), OWN_NAMES.get(family, ()), name)
+    for given, x in arrays.items():
+        name = functools.reduce(lambda name, pair: name.replace(*pair), OWN_NAMES.get(family, ()), given)
         if family == "sarvam_moe" and (part := re.search(r"[qkv]_proj", name)) is not None:
             if part[0] == "q_proj":
                 names = [name.replace("attention.", "self_attn.").replace("q_proj", f"{own}_proj") for own in "qkv"]
                 found[name.replace("q_proj", "query_key_value")] = np.concatenate([arrays[own] for own in names])
             continue
-        if family in ("kimi_linear", "olmo_hybrid"):
+        if family in ("kimi_linear", "olmo_hybrid", "bailing_hybrid"):
             name = _name_in_files(oracle, name)
             if name.endswith(".conv1d.weight"):
-                keys = len(arrays[name.replace("conv1d", "q_proj")])
+                keys = len(arrays[given.replace("conv1d", "q_proj")])
                 parts = zip("qkv", np.split(x, [keys, 2 * keys]), strict=True)
                 found |= {name.replace("conv1d", f"{part}_conv1d"): own for part, own in parts}
                 continue
@@ -778,7 +825,7 @@ def _name_in_files(oracle, name: str) -> str:
     if config.model_type == "kimi_linear":
         sparse = config.mlp_layer_types[layer] == "sparse"
         return name.replace(".forget_gate.", ".").replace(".mlp.", ".block_sparse_moe." if sparse else ".mlp.")
-    if config.layer_types[layer] == "full_attention":
+    if config.model_type == "bailing_hybrid" or config.layer_types[layer] == "full_attention":
         return name
     norms = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
     return functools.reduce(lambda name, pair: name.replace(*pair), norms.items(), name)

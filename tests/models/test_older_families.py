@@ -160,6 +160,11 @@ REFUSED = {
     ),
     "mimo_v2_flash": ({"num_key_value_heads": 4}, "num_key_value_heads = 4 .* half of num_attention_heads = 4"),
     "laguna": ({"num_attention_heads_per_layer": [4, 8, 4, 4]}, "one number for the layers with a window, and one"),
+    "apertus1p5_text": ({"tie_word_embeddings": True}, "tie_word_embeddings = True .* more rows than the head"),
+    "apertus1p5_text-tied": ({"output_vocab_size": 98}, "output_vocab_size = 98 .* up to vocab_size = 97"),
+    "bailing_hybrid": ({"kda_lower_bound": 5.0}, "kda_lower_bound = 5.0 .* numbers below 0"),
+    "bailing_hybrid-plain": ({"tie_word_embeddings": True}, "tie_word_embeddings = True .* supported: False"),
+    "kolibri1": ({"layer_types": ["chunked_attention"] * 4}, "layer_types = .* full_attention and sliding_attention"),
     "laguna-elements": ({"gating": "per-layer"}, "gating = 'per-layer' .* per-head, per-element"),
 }
 

@@ -32,20 +32,30 @@ COMPUTED = {"qk_norm": True, "post_norm": False, "mlp_bias": False}
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    return read(hf, ARCHITECTURE, overrides)
+
+
+def read(
+    hf: dict[str, Any], family: str, overrides: dict[str, Any], fields: dict[str, Any] | None = None
+) -> ModelConfig:
+    """The ModelConfig of a `family` with the shape of Apertus; `fields` are those in which it differs."""
     hf = DEFAULTS | _with_rope(hf)
     computed(hf, COMPUTED)
-    own = {**decoder.attention_biases(hf), "qk_norm": True, "ffn_gate": False}
-    return decoder.to_config(
-        hf, ARCHITECTURE, own, overrides, activations=ACTIVATIONS, rope={"theta": ROPE["rope_theta"]}
-    )
+    own = {**decoder.attention_biases(hf), "qk_norm": True, "ffn_gate": False} | (fields or {})
+    return decoder.to_config(hf, family, own, overrides, activations=ACTIVATIONS, rope={"theta": ROPE["rope_theta"]})
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own: dict[str, Any] = {"attention_bias": config.attention_bias}
-    if base is None:
-        own |= {"hidden_act": "xielu"}
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=_with_rope)
+    return write(config, base, ARCHITECTURE, MODEL_TYPE, {})
+
+
+def write(
+    config: ModelConfig, base: dict[str, Any] | None, family: str, model_type: str, own: dict[str, Any]
+) -> dict[str, Any]:
+    """The same of a `family` with the shape of Apertus, and its `own` entries."""
+    own = {"attention_bias": config.attention_bias} | ({"hidden_act": "xielu"} if base is None else {}) | own
+    return decoder.from_config(config, base, family, model_type, own, rope=_with_rope)
 
 
 def _with_rope(hf: dict[str, Any]) -> dict[str, Any]:

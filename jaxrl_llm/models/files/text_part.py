@@ -10,10 +10,12 @@ from jaxrl_llm.models.families.entries import refuse
 
 # The model_types, and what their text parts may be. Those of READ are among them where they have no part for images.
 WHOLES = {
+    "apertus1p5": ("apertus1p5_text",),
     "gemma3n": ("gemma3n_text",),
     "gemma4": ("gemma4_text",),
     "gemma4_unified": ("gemma4_unified_text",),
     "llama4": ("llama4_text",),
+    "minimax_m3_vl": ("minimax_m3_vl_text",),
 }
 READ = ("gemma4", "gemma4_unified")
 SHARED = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")

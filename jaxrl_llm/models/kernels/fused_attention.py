@@ -73,6 +73,8 @@ def _auto(config, length: int, by_mask: bool, backend: str | None) -> tuple[str,
     if backend == "tpu":
         if config.attention_sinks:
             return "xla", "no kernel of TPUs has this model's attention sinks"
+        if config.index_block and by_mask:
+            return "xla", "no kernel of TPUs reads a mask of each head, as chosen blocks need"
         return ("splash", None) if whole_rows else ("xla", "mesh.context shards rows whose heads it cannot shard")
     if config.dtype == "float32":
         return "xla", "kernels take 16 bits, and model.dtype is float32"
@@ -127,10 +129,11 @@ def flash_attention(q, k, v, segments, interpret: bool = False) -> jax.Array:
 
 
 def cudnn_attention(q, k, v, mask, sinks=None) -> jax.Array:
-    """`[N,t,J,H/J,d]`: attention of (scaled) queries `[N,t,J,H/J,d]` to keys and values `[N,s,J,d]`, mask `[N,t,s]`.
+    """`[N,t,J,H/J,d]`: attention of (scaled) queries `[N,t,J,H/J,d]` to keys and values `[N,s,J,d]`.
 
-    `sinks` `[J,H/J]` are scores of one more token each, which has no value. By `jax.nn.dot_product_attention`, on
-    NVIDIA GPUs, in bfloat16 or float16. jax raises an error for heads that cuDNN does not take.
+    The mask is `[N,t,s]` or, of each key/value head, `[N,J,t,s]`. `sinks` `[J,H/J]` are scores of one more token each,
+    which has no value. By `jax.nn.dot_product_attention`, on NVIDIA GPUs, in bfloat16 or float16. jax raises an error
+    for heads that cuDNN does not take.
     """
     size = q.shape[-1]
     if sinks is not None:
@@ -140,7 +143,8 @@ def cudnn_attention(q, k, v, mask, sinks=None) -> jax.Array:
     odd_queries, odd_keys = q.shape[1] % 2, k.shape[1] % 2
     heads = jnp.pad(heads, ((0, 0), (0, odd_queries), (0, 0), (0, 0)))
     k, v = (jnp.pad(x, ((0, 0), (0, odd_keys), (0, 0), (0, 0))) for x in (k, v))
-    mask = jnp.pad(mask, ((0, 0), (0, odd_queries), (0, odd_keys)))[:, None]
+    mask = jnp.pad(mask, ((0, 0),) * (mask.ndim - 2) + ((0, odd_queries), (0, odd_keys)))
+    mask = mask[:, None] if mask.ndim == 3 else jnp.repeat(mask, heads.shape[2] // mask.shape[1], axis=1)
     out = jax.nn.dot_product_attention(heads, k, v, mask=mask, scale=1.0, implementation="cudnn")
     return out[:, : q.shape[1]].reshape(q.shape)[..., :size]
 

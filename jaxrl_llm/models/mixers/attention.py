@@ -129,12 +129,19 @@ class Attention(nnx.Module):
         return self._output(out, gate, x), cache
 
     def decode(
-        self, x, inputs: DecodeInputs, prompt: KeyValues | ShiftedKeyValues, cache: KeyValues, arrays: AttentionArrays
+        self,
+        x,
+        inputs: DecodeInputs,
+        prompt: KeyValues | ShiftedKeyValues,
+        cache: KeyValues,
+        arrays: AttentionArrays,
+        chosen: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, KeyValues]:
         """The next W tokens of each row: output `[G,R*W,D]` and the row cache with their keys and values.
 
         `prompt` `[G,J,P,d]` is stored once per prompt and read by its R rows, never copied for them; `cache`, made by
-        `empty_cache`, is each row's own. One softmax runs over both.
+        `empty_cache`, is each row's own. One softmax runs over both. Where tokens are `chosen`, of prompt
+        `[G,R,W,J,P]` and row `[G,R,W,J,S]`, each head attends to these alone.
         """
         positions = inputs.positions[:, :, None]
         if isinstance(prompt, ShiftedKeyValues):
@@ -146,7 +153,7 @@ class Attention(nnx.Module):
             k, v = (a.reshape(*q.shape[:3], *a.shape[3:]) for a in (k, v))
             cache = _write(cache, k, v, inputs.length)
         by_head = q.swapaxes(2, 3)  # [G,R,J,W,H/J,d]
-        if by_kernel(self.config, q.dtype) and self.config.value_size == self.config.head_dim:
+        if chosen is None and by_kernel(self.config, q.dtype) and self.config.value_size == self.config.head_dim:
             start, c = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1), self.config
             seen = (start, inputs.length, arrays.window, c.attention_softcap, c.sliding_chunks)
             out = decode_attention(by_head, prompt, cache, *seen, self._sinks())
@@ -167,10 +174,13 @@ class Attention(nnx.Module):
             row_seen = row_seen & (place - index < window)
         # Of queries [G,R,1,W*H/J,S]; one for all of them where that is enough.
         each = by_head.shape[4]
-        prompt_seen, row_seen = (
-            (mask if mask.shape[2] == 1 else jnp.repeat(mask, each, axis=2))[:, :, None]
-            for mask in (prompt_seen, row_seen)
-        )
+        if chosen is None:
+            prompt_seen, row_seen = (
+                (mask if mask.shape[2] == 1 else jnp.repeat(mask, each, axis=2))[:, :, None]
+                for mask in (prompt_seen, row_seen)
+            )
+        else:
+            prompt_seen, row_seen = (jnp.repeat(mask.swapaxes(2, 3), each, axis=3) for mask in chosen)
         in_prompt = jnp.where(prompt_seen, in_prompt, MASKED)
         in_row = jnp.where(row_seen, in_row, MASKED)
         sinks = self._sinks()
@@ -368,7 +378,8 @@ def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) ->
 
 
 def in_blocks(config, q, k, v, mask, sinks=None, causal: bool = False) -> jax.Array:
-    """`attend` in plain XLA, of queries `[N,T,J,H/J,d]` to keys and values `[N,S,J,d]`, with a mask `[N,T,S]`.
+    """`attend` in plain XLA, of queries `[N,T,J,H/J,d]` to keys and values `[N,S,J,d]`, with a mask `[N,T,S]` or, of
+    each of their heads, `[N,J,T,S]`.
 
     Queries come in blocks. A block of causal ones sees no key behind it: of a long row, half of the scores are never
     formed.
@@ -379,11 +390,12 @@ def in_blocks(config, q, k, v, mask, sinks=None, causal: bool = False) -> jax.Ar
     for start in range(0, length, size):
         end = min(start + size, length)
         size_seen = end if causal else k.shape[1]
-        queries, seen = q[:, start:end], mask[:, start:end, :size_seen]
+        queries, seen = q[:, start:end], mask[..., start:end, :size_seen]
         keys, values = k[:, :size_seen], v[:, :size_seen]
         scores = jnp.einsum("ntjrd,nsjd->njrts", queries, keys, preferred_element_type=jnp.float32)
         scores = soft_cap(scores, config.attention_softcap)
-        scores = jnp.where(seen[:, None, None], scores, MASKED)
+        seen = seen[:, None, None] if seen.ndim == 3 else seen[:, :, None]
+        scores = jnp.where(seen, scores, MASKED)
         if sinks is not None:
             one = jnp.broadcast_to(sinks[..., None, None], (*scores.shape[:-1], 1))
             scores = jnp.concatenate([scores, one], axis=-1)

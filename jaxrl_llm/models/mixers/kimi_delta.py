@@ -1,7 +1,8 @@
 """Kimi delta attention as a mixer (arXiv 2510.26692): a gated delta net whose states decay by each number of a key.
 
 `S <- diag(exp(g)) S`, then `S <- S + k (beta (v - k S))`, and the token's output is `q S / sqrt(d)`, with g `[d]` for
-each head. The letters are those of delta_net.py.
+each head: of inputs a it is `-exp(A) softplus(a)` or, with a `delta_floor`, `delta_floor sigmoid(exp(A) a)`. The
+letters are those of delta_net.py.
 """
 
 import functools
@@ -70,9 +71,29 @@ class KimiDelta(ApartDeltaNet):
         c = self.config
         h, r, d = c.delta_key_heads, c.delta_value_heads // c.delta_key_heads, c.delta_key_dim
         b, a = jnp.split(ba.astype(jnp.float32), [h * r], axis=-1)
-        steps = jax.nn.softplus(a + self.step_bias[...].astype(jnp.float32)).reshape(*a.shape[:-1], h, r, d)
-        g = -jnp.exp(self.log_decay[...].astype(jnp.float32)).reshape(h, r, 1) * steps
+        a = (a + self.step_bias[...].astype(jnp.float32)).reshape(*a.shape[:-1], h, r, d)
+        rate = jnp.exp(self.log_decay[...].astype(jnp.float32)).reshape(h, r, 1)
+        g = -rate * jax.nn.softplus(a) if c.delta_floor is None else c.delta_floor * jax.nn.sigmoid(rate * a)
         return *self._queries_keys_values(latest), g, jax.nn.sigmoid(b).reshape(*b.shape[:-1], h, r)
+
+
+class WideKimiDelta(KimiDelta):
+    """Kimi delta attention whose g and gates come of maps of full rank (Ling 3)."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        self.log_decay = nnx.Param(self.log_decay[...].reshape(-1))
+
+    def _add_projections(self, values: int, rngs: nnx.Rngs) -> None:
+        c = self.config
+        self._add_queries_keys_values(values, rngs)
+        self.b = Linear(c.width, c.delta_value_heads, c, rngs, name="b")
+        self.f = Linear(c.width, c.delta_value_heads * c.delta_key_dim, c, rngs, name="f")
+        self.z = Linear(c.width, values, c, rngs, name="z")
+
+    def _project(self, x):
+        z = self.z(x).reshape(*x.shape[:-1], self.config.delta_key_heads, -1, self.config.delta_value_dim)
+        return self._mixed(x), z, jnp.concatenate([self.b(apart(x)), self.f(x)], axis=-1)
 
 
 def within_chunks(q, k, v, g, beta, segments, before) -> Chunk:

@@ -58,6 +58,7 @@ class LatentAttention(nnx.Module):
         self.kv_a_norm = RMSNorm(c.latent_size, inner, rngs)
         self.kv_b = Linear(c.latent_size, c.heads * (plain + c.value_head_dim), c, rngs, name="kv_b")
         self.o = Linear(c.heads * c.value_head_dim, c.width, c, rngs, c.attention_output_bias, "o")
+        self.gate = Linear(c.width, c.heads, c, rngs, name="z") if c.attention_gate_map else None  # of each head
 
     def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, jax.Array]:
         """Output `[N,T,D]` and the latents `[N,T,c+e]`."""
@@ -70,7 +71,7 @@ class LatentAttention(nnx.Module):
         shared = jnp.broadcast_to(latents[..., None, c.latent_size :], (*keys.shape[:-1], c.rotated_size))
         q, k = jnp.concatenate([plain, rotated], axis=-1), jnp.concatenate([keys, shared], axis=-1)
         out = attend(c, q[..., None, :], k, values, inputs, arrays.window)
-        return self.o(out.reshape(*x.shape[:-1], -1)), constrain(latents, "rows", None, None)
+        return self._output(out, x), constrain(latents, "rows", None, None)
 
     def decode(
         self, x, inputs: DecodeInputs, prompt, cache, arrays: AttentionArrays, chosen=None
@@ -109,7 +110,7 @@ class LatentAttention(nnx.Module):
             seen = einsum("grwhp,gpc->grwhc", in_prompt, prompt[..., : c.latent_size])
             seen += einsum("grwhs,grsc->grwhc", in_row, cache[..., 0, : c.latent_size])
         out = jnp.einsum("grwhc,chv->grwhv", seen.astype(x.dtype), to_values)[..., -c.value_head_dim :]
-        return self.o(out.reshape(*x.shape[:-1], -1)), cache
+        return self._output(out, x), cache
 
     @staticmethod
     def empty_cache(prompt, rows: int, size: int) -> jax.Array:
@@ -130,6 +131,13 @@ class LatentAttention(nnx.Module):
             prompt = jnp.concatenate([prompt, row[..., 0, :, 0, :]], axis=-2)
         padded = jnp.pad(prompt, ((0, 0),) * (prompt.ndim - 2) + ((size, 0), (0, 0)))
         return jax.lax.dynamic_slice_in_dim(padded, end, size, axis=prompt.ndim - 2)
+
+    def _output(self, out, x):
+        """The layer's output `[...,D]` of the heads' `[...,H,v]`, times the sigmoid of their gates where they have."""
+        if self.gate is not None:
+            out = out.reshape(*x.shape[:-1], self.config.heads, -1)
+            out *= jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(out.dtype)[..., None]
+        return self.o(out.reshape(*x.shape[:-1], -1))
 
     def _project(self, x, positions, arrays: AttentionArrays):
         """Queries (scaled), not rotated and rotated, `[...,t,H,n]` and `[...,t,H,e]`, and latents `[...,t,c+e]`."""

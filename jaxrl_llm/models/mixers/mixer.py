@@ -81,7 +81,8 @@ class Mixer(Protocol):
     for rows; other dimensions may be sharded. Rows may leave, move and come back between decode steps. A step may be
     repeated, and the next one may begin anywhere behind the first token of this one: speculative tokens may prove
     wrong. So the output of `decode` for a token must not depend on values that an earlier call stored at its place or
-    behind it; a recurrent mixer keeps the states it may have to go back to.
+    behind it; a recurrent mixer keeps the states it may have to go back to. Training leaves the parameters as they are
+    whose paths are in `untrained`, where a mixer has it.
     """
 
     path: str  # of its parameters in the layer: layers/<path>/...

@@ -53,6 +53,10 @@ class Indexer(nnx.Module):
 class SparseLatentAttention(LatentAttention):
     """Causal attention of H heads to the latents of the tokens that an indexer chooses. A `Mixer`."""
 
+    untrained = tuple(
+        f"indexer/{leaf}" for leaf in ("q/kernel", "k/kernel", "k_norm/scale", "k_norm/shift", "proj/kernel")
+    )
+
     def __init__(self, config, rngs: nnx.Rngs):
         super().__init__(config, rngs)
         self.indexer = Indexer(config, rngs)

@@ -15,6 +15,8 @@ from transformers import (
     Gemma4UnifiedForConditionalGeneration,
     Llama4Config,
     Llama4ForConditionalGeneration,
+    MiniMaxM3SparseForConditionalGeneration,
+    MiniMaxM3VLConfig,
 )
 
 from jaxrl_llm.config import ConfigError
@@ -44,6 +46,12 @@ def whole(kind: str):
         config = Gemma4Config(text_config=text, vision_config=None, audio_config=None, **ids)
         model = Gemma4ForConditionalGeneration(config)
         return model, lambda tokens: model(tokens).logits
+    if kind == "minimax_m3_vl":
+        text = VARIANTS["minimax_m3_vl_text"]().to_dict()
+        vision = VISION | {"temporal_patch_size": 1, "num_attention_heads": 1, "hidden_size": 12}
+        config = MiniMaxM3VLConfig(vision_config=vision, text_config=text, image_token_index=90, video_token_index=91)
+        model = MiniMaxM3SparseForConditionalGeneration(config)
+        return model, lambda tokens: model(tokens).logits
     sizes = dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 16)
     text = VARIANTS["llama4_text"]().to_dict()
     config = Llama4Config(vision_config=VISION | sizes, text_config=text, image_token_index=92)
@@ -51,7 +59,7 @@ def whole(kind: str):
     return model, lambda tokens: model.language_model(tokens).logits
 
 
-@pytest.mark.parametrize("kind", variants(["gemma4", "gemma4_unified", "llama4"], quick=("llama4",)))
+@pytest.mark.parametrize("kind", variants(["gemma4", "gemma4_unified", "llama4", "minimax_m3_vl"], quick=("llama4",)))
 def test_the_text_part_computes_as_in_the_whole(tmp_path, kind):
     oracle, logits = whole(kind)
     oracle.eval().save_pretrained(tmp_path / "whole")
@@ -68,9 +76,10 @@ def test_the_text_part_computes_as_in_the_whole(tmp_path, kind):
 
 
 @pytest.mark.slow
-def test_gemma3n_is_read_without_its_images_and_sound(tmp_path):
-    """transformers needs another library for the encoder of the whole: here is what its files hold."""
-    oracle = make_oracle("gemma3n_text")
+@pytest.mark.parametrize("kind", ["gemma3n", "apertus1p5"])
+def test_others_are_read_without_their_images_and_sound(kind, tmp_path):
+    """transformers needs other libraries, or large models, for the encoders of the whole: here is what files hold."""
+    oracle = make_oracle(f"{kind}_text")
     oracle.save_pretrained(tmp_path / "text")
     text = json.loads((tmp_path / "text" / "config.json").read_text())
     tensors = load_file(tmp_path / "text" / "model.safetensors")
@@ -78,16 +87,17 @@ def test_gemma3n_is_read_without_its_images_and_sound(tmp_path):
     tensors |= {f"model.{part}.weight": np.ones((2, 2), np.float32) for part in ("vision_tower.stem", "embed_audio.x")}
     # Published files have keys and values of the layers that share those of others.
     shared = "model.language_model.layers.4.self_attn"
-    tensors |= {f"{shared}.{part}_proj.weight": np.ones((16, 32), np.float32) for part in "kv"}
+    if kind == "gemma3n":
+        tensors |= {f"{shared}.{part}_proj.weight": np.ones((16, 32), np.float32) for part in "kv"}
     (tmp_path / "whole").mkdir()
     save_file(tensors, tmp_path / "whole" / "model.safetensors")
-    whole = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"], "text_config": text}
-    (tmp_path / "whole" / "config.json").write_text(json.dumps(whole | {"vision_config": {"model_type": "gemma3n"}}))
+    whole = {"model_type": kind, "architectures": [f"{kind}ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(whole | {"vision_config": {"model_type": kind}}))
     model = load_model(tmp_path / "whole")
     np.testing.assert_allclose(model(TOKENS), oracle_logits(oracle, TOKENS), atol=2e-5)
     save_hf(model, tmp_path / "out")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
-    assert again.config.model_type == "gemma3n_text"
+    assert again.config.model_type == f"{kind}_text"
     np.testing.assert_array_equal(oracle_logits(again, TOKENS), oracle_logits(oracle, TOKENS))
 
 

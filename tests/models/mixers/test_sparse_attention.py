@@ -19,7 +19,7 @@ from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.mixers.sparse_attention import SharedSparseAttention, SparseLatentAttention
 from jaxrl_llm.models.model import load_model
-from jaxrl_llm.models.model_config import INDEXER, ModelConfig
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
 from tests.models.decoding import continued_logits, logits_of, padded
 from tests.models.oracles import EXPERTS, SHAPE, SPARSE
@@ -75,7 +75,7 @@ def test_the_choice_has_no_gradient_and_is_not_made_of_short_rows():
     for name, x in leaves.items():
         assert (np.abs(x).max() == 0) == ("/indexer/" in name), name
     of_indexer = {name for name in leaves if "/indexer/" in name}
-    assert of_indexer == set(CONFIG.frozen) and len(of_indexer) == len(INDEXER)
+    assert of_indexer == set(CONFIG.frozen) and len(of_indexer) == len(SparseLatentAttention.untrained)
 
 
 def test_a_layer_without_an_indexer_attends_to_what_another_chose():

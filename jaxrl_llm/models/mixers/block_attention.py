@@ -1,0 +1,155 @@
+"""Attention to blocks of tokens as a mixer (MiniMax-M3): each key/value head sees some blocks of the tokens before.
+
+An indexer has a small head for each key/value head. It rates every token that a token sees, and a block by the best of
+its tokens; the head attends to the `index_top` / `index_block` best blocks, of which the latest `index_local` are
+always some. Blocks are counted from the start of a document, so that padding and packing move none. The choice has no
+gradient, so that training keeps the indexer as it is. Rows of up to `index_top` tokens see everything, and are not
+rated. Letters: e numbers of an indexer's head; others as in attention.py.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl_llm.distributed.sharding import constrain
+from jaxrl_llm.models.layers import Linear, RMSNorm
+from jaxrl_llm.models.mixers.attention import Attention, AttentionArrays, KeyValues, einsum, write_tokens
+from jaxrl_llm.models.mixers.latent_attention import LatentAttention
+from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs
+from jaxrl_llm.models.rope import rotate
+
+
+class BlockCache(NamedTuple):
+    """Keys and values of tokens, and their keys for the indexer, which are kept as latents are."""
+
+    kept: KeyValues
+    keys: jax.Array
+
+
+class BlockIndexer(nnx.Module):
+    """The heads that rate tokens: `I[j,t,s] = q[t,j] . k[s]`, of normed and rotated queries and keys."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        self.config = c = config
+        self.q = Linear(c.width, c.index_heads * c.index_head_dim, c, rngs)
+        self.k = Linear(c.width, c.index_head_dim, c, rngs)
+        self.q_norm, self.k_norm = (RMSNorm(c.index_head_dim, c, rngs) for _ in range(2))
+
+    def __call__(self, x, positions, arrays: AttentionArrays):
+        """Queries `[...,t,J,e]` and keys `[...,t,e]` of x."""
+        turn = (positions, arrays.inv_freq, arrays.scale)
+        q = rotate(self.q_norm(self.q(x).reshape(*x.shape[:-1], self.config.index_heads, -1)), *turn)
+        keys = rotate(self.k_norm(self.k(x))[..., None, :], *turn)[..., 0, :]
+        return jax.lax.stop_gradient((q, keys))
+
+
+class BlockAttention(Attention):
+    """Causal grouped-query attention to the blocks that an indexer chooses for each key/value head. A `Mixer`."""
+
+    path = "blocks"
+    shares_prefixes = False  # of whose blocks some would be part of a prefix and part of the row
+    untrained = tuple(f"indexer/{leaf}" for leaf in ("q/kernel", "k/kernel", "q_norm/scale", "k_norm/scale"))
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        self.indexer = BlockIndexer(config, rngs)
+
+    @staticmethod
+    def flops(config, tokens, pairs):
+        """Those of attention to every token, as it is computed, and of the indexer."""
+        return Attention.flops(config, tokens, pairs) + 2.0 * config.index_heads * config.index_head_dim * pairs
+
+    def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, BlockCache]:
+        """Output `[N,T,D]`, the layer's own keys and values `[N,J,T,d]`, and the indexer's keys `[N,T,e]`."""
+        rotary = arrays if inputs.inv_freq is None else arrays._replace(inv_freq=inputs.inv_freq)
+        q, keys = self.indexer(x, inputs.positions, rotary)
+        if x.shape[1] > self.config.index_top:
+            assert inputs.mask is not None
+            inputs = inputs._replace(mask=self._chosen_of_rows(q, keys, inputs), by_mask=True)
+        out, kept = super().prefill(x, inputs, arrays)
+        return out, BlockCache(kept, constrain(keys, "rows", None, None))
+
+    def decode(
+        self, x, inputs: DecodeInputs, prompt: BlockCache, cache: BlockCache, arrays: AttentionArrays
+    ) -> tuple[jax.Array, BlockCache]:
+        """The next W tokens of each row: output `[G,R*W,D]`, and the row's cache with theirs."""
+        groups, rows = inputs.length.shape
+        q, new = (
+            a.reshape(groups, rows, -1, *a.shape[3:])
+            for a in self.indexer(x[:, :, None], inputs.positions[:, :, None], arrays)
+        )
+        keys = write_tokens(cache.keys, new[..., None, :], inputs.length, "cjd", sharded=False)
+        before, size, chosen = inputs.prompt_mask.shape[1], keys.shape[2], None
+        if before + size > self.config.index_top:
+            chosen = self._chosen_of_next(q, prompt.keys, keys[..., 0, :], inputs)
+            chosen = (chosen[..., :before], chosen[..., before:])
+        out, kept = super().decode(x, inputs, prompt.kept, cache.kept, arrays, chosen)
+        return out, BlockCache(kept, keys)
+
+    @staticmethod
+    def empty_cache(prompt: BlockCache, rows: int, size: int) -> BlockCache:
+        """Both of rows, of attention and of latents."""
+        kept, keys = Attention.empty_cache(prompt.kept, rows, size), prompt.keys
+        return BlockCache(kept, LatentAttention.empty_cache(keys, rows, size))
+
+    @staticmethod
+    def grow_cache(cache: BlockCache, size: int) -> BlockCache:
+        """The row caches with room for `size` tokens."""
+        return BlockCache(Attention.grow_cache(cache.kept, size), LatentAttention.grow_cache(cache.keys, size))
+
+    def _chosen_of_rows(self, q, keys, inputs: AttentionInputs) -> jax.Array:
+        """Which tokens each head `[N,J,T,T]` sees of whole rows, where documents lie in one piece each."""
+        c, positions, segments = self.config, inputs.positions, inputs.segments
+        length, blocks = positions.shape[1], positions // c.index_block
+        changes = (jnp.diff(segments, axis=1) != 0) | (jnp.diff(blocks, axis=1) != 0)
+        ends = jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True)  # [N,T] the last token of a block
+        index = jnp.where(ends, jnp.arange(length), length)
+        end = jax.lax.cummin(index, axis=1, reverse=True)  # [N,T] where each token's block ends
+        first = jnp.arange(length) - positions % c.index_block
+        recent = blocks[:, :, None] - blocks[:, None, :]
+        local = (recent >= 0) & (recent < c.index_local) & (segments[:, :, None] == segments[:, None, :])
+
+        def of_head(_, q):
+            scores = jnp.where(inputs.mask, einsum("nte,nse->nts", q, keys), -jnp.inf)
+            step = 1
+            while step < c.index_block:  # scores of the best of a block's tokens so far, of twice as many each time
+                earlier = jnp.roll(scores, step, axis=-1)
+                within = jnp.arange(length) - step >= first
+                scores = jnp.maximum(scores, jnp.where(within[:, None], earlier, -jnp.inf))
+                step *= 2
+            rated = jnp.where(ends[:, None], jnp.where(local, jnp.inf, scores), -jnp.inf)
+            kept = self._best(rated)
+            return None, jnp.take_along_axis(kept, end[:, None], axis=-1) & inputs.mask
+
+        # Head by head: the scores of all of them would be many times the mask.
+        return jnp.moveaxis(jax.lax.scan(of_head, None, jnp.moveaxis(q, -2, 0))[1], 0, 1)
+
+    def _chosen_of_next(self, q, prompt, row, inputs: DecodeInputs) -> jax.Array:
+        """Which tokens of prompt and row each head `[G,R,W,J,P+S]` of the next tokens sees."""
+        c, mask = self.config, inputs.prompt_mask
+        before, size, width = mask.shape[1], row.shape[2], q.shape[2]
+        scores = [einsum("grwje,gse->grwjs", q, prompt), einsum("grwje,grse->grwjs", q, row)]
+        place = (inputs.length[:, :, None] + jnp.arange(width))[..., None]
+        shape = (*place.shape[:-1], before)
+        seen = jnp.concatenate([jnp.broadcast_to(mask[:, None, None], shape), jnp.arange(size) <= place], axis=-1)
+        scores = jnp.where(seen[..., None, :], jnp.concatenate(scores, axis=-1), -jnp.inf)
+        # The prompt is padded on the left, so that all tokens of a row follow one another from `start` on.
+        start = (before - mask.sum(-1))[:, None, None, None, None]
+        blocks = -(-(before + size) // c.index_block)
+        tokens = start + jnp.arange(blocks * c.index_block)
+        best = jnp.take_along_axis(scores, tokens, axis=-1, mode="fill", fill_value=-jnp.inf)
+        best = best.reshape(*best.shape[:-1], blocks, -1).max(-1)
+        own = (place + mask.sum(-1)[:, None, None, None]) // c.index_block
+        recent = own - jnp.arange(blocks)
+        best = jnp.where(((recent >= 0) & (recent < c.index_local))[..., None, :], jnp.inf, best)
+        of_block = (jnp.arange(before + size) - start) // c.index_block
+        kept = jnp.take_along_axis(self._best(best), jnp.maximum(of_block, 0), axis=-1)
+        return kept & seen[..., None, :]
+
+    def _best(self, rated) -> jax.Array:
+        """Whether a block is among the best that are seen, `[...,b]` as rates are, -inf of those that are not."""
+        count = min(self.config.index_top // self.config.index_block, rated.shape[-1])
+        values, best = jax.lax.top_k(rated, count)
+        return jnp.put_along_axis(jnp.zeros(rated.shape, bool), best, values > -jnp.inf, axis=-1, inplace=False)
