@@ -3,7 +3,7 @@
 import ast
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate.draft import Source
@@ -100,6 +100,15 @@ def read_script(text: str, path: str, system: str, trainer: str, companion: str,
 
 def _trainer(name: str) -> str:
     return re.sub("Trainer$|Config$", "", name).lower()
+
+
+class Loaded(NamedTuple):
+    """How a script gets rows."""
+
+    node: ast.expr  # the call that loads them
+    split: Any  # of its, which is taken
+    held: Any  # the share of the rows that train_test_split holds out, or the text of the call where that is no share
+    rows: str | None  # the function of a row that is mapped
 
 
 class Script(Values):
@@ -210,15 +219,11 @@ class Script(Values):
             return ...
         return name
 
-    def _dataset(self, name: str, node: ast.expr) -> dict[str, Any]:
-        """Return the path, configuration and split of `load_dataset(path, name, split=...)["split"]`, or the path of
-        another of the LOADERS.
-
-        A function of a row that the script maps is the format of the rows. `train_test_split` is the share of the rows
-        that it holds out, or the text of the call where that is no share.
-        """
-        split, settings, changes = None, {}, []
+    def _rows_of(self, name: str, node: ast.expr) -> Loaded:
+        """Return the call that loads the rows of an expression, and what the script does with them."""
+        split, changes = None, list[str]()
         held: Any = 0.0
+        rows: Any = ...  # the first function that it maps
         for _ in range(MOST):
             if isinstance(node, ast.Name) and (value := self.lookup(node)) is not None:
                 node = value
@@ -244,11 +249,9 @@ class Script(Values):
                 node, split = node.func.value, None  # what follows is the split that it divides
             elif isinstance(node, ast.Call) and call_name(node) in ROWS and isinstance(node.func, ast.Attribute):
                 batched = any(keyword.arg == "batched" for keyword in node.keywords)
-                if call_name(node) == "map" and node.args and not batched and "dataset.map" not in settings:
-                    settings["dataset.map"] = self.functions.add(node.args[0])
-                if call_name(node) not in ("shuffle", "remove_columns", "select_columns") and not settings.get(
-                    "dataset.map"
-                ):
+                if call_name(node) == "map" and node.args and not batched and rows is ...:
+                    rows = self.functions.add(node.args[0])
+                if call_name(node) not in ("shuffle", "remove_columns", "select_columns") and rows in (..., None):
                     changes.append(f"{call_name(node)}({', '.join(map(ast.unparse, (*node.args, *node.keywords)))})")
                 split = None if call_name(node) == "train_test_split" else split
                 node = node.func.value
@@ -259,9 +262,18 @@ class Script(Values):
                 node = returned[-1] if returned else node
             else:
                 break
-        share = {"train_test_split": held} if held else {}
         if changes:
             self.note(f"{name}: the script changes its rows, which is not done here: {', '.join(changes)[:160]}")
+        return Loaded(node, split, held, None if rows is ... else rows)
+
+    def _dataset(self, name: str, node: ast.expr) -> dict[str, Any]:
+        """Return the path, configuration and split of `load_dataset(path, name, split=...)["split"]`, or the path of
+        another of the LOADERS.
+
+        A function of a row that the script maps is the format of the rows.
+        """
+        node, split, held, rows = self._rows_of(name, node)
+        share = {"train_test_split": held} if held else {}
         if not (isinstance(node, ast.Call) and call_name(node) in LOADERS and node.args):
             text = ast.unparse(node)
             absent = (isinstance(node, ast.Constant) and node.value is None) or text.startswith("None")
@@ -281,8 +293,9 @@ class Script(Values):
         path = more.get("data_files", path) if path in ("json", "csv", "parquet") else path
         if isinstance(path, dict):  # data_files by split; each file is one split, train
             path, split = path.get(split, next(iter(path.values()))), "train"
-        kept = {key: value for key, value in settings.items() if value and name == "train_dataset"}
-        settings = {name: path, **share, **kept}
+        settings = {name: path, **share}
+        if rows and name == "train_dataset":
+            settings["dataset.map"] = rows
         if len(node.args) > 1 or "name" in more:
             settings["dataset_config"] = self.value(node.args[1]) if len(node.args) > 1 else more["name"]
         if self.parsed:  # what the command line leaves out is as by default
