@@ -333,7 +333,7 @@ class FileQueue:
         if error is not None:
             code = error.code if isinstance(error, SystemExit) else exit_code(error)
         with contextlib.suppress(OSError):  # the error itself is shown, and samplers see that the learners are silent
-            self._tell(end={"code": code, "error": "" if error is None else str(error)})
+            self._tell(0.0, end={"code": code, "error": "" if error is None else str(error)})
             for path in self._folder.iterdir():
                 if path.name != JOBS:
                     path.unlink(missing_ok=True)
@@ -390,10 +390,11 @@ class FileQueue:
     def _path(self, step: int) -> Path:
         return self._folder / f"batch_{step:08d}"
 
-    def _tell(self, **facts: Any) -> None:
+    def _tell(self, wait_seconds: float | None = None, **facts: Any) -> None:
         """Write the facts, beside those of earlier calls, and the names of the policies to where samplers look."""
         self._jobs |= {**facts, "policies": [path.name for _, path, _ in self._policies]}
-        write_file(self._folder / JOBS, self._jobs, wait_seconds=self._rendezvous.silence_seconds)
+        waits = self._rendezvous.silence_seconds if wait_seconds is None else wait_seconds
+        write_file(self._folder / JOBS, self._jobs, wait_seconds=waits)
 
     def _is_made(self, step: int) -> bool:
         """True once the sampler of a step says, in the newest sign of life that was looked at, that its batch is

@@ -346,6 +346,24 @@ def test_a_full_disk_is_named(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def test_a_full_disk_takes_the_place_of_no_other_error(tmp_path, monkeypatch):
+    """Samplers are not told the end then; they see that the learners are silent."""
+    queue = queue_of(tmp_path)
+
+    def fsync(number):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fail():
+        with start_learners(queue._rendezvous), queue:
+            monkeypatch.setattr(rollout_files.os, "fsync", fsync)
+            raise ValueError("its own")
+
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="its own"):
+        fail()
+    assert time.monotonic() - began < 15 and "end" not in read_facts(queue._folder / "jobs.json")
+
+
 @pytest.mark.parametrize(("error", "code"), [(ValueError("no judge"), 1), (ConfigError("no judge"), 2)])
 def test_a_sampler_tells_its_error(tmp_path, error, code):
     queue = queue_of(tmp_path)
