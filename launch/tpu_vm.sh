@@ -6,6 +6,10 @@
 # Every host has this repository in FOLDER (jaxrl_llm, in the home folder) with .venv inside it; docs/scaling.md says how
 # they come there. The processes find each other through the slice's metadata. Hosts share no disk: checkpoints go to a
 # bucket, and everything else that a run leaves is on the first host.
+#
+# The run outlives this terminal. To end it with its state saved, send all hosts a signal; the same command goes on then:
+#
+#     gcloud compute tpus tpu-vm ssh $TPU --zone=$ZONE --worker=all --command="pkill -f jaxrl_llm[.]train"
 set -euo pipefail
 
 : "${TPU:?is the name of the TPU VM}" "${ZONE:?is its zone}"
