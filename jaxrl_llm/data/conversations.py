@@ -121,7 +121,7 @@ def conversation(
         ids += (text_ids := continued_ids(tokenizer, ids, rendered[done : found[0]]))
         mask += [1 - on] * len(text_ids)
         text, done = rendered[found[0] : found[1]], found[1]
-        if index not in in_part:
+        if index is None or index not in in_part:
             ids += (text_ids := continued_ids(tokenizer, ids, text))
             mask += [on] * len(text_ids)
             continue
