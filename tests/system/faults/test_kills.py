@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import jaxrl_llm
-from jaxrl_llm.config.flags import load_config_file
 from tests.system.faults.campaign import EXPORTS, PHASES, campaign, fate
 from tests.system.faults.equality import assert_same_run
 
@@ -14,14 +12,14 @@ VICTIM = str(Path(__file__).parent / "victim.py")
 
 
 def test_one_kill(tiny_run, run_python, root, tmp_path):
-    name = f"{root}/configs/grpo.py:tiny"
-    flags = (f"--config={name}", "--config.output_dir=run", "--config.checkpoint.every=1")
+    flags = (f"--config={root}/configs/grpo.py:tiny", "--config.output_dir=run", "--config.checkpoint.every=1")
     killed = run_python(VICTIM, "reward", "2", "0", *flags)
     assert killed.returncode == -9, killed.stderr
     assert not (tmp_path / "run/hf").exists()
-    config = load_config_file(name)
-    config.output_dir, config.checkpoint.every, config.logging.backends = str(tmp_path / "run"), 1, ("jsonl",)
-    jaxrl_llm.train(config)
+    done = run_python("-m", "jaxrl_llm.train", *flags)
+    assert done.returncode == 0, done.stderr
+    for shown in ("settings", "held-out", "time", "files", "run/hf"):
+        assert shown in done.stdout
     assert_same_run(tiny_run.output_dir, tmp_path / "run")
 
 
