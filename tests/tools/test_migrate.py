@@ -1072,6 +1072,16 @@ def test_rewards_of_verl_have_a_section_since_0_9(tmp_path):
     assert "reward.reward_kwargs.max_resp_len = 512: the punishment here ends at" in longer
 
 
+def test_a_reward_model_of_verl_is_the_one_reward(tmp_path):
+    """Before 0.9 its reward managers return rm_scores where a batch has them, and call no function."""
+    model = "reward_model.enable=True reward_model.model.path=judge reward_model.micro_batch_size_per_gpu=null"
+    config, text = of_verl(tmp_path, model, "custom_reward_function.path=r.py", version="0.8")
+    expect(config, rewards={"functions": ("model:judge",)})
+    flat = " ".join(text.split())
+    assert "custom_reward_function.path is left out: where reward_model.enable is true verl takes" in flat
+    assert "left out" not in noted_from_verl(tmp_path, model)
+
+
 def test_tools_of_verl(tmp_path):
     """Functions stay as they are; classes and loops of one's own are named; turns and calls have no limit there."""
     tools = "from verl.tools.function_tool import function_tool\n\n\n"

@@ -541,8 +541,13 @@ def _rewards(draft: Draft) -> None:
             f"jaxrl_llm serve does: give {path} its address"
         )
     elif draft.get("reward_model.enable"):
+        if path:
+            draft.check(
+                f"{draft.named('custom_reward_function.path')} is left out: where reward_model.enable is true verl takes "
+                "the model's scores and calls no function. For the sum of both name it in rewards.functions too"
+            )
         names = {"max_length": "reward_model.max_length", "rows": "reward_model.micro_batch_size_per_gpu"}
-        keys += ["reward_model.enable", "reward_model.model.path", *names.values()]
+        functions, keys = [], ["reward_model.enable", "reward_model.model.path", *names.values()]
         options = {name: draft.get(key) for name, key in names.items() if draft.get(key)}
         for name, below in {"offload": "fsdp_config.param_offload", "trust_remote_code": "trust_remote_code"}.items():
             if draft.get(key := f"reward_model.model.{below}"):
