@@ -74,6 +74,58 @@ class RowState(NamedTuple):
     recent: jax.Array  # [...,G,R,S,m+2hr] of token i in i % S: what is convolved, beta's and g's inputs
 
 
+class Chunk(NamedTuple):
+    """The terms by which a run of tokens reads and updates any state S.
+
+    With `reads S` in two halves, taken and read, `added = own - taken` is what tokens add along their keys, and their
+    outputs are `read + among added`. Where tokens correct nothing, `reads S` is what is read alone.
+    """
+
+    own: jax.Array  # [...,h,r,t,v]
+    reads: jax.Array  # [...,h,r,2t,d], of both halves: one product reads S once; or [...,h,r,t,d]
+    among: jax.Array  # [...,h,r,t,t]
+    kept: jax.Array  # [...,h,r,1], or [...,h,r,d]: the share of S that is left behind the last token
+    keys: jax.Array  # [...,h,r,t,d]: with what is left of each then
+
+    def parts(self, found) -> tuple[jax.Array, jax.Array]:
+        """What tokens read and what they add, both `[...,h,r,t,v]`, of `found`, which is `reads S`."""
+        if found.shape[-2] == self.own.shape[-2]:
+            return found, self.own
+        taken, read = jnp.split(found, 2, axis=-2)
+        return read, self.own - taken
+
+
+def within_chunks(q, k, v, g, beta, segments, before) -> Chunk:
+    """The chunks of q, k `[...,t,h,d]`, v `[...,t,h,r,v]`, g and beta `[...,t,h,r]`, segments `[...,t]`.
+
+    `before` `[...]` are the segments that states are of. What tokens add solves a triangular system, as in section 3.2
+    of arXiv 2406.06484, with decays as in arXiv 2412.06464. Tokens of other segments neither decay nor see each other.
+    """
+    q, k = (jnp.moveaxis(a, -3, -2) for a in (q, k))  # [...,h,t,d]
+    v, g, beta = jnp.moveaxis(v, -4, -2), jnp.moveaxis(g, -3, -1), jnp.moveaxis(beta, -3, -1)  # [...,h,r,t,...]
+    decay, from_state = decays(g, segments, before)
+    later = jnp.tril(jnp.ones((g.shape[-1],) * 2, bool), -1)
+    keys, among = (jnp.einsum("...td,...sd->...ts", a, k)[..., None, :, :] * decay for a in (k, q))
+    wanted = jnp.concatenate([v, from_state[..., None] * k[..., None, :, :]], axis=-1) * beta[..., None]
+    own, taken = jnp.split(solved(jnp.where(later, keys * beta[..., None], 0), wanted), [v.shape[-1]], axis=-1)
+    read, left = (a[..., None] * b[..., None, :, :] for a, b in ((from_state, q), (decay[..., -1, :], k)))
+    return Chunk(own, jnp.concatenate([taken, read], axis=-2), among, from_state[..., -1:], left)
+
+
+def decays(g, segments, before) -> tuple[jax.Array, jax.Array]:
+    """What is left of token s at token t `[...,h,r,t,s]`, and of the state before at t `[...,h,r,t]`.
+
+    g are log decays `[...,h,r,t]`, segments `[...,t]`, `before` `[...]` those of states; of others nothing is left.
+    """
+    causal, later = (jnp.tril(jnp.ones((g.shape[-1],) * 2, bool), -first) for first in (0, 1))
+    seen = (causal & (segments[..., :, None] == segments[..., None, :]))[..., None, None, :, :]
+    # Summed from each token on: as differences of sums from the first, decays of long chunks would lose their digits.
+    between = jnp.cumsum(jnp.where(later, g[..., :, None], 0), axis=-2)
+    of_state = (segments == before[..., None])[..., None, None, :]
+    from_state = jnp.where(of_state, jnp.exp(jnp.cumsum(g, axis=-1)), 0)
+    return jnp.exp(jnp.where(seen, between, -jnp.inf)), from_state
+
+
 class GatedDeltaNet(nnx.Module):
     """A gated delta net with a short convolution before it and a gated norm behind. A `Mixer`.
 
@@ -89,6 +141,7 @@ class GatedDeltaNet(nnx.Module):
     norm_eps: float | None = None  # of the norm behind; None: the model's
     gate = staticmethod(jax.nn.silu)  # of z, which multiplies the normed
     chunk = 128  # tokens of a chunk on accelerators, whose loops have few turns and large products
+    within = staticmethod(within_chunks)  # the terms of a run of tokens
     products = 3  # of a token with a state: its key reads, its correction is written, its query reads
 
     def __init__(self, config, rngs: nnx.Rngs):
@@ -204,10 +257,6 @@ class GatedDeltaNet(nnx.Module):
     def kept_size(size: int) -> int:
         """The decays of a head with keys of that size."""
         return 1
-
-    def within(self, q, k, v, g, beta, segments, before) -> "Chunk":
-        """The terms of a run of tokens, see `within_chunks`."""
-        return within_chunks(q, k, v, g, beta, segments, before)
 
     def _with_skip(self, out, v):
         """The heads' outputs `[...,t,h,r,v]` with what their values add to them directly: nothing."""
@@ -326,58 +375,6 @@ def apart(x):
 
 def _sharded(state, lead: int):
     return constrain(state, "rows", *(None,) * (lead - 1), "heads", None, None, None)
-
-
-class Chunk(NamedTuple):
-    """The terms by which a run of tokens reads and updates any state S.
-
-    With `reads S` in two halves, taken and read, `added = own - taken` is what tokens add along their keys, and their
-    outputs are `read + among added`. Where tokens correct nothing, `reads S` is what is read alone.
-    """
-
-    own: jax.Array  # [...,h,r,t,v]
-    reads: jax.Array  # [...,h,r,2t,d], of both halves: one product reads S once; or [...,h,r,t,d]
-    among: jax.Array  # [...,h,r,t,t]
-    kept: jax.Array  # [...,h,r,1], or [...,h,r,d]: the share of S that is left behind the last token
-    keys: jax.Array  # [...,h,r,t,d]: with what is left of each then
-
-    def parts(self, found) -> tuple[jax.Array, jax.Array]:
-        """What tokens read and what they add, both `[...,h,r,t,v]`, of `found`, which is `reads S`."""
-        if found.shape[-2] == self.own.shape[-2]:
-            return found, self.own
-        taken, read = jnp.split(found, 2, axis=-2)
-        return read, self.own - taken
-
-
-def within_chunks(q, k, v, g, beta, segments, before) -> Chunk:
-    """The chunks of q, k `[...,t,h,d]`, v `[...,t,h,r,v]`, g and beta `[...,t,h,r]`, segments `[...,t]`.
-
-    `before` `[...]` are the segments that states are of. What tokens add solves a triangular system, as in section 3.2
-    of arXiv 2406.06484, with decays as in arXiv 2412.06464. Tokens of other segments neither decay nor see each other.
-    """
-    q, k = (jnp.moveaxis(a, -3, -2) for a in (q, k))  # [...,h,t,d]
-    v, g, beta = jnp.moveaxis(v, -4, -2), jnp.moveaxis(g, -3, -1), jnp.moveaxis(beta, -3, -1)  # [...,h,r,t,...]
-    decay, from_state = decays(g, segments, before)
-    later = jnp.tril(jnp.ones((g.shape[-1],) * 2, bool), -1)
-    keys, among = (jnp.einsum("...td,...sd->...ts", a, k)[..., None, :, :] * decay for a in (k, q))
-    wanted = jnp.concatenate([v, from_state[..., None] * k[..., None, :, :]], axis=-1) * beta[..., None]
-    own, taken = jnp.split(solved(jnp.where(later, keys * beta[..., None], 0), wanted), [v.shape[-1]], axis=-1)
-    read, left = (a[..., None] * b[..., None, :, :] for a, b in ((from_state, q), (decay[..., -1, :], k)))
-    return Chunk(own, jnp.concatenate([taken, read], axis=-2), among, from_state[..., -1:], left)
-
-
-def decays(g, segments, before) -> tuple[jax.Array, jax.Array]:
-    """What is left of token s at token t `[...,h,r,t,s]`, and of the state before at t `[...,h,r,t]`.
-
-    g are log decays `[...,h,r,t]`, segments `[...,t]`, `before` `[...]` those of states; of others nothing is left.
-    """
-    causal, later = (jnp.tril(jnp.ones((g.shape[-1],) * 2, bool), -first) for first in (0, 1))
-    seen = (causal & (segments[..., :, None] == segments[..., None, :]))[..., None, None, :, :]
-    # Summed from each token on: as differences of sums from the first, decays of long chunks would lose their digits.
-    between = jnp.cumsum(jnp.where(later, g[..., :, None], 0), axis=-2)
-    of_state = (segments == before[..., None])[..., None, None, :]
-    from_state = jnp.where(of_state, jnp.exp(jnp.cumsum(g, axis=-1)), 0)
-    return jnp.exp(jnp.where(seen, between, -jnp.inf)), from_state
 
 
 def chunked(within, q, k, v, g, beta, segments, chunk: int = CHUNK) -> tuple[jax.Array, jax.Array]:

@@ -18,84 +18,6 @@ from jaxrl_llm.models.mixers.triangular import solved
 BLOCK = 16  # tokens whose decays of each other are formed one after another
 
 
-class KimiDelta(ApartDeltaNet):
-    """Kimi delta attention with short convolutions before it and a gated norm behind. A `Mixer`.
-
-    The inputs of g, and the gates, come of maps of low rank.
-    """
-
-    norm_eps = None
-    gate = staticmethod(jax.nn.sigmoid)
-    chunk = CHUNK  # longer ones have more blocks, of which each has its own decays of all keys
-
-    def __init__(self, config, rngs: nnx.Rngs):
-        super().__init__(config, rngs)
-        c, heads = config, config.delta_value_heads
-        decays = jax.random.uniform(rngs.params(), (1, 1, heads, 1), jnp.float32, 1.0, 16.0)
-        self.log_decay = nnx.Param(jnp.log(decays).astype(c.param_dtype))
-        self.step_bias = nnx.Param(jnp.ones((heads * c.delta_key_dim,), c.param_dtype))
-
-    @staticmethod
-    def inputs(heads: int, values: int, size: int) -> int:
-        """The numbers of a token that beta and g are made of."""
-        return heads * values * (1 + size)
-
-    @staticmethod
-    def kept_size(size: int) -> int:
-        """The decays of a head: one for each number of a key."""
-        return size
-
-    def within(self, q, k, v, g, beta, segments, before) -> Chunk:
-        """The terms of a run of tokens, see `within_chunks`."""
-        return within_chunks(q, k, v, g, beta, segments, before)
-
-    def _add_projections(self, values: int, rngs: nnx.Rngs) -> None:
-        c = self.config
-        decays = c.delta_value_heads * c.delta_key_dim
-        self._add_queries_keys_values(values, rngs)
-        self.b = Linear(c.width, c.delta_value_heads, c, rngs, name="b")
-        self.f_a = Linear(c.width, c.delta_value_dim, c, rngs, name="f_a")
-        self.f_b = Linear(c.delta_value_dim, decays, c, rngs, name="f_b")
-        self.g_a = Linear(c.width, c.delta_value_dim, c, rngs, name="g_a")
-        self.g_b = Linear(c.delta_value_dim, values, c, rngs, name="g_b")
-
-    def _project(self, x):
-        """Of x `[...,D]`: what is convolved `[...,m]`, the gates z `[...,h,1,v]`, inputs of beta and g `[...,h+hd]`."""
-        c = self.config
-        z = self.g_b(self.g_a(apart(x))).reshape(*x.shape[:-1], c.delta_key_heads, -1, c.delta_value_dim)
-        ba = jnp.concatenate([self.b(apart(x)), self.f_b(self.f_a(apart(x)))], axis=-1)
-        return self._mixed(x), z, ba
-
-    def _heads(self, latest, ba):
-        """Queries and keys `[...,h,d]`, values `[...,h,1,v]`, log decays g `[...,h,1,d]`, beta `[...,h,1]`, in fp32."""
-        c = self.config
-        h, r, d = c.delta_key_heads, c.delta_value_heads // c.delta_key_heads, c.delta_key_dim
-        b, a = jnp.split(ba.astype(jnp.float32), [h * r], axis=-1)
-        a = (a + self.step_bias[...].astype(jnp.float32)).reshape(*a.shape[:-1], h, r, d)
-        rate = jnp.exp(self.log_decay[...].astype(jnp.float32)).reshape(h, r, 1)
-        g = -rate * jax.nn.softplus(a) if c.delta_floor is None else c.delta_floor * jax.nn.sigmoid(rate * a)
-        return *self._queries_keys_values(latest), g, jax.nn.sigmoid(b).reshape(*b.shape[:-1], h, r)
-
-
-class WideKimiDelta(KimiDelta):
-    """Kimi delta attention whose g and gates come of maps of full rank (Ling 3)."""
-
-    def __init__(self, config, rngs: nnx.Rngs):
-        super().__init__(config, rngs)
-        self.log_decay = nnx.Param(self.log_decay[...].reshape(-1))
-
-    def _add_projections(self, values: int, rngs: nnx.Rngs) -> None:
-        c = self.config
-        self._add_queries_keys_values(values, rngs)
-        self.b = Linear(c.width, c.delta_value_heads, c, rngs, name="b")
-        self.f = Linear(c.width, c.delta_value_heads * c.delta_key_dim, c, rngs, name="f")
-        self.z = Linear(c.width, values, c, rngs, name="z")
-
-    def _project(self, x):
-        z = self.z(x).reshape(*x.shape[:-1], self.config.delta_key_heads, -1, self.config.delta_value_dim)
-        return self._mixed(x), z, jnp.concatenate([self.b(apart(x)), self.f(x)], axis=-1)
-
-
 def within_chunks(q, k, v, g, beta, segments, before) -> Chunk:
     """The chunks of q, k `[...,t,h,d]`, v `[...,t,h,r,v]`, g `[...,t,h,r,d]`, beta `[...,t,h,r]`, segments `[...,t]`.
 
@@ -166,3 +88,78 @@ def _decayed(reads, keys, g) -> list[jax.Array]:
         return found.reshape(*found.shape[:-3], -1, blocks * size)[..., :length, :length]
 
     return [whole(read, own) for read, own in zip(of_reads, within, strict=True)]
+
+
+class KimiDelta(ApartDeltaNet):
+    """Kimi delta attention with short convolutions before it and a gated norm behind. A `Mixer`.
+
+    The inputs of g, and the gates, come of maps of low rank.
+    """
+
+    norm_eps = None
+    gate = staticmethod(jax.nn.sigmoid)
+    within = staticmethod(within_chunks)
+    chunk = CHUNK  # longer ones have more blocks, of which each has its own decays of all keys
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        c, heads = config, config.delta_value_heads
+        decays = jax.random.uniform(rngs.params(), (1, 1, heads, 1), jnp.float32, 1.0, 16.0)
+        self.log_decay = nnx.Param(jnp.log(decays).astype(c.param_dtype))
+        self.step_bias = nnx.Param(jnp.ones((heads * c.delta_key_dim,), c.param_dtype))
+
+    @staticmethod
+    def inputs(heads: int, values: int, size: int) -> int:
+        """The numbers of a token that beta and g are made of."""
+        return heads * values * (1 + size)
+
+    @staticmethod
+    def kept_size(size: int) -> int:
+        """The decays of a head: one for each number of a key."""
+        return size
+
+    def _add_projections(self, values: int, rngs: nnx.Rngs) -> None:
+        c = self.config
+        decays = c.delta_value_heads * c.delta_key_dim
+        self._add_queries_keys_values(values, rngs)
+        self.b = Linear(c.width, c.delta_value_heads, c, rngs, name="b")
+        self.f_a = Linear(c.width, c.delta_value_dim, c, rngs, name="f_a")
+        self.f_b = Linear(c.delta_value_dim, decays, c, rngs, name="f_b")
+        self.g_a = Linear(c.width, c.delta_value_dim, c, rngs, name="g_a")
+        self.g_b = Linear(c.delta_value_dim, values, c, rngs, name="g_b")
+
+    def _project(self, x):
+        """Of x `[...,D]`: what is convolved `[...,m]`, the gates z `[...,h,1,v]`, inputs of beta and g `[...,h+hd]`."""
+        c = self.config
+        z = self.g_b(self.g_a(apart(x))).reshape(*x.shape[:-1], c.delta_key_heads, -1, c.delta_value_dim)
+        ba = jnp.concatenate([self.b(apart(x)), self.f_b(self.f_a(apart(x)))], axis=-1)
+        return self._mixed(x), z, ba
+
+    def _heads(self, latest, ba):
+        """Queries and keys `[...,h,d]`, values `[...,h,1,v]`, log decays g `[...,h,1,d]`, beta `[...,h,1]`, in fp32."""
+        c = self.config
+        h, r, d = c.delta_key_heads, c.delta_value_heads // c.delta_key_heads, c.delta_key_dim
+        b, a = jnp.split(ba.astype(jnp.float32), [h * r], axis=-1)
+        a = (a + self.step_bias[...].astype(jnp.float32)).reshape(*a.shape[:-1], h, r, d)
+        rate = jnp.exp(self.log_decay[...].astype(jnp.float32)).reshape(h, r, 1)
+        g = -rate * jax.nn.softplus(a) if c.delta_floor is None else c.delta_floor * jax.nn.sigmoid(rate * a)
+        return *self._queries_keys_values(latest), g, jax.nn.sigmoid(b).reshape(*b.shape[:-1], h, r)
+
+
+class WideKimiDelta(KimiDelta):
+    """Kimi delta attention whose g and gates come of maps of full rank (Ling 3)."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        self.log_decay = nnx.Param(self.log_decay[...].reshape(-1))
+
+    def _add_projections(self, values: int, rngs: nnx.Rngs) -> None:
+        c = self.config
+        self._add_queries_keys_values(values, rngs)
+        self.b = Linear(c.width, c.delta_value_heads, c, rngs, name="b")
+        self.f = Linear(c.width, c.delta_value_heads * c.delta_key_dim, c, rngs, name="f")
+        self.z = Linear(c.width, values, c, rngs, name="z")
+
+    def _project(self, x):
+        z = self.z(x).reshape(*x.shape[:-1], self.config.delta_key_heads, -1, self.config.delta_value_dim)
+        return self._mixed(x), z, jnp.concatenate([self.b(apart(x)), self.f(x)], axis=-1)

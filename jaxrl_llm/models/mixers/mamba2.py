@@ -15,10 +15,21 @@ from jaxrl_llm.models.mixers.delta_net import Chunk, GatedDeltaNet, decays
 from jaxrl_llm.models.mixers.short_conv import convolved
 
 
+def within_chunks(q, k, v, g, beta, segments, before) -> Chunk:
+    """The chunks of `delta_net.within_chunks`, whose tokens correct nothing."""
+    q, k = (jnp.moveaxis(a, -3, -2) for a in (q, k))  # [...,h,t,d]
+    v, g, beta = jnp.moveaxis(v, -4, -2), jnp.moveaxis(g, -3, -1), jnp.moveaxis(beta, -3, -1)  # [...,h,r,t,...]
+    decay, from_state = decays(g, segments, before)
+    among = jnp.einsum("...td,...sd->...ts", q, k)[..., None, :, :] * decay
+    reads, left = (a[..., None] * b[..., None, :, :] for a, b in ((from_state, q), (decay[..., -1, :], k)))
+    return Chunk(v * beta[..., None], reads, among, from_state[..., -1:], left)
+
+
 class Mamba2(GatedDeltaNet):
     """Mamba-2 with a short convolution before it and a gated norm of each group behind. A `Mixer`."""
 
     path = "mamba"
+    within = staticmethod(within_chunks)
     products = 2  # nothing is corrected
 
     def __init__(self, config, rngs: nnx.Rngs):
@@ -34,15 +45,6 @@ class Mamba2(GatedDeltaNet):
     def inputs(heads: int, values: int, size: int) -> int:
         """The numbers of a token that dt is made of."""
         return heads * values
-
-    def within(self, q, k, v, g, beta, segments, before) -> Chunk:
-        """The terms of a run of tokens, see `delta_net.within_chunks`."""
-        q, k = (jnp.moveaxis(a, -3, -2) for a in (q, k))  # [...,h,t,d]
-        v, g, beta = jnp.moveaxis(v, -4, -2), jnp.moveaxis(g, -3, -1), jnp.moveaxis(beta, -3, -1)  # [...,h,r,t,...]
-        decay, from_state = decays(g, segments, before)
-        among = jnp.einsum("...td,...sd->...ts", q, k)[..., None, :, :] * decay
-        reads, left = (a[..., None] * b[..., None, :, :] for a, b in ((from_state, q), (decay[..., -1, :], k)))
-        return Chunk(v * beta[..., None], reads, among, from_state[..., -1:], left)
 
     def _with_skip(self, out, v):
         skip = self.skip[...].astype(jnp.float32).reshape(v.shape[-3], v.shape[-2])
