@@ -1078,7 +1078,7 @@ def test_a_reward_model_of_verl_is_the_one_reward(tmp_path):
     config, text = of_verl(tmp_path, model, "custom_reward_function.path=r.py", version="0.8")
     expect(config, rewards={"functions": ("model:judge",)})
     flat = " ".join(text.split())
-    assert "custom_reward_function.path is left out: where reward_model.enable is true verl takes" in flat
+    assert "custom_reward_function.path is left out: with reward_model.enable verl takes" in flat
     assert "left out" not in noted_from_verl(tmp_path, model)
 
 

@@ -543,8 +543,8 @@ def _rewards(draft: Draft) -> None:
     elif draft.get("reward_model.enable"):
         if path:
             draft.check(
-                f"{draft.named('custom_reward_function.path')} is left out: where reward_model.enable is true verl takes "
-                "the model's scores and calls no function. For the sum of both name it in rewards.functions too"
+                f"{draft.named('custom_reward_function.path')} is left out: with reward_model.enable verl takes the "
+                "model's scores and calls no function. For the sum of both name it in rewards.functions too"
             )
         names = {"max_length": "reward_model.max_length", "rows": "reward_model.micro_batch_size_per_gpu"}
         functions, keys = [], ["reward_model.enable", "reward_model.model.path", *names.values()]
