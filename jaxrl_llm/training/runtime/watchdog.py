@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax
 
+from jaxrl_llm.distributed import processes
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 
 EXIT_CODE = 1
@@ -25,14 +26,16 @@ MARGIN = 10.0  # seconds by which the timer in C, which cannot name the phase, c
 class Watchdog:
     """A context manager that ends the process when a phase of `watch` takes more than `seconds`; 0 turns it off.
 
-    Stacks go to `folder/stacks.txt` (`stacks_<process>.txt` on processes after the first) and to standard error. Should
-    the hang hold the interpreter's lock (a regular expression that backtracks without end), no thread of Python runs:
-    then a timer in C ends the process `MARGIN` seconds later, with the stacks on standard error alone.
+    Stacks go to `folder/stacks.txt` (`stacks_<process>.txt` on processes after the first, `stacks_sampler_<number>.txt`
+    on those that only sample) and to standard error. Should the hang hold the interpreter's lock (a regular expression
+    that backtracks without end), no thread of Python runs: then a timer in C ends the process `MARGIN` seconds later,
+    with the stacks on standard error alone.
     """
 
     def __init__(self, seconds: float, watch: Stopwatch, folder: Path):
-        process = jax.process_index()
-        self.path = folder / ("stacks.txt" if process == 0 else f"stacks_{process}.txt")
+        process, sampler = jax.process_index(), processes.sampler()
+        of = f"_{process}" if process else "" if sampler is None else f"_sampler_{sampler}"
+        self.path = folder / f"stacks{of}.txt"
         self._seconds = seconds
         self._watch = watch
         self._finished = threading.Event()

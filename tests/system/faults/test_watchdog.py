@@ -2,6 +2,9 @@
 
 import pytest
 
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.runtime import watchdog
+
 CODE = """
 import pathlib, re, time
 from jaxrl_llm.training.runtime import watchdog
@@ -33,6 +36,17 @@ def test_a_hang_ends_with_stacks_and_the_phase(run_python, tmp_path):
     for text in (result.stderr, (tmp_path / "stacks.txt").read_text()):
         assert "error: no progress for 0.6 s (watch.hang_seconds): the run hangs in reward" in text
         assert "in endless_reward" in text
+
+
+@pytest.mark.parametrize(
+    ("roles", "index", "name"),
+    [([], 0, "stacks.txt"), ([], 3, "stacks_3.txt"), ([None], 1, "stacks_1.txt"), ([1], 0, "stacks_sampler_1.txt")],
+)
+def test_each_process_has_a_file_of_its_own(monkeypatch, tmp_path, roles, index, name):
+    """Those that only sample are each the first of their own program."""
+    monkeypatch.setattr(watchdog.processes, "_roles", roles)
+    monkeypatch.setattr(watchdog.jax, "process_index", lambda: index)
+    assert watchdog.Watchdog(0, Stopwatch(), tmp_path).path == tmp_path / name
 
 
 @pytest.mark.slow
