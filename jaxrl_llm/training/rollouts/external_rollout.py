@@ -9,12 +9,8 @@ Rows of a prompt are adjacent, `group_size` for each prompt. axolotl's form gets
 `{"messages": [...]}`, or `{"prompt": text}`. Texts are tokenised, and their log-probs are the policy's.
 """
 
-import contextlib
 import inspect
-import os
-import threading
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,28 +18,25 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from transformers import BatchEncoding
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
 from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.conversations import ended
-from jaxrl_llm.data.templates import continued_ids, is_conversational, render_prompt
-from jaxrl_llm.distributed.processes import all_or_none, gather
+from jaxrl_llm.data.templates import continued_ids, is_conversational
 from jaxrl_llm.distributed.sharding import local_rows, row_shards, rows_to_global
 from jaxrl_llm.environments.server import server
 from jaxrl_llm.models.net import Params
 from jaxrl_llm.rewards.signatures import shorten
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.slots import Rollout
+from jaxrl_llm.training.rollouts.rollout_trainer import RolloutTrainer, TokenizerWithoutTorch
+from jaxrl_llm.training.rollouts.rounds import Rounds, Sampled
 
 BUILT_IN = {"server": server}
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 WIDTH_MULTIPLE = 64  # of the prompts a function generates from: they grow with every turn, and each width is compiled
-
-Sampled = tuple[list[list[int]], list[list[float]]]  # token ids and log-probs of completions
-Generate = Callable[[Sequence[Sequence[int]], int], Sampled]
 
 
 class ExternalRows(NamedTuple):
@@ -55,214 +48,6 @@ class ExternalRows(NamedTuple):
     logprobs: list[list[float]] | None
     columns: dict[str, list[Any]]  # for rewards
     segments: list[list[int]] | None = None  # of the completions' tokens, 1 for what goes on behind the prompt
-
-
-class RolloutTrainer:
-    """The `trainer` of a rollout function, or its `model`: the tokenizer, the settings and the engine.
-
-    `generate(prompts, num_generations=None)` samples from the policy: prompts are text, messages or token ids, and it
-    returns `prompt_ids`, `completion_ids` and `logprobs`, the rows of a prompt adjacent. The functions of several
-    processes may call it for other prompts, and another number of times.
-    """
-
-    def __init__(
-        self,
-        generate: Generate,
-        tokenizer: Any,
-        settings: Mapping[str, Any],
-        state: Any,
-        save: Callable[..., Any] | None = None,
-    ):
-        self._generate, self._save = generate, save
-        self.processing_class = tokenizer
-        self.args = types.SimpleNamespace(**settings)
-        self.num_generations = settings["num_generations"]
-        self.state = state
-        self.device = "cpu"  # arrays are numpy's
-
-    def generate(
-        self,
-        prompts: Any = None,
-        num_generations: int | None = None,
-        *,
-        input_ids: Any = None,
-        attention_mask: Any = None,
-        max_new_tokens: int | None = None,
-        **options: Any,
-    ):
-        """Completions of prompts, as a dictionary; of `input_ids`, as `transformers` has it: rows of whole sequences.
-
-        Where `attention_mask` is 0 the ids are padding, which stays in the rows. `max_new_tokens` cuts completions.
-        Raises ConfigError for options: lengths and sampling are those of the configuration (rollout.*).
-        """
-        options = {key: value for key, value in options.items() if key != "generation_config"}
-        if options:
-            raise ConfigError(
-                f"generate got {', '.join(options)}; how the policy is sampled is set in the configuration, "
-                "under rollout"
-            )
-        if input_ids is not None:
-            given = np.asarray(input_ids)
-            shown = np.ones(given.shape, bool) if attention_mask is None else np.asarray(attention_mask) > 0
-            prompt_ids = [row[own].tolist() for row, own in zip(given, shown, strict=True)]
-            completions = [row[:max_new_tokens] for row in self._generate(prompt_ids, 1)[0]]
-            width = max(map(len, completions))
-            pad = self.processing_class.pad_token_id or 0
-            rows = [[*p, *c, *[pad] * (width - len(c))] for p, c in zip(given.tolist(), completions, strict=True)]
-            return np.asarray(rows, np.int32)
-        count = self.num_generations if num_generations is None else num_generations
-        ids = self.tokenize(prompts)
-        completions, logprobs = ([row[:max_new_tokens] for row in rows] for rows in self._generate(ids, count))
-        prompt_ids = [prompt for prompt in ids for _ in range(count)]
-        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logprobs}
-
-    def save_model(self, output_dir: str | os.PathLike[str], then: Callable[[], Any] | None = None) -> Any:
-        """Writes the policy as a Hugging Face folder, in the place of an earlier one; once for all processes.
-
-        Then one of the processes that ask for it calls `then`, and all of them return what it returned, which is
-        anything that JSON writes. `then` may neither sample nor save. Raises ConfigError where it does, and where the
-        rollout has no policy to write.
-        """
-        if self._save is None:
-            raise ConfigError("save_model has no policy to write")
-        return self._save((os.fspath(output_dir),), then and (lambda path: then()))
-
-    def publish_weights(
-        self, folder: str, then: Callable[[str], Any], dtype: str = "", full_every: int = 1, full: bool = False
-    ) -> Any:
-        """Writes the policy for a server, in `dtype` or, without one, that of its parameters; returns what `then` does.
-
-        `then` is called as in `save_model`, with the path that was written: `folder` itself, or a version in it where
-        that is a URL or `full_every` is above 1. Then each `full_every`-th version, and a `full` one, holds all weights
-        and the others what changed; see models/files/weight_versions.py. Raises ConfigError as `save_model` does.
-        """
-        if self._save is None:
-            raise ConfigError("publish_weights has no policy to write")
-        return self._save((folder, dtype, full_every, full), then)
-
-    def tokenize(self, prompts: Sequence[Any]) -> list[list[int]]:
-        """The token ids of prompts (text, messages, or ids already), as the engine has them."""
-        return [
-            render_prompt(self.processing_class, prompt)
-            if isinstance(prompt, str) or is_conversational(prompt)
-            else [int(token) for token in prompt]
-            for prompt in prompts
-        ]
-
-
-class Encoding(BatchEncoding):
-    """Token ids in numpy arrays, which are where the policy takes them."""
-
-    def to(self, device: Any, **_: Any) -> "Encoding":
-        """Itself."""
-        del device
-        return self
-
-
-class TokenizerWithoutTorch:
-    """A tokenizer as code that was written for torch calls it: the arrays that it returns are numpy's."""
-
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def __call__(self, *texts: Any, return_tensors: str | None = None, **options: Any) -> Encoding:
-        return Encoding(dict(self._tokenizer(*texts, return_tensors=return_tensors and "np", **options)))
-
-    def apply_chat_template(self, messages: Any, *, return_tensors: str | None = None, **options: Any) -> Any:
-        """The text of messages, or their ids; axolotl's page says `processing_class=False` for `tokenize=False`."""
-        options = {"tokenize" if name == "processing_class" else name: value for name, value in options.items()}
-        found = self._tokenizer.apply_chat_template(messages, return_tensors=return_tensors and "np", **options)
-        return Encoding(dict(found)) if isinstance(found, BatchEncoding) else found
-
-
-class Rounds:
-    """What the rollout functions of all processes ask for, which all processes do together.
-
-    Each process calls the function for its own prompts, but sampling and writing the weights are programs of all
-    processes. So these go in rounds: each says what its function asks for, and all do it. A process whose function has
-    returned takes part, with rows that nobody reads, until every function has.
-
-    sample: `(prompts, size, width, count, number)` gives the completions of this process's prompts, `count` of each, in
-    a program with `size` prompts of `width` tokens in each process; number: of the program, from 0. save: writes the
-    policy as its arguments say, the first of which is a folder, and returns where it is.
-    """
-
-    def __init__(self, sample: Callable[..., list[Sampled]], save: Callable[..., str] | None):
-        self._sample, self._save = sample, save
-        self._number, self._lock = 0, threading.Lock()  # functions may ask in threads
-        self._inside: int | None = None  # the thread that is in the round
-        self._broken: Exception | None = None  # the error that ended the rounds of several processes
-
-    def generate(self, ids: Sequence[Sequence[int]], count: int) -> Sampled:
-        """Token ids and log-probs of `count` completions of each prompt, those of a prompt adjacent."""
-        if not ids:
-            return [], []
-        _, groups = self._round((len(ids), max(map(len, ids)), count), ids)
-        # In the round there were as many of each prompt as the process asked for that wanted most.
-        tokens, logps = zip(*groups, strict=True)
-        return [row for group in tokens for row in group[:count]], [row for group in logps for row in group[:count]]
-
-    def save(self, arguments: tuple[Any, ...], then: Callable[[str], Any] | None = None) -> Any:
-        """Writes the policy; returns what `then` does with its path, in the first process that asks for the same."""
-        return self._round(arguments, then=then)[1]
-
-    @contextlib.contextmanager
-    def until_all_return(self) -> Iterator[None]:
-        """Guards the function's call, and ends when those of all processes have; what one raises is raised in all."""
-        error = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        if self._broken is not None:  # whatever the function made of it
-            raise self._broken
-        while self._round(None, failure=error)[0]:
-            pass
-
-    def _round(
-        self,
-        own: tuple[Any, ...] | None,
-        ids: Sequence[Sequence[int]] = (),
-        then: Callable[[str], Any] | None = None,
-        failure: Exception | None = None,
-    ) -> tuple[bool, Any]:
-        """Whether any process asked for something, and what this one did: the completions of each prompt, or `then`."""
-        if self._inside == threading.get_ident():  # it has the lock, and would wait for itself
-            raise ConfigError(
-                "generate or save_model was called within save_model, by what its `then` calls: call it after "
-                "save_model has returned"
-            )
-        with self._lock:
-            if self._broken is not None:
-                raise self._broken
-            try:
-                self._inside = threading.get_ident()
-                with all_or_none():
-                    if failure is not None:
-                        raise failure
-                asked, result = [one and tuple(one) for one in gather(own)], None
-                for arguments in dict.fromkeys(one for one in asked if one and isinstance(one[0], str)):
-                    assert self._save is not None
-                    path = self._save(*arguments)
-                    first = asked.index(arguments)
-                    with all_or_none():
-                        answer = then(path) if then is not None and jax.process_index() == first else None
-                    answers = gather(answer)
-                    result = answers[first] if arguments == own else result
-                if sizes := [one for one in asked if one and not isinstance(one[0], str)]:
-                    groups = self._sample(ids, *map(max, zip(*sizes, strict=True)), self._number)
-                    result = groups if ids else result
-                    self._number += 1
-            except Exception as error:
-                if jax.process_count() > 1:
-                    self._broken = error
-                raise
-            finally:
-                self._inside = None
-            return any(one is not None for one in asked), result
 
 
 @dataclass(frozen=True)
@@ -439,13 +224,7 @@ def call_rollout_function(
     if is_axolotl:
         asked = [list(prompt) for prompt in prompt_ids for _ in range(count)]
         ids = _tokenized_texts(returned, trainer.processing_class, asked)
-        return ExternalRows(
-            asked,
-            ids,
-            [[1] * len(row) for row in ids],
-            None,
-            {},
-        )
+        return ExternalRows(asked, ids, [[1] * len(row) for row in ids], None, {})
     return _checked_rows(returned, rows)
 
 

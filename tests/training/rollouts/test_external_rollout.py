@@ -23,12 +23,8 @@ from jaxrl_llm.rewards.runner import TrainerState
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.bodies import parse
-from jaxrl_llm.training.rollouts.external_rollout import (
-    ExternalRollout,
-    RolloutTrainer,
-    TokenizerWithoutTorch,
-    load_rollout_function,
-)
+from jaxrl_llm.training.rollouts.external_rollout import ExternalRollout, load_rollout_function
+from jaxrl_llm.training.rollouts.rollout_trainer import RolloutTrainer, TokenizerWithoutTorch
 from jaxrl_llm.training.setup.run import build
 from tests.models.decoding import trainer_logps
 
