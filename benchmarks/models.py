@@ -267,8 +267,8 @@ difference.
   of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2 and 3, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo
   Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open, nanochat,
   VaultGemma, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2, Hunyuan 3, Mellum,
-  Command A+, MiMo-V2, Laguna and the mixtures of experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, Pythia and
-  Falcon are refused: their classes have other names.
+  Command A+, MiMo-V2, Laguna, Apertus 1.5, Ling 3, Kolibri, MiniMax-M3 and the mixtures of experts of Qwen3.5, GLM and
+  Granite. Step heads of GPT-2, Pythia and Falcon are refused: their classes have other names.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
@@ -277,8 +277,8 @@ difference.
   (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3 and 4, OLMo 3,
   Mellum, Laguna), a part of each head (Phi-1 to 3, Pythia, StableLM, Nemotron-4, MiMo-V2), neighbouring dimensions
   together (GLM, ERNIE 4.5, Command R), a base that is stretched by an `alpha` (Hunyuan), and layers without (SmolLM3,
-  Llama 4, EXAONE 4.0, Trinity, Command A, Nemotron, Kimi Linear, and OLMo Hybrid where its base is null or left out:
-  its authors mean none by both, and transformers takes 10000 where it is left out). With `dynamic`, rows longer than
+  Llama 4, EXAONE 4.0, Trinity, Command A, Nemotron, Kolibri, Kimi Linear, and OLMo Hybrid where its base is null or left
+  out: its authors mean none by both, and transformers takes 10000 where it is left out). With `dynamic`, rows longer than
   `max_position_embeddings` are scored and trained on, but not sampled; so are those longer than
   `original_max_position_embeddings` with `longrope` (Phi-3-mini-128k, Phi-3.5-mini and Phi-4-mini: 4096), whose
   documents are each rotated by their own length. With the numbers of `long_factor` as those of `short_factor` too, rows
@@ -292,8 +292,8 @@ difference.
   in training, prefill and decoding. Rows longer than a chunk need a mask, so `flash` is refused. Layers without rotary
   positions scale queries by their position in the document (`attn_temperature_tuning`); transformers counts padding on
   the left too.
-- Latent attention (DeepSeek-V2 and V3, Moonlight, Kimi-K2, Kimi Linear, Youtu-LLM, Sarvam 105B): the cache of a token
-  is its latent, `kv_lora_rank + qk_rope_head_dim` numbers per layer, and decoding reads nothing else. The router's
+- Latent attention (DeepSeek-V2 and V3, Moonlight, Kimi-K2, Kimi Linear, Youtu-LLM, Sarvam 105B, Ling 3): the cache of a
+  token is its latent, `kv_lora_rank + qk_rope_head_dim` numbers per layer, and decoding reads nothing else. The router's
   groups, scores and correction (`e_score_correction_bias`) are all computed; training keeps the correction as it is, in
   fp32 whatever `model.param_dtype`, and in exports of 16 bits too. Layers for multi-token prediction are left out.
   `glm4_moe` is GLM-4.5 to 4.7, which has these experts, as `dots1` has, and `glm4_moe_lite` GLM-4.7-Flash, which has
@@ -303,13 +303,19 @@ difference.
   exactly so many, in training, prefill and decoding; all latents are computed with, and those of others masked. Rows of
   up to `index_topk` tokens are not rated. The choice has no gradient: training keeps the indexer as it is, without
   moments, and it has no adapters. An indexer may serve the layers behind its own too (`indexer_types`).
+- Attention to blocks (MiniMax-M3): each key/value head sees the `index_topk_blocks` blocks of `index_block_size` tokens
+  that its indexer rates best, the latest `index_local_blocks` among them, in training, prefill and decoding. Blocks are
+  counted from the start of a document, where transformers counts them from the start of a row: padding on the left
+  changes what it computes, and nothing here. Longer rows need a mask for each head, which `flash` and `splash` refuse;
+  rows of a group share no prefix (`batch.packing`). Training keeps the indexer as it is.
 - Weights in fp8 with a scale for each block of numbers (`weight_block_size`, DeepSeek-V3 and Qwen3's FP8 folders) or
   for each matrix (Ministral 3), and gpt-oss' experts in MXFP4, are read as numbers and exported as such.
 - So are matrices that bitsandbytes has quantised (`unsloth/...-bnb-4bit`): nf4 and fp4, with double quantisation or
   without, and int8. With `model.quantize=nf4` those of nf4 keep every number, but where no number of a block is its
   largest.
 - Gated delta nets with short convolutions, beside gated attention (Qwen3-Next, Qwen3.5) or plain (OLMo Hybrid), and
-  Kimi delta attention, whose states decay by each number of a key (Kimi Linear). Rows are computed in chunks of 64
+  Kimi delta attention, whose states decay by each number of a key (Kimi Linear, and Ling 3 with a floor under the
+  decays). Rows are computed in chunks of 64
   or 128 tokens, with memory linear in their length: four rows of 32k tokens train on one h100
   ([compiled](performance.md#what-a-step-moves-by-the-compilers)). A state starts anew with each document of a packed
   row. A row's cache is its state and the inputs of its latest tokens, whatever its length. An update's rows are not
@@ -342,8 +348,8 @@ difference.
   chat template takes rows of text, and refuses messages unless `data.chat_template` names a template.
 - Gated short convolutions beside attention (LFM2, LFM2-MoE, LFM3), within a document. A row's cache is its latest
   tokens, whatever its length; an update's rows are not packed (`batch.packing`).
-- Gates on the output of attention, for each number (Qwen3-Next, Trinity) or each head (LFM3, Laguna), by a sigmoid or
-  a softplus (Laguna).
+- Gates on the output of attention, for each number (Qwen3-Next, Trinity) or each head (LFM3, Laguna, Ling 3), by a
+  sigmoid or a softplus (Laguna).
 - Layers without a window that have another number of heads (Laguna) or of key/value heads (MiMo-V2, Gemma 4) than those
   with one, and values smaller than keys (MiMo-V2), whose decode steps take no kernel on GPUs.
 - Attention sinks (gpt-oss, Granite with windows, MiMo-V2): on NVIDIA GPUs, in 16 bits, by cuDNN and the kernel of
@@ -360,7 +366,9 @@ difference.
   gates are 0 unless they exceed the mean by so many standard deviations (`activation_sparsity_pattern`), beside
   per-layer embeddings and shared keys and values. The maps of streams and of Laurel have no adapters and are not
   quantised. transformers clips coefficients of AltUp above 120 in training; here they are not clipped.
-- Of `gemma3n` the text part alone, as of `llama4`: its encoders of images and sound are not read.
+- Of `gemma3n`, `apertus1p5` and `minimax_m3_vl` the text part alone, as of `llama4`: their encoders of images and sound
+  are not read. Codes of images and sound are tokens of Apertus 1.5 too, which its head does not predict
+  (`output_vocab_size`): they are read, and never sampled.
 - Of `llama4`, which reads images too, the text part alone: a folder of its is read as a `llama4_text`, rows with images
   are refused, and the export is a model of that type, without the other parts. Adapters are named as in that type's
   class. So is a `gemma4` or `gemma4_unified` (Gemma 4 12B) without a `vision_config`; of one that has it images are
@@ -447,8 +455,8 @@ ones run in one scan. `tests/models/mixers/test_mixer.py` has a recurrent one, a
 
 Not supported: the vision part of Llama 4, sound and videos, checkpoints quantized otherwise, texts that are read in
 both directions (but PaliGemma's prompts), ALiBi (Falcon-RW, BLOOM, MPT), a scale of attention for each layer
-(`scale_attn_by_inverse_layer_idx`), hyper-connections (DeepSeek-V4, Qwen4), experts that skip a layer (LongCat-Flash),
-and attention to blocks of tokens (MiniMax-M3).
+(`scale_attn_by_inverse_layer_idx`), hyper-connections (DeepSeek-V4, Qwen4, Hunyuan 4), experts that skip a layer
+(LongCat-Flash), indexers beside shared latents (Mistral Large 4), and gates clipped behind their activation (Step 3.5).
 """
 
 EXAMPLE = '''"""Helium (Kyutai): Llama's shape, with neighbouring dimensions of a head rotated together."""

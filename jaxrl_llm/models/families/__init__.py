@@ -37,6 +37,24 @@ NAMES = (
 MODULES = [importlib.import_module(f"{__name__}.{name}") for name in NAMES.split()]
 FAMILIES: dict[str, ModuleType] = {module.MODEL_TYPE: module for module in MODULES}
 ALIKE = {"kimi_k2": FAMILIES["deepseek_v3"]}  # model_types of another family's form, as which they are exported
+# What other model_types have that is not computed here.
+NOT_COMPUTED = {
+    "deepseek_v4": "hyper-connections, and attention to compressed tokens",
+    "hy_v4": "hyper-connections",
+    "qwen4_exp": "hyper-connections, and embeddings of n-grams",
+    "qwen4_exp_text": "hyper-connections, and embeddings of n-grams",
+    "longcat_flash": "experts that skip a layer",
+    "mistral_large4": "an indexer beside the latents of an earlier layer",
+    "step3p5": "gates that are clipped behind their activation",
+    "step3p7": "gates that are clipped behind their activation",
+    "zaya": "attention to convolved queries and keys",
+    "hrm_text": "layers that are passed several times",
+    "minimax": "lightning attention",
+    "jamba": "Mamba-1",
+    "falcon_mamba": "Mamba-1",
+    "bloom": "ALiBi",
+    "mpt": "ALiBi",
+}
 
 
 def register(module: ModuleType) -> None:
@@ -58,9 +76,10 @@ def family_of(hf: dict[str, Any]) -> ModuleType:
     model_type = hf.get("model_type")
     known = FAMILIES | ALIKE
     if model_type not in known:
+        reason = NOT_COMPUTED.get(str(model_type))
         raise ConfigError(
-            f"model_type {model_type!r} is not supported; supported are {', '.join(known)}, and a family of your own, "
-            "whose file model.register names (docs/models.md)."
+            f"model_type {model_type!r} is not supported{f' ({reason})' if reason else ''}; supported are "
+            f"{', '.join(known)}, and a family of your own, whose file model.register names (docs/models.md)."
         )
     return known[model_type]
 
