@@ -1923,6 +1923,14 @@ def test_sft_of_verl():
     )
 
 
+def test_wsd_of_verls_sft(tmp_path):
+    """Behind a warm-up of 10 steps 90 are left: int(0.9 * 90) = 81 have the peak, and 9 are a half wave."""
+    said = (FILES / "verl_sft.sh").read_text().strip() + " optim.lr_scheduler=wsd"
+    config, _ = migrate(written(tmp_path, "a.sh", said))
+    wanted = {"schedule": "wsd", "warmup_ratio": 0.1, "decay_steps": 9, "decay_shape": "cosine", "min_lr_ratio": 0.0}
+    expect(config, optimizer=wanted)
+
+
 def test_sft_of_verl_by_its_engines(tmp_path):
     said = (
         "torchrun --nproc_per_node=2 -m verl.trainer.sft_trainer model.path=Qwen/Qwen2.5-0.5B engine=fsdp "

@@ -120,11 +120,18 @@ def learning_rate(draft: Draft, at: str) -> None:
         shared.optimizer(draft, draft.get(f"{at}.optimizer"), f"{at}.optimizer")
         draft.use(f"{at}.optimizer_impl")
     if (section := next((name for name, shape in shapes.items() if shape == "wsd"), None)) is not None:
-        decay = draft.get(f"{section}.lr_wsd_decay_steps") or max(1, (end or draft.values["total_steps"]) // 10)
-        draft.set("optimizer.decay_steps", int(decay), f"{section}.lr_wsd_decay_steps")
-        style = draft.first(f"{section}.lr_wsd_decay_style", default="exponential")
-        style = "1-sqrt" if style == "minus_sqrt" else style
-        draft.set("optimizer.decay_shape", style, f"{section}.lr_wsd_decay_style")
+        total = draft.values["total_steps"]
+        if draft.sets(key := f"{section}.lr_scheduler"):  # of sft_trainer.yaml: the last tenth of what follows warm-up
+            share = draft.values.get("optimizer.warmup_ratio", 0.0)
+            rest = total - draft.values.get("optimizer.warmup_steps", int(share * total))
+            draft.set("optimizer.decay_steps", max(1, rest - int(0.9 * rest)), key)
+            draft.set("optimizer.decay_shape", "cosine", key)
+        else:
+            decay = draft.get(f"{section}.lr_wsd_decay_steps") or max(1, (end or total) // 10)
+            draft.set("optimizer.decay_steps", int(decay), f"{section}.lr_wsd_decay_steps")
+            style = draft.first(f"{section}.lr_wsd_decay_style", default="exponential")
+            style = "1-sqrt" if style == "minus_sqrt" else style
+            draft.set("optimizer.decay_shape", style, f"{section}.lr_wsd_decay_style")
     if shapes[at] != "cosine":
         draft.drop("optimizer.cycles")
 
