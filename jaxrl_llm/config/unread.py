@@ -64,50 +64,67 @@ OF_ALL = (
 
 def unread(config: ConfigDict) -> list[str]:
     """A sentence for each reason for which settings have no effect in this run, with their names."""
+    reasons = _of_algorithm(config) | _of_loss(config) | _of_optimizer(config) | _of_reference(config)
+    for key, value, others in OF_OTHERS if config.algorithm.name not in OFFLINE else ():
+        if config.algorithm[key.partition(".")[2]] == value:
+            reasons[f"{key} is {BY_NAME[key].show(value)}"] = others
+    found = {reason: ", ".join(key for key, _ in changed(config, keys)) for reason, keys in reasons.items()}
+    return [f"{reason}: {keys} has no effect" for reason, keys in found.items() if keys]
+
+
+Reasons = dict[str, tuple[str, ...]]  # with the settings that each leaves without effect, where it holds
+
+
+def _of_algorithm(config: ConfigDict) -> Reasons:
+    """What the algorithm has no part for, or the model none to train."""
     name, online = config.algorithm.name, config.algorithm.name not in OFFLINE
-    adapted = bool(config.lora.rank or config.lora.path)
+    compares_pairs, of_samples = name in ("preference", ONLINE_PREFERENCE), name == ONLINE_PREFERENCE
     of_losses = (*OF_ALL, *OF_REFERENCES, *OF_PREFERENCES, *OF_PAIRS)
     of_policies = tuple(key for key in _keys("algorithm.") if key not in of_losses)
-    compares_pairs = name in ("preference", ONLINE_PREFERENCE)
-    of_preferences = tuple(key for key in of_policies if key != "algorithm.beta")
-    named, optimizer = f"algorithm.name is {name}, ", config.optimizer.name
-    of_optimizers = (*OF_OPTIMIZERS, *(OF_CRITICS if name == "ppo" else ()))
-    betas = (options.get("beta") for options in environment_options(config.environment.options).values())
-    compares = online and compares_with_reference(config)
-    compared = compares_pairs and _compares(config.algorithm.loss)
-    given = compared and not config.algorithm.reference_free
-    refers = given or compares or (online and not compares_pairs and bool(config.algorithm.beta or any(betas)))
-    rules = {split_options(rule)[0] for rule in advantages_of(config).values()}
-    # With zero all that is set for rewards has no effect, and is meant to have none. An agent's parts are scaled.
-    scaled = any(rule == "zero" or takes(rule, "scale", otherwise=True) for rule in rules) or config.environment.agent
-    teacher, options = split_options(config.teacher.path or "")
+    unsampled = (*of_policies, *OF_REFERENCES)
+    if name == "preference":
+        unsampled = tuple(key for key in of_policies if key != "algorithm.beta")
+    unranked = tuple(key for key in of_policies if key not in OF_RANKS)
+    named = f"algorithm.name is {name}, which"
+    return {
+        "lora.rank is 0 and lora.path none, so there are no adapters and all of the model is trained": (
+            () if config.lora.rank or config.lora.path else OF_ADAPTERS
+        ),
+        f"{named} has no critic": () if name == "ppo" else _keys("critic."),
+        f"{named} samples its rows": OF_GIVEN_ROWS if online and config.teacher.on_policy == 1 else (),
+        f"{named} compares no pairs": () if compares_pairs else OF_PREFERENCES,
+        f"{named} makes no pairs": () if of_samples else OF_PAIRS,
+        f"{named} reads the ranks of completions and no advantages": unranked if of_samples else (),
+        f"{named} has no reference": () if online or name == "preference" else ("data.precompute_reference",),
+        f"{named} reads whole completions": ("data.loss_on",) if name in ("preference", "reward_model") else (),
+        f"{named} reads no steps": () if name == "process_reward_model" else ("data.step_separator",),
+        f"{named} samples no completions to learn from": () if online else unsampled,
+    }
+
+
+def _of_loss(config: ConfigDict) -> Reasons:
+    """What the formulas of the loss and of the advantage have no number for."""
+    online = config.algorithm.name not in OFFLINE
     loss = named_policy_loss(config) if online else None
     read = OF_RATIOS if loss is None else tuple(f"algorithm.{name}" for name in inspect.signature(loss).parameters)
     unread_ratios = {*OF_RATIOS} - {*read} | {f"algorithm.{name}" for name in getattr(loss, "unread", ())}
-    reasons = {
-        "lora.rank is 0 and lora.path none, so there are no adapters and all of the model is trained": (
-            () if adapted else OF_ADAPTERS
-        ),
-        f"{named}which has no critic": () if name == "ppo" else _keys("critic."),
-        f"{named}which samples its rows": OF_GIVEN_ROWS if online and config.teacher.on_policy == 1 else (),
-        f"{named}which compares no pairs": () if compares_pairs else OF_PREFERENCES,
-        f"{named}which makes no pairs": () if name == ONLINE_PREFERENCE else OF_PAIRS,
-        f"{named}which reads the ranks of completions and no advantages": (
-            tuple(key for key in of_policies if key not in OF_RANKS) if name == ONLINE_PREFERENCE else ()
-        ),
-        f"{named}which has no reference": () if online or name == "preference" else ("data.precompute_reference",),
-        f"{named}which reads whole completions": ("data.loss_on",) if name in ("preference", "reward_model") else (),
-        f"{named}which reads no steps": () if name == "process_reward_model" else ("data.step_separator",),
-        f"{named}which samples no completions to learn from": (
-            () if online else of_preferences if name == "preference" else (*of_policies, *OF_REFERENCES)
-        ),
+    rules = {split_options(rule)[0] for rule in advantages_of(config).values()}
+    # With zero all that is set for rewards has no effect, and is meant to have none. An agent's parts are scaled.
+    scaled = any(rule == "zero" or takes(rule, "scale", otherwise=True) for rule in rules) or config.environment.agent
+    scales = online and config.algorithm.name != ONLINE_PREFERENCE
+    return {
         f"algorithm.loss is {config.algorithm.loss}, whose formula has no such bound": tuple(sorted(unread_ratios)),
-        f"algorithm.loss is {config.algorithm.loss}, which reads no reference": (
-            (*OF_REFERENCES, REFERENCE_FREE, "data.precompute_reference") if compares_pairs and not compared else ()
+        f"algorithm.advantage is {config.algorithm.advantage}, whose formula leaves no choice of a deviation": (
+            ("algorithm.scale_rewards",) if scales and not scaled else ()
         ),
-        "algorithm.reference_free is true, so that no reference is read": (
-            (*OF_REFERENCES, "data.precompute_reference") if compared and not given else ()
-        ),
+    }
+
+
+def _of_optimizer(config: ConfigDict) -> Reasons:
+    """What the optimizer's formula has no number for."""
+    optimizer = config.optimizer.name
+    of_optimizers = (*OF_OPTIMIZERS, *(OF_CRITICS if config.algorithm.name == "ppo" else ()))
+    return {
         f"optimizer.name is {optimizer}, which takes its options in brackets": (
             of_optimizers if is_own(split_options(optimizer)[0]) else ()
         ),
@@ -119,8 +136,25 @@ def unread(config: ConfigDict) -> list[str]:
         "optimizer.lisa_layers is 0, so that all layers are updated": (
             () if config.optimizer.lisa_layers else ("optimizer.lisa_every",)
         ),
-        f"algorithm.advantage is {config.algorithm.advantage}, whose formula leaves no choice of a deviation": (
-            ("algorithm.scale_rewards",) if online and not scaled and not compares_pairs else ()
+    }
+
+
+def _of_reference(config: ConfigDict) -> Reasons:
+    """What a reference or a teacher would read, where there is none or it shares the policy's parameters."""
+    name, online = config.algorithm.name, config.algorithm.name not in OFFLINE
+    adapted, compares_pairs = bool(config.lora.rank or config.lora.path), name in ("preference", ONLINE_PREFERENCE)
+    betas = (options.get("beta") for options in environment_options(config.environment.options).values())
+    has_beta = bool(config.algorithm.beta or any(betas))
+    compared = compares_pairs and _compares(config.algorithm.loss)
+    given = compared and not config.algorithm.reference_free
+    refers = given or (online and (compares_with_reference(config) or (not compares_pairs and has_beta)))
+    teacher, options = split_options(config.teacher.path or "")
+    return {
+        f"algorithm.loss is {config.algorithm.loss}, which reads no reference": (
+            (*OF_REFERENCES, REFERENCE_FREE, "data.precompute_reference") if compares_pairs and not compared else ()
+        ),
+        "algorithm.reference_free is true, so that no reference is read": (
+            (*OF_REFERENCES, "data.precompute_reference") if compared and not given else ()
         ),
         "algorithm.beta is 0, so that there is no reference": (
             (*OF_REFERENCES, "algorithm.kl") if online and not refers and not compares_pairs else ()
@@ -138,11 +172,6 @@ def unread(config: ConfigDict) -> list[str]:
             ("teacher.offload",) if adapted and teacher == "self" and options.get("rate", 1) in (0, 1) else ()
         ),
     }
-    for key, value, others in OF_OTHERS if online else ():
-        if config.algorithm[key.partition(".")[2]] == value:
-            reasons[f"{key} is {BY_NAME[key].show(value)}"] = others
-    found = {reason: ", ".join(key for key, _ in changed(config, keys)) for reason, keys in reasons.items()}
-    return [f"{reason}: {keys} has no effect" for reason, keys in found.items() if keys]
 
 
 def _compares(written: str) -> bool:
