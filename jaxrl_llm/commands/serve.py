@@ -23,7 +23,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import jax
@@ -132,7 +131,7 @@ def serve(
     from jaxrl_llm.serving.app import Limits, Server
     from jaxrl_llm.serving.connections import Connection
     from jaxrl_llm.serving.endpoints import ENDPOINTS
-    from jaxrl_llm.serving.queue import RequestQueue
+    from jaxrl_llm.serving.queue import RequestQueue, compile_first
     from jaxrl_llm.serving.trainers import ROUTES
     from jaxrl_llm.tools.tinker.service import TrainingService
 
@@ -175,7 +174,8 @@ def serve(
         timeout_graceful_shutdown=int(drain) + 2,  # for what ended answers write; who reads none of it is cut off
     )  # fmt: skip
     queue.start()
-    compile_first(queue)
+    with waiting("compiling", stderr_console()):
+        compile_first(queue)
     listener.listen(2048)
     address, actual = listener.getsockname()[:2]
     ready = f"{', '.join(names)}: {slots} slots of up to {length} tokens, at http://{address}:{actual}/v1"
@@ -232,22 +232,6 @@ def weight_loader(model: Model, published: LocalCheckpoint) -> Callable[[str], P
         return structure.unflatten(leaves)
 
     return load
-
-
-def compile_first(queue: Any) -> None:
-    """Sample a first row: it compiles the programs that the next ones need, and shows that the model runs here before
-    anyone asks. Raises what sampling it raises."""
-    from jaxrl_llm.serving.grid import RowRequest
-    from jaxrl_llm.serving.handles import Handle, Tokens
-
-    replies: SimpleQueue[Tokens | BaseException] = SimpleQueue()
-    queue.submit([Handle(RowRequest([0], 2, SamplingParams(), (), 0), replies.put)])
-    with waiting("compiling", stderr_console()):
-        while not isinstance(reply := replies.get(), BaseException) and reply.finish_reason is None:
-            pass
-    if isinstance(reply, BaseException):
-        raise reply
-    queue.clear_counts()
 
 
 def draining_server(web: Any, server: Any, queue: Any, drain: float, ready: str) -> Any:

@@ -14,11 +14,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.errors import lacks_memory
-from jaxrl_llm.serving.handles import Handle
+from jaxrl_llm.serving.grid import RowRequest
+from jaxrl_llm.serving.handles import Handle, Tokens
 from jaxrl_llm.serving.metrics import Counts
 from jaxrl_llm.serving.running import Running
 from jaxrl_llm.serving.weights import Adapter, Weights
@@ -266,3 +269,15 @@ class RequestQueue:
                 self._waiting.extendleft(reversed(joining))  # they are told as those that wait
             raise
         return True
+
+
+def compile_first(queue: RequestQueue, width: int = 1) -> None:
+    """Sample a first row, of a prompt of `width` tokens: it compiles the programs that the next ones need, and shows
+    that the model runs here before anyone asks. Raises what sampling it raises."""
+    replies: SimpleQueue[Tokens | BaseException] = SimpleQueue()
+    queue.submit([Handle(RowRequest([0] * width, 2, SamplingParams(), (), 0), replies.put)])
+    while not isinstance(reply := replies.get(), BaseException) and reply.finish_reason is None:
+        pass
+    if isinstance(reply, BaseException):
+        raise reply
+    queue.clear_counts()

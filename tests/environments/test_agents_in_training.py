@@ -349,19 +349,32 @@ def test_agents_that_fail(model, play):
         play(sometimes, tasks[:2], on_error="stop")
 
 
-def test_completions_without_memory_end_the_step(play, monkeypatch):
-    """They are no failure of an agent, without which a step goes on."""
-    true, failed = running.decode_chunk, []
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        pytest.param(1, r"no memory for a first completion \(JaxRuntimeError: RESOURCE_", marks=pytest.mark.slow),
+        (2, r"[1-4] completions .* were not sampled, .*"),
+    ],
+)
+def test_completions_without_memory_end_the_step(play, monkeypatch, number, message):
+    """They are no failure of an agent, without which a step goes on. The first one is of no agent: it compiles before
+    their time, and that of their clients, runs."""
+    true, calls, before = running.decode_chunk, [], []
 
     def limited(*args):
-        if failed:
+        calls.append(args)
+        if len(calls) != number:
             return true(*args)
-        failed.append(args)
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
 
+    def agent(base_url, api_key, task):
+        before.append(len(calls))
+        return two_turns(base_url, api_key, task)
+
     monkeypatch.setattr(running, "decode_chunk", limited)
-    with pytest.raises(EpisodeError, match=r"[1-4] completions .* were not sampled, .* set fewer rollout\.slots"):
-        play(two_turns, [{"prompt": "sort:4821="}, {"prompt": "sort:99310="}])
+    with pytest.raises(EpisodeError, match=message + r".* set fewer rollout\.slots"):
+        play(agent, [{"prompt": "sort:4821="}, {"prompt": "sort:99310="}])
+    assert len(before) == (0 if number == 1 else 2 * K) and all(before)
 
 
 ASKS_FOR_RESPONSES = """

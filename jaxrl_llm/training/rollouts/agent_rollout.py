@@ -11,6 +11,7 @@ does: its branches and those of its sub-agents lie in it one behind the other, a
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
+from jaxrl_llm.config.user_code import error_text
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.image_rows import Tiles
 from jaxrl_llm.data.images import ImageLimits, data_url
@@ -34,7 +36,8 @@ from jaxrl_llm.models.net import Params
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.rollout.slots import Rollout, row_keys
-from jaxrl_llm.serving.queue import RequestQueue
+from jaxrl_llm.serving.errors import lacks_memory
+from jaxrl_llm.serving.queue import RequestQueue, compile_first
 from jaxrl_llm.serving.sessions import MODEL, Branch, Session, SessionSpec
 from jaxrl_llm.training.images import IMAGES
 from jaxrl_llm.training.rollouts.external_rollout import ExternalRows, as_rollout
@@ -235,6 +238,7 @@ class AgentRollout:
         where `environment.on_error` is stop, in all processes; and where there was no memory for a completion.
         """
         spec, engine = self.agents.spec, self.engine
+        is_new = "gateway" not in self.held
         gateway = self._gateway(self.own.params(params))
         tasks = [example for example in examples for _ in range(engine.group_size)]
         longest = engine.max_completion_length
@@ -254,8 +258,6 @@ class AgentRollout:
             for session in sessions
         ]  # fmt: skip
         outcomes, seconds = [Outcome() for _ in tasks], [0.0 for _ in tasks]
-        started, counts = time.monotonic(), gateway.queue.counts
-        refused = counts.refused_rows
 
         def ended(number: int, outcome: Outcome) -> None:
             gateway.end(sessions[number], outcome.failure or "its agent has ended")
@@ -263,12 +265,15 @@ class AgentRollout:
 
         with all_or_none():
             try:
+                if is_new:  # before the time of agents runs, and that of their clients
+                    self._compile(gateway.queue, len(tasks[0]["prompt_ids"]))
+                started, refused = time.monotonic(), gateway.queue.counts.refused_rows
                 self.agents.run(connections, list(map(_given, tasks)), ended)
             finally:
                 for session in sessions:
                     gateway.end(session, "the step is over")
                 _call(gateway.queue, gateway.queue.release)
-            if refused := counts.refused_rows - refused:  # which is no failure of an agent
+            if refused := gateway.queue.counts.refused_rows - refused:  # which is no failure of an agent
                 raise EpisodeError(
                     f"{refused} completions of agents were not sampled, as the error above says; where there was no "
                     "memory, set fewer rollout.slots"
@@ -278,9 +283,11 @@ class AgentRollout:
         reasons = [reason for own in gather(episodes.reasons) for reason in own]
         failed = [reason for reason in reasons if reason is not None]
         if len(failed) == len(reasons) or (failed and spec.on_error == "stop"):
+            reason, times = Counter(failed).most_common(1)[0]
+            often = "" if reason == failed[0] else f"; most often ({times} times): {reason}"
             raise EpisodeError(
                 f"{'all' if len(failed) == len(reasons) else len(failed)} of the step's {len(reasons)} agents failed "
-                f"(environment.agent); the first: {failed[0]}"
+                f"(environment.agent); the first: {failed[0]}{often}"
             )
         found = episodes.rows
         # A session without a call has a row too, of which nothing is in the mask.
@@ -294,6 +301,18 @@ class AgentRollout:
         )
         finished = [row is not None and row.last.finished for row in found]
         return as_rollout(rows, finished, self.prompt_width, longest, self.mesh), episodes
+
+    @staticmethod
+    def _compile(queue: RequestQueue, width: int) -> None:
+        """Compile the programs of calls; raises EpisodeError where there is no memory for one."""
+        try:
+            compile_first(queue, width)
+        except Exception as error:
+            if not lacks_memory(error):
+                raise
+            raise EpisodeError(
+                f"there was no memory for a first completion ({error_text(error):.200}): set fewer rollout.slots"
+            ) from error
 
     def _gateway(self, params: Params) -> Any:
         """The endpoint, with these parameters."""
