@@ -62,35 +62,19 @@ def row_images(
     pixels, grids = images.pixels, images.grids
 
     def fill(rows: list[int]) -> None:
-        own, row = tiles[rows[0]], rows[0]
-        assert own is not None
-        if encoder is not None and grids is not None:
-            patches, grid = patch_rows(own, encoder)
-            for row in rows:
-                check(row, len(patches) // vision.merge**2)
-                pixels[row, : len(patches)], grids[row, : len(grid)] = patches, grid
-            return
-        if grids is not None:
-            images = list(own)
-            if not all(isinstance(image, tuple) for image in images):
-                raise ConfigError(
-                    f"row {row} of a batch has pixels alone, but this model puts the tiles of an image together by the "
-                    "size of the image: give images (docs/vision.md), not pixels"
-                )
-            own, grid = np.concatenate([tiles for tiles, _ in images]), np.array([numbers for _, numbers in images])
-            for row in rows:
-                if vision.newline:
-                    check(row, int(token_counts(grid, vision.tile_tokens).sum()))
-                grids[row, : len(grid)] = grid
-        # A table of rows in memory keeps them as lists; others are files, which are read here.
-        own = np.asarray(own, np.float32)
-        if own.shape[1:] != vision.tile_shape:
-            raise ConfigError(
-                f"row {row} of a batch has tiles of shape {own.shape[1:]} (height, width, channels), but this "
-                f"model reads {vision.tile_shape}: use the image processor of its folder"
-            )
+        own = tiles[rows[0]]
+        if encoder is not None:
+            read, grid = patch_rows(own, encoder)
+            wanted = len(read) // vision.merge**2
+        else:
+            read, grid = _read_tiles(own, rows[0], vision)
+            wanted = int(token_counts(grid, vision.tile_tokens).sum()) if vision.newline else None
         for row in rows:
-            pixels[row, : counts[row]] = own
+            if wanted is not None:
+                check(row, wanted)
+            pixels[row, : len(read)] = read
+            if grids is not None and grid is not None:
+                grids[row, : len(grid)] = grid
 
     rows_of: dict[int, list[int]] = {}  # both rows of a pair have the same images, which are read once
     for row, own in enumerate(tiles):
@@ -101,6 +85,27 @@ def row_images(
         for _ in pool.map(fill, rows_of.values()):
             pass
     return dataclasses.replace(images, count=np.array(counts, np.int32))
+
+
+def _read_tiles(own: Any, row: int, vision: VisionConfig) -> tuple[np.ndarray, np.ndarray | None]:
+    """The tiles `[tiles,H,W,C]` of a row's images, and the numbers `[images,n]` of these where a model reads them."""
+    grid = None
+    if vision.numbers:
+        images = list(own)
+        if not all(isinstance(image, tuple) for image in images):
+            raise ConfigError(
+                f"row {row} of a batch has pixels alone, but this model puts the tiles of an image together by the "
+                "size of the image: give images (docs/vision.md), not pixels"
+            )
+        own, grid = np.concatenate([tiles for tiles, _ in images]), np.array([numbers for _, numbers in images])
+    # A table of rows in memory keeps them as lists; others are files, which are read here.
+    own = np.asarray(own, np.float32)
+    if own.shape[1:] != vision.tile_shape:
+        raise ConfigError(
+            f"row {row} of a batch has tiles of shape {own.shape[1:]} (height, width, channels), but this model reads "
+            f"{vision.tile_shape}: use the image processor of its folder"
+        )
+    return own, grid
 
 
 def room_for(vision: VisionConfig, rows: int, tiles: int, tokens: int, make: Callable[..., Any] = np.zeros) -> Images:

@@ -33,6 +33,33 @@ FORMER_OF_SFT = {
     "optim.lr_scheduler_type": "optim.lr_scheduler",
 }
 OVERLONG = {"error": "error", "left": "truncate_left", "right": "truncate_right", "middle": "truncate_middle"}
+# Our loss of a mode, and its options: our name, the key in verl, verl's default.
+LOSSES: dict[str, tuple[str, dict[str, tuple[str, float]]]] = {
+    "vanilla": ("ppo_clip", {}),
+    "gspo": ("gspo_token", {}),
+    "gpg": ("reinforce", {}),
+    "geo_mean": ("gmpo", {}),
+    "cispo": ("cispo", {}),
+    "sapo": (
+        "sapo",
+        {"temperature_positive": (f"{A}.tau_pos", 1.0), "temperature_negative": (f"{A}.tau_neg", 1.05)},
+    ),
+    "clip_cov": (
+        "clip_cov",
+        {
+            "fraction": (f"{A}.policy_loss.clip_cov_ratio", 2e-4),
+            "lower": (f"{A}.policy_loss.clip_cov_lb", 1.0),
+            "upper": (f"{A}.policy_loss.clip_cov_ub", 5.0),
+        },
+    ),
+    "kl_cov": (
+        "kl_cov",
+        {"fraction": (f"{A}.policy_loss.kl_cov_ratio", 2e-4), "kl_coef": (f"{A}.policy_loss.ppo_kl_coef", 0.1)},
+    ),
+    "dppo_tv": ("dppo_tv", {"maximum": (f"{A}.clip_ratio_c", 20.0)}),
+    "dppo_kl": ("dppo_kl", {"maximum": (f"{A}.clip_ratio_c", 20.0)}),
+    "dro": ("dro", {"beta": (f"{A}.policy_loss.dro_beta", 0.0)}),
+}
 MEANS = {
     "token-mean": "token",
     "seq-mean-token-mean": "sequence",
@@ -332,33 +359,6 @@ def _loss(draft: Draft, version: str) -> None:
     """Set the policy loss with its options, and the aggregation of that version."""
     section, mode = f"{A}.policy_loss", draft.get(f"{A}.policy_loss.loss_mode")
     low, high = draft.values["algorithm.epsilon_low"], draft.values["algorithm.epsilon_high"]
-    # Our loss of a mode, and its options: our name, the key in verl, verl's default.
-    losses: dict[str, tuple[str, dict[str, tuple[str, float]]]] = {
-        "vanilla": ("ppo_clip", {}),
-        "gspo": ("gspo_token", {}),
-        "gpg": ("reinforce", {}),
-        "geo_mean": ("gmpo", {}),
-        "cispo": ("cispo", {}),
-        "sapo": (
-            "sapo",
-            {"temperature_positive": (f"{A}.tau_pos", 1.0), "temperature_negative": (f"{A}.tau_neg", 1.05)},
-        ),
-        "clip_cov": (
-            "clip_cov",
-            {
-                "fraction": (f"{section}.clip_cov_ratio", 2e-4),
-                "lower": (f"{section}.clip_cov_lb", 1.0),
-                "upper": (f"{section}.clip_cov_ub", 5.0),
-            },
-        ),
-        "kl_cov": (
-            "kl_cov",
-            {"fraction": (f"{section}.kl_cov_ratio", 2e-4), "kl_coef": (f"{section}.ppo_kl_coef", 0.1)},
-        ),
-        "dppo_tv": ("dppo_tv", {"maximum": (f"{A}.clip_ratio_c", 20.0)}),
-        "dppo_kl": ("dppo_kl", {"maximum": (f"{A}.clip_ratio_c", 20.0)}),
-        "dro": ("dro", {"beta": (f"{section}.dro_beta", 0.0)}),
-    }
     # Bypass mode has losses of its own, whatever loss_mode says.
     preset = str(draft.values.get(CORRECTION, ""))
     if draft.get(f"{CORRECTION}.bypass_mode") or preset.startswith("bypass_") or mode == "bypass_mode":
@@ -370,10 +370,10 @@ def _loss(draft: Draft, version: str) -> None:
         draft.use(f"{CORRECTION}.loss_type")
     elif mode in ("dppo_tv", "dppo_kl"):  # which compare with the sampler unless told otherwise
         draft.set("algorithm.old_logps", "trainer", f"{section}.loss_mode")
-    shared.check_known(f"{section}.loss_mode", mode, losses)
+    shared.check_known(f"{section}.loss_mode", mode, LOSSES)
     if mode == "dro" and not float(draft.get(f"{section}.dro_beta") or 0) > 0:
         raise ConfigError(f"{section}.loss_mode is dro, for which verl wants {section}.dro_beta above 0: set it")
-    loss, keys = losses[mode]
+    loss, keys = LOSSES[mode]
     options = {option: draft.first(key, default=default) for option, (key, default) in keys.items()}
     draft.use(f"{A}.tau_pos", f"{A}.tau_neg", *(key for key, _ in keys.values()))
     if mode == "cispo":
