@@ -152,6 +152,35 @@ def _compiled(
         if shapes.graders and only in ("", "sampling"):
             simulated, options = target_.accelerator and not target_.exact, dict(target_.options)
             programs += compile_graders(config, shapes, target_.mesh, simulated, only, options, target_.host)
+    held, host = _held(shapes)
+    if only == "sampling":
+        held, host = {GRADERS: held[GRADERS]}, {GRADERS: host[GRADERS]}
+    held_by_sampling = {}
+    if sampling is not None:
+        held_by_sampling = {
+            PARAMETERS: bytes_on_device(sampling.params),
+            "keys and values of prompts": bytes_on_device((sampling.prompt_cache, sampling.waiting_cache)),
+            "keys and values of completions": bytes_on_device(sampling.row_cache),
+        }
+    return Plan(
+        config=config,
+        target=target_,
+        widths=widths,
+        parameters=tree_size(shapes.net.plain.shapes()),
+        trained=tree_size(shapes.state.params),
+        held={name: size for name, size in held.items() if size},
+        host={name: size for name, size in host.items() if size},
+        sampling=held_by_sampling,
+        programs=programs,
+        microbatch=microbatch,
+        note="; ".join(notes),
+        image_tokens=image_tokens,
+    )
+
+
+def _held(shapes: Shapes) -> tuple[dict[str, int], dict[str, int]]:
+    """The bytes that a run holds from its first step to its last, by what they are: on a device, and in its host's
+    memory."""
     state, frozen, reference = shapes.state, shapes.frozen, shapes.own_reference
     held = {
         "parameters, trained": bytes_on_device(state.params),
@@ -171,29 +200,7 @@ def _compiled(
         "teachers": bytes_on_device([teacher.own for teacher in shapes.teachers.values()], host=True),
         GRADERS: bytes_on_device([grader.own for grader in shapes.graders], host=True),
     }
-    if only == "sampling":
-        held, host = {GRADERS: held[GRADERS]}, {GRADERS: host[GRADERS]}
-    held_by_sampling = {}
-    if sampling is not None:
-        held_by_sampling = {
-            PARAMETERS: bytes_on_device(sampling.params),
-            "keys and values of prompts": bytes_on_device((sampling.prompt_cache, sampling.waiting_cache)),
-            "keys and values of completions": bytes_on_device(sampling.row_cache),
-        }
-    return Plan(
-        config=config,
-        target=target_,
-        widths=widths,
-        parameters=tree_size(shapes.net.plain.shapes()),
-        trained=tree_size(state.params),
-        held={name: size for name, size in held.items() if size},
-        host={name: size for name, size in host.items() if size},
-        sampling=held_by_sampling,
-        programs=programs,
-        microbatch=microbatch,
-        note="; ".join(notes),
-        image_tokens=image_tokens,
-    )
+    return held, host
 
 
 def tree_size(tree) -> int:
