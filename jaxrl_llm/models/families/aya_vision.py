@@ -52,10 +52,8 @@ def config_of(
     """`to_config` of the families that have this shape; `token` is the entry of the image token, and `norm` the epsilon
     of the projector's norm: without one (0) features are behind the encoder's own."""
     family, text = llava.text_of(hf, families, TEXT_DEFAULTS)
-    entries = hf.get("vision_config") or {}
-    computed(entries, {"model_type": "siglip_vision_model"}, "vision_config.")
-    siglip.refuse_head(entries)
-    encoder = siglip.read(entries, siglip.DEFAULT)
+    computed(hf.get("vision_config") or {}, {"model_type": "siglip_vision_model"}, "vision_config.")
+    encoder = siglip.headless(hf)
     encoder = dataclasses.replace(encoder, features_from=encoder.layers if norm else 0)
     factor = positive(hf, "downsample_factor")
     if encoder.side % factor:
@@ -88,11 +86,10 @@ def entries_of(
 ) -> dict[str, Any]:  # fmt: skip
     """`from_config` of the families that have this shape; `own` are their entries besides those of all."""
     vision = siglip.vision_of(config)
-    given = (base or {}).get("vision_config") or {"model_type": "siglip_vision_model", "vision_use_head": False}
     own = {
         "downsample_factor": vision.merge,
         "alignment_intermediate_size": vision.projector_ffn,
-        "vision_config": given | siglip.write(vision),
+        "vision_config": siglip.headless_entries(vision, base),
         **own,
     }
     return llava.entries_of(config, base, families, architecture, own, TEXT_DEFAULTS)

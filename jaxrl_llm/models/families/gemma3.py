@@ -43,9 +43,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS, TEXT_DEFAULTS)
-    entries = hf.get("vision_config") or {}
-    siglip.refuse_head(entries)
-    encoder = siglip.read(entries, siglip.DEFAULT)
+    encoder = siglip.headless(hf)
     side = math.isqrt(positive(hf, "mm_tokens_per_image"))
     if side**2 != hf["mm_tokens_per_image"] or encoder.side % side:
         supported = f"squares of divisors of the {encoder.side} patches along a side of a tile"
@@ -58,11 +56,10 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     vision = siglip.vision_of(config)
-    given = (base or {}).get("vision_config") or {"model_type": "siglip_vision_model", "vision_use_head": False}
     own = {
         "model_type": MODEL_TYPE,
         "image_token_index": vision.image_token,
         "mm_tokens_per_image": vision.tile_tokens,
-        "vision_config": given | siglip.write(vision),
+        "vision_config": siglip.headless_entries(vision, base),
     }
     return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own, TEXT_DEFAULTS)

@@ -74,12 +74,10 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         refuse("text_config.use_bidirectional_attention", text["use_bidirectional_attention"], "true, or null")
     # Of prompts, see below.
     text |= {"use_bidirectional_attention": None}
-    entries = hf.get("vision_config") or {}
-    siglip.refuse_head(entries)
     if (width := positive(text, "hidden_size")) != hf["projection_dim"]:
         refuse("projection_dim", hf["projection_dim"], f"the hidden_size of the text_config, {width}")
     token = siglip.image_token(hf, "image_token_index", text)
-    encoder = siglip.read(entries, siglip.DEFAULT)
+    encoder = siglip.headless(hf)
     vision = VisionConfig(encoder, 1, token, projector="linear", bidirectional="prompt")
     return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
 
@@ -87,11 +85,10 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     vision = siglip.vision_of(config)
-    given = (base or {}).get("vision_config") or {"model_type": "siglip_vision_model", "vision_use_head": False}
     own = {
         "model_type": MODEL_TYPE,
         "image_token_index": vision.image_token,
         "projection_dim": config.width,
-        "vision_config": given | siglip.write(vision),
+        "vision_config": siglip.headless_entries(vision, base),
     }
     return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own, TEXT_DEFAULTS)

@@ -80,6 +80,19 @@ def refuse_head(entries: dict[str, Any]) -> None:
         refuse("vision_config.vision_use_head", True, "false (an encoder without the head that pools its patches)")
 
 
+def headless(hf: dict[str, Any]) -> SiglipConfig:
+    """The encoder of a config.json, which has no head; raises ConfigError for another network."""
+    entries = hf.get("vision_config") or {}
+    refuse_head(entries)
+    return read(entries, DEFAULT)
+
+
+def headless_entries(vision: VisionConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The `vision_config` of an encoder that `headless` reads, over that of `base`."""
+    given = (base or {}).get("vision_config") or {"model_type": "siglip_vision_model", "vision_use_head": False}
+    return given | write(vision)
+
+
 def vision_of(config: ModelConfig) -> VisionConfig:
     """The vision part of a net; raises ConfigError for one without, and for one with another encoder."""
     if config.vision is None or not isinstance(config.vision.encoder, SiglipConfig):
