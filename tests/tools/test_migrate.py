@@ -22,7 +22,8 @@ from jaxrl_llm.config.resolve import resolve
 from jaxrl_llm.config.schema import KEYS
 from jaxrl_llm.data.formats import lookup as formats
 from jaxrl_llm.data.formats.lookup import known
-from jaxrl_llm.models.files.hf import EMBEDDED
+from jaxrl_llm.data.tokenize import RowTokenizer
+from jaxrl_llm.models.files.hf import EMBEDDED, load_tokenizer
 from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.tools.migrate import migrate
 from jaxrl_llm.tools.migrate.documentation import page
@@ -1921,6 +1922,26 @@ def test_sft_of_verl():
         batch={"prompts": 64, "microbatch_rows": 16},
         _={"total_steps": 100},
     )
+
+
+def test_rows_of_verls_sft(tmp_path):
+    """SFTDataset's tokens: the prompt by the template, and the answer as it is with an end, whose turn has thoughts."""
+    said = "model: {partial_pretrain: a/b}\ndata: {prompt_key: extra, prompt_dict_keys: [q], response_key: a, "
+    said += "apply_chat_template_kwargs: {mark: PROMPT}}\ntrainer: {total_training_steps: 1}\n"
+    config, _ = migrate(written(tmp_path, "sft.yaml", said))
+    tokenizer = load_tokenizer(EMBEDDED / "sort")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ mark }}{{ m.role }}\n{{ '<think></think>' if m.role == 'assistant' }}{{ m.content }}"
+        "\n{% endfor %}{{ 'assistant\n' if add_generation_prompt }}"
+    )
+    made = formats.find(config.data.format, "completions", tokenizer)({"extra": {"q": "2+2?"}, "a": "4"})
+    row = RowTokenizer("completions", tokenizer).token_row(made)
+    parts = [
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in ("PROMPTuser\n2+2?\nassistant\n", f"4{tokenizer.eos_token}")
+    ]
+    assert row["ids"] == parts[0] + parts[1]
+    assert row["mask"] == [0] * len(parts[0]) + [1] * len(parts[1])
 
 
 def test_wsd_of_verls_sft(tmp_path):

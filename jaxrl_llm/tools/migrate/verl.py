@@ -616,5 +616,7 @@ def _sft(draft: Draft, gpus: int) -> None:
         path = [draft.first(key, default=unset), *(draft.get(inner) or ())]
         columns.append("".join(f'["{name}"]' for name in path))
     text = rules("verl")["functions"]["columns"]
-    draft.functions.append(text.replace("PROMPT", columns[0]).replace("RESPONSE", columns[1]))
+    options = "".join(f", {name}={value!r}" for name, value in _below(draft, "data.apply_chat_template_kwargs").items())
+    filled = {"PROMPT": columns[0], "RESPONSE": columns[1], "OPTIONS": options}
+    draft.functions.append(re.sub("PROMPT|RESPONSE|OPTIONS", lambda name: filled[name[0]], text))
     draft.set("data.format", f"{draft.companion}:columns", *names)
