@@ -163,16 +163,16 @@ def test_a_game_of_several_turns(tokenizer):
     assert Guess.closed == 9
 
 
-@pytest.mark.parametrize("timeout", [None, 0.2])
+@pytest.mark.parametrize("timeout", [None, 1.0])
 def test_environments_that_have_failed_are_closed_together(timeout, tokenizer, monkeypatch):
     """Those whose servers are gone hold nobody up: neither each other nor, for long, the run."""
-    monkeypatch.setattr("jaxrl_llm.environments.factory.CLOSE_SECONDS", 0.2 if timeout is None else 10.0)
+    monkeypatch.setattr("jaxrl_llm.environments.factory.CLOSE_SECONDS", 1.0 if timeout is None else 100.0)
     gone, closing = threading.Event(), []
 
     class Gone(Guess):
         def close(self):
             closing.append(self)
-            gone.wait(20)
+            gone.wait(100)
 
     class Kept(Guess):
         async def close(self):
@@ -183,7 +183,7 @@ def test_environments_that_have_failed_are_closed_together(timeout, tokenizer, m
     batch, *_ = play(tokenizer, environments, rows, [["boom"]] * 9 + [["later", "5"]])
     began = time.monotonic()
     batch.release(len(batch.rows))
-    assert time.monotonic() - began < 1.0 and len(closing) == 9
+    assert time.monotonic() - began < 7.0 and len(closing) == 9  # one after the other they take 8
     gone.set()
     environments.close()  # that of the last row
     loops = {closed for closed in closing if not isinstance(closed, Guess)}
