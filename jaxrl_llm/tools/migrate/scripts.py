@@ -56,7 +56,11 @@ def read_script(text: str, path: str, system: str, trainer: str, companion: str,
     if trainer:
         present = [name for name in present if _trainer(name) == trainer]
     if not present:
-        raise ConfigError(f"{path} has no call of {', '.join(known)}, and so it configures no trainer that is known")
+        others = sorted(name for name in calls if name.endswith("Trainer"))
+        found = f"calls {', '.join(others)}, of which nothing is known: it has" if others else "has"
+        raise ConfigError(
+            f"{path} {found} no call of {', '.join(known)}, and so it configures no trainer that is known"
+        )
     settings: dict[str, Any] = {}
     for name in present:
         settings |= script.arguments(calls[name], known[name].split(), harmony)
