@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -315,15 +315,6 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
         layers = zip(tensors.names, value if tensors.stacked else value[None], strict=True)
         arrays |= {name: np.ascontiguousarray(tensors.in_file(x)) for name, x in layers}
     modules = _modules(net, family)
-    whole = {
-        name
-        for name, tensors in modules.items()
-        if any(x.leaf in lora.saved or x.leaf.startswith("score/") for x in tensors)
-    }
-    # Each by its last word where no other module ends with that.
-    short = {name: HEADS[0] if name.startswith(f"{HEADS[0]}.") else name.split(".")[-1] for name in whole}
-    ambiguous = {word for word in short.values() if any(name.endswith(word) for name in modules.keys() - whole)}
-    saved = sorted({name if word in ambiguous else word for name, word in short.items()})
     tied = {}
     if is_tied(net):  # PEFT reads the head beside the embedding that it is
         arrays[f"{PREFIX}{LM_HEAD}.weight"] = arrays[f"{PREFIX}{_embedding(modules)}.weight"].copy()
@@ -351,13 +342,25 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
         "use_dora": lora.dora,
         "bias": "none",
         "fan_in_fan_out": any(not modules[_module(name)][0].transpose for name in factors),
-        "modules_to_save": saved or None,
+        "modules_to_save": _saved_modules(modules, lora) or None,
         "inference_mode": True,
         **tied,
     }
     if jax.process_index() == 0:
         save_file(arrays, folder / TENSORS, metadata={"format": "pt"})
         safetensors.write_json(folder / CONFIG, entries)
+
+
+def _saved_modules(modules: Mapping[str, Sequence[safetensors.Stored]], lora: LoraConfig) -> list[str]:
+    """The modules that are trained whole, each by its last word where no other module ends with that."""
+    whole = {
+        name
+        for name, tensors in modules.items()
+        if any(x.leaf in lora.saved or x.leaf.startswith("score/") for x in tensors)
+    }
+    short = {name: HEADS[0] if name.startswith(f"{HEADS[0]}.") else name.split(".")[-1] for name in whole}
+    ambiguous = {word for word in short.values() if any(name.endswith(word) for name in modules.keys() - whole)}
+    return sorted({name if word in ambiguous else word for name, word in short.items()})
 
 
 def _word(module: str) -> str:
