@@ -3,68 +3,44 @@
 The text is raw, with special tokens, as the marks of most forms are such tokens.
 """
 
-import ast
 import contextlib
 import json
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-Schema = Mapping[str, Any]  # of a tool, as chat templates take it
-Parameters = Mapping[str, Mapping[str, Any]]  # the schemas of a tool's parameters, by the tool's name
+from jaxrl_llm.environments.tool_call_forms import (
+    HARMONY,
+    MARKS,
+    MESSAGE,
+    RECIPIENT,
+    UNREADABLE,
+    Parameters,
+    Schema,
+    ToolCall,
+    as_call,
+    is_named,
+    json_values,
+    messages_of,
+    properties_of,
+    python_calls,
+    shorten,
+    without_end,
+)
 
-# What json.loads raises: an integer of thousands of digits is a plain ValueError, brackets without end are the other.
-UNREADABLE = (ValueError, RecursionError)
-NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # what reading literals of Python raises
-TURN_ENDS = (
-    "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>",
-    "<|assistant_end|>", "</s>",
-)  # fmt: skip
 THINKING = {  # where it begins and ends
     "<think>": "</think>", "<seed:think>": "</seed:think>", "[THINK]": "[/THINK]", "<|channel>thought": "<channel|>",
     "<|START_THINKING|>": "<|END_THINKING|>", "<|channel|>analysis<|message|>": "<|end|>",
 }  # fmt: skip
 THOUGHT = re.compile("|".join(map(re.escape, THINKING)))
-WORDS = {"None": None, "True": True, "False": False, "null": None, "true": True, "false": False}
-# Harmony: behind the header of a message, which says the role, the channel, and to whom; one to a tool, and what may
-# become one.
-MESSAGE = "<|message|>"
-RECIPIENT = r"to=([^\s<\[]+)"  # no mark of another form begins within
+# Of Harmony, a header of a message to a tool, and what may become one.
 TO_TOOL = rf"(?:\A\s*|<\|start\|>assistant\s*|(?:<\|start\|>assistant)?<\|channel\|>\w+\s+){RECIPIENT}(?:\s+\w+)?\s*<\|"
 UNFINISHED = re.compile(
     r"\A\s*(?:to?)?\Z|(?:<\|(?:start|channel)\|>|\A\s*to=)(?:(?!<\|message\|>).){0,200}\Z", re.DOTALL
 )
-FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
-PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>\s*", re.DOTALL)
-KEY_AND_VALUE = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
-INVOKE = re.compile(r'\s*<invoke name="([^"]+)">(.*?)</invoke>\s*', re.DOTALL)
-INVOKED_WITH = re.compile(r'\s*<parameter name="([^"]+)">(.*?)</parameter>\s*', re.DOTALL)
-ESCAPES = "\\'\"abfnrtvxuUN01234567"  # what stands behind a backslash in Python
-# A string of Python; one without its end goes to that of the text, which is not searched again and again for it then.
-QUOTED = re.compile(r"""'(?:\\.|[^'\\])*(?:'|\\?\Z)|"(?:\\.|[^"\\])*(?:"|\\?\Z)""", re.DOTALL)
-
-
-def _finite(text: str) -> float:
-    """The number; raises ValueError for one that no JSON can hold: NaN, Infinity, and what a float rounds to it."""
-    if math.isfinite(value := float(text)):
-        return value
-    raise ValueError(f"{text[:20]} is no finite number")
-
-
-DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
-
-
-class ToolCall(NamedTuple):
-    """One call: the tool's name and arguments, for a malformed call the `error` in it, and the `id` that the model gave
-    it, where its form has one that the template shows with the result."""
-
-    name: str
-    arguments: dict[str, Any]
-    error: str | None = None
-    id: str | None = None
-
+OPENING = re.compile("|".join([*map(re.escape, MARKS), TO_TOOL]))
+BEGINNING = re.compile("|".join([*map(re.escape, THINKING), OPENING.pattern]))
+LONGEST_MARK = 64  # characters, of a header of Harmony too
 
 # One call, by which a chat template shows its form.
 PROBE_CALL: dict[str, Any] = {"name": "probe_tool", "arguments": {"text": "a text", "number": 1}}
@@ -115,7 +91,7 @@ def turn_calls(text: str, schemas: Iterable[Schema] = ()) -> TurnCalls:
     others it is read as JSON, and stays text where it is none, or a text in JSON.
     """
     functions = [schema.get("function", schema) for schema in schemas]
-    parameters = {function.get("name"): _properties(function) for function in functions}
+    parameters = {function.get("name"): properties_of(function) for function in functions}
     if calls := _unmarked(text, parameters):
         return TurnCalls(calls, 0, "", marked=False)
     found = _marked(text, 0, parameters)
@@ -185,14 +161,14 @@ def _marked(text: str, position: int, parameters: Parameters) -> TurnCalls:
         return TurnCalls([], len(text), text)
     start, calls = opening.start(), []
     split, read = MARKS.get(opening[0], HARMONY)
-    for body in split(_without_end(text[start:])):
+    for body in split(without_end(text[start:])):
         try:
             calls += read(body, parameters)
         except UNREADABLE as error:
-            calls.append(ToolCall("", {}, f"the call {_shorten(body.strip())} is {error}"))
+            calls.append(ToolCall("", {}, f"the call {shorten(body.strip())} is {error}"))
     said = text[:start]
     if opening[0] not in MARKS:  # what Harmony says to the user is in messages too, beside its thinking
-        messages = [message.partition(MESSAGE) for message in _messages(said)]
+        messages = [message.partition(MESSAGE) for message in messages_of(said)]
         said = "\n".join(body for header, _, body in messages if body and "analysis" not in header)
     return TurnCalls(calls, start, said)
 
@@ -211,350 +187,15 @@ def _opening(text: str, position: int) -> re.Match[str] | None:
 
 def _unmarked(text: str, parameters: Parameters) -> list[ToolCall]:
     """The calls of a turn that is nothing but calls, without a mark."""
-    body = _without_end(text)
+    body = without_end(text)
     # A turn that opens with a bracket may be an answer, such as {"sum": 3}, {"name": "Ann"}, {1, 2} or [f(2)].
     if body.startswith(("{", "[")):
         with contextlib.suppress(*UNREADABLE):
-            values = _json_values(body)
-            needed = all(_is_named(value) and value.keys() & {"arguments", "parameters"} for value in values)
-            return [_as_call(value) for value in values] if needed else []
+            values = json_values(body)
+            needed = all(is_named(value) and value.keys() & {"arguments", "parameters"} for value in values)
+            return [as_call(value) for value in values] if needed else []
     if re.match(r"\[\s*[\w.]+\(", body):
         with contextlib.suppress(*UNREADABLE):
-            calls = _python_calls(body)
+            calls = python_calls(body)
             return calls if all(call.name in parameters for call in calls) else []
     return []
-
-
-def _tagged(body: str, parameters: Parameters) -> list[ToolCall]:
-    """Hermes' JSON, Qwen3-Coder's functions, or a name with keys and values as GLM-4.5 writes them.
-
-    A body without an end has its tag: of a name and its values nothing else tells whether they are all.
-    """
-    body = body.removeprefix("<tool_call>") if re.match(r"<tool_call>\s*(?:[\[{]|<function=)", body) else body
-    if body.lstrip().startswith("<function="):
-        return _functions(body, parameters)
-    if named := re.match(r"\s*([A-Za-z_][\w.-]*)\s*(?=<arg_key>|\Z)", body):
-        return [_typed_call(named[1], _all(KEY_AND_VALUE, body[named.end() :]), parameters)]
-    value = _json(body)
-    return [_as_call(each) for each in (value if isinstance(value, list) else [value])]
-
-
-def _functions(body: str, parameters: Parameters, framed: bool = True) -> list[ToolCall]:
-    """`<function=NAME><parameter=KEY>VALUE</parameter></function>`; a value that is framed has lines of its own."""
-    calls = []
-    for name, inner in _all(FUNCTION, body, 1):
-        pairs = _all(PARAMETER, inner)
-        if framed:
-            pairs = [(key, value.removeprefix("\n").removesuffix("\n")) for key, value in pairs]
-        calls.append(_typed_call(name, pairs, parameters))
-    return calls
-
-
-def _invocations(body: str, parameters: Parameters) -> list[ToolCall]:
-    """`<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`."""
-    return [_typed_call(name, _all(INVOKED_WITH, inner), parameters) for name, inner in _all(INVOKE, body, 1)]
-
-
-def _messages(text: str) -> list[str]:
-    """The messages of Harmony, each with its header."""
-    return re.split(r"<\|(?:start|end|call|return)\|>", text)
-
-
-def _message(body: str, parameters: Parameters) -> list[ToolCall]:
-    """The call of a message of Harmony; none where it is to no tool."""
-    header, mark, arguments = body.partition(MESSAGE)
-    if (to := re.search(RECIPIENT, header)) is None:
-        return []
-    if not mark:
-        raise ValueError(f"cut off before {MESSAGE}")
-    return [_as_call({"name": to[1].removeprefix("functions."), "arguments": arguments.strip() or {}})]
-
-
-def _mistral(body: str, parameters: Parameters) -> list[ToolCall]:
-    """A list of JSON, or `NAME[CALL_ID]ID[ARGS]{...}`, of which ID, and in decoded text the marks, may be left out."""
-    named = re.match(r"\s*([^\s\[{]+)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*", body)
-    start = len(body) - len(body.lstrip()) if named is None else named.end()
-    try:
-        value, _ = DECODER.raw_decode(body, start)
-    except UNREADABLE as error:
-        raise ValueError(f"not JSON: {error}") from None
-    if named is not None:
-        return [_as_call({"name": named[1], "arguments": value})]
-    return [_as_call(each) for each in (value if isinstance(value, list) else [value])]
-
-
-def _gemma(body: str, parameters: Parameters) -> list[ToolCall]:
-    """`call:NAME{KEY:VALUE}`: JSON with bare keys, and `<|"|>` around texts as they are."""
-    named = re.fullmatch(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", body, re.DOTALL)
-    if named is None:
-        raise ValueError("not call:NAME{KEY:VALUE}")
-
-    def in_json(match: re.Match[str]) -> str:
-        word = match[1].strip()
-        if match[2]:
-            return json.dumps(word) + ":"
-        return json.dumps(WORDS[word]) if word in WORDS else match[0]
-
-    parts = named[2].split('<|"|>')
-    parts[::2] = [re.sub(r"([^{}\[\],:]+)(:?)", in_json, part) for part in parts[::2]]
-    parts[1::2] = map(json.dumps, parts[1::2])
-    return [_as_call({"name": named[1], "arguments": _json("".join(parts))})]
-
-
-def _python(body: str, parameters: Parameters) -> list[ToolCall]:
-    """Calls as Python writes them, or JSON, which LFM2 writes where it is asked to."""
-    if re.match(r"\s*\[?\s*\{", body):
-        return _listed(body, parameters)
-    return _python_calls(body)
-
-
-def _llama(text: str, parameters: Parameters) -> list[ToolCall]:
-    """JSON or Python, between the marks or behind them."""
-    parts = [part for part in re.split(r"<\|python_(?:start|end|tag)\|>", text) if part.strip()]
-    body = _without_end(parts[-1]) if parts else ""
-    with contextlib.suppress(*UNREADABLE):
-        values = _json_values(body)
-        if values and all(map(_is_named, values)):
-            return [_as_call(value) for value in values]
-    with contextlib.suppress(*UNREADABLE):
-        return _python_calls(body)
-    return [ToolCall("", {}, f"the call {_shorten(body)} is not JSON with name and parameters")]
-
-
-def _deepseek(body: str, parameters: Parameters) -> list[ToolCall]:
-    """`NAME<｜tool▁sep｜>{...}`, or before V3.1 `function<｜tool▁sep｜>NAME` and JSON in a fence."""
-    name, _, arguments = body.partition("<｜tool▁sep｜>")
-    if fenced := re.fullmatch(r"\s*(\S+)\s*```(?:json)?\s(.*)```\s*", arguments, re.DOTALL):
-        name, arguments = fenced.groups()
-    return [_as_call({"name": name.strip(), "arguments": arguments.strip()})]
-
-
-def _kimi(body: str, parameters: Parameters) -> list[ToolCall]:
-    """`functions.NAME:NUMBER<|tool_call_argument_begin|>{...}`."""
-    identity, _, arguments = body.partition("<|tool_call_argument_begin|>")
-    identity, numbered = identity.strip(), re.search(r".:\d+\Z", identity.strip())
-    name = re.sub(r":\d+\Z", "", identity).removeprefix("functions.")
-    return [_as_call({"name": name, "arguments": arguments.strip()})._replace(id=identity if numbered else None)]
-
-
-def _apertus(body: str, parameters: Parameters) -> list[ToolCall]:
-    """A list of JSON objects, each with the arguments under the name."""
-    calls = []
-    for value in _json_values(body.strip()):
-        is_call = isinstance(value, Mapping) and len(value) == 1
-        calls += [_as_call(dict(zip(("name", "arguments"), *value.items(), strict=True)) if is_call else value)]
-    return calls
-
-
-def _listed(body: str, parameters: Parameters) -> list[ToolCall]:
-    """A list of JSON, with the words of Hermes or those of Cohere."""
-    values = _json_values(body.strip())
-    cohere = {"tool_name": "name", "parameters": "arguments"}
-    return [
-        _as_call({cohere.get(key, key): held for key, held in value.items()} if isinstance(value, Mapping) else value)
-        for value in values
-    ]
-
-
-class Form(NamedTuple):
-    """How one form is read: its calls are `split` from a text that begins with the opening mark, and each part read."""
-
-    split: Callable[[str], Sequence[str]]
-    read: Callable[[str, Parameters], list[ToolCall]]
-
-
-def _between(start: str, end: str) -> Callable[[str], Sequence[str]]:
-    """Splits the parts of a text between marks, of which the last end may be missing."""
-    return re.compile(f"{start}(.*?)(?:{end}|\\Z)", re.DOTALL).findall
-
-
-def _whole(text: str) -> Sequence[str]:
-    return [text]
-
-
-def _tagged_parts(text: str) -> Sequence[str]:
-    parts = re.findall("<tool_call>(.*?)(</tool_call>|\\Z)", text, re.DOTALL)
-    return [body if end else f"<tool_call>{body}" for body, end in parts]
-
-
-DEEPSEEK = Form(_between("<｜tool▁calls?▁begin｜>(?!\\s*<｜tool▁call▁begin)", "<｜tool▁calls?▁end｜>"), _deepseek)
-KIMI = Form(_between(r"<\|tool_call_begin\|>", r"<\|tool_call_end\|>"), _kimi)
-HARMONY = Form(_messages, _message)
-MARKS = {
-    "<tool_call>": Form(_tagged_parts, _tagged),
-    "<function=": Form(re.compile(r"<function=.*?(?:</function>|\Z)", re.DOTALL).findall, _functions),
-    "<seed:tool_call>": Form(_between("<seed:tool_call>", "</seed:tool_call>"), partial(_functions, framed=False)),
-    "<|python_tag|>": Form(_whole, _llama),
-    "<|python_start|>": Form(_whole, _llama),
-    "[TOOL_CALLS]": Form(_between(r"\[TOOL_CALLS\]", r"(?=\[TOOL_CALLS\])"), _mistral),
-    "<|tool_call>": Form(_between(r"<\|tool_call>", r"<tool_call\|>"), _gemma),
-    "<|tool_call_start|>": Form(_between(r"<\|tool_call_start\|>", r"<\|tool_call_end\|>"), _python),
-    "<function_calls>": Form(_between("<function_calls>", "</function_calls>"), _python),
-    "<｜tool▁calls▁begin｜>": DEEPSEEK,
-    "<｜tool▁call▁begin｜>": DEEPSEEK,
-    "<|tool_call|>": Form(_between(r"<\|tool_call\|>", r"<\|/tool_call\|>|(?=<\|tool_call\|>)"), _listed),
-    "<minimax:tool_call>": Form(_between("<minimax:tool_call>", "</minimax:tool_call>"), _invocations),
-    "<|tool_calls_section_begin|>": KIMI,
-    "<|tool_call_begin|>": KIMI,
-    "<|tools_prefix|>": Form(_between(r"<\|tools_prefix\|>", r"<\|tools_suffix\|>"), _apertus),
-    "<tool_calls>": Form(_between("<tool_calls>", "</tool_calls>"), _listed),
-    "<TOOLCALL>": Form(_between("<TOOLCALL>", "</TOOLCALL>"), _listed),
-    "<|START_ACTION|>": Form(_between(r"<\|START_ACTION\|>", r"<\|END_ACTION\|>"), _listed),
-}
-OPENING = re.compile("|".join([*map(re.escape, MARKS), TO_TOOL]))
-BEGINNING = re.compile("|".join([*map(re.escape, THINKING), OPENING.pattern]))
-LONGEST_MARK = 64  # characters, of a header of Harmony too
-
-
-def _shorten(value: Any, limit: int = 200) -> str:
-    """The beginning of a text, or of a value in JSON."""
-    text = value if isinstance(value, str) else json.dumps(value, default=repr)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def _without_end(text: str) -> str:
-    """The text without the tokens that end a turn, and the space around it."""
-    text = text.strip()
-    while end := next((end for end in TURN_ENDS if text.endswith(end)), None):
-        text = text.removesuffix(end).rstrip()
-    return text
-
-
-def _json(text: str) -> Any:
-    try:
-        return DECODER.decode(text)
-    except UNREADABLE as error:
-        raise ValueError(f"not JSON: {error}") from None
-
-
-def _json_values(text: str) -> list[Any]:
-    """The JSON values of a text that holds nothing else, with semicolons or white space between.
-
-    Raises ValueError where it is none.
-    """
-    values, position = [], 0
-    while position < len(text):
-        try:
-            value, position = DECODER.raw_decode(text, position)
-        except UNREADABLE as error:
-            raise ValueError(f"not JSON: {error}") from None
-        values += value if isinstance(value, list) else [value]
-        while position < len(text) and (text[position].isspace() or text[position] == ";"):
-            position += 1
-    return values
-
-
-def _is_named(value: Any) -> bool:
-    return isinstance(value, Mapping) and "name" in value
-
-
-def _as_call(value: Any) -> ToolCall:
-    """The call of an object with name and arguments, which may be JSON text."""
-    if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):  # as OpenAI nests it
-        value = value["function"]
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        return ToolCall("", {}, f"the call {_shorten(value)} is not an object with name and arguments")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = DECODER.decode(arguments)
-        except UNREADABLE:
-            return ToolCall(value["name"], {}, f"the arguments {_shorten(arguments)} are not JSON")
-    if not isinstance(arguments, Mapping):
-        return ToolCall(value["name"], {}, f"the arguments {_shorten(arguments)} are not an object")
-    return ToolCall(value["name"], dict(arguments))
-
-
-class _JsonWords(ast.NodeTransformer):
-    """Puts the values of None, True and False, as JSON writes them too, in the place of names."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(WORDS[node.id]) if node.id in WORDS else node
-
-
-def _python_calls(text: str) -> list[ToolCall]:
-    """The calls in Python's syntax, in a list or each in a line. Raises ValueError where the text is none."""
-
-    def escaped(quoted: re.Match[str]) -> str:
-        """The string without what Python refuses: line breaks, as templates have them, and lone backslashes."""
-        known = re.sub(r"\\(.)", lambda pair: pair[0] if pair[1] in ESCAPES else "\\" + pair[0], quoted[0], flags=re.S)
-        return known.replace("\n", "\\n")
-
-    calls = []
-    try:
-        for statement in ast.parse(QUOTED.sub(escaped, text.strip())).body:
-            value = statement.value if isinstance(statement, ast.Expr) else statement
-            for call in value.elts if isinstance(value, ast.List | ast.Tuple) else [value]:
-                if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name | ast.Attribute):
-                    raise ValueError(f"{_shorten(ast.unparse(call))} is no call")
-                name, named = ast.unparse(call.func), {}
-                for keyword in call.keywords:
-                    named[keyword.arg] = ast.literal_eval(_JsonWords().visit(keyword.value))
-                if call.args or None in named:
-                    error = f"the call {_shorten(ast.unparse(call))} has arguments without a name"
-                    calls.append(ToolCall(name, {}, error))
-                else:
-                    calls.append(ToolCall(name, _through_json(named)))
-        if not calls:
-            raise ValueError("it has no calls")
-    except NOT_PYTHON as error:
-        raise ValueError(f"not Python: {error}") from None
-    return calls
-
-
-def _through_json(value: Any) -> Any:
-    """The value with lists for tuples. Raises TypeError for sets and bytes, which JSON has not, as it has no NaN."""
-    return json.loads(json.dumps(value, allow_nan=False))
-
-
-def _all(pattern: re.Pattern[str], text: str, least: int = 0) -> list[tuple[str, str]]:
-    """The pairs of a text that has `least` of them or more, and nothing else. Raises ValueError, naming the rest."""
-    pairs, position = [], 0
-    while match := pattern.match(text, position):
-        pairs.append((match[1], match[2]))
-        position = match.end()
-    if text[position:].strip() or len(pairs) < least:
-        raise ValueError(f"not well formed at {_shorten(text[position:].strip(), 80)!r}")
-    return pairs
-
-
-def _properties(function: Schema) -> dict[str, Any]:
-    """The schemas of a function's parameters; none where it has none that can be read."""
-    parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    return dict(properties) if isinstance(properties, Mapping) else {}
-
-
-def _typed_call(name: str, pairs: Sequence[tuple[str, str]], parameters: Parameters) -> ToolCall:
-    """The call with each value as its parameter's schema says."""
-    name = name.strip()
-    schemas = parameters.get(name, {})
-    return ToolCall(name, {key.strip(): _typed(value, schemas.get(key.strip())) for key, value in pairs})
-
-
-def _typed(text: str, schema: Any) -> Any:
-    """The value of a parameter that was written as text."""
-    schema = schema if isinstance(schema, Mapping) else {}
-    kinds = _kinds(schema)
-    if text in ("null", "None") and ("null" in kinds or schema.get("nullable")):
-        return None
-    listed = schema.get("enum")
-    if kinds - {"null"} == {"string"} or (isinstance(listed, list) and text in listed):
-        return text
-    if text in WORDS:
-        return WORDS[text]
-    with contextlib.suppress(*UNREADABLE):
-        value = DECODER.decode(text)
-        return text if isinstance(value, str) else value
-    if kinds & {"array", "object"}:  # Seed-OSS writes them as Python does
-        with contextlib.suppress(*NOT_PYTHON):
-            return _through_json(ast.literal_eval(text.strip()))
-    return text
-
-
-def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a value may have."""
-    unions = [schema.get(word) for word in ("anyOf", "oneOf")]
-    members = [each for union in unions if isinstance(union, list) for each in union if isinstance(each, Mapping)]
-    kinds = [each.get("type") for each in (schema, *members)]
-    return {str(kind) for each in kinds if each for kind in (each if isinstance(each, list) else [each])}

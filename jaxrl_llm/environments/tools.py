@@ -1,4 +1,4 @@
-"""Tools: Python functions that the policy calls, in the forms of tool_calls.py."""
+"""Tools: Python functions that the policy calls, in the forms of tool_call_forms.py."""
 
 import inspect
 import json
