@@ -786,6 +786,26 @@ def test_devices_of_axolotls_command(tmp_path):
         assert "one device is assumed" not in text
 
 
+@pytest.mark.parametrize(
+    ("end", "pushed", "title", "tags"),
+    [
+        ("trainer.create_model_card(model_name='mine', dataset_name='d', tags=['a', 'b'])", None, "mine", ("a", "b")),
+        ("trainer.create_model_card('mine', 'd', 'a')\ntrainer.push_to_hub()", "out", "mine", ("a",)),
+        ("if args.push_to_hub:\n    trainer.push_to_hub()", None, None, ()),
+        ("if __name__ == '__main__':\n    trainer.push_to_hub(dataset_name='d')", "out", None, ()),
+    ],
+)
+def test_what_a_script_of_trl_does_with_its_model(tmp_path, end, pushed, title, tags):
+    script = (
+        "from datasets import load_dataset\nfrom trl import DPOConfig, DPOTrainer\n"
+        "args = DPOConfig(output_dir='here/out', max_steps=2)\n"
+        "trainer = DPOTrainer(model='a/b', args=args, train_dataset=load_dataset('c/d', split='train'))\n"
+        f"trainer.train()\n{end}\n"
+    )
+    config, _ = migrate(written(tmp_path, "dpo.py", script))
+    expect(config, export={"push_to_hub": pushed, "title": title, "tags": tags}, data={"path": "c/d"})
+
+
 def test_a_script_that_is_not_beside_its_command(tmp_path):
     note = "train_grpo.py, which it starts, is not beside it"
     file = written(tmp_path, "a.sh", "accelerate launch train_grpo.py\n")

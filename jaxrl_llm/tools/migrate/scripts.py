@@ -68,6 +68,11 @@ def read_script(text: str, path: str, system: str, trainer: str, companion: str,
     if not harmony and AVERAGE in calls:
         given = script.arguments(calls[AVERAGE], rules("scripts")[AVERAGE].split())
         settings |= {AVERAGE: True, **{f"{AVERAGE}.{key}": value for key, value in given.items()}}
+    if not harmony and "create_model_card" in calls:
+        card = script.arguments(calls["create_model_card"], ["model_name", "dataset_name", "tags"])
+        settings |= {key: card[key] for key in ("model_name", "tags") if key in card}
+    if not harmony and "push_to_hub" in calls and not _depends(tree, calls["push_to_hub"]):
+        settings.setdefault("push_to_hub", True)
     adapters = next((calls[name] for name in ("LoraConfig", "get_peft_model") if name in calls), None)
     if not harmony and adapters and settings.get("peft_config", True) is not None:
         settings |= script.arguments(adapters, ["model"]) | {"peft_config": call_name(adapters)}
@@ -100,6 +105,12 @@ def read_script(text: str, path: str, system: str, trainer: str, companion: str,
         script.note(f"{name} reads {', '.join(missing)}, which only the script makes: define it in {companion}")
     trainer = trainer or _trainer(present[0])
     return Source(library, trainer, settings, path, tuple(script.unread), script.functions.source())
+
+
+def _depends(tree: ast.Module, call: ast.Call) -> bool:
+    """Return True for a call that stands under an `if`, other than that of a script that is run."""
+    choices = (node for node in ast.walk(tree) if isinstance(node, ast.If) and "__name__" not in ast.unparse(node.test))
+    return any(call is part for node in choices for part in ast.walk(node))
 
 
 def _trainer(name: str) -> str:
