@@ -150,6 +150,13 @@ VISION_FILES = {
         "families/video_llama_3.py",
         "families/qwen2.py families/siglip.py families/llava.py families/lfm2_vl.py vision/patch_rows.py",
     ),
+    "kimi_k25": (
+        "families/kimi_k25.py", "families/deepseek_v3.py families/llava.py families/siglip.py vision/patch_rows.py",
+    ),
+    "lfm3_vl": (
+        "families/lfm3_vl.py", "families/lfm3.py families/llava.py vision/patch_rows.py vision/mergers.py",
+    ),
+    "lighton_ocr": ("families/lighton_ocr.py", "families/qwen3.py families/mistral3.py, and its"),
     "mistral3": ("families/mistral3.py", "families/llava.py vision/patch_rows.py vision/mergers.py"),
     "gemma4": (
         "families/gemma4.py",

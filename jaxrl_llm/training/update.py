@@ -195,6 +195,7 @@ def optimizer_step(
         vision = {name: x for name, x in point.items() if name == "vision"}
         # Only pixels are kept until the gradients of features are known.
         features, through_encoder = jax.vjp(jax.checkpoint(partial(encode, inputs=batch.inputs)), vision)
+        dtype = jnp.float32 if features is None else features.dtype
         batch = batch.replace(inputs=with_features(batch.inputs, features))
         batch = _prepare(objective, combine(frozen.params, point), batch, count, shards)
         # Their gradients add up in fp32, as those of parameters do.
@@ -202,7 +203,7 @@ def optimizer_step(
 
         def loss_of(trained: tuple[Params, Any], microbatch: Batch, number) -> tuple[jax.Array, Metrics]:
             params, own = trained
-            own = None if own is None else own.astype(features.dtype)
+            own = None if own is None else own.astype(dtype)
             microbatch = microbatch.replace(inputs=with_features(microbatch.inputs, own))
             loss, metrics = objective.loss(dropped(params, number), microbatch)
             return loss, {"loss": Metric(loss, "sum"), **metrics}
@@ -234,7 +235,7 @@ def optimizer_step(
                 metrics, gradients = jax.lax.fori_loop(0, micro.count, add, (_neutral(metrics), zeros))
         gradients, of_features = gradients
         if of_features is not None:
-            (own,) = through_encoder(of_features.astype(features.dtype))
+            (own,) = through_encoder(of_features.astype(dtype))
             gradients |= jax.tree.map(lambda x, y: x + y.astype(jnp.float32), {"vision": gradients["vision"]}, own)
 
         if spec.offload:
@@ -273,7 +274,7 @@ def _is_number(path: object, x: object) -> bool:
     return isinstance(x, jax.Array)
 
 
-def add_gradients(loss_of: Callable[[Params], tuple[jax.Array, Any]], params: Params, sums: Any) -> Any:
+def add_gradients(loss_of: Callable[[Any], tuple[jax.Array, Any]], params: Any, sums: Any) -> Any:
     """Adds the gradients of `loss_of(params)` to the references `sums` in the backward pass; returns its second result.
 
     A parameter must be cut by `lax.slice_in_dim`, as JAX 0.10 has no such addition for `x[a:b]`, and must not enter one

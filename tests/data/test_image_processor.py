@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from transformers.models import cohere2_vision
+from transformers.models import cohere2_vision, kimi_k25
 from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
 from transformers.models.exaone4_5.processing_exaone4_5 import Exaone4_5_Processor
@@ -26,6 +27,9 @@ from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
+from transformers.models.lfm3_vl.processing_lfm3_vl import Lfm3VlProcessor
+from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -189,11 +193,12 @@ OPTIONS = {
     "internvl": {"max_patches": 2}, "mistral3": {"longest_edge": 16}, "glm4v": {"max_pixels": 512},
     "pixtral": {"longest_edge": 16}, "glm_ocr": {"max_pixels": 512}, "exaone4_5": {"max_pixels": 256},
     "aya_vision": {"max_patches": 2}, "video_llama_3": {"max_pixels": 256, "min_pixels": 64},
+    "lighton_ocr": {"longest_edge": 16}, "lfm3_vl": {"max_pixels": 256},
 }  # fmt: skip
 # Of families whose images are rows of patches.
 ROWS = {
-    "glm4v": PatchRowsConfig(patch_size=4), "glm_ocr": PatchRowsConfig(patch_size=4),
-    "exaone4_5": PatchRowsConfig(patch_size=4), "video_llama_3": PatchRowsConfig(patch_size=8, frames=0, merge=1),
+    **dict.fromkeys(("glm4v", "glm_ocr", "exaone4_5", "lfm3_vl"), PatchRowsConfig(patch_size=4)),
+    "video_llama_3": PatchRowsConfig(patch_size=8, frames=0, merge=1),
 }  # fmt: skip
 
 
@@ -212,6 +217,7 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family,
     assert own is not None
     glm: Any = SimpleNamespace(image_processor=pil, image_token="<|image|>")
     qwen: Any = SimpleNamespace(image_processor=pil, image_token="<|image_pad|>")
+    lighton: Any = SimpleNamespace(image_token="<|image_pad|>", effective_patch_size=8)
 
     def framed(made):
         return f"<|begin_of_image|>{Glm4vProcessor.replace_image_token(glm, made, 0)}<|end_of_image|>"
@@ -219,13 +225,15 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family,
     write = {
         "internvl": lambda made: InternVLProcessor.replace_image_token(INTERNVL, made, 0),
         **dict.fromkeys(("mistral3", "pixtral"), written_of_pixtral),
+        "lighton_ocr": lambda made: LightOnOcrProcessor.replace_image_token(lighton, made, 0),
         "aya_vision": lambda made: AyaVisionProcessor.replace_image_token(AYA, made, 0),
         **dict.fromkeys(("glm4v", "glm_ocr"), framed),
         "exaone4_5": lambda made: Exaone4_5_Processor.replace_image_token(qwen, made, 0),
+        "lfm3_vl": lambda made: Lfm3VlProcessor.replace_image_token(glm, made, 0),
         "video_llama_3": lambda made: VideoLlama3Processor.replace_image_token(qwen, made, 0),
     }[family]
     cut: dict[str, Any] = {"crop_to_patches": True}
-    of_pixtral = family in ("mistral3", "pixtral")
+    of_pixtral = family in ("mistral3", "pixtral", "lighton_ocr")
     arguments = {"internvl": cut, "aya_vision": cut}.get(family, {"patch_size": 8} if of_pixtral else {})
     sizes = SIZES
     if of_pixtral:
@@ -246,7 +254,7 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family,
         np.testing.assert_array_equal(pixels, made["pixel_values"])
         assert own.tile_count(image.height, image.width) == (1 if family in ROWS else len(pixels))
     assert expanded(own, "".join(f"and {own.placeholder}" for _ in images), images) == written
-    names = vl_folders.TOKENS[family][: {"glm": 4, "exa": 2, "vid": 2}.get(family[:3], 3)]
+    names = vl_folders.TOKENS[family][: {"glm": 4, "exa": 2, "vid": 2, "lig": 2, "lfm": 4}.get(family[:3], 3)]
     assert own.special_ids == set(tokenizer.convert_tokens_to_ids(names))
 
 
@@ -385,6 +393,45 @@ def test_command_a_vision_cuts_images_as_transformers(tmp_path):
     (folder / "preprocessor_config.json").write_text(json.dumps(entries | {"patch_size": 4}))
     with pytest.raises(ConfigError, match=r"has patch_size = 4, and the model tokens along a tile = 2"):
         image_processors.load(folder, tokenizer)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_kimi_pads_images_to_whole_tokens(tmp_path, own):
+    """In the sizes of the functions of transformers' file, which needs torchvision as a whole; scaled as that does, but
+    for few numbers. Moonshot's `own` files have other names of entries."""
+    source = ast.parse((Path(kimi_k25.__path__[0]) / "image_processing_kimi_k25.py").read_text())
+    source.body = [part for part in source.body if getattr(part, "name", "") == "navit_resize"]
+    names: dict[str, Any] = {"math": math}
+    exec(compile(source, "image_processing_kimi_k25.py", "exec"), names)
+    folder = vl_folders.vl_folder(tmp_path / "kimi_k25", "kimi_k25")
+    if own:
+        entries = {"in_patch_limit": 24, "patch_limit_on_one_side": 8, "patch_size": 4, "merge_kernel_size": 2}
+        (folder / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": entries}))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    processor = image_processors.load(folder, tokenizer)
+    assert processor is not None
+    scaled_down = 0
+    for seed, size in enumerate([*SIZES, (17, 18), (8, 16)]):
+        image = picture(*size, seed)
+        (high, wide), padded = names["navit_resize"](image.height, image.width, 4, 2, 24, 8)
+        pixels = torch.tensor(np.asarray(image)).permute(2, 0, 1)[None]
+        if (high, wide) != (image.height, image.width):
+            pixels = torch.nn.functional.interpolate(pixels, (high, wide), mode="bicubic", antialias=True)
+            scaled_down += 1
+        expected = np.full((*padded, 3), -1.0)
+        expected[:high, :wide] = pixels[0].permute(1, 2, 0).numpy() / 127.5 - 1
+        (found,) = processor.pixels([image])
+        levels = np.abs(found - expected) * 127.5  # cubics overshoot, which Pillow cuts off between its two passes
+        assert levels.max() < 6 and (levels > 1.01).mean() < 0.01
+        made = {"image_grid_thw": torch.tensor([[1, padded[0] // 4, padded[1] // 4]])}
+        writer: Any = SimpleNamespace(image_processor=SimpleNamespace(merge_size=2), image_token="<|media_pad|>")
+        text = Kimi_K25Processor.replace_image_token(writer, made, 0)
+        assert processor.expand(image.height, image.width) == text
+    assert 0 < scaled_down < len(SIZES) + 2
+    assert processor.special_ids == set(tokenizer.convert_tokens_to_ids(vl_folders.TOKENS["kimi_k25"][:4]))
+    tokenizer.image_settings = image_processors.settings_of(folder, {"max_patches": 4})
+    smaller = image_processors.load(folder, tokenizer)
+    assert smaller is not None and smaller.expand(16, 16) == "<|media_pad|>"
 
 
 @pytest.mark.parametrize("older", [False, True])

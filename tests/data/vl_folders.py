@@ -114,6 +114,39 @@ PARTS: dict[str, dict[str, Any]] = {
             "patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 24, "output_proj_dims": 24, "mm_posemb_size": 64,
         },
     },
+    "kimi_k25": {
+        "architectures": ["Kimi_K25ForConditionalGeneration"],
+        "text_config": {
+            "model_type": "deepseek_v3", **TEXT, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+        },
+        "vision_config": {
+            "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "patch_size": 4, "pos_emb_height": 5, "pos_emb_width": 5,
+        },
+        "projection_hidden_size": 24,
+    },
+    "lfm3_vl": {
+        "architectures": ["Lfm3VlForConditionalGeneration"],
+        "text_config": {
+            "model_type": "lfm3", **TEXT, "head_dim": 8, "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "patch_size": 4,
+        },
+        "projector_hidden_size": 28,
+    },
+    "lighton_ocr": {
+        "architectures": ["LightOnOcrForConditionalGeneration"],
+        "text_config": {"model_type": "qwen3", **TEXT, "head_dim": 8},
+        "vision_config": {
+            "model_type": "pixtral", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+            "num_attention_heads": 3, "patch_size": 4, "image_size": 64,
+        },
+    },
     "mistral3": {
         "architectures": ["Mistral3ForConditionalGeneration"],
         "text_config": {"model_type": "mistral", **TEXT, "sliding_window": None},
@@ -206,6 +239,12 @@ TOKENS = {
     "glm_ocr": GLM_TOKENS,
     "exaone4_5": ["<|image_pad|>", "<|video_pad|>", "<vision>", "</vision>", "[|endofturn|]"],
     "video_llama_3": ["<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"],
+    "kimi_k25": [
+        "<|media_pad|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|im_user|>", "<|im_assistant|>",
+        "<|im_middle|>", "<|im_end|>",
+    ],
+    "lfm3_vl": ["<|image|>", "<|video|>", "<|image_start|>", "<|image_end|>", "<|im_start|>", "<|im_end|>"],
+    "lighton_ocr": ["<|image_pad|>", "<|vision_end|>", "<|im_start|>", "<|im_end|>"],
     "mistral3": PIXTRAL_TOKENS,
     "pixtral": PIXTRAL_TOKENS,
     "gemma4": GEMMA4_TOKENS,
@@ -229,12 +268,15 @@ ENDS = {
     "pixtral": "</s>", "paligemma": "<eos>", "mllama": "<|eot_id|>", "aya_vision": "<|END_OF_TURN_TOKEN|>",
     "cohere2_vision": "<|END_OF_TURN_TOKEN|>", "glm46v": "<|endoftext|>", "glm_ocr": "<|endoftext|>",
     "exaone4_5": "[|endofturn|]", "video_llama_3": "<|im_end|>", "gemma4_unified": "<turn|>",
+    "kimi_k25": "<|im_end|>", "lighton_ocr": "<|im_end|>", "lfm3_vl": "<|im_end|>",
 }  # fmt: skip
 # What the templates of the families write for an image, and around the messages of users and assistants.
 IMAGE = {
     "internvl": "<IMG_CONTEXT>\\n", "glm4v": "<|begin_of_image|><|image|><|end_of_image|>", "mistral3": "[IMG]",
     "gemma4": "\\n\\n<|image|>\\n\\n", "lfm2_vl": "<image>",
     "exaone4_5": "<vision><|image_pad|></vision>\\n", "video_llama_3": "<|image_pad|>\\n",
+    "kimi_k25": "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>\\n", "lighton_ocr": "<|image_pad|>",
+    "lfm3_vl": "<|image_start|><|image|><|image_end|>",
     "llava": "<image>\\n", "mllama": "<|image|>", "aya_vision": "<image>", "cohere2_vision": "<|IMG_PATCH|>",
 }  # fmt: skip
 ROLES = {
@@ -245,6 +287,9 @@ ROLES = {
     "lfm2_vl": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
     "exaone4_5": ("[|user|]\\n", "[|endofturn|]\\n", "[|assistant|]\\n"),
     "video_llama_3": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
+    "kimi_k25": ("<|im_user|>user<|im_middle|>", "<|im_end|>", "<|im_assistant|>assistant<|im_middle|>"),
+    "lfm3_vl": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
+    "lighton_ocr": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
     "llava": ("USER: ", " ", "ASSISTANT: "),
     "aya_vision": ("USER: ", "<|END_OF_TURN_TOKEN|>", "CHATBOT: "),
     "mllama": ("user\\n\\n", "<|eot_id|>", "assistant\\n\\n"),
@@ -267,7 +312,11 @@ COHERE2_VISION = {
     "patch_size": 2,
     "max_patches": 4,
 }
-FILES = {"lfm2_vl": LFM2_VL, "cohere2_vision": COHERE2_VISION}  # fmt: skip
+KIMI = {
+    "image_processor_type": "Kimi_K25ImageProcessor", "patch_size": 4, "merge_size": 2, "max_patches": 24,
+    "size": {"max_height": 8, "max_width": 8},
+}  # fmt: skip
+FILES = {"lfm2_vl": LFM2_VL, "cohere2_vision": COHERE2_VISION, "kimi_k25": KIMI}
 
 
 def template(family: str) -> str:
@@ -292,8 +341,8 @@ def processor_of(family: str) -> Any:
     """The image processor of the family, with small images."""
     if family in ("internvl", "aya_vision"):
         return GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, max_patches=4)
-    if family in ("mistral3", "pixtral"):
-        side = {"mistral3": 4, "pixtral": 8}[family]
+    if family in ("mistral3", "pixtral", "lighton_ocr"):
+        side = {"mistral3": 4, "pixtral": 8, "lighton_ocr": 8}[family]
         return PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size={"height": side, "width": side})
     tiles: dict[str, Any] = {"size": {"height": 16, "width": 16}, "image_grid_pinpoints": PLACES}
     if family == "mllama":
@@ -308,7 +357,7 @@ def processor_of(family: str) -> Any:
         return LlavaOnevisionImageProcessorPil(**tiles)
     if family in ("gemma4", "gemma4_unified"):
         return Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=140)
-    if family == "exaone4_5":
+    if family in ("exaone4_5", "lfm3_vl"):
         return Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 128, "longest_edge": 512})
     if family == "video_llama_3":
         return VideoLlama3ImageProcessorPil(patch_size=8, size={"shortest_edge": 128, "longest_edge": 512})
@@ -338,6 +387,9 @@ def vl_folder(folder: Path, family: str) -> Path:
         ends = dict(zip(("boi_token_id", "eoi_token_id"), TOKENS[family][1:3], strict=True))
         config |= {name: tokenizer.convert_tokens_to_ids(token) for name, token in ends.items()}
         config |= {"video_token_id": None, "audio_token_id": None}
+    if family == "lfm3_vl":
+        others = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
+        config |= dict(zip(others, tokenizer.convert_tokens_to_ids(TOKENS[family][1:4]), strict=True))
     (folder / "config.json").write_text(json.dumps(config))
     if family in FILES:
         (folder / "preprocessor_config.json").write_text(json.dumps(FILES[family]))
@@ -374,7 +426,15 @@ def as_transformers(folder: Path, images: list, ids: np.ndarray) -> dict[str, An
     if family in ("internvl", "aya_vision"):
         made = GotOcr2ImageProcessorPil.from_pretrained(folder)(images, return_tensors="pt", crop_to_patches=True)
         return {"pixel_values": made["pixel_values"]}
-    if family == "pixtral":  # that of Mistral 3 too
+    if family == "kimi_k25":
+        from jaxrl_llm.data import image_processors
+        from tests.models.images import row_by_row
+
+        own = image_processors.load(folder, AutoTokenizer.from_pretrained(folder))
+        assert own is not None
+        patches, grids = zip(*(row_by_row(torch.tensor(image)) for image in own.pixels(images)), strict=True)
+        return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
+    if family in ("pixtral", "lighton_ocr"):  # that of Mistral 3 too
         made = PixtralImageProcessorPil.from_pretrained(folder)(images, return_tensors="pt", patch_size=8)
         return {"pixel_values": made["pixel_values"], "image_sizes": torch.as_tensor(made["image_sizes"])}
     if "llava" in family:
@@ -403,7 +463,7 @@ def as_transformers(folder: Path, images: list, ids: np.ndarray) -> dict[str, An
             merged = [merged_patches(x[y[:, 0] >= 0], y[y[:, 0] >= 0]) for x, y in zip(values, places, strict=True)]
             values, places = (torch.nn.utils.rnn.pad_sequence(x, True, -1) for x in zip(*merged, strict=True))
         return {"pixel_values": values, "image_position_ids": places, "mm_token_type_ids": types}
-    if family in ("exaone4_5", "video_llama_3"):
+    if family in ("exaone4_5", "video_llama_3", "lfm3_vl"):
         return dict(type(processor_of(family)).from_pretrained(folder)(images, return_tensors="pt"))
     made = Glm4vImageProcessorPil.from_pretrained(folder)(images, return_tensors="pt")
     return {**made, "mm_token_type_ids": types}

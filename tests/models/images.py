@@ -21,7 +21,10 @@ from transformers import (
     GlmOcrConfig,
     Idefics3Config,
     InternVLConfig,
+    Kimi_K25Config,
     Lfm2VlConfig,
+    Lfm3VlConfig,
+    LightOnOcrConfig,
     LlavaConfig,
     LlavaNextConfig,
     LlavaOnevisionConfig,
@@ -153,9 +156,17 @@ GRIDS = [(2, 2), (1, 1), (7, 3)]
 ANY_SIZE = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v",
     "glm_ocr", "exaone4_5", "mistral3", "gemma4", "gemma4_unified", "lfm2_vl", "pixtral", "video_llama_3",
+    "kimi_k25", "lighton_ocr", "lfm3_vl",
 )  # fmt: skip
 UNMERGED = ("pixtral", "gemma4_unified", "video_llama_3")  # of these, those whose patches are tokens
-STILL = ("mistral3", "gemma4", "lfm2_vl", *UNMERGED)  # and those whose patches have no frames
+STILL = (
+    "mistral3",
+    "gemma4",
+    "lfm2_vl",
+    "kimi_k25",
+    "lighton_ocr",
+    *UNMERGED,
+)  # and those whose patches have no frames
 TOKENS = {
     "image_token_id": IMAGE_TOKEN, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93,
 }  # fmt: skip
@@ -253,6 +264,45 @@ VISION = {
         vision_config={name: x for name, x in ENCODER.items() if name != "image_size"} | {"patch_size": 8},
         image_token_id=IMAGE_TOKEN,
         video_token_id=91,
+    ),
+    "kimi_k25": lambda: Kimi_K25Config(
+        text_config=VARIANTS["deepseek_v3"]().to_dict(),
+        vision_config={
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "patch_size": 4,
+            "pos_emb_height": 5,
+            "pos_emb_width": 5,
+            "initializer_range": 0.15,
+        },
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=91,
+        projection_hidden_size=24,
+        tie_word_embeddings=False,
+    ),
+    "lfm3_vl": lambda: Lfm3VlConfig(
+        text_config=VARIANTS["lfm3"]().to_dict() | {"norm_eps": 0.01},  # of a smaller one errors are amplified
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "patch_size": 4,
+            "initializer_range": 0.15,
+        },
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=91,
+        vision_start_token_id=92,
+        vision_end_token_id=93,
+        projector_hidden_size=28,
+    ),
+    "lighton_ocr": lambda: LightOnOcrConfig(
+        text_config={**SHAPE, "model_type": "qwen3", "head_dim": 16},
+        vision_config=PIXTRAL,
+        image_token_id=IMAGE_TOKEN,
     ),
     "gemma4_unified": lambda: Gemma4UnifiedConfig(
         text_config=VARIANTS["gemma4_unified_text"]().to_dict()
@@ -370,12 +420,21 @@ def as_published(oracle):
     """The model, without what transformers computes in another way than those who published the weights, and vLLM.
 
     Logits of Aya Vision and Command A Vision are not scaled in it, as those of their decoders are. Images of Gemma 4
-    12B are seen in both directions by layers with a window alone, as its `generate` has it. In Llama 3.2 Vision
+    12B are seen in both directions by layers with a window alone, as its `generate` has it. Kimi K2.5 that samples the
+    token of images goes on with the embedding of token 0. In Llama 3.2 Vision
     tokens that see no image read all images of their row, those behind them too, and what pads its images; Meta's own
     code multiplies what is read by 0.
     """
     if oracle.config.model_type in ("aya_vision", "cohere2_vision"):
         oracle.lm_head.register_forward_hook(lambda head, x, out: out * oracle.config.text_config.logit_scale)
+    if oracle.config.model_type == "kimi_k25":
+
+        def with_embeddings(_, args, given):
+            if given.get("pixel_values") is None:
+                given = given | {"inputs_embeds": oracle.get_input_embeddings()(given["input_ids"]), "input_ids": None}
+            return args, given
+
+        oracle.model.register_forward_pre_hook(with_embeddings, with_kwargs=True)
     if oracle.config.model_type == "gemma4_unified":
 
         def with_masks(_, args, given):
@@ -487,7 +546,7 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
     """The arguments of transformers for a document as a row."""
     ids = torch.tensor(document.tokens)[None]
     found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if variant_of(oracle) in ("mistral3", "pixtral"):
+    if variant_of(oracle) in ("mistral3", "pixtral", "lighton_ocr"):
         sizes = torch.tensor([image.shape[:2] for image in document.pixels])
         if not len(sizes):
             return found
@@ -521,6 +580,12 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
         }  # fmt: skip
     if (family := oracle.config.model_type) in ("gemma4", "gemma4_unified", "lfm2_vl"):
         return found | rows_of_patches(family, ids, document.pixels, 8 if family in UNMERGED else 4)
+    if family == "kimi_k25":
+        made = [row_by_row(torch.tensor(image)) for image in document.pixels]
+        if not made:
+            return found
+        patches, grids = zip(*made, strict=True)
+        return found | {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
     if family == "video_llama_3":
         made = [qwen_patches(torch.tensor(image), 8, merge=1, frames=1) for image in document.pixels]
         if not made:
@@ -531,7 +596,7 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
             "pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids), "image_merge_sizes": sizes,
         }  # fmt: skip
     if oracle.config.model_type in ANY_SIZE:
-        if family != "exaone4_5":  # whose positions have one axis
+        if family not in ("exaone4_5", "lfm3_vl"):  # whose positions have one axis
             found["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
         made = [qwen_patches(torch.tensor(image)) for image in document.pixels]
         if not made:
@@ -567,6 +632,13 @@ def rows_of_patches(family: str, ids: torch.Tensor, images, patch: int = 4) -> d
     return {"pixel_values": pixels, "spatial_shapes": torch.tensor(grids), "pixel_attention_mask": mask}
 
 
+def row_by_row(image: torch.Tensor, patch: int = 4):
+    """The patches `[P,C,4,4]` and the grid of an image `[H,W,C]` as Kimi K2.5's image processor makes them."""
+    high, wide = image.shape[0] // patch, image.shape[1] // patch
+    x = image.permute(2, 0, 1).reshape(3, high, patch, wide, patch).permute(1, 3, 0, 2, 4)
+    return x.reshape(high * wide, 3, patch, patch), (1, high, wide)
+
+
 def qwen_patches(image: torch.Tensor, patch: int = 4, merge: int = 2, frames: int = 2):
     """The patches and the grid of an image `[H,W,C]` as Qwen2-VL's image processor makes them."""
     frame = image.permute(2, 0, 1)[None].repeat(frames, 1, 1, 1)
@@ -594,7 +666,23 @@ def oracle_image_gradients(oracle, documents) -> dict[str, np.ndarray]:
     untrained = {name: np.zeros(x.shape) for name, x in oracle.named_buffers() if name.endswith(UNTRAINED)}
     # Those of an encoder's layers that are not read have none.
     grads = {name: x.grad.numpy() if x.grad is not None else np.zeros(x.shape) for name, x in oracle.named_parameters()}
-    return in_files(oracle, grads | untrained)
+    return in_files(oracle, _fused(oracle, grads | untrained))
+
+
+def _fused(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays, in which queries, keys and values of Kimi K2.5's encoder are one, and pairs of dimensions that turn
+    together neighbours, as in its files."""
+    if oracle.config.model_type != "kimi_k25":
+        return arrays
+    own = {name: x for name, x in arrays.items() if ".vision_tower." in name and "_proj." in name}
+    found = {name: x for name, x in arrays.items() if name not in own}
+    for name in own:
+        if ".q_proj." in name:
+            q, k, v = (own[name.replace("q_proj", f"{part}_proj")] for part in "qkv")
+            halves = (oracle.config.vision_config.num_attention_heads, 2, -1, *q.shape[1:])
+            q, k = (x.reshape(halves).swapaxes(1, 2).reshape(x.shape) for x in (q, k))
+            found[name.replace("attn.q_proj", "wqkv")] = np.concatenate([q, k, v])
+    return found
 
 
 def image_gradients(model, documents) -> dict[str, np.ndarray]:

@@ -5,9 +5,9 @@ Pillow and numpy, which need no torch; the tokens are those that its classes `Id
 `AyaVisionProcessor`, `Cohere2VisionProcessor`, `Gemma3Processor`, `Gemma4Processor`, `InternVLProcessor`,
 `Lfm2VlProcessor`, `LlavaProcessor`, `LlavaNextProcessor`, `LlavaOnevisionProcessor`, `MllamaProcessor`,
 `PaliGemmaProcessor`, `Qwen2VLProcessor`, `Qwen2_5_VLProcessor`, `Qwen3VLProcessor`, `Glm4vProcessor`,
-`Exaone4_5_Processor`, `VideoLlama3Processor` and `PixtralProcessor` write. Families are in files by what becomes of an
-image: `one_tile`, `own_shape`, `tiled` (in tiles that are read apart) and `joined` (in tiles that are put together
-again).
+`Exaone4_5_Processor`, `VideoLlama3Processor`, `Kimi_K25Processor`, `Lfm3VlProcessor`, `LightOnOcrProcessor` and
+`PixtralProcessor` write. Families are in files by what becomes of an image: `one_tile`, `own_shape`, `tiled` (in tiles
+that are read apart) and `joined` (in tiles that are put together again).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from typing import Any
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.image_processors.joined import llava_next, mllama
 from jaxrl_llm.data.image_processors.one_tile import gemma3, llava, paligemma
-from jaxrl_llm.data.image_processors.own_shape import gemma4, is_pixtral, kind_of, mistral3, qwen_vl
+from jaxrl_llm.data.image_processors.own_shape import gemma4, is_pixtral, kimi_k25, kind_of, mistral3, qwen_vl
 from jaxrl_llm.data.image_processors.processor import ImageProcessor, read_json
 from jaxrl_llm.data.image_processors.tiled import (
     aya_vision,
@@ -54,6 +54,9 @@ FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any, Mapping[str, Any]], Ima
     "exaone4_5": partial(qwen_vl, framed=False),
     "video_llama_3": partial(qwen_vl, framed=False),
     "internvl": internvl,
+    "kimi_k25": kimi_k25,
+    "lfm3_vl": partial(qwen_vl, framed=False),
+    "lighton_ocr": partial(mistral3, ends=False),
     "mistral3": mistral3,
     "mllama": mllama,
     "aya_vision": aya_vision,
@@ -70,11 +73,13 @@ OPTIONS: dict[str, dict[str, type]] = {
     "internvl": TILES,
     "aya_vision": TILES,
     "cohere2_vision": {"max_patches": int},
+    "kimi_k25": {"max_patches": int},
+    "lighton_ocr": {"longest_edge": int},
     "mistral3": {"longest_edge": int},
     "gemma4": {"max_soft_tokens": int},
     "gemma4_unified": {"max_soft_tokens": int},
     "lfm2_vl": {"min_image_tokens": int, "max_image_tokens": int, "max_tiles": int, "do_image_splitting": bool},
-    **{name: BOUNDS for name in FAMILIES if name.startswith(("qwen", "glm", "exaone", "video_llama"))},
+    **{name: BOUNDS for name in FAMILIES if name.startswith(("qwen", "glm", "exaone", "video_llama", "lfm3"))},
 }
 
 
@@ -91,7 +96,7 @@ def load(folder: str | Path, tokenizer: Any) -> ImageProcessor | None:
     if model_type in FAMILIES:
         files = ("preprocessor_config.json", "processor_config.json")
         if not any((folder / name).is_file() for name in files):
-            if model_type in ("gemma3", "gemma4", "gemma4_unified") and config.get("vision_config") is None:
+            if model_type in ("gemma3", "gemma4", "gemma4_unified", "kimi_k25") and config.get("vision_config") is None:
                 return None
             raise ConfigError(f"the model in {folder} reads images, and has no {files[0]}; copy that of the original")
         return FAMILIES[model_type](folder, config, tokenizer, getattr(tokenizer, "image_settings", {}))

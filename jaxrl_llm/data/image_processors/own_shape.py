@@ -1,6 +1,7 @@
 """Families whose images keep their shape, scaled to whole tokens: Gemma 4, Pixtral, Qwen-VL, GLM-V and those with
-processors of Qwen's."""
+processors of Qwen's, and Kimi K2.5."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.image_processors.processor import ImageProcessor, check_model, check_unscaled, token_ids
+from jaxrl_llm.data.image_processors.processor import (
+    ImageProcessor,
+    check_model,
+    check_unscaled,
+    normalized,
+    read_json,
+    token_ids,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -18,6 +26,17 @@ GEMMA4_TOKENS = {"boi": 255_999, "image": 258_880, "eoi": 258_882}
 # The token of an image, those before and behind it, and one of videos.
 QWEN_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 GLM_TOKENS = ("<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>")
+LFM3_VL_IDS = {"image": 125_030, "video": 125_029, "vision_start": 125_009, "vision_end": 125_010}
+KIMI_TOKENS = (
+    "<|media_pad|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|kimi_k25_video_placeholder|>",
+)  # fmt: skip
+# Of an image processor of Kimi K2.5, where files have no entries, and two of its names in Moonshot's own files.
+KIMI: dict[str, Any] = {
+    "do_resize": True, "resample": 3, "size": {"max_height": 512, "max_width": 512}, "max_patches": 16_384,
+    "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3, "patch_size": 14, "merge_size": 2,
+}  # fmt: skip
+KIMI_ENTRIES = {"in_patch_limit": "max_patches", "merge_kernel_size": "merge_size"}
 
 
 def gemma4(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
@@ -85,9 +104,12 @@ def is_pixtral(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") == "llava" and (config.get("vision_config") or {}).get("model_type") == "pixtral"
 
 
-def mistral3(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
+def mistral3(
+    folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any], ends: bool = True
+) -> ImageProcessor:
     """Pixtral's (arXiv 2410.07073), which Mistral Small 3.1 has too: an image keeps its shape, scaled to a longest edge
-    if its own is longer, and to multiples of a token's side; a token ends each row of its tokens."""
+    if its own is longer, and to multiples of a token's side; a token ends each row of its tokens, in LightOnOCR
+    (not `ends`) none."""
     from transformers.image_utils import ChannelDimension
     from transformers.models.pixtral.image_processing_pil_pixtral import (
         PixtralImageProcessorPil,
@@ -95,9 +117,9 @@ def mistral3(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Map
     )
 
     processor: Any = PixtralImageProcessorPil.from_pretrained(folder, **settings)
-    side = config["vision_config"].get("patch_size", 16) * config.get("spatial_merge_size", 2)
-    token, next_row, end = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
-    ids = token_ids(tokenizer, (token, next_row, end))
+    side = config["vision_config"].get("patch_size", 16 if ends else 14) * config.get("spatial_merge_size", 2)
+    token, next_row, end = ("[IMG]", "[IMG_BREAK]", "[IMG_END]") if ends else (QWEN_TOKENS[0], "", "")
+    ids = token_ids(tokenizer, (token, next_row, end) if ends else (token,), () if ends else QWEN_TOKENS[1:])
     edge = processor.size["longest_edge"]
 
     def expand(height: int, width: int) -> str:
@@ -136,9 +158,9 @@ def kind_of(model_type: str) -> Any:
 def qwen_vl(
     folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any], framed: bool = True
 ) -> ImageProcessor:
-    """Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's, Qwen3-VL's and Qwen3.5's, GLM-V's (arXiv 2507.01006), EXAONE 4.5's
-    and VideoLLaMA 3's (arXiv 2501.13106): an image keeps its shape, scaled to multiples of a token's side and, where
-    `size` of preprocessor_config.json asks for it, to fewer or more pixels.
+    """Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's, Qwen3-VL's and Qwen3.5's, GLM-V's (arXiv 2507.01006), EXAONE 4.5's,
+    LFM3-VL's and VideoLLaMA 3's (arXiv 2501.13106): an image keeps its shape, scaled to multiples of a token's side
+    and, where `size` of preprocessor_config.json asks for it, to fewer or more pixels.
 
     Where images are not `framed`, what chat templates write around their tokens, if anything, is text to this.
     """
@@ -155,9 +177,14 @@ def qwen_vl(
     for entry, value in entries.items():
         check_model(folder, entry.removeprefix("spatial_"), value, entry, encoder.get(entry, value))
     token, start, end, video = GLM_TOKENS if glm else QWEN_TOKENS
+    others = [video]
+    if config["model_type"] == "lfm3_vl":  # which has ids in config.json alone
+        own = [config.get(f"{name}_token_id", usual) for name, usual in LFM3_VL_IDS.items()]
+        token, *others = tokenizer.convert_ids_to_tokens(own)
+        token = token or f"with the id {own[0]}"
     if not framed:
         start = end = ""
-    ids = token_ids(tokenizer, tuple(filter(None, (token, start, end))), (video,))
+    ids = token_ids(tokenizer, tuple(filter(None, (token, start, end))), tuple(others))
 
     def resized(height: int, width: int) -> tuple[int, int]:
         if glm:  # whose bounds are those of all frames
@@ -175,3 +202,46 @@ def qwen_vl(
     bounds = processor.size["shortest_edge"], processor.size["longest_edge"]
     expand = _expand((start, token, end), patch * merge, resized if processor.do_resize else None)
     return ImageProcessor(f"{start}{token}{end}", ids[0], frozenset(ids), expand, lambda height, width: 1, tiles, None)
+
+
+def kimi_k25(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
+    """Kimi K2.5's (arXiv 2602.02276): an image keeps its shape and, unless it has more than `max_patches` patches or
+    more than `size` along a side, its size; it is padded with black at its right and below, to multiples of a token's
+    side.
+
+    transformers has its processor for torchvision alone; Pillow resizes as that does, but for the last of 8 bits.
+    """
+    given = read_json(folder / "preprocessor_config.json")
+    given |= read_json(folder / "processor_config.json").get("image_processor") or {}
+    own = given.get("media_proc_cfg") or {}  # where Moonshot's own files have them
+    if (most := own.get("patch_limit_on_one_side")) is not None:
+        own = own | {"size": {"max_height": most, "max_width": most}}
+    entries = KIMI | {KIMI_ENTRIES.get(name, name): x for name, x in own.items()} | given | settings
+    patch, merge, most = (entries[name] for name in ("patch_size", "merge_size", "max_patches"))
+    encoder, side, longest = config["vision_config"], patch * merge, entries["size"]["max_height"] * patch
+    check_model(folder, "patch_size", patch, "patch_size", encoder.get("patch_size", patch))
+    check_model(folder, "merge_size", merge, "merge_kernel_size", encoder.get("merge_kernel_size", [merge])[0])
+
+    def resized(height: int, width: int) -> tuple[int, int]:
+        patches = max(1, height // patch) * max(1, width // patch)
+        scale = min(1.0, math.sqrt(most / patches), longest / height, longest / width)
+        return min(max(1, int(height * scale)), longest), min(max(1, int(width * scale)), longest)
+
+    def padded(height: int, width: int) -> tuple[int, int]:
+        height, width = resized(height, width)
+        return -(-height // side) * side, -(-width // side) * side
+
+    def tiles(image: "Image") -> np.ndarray:
+        from PIL import Image as Pictures
+
+        if not entries["do_resize"]:
+            return normalized(image, entries)[None]
+        height, width = resized(image.height, image.width)
+        whole = Pictures.new("RGB", padded(image.height, image.width)[::-1])
+        whole.paste(image.resize((width, height), Pictures.Resampling(entries["resample"])))
+        return normalized(whole, entries)[None]
+
+    token, *others = KIMI_TOKENS
+    ids = token_ids(tokenizer, (token,), tuple(others))
+    expand = _expand(("", token, ""), side, padded if entries["do_resize"] else None)
+    return ImageProcessor(token, ids[0], frozenset(ids), expand, lambda height, width: 1, tiles, None)

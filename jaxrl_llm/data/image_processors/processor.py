@@ -1,7 +1,7 @@
 """The image processor of a family, and what those of several families check and read."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,3 +94,18 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(made, dict):
         raise ConfigError(f"{file} is no JSON object; copy that of the original model")
     return made
+
+
+def scaled(image: "Image", height: int, width: int, entries: Mapping[str, Any]) -> np.ndarray:
+    """Normalised pixels `[height, width, C]` of an image that is scaled to this size."""
+    from PIL.Image import Resampling
+
+    return normalized(image.resize((width, height), Resampling(entries["resample"])), entries)
+
+
+def normalized(image: "Image", entries: Mapping[str, Any]) -> np.ndarray:
+    """Normalised pixels `[H,W,C]` of an image."""
+    pixels = np.asarray(image, np.float32)
+    pixels = pixels * entries["rescale_factor"] if entries["do_rescale"] else pixels
+    mean, std = (np.array(entries[name], np.float32) for name in ("image_mean", "image_std"))
+    return (pixels - mean) / std if entries["do_normalize"] else pixels

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.image_processors.processor import ImageProcessor, check_model, read_json, tile_of, token_ids
+from jaxrl_llm.data.image_processors.processor import ImageProcessor, check_model, read_json, scaled, tile_of, token_ids
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -177,7 +177,7 @@ def cohere2_vision(folder: Path, config: dict[str, Any], tokenizer: Any, setting
 
     def tiles(image: "Image") -> np.ndarray:
         rows, columns = grid(image.height, image.width)
-        whole = _scaled(image, side, side, entries)[None]
+        whole = scaled(image, side, side, entries)[None]
         if rows * columns == 1:
             return whole
         return np.concatenate([_cells(image, rows, columns, side, entries), whole])
@@ -242,7 +242,7 @@ def lfm2_vl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapp
 
     def tiles(image: "Image") -> list[np.ndarray]:
         rows, columns = grid(image.height, image.width)
-        whole = [_scaled(image, *resized(image.height, image.width), entries)]
+        whole = [scaled(image, *resized(image.height, image.width), entries)]
         if rows * columns == 1:
             return whole
         return [*_cells(image, rows, columns, side, entries), *(whole if thumbnail else [])]
@@ -258,17 +258,7 @@ def lfm2_vl_entries(folder: Path) -> dict[str, Any]:
     return LFM2_VL | read_json(folder / "preprocessor_config.json") | whole
 
 
-def _scaled(image: "Image", height: int, width: int, entries: Mapping[str, Any]) -> np.ndarray:
-    """Normalised pixels `[height, width, C]` of an image that is scaled to this size."""
-    from PIL.Image import Resampling
-
-    pixels = np.asarray(image.resize((width, height), Resampling(entries["resample"])), np.float32)
-    pixels = pixels * entries["rescale_factor"] if entries["do_rescale"] else pixels
-    mean, std = (np.array(entries[name], np.float32) for name in ("image_mean", "image_std"))
-    return (pixels - mean) / std if entries["do_normalize"] else pixels
-
-
 def _cells(image: "Image", rows: int, columns: int, side: int, entries: Mapping[str, Any]) -> np.ndarray:
     """Normalised pixels `[rows x columns, side, side, C]` of an image that is scaled to a grid of tiles and cut."""
-    pixels = _scaled(image, rows * side, columns * side, entries)
+    pixels = scaled(image, rows * side, columns * side, entries)
     return pixels.reshape(rows, side, columns, side, -1).swapaxes(1, 2).reshape(rows * columns, side, side, -1)

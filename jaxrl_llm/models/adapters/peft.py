@@ -38,7 +38,8 @@ from jaxrl_llm.models.net import Net
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 PREFIX, FACTOR_A = "base_model.model.", ".lora_A.weight"
-VISION = re.compile(r"\.(vision_model|vision_tower|visual|embed_vision)\.")  # in the names of modules of a vision part
+# In the names of modules of a vision part.
+VISION = re.compile(r"\.(vision_model|vision_tower|vision_encoder|visual|embed_vision)\.")
 LM_HEAD = "lm_head"
 HEADS = ("score", "classifier")  # PEFT names both for models with a score or step head
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS", "step": "TOKEN_CLS"}

@@ -112,7 +112,7 @@ def _encoder(entries: Any) -> PatchRowsConfig:
         attention_adapters=True,
         head_norms="qkv",
         bias=False,
-        patch_map=True,
+        patch_map="pixels",
         from_zero=True,
         rotary_base=number("vision_config.rope_theta", rope["rope_theta"], above=1),
         rotary_halves=True,

@@ -88,7 +88,7 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
         attention_adapters=True,
         output_adapter="out",
         patch_bias=True,
-        patch_map=True,
+        patch_map="pixels",
         rotary_base=0.0,
         positions=side,
         places="antialiased",

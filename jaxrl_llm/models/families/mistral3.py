@@ -14,19 +14,27 @@ MODEL_TYPE = "mistral3"
 ARCHITECTURE = {"lm": "Mistral3ForConditionalGeneration", "score": "Mistral3ForSequenceClassification"}
 TEXTS = {module.MODEL_TYPE: module for module in (mistral, ministral3, mistral4)}
 TEXT_KEYS = tuple(dict.fromkeys((*decoder.KEYS, *mistral4.KEYS)))
-TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector"
-LAYERS, LAYER = "vision/encoder/layers", f"{TOWER}transformer.layers.{{layer}}."
-VISION_KEYS = (
-    TensorName("vision/encoder/patch/kernel", f"{TOWER}patch_conv.weight", transpose=True),
-    TensorName("vision/encoder/patch_norm/scale", f"{TOWER}ln_pre.weight"),
-    TensorName(f"{LAYERS}/norm1/scale", f"{LAYER}attention_norm.weight"),
-    *maps(f"{LAYERS}/attention", f"{LAYER}attention", {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}),
-    TensorName(f"{LAYERS}/norm2/scale", f"{LAYER}ffn_norm.weight"),
-    *maps(f"{LAYERS}/mlp", f"{LAYER}feed_forward", decoder.GATED),
-    TensorName("vision/encoder/merger/norm/scale", f"{PROJECTOR}.norm.weight"),
-    *linear("vision/encoder/merger/proj", f"{PROJECTOR}.patch_merger.merging_layer"),
-    *maps("vision/encoder/merger", PROJECTOR, {"fc1": "linear_1", "fc2": "linear_2"}),
-)
+LAYERS = "vision/encoder/layers"
+
+
+def vision_keys(tower: str, projector: str) -> tuple[TensorName, ...]:
+    """The keys of a vision part whose encoder's and projector's names begin so."""
+    layer = f"{tower}transformer.layers.{{layer}}."
+    attention = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}
+    return (
+        TensorName("vision/encoder/patch/kernel", f"{tower}patch_conv.weight", transpose=True),
+        TensorName("vision/encoder/patch_norm/scale", f"{tower}ln_pre.weight"),
+        TensorName(f"{LAYERS}/norm1/scale", f"{layer}attention_norm.weight"),
+        *maps(f"{LAYERS}/attention", f"{layer}attention", attention),
+        TensorName(f"{LAYERS}/norm2/scale", f"{layer}ffn_norm.weight"),
+        *maps(f"{LAYERS}/mlp", f"{layer}feed_forward", decoder.GATED),
+        TensorName("vision/encoder/merger/norm/scale", f"{projector}.norm.weight"),
+        *linear("vision/encoder/merger/proj", f"{projector}.patch_merger.merging_layer"),
+        *maps("vision/encoder/merger", projector, {"fc1": "linear_1", "fc2": "linear_2"}),
+    )
+
+
+VISION_KEYS = vision_keys("vision_tower.", "multi_modal_projector")
 KEYS = llava.on_the_hub(TEXT_KEYS, VISION_KEYS)
 MODULE_KEYS = llava.as_modules(TEXT_KEYS, VISION_KEYS)
 OTHER_KEYS = (MODULE_KEYS,)

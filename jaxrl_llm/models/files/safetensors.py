@@ -107,12 +107,14 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
     """
     config = net.config
     names = {name.path: (order, name) for order, name in enumerate(table or keys_of(family, config))}
+    of_encoder = getattr(config.vision and config.vision.encoder, "stacks", {})
     tensors = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(net.plain.shapes()):
         leaf_path = path_name(path)
         stack, _, rest = leaf_path.partition("/")
         order, name = names[f"layers/{rest}" if stack in config.stacks else leaf_path]  # tables name no other stacks
-        numbers = config.stacks.get(stack, range(leaf.shape[0]))  # of the encoder's stacks from 0 on
+        numbers = config.stacks.get(stack, range(leaf.shape[0]))  # of the encoder's stacks mostly from 0 on
+        numbers = next((own for name, own in of_encoder.items() if leaf_path.startswith(f"{name}/")), numbers)
         layers = list(enumerate(numbers)) if "{layer}" in name.tensor else [(None, None)]
         of_heads, of_experts = "{head}" in name.tensor, "/experts/" in leaf_path
         experts = range(config.experts) if of_experts else range(leaf.shape[1]) if of_heads else [None]

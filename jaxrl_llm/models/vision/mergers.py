@@ -74,17 +74,20 @@ class ReducedMerger(nnx.Module):
 
 class TwoMapsMerger(nnx.Module):
     """Embeddings of `size` numbers of squares of patches, those of LFM2-VL: two linear maps with GELU between them, of
-    each square, mostly behind a norm of it."""
+    each square, mostly behind a norm of it, or in LFM3-VL of its patches."""
 
     def __init__(self, config: Any, size: int, net: Any, rngs: nnx.Rngs):
         self.square = config.width * config.merge**2
-        self.norm = LayerNorm(self.square, 1e-5, net.param_dtype) if config.merger_norm else None
+        self.each = config.merger_norm_each
+        size, eps = (config.width, 1e-6) if self.each else (self.square, 1e-5)
+        self.norm = LayerNorm(size, eps, net.param_dtype) if config.merger_norm else None
         self.fc1 = Linear(self.square, config.merger_ffn, net, rngs, config.merger_bias)
         self.fc2 = Linear(config.merger_ffn, size, net, rngs, config.merger_bias)
 
     def __call__(self, x):
+        x = self.norm(x) if self.norm is not None and self.each else x
         x = x.reshape(len(x), -1, self.square)
-        x = x if self.norm is None else self.norm(x)
+        x = self.norm(x) if self.norm is not None and not self.each else x
         return self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
 
 

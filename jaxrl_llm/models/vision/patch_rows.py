@@ -1,6 +1,7 @@
 """The encoders of Qwen2-VL (arXiv 2409.12191), 2.5-VL, Qwen3-VL and Qwen3.5, of GLM-4.1V (arXiv 2507.01006), of Mistral
-Small 3.1 (Pixtral, arXiv 2410.07073), of Gemma 4, and SigLIP 2 (arXiv 2502.14786), that of LFM2-VL: a ViT over patches
-of images of any size.
+Small 3.1 (Pixtral, arXiv 2410.07073), of Gemma 4, and SigLIP 2 (arXiv 2502.14786), that of LFM2-VL, and MoonViT (arXiv
+2504.07491), that of Kimi K2.5: a ViT over patches of images of any size; and that of LFM3-VL, most of whose layers are
+convolutions.
 
 The patches of a row's images are one row. They have rotary positions of two axes, learned ones, or both. They see all
 of their image or, in most layers of Qwen2.5-VL, their window.
@@ -8,8 +9,9 @@ of their image or, in most layers of Qwen2.5-VL, their window.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +42,8 @@ class PatchRowsConfig:
     frames: int = 2  # of a patch; an image is repeated that many times. 0: patches are of images alone
     channels: int = 3
     merge: int = 2  # patches along each side of a square that becomes one token
+    conv_layers: tuple[int, ...] = ()  # of those with a convolution in place of attention
+    conv_size: int = 3  # patches along each side of what a convolution reads
     window_size: int = 0  # pixels along each side of a window; 0: patches see all of their image in every layer
     full_layers: tuple[int, ...] = ()  # of those with windows, in which patches see all of their image
     norm: str = "rms"  # or "layer"
@@ -55,18 +59,22 @@ class PatchRowsConfig:
     bias: bool = True  # of the other maps of layers
     clipped: bool = False  # the inputs and outputs of layers' maps are, see clipped.ClippedLinear
     from_zero: bool = False  # pixels are from 0 to 1, which the network maps to -1 to 1
-    patch_map: bool = False  # patches are embedded by a linear map of pixels with their channels, not a convolution
+    # Files have the map of patches as a matrix, not a convolution: of "pixels" with their channels, or of "channels".
+    patch_map: str = ""
     patch_bias: bool = False
     patch_norm: bool = False  # of patches, before learned positions are added
     rotary_base: float = 10000.0  # 0: there are no rotary positions
     rotary_halves: bool = False  # the first half of a head turns by its column, the second by its row
+    rotary_pairs: bool = False  # neighbouring dimensions of a head turn together, pairs by column and row in turn
     alternating: bool = False  # rotary frequencies are those of height and width in turn; False: both have the same
     positions: int = 0  # along each side of the square of learned positions; 0: there are none
+    position_square: bool = False  # files have these as [side,side,D]
     places: str = "linear"  # how these become those of an image: one of PLACES
     merger: str = "stacked"  # one of mergers.MERGERS
     merger_ffn: int = 0
     merger_bias: bool = False
     merger_norm: bool = True  # of "two_maps"
+    merger_norm_each: bool = False  # it is one of each patch, not of a square
     standardized: bool = False  # the means of "pooled" are, by a shift and a factor of each number
     merger_adapters: bool = False  # before Qwen3-VL its maps are items of a list, which adapters have no names for
     deepstack: tuple[int, ...] = ()  # layers whose output is added behind the decoder's first layers too
@@ -86,6 +94,12 @@ class PatchRowsConfig:
     def window_tokens(self) -> int:
         """Tokens along each side of a window."""
         return self.window_size // self.merge // self.patch_size
+
+    @property
+    def stacks(self) -> dict[str, tuple[int, ...]]:
+        """The layers that are stacked in the parameters of each name."""
+        attending = tuple(layer for layer in range(self.layers) if layer not in self.conv_layers)
+        return {"vision/encoder/layers": attending, "vision/encoder/conv_layers": self.conv_layers}
 
 
 def patch_rows(images: Iterable[np.ndarray], config: PatchRowsConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -176,6 +190,8 @@ class RowAttention(nnx.Module):
     def _rotated(self, x, angles):
         if self.config.rotary_halves:  # rows before columns, as the angles, and first dimensions of pairs before second
             x = x.reshape(*x.shape[:-1], 2, 2, -1)[..., ::-1, :, :].swapaxes(-3, -2).reshape(x.shape)
+        if self.config.rotary_pairs:
+            x = x.reshape(*x.shape[:-1], -1, 2, 2)[..., ::-1, :].swapaxes(-3, -1).reshape(x.shape)
         return rotate(x, jnp.ones(x.shape[:2], jnp.int32), angles)
 
     def _in_windows(self, q, k, v, layout: "Layout"):
@@ -202,6 +218,29 @@ class RowAttention(nnx.Module):
         return out.reshape(len(out), -1, *out.shape[3:])[:, :length]
 
 
+class RowConvolution(nnx.Module):
+    """`out(c * conv(b * v))`, where `b, c, v = into(x)` and the convolution, of each channel alone, reads a patch and
+    its neighbours in its image."""
+
+    def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs):
+        width, size = config.width, config.conv_size
+        self.into = Linear(width, 3 * width, net, rngs, False, "into")
+        taps = jax.random.normal(rngs.params(), (width, 1, size, size), net.param_dtype) * config.init_scale
+        self.filter = nnx.Param(taps)
+        self.out = Linear(width, width, net, rngs, False, "out")
+
+    def __call__(self, x, layout: "Layout", full):
+        """`full` is not read: there are no windows."""
+        b, c, v = jnp.split(self.into(x), 3, axis=-1)
+        gated, taps = b * v, self.filter[...].astype(x.dtype)[:, 0]
+        half, found = taps.shape[-1] // 2, jnp.zeros_like(gated)
+        for down, across in np.ndindex(*taps.shape[1:]):
+            index = layout.neighbour(down - half, across - half)
+            own = jnp.take_along_axis(gated, jnp.maximum(index, 0)[..., None], axis=1)
+            found += jnp.where(index[..., None] >= 0, own, 0) * taps[:, down, across]
+        return self.out(c * found)
+
+
 def _in_images(q, k, v, layout: "Layout", scale: float | None = None):
     def attend(queries):
         q, image = queries
@@ -220,23 +259,41 @@ class Layout(NamedTuple):
     image: jax.Array  # [N,P]
     window: jax.Array  # [N,P] adjacent where equal
     angles: jax.Array | None  # [N,P,d/2] of rotary positions
+    tokens: Tokens  # in which these are, `merge`^2 of each one adjacent
+    merge: int
+
+    def neighbour(self, down: int, across: int) -> jax.Array:
+        """The number `[N,P]` of the patch so many rows below and columns to the right of each, in its image; -1: none.
+
+        In the order of tokens, which is that of patches where there are no windows."""
+        t, m = self.tokens, self.merge
+        each = jnp.arange(m * m)
+        y, x = t.y[..., None] * m + each // m + down, t.x[..., None] * m + each % m + across
+        inside = (y >= 0) & (y < t.high[..., None] * m) & (x >= 0) & (x < t.wide[..., None] * m)
+        first = jnp.arange(t.image.shape[1]) - t.place  # token of its image
+        token = first[..., None] + y // m * t.wide[..., None] + x // m
+        index = jnp.where(inside, token * m * m + y % m * m + x % m, -1)
+        return index.reshape(len(index), -1)
 
 
 class RowLayer(nnx.Module):
-    """Attention and a feed-forward, each behind a norm, or between two, and with a residual."""
+    """Attention, or a convolution, and a feed-forward, each behind a norm, or between two, and with a residual."""
 
-    def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs):
+    def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs, attends: bool = True):
         def norm():
             return norm_of(config.norm, config.width, config.norm_eps, net, rngs)
 
         self.norm1, self.norm2 = norm(), norm()
         self.out_norm1, self.out_norm2 = (norm() if config.norms == "both" else None for _ in range(2))
-        self.attention = RowAttention(config, net, rngs)
+        self.attention = RowAttention(config, net, rngs) if attends else None
+        self.conv = None if attends else RowConvolution(config, net, rngs)
         linear = ClippedLinear if config.clipped else Linear
         self.mlp = FeedForward(net, rngs, linear=linear) if config.gated else PatchFeedForward(config, net, rngs)
 
     def __call__(self, x, layout: Layout, full):
-        x = _added(x, self.attention(self.norm1(x), layout, full), self.out_norm1)
+        mixer = self.attention if self.conv is None else self.conv
+        assert mixer is not None
+        x = _added(x, mixer(self.norm1(x), layout, full), self.out_norm1)
         return _added(x, self.mlp(self.norm2(x)), self.out_norm2)
 
 
@@ -249,7 +306,7 @@ class InterpolatedPositions(nnx.Module):
 
     def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs):
         self.side, self.places = config.positions, config.places
-        shape = (self.side**2, config.width)
+        shape = (*((self.side, self.side) if config.position_square else (self.side**2,)), config.width)
         self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, net.param_dtype) * net.init_scale)
 
     def __call__(self, y, x, high, wide):
@@ -263,10 +320,11 @@ class InterpolatedPositions(nnx.Module):
             near = jnp.maximum(1 - distance / jnp.maximum(scale, 1.0), 0.0)
             return near / jnp.maximum(near.sum(-1, keepdims=True), 0.1)  # those of padding may add up to 0
 
+        table = self.weight[...].astype(jnp.float32).reshape(self.side**2, -1)
         if self.places == "antialiased":
             both = shares(y, high)[..., :, None] * shares(x, wide)[..., None, :]
             # As exact as transformers': accelerators would round the factors.
-            return jnp.matmul(both.reshape(*y.shape, -1), self.weight[...].astype(jnp.float32), precision="highest")
+            return jnp.matmul(both.reshape(*y.shape, -1), table, precision="highest")
 
         def taps(place, size):  # the neighbours along an axis, and their shares
             if self.places == "cubic":
@@ -279,7 +337,6 @@ class InterpolatedPositions(nnx.Module):
             share, low = jnp.clip(at - low, 0, 1), low.astype(jnp.int32)  # that of padding is any number
             return (low, 1 - share), (jnp.minimum(low + 1, self.side - 1), share)
 
-        table = self.weight[...].astype(jnp.float32)
         parts = (
             table[row * self.side + column] * (of_row * of_column)[..., None]
             for row, of_row in taps(y, high)
@@ -333,7 +390,10 @@ class PatchRows(nnx.Module):
         norm = norm_of(config.norm, config.width, config.norm_eps, own, rngs) if config.patch_norm else None
         self.patch_norm = norm
         self.position = PLACES[config.places](config, own, rngs) if config.positions else None
-        self.layers = stacked(functools.partial(RowLayer, config, own), config.layers, rngs)
+        self.layers, self.conv_layers = (
+            stacked(functools.partial(RowLayer, config, own, attends=attends), len(layers), rngs) if layers else None
+            for attends, layers in zip((True, False), config.stacks.values(), strict=True)
+        )
         self.norm = norm_of(config.norm, config.width, config.norm_eps, own, rngs) if config.last_norm else None
         self.merger = MERGERS[config.merger](config, net.width, own, rngs)
         deep, count = (lambda r: Merger(config, net.width, own, r, whole=True)), len(config.deepstack)
@@ -367,10 +427,11 @@ class PatchRows(nnx.Module):
         places = [of_patches(place) for place in places]
         angles = [x * c.rotary_base**-power for x, power in zip(places, powers, strict=True)] if c.rotary_base else None
         layout = Layout(
-            repeated(tokens.image), repeated(window), None if angles is None else jnp.concatenate(angles, axis=-1)
-        )
+            repeated(tokens.image), repeated(window), None if angles is None else jnp.concatenate(angles, axis=-1),
+            tokens, c.merge,
+        )  # fmt: skip
         kernel = self.patch["kernel"][...]
-        if c.patch_map:  # of rows, columns and channels, where patches have channels first
+        if c.patch_map == "pixels":  # of rows, columns and channels, where patches have channels first
             kernel = kernel.reshape(c.patch_size, c.patch_size, c.channels, -1).swapaxes(0, 1)
         kernel = kernel.transpose(*reversed(range(kernel.ndim - 1)), -1).reshape(c.patch_numbers, -1)
         x = of_patches(pixels) @ kernel.astype(pixels.dtype)
@@ -381,19 +442,22 @@ class PatchRows(nnx.Module):
             sizes = (repeated(size * c.merge) for size in (tokens.high, tokens.wide))
             x += self.position(*(place[..., 0] for place in places), *sizes).astype(x.dtype)
         x = constrain(x, "rows", None, None)
-        graph, layers = nnx.split(self.layers)
         full = jnp.isin(jnp.arange(c.layers), jnp.array(c.full_layers, jnp.int32))
+        features = []
+        # Layers of one kind run in one scan, up to those whose features are added to the decoder's.
+        runs = itertools.groupby(range(c.layers), lambda n: (n in c.conv_layers, sum(last < n for last in c.deepstack)))
+        for (convolves, number), run in ((kind, list(run)) for kind, run in runs):
+            graph, layers = nnx.split(cast(RowLayer, self.conv_layers if convolves else self.layers))
+            first = sum((layer in c.conv_layers) == convolves for layer in range(run[0]))
+            end = first + len(run)
 
-        def step(x, layer):
-            state, full = layer
-            return nnx.merge(graph, state)(x, layout, full), None
+            def step(x, layer, graph=graph):
+                state, full = layer
+                return nnx.merge(graph, state)(x, layout, full), None
 
-        features, first = [], 0
-        for number, last in enumerate((*c.deepstack, c.layers - 1)):
-            some = jax.tree.map(lambda x, a=first, b=last + 1: jax.lax.slice_in_dim(x, a, b), (layers, full))
-            x, _ = jax.lax.scan(checkpointed(step), x, some)
-            first = last + 1
-            if self.deepstack is not None and number < len(c.deepstack):
+            some = jax.tree.map(lambda x, a=first, b=end: jax.lax.slice_in_dim(x, a, b), layers)
+            x, _ = jax.lax.scan(checkpointed(step), x, (some, full[run[0] : run[-1] + 1]))
+            if self.deepstack is not None and run[-1] in c.deepstack:
                 of_merger, mergers = nnx.split(self.deepstack)
                 one = jax.tree.map(lambda x, n=number: jax.lax.index_in_dim(x, n, keepdims=False), mergers)
                 features.append(nnx.merge(of_merger, one)(x))

@@ -30,7 +30,8 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.adapters.lora import LoraConfig
 from jaxrl_llm.models.adapters.peft import TENSORS
-from jaxrl_llm.models.families import family_of
+from jaxrl_llm.models.families import family_for, family_of
+from jaxrl_llm.models.families.decoder import settings
 from jaxrl_llm.models.files.safetensors import named_as_modules, stored_tensors
 from jaxrl_llm.models.mixers import attention
 from jaxrl_llm.models.mixers.mixer import DecodeInputs
@@ -266,6 +267,13 @@ def test_export_is_bit_for_bit_and_read_by_transformers(oracle, folder, model, d
         stored = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in stored.items()}
     if oracle.config.model_type == "qwen3_vl_moe":  # and these: transformers has them transposed
         stored = {name: x.swapaxes(1, 2) if ".experts." in name else x for name, x in stored.items()}
+    if family == "kimi_k25":  # of which it takes parts for each other
+        published = {
+            "model.blocks.": "model.layers.", "encoder.patch_embed.": "patch_embed.",
+            "model.mm_projector": "mm_projector",
+        }  # fmt: skip
+        for theirs, name in published.items():
+            stored = {own.replace(theirs, name): x for own, x in stored.items()}
     assert stored.keys() == written.keys()
     for name, x in stored.items():
         np.testing.assert_array_equal(written[name], x, err_msg=name)
@@ -390,6 +398,24 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
         ("pixtral", None, "vision_feature_select_strategy", "default", "vision_feature_select_strategy = 'default'"),
         ("pixtral", "vision_config", "num_attention_heads", 4, "vision_config.hidden_size = 24 .* 4 times 4 heads"),
         ("llava_next", "vision_config", "model_type", "pixtral", "vision_config.model_type = 'pixtral'"),
+        ("kimi_k25", "text_config", "model_type", "llama", "text_config = .* of a deepseek_v3 or kimi_k2 model"),
+        ("kimi_k25", "vision_config", "pos_emb_width", 4, "vision_config.pos_emb_width = 4 .* pos_emb_height = 5"),
+        (
+            "kimi_k25",
+            "vision_config",
+            "merge_kernel_size",
+            [2, 1],
+            r"merge_kernel_size = \[2, 1\] .* two equal numbers",
+        ),
+        ("kimi_k25", "vision_config", "num_attention_heads", 4, "hidden_size = 24 .* 4 times 4 heads"),
+        ("kimi_k25", None, "projection_hidden_size", 32, "projection_hidden_size = 32"),
+        ("kimi_k25", None, "projection_layer_norm_eps", 1e-6, "projection_layer_norm_eps = 1e-06"),
+        ("lfm3_vl", "text_config", "model_type", "llama", "text_config = .* of a lfm3 model"),
+        ("lfm3_vl", None, "projector_hidden_act", "silu", "projector_hidden_act = 'silu'"),
+        ("lfm3_vl", "vision_config", "num_key_value_heads", 3, "hidden_size = 32 .* num_key_value_heads = 3"),
+        ("lfm3_vl", "vision_config", "conv_kernel_size", 2, "conv_kernel_size = 2 .* odd numbers"),
+        ("lfm3_vl", "vision_config", "layer_types", ["conv"], r"layer_types = \['conv'\] .* 5 of conv and full_att"),
+        ("lighton_ocr", "text_config", "model_type", "llama", "text_config = .* of a qwen3 model"),
         ("lfm2_vl", "text_config", "model_type", "llama", "text_config = .* of a lfm2 or lfm2_moe model"),
         ("lfm2_vl", None, "projector_hidden_act", "silu", "projector_hidden_act = 'silu'"),
         ("lfm2_vl", None, "image_token_id", 97, "image_token_id = 97"),
@@ -405,6 +431,15 @@ def test_entries_that_mean_another_network_are_refused(family, part, entry, valu
     (hf if part is None else hf[part])[entry] = value
     with pytest.raises(ConfigError, match=message):
         family_of(hf).to_config(hf)
+
+
+def test_a_family_is_found_for_every_net():
+    """Those that describe other nets refuse them, and end no search with another error."""
+    for name, config in VISION.items():
+        hf = config().to_dict()
+        net = family_of(hf).to_config(hf)
+        module = family_for(net)
+        assert module.to_config(module.from_config(net, None), **settings(net)) == net, name
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
@@ -696,10 +731,12 @@ def test_adapters_are_where_peft_finds_them(oracle, folder, model, vision, tmp_p
     config = peft.LoraConfig(r=2, target_modules=entries["target_modules"])
     by_weight = tuple(f".{name.removesuffix('.weight')}" for name in entries["target_parameters"] or ())
     wanted = {name for name, x in oracle.named_modules() if isinstance(x, torch.nn.Linear)}
-    # Of Qwen's encoders queries, keys and values are one matrix, and have no adapters, as have the gates of experts.
+    # Of Qwen's encoders and Kimi's queries, keys and values are one matrix, and have no adapters, as have the gates of
+    # experts.
     wanted = {
         name
         for name in wanted
+        if not (".vision_tower." in name and ".attn." in name)
         if (("layers" in name or "encoder.layer." in name) and not name.endswith(("shared_expert_gate", *PER_LAYER)))
         or ("blocks" in name and ".mlp." in name)
         or name.endswith("patch_dense")

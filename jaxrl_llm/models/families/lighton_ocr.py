@@ -1,0 +1,41 @@
+"""LightOnOCR (arXiv 2601.14251): Mistral Small 3.1's vision part, without biases, and a Qwen3 that reads it."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import llava, mistral3, qwen3, qwen_vl, siglip
+from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.vision.tower import VisionConfig
+
+MODEL_TYPE = "lighton_ocr"
+ARCHITECTURE = {"lm": "LightOnOcrForConditionalGeneration", "score": "LightOnOcrForSequenceClassification"}
+TEXTS = {qwen3.MODEL_TYPE: qwen3}
+KEYS = llava.as_modules(qwen3.KEYS, mistral3.vision_keys("vision_encoder.", "vision_projection"))
+DEFAULTS = {"image_token_id": 151_655, "spatial_merge_size": 2, "tie_word_embeddings": True}  # for those left out
+ENCODER = {"patch_size": 14, "hidden_act": "silu"}  # and those of its encoder that are not mistral3's
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | hf
+    family, text = llava.text_of(hf, TEXTS)
+    entries = {
+        "spatial_merge_size": hf["spatial_merge_size"],
+        "vision_config": ENCODER | (hf.get("vision_config") or {}),
+    }
+    encoder = mistral3.encoder_of(entries)
+    token = siglip.image_token(hf, "image_token_id", text)
+    vision = VisionConfig(encoder, encoder.merge, token, projector="")
+    return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
+    encoder = qwen_vl.net_encoder(config)
+    assert config.vision is not None
+    own = {
+        "model_type": MODEL_TYPE,
+        "image_token_id": config.vision.image_token,
+        "spatial_merge_size": encoder.merge,
+        "vision_config": mistral3.encoder_entries(encoder, base),
+    }
+    return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own)
