@@ -10,6 +10,7 @@ from jaxrl_llm.models.families.decoder import LAYER, TensorName, maps
 from jaxrl_llm.models.families.entries import (
     computed,
     dense_before_sparse,
+    mixer_types,
     mixers_of,
     mlp_types,
     positive,
@@ -125,8 +126,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     own |= {"kda_safe_gate": config.delta_floor is not None}
     own |= {"kda_lower_bound": config.delta_floor} if config.delta_floor is not None else {}
     if base is None:
-        types = {mixer: name for name, mixer in MIXERS.items()}
-        own["layer_types"] = [types[kind.mixer] for kind in config.layer_configs]
+        own["layer_types"] = mixer_types(config, MIXERS)
         own["mlp_layer_types"] = mlp_types(config)
     hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=with_defaults)
     return hf if base is not None else renamed(hf, NAMES)

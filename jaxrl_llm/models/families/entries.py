@@ -120,6 +120,14 @@ def mixers_of(hf: dict[str, Any], mixers: Mapping[str, type], kind: Callable[[in
     return tuple(mixers[kind] for kind in types)
 
 
+def mixer_types(config, mixers: Mapping[str, type]) -> list[str]:
+    """The `layer_types` of a ModelConfig whose layers have these `mixers`; raises ConfigError for others."""
+    names = {mixer: name for name, mixer in mixers.items()}
+    if others := {kind.mixer.__name__ for kind in config.layer_configs if kind.mixer not in names}:
+        refuse("layer_types", sorted(others), f"layers of {' and '.join(mixers)}")
+    return [names[kind.mixer] for kind in config.layer_configs]
+
+
 def renamed(hf: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """The entries, those that `names` has under the names there."""
     return {names.get(entry, entry): value for entry, value in hf.items()}

@@ -9,7 +9,16 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, mixtral
 from jaxrl_llm.models.families.decoder import LAYER, TensorName
-from jaxrl_llm.models.families.entries import dense_layers, experts_of, mixers_of, mlp_types, number, positive, refuse
+from jaxrl_llm.models.families.entries import (
+    dense_layers,
+    experts_of,
+    mixer_types,
+    mixers_of,
+    mlp_types,
+    number,
+    positive,
+    refuse,
+)
 from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.mixers.block_attention import BlockAttention
 from jaxrl_llm.models.model_config import ModelConfig
@@ -128,9 +137,8 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         "router_aux_loss_coef": config.router_aux_loss_coef,
     }
     if base is None:
-        types = {mixer: name for name, mixer in MIXERS.items()}
         own |= {entry: getattr(config, field) for field, (entry, *_) in SIZES.items()}
         own["index_topk_blocks"] = config.index_top // max(config.index_block, 1)
-        own["layer_types"] = [types[kind.mixer] for kind in config.layer_configs]
+        own["layer_types"] = mixer_types(config, MIXERS)
         own["mlp_layer_types"] = mlp_types(config)
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -66,9 +66,9 @@ class BlockAttention(Attention):
         rotary = arrays if inputs.inv_freq is None else arrays._replace(inv_freq=inputs.inv_freq)
         q, keys = self.indexer(x, inputs.positions, rotary)
         if x.shape[1] > self.config.index_top:
-            assert inputs.mask is not None
             inputs = inputs._replace(mask=self._chosen_of_rows(q, keys, inputs), by_mask=True)
         out, kept = super().prefill(x, inputs, arrays)
+        assert isinstance(kept, KeyValues)
         return out, BlockCache(kept, constrain(keys, "rows", None, None))
 
     def decode(
@@ -101,7 +101,8 @@ class BlockAttention(Attention):
 
     def _chosen_of_rows(self, q, keys, inputs: AttentionInputs) -> jax.Array:
         """Which tokens each head `[N,J,T,T]` sees of whole rows, where documents lie in one piece each."""
-        c, positions, segments = self.config, inputs.positions, inputs.segments
+        c, positions, segments, mask = self.config, inputs.positions, inputs.segments, inputs.mask
+        assert mask is not None
         length, blocks = positions.shape[1], positions // c.index_block
         changes = (jnp.diff(segments, axis=1) != 0) | (jnp.diff(blocks, axis=1) != 0)
         ends = jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True)  # [N,T] the last token of a block
@@ -112,7 +113,7 @@ class BlockAttention(Attention):
         local = (recent >= 0) & (recent < c.index_local) & (segments[:, :, None] == segments[:, None, :])
 
         def of_head(_, q):
-            scores = jnp.where(inputs.mask, einsum("nte,nse->nts", q, keys), -jnp.inf)
+            scores = jnp.where(mask, einsum("nte,nse->nts", q, keys), -jnp.inf)
             step = 1
             while step < c.index_block:  # scores of the best of a block's tokens so far, of twice as many each time
                 earlier = jnp.roll(scores, step, axis=-1)
@@ -121,7 +122,7 @@ class BlockAttention(Attention):
                 step *= 2
             rated = jnp.where(ends[:, None], jnp.where(local, jnp.inf, scores), -jnp.inf)
             kept = self._best(rated)
-            return None, jnp.take_along_axis(kept, end[:, None], axis=-1) & inputs.mask
+            return None, jnp.take_along_axis(kept, end[:, None], axis=-1) & mask
 
         # Head by head: the scores of all of them would be many times the mask.
         return jnp.moveaxis(jax.lax.scan(of_head, None, jnp.moveaxis(q, -2, 0))[1], 0, 1)
