@@ -271,11 +271,12 @@ class RequestQueue:
         return True
 
 
-def compile_first(queue: RequestQueue, width: int = 1) -> None:
+def compile_first(queue: RequestQueue, width: int = 1, sampling: SamplingParams | None = None) -> None:
     """Sample a first row, of a prompt of `width` tokens: it compiles the programs that the next ones need, and shows
     that the model runs here before anyone asks. Raises what sampling it raises."""
     replies: SimpleQueue[Tokens | BaseException] = SimpleQueue()
-    queue.submit([Handle(RowRequest([0] * width, 2, SamplingParams(), (), 0), replies.put)])
+    limit = min(2, queue.engine.max_completion_length)
+    queue.submit([Handle(RowRequest([0] * width, limit, sampling or SamplingParams(), (), 0), replies.put)])
     while not isinstance(reply := replies.get(), BaseException) and reply.finish_reason is None:
         pass
     if isinstance(reply, BaseException):

@@ -266,7 +266,7 @@ class AgentRollout:
         with all_or_none():
             try:
                 if is_new:  # before the time of agents runs, and that of their clients
-                    self._compile(gateway.queue, len(tasks[0]["prompt_ids"]))
+                    self._compile(gateway.queue, len(tasks[0]["prompt_ids"]), sampling)
                 started, refused = time.monotonic(), gateway.queue.counts.refused_rows
                 self.agents.run(connections, list(map(_given, tasks)), ended)
             finally:
@@ -303,10 +303,10 @@ class AgentRollout:
         return as_rollout(rows, finished, self.prompt_width, longest, self.mesh), episodes
 
     @staticmethod
-    def _compile(queue: RequestQueue, width: int) -> None:
-        """Compile the programs of calls; raises EpisodeError where there is no memory for one."""
+    def _compile(queue: RequestQueue, width: int, sampling: SamplingParams) -> None:
+        """Compile the programs of the first calls; raises EpisodeError where there is no memory for one."""
         try:
-            compile_first(queue, width)
+            compile_first(queue, width, sampling)
         except Exception as error:
             if not lacks_memory(error):
                 raise
