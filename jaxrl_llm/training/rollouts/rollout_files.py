@@ -379,9 +379,9 @@ class FileQueue:
     def get_arrays(self) -> dict[str, Any]:
         """The batches of the queue as the tree of arrays that a checkpoint holds, by name; waits for them."""
         with self._watch("rollout_wait"):
-            for place, batch in enumerate(self._queue):
-                self._queue[place] = self._read(batch) if isinstance(batch, int) else batch
-        return {"queue": {"bytes": pack(self._queue)}} if self._queue else {}
+            batches = [self._read(batch) if isinstance(batch, int) else batch for batch in self._queue]
+        self._queue = deque(batches)
+        return {"queue": {"bytes": pack(batches)}} if batches else {}
 
     def restore(self, arrays: dict[str, Any]) -> None:
         """Take up the batches that `arrays` hold; rows are placed when they are taken."""
