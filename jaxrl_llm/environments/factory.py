@@ -85,12 +85,17 @@ class Environments:
                 raise EpisodeError(f"environment.{setting} names {unknown[0]!r}, but {there}")
         self.pool = CallPool(spec.workers, spec.timeout)
         self.idle: dict[str | None, list[Any]] = defaultdict(list)
+        self.made: dict[int, Any] = {}  # by identity, those that are not closed, also while an episode has them
         self.schemas: dict[str | None, list[dict[str, Any]]] = {}
-        for name in self.factories:  # made now, so that mistakes show before anything is sampled
-            made = self._make(name)
-            self.schemas[name] = tool_schemas(self._tools(made).values())
-            if made is not None:
-                self.idle[name].append(made)
+        try:
+            for name in self.factories:  # made now, so that mistakes show before anything is sampled
+                made = self._make(name)
+                self.schemas[name] = tool_schemas(self._tools(made).values())
+                if made is not None:
+                    self.idle[name].append(made)
+        except BaseException:
+            self.close()
+            raise
 
     def acquire(self, row: Row) -> Episode:
         """An episode for a row. Raises EpisodeError for an environment that does not exist, or cannot be made."""
@@ -131,8 +136,15 @@ class Environments:
         return None if reward is None else scale * reward
 
     def close(self) -> None:
-        """Call `close()` of every environment that has one."""
-        self._close([environment for environments in self.idle.values() for environment in environments])
+        """Call `close()` of every environment that has one.
+
+        Those of episodes that are not over, of a run that ends within a rollout, have CLOSE_SECONDS: a call that hangs
+        may hold them.
+        """
+        idle = {id(environment): environment for own in self.idle.values() for environment in own}
+        playing = [environment for key, environment in self.made.items() if key not in idle]
+        self._close(list(idle.values()))
+        self._close(playing, CLOSE_SECONDS)
         self.idle.clear()
         self.pool.close()
 
@@ -155,6 +167,7 @@ class Environments:
             raise EpisodeError(
                 f"the environment {title!r} has neither a method step nor other public methods to use as tools"
             )
+        self.made[id(environment)] = environment
         return environment
 
     def _tools(self, environment: Any) -> dict[str, Tool]:
@@ -166,6 +179,8 @@ class Environments:
 
         Errors do not matter: the run is over, or the environments have failed already.
         """
+        for environment in environments:
+            self.made.pop(id(environment), None)
         closes = [close for environment in environments if callable(close := getattr(environment, "close", None))]
         calls = {number: partial(self.pool.call, close, seconds) for number, close in enumerate(closes)}
         CallPool(self.spec.workers, None).run(calls)  # one of its own: others may run in ours, or hang there

@@ -163,6 +163,19 @@ def test_a_game_of_several_turns(tokenizer):
     assert Guess.closed == 9
 
 
+def test_environments_are_closed_where_a_run_ends_within_a_rollout(tokenizer):
+    Guess.closed = 0
+    environments = environments_of(Guess, on_error="stop")
+    rows = [{"prompt": user("Guess!"), "number": 5, "opening": None} for _ in range(3)]
+    with pytest.raises(EpisodeError, match=r"Guess.step raised KeyError"):
+        play(tokenizer, environments, rows, [["3", "5"], ["boom"], ["5"]])
+    environments.close()
+    assert Guess.closed == 3 and not environments.made
+    with pytest.raises(EpisodeError, match="has no method reset"):
+        environments_of({"guess": Guess, "wrong": object})
+    assert Guess.closed == 4
+
+
 @pytest.mark.parametrize("timeout", [None, 1.0])
 def test_environments_that_have_failed_are_closed_together(timeout, tokenizer, monkeypatch):
     """Those whose servers are gone hold nobody up: neither each other nor, for long, the run."""
