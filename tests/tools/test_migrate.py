@@ -806,6 +806,28 @@ def test_what_a_script_of_trl_does_with_its_model(tmp_path, end, pushed, title, 
     expect(config, export={"push_to_hub": pushed, "title": title, "tags": tags}, data={"path": "c/d"})
 
 
+@pytest.mark.parametrize(
+    ("loaded", "given", "tokenizer", "template"),
+    [
+        ("'a/b'", "", None, None),
+        ("'a/b-instruct'", "tokenizer.pad_token = tokenizer.eos_token", "a/b-instruct", None),
+        ("NAME", "tokenizer.chat_template = '{{ x }}'", None, "{{ x }}"),
+    ],
+)
+def test_tokenizers_of_a_script(tmp_path, loaded, given, tokenizer, template):
+    """A base model is often given the tokenizer of its instruct model, or a template."""
+    script = (
+        "from datasets import load_dataset\nfrom transformers import AutoTokenizer\n"
+        f"from trl import SFTConfig, SFTTrainer\nNAME = 'a/b'\ntokenizer = AutoTokenizer.from_pretrained({loaded})\n{given}\n"
+        "SFTTrainer(model=NAME, args=SFTConfig(max_steps=2), train_dataset=load_dataset('c/d', split='train'), "
+        "processing_class=tokenizer).train()\n"
+    )
+    config, _ = migrate(written(tmp_path, "sft.py", script))
+    expect(config, model={"path": "a/b", "tokenizer": tokenizer}, data={"chat_template": template})
+    read = written(tmp_path, "sft.py", script.replace("'{{ x }}'", "open('x').read()"))
+    assert ("set data.chat_template" in migrate(read)[1]) == bool(template)
+
+
 def test_a_script_that_is_not_beside_its_command(tmp_path):
     note = "train_grpo.py, which it starts, is not beside it"
     file = written(tmp_path, "a.sh", "accelerate launch train_grpo.py\n")

@@ -14,7 +14,8 @@ from jaxrl_llm.tools.migrate.values import MOST, Unknown, Values, call_name
 HARMONY_WORDS = ("adaptive_harmony", "harmony_client", "spawn_train", "StringThread")
 PARSERS = ("HfArgumentParser", "TrlParser")
 FUNCTIONS = ("reward_funcs", "tools", "environment_factory", "rollout_func", "grader", "callbacks")
-SKIPPED = ("args", "processing_class", "tokenizer", "data_collator")
+SKIPPED = ("args", "data_collator")
+TOKENIZER = ("processing_class", "tokenizer")
 OBJECTS = ("dataset", "model", "policy_model", "value_model")  # of a recipe, which makes them
 ROWS = ("select", "shuffle", "filter", "map", "remove_columns", "rename_column", "select_columns", "train_test_split")
 LOADERS = ("load_dataset", "load_from_disk", "from_json", "from_csv", "from_parquet")  # of datasets, and its Dataset
@@ -157,6 +158,8 @@ class Script(Values):
                 settings[name] = self._functions(name, node)
             elif name in rows:
                 rows[name] = self._dataset(name, node)
+            elif name in TOKENIZER:
+                settings |= self._tokenizer(node)
             elif name not in SKIPPED:
                 value = self.value(node)
                 if isinstance(value, Unknown) and harmony and name in OBJECTS:
@@ -177,6 +180,15 @@ class Script(Values):
             evaluated = path if path != train.get("train_dataset") else f"the split {split} of {path}"
             self.note(f"train_test_split is not done: all rows are trained on, and {evaluated} is evaluated on")
         return {name: value for name, value in settings.items() if value is not ...}
+
+    def _tokenizer(self, node: ast.expr) -> dict[str, Any]:
+        """Return the name that a tokenizer is loaded by, and the chat template that the script gives it."""
+        made = self.lookup(node) if isinstance(node, ast.Name) else node
+        if not isinstance(made, ast.Call) or call_name(made) != "from_pretrained":
+            return {}
+        name, changed = self.value(made), self.later(made)
+        template = {"chat_template": changed["chat_template"]} if "chat_template" in changed else {}
+        return {"processing_class": name, **template} if isinstance(name, str) else template
 
     def _loading(self, node: ast.expr) -> dict[str, Any]:
         """Return the options with which a model is loaded, those of its quantisation among them."""

@@ -74,6 +74,9 @@ def model(draft: Draft) -> None:
         draft.set("model.dtype", "bfloat16" if draft.get("bf16") else "float32", "bf16")
     draft.use("bf16", "fp16")
     shared.check_model(draft)
+    draft.use("processing_class")
+    if (tokenizer := draft.get("processing_class")) != draft.values["model.path"]:
+        draft.set("model.tokenizer", tokenizer, "processing_class")
     peft = draft.sets("r") or draft.get("peft_config")
     if peft or draft.get("use_peft"):
         rank, alpha, dropout = (8, 8, 0.0) if peft else (16, 32, 0.05)
