@@ -818,7 +818,8 @@ def test_tokenizers_of_a_script(tmp_path, loaded, given, tokenizer, template):
     """A base model is often given the tokenizer of its instruct model, or a template."""
     script = (
         "from datasets import load_dataset\nfrom transformers import AutoTokenizer\n"
-        f"from trl import SFTConfig, SFTTrainer\nNAME = 'a/b'\ntokenizer = AutoTokenizer.from_pretrained({loaded})\n{given}\n"
+        "from trl import SFTConfig, SFTTrainer\nNAME = 'a/b'\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({loaded})\n{given}\n"
         "SFTTrainer(model=NAME, args=SFTConfig(max_steps=2), train_dataset=load_dataset('c/d', split='train'), "
         "processing_class=tokenizer).train()\n"
     )
