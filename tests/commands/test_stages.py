@@ -39,7 +39,7 @@ def test_three_stages_and_going_on(root, tmp_path):
     longer["ppo"].total_steps = 3
     done = run_stages(longer)
     assert list(done) == ["ppo"]
-    assert [line["step"] for line in done["ppo"].metrics] == [3]
+    assert [line["step"] for line in done["ppo"].metrics] == [1, 2, 3]
 
 
 @pytest.mark.slow
