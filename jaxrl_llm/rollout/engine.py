@@ -322,8 +322,8 @@ def prefill(
             dtype = FP8 if jax.default_backend() == "tpu" else BYTES["fp8"][0]
         dtype = jnp.dtype(dtype)
         cache = jax.tree.map(lambda x: narrowed(x, dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
-    made = first_tokens(engine, cache, prompts, segments, logits, keys, automata, sampling)
-    return made[0]._replace(experts=_recorded(engine, experts)), made[1]
+    made, rows = first_tokens(engine, cache, prompts, segments, logits, keys, automata, sampling)
+    return made._replace(experts=_recorded(engine, experts)), rows
 
 
 def _with_copies(x, count: int) -> jax.Array:
