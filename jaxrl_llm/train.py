@@ -67,7 +67,7 @@ from jaxrl_llm.training.runtime.compiling import CompileStatus
 from jaxrl_llm.training.runtime.lock import RunLock
 from jaxrl_llm.training.runtime.moment import EVALUATE, SAVE
 from jaxrl_llm.training.runtime.preemption import Notices, Preempted
-from jaxrl_llm.training.runtime.profiler import Profiler
+from jaxrl_llm.training.runtime.profiler import Profiler, steps_here
 from jaxrl_llm.training.runtime.watchdog import Watchdog
 from jaxrl_llm.training.setup.given import Given, take
 from jaxrl_llm.training.setup.mesh import build_mesh
@@ -177,7 +177,8 @@ def train(
         def evaluate() -> Metrics:
             return _evaluated(run, current().params, root, step, logger)
 
-        with Profiler(config.logging.profile_steps, folder, stopwatch, logger.note) as profiler:
+        profiled = steps_here(config.logging.profile_steps, config.logging.profile_process)
+        with Profiler(profiled, folder, stopwatch, logger.note) as profiler:
             hooks("on_begin", step, log.newest, current)
             if step == 0 and run.evaluation is not None and config.eval.at_start and not config.eval.start:
                 with notices.ending("in the evaluation before the first step"):
@@ -243,13 +244,14 @@ def train(
 
         with notices.ending("after the last step, while the model was written"), stopwatch("export"):
             trained = _exported(run, state, checkpoints, log, logger, locks)
+        earlier = processes.gather(logger.earlier() or None)[0] or []  # before what may fail in one process alone
         hooks("on_end", step, log.newest, lambda: trained)
         logger.finish(stopwatch.totals, checkpoints.outcome())
         try:
             copy_run(config)
         finally:  # the one may fail, and the other not
             push_run(config)
-    return Result(trained, [*processes.gather(logger.earlier())[0], *log.history], folder)
+    return Result(trained, [*earlier, *log.history], folder)
 
 
 def _evaluated(run: Run, params: Params, root, step: int, logger: Logger) -> Metrics:
@@ -294,6 +296,7 @@ def _start(
 ) -> tuple[Run, State, StepLog, Logger, Checkpoints, Callbacks, list[RunLock]]:
     """Everything that a run needs, on a mesh that is set; `stack` closes it. A resumed run starts at its checkpoint."""
     folder, mesh, kept = Path(config.output_dir), build_mesh(config), checkpoint_spec(config)
+    steps_here(config.logging.profile_steps, config.logging.profile_process)  # refuses some
     check_writable(folder)
     locks = _lock(folder, kept.folder, stack)
     if not is_remote(kept.folder):

@@ -7,15 +7,17 @@ import jax
 import numpy as np
 import pytest
 
+import jaxrl_llm
 from benchmarks import folders, limits, marks, meter, peaks, run, scaling, serving, sizes, table
 from benchmarks.cases import SHAPES, lengths, prompts, texts, useful_tokens, word, words
 from benchmarks.ours import fit
 from benchmarks.race import __main__ as race
 from benchmarks.race import contests, record
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.models.model import describe
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.runtime.profiler import Profiler, phase_table, profiled_steps
+from jaxrl_llm.training.runtime import profiler
+from jaxrl_llm.training.runtime.profiler import Profiler, phase_table, profiled_steps, steps_here
 
 
 def test_the_tokenizer_reads_words_as_their_ids(tmp_path):
@@ -116,6 +118,25 @@ def test_steps_to_profile():
             profiled_steps(wrong)
 
 
+def test_the_process_that_is_profiled(monkeypatch):
+    assert steps_here("3-5", 0) == (3, 5) and steps_here(None, 7) is None
+    with pytest.raises(ConfigError, match=r"logging\.profile_process is 1, but the run has 1 processes"):
+        steps_here("4", 1)
+    monkeypatch.setattr(profiler.jax, "process_count", lambda: 2)
+    assert steps_here("4", 1) is None
+    monkeypatch.setattr(profiler.jax, "process_index", lambda: 1)
+    assert steps_here("4", 1) == (4, 4) and steps_here("4", 0) is None
+
+
+def test_steps_that_cannot_be_read_are_refused_before_anything_is_loaded(tmp_path):
+    config = default()
+    config.output_dir, config.model.path = str(tmp_path / "run"), str(tmp_path / "none")
+    config.logging.profile_steps = "a"
+    with pytest.raises(ConfigError, match=r"logging\.profile_steps is 'a'"):
+        jaxrl_llm.train(config)
+    assert not (tmp_path / "run").exists()
+
+
 def test_phases_by_hand():
     text = phase_table({"rollout": 3.0, "update": 6.0, "data": 0.0}, 10.0, 3, 5)
     rows = [line.split() for line in text.splitlines()[2:]]
@@ -128,7 +149,7 @@ def test_phases_by_hand():
 @pytest.mark.slow
 def test_a_profile_of_a_step(tmp_path):
     watch, shown = Stopwatch(), []
-    with Profiler("2", tmp_path, watch, shown.append) as profiler:
+    with Profiler((2, 2), tmp_path, watch, shown.append) as profiler:
         for step in (1, 2, 3):
             profiler.begin(step)
             with watch("update"):

@@ -1011,6 +1011,9 @@ KEYS = (
         "bfloat16, if it is known.", float, above=0),
     Setting("logging.profile_steps", None,
         "Training steps to profile, `4` or `3-5`: a JAX trace and a table of seconds by phase in output_dir/profile."),
+    Setting("logging.profile_process", 0,
+        "Number of the process whose steps are profiled, that of machine/slowest_process for instance.",
+        int, minimum=0),
 
     Setting("watch.hang_seconds", 1800.0,
         "Longest phase of a step; a longer one writes all Python stacks to stacks.txt and ends the run. 0 is no limit.",

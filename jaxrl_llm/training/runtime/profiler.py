@@ -16,16 +16,16 @@ TABLE = "phases.txt"
 
 
 class Profiler:
-    """A context manager that profiles `steps` (as `profiled_steps` reads them), on process 0.
+    """A context manager that profiles the first and the last of `steps`, and those between; None: nothing.
 
     Call `begin` and `end` around each step. After the last one `folder/profile` has the trace, which XProf
-    (TensorBoard's profile plugin) opens, and phases.txt, which is also given to `show`. Raises ConfigError for steps
-    that it cannot read.
+    (TensorBoard's profile plugin) opens, and phases.txt, which is also given to `show`.
     """
 
-    def __init__(self, steps: str | None, folder: str | Path, watch: Stopwatch, show: Callable[[str], None]):
-        first_and_last = profiled_steps(steps)
-        self.steps = first_and_last if jax.process_index() == 0 else None
+    def __init__(
+        self, steps: tuple[int, int] | None, folder: str | Path, watch: Stopwatch, show: Callable[[str], None]
+    ):
+        self.steps = steps
         self.folder, self._watch, self._show = Path(folder) / FOLDER, watch, show
         self._first: int | None = None  # the first step of the trace, while it is recorded
 
@@ -57,6 +57,17 @@ class Profiler:
         (self.folder / TABLE).write_text(text, encoding="utf-8")
         self._first = None
         self._show(f"{text}the trace is in {self.folder}")
+
+
+def steps_here(text: str | None, process: int) -> tuple[int, int] | None:
+    """The steps of `profiled_steps` that this process profiles, None where it is not that `process`.
+
+    Raises ConfigError for steps that cannot be read, and for a process that the run does not have.
+    """
+    steps, count = profiled_steps(text), jax.process_count()
+    if steps is not None and process >= count:
+        raise ConfigError(f"logging.profile_process is {process}, but the run has {count} processes, numbered from 0")
+    return steps if process == jax.process_index() else None
 
 
 def profiled_steps(text: str | None) -> tuple[int, int] | None:

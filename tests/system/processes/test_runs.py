@@ -148,8 +148,12 @@ def test_teachers_over_processes(root, tmp_path, together, name):
 def test_parameters_sharded_over_processes(root, tmp_path, together):
     all_ended_well(together(1, *command(root, "grpo", tmp_path / "one")))
     cut = ("--config.mesh.fsdp=2", "--config.mesh.data=1")
-    all_ended_well(together(2, *command(root, "grpo", tmp_path / "two", *cut)))
+    profiled = ("--config.logging.profile_steps=2", "--config.logging.profile_process=1")
+    all_ended_well(together(2, *command(root, "grpo", tmp_path / "two", *cut, *profiled)))
     same_runs(tmp_path / "one", tmp_path / "two")
+    assert "rollout" in (tmp_path / "two" / "profile" / "phases.txt").read_text()
+    last = json.loads((tmp_path / "two" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["machine/slowest_process"] in (0, 1) and last["machine/waited_seconds"] >= 0
 
 
 @pytest.mark.slow
