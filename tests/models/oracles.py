@@ -627,7 +627,7 @@ VARIANTS = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     ),
     "kolibri1-full": lambda: Kolibri1Config(
-        **SHAPE, head_dim=16, num_experts_per_tok=2, num_experts=4, moe_intermediate_size=16, sliding_window=None,
+        **SHAPE, head_dim=16, num_experts_per_tok=2, num_experts=4, moe_intermediate_size=16, sliding_window=WINDOW,
         shared_expert_intermediate_size=16, layer_types=["full_attention"] * 2,
     ),
     "minimax_m3_vl_text": lambda: MiniMaxM3VLTextConfig(
@@ -663,7 +663,7 @@ NO_CLASSIFIER = (  # of which transformers has none
 ALIKE = {
     "glm4_moe_lite": "deepseek_v3", "cwm": "smollm3", "ministral": "smollm3", "gemma4_unified_text": "gemma4_text",
     "internlm3": "llama", "iquestcoder": "llama", "sarvam_mla": "deepseek_v3", "sarvam_moe": "glm4_moe",
-    "hyperclovax": "granite", "hy_v3": "glm4_moe",
+    "hyperclovax": "granite", "hy_v3": "glm4_moe", "apertus1p5_text": "apertus",
 }  # fmt: skip
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
 

@@ -164,6 +164,7 @@ REFUSED = {
     "apertus1p5_text-tied": ({"output_vocab_size": 98}, "output_vocab_size = 98 .* up to vocab_size = 97"),
     "bailing_hybrid": ({"kda_lower_bound": 5.0}, "kda_lower_bound = 5.0 .* numbers below 0"),
     "bailing_hybrid-plain": ({"tie_word_embeddings": True}, "tie_word_embeddings = True .* supported: False"),
+    "kolibri1-full": ({"sliding_window": None}, "sliding_window = None .* integers from 1"),
     "kolibri1": ({"layer_types": ["chunked_attention"] * 4}, "layer_types = .* full_attention and sliding_attention"),
     "laguna-elements": ({"gating": "per-layer"}, "gating = 'per-layer' .* per-head, per-element"),
 }

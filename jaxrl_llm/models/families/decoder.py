@@ -127,7 +127,10 @@ IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def plain_name(activation: str, usual: str) -> str:
-    """The name of an activation of PLAIN, the `usual` one of the family where it means that."""
+    """The name of an activation of PLAIN, the `usual` one of the family where it means that; raises ConfigError for
+    another activation."""
+    if activation not in PLAIN.values():
+        refuse("hidden_act", activation, ", ".join(PLAIN))
     return next(name for name in (usual, *PLAIN) if PLAIN[name] == activation)
 
 

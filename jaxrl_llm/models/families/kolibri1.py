@@ -48,13 +48,11 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | ({COUNT: hf["num_experts"]} if "num_experts" in hf else {}) | hf
     channels = positive(hf, "moe_intermediate_size")
-    if hf["sliding_window"] is None:
-        windows = layer_types.read_uniform(hf)
-    else:
-        windows = layer_types.read(hf, lambda layer: (layer + 1) % 5 != 0)
-        windows |= {"unrotated_layers": layer_types.outside(hf, windows)}
+    positive(hf, "sliding_window")  # which transformers asks for where no layer has one too
+    windows = layer_types.read(hf, lambda layer: (layer + 1) % 5 != 0)
     own = {
         **windows,
+        "unrotated_layers": layer_types.outside(hf, windows),
         **experts_of(hf, COUNT, "num_experts_per_tok"),
         "norms": "both",
         "qk_norm": True,
@@ -78,4 +76,6 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         "shared_expert_intermediate_size": config.shared_expert_ffn,
         "norm_topk_prob": config.normalize_top_k,
     }
+    if base is None:
+        own["sliding_window"] = config.sliding_window or DEFAULTS["sliding_window"]
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
