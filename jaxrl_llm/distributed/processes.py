@@ -316,7 +316,7 @@ def of_each(own: dict[str, float]) -> list[dict[str, float]]:
 
     No process waits for another one here.
     """
-    own = {**own, "waited": sum(_waits)}
+    own = {**own, "waited": sum(_waits, 0.0)}
     _waits.clear()
     found: dict[int, dict[str, float]] = {}
     with _coordinator_may_be_gone():
