@@ -157,10 +157,10 @@ class Engine(RolloutSpec):
         truncated. `limits` `[N]` are the most tokens of each row, where that is less than max_completion_length.
         `on_finished` is called with every row of this process, from 0, and its tokens, soon after it ends, while others
         are decoded; not with a `turn_server`. Rows that have `begun` go on, by their own keys, and keep the log-probs
-        of what they have; not together with a `turn_server`, a grammar, or experts that are recorded. `on_border` is
-        asked before each chunk, by which parameters rows go on, and whether they do (not with a `turn_server`, whose
-        answers come by the clock): what was computed before stays, keys and values too. Raises ConfigError for rows
-        that the model's rotary positions do not allow to be sampled.
+        of what they have (those that had ended are not all reported as finished); not together with a `turn_server`, a
+        grammar, or experts that are recorded. `on_border` is asked before each chunk, by which parameters rows go on,
+        and whether they do (not with a `turn_server`, whose answers come by the clock): what was computed before stays,
+        keys and values too. Raises ConfigError for rows that the model's rotary positions do not allow to be sampled.
         """
         check_length(self.net.config.rope, prompts.shape[1] + self.max_completion_length)
         shards, longest, count = _shards(), self.max_completion_length, prompts.shape[0] * self.group_size
