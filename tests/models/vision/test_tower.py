@@ -30,7 +30,7 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.adapters.lora import LoraConfig
 from jaxrl_llm.models.adapters.peft import TENSORS
-from jaxrl_llm.models.families import family_for, family_of
+from jaxrl_llm.models.families import family_for, family_of, kimi_k25
 from jaxrl_llm.models.families.decoder import settings
 from jaxrl_llm.models.files.safetensors import named_as_modules, stored_tensors
 from jaxrl_llm.models.mixers import attention
@@ -440,6 +440,21 @@ def test_a_family_is_found_for_every_net():
         net = family_of(hf).to_config(hf)
         module = family_for(net)
         assert module.to_config(module.from_config(net, None), **settings(net)) == net, name
+
+
+def test_kimis_own_files_name_entries_otherwise():
+    """As Moonshot publishes them; an export has both names."""
+    hf = VISION["kimi_k25"]().to_dict()
+    expected = family_of(hf).to_config(hf)
+    own = hf | {"media_placeholder_token_id": hf["image_token_id"]}
+    del own["image_token_id"]
+    names = {name: theirs for theirs, name in kimi_k25.OWN_VISION_ENTRIES.items()}
+    own["vision_config"] = {names.get(name, name): x for name, x in hf["vision_config"].items()}
+    own["text_config"] = hf["text_config"] | {"model_type": "kimi_k2"}
+    assert "hidden_size" not in own["vision_config"] and family_of(own).to_config(own) == expected
+    written = kimi_k25.from_config(expected, own)
+    assert family_of(written).to_config(written) == expected
+    assert written["vision_config"] == written["vision_config"] | hf["vision_config"] | own["vision_config"]
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
