@@ -1,6 +1,7 @@
 """CombinedGrader: several graders as one reward, their weighted sum."""
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,10 +43,11 @@ class CombinedGrader:
                 await call_if_present(grader, "setup")
 
     async def close(self) -> None:
-        """Call `close()` of every grader that has one."""
+        """Call `close()` of every grader that has one, also where that of another raises."""
         self.is_set_up = False
-        for grader in self.originals:
-            await call_if_present(grader, "close")
+        async with contextlib.AsyncExitStack() as stack:
+            for grader in reversed(self.originals):
+                stack.push_async_callback(call_if_present, grader, "close")
 
     async def __call__(
         self,

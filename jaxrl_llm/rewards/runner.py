@@ -206,7 +206,7 @@ class Rewards:
         ]
         self.must_travel = bool(workers)
         self.workers = Workers(workers or 1) if any(self.in_workers) else None
-        self.is_set_up = False
+        self.set_up = 0  # functions, of which `setup` was called
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], columns: Columns
@@ -279,27 +279,31 @@ class Rewards:
 
     def setup(self) -> None:
         """Call `setup()` of every function that has one, once; `submit` does it too."""
-        if not self.is_set_up:
-            self._call_all("setup")
-            self.is_set_up = True
+        while self.set_up < len(self.functions):
+            self._call(self.set_up, "setup")
+            self.set_up += 1
 
     def close(self) -> None:
-        """Call `close()` of every function that has one, and end worker processes and the event loop."""
-        if self.is_set_up:
-            self._call_all("close")
-            self.is_set_up = False
-        if self.workers is not None:
-            self.workers.close()
-        self.loop.close()
+        """Call `close()` of every function that has one and was set up, and end worker processes and the event loop.
 
-    def _call_all(self, method: str) -> None:
-        for name, function in zip(self.names, self.functions, strict=True):
-            try:
-                self.loop.run(call_if_present(function, method), SETUP_SECONDS)
-            except TimeUpError:
-                raise RewardError(f"{method}() of reward {name!r} took more than {SETUP_SECONDS:g} seconds") from None
-            except Exception as error:
-                raise RewardError(f"{method}() of reward {name!r} raised {error_text(error)}") from error
+        All of it is done, also where one raises: the error of the last that does.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.loop.close)
+            if self.workers is not None:
+                stack.callback(self.workers.close)
+            for index in reversed(range(self.set_up)):
+                stack.callback(self._call, index, "close")
+            self.set_up = 0
+
+    def _call(self, index: int, method: str) -> None:
+        name = self.names[index]
+        try:
+            self.loop.run(call_if_present(self.functions[index], method), SETUP_SECONDS)
+        except TimeUpError:
+            raise RewardError(f"{method}() of reward {name!r} took more than {SETUP_SECONDS:g} seconds") from None
+        except Exception as error:
+            raise RewardError(f"{method}() of reward {name!r} raised {error_text(error)}") from error
 
 
 class Pending:

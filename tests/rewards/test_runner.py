@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import copy
 import functools
 import math
@@ -319,6 +320,35 @@ def test_setup_and_close_that_leave(method, is_async):
         rewards.setup()
     with pytest.raises(RewardError, match=rf"{method}\(\) of reward 'Grader' raised LeftError"):
         getattr(rewards, method)()
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_what_was_set_up_is_closed_where_others_raise(combined):
+    closed = []
+
+    class Grader:
+        def __init__(self, name, fails=()):
+            self.__name__, self.fails = name, fails
+
+        def setup(self):
+            assert "setup" not in self.fails
+
+        def close(self):
+            closed.append(self.__name__)
+            assert "close" not in self.fails
+
+        def __call__(self, completions, **_):
+            return [0.0] * len(completions)
+
+    graders = [Grader("a", ("close",)), Grader("b"), Grader("c", () if combined else ("setup",))]
+    rewards = load_rewards(CombinedGrader(graders) if combined else graders)
+    with pytest.raises(RewardError, match=r"setup\(\) of reward 'c'") if not combined else contextlib.nullcontext():
+        rewards.setup()
+    with pytest.raises(RewardError, match=r"close\(\) of reward"):
+        rewards.close()
+    assert closed == ["a", "b", "c"][: 3 if combined else 2]
+    rewards.close()
+    assert len(closed) == (3 if combined else 2) and rewards.loop._loop is None
 
 
 def test_ctrl_c_in_a_reward_stops_the_run():
