@@ -117,12 +117,12 @@ class Agents:
                 ended(result.key, outcome)
 
     def close(self) -> None:
-        """End what belongs to the agents, commands that still run among it."""
-        self.commands.close()
-        for close in self.closing:
-            close()
-        self.closing.clear()
-        self.pool.close()
+        """End what belongs to the agents, commands that still run among it: all of it, also where a `close` raises."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.pool.close)
+            while self.closing:
+                stack.callback(self.closing.pop())
+            self.commands.close()
 
     def _start(self, key: str, agent: str | Callable[..., Any]) -> Start:
         """The function that starts the agent of a key, which is a Python function or a command line."""

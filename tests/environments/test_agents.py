@@ -165,6 +165,22 @@ def test_close_of_a_function_is_called_once_at_the_end(tmp_path):
     assert import_file(file).closed == [1, 3, "end", 1, 3, "end"]
 
 
+def test_a_close_that_raises_keeps_no_other_agent_open():
+    closed = []
+
+    def first(**_): ...
+
+    def second(**_): ...
+
+    first.close, second.close = lambda: closed.append(1 / 0), lambda: closed.append("second")
+    agents = Agents(AgentSpec(first, others={"b": second}))
+    with pytest.raises(ZeroDivisionError):
+        agents.close()
+    assert closed == ["second"]
+    agents.close()  # nothing is left
+    assert closed == ["second"]
+
+
 @pytest.mark.parametrize(
     ("agent", "message"),
     [
