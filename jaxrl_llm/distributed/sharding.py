@@ -14,6 +14,7 @@ of all positions for its own queries. Sampling has one position a step and no us
 it as more fsdp, which moves no parameter, or is another arrangement of the same devices.
 """
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable
@@ -94,11 +95,15 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, context: int = 1, 
     sizes = _sizes(
         "mesh", {"data": data, "fsdp": fsdp, "context": context, "expert": expert, "tensor": tensor}, devices
     )
-    mesh = jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
-    if not in_process_order(mesh.devices):
-        # JAX orders devices of TPU slices by their links; here the rows of a process are adjacent, in process order.
+    types, mesh = (AxisType.Auto,) * len(AXES), None
+    # JAX orders devices of a TPU slice by their links. It has no order for those of several slices, nor where a size is
+    # not that of some of a slice's sides.
+    with contextlib.suppress(AssertionError, NotImplementedError):
+        mesh = jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
+    if mesh is None or not in_process_order(mesh.devices):
+        # Here the rows of a process are adjacent, in process order, and so are those of a slice.
         ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
-        mesh = Mesh(np.array(ordered).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        mesh = Mesh(np.array(ordered).reshape(sizes), AXES, axis_types=types)
     row_groups(mesh)  # refuses some
     return mesh
 
