@@ -107,7 +107,7 @@ class Transformer(nnx.Module):
         inputs = _pad_for_context(inputs)
         mixed, x, images = self._embedded_rows(inputs)
         counted = mixed.segments != 0 if inputs.multiplicity is None else inputs.multiplicity
-        replayed = None if inputs.experts is None else self._by_run(inputs.experts)
+        replayed = None if inputs.experts is None else _by_run(self.config, inputs.experts)
 
         def body(block: Block, x, experts, arrays, shared):
             return block.apply(x, mixed._replace(shared=shared), counted, experts, arrays)
@@ -259,51 +259,11 @@ class Transformer(nnx.Module):
             shown, images = self._shown(inputs, segments), None
         elif isinstance(images, Images):
             images = self.encode_images(tokens, segments, images)
-        layout = self._layout(inputs, segments, positions, images)._replace(shown=shown)
+        layout = _layout(self.config, inputs, segments, positions, images)._replace(shown=shown)
         x = self._embedded(tokens, positions, inputs.noise)
         if images is not None:
             x = constrain(with_images(x, images), "rows", "positions", None)
         return layout, x, images
-
-    def _layout(self, inputs: Inputs, segments, positions, images: ImageEmbeddings | None) -> AttentionInputs:
-        """Which tokens see each other in rows of these segments and positions `[N,T]`, and how they are rotated."""
-        tokens, prefixes, c, runs = inputs.tokens, inputs.prefix_segments, self.config, None
-        if prefixes is not None and not c.shares_prefixes:
-            raise ConfigError(
-                "rows of a group share a prefix, which this model's layers cannot: set batch.packing to false"
-            )
-        both_ways = "" if images is None or c.vision is None else c.vision.bidirectional
-        if c.sees_prompts:
-            in_prompt = inputs.in_prompt
-            if in_prompt is None:
-                in_prompt = jnp.broadcast_to(jnp.arange(tokens.shape[1]) < inputs.prompt_width, tokens.shape)
-            runs = image_runs(jnp.where(in_prompt, 0, -1), segments)
-        elif images is not None and both_ways:
-            runs = image_runs(images.index, segments)
-        sparse = bool(c.index_top) and tokens.shape[1] > c.index_top
-        by_mask = sparse or prefixes is not None or runs is not None or is_in_chunks(c, tokens.shape[1])
-        # Some kernels read segments, and a mask [N,T,T] only where segments do not say it all.
-        kernels = {implementation(c.of(kind), tokens.shape[1], by_mask) for kind in c.layer_configs}
-        unmasked = {"flash", "splash"} if c.index_block else {"flash"}  # the latter has no mask of each head
-        if by_mask and kernels & unmasked:
-            raise ConfigError(
-                f"model.attention = {c.attention!r} reads no mask, which rows that share a prefix (batch.packing), "
-                "whose images are seen in both directions or that are longer than a chunk of the attention, or than "
-                "the tokens that sparse attention chooses, need: use 'auto', 'cudnn' or 'xla'"
-            )
-        mask = None if kernels <= BY_SEGMENTS and not by_mask else attention_mask(segments, prefixes, runs)
-        sliding_mask = mask if both_ways == "sliding" else None
-        mask = mask if sliding_mask is None else attention_mask(segments, prefixes)
-        # Of models with axes also where no row has images, so that their caches can be put together.
-        rotary, shift = None, jnp.zeros(len(tokens), jnp.int32) if c.rope_axes else None
-        if images is not None and images.positions is not None:
-            rotary = images.positions[..., jnp.array(c.rope_axes)]
-            shift = images.positions.max(axis=(1, 2)) + 1 - (segments != 0).sum(axis=1)
-        inv_freq = long_row_frequencies(c.rope, c.rotated_size, segments, positions)
-        whole = runs if c.sees_prompts and c.sliding_layers else None  # those of images are seen within the window
-        return AttentionInputs(
-            positions, segments, mask, by_mask, runs is None, sliding_mask, whole, inv_freq, rotary, shift
-        )
 
     def _shown(self, inputs: Inputs, segments) -> ShownImages:
         """The images of rows that layers read, none where there are none."""
@@ -316,18 +276,6 @@ class Transformer(nnx.Module):
         if inputs.images.source is not None and inputs.images.features is not None:
             states = _of_rows(states, inputs.images.source)
         return ShownImages(states, self.vision.seen(inputs.tokens, segments, positions, inputs.images))
-
-    def _by_run(self, experts) -> tuple:
-        """The experts `[N,T,L,k]` of all layers as those of each run: of a scanned one stacked, of a dense one None."""
-        parts, first = [], 0
-        for run in self.config.layer_runs:
-            if not self.config.layer_configs[run.layers[0]].experts:
-                parts.append(None)
-                continue
-            part = experts[..., first : first + len(run.layers), :]
-            parts.append(jnp.moveaxis(part, -2, 0) if run.scanned else part[..., 0, :])
-            first += len(run.layers)
-        return tuple(parts)
 
     def _through_layers(
         self, body, x, tokens, caches=None, images: ImageEmbeddings | None = None
@@ -385,6 +333,62 @@ class Transformer(nnx.Module):
             if run.is_read:
                 passed_on[run.layers[0]] = jax.tree.map(lambda x: x[0], passed) if run.scanned else passed
         return x if self.streams is None else self.streams.gathered(x), tuple(outputs)
+
+
+def _layout(
+    config: ModelConfig, inputs: Inputs, segments, positions, images: ImageEmbeddings | None
+) -> AttentionInputs:
+    """Which tokens see each other in rows of these segments and positions `[N,T]`, and how they are rotated."""
+    tokens, prefixes, c, runs = inputs.tokens, inputs.prefix_segments, config, None
+    if prefixes is not None and not c.shares_prefixes:
+        raise ConfigError(
+            "rows of a group share a prefix, which this model's layers cannot: set batch.packing to false"
+        )
+    both_ways = "" if images is None or c.vision is None else c.vision.bidirectional
+    if c.sees_prompts:
+        in_prompt = inputs.in_prompt
+        if in_prompt is None:
+            in_prompt = jnp.broadcast_to(jnp.arange(tokens.shape[1]) < inputs.prompt_width, tokens.shape)
+        runs = image_runs(jnp.where(in_prompt, 0, -1), segments)
+    elif images is not None and both_ways:
+        runs = image_runs(images.index, segments)
+    sparse = bool(c.index_top) and tokens.shape[1] > c.index_top
+    by_mask = sparse or prefixes is not None or runs is not None or is_in_chunks(c, tokens.shape[1])
+    # Some kernels read segments, and a mask [N,T,T] only where segments do not say it all.
+    kernels = {implementation(c.of(kind), tokens.shape[1], by_mask) for kind in c.layer_configs}
+    unmasked = {"flash", "splash"} if c.index_block else {"flash"}  # the latter has no mask of each head
+    if by_mask and kernels & unmasked:
+        raise ConfigError(
+            f"model.attention = {c.attention!r} reads no mask, which rows that share a prefix (batch.packing), "
+            "whose images are seen in both directions or that are longer than a chunk of the attention, or than "
+            "the tokens that sparse attention chooses, need: use 'auto', 'cudnn' or 'xla'"
+        )
+    mask = None if kernels <= BY_SEGMENTS and not by_mask else attention_mask(segments, prefixes, runs)
+    sliding_mask = mask if both_ways == "sliding" else None
+    mask = mask if sliding_mask is None else attention_mask(segments, prefixes)
+    # Of models with axes also where no row has images, so that their caches can be put together.
+    rotary, shift = None, jnp.zeros(len(tokens), jnp.int32) if c.rope_axes else None
+    if images is not None and images.positions is not None:
+        rotary = images.positions[..., jnp.array(c.rope_axes)]
+        shift = images.positions.max(axis=(1, 2)) + 1 - (segments != 0).sum(axis=1)
+    inv_freq = long_row_frequencies(c.rope, c.rotated_size, segments, positions)
+    whole = runs if c.sees_prompts and c.sliding_layers else None  # those of images are seen within the window
+    return AttentionInputs(
+        positions, segments, mask, by_mask, runs is None, sliding_mask, whole, inv_freq, rotary, shift
+    )
+
+
+def _by_run(config: ModelConfig, experts) -> tuple:
+    """The experts `[N,T,L,k]` of all layers as those of each run: of a scanned one stacked, of a dense one None."""
+    parts, first = [], 0
+    for run in config.layer_runs:
+        if not config.layer_configs[run.layers[0]].experts:
+            parts.append(None)
+            continue
+        part = experts[..., first : first + len(run.layers), :]
+        parts.append(jnp.moveaxis(part, -2, 0) if run.scanned else part[..., 0, :])
+        first += len(run.layers)
+    return tuple(parts)
 
 
 def _caches_and_experts(config: ModelConfig, outputs: tuple) -> tuple[tuple, jax.Array | None]:
