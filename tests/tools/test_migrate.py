@@ -807,6 +807,41 @@ def test_what_a_script_of_trl_does_with_its_model(tmp_path, end, pushed, title, 
 
 
 @pytest.mark.parametrize(
+    ("given", "said", "callbacks", "noted"),
+    [
+        (
+            "Mine(), Mine(every=5), Theirs()",
+            "",
+            ("c_functions.py:Mine", "c_functions.py:Mine(every=5)", "b:Theirs"),
+            "",
+        ),
+        ("EarlyStoppingCallback(3)", "", (), "nothing is evaluated while it trains"),
+        (
+            "EarlyStoppingCallback(early_stopping_patience=3, early_stopping_threshold=0.1), mine",
+            "eval_strategy='steps', eval_steps=5, metric_for_best_model='eval_loss'",
+            (
+                "c_functions.py:Mine(every=7)",
+                "early_stopping(metric='eval/loss', mode='min', patience=3, min_delta=0.1)",
+            ),
+            "",
+        ),
+        ("Mine(len(rows))", "", (), "Mine(len(rows)) is made when the script runs"),
+    ],
+)
+def test_callbacks_of_a_script(tmp_path, given, said, callbacks, noted):
+    script = (
+        "from datasets import load_dataset\nfrom transformers import EarlyStoppingCallback\nfrom b import Theirs\n"
+        "from trl import DPOConfig, DPOTrainer\n\nclass Mine:\n    def __init__(self, every=1):\n"
+        "        self.every = every\n\n    def on_step(self, moment):\n        pass\n\nmine = Mine(every=7)\n"
+        f"rows = load_dataset('c/d', split='train')\nargs = DPOConfig(output_dir='o', max_steps=9, {said})\n"
+        f"DPOTrainer(model='a/b', args=args, train_dataset=rows, callbacks=[{given}]).train()\n"
+    )
+    config, text = migrate(written(tmp_path, "c.py", script).name)
+    expect(config, _={"callbacks": callbacks})
+    assert noted in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
     ("loaded", "given", "tokenizer", "template"),
     [
         ("'a/b'", "", None, None),

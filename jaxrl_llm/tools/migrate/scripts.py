@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate.draft import Source
 from jaxrl_llm.tools.migrate.functions import Functions
+from jaxrl_llm.tools.migrate.losses import with_options
 from jaxrl_llm.tools.migrate.table import find, rules, table
 from jaxrl_llm.tools.migrate.values import MOST, Unknown, Values, call_name
 
@@ -19,7 +20,7 @@ TOKENIZER = ("processing_class", "tokenizer")
 OBJECTS = ("dataset", "model", "policy_model", "value_model")  # of a recipe, which makes them
 ROWS = ("select", "shuffle", "filter", "map", "remove_columns", "rename_column", "select_columns", "train_test_split")
 LOADERS = ("load_dataset", "load_from_disk", "from_json", "from_csv", "from_parquet")  # of datasets, and its Dataset
-AVERAGE = "BEMACallback"  # of TRL, which is no hook here but settings
+AVERAGE, STOPPING = "BEMACallback", "EarlyStoppingCallback"  # which are no hooks here but settings
 FOREIGN = {"trl", "unsloth", "verl", "adaptive_harmony", "harmony_client", "axolotl"}
 
 
@@ -74,6 +75,9 @@ def read_script(text: str, path: str, system: str, trainer: str, companion: str,
         settings |= {key: card[key] for key in ("model_name", "tags") if key in card}
     if not harmony and "push_to_hub" in calls and not _depends(tree, calls["push_to_hub"]):
         settings.setdefault("push_to_hub", True)
+    if not harmony and STOPPING in calls:
+        names = ("early_stopping_patience", "early_stopping_threshold")
+        settings |= {names[0]: 1} | script.arguments(calls[STOPPING], names)
     adapters = next((calls[name] for name in ("LoraConfig", "get_peft_model") if name in calls), None)
     if not harmony and adapters and settings.get("peft_config", True) is not None:
         settings |= script.arguments(adapters, ["model"]) | {"peft_config": call_name(adapters)}
@@ -221,10 +225,19 @@ class Script(Values):
     def _functions(self, key: str, node: ast.expr) -> Any:
         """Return functions and models by name, as the configuration names them; those of the script are copied."""
         made = self.lookup(node) if isinstance(node, ast.Name) else node
-        if isinstance(made, ast.Call) and call_name(made) == AVERAGE:
+        if isinstance(made, ast.Call) and call_name(made) in (AVERAGE, STOPPING):
             return ...
         if isinstance(node, ast.List | ast.Tuple):
             return [name for item in node.elts if (name := self._functions(key, item)) is not ...] or ...
+        if key == "callbacks" and isinstance(made, ast.Call) and isinstance(made.func, ast.Name):
+            name = self.imported.get(made.func.id) or self.functions.add(made.func)
+            options = {str(keyword.arg): self.value(keyword.value) for keyword in made.keywords}
+            if name is None or made.args or any(isinstance(value, Unknown) for value in options.values()):
+                self.note(
+                    f"callbacks: {ast.unparse(made)[:80]} is made when the script runs: name a class in callbacks"
+                )
+                return ...
+            return with_options(name, options)
         if isinstance(node, ast.Name) and node.id not in self.functions.definitions:
             if node.id in self.imported:
                 return self.imported[node.id]

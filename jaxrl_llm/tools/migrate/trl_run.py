@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jaxrl_llm.tools.migrate import shared
 from jaxrl_llm.tools.migrate.draft import Draft, Options, short
+from jaxrl_llm.tools.migrate.losses import with_options
 
 # Options of transformers' schedules that are not ours where they are not set.
 TRANSFORMERS = {
@@ -78,6 +79,7 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
     if not evaluated:
         draft.set("eval.every", -1, "train_test_split", "test_split_size")
         draft.drop("eval.at_start", "eval.start", "checkpoint.best", "checkpoint.best_mode", "export.best")
+    _callbacks(draft)
     if isinstance(held, str):
         draft.check(
             f"{held} holds out rows that are no share here, so all rows are trained on and none evaluated (eval.every "
@@ -137,6 +139,21 @@ def _saved(draft: Draft) -> None:
             draft.check("push_to_hub: neither hub_model_id nor output_dir names a repository: set export.push_to_hub")
         draft.set("export.private", bool(draft.get("hub_private_repo")), "hub_private_repo")
         draft.use(*keys)
+
+
+def _callbacks(draft: Draft) -> None:
+    """Set the script's own callbacks, and early stopping by the metric of the best checkpoint."""
+    given, stopping = draft.get("callbacks") or (), "early_stopping_patience"
+    named = [given] if isinstance(given, str) else list(given)
+    if draft.sets(stopping):
+        metric, mode = draft.values.get("checkpoint.best", "eval/loss"), draft.values.get("checkpoint.best_mode", "min")
+        options = {"metric": metric, "mode": mode, "patience": int(draft.get(stopping))}
+        least = draft.get("early_stopping_threshold")
+        named.append(with_options("early_stopping", options | ({"min_delta": float(least)} if least else {})))
+        if draft.values["eval.every"] <= 0:
+            draft.check(f"{stopping}: nothing is evaluated while it trains; set eval.every, and callbacks to {named!r}")
+            named.pop()
+    draft.set("callbacks", tuple(named) or None, "callbacks", stopping, "early_stopping_threshold")
 
 
 def learning_rate(draft: Draft, updates: int) -> None:
