@@ -47,7 +47,7 @@ from jaxrl_llm.training.optimizers import (
 )
 from jaxrl_llm.training.packing.planner import Packer, TypicalRows, make_packer
 from jaxrl_llm.training.setup import specs
-from jaxrl_llm.training.setup.data import read_data
+from jaxrl_llm.training.setup.data import RunData, read_data
 from jaxrl_llm.training.setup.evaluation import build_evaluate
 from jaxrl_llm.training.setup.learning_rate import with_learning_rate
 from jaxrl_llm.training.setup.memory import fitting_rows, microbatch_room
@@ -142,19 +142,47 @@ def build(
     if config.optimizer.name not in OPTIMIZERS:
         own_function(config.optimizer.name)
     rows = read_data(config, train_dataset, eval_dataset, tokenizer, given_model)
-    config, data = rows.config, rows.sources
-    algorithm = specs.algorithm_of(config)
+    config, algorithm = rows.config, specs.algorithm_of(rows.config)
     if algorithm.online and rows.tokens is not None and any(count_tiles([x.get(PIXELS) for x in rows.tokens.rows])):
         check_kept(config.algorithm.replay_groups > 0, config.teacher.path is not None)
-    model, graders = build_model(config, mesh, None, rows.tokenizer, given_model), build_rewards(config, rewards)
-    environments = load_environments(spec)
-    if model.net.config.sees_prompts:
-        check_prompts(config, environments is not None)
-    if environment_reward in graders.functions and environments is None and config.environment.rollout_func is None:
-        raise ConfigError("rewards.functions names environment, but there is none: set environment.name or agent")
-    if given_model is None:
-        check_trainable(config, model)
-    critic = build_critic(config, model, mesh, given_model) if algorithm.has_critic else None
+    model = build_model(config, mesh, None, rows.tokenizer, given_model)
+    with contextlib.ExitStack() as stack:  # what is open is closed where the rest is refused
+        graders = build_rewards(config, rewards)
+        stack.callback(graders.close)
+        environments = load_environments(spec)
+        if environments is not None:
+            stack.callback(environments.close)
+        if model.net.config.sees_prompts:
+            check_prompts(config, environments is not None)
+        if environment_reward in graders.functions and environments is None and config.environment.rollout_func is None:
+            raise ConfigError("rewards.functions names environment, but there is none: set environment.name or agent")
+        if given_model is None:
+            check_trainable(config, model)
+        critic = build_critic(config, model, mesh, given_model) if algorithm.has_critic else None
+        run = assembled(
+            config, mesh, rows, model, critic, graders, environments, stopwatch, train_dataset, optimizer, schedule,
+            compute_metrics,
+        )  # fmt: skip
+        stack.pop_all()
+    return run
+
+
+def assembled(
+    config,
+    mesh: Mesh,
+    rows: RunData,
+    model: Model,
+    critic: Model | None,
+    graders: Rewards,
+    environments: Environments | Agents | None,
+    stopwatch: Stopwatch,
+    train_dataset: Any,
+    optimizer: optax.GradientTransformation | None,
+    schedule: Callable[[Any], Any] | None,
+    compute_metrics: Callable[..., Any] | None,
+) -> Run:
+    """The run of what `build` has read and opened: its batches, updates and evaluation."""
+    algorithm, data = specs.algorithm_of(config), rows.sources
     model_type = (model.hf_config or {}).get("model_type", "model without config.json")
     config, notes = with_learning_rate(config, model_type, model.net.config.width, has_adapters(model.params))
     model, critic = offloaded(config, model, critic)

@@ -3,11 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
-from jaxrl_llm.config import default
+from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.training.advantages import advantage_step
-from jaxrl_llm.training.setup.run import Run
+from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.run import Run, build
 from jaxrl_llm.training.setup.specs import advantage_spec
 from jaxrl_llm.training.setup.warnings import left_out_prompts, untrained_policy
 
@@ -55,3 +57,27 @@ def test_both_are_closed_also_where_one_fails(failing):
     with pytest.raises(OSError, match=failing):
         Run(**empty | {"rewards": part("rewards"), "environments": part("environments")}).close()
     assert closed == ["environments", "rewards"]
+
+
+def test_what_a_refused_run_has_opened_is_closed():
+    class Game:
+        made = closed = 0
+
+        def __init__(self):
+            Game.made += 1
+
+        def reset(self, row):
+            return None
+
+        def step(self, text):
+            return None, 1.0, True
+
+        def close(self):
+            Game.closed += 1
+
+    config = default()
+    config.rewards.functions, config.eval.every, config.batch.prompts = ("environment",), -1, 2
+    mesh = build_mesh(config)
+    with jax.set_mesh(mesh), pytest.raises(ConfigError, match="compute_metrics is given, but nothing is evaluated"):
+        build(config, mesh, environment=Game, compute_metrics=len)
+    assert Game.made == Game.closed == 1
