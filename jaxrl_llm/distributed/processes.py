@@ -135,6 +135,9 @@ def join(config: ConfigDict | None = None, samplers: int = 0) -> None:
         learners = spec.count - samplers
         _roles[:] = [spec.index - learners if spec.index >= learners else None]
         if spec.index >= learners:
+            # GKE tells the slices of a job of each other, and the TPU's runtime would wait for the other samplers'.
+            for name in [name for name in os.environ if name.startswith("MEGASCALE_")]:
+                del os.environ[name]
             return
         spec = ProcessSpec(spec.coordinator, learners, spec.index)
     if spec is not None and spec.count == 1:
@@ -311,8 +314,8 @@ def gather(value: Any) -> list[Any]:
 
 
 def of_each(own: dict[str, float]) -> list[dict[str, float]]:
-    """What each process gave at its newest call, process 0 at the one before this, with the seconds that it had `waited`
-    for others since its last; on process 0. On any other, and at the first call, this process's own of now alone.
+    """What each process gave at its newest call, process 0 at the one before this, with the seconds that it had
+    `waited` for others since its last; on process 0. On any other, and at the first call, this process's own alone.
 
     No process waits for another one here.
     """

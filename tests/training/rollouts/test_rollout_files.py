@@ -15,6 +15,7 @@ import pytest
 
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.background import in_thread
+from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.processes import AgreedError, join
 from jaxrl_llm.models.files.weight_changes import ENCODING
 from jaxrl_llm.rewards.runner import load_rewards
@@ -434,6 +435,16 @@ def test_what_needs_the_batches_of_others_is_refused():
         config.update_from_flattened_dict({key: value})
         with pytest.raises(ConfigError, match=rf"rollout\.processes is 2, but {key} is .*: set the one to 0"):
             validate(config)
+
+
+def test_a_sampler_is_alone_on_its_slice(monkeypatch):
+    """GKE describes the slices of a job as parts of one program."""
+    monkeypatch.setattr(processes, "_roles", [])
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
+    config = default()
+    config.processes.coordinator, config.processes.count, config.processes.index = "localhost:1", 3, 2
+    join(config, 2)
+    assert processes.sampler() == 1 and "MEGASCALE_NUM_SLICES" not in os.environ
 
 
 def test_roles_need_places():
