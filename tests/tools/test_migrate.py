@@ -864,6 +864,31 @@ def test_tokenizers_of_a_script(tmp_path, loaded, given, tokenizer, template):
     assert ("set data.chat_template" in migrate(read)[1]) == bool(template)
 
 
+@pytest.mark.parametrize(
+    ("rows", "split", "noted"),
+    [
+        ("data.select(range(100))", "train[:100]", None),
+        ("data.select(range(N)).shuffle(seed=1)", "train[:9]", None),
+        ("data.shuffle(seed=1).select(range(100))", "train", "select(range(100))"),
+        ("data.filter(len).select(range(100))", "train", "select(range(100)), filter(len)"),
+        ("data.select([1, 2])", "train", "select([1, 2])"),
+        ("data.filter(ok).map(form)", "train", "filter(ok)"),
+        ("data.map(lambda row: row).map(form)", "train", "map(lambda row: row)"),
+    ],
+)
+def test_rows_that_a_script_chooses(tmp_path, rows, split, noted):
+    script = (
+        "from datasets import load_dataset\nfrom trl import SFTConfig, SFTTrainer\nN = 9\n"
+        "def ok(row):\n    return True\n\ndef form(row):\n    return {'text': row['t']}\n\n"
+        f"data = load_dataset('c/d', split='train')\nrows = {rows}\n"
+        "SFTTrainer(model='a/b', args=SFTConfig(max_steps=2), train_dataset=rows).train()\n"
+    )
+    config, text = migrate(written(tmp_path, "rows.py", script))
+    expect(config, data={"path": "c/d", "split": split})
+    found = re.search(r"changes its rows, which is not done here: (.*?) - ", " ".join(text.split()))
+    assert (found and found[1]) == noted
+
+
 def test_a_script_that_is_not_beside_its_command(tmp_path):
     note = "train_grpo.py, which it starts, is not beside it"
     file = written(tmp_path, "a.sh", "accelerate launch train_grpo.py\n")

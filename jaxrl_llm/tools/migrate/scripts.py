@@ -19,6 +19,7 @@ SKIPPED = ("args", "data_collator")
 TOKENIZER = ("processing_class", "tokenizer")
 OBJECTS = ("dataset", "model", "policy_model", "value_model")  # of a recipe, which makes them
 ROWS = ("select", "shuffle", "filter", "map", "remove_columns", "rename_column", "select_columns", "train_test_split")
+KEEPING = ("map", "remove_columns", "rename_column", "select_columns")  # of these, what keeps rows and their order
 LOADERS = ("load_dataset", "load_from_disk", "from_json", "from_csv", "from_parquet")  # of datasets, and its Dataset
 AVERAGE, STOPPING = "BEMACallback", "EarlyStoppingCallback"  # which are no hooks here but settings
 FOREIGN = {"trl", "unsloth", "verl", "adaptive_harmony", "harmony_client", "axolotl"}
@@ -129,6 +130,7 @@ class Loaded(NamedTuple):
     split: Any  # of its, which is taken
     held: Any  # the share of the rows that train_test_split holds out, or the text of the call where that is no share
     rows: str | None  # the function of a row that is mapped
+    first: int | None  # of the split, so many of its first rows alone
 
 
 class Script(Values):
@@ -261,7 +263,7 @@ class Script(Values):
 
     def _rows_of(self, name: str, node: ast.expr) -> Loaded:
         """Return the call that loads the rows of an expression, and what the script does with them."""
-        split, changes = None, list[str]()
+        split, first, changes = None, None, list[str]()
         held: Any = 0.0
         rows: Any = ...  # the first function that it maps
         for _ in range(MOST):
@@ -288,11 +290,18 @@ class Script(Values):
                     held = f"train_test_split({', '.join(map(ast.unparse, (*node.args, *node.keywords)))})"
                 node, split = node.func.value, None  # what follows is the split that it divides
             elif isinstance(node, ast.Call) and call_name(node) in ROWS and isinstance(node.func, ast.Attribute):
-                batched = any(keyword.arg == "batched" for keyword in node.keywords)
-                if call_name(node) == "map" and node.args and not batched and rows is ...:
+                batched, called = any(keyword.arg == "batched" for keyword in node.keywords), call_name(node)
+                text = f"{called}({', '.join(map(ast.unparse, (*node.args, *node.keywords)))})"
+                if first is not None and called not in KEEPING:
+                    changes.append(f"select(range({first}))")
+                    first = None
+                if called == "select" and (size := self._first(node)) is not None:
+                    first = size
+                elif called == "map" and node.args and not batched and rows is ...:
                     rows = self.functions.add(node.args[0])
-                if call_name(node) not in ("shuffle", "remove_columns", "select_columns") and rows in (..., None):
-                    changes.append(f"{call_name(node)}({', '.join(map(ast.unparse, (*node.args, *node.keywords)))})")
+                    changes += [] if rows else [text]
+                elif called not in ("shuffle", "remove_columns", "select_columns"):
+                    changes.append(text)
                 split = None if call_name(node) == "train_test_split" else split
                 node = node.func.value
             elif isinstance(node, ast.Call) and isinstance(
@@ -304,7 +313,15 @@ class Script(Values):
                 break
         if changes:
             self.note(f"{name}: the script changes its rows, which is not done here: {', '.join(changes)[:160]}")
-        return Loaded(node, split, held, None if rows is ... else rows)
+        return Loaded(node, split, held, None if rows is ... else rows, first)
+
+    def _first(self, node: ast.Call) -> int | None:
+        """Return N of `rows.select(range(N))`, the first rows; None for others."""
+        chosen = node.args[0] if node.args else None
+        if not isinstance(chosen, ast.Call) or call_name(chosen) != "range" or len(chosen.args) != 1:
+            return None
+        size = self.value(chosen.args[0])
+        return size if isinstance(size, int) else None
 
     def _dataset(self, name: str, node: ast.expr) -> dict[str, Any]:
         """Return the path, configuration and split of `load_dataset(path, name, split=...)["split"]`, or the path of
@@ -312,7 +329,7 @@ class Script(Values):
 
         A function of a row that the script maps is the format of the rows.
         """
-        node, split, held, rows = self._rows_of(name, node)
+        node, split, held, rows, first = self._rows_of(name, node)
         share = {"train_test_split": held} if held else {}
         if not (isinstance(node, ast.Call) and call_name(node) in LOADERS and node.args):
             text = ast.unparse(node)
@@ -340,6 +357,11 @@ class Script(Values):
             settings["dataset_config"] = self.value(node.args[1]) if len(node.args) > 1 else more["name"]
         if self.parsed:  # what the command line leaves out is as by default
             settings = {key: value for key, value in settings.items() if not isinstance(value, Unknown)}
+        if first is not None:
+            if isinstance(split, str) and "[" not in split:
+                split = f"{split}[:{first}]"
+            else:
+                self.note(f"{name}: the script takes its first {first} rows, which is not done here")
         if isinstance(split, str):
             settings["dataset_train_split" if name == "train_dataset" else "dataset_test_split"] = split
         return settings
