@@ -9,7 +9,7 @@ from jaxrl_llm.models.files import hf
 from tests.training.teachers.test_cross_tokenizer import saved_teacher
 
 CHECK = """
-import jax, math, numpy as np, unittest.mock
+import dataclasses, jax, math, numpy as np, unittest.mock
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.step import improve
@@ -32,6 +32,15 @@ def reward(completions, answer, **kwargs):
     if coarse:
         return [float(sum(map(ord, c)) % 13 == 0) for c in completions]
     return [len(set(c) & set(a)) - 0.1 * len(c) for c, a in zip(completions, answer)]
+
+def by_row(batch):
+    # Rows of a prompt share its images in each shard, of which meshes have more or fewer.
+    images = batch.inputs.images
+    if images is None:
+        return batch
+    shared = {{"pixels": images.pixels, "features": images.features}}
+    own = jax.tree.map(lambda x: x[np.arange(batch.rows) * len(x) // batch.rows, images.source], shared)
+    return batch.replace(inputs=batch.inputs.replace(images=dataclasses.replace(images, **own, source=None)))
 
 def step(microbatch_rows=0, rollout="auto", backend="cpu", **sizes):
     config.batch.microbatch_rows, config.rollout.mesh = microbatch_rows, rollout
@@ -56,8 +65,8 @@ def step(microbatch_rows=0, rollout="auto", backend="cpu", **sizes):
         moved = mesh.shape["context"] > 1 or rollout != "auto"
         assert ("reshard" in run.stopwatch.totals) == moved
         # Where rows are packed, each mesh packs them its own way.
-        read = experience.batch.with_layout(None).replace(scalars=None)
-        return jax.device_get((experience.batch.inputs.tokens, read, state.params)), metrics, sizes
+        read = by_row(jax.device_get(experience.batch.with_layout(None).replace(scalars=None)))
+        return (read.inputs.tokens, read, jax.device_get(state.params)), metrics, sizes
 
 (tokens, read, params), metrics, whole_sizes = step()
 if config.teacher.context != "none":
