@@ -839,6 +839,12 @@ def test_callbacks_of_a_script(tmp_path, given, said, callbacks, noted):
     config, text = migrate(written(tmp_path, "c.py", script).name)
     expect(config, _={"callbacks": callbacks})
     assert noted in " ".join(text.split())
+    if not noted:
+        later = script.replace(").train()", ")").replace("DPOTrainer(model", "trainer = DPOTrainer(model")
+        later = later.replace(f", callbacks=[{given}]", "")
+        later += "".join(f"trainer.add_callback({one})\n" for one in given.replace("), ", ")\n").split("\n"))
+        config, _ = migrate(written(tmp_path, "c.py", later + "trainer.train()\n").name)
+        expect(config, _={"callbacks": callbacks})
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,11 @@ def read_script(text: str, path: str, system: str, trainer: str, companion: str,
         settings |= {key: card[key] for key in ("model_name", "tags") if key in card}
     if not harmony and "push_to_hub" in calls and not _depends(tree, calls["push_to_hub"]):
         settings.setdefault("push_to_hub", True)
+    later = [node.args[0] for node in nodes if call_name(node) == "add_callback" and node.args]
+    added = [name for node in later if (name := script.named("callbacks", node)) is not ...]
+    if added and not harmony:
+        given = settings.get("callbacks", [])
+        settings["callbacks"] = [*([given] if isinstance(given, str) else given), *added]
     if not harmony and STOPPING in calls:
         names = ("early_stopping_patience", "early_stopping_threshold")
         settings |= {names[0]: 1} | script.arguments(calls[STOPPING], names)
@@ -161,7 +166,7 @@ class Script(Values):
                 else:
                     self.note(f"line {call.lineno}: {ast.unparse(node)} is not read")
             elif name in FUNCTIONS and not (isinstance(node, ast.Constant) and node.value is None):
-                settings[name] = self._functions(name, node)
+                settings[name] = self.named(name, node)
             elif name in rows:
                 rows[name] = self._dataset(name, node)
             elif name in TOKENIZER:
@@ -224,13 +229,13 @@ class Script(Values):
         size = self.value(call.args[0])
         return {"tp": -1 if isinstance(size, Unknown) and "world_size" in size.text else size}
 
-    def _functions(self, key: str, node: ast.expr) -> Any:
+    def named(self, key: str, node: ast.expr) -> Any:
         """Return functions and models by name, as the configuration names them; those of the script are copied."""
         made = self.lookup(node) if isinstance(node, ast.Name) else node
         if isinstance(made, ast.Call) and call_name(made) in (AVERAGE, STOPPING):
             return ...
         if isinstance(node, ast.List | ast.Tuple):
-            return [name for item in node.elts if (name := self._functions(key, item)) is not ...] or ...
+            return [name for item in node.elts if (name := self.named(key, item)) is not ...] or ...
         if key == "callbacks" and isinstance(made, ast.Call) and isinstance(made.func, ast.Name):
             name = self.imported.get(made.func.id) or self.functions.add(made.func)
             options = {str(keyword.arg): self.value(keyword.value) for keyword in made.keywords}
@@ -245,7 +250,7 @@ class Script(Values):
                 return self.imported[node.id]
             value = self.lookup(node)
             if isinstance(value, ast.List | ast.Tuple | ast.Constant | ast.Name | ast.Attribute):
-                return self._functions(key, value)
+                return self.named(key, value)
         value = self.value(node)
         if isinstance(value, str):
             return f"model:{value}"
