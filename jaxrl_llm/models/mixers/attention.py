@@ -140,8 +140,7 @@ class Attention(nnx.Module):
         """The next W tokens of each row: output `[G,R*W,D]` and the row cache with their keys and values.
 
         `prompt` `[G,J,P,d]` is stored once per prompt and read by its R rows, never copied for them; `cache`, made by
-        `empty_cache`, is each row's own. One softmax runs over both. Where tokens are `chosen`, of prompt
-        `[G,R,W,J,P]` and row `[G,R,W,J,S]`, each head attends to these alone.
+        `empty_cache`, is each row's own. `chosen` is as in `attend_next`.
         """
         positions = inputs.positions[:, :, None]
         if isinstance(prompt, ShiftedKeyValues):
@@ -152,46 +151,8 @@ class Attention(nnx.Module):
         if k is not None and v is not None:
             k, v = (a.reshape(*q.shape[:3], *a.shape[3:]) for a in (k, v))
             cache = _write(cache, k, v, inputs.length)
-        by_head = q.swapaxes(2, 3)  # [G,R,J,W,H/J,d]
-        if chosen is None and by_kernel(self.config, q.dtype) and self.config.value_size == self.config.head_dim:
-            start, c = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1), self.config
-            seen = (start, inputs.length, arrays.window, c.attention_softcap, c.sliding_chunks)
-            out = decode_attention(by_head, prompt, cache, *seen, self._sinks())
-            return self._output(out.swapaxes(2, 3), gate, x), cache
-        q = by_head.reshape(*by_head.shape[:3], -1, by_head.shape[-1])
-        in_prompt = einsum("gkjrd,gjpd->gkjrp", q, prompt.k)
-        of_keys, of_values = _row_dims()
-        in_row = einsum(f"gkjrd,gk{of_keys}->gkjrc", q, cache.k)
-        in_prompt, in_row = (soft_cap(scores, self.config.attention_softcap) for scores in (in_prompt, in_row))
-        index = jnp.arange(in_row.shape[-1])
-        place = (inputs.length[:, :, None] + jnp.arange(by_head.shape[3]))[..., None]  # [G,R,W,1]
-        prompt_seen, row_seen = inputs.prompt_mask[:, None, None], index <= place
-        if arrays.window is not None:
-            prompt_positions = jnp.cumsum(inputs.prompt_mask, axis=-1)[:, None, None] - 1
-            positions, window = inputs.positions.reshape(place.shape), arrays.window
-            window = positions % window + 1 if self.config.sliding_chunks else window
-            prompt_seen &= positions - prompt_positions < window
-            row_seen = row_seen & (place - index < window)
-        # Of queries [G,R,1,W*H/J,S]; one for all of them where that is enough.
-        each = by_head.shape[4]
-        if chosen is None:
-            prompt_seen, row_seen = (
-                (mask if mask.shape[2] == 1 else jnp.repeat(mask, each, axis=2))[:, :, None]
-                for mask in (prompt_seen, row_seen)
-            )
-        else:
-            prompt_seen, row_seen = (jnp.repeat(mask.swapaxes(2, 3), each, axis=3) for mask in chosen)
-        in_prompt = jnp.where(prompt_seen, in_prompt, MASKED)
-        in_row = jnp.where(row_seen, in_row, MASKED)
-        sinks = self._sinks()
-        if sinks is not None:  # of the queries [J,W*H/J,1]
-            sinks = jnp.tile(sinks, (1, by_head.shape[3]))[..., None]
-        in_prompt, in_row = (a.astype(x.dtype) for a in combined_softmax(in_prompt, in_row, sinks))
-        # With the weights as the rows of the matmul: as its columns, CPUs take three times as long.
-        of_prompt = einsum("gjkrp,gjpd->gjkrd", in_prompt.swapaxes(1, 2), prompt.v).swapaxes(1, 2)
-        out = of_prompt + einsum(f"gkjrc,gk{of_values}->gkjrd", in_row, cache.v)
-        out = out.reshape(*by_head.shape[:-1], -1).swapaxes(2, 3)  # [G,R,W,J,H/J,d]
-        return self._output(out.astype(x.dtype), gate, x), cache
+        out = attend_next(self.config, q, prompt, cache, inputs, arrays.window, self._sinks(), chosen)
+        return self._output(out, gate, x), cache
 
     @staticmethod
     def empty_cache(prompt: KeyValues | ShiftedKeyValues, rows: int, size: int) -> KeyValues:
@@ -375,6 +336,55 @@ def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) ->
         out = in_blocks(config, q, k, v, mask, sinks, inputs.causal)
     out = constrain(out[..., :size], "rows", *query_dims, None, None)
     return constrain(out, "rows", "positions", "heads", None, None)
+
+
+def attend_next(
+    config, q, prompt: KeyValues, cache: KeyValues, inputs: DecodeInputs, window=None, sinks=None, chosen=None
+) -> jax.Array:
+    """`[G,R,W,J,H/J,d]`: attention of the next W tokens of rows, by queries of that shape (scaled), to what they see of
+    prompts and row caches.
+
+    One softmax runs over both. `window` and `sinks` are as in `attend`. Where tokens are `chosen`, of prompt
+    `[G,R,W,J,P]` and row `[G,R,W,J,S]`, each head attends to these alone.
+    """
+    by_head = q.swapaxes(2, 3)  # [G,R,J,W,H/J,d]
+    if chosen is None and by_kernel(config, q.dtype) and config.value_size == config.head_dim:
+        start = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1)
+        seen = (start, inputs.length, window, config.attention_softcap, config.sliding_chunks)
+        return decode_attention(by_head, prompt, cache, *seen, sinks).swapaxes(2, 3)
+    q = by_head.reshape(*by_head.shape[:3], -1, by_head.shape[-1])
+    in_prompt = einsum("gkjrd,gjpd->gkjrp", q, prompt.k)
+    of_keys, of_values = _row_dims()
+    in_row = einsum(f"gkjrd,gk{of_keys}->gkjrc", q, cache.k)
+    in_prompt, in_row = (soft_cap(scores, config.attention_softcap) for scores in (in_prompt, in_row))
+    index = jnp.arange(in_row.shape[-1])
+    place = (inputs.length[:, :, None] + jnp.arange(by_head.shape[3]))[..., None]  # [G,R,W,1]
+    prompt_seen, row_seen = inputs.prompt_mask[:, None, None], index <= place
+    if window is not None:
+        prompt_positions = jnp.cumsum(inputs.prompt_mask, axis=-1)[:, None, None] - 1
+        positions = inputs.positions.reshape(place.shape)
+        window = positions % window + 1 if config.sliding_chunks else window
+        prompt_seen &= positions - prompt_positions < window
+        row_seen = row_seen & (place - index < window)
+    # Of queries [G,R,1,W*H/J,S]; one for all of them where that is enough.
+    each = by_head.shape[4]
+    if chosen is None:
+        prompt_seen, row_seen = (
+            (mask if mask.shape[2] == 1 else jnp.repeat(mask, each, axis=2))[:, :, None]
+            for mask in (prompt_seen, row_seen)
+        )
+    else:
+        prompt_seen, row_seen = (jnp.repeat(mask.swapaxes(2, 3), each, axis=3) for mask in chosen)
+    in_prompt = jnp.where(prompt_seen, in_prompt, MASKED)
+    in_row = jnp.where(row_seen, in_row, MASKED)
+    if sinks is not None:  # of the queries [J,W*H/J,1]
+        sinks = jnp.tile(sinks, (1, by_head.shape[3]))[..., None]
+    in_prompt, in_row = (a.astype(q.dtype) for a in combined_softmax(in_prompt, in_row, sinks))
+    # With the weights as the rows of the matmul: as its columns, CPUs take three times as long.
+    of_prompt = einsum("gjkrp,gjpd->gjkrd", in_prompt.swapaxes(1, 2), prompt.v).swapaxes(1, 2)
+    out = of_prompt + einsum(f"gkjrc,gk{of_values}->gkjrd", in_row, cache.v)
+    out = out.reshape(*by_head.shape[:-1], -1).swapaxes(2, 3)  # [G,R,W,J,H/J,d]
+    return out.astype(q.dtype)
 
 
 def in_blocks(config, q, k, v, mask, sinks=None, causal: bool = False) -> jax.Array:
