@@ -144,7 +144,7 @@ def _saved(draft: Draft) -> None:
 def _callbacks(draft: Draft) -> None:
     """Set the script's own callbacks, and early stopping by the metric of the best checkpoint."""
     given, stopping = draft.get("callbacks") or (), "early_stopping_patience"
-    named = [given] if isinstance(given, str) else list(given)
+    named: list[str] = [given] if isinstance(given, str) else list(given)
     if draft.sets(stopping):
         metric, mode = draft.values.get("checkpoint.best", "eval/loss"), draft.values.get("checkpoint.best_mode", "min")
         options = {"metric": metric, "mode": mode, "patience": int(draft.get(stopping))}
