@@ -378,8 +378,8 @@ difference.
   (`output_vocab_size`): they are read, and never sampled.
 - Of `llama4`, which reads images too, the text part alone: a folder of its is read as a `llama4_text`, rows with images
   are refused, and the export is a model of that type, without the other parts. Adapters are named as in that type's
-  class. So is a `gemma4` or `gemma4_unified` (Gemma 4 12B) without a `vision_config`; of one that has it images are
-  read, and its part for sound is not: the export has none (`audio_config` is null).
+  class. So is a `gemma4`, a `gemma4_unified` (Gemma 4 12B) or a `kimi_k25` without a `vision_config`; of one that has it
+  images are read, and Gemma's part for sound is not: the export has none (`audio_config` is null).
 - Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE, ERNIE 4.5, Hunyuan), routers of softmax
   or sigmoid, corrected or not, and weights of their outputs or, in Llama 4, their inputs: no token is dropped. Tokens
   are sorted by expert and multiplied in groups; every expert computes every token on CPUs where a token uses more than
