@@ -228,6 +228,8 @@ def parameter_spec(path: str, shape: tuple[int, ...], mesh) -> PartitionSpec:
         raise ConfigError(f"mesh.expert is {mesh.shape['expert']}, but it must divide the model's {shape[-3]} experts")
     for pattern, axes in PARAMETERS:
         if re.search(pattern, path) and len(axes) <= len(shape) and not FACTORED.search(path):
+            if axes[0] == ("tensor", *FSDP) and mesh.shape["tensor"] > 1:  # XLA would gather it along tensor too
+                axes = ("tensor", FSDP)
             return _fitting((None,) * (len(shape) - len(axes)) + axes, shape, mesh)
     return PartitionSpec()
 

@@ -133,13 +133,13 @@ def test_parameters_are_initialised_sharded(net, params):
         "layers/attention/q/kernel": (2, 8, 16),
         "layers/attention/k/kernel": (2, 8, 8),
         "layers/attention/v/kernel": (2, 8, 8),
-        "layers/attention/o/kernel": (2, 8, 16),
+        "layers/attention/o/kernel": (2, 16, 8),
         "layers/attention/q/bias": (2, 16),
         "layers/attention/k/bias": (2, 8),
         "layers/attention/v/bias": (2, 8),
         "layers/mlp/gate/kernel": (2, 8, 16),
         "layers/mlp/up/kernel": (2, 8, 16),
-        "layers/mlp/down/kernel": (2, 8, 16),
+        "layers/mlp/down/kernel": (2, 16, 8),
     }
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), made, params)
 
