@@ -22,6 +22,7 @@ import contextlib
 import functools
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -154,7 +155,11 @@ ROWS_OF_32K = {"rollout.max_prompt_length": 1024, "rollout.max_completion_length
 OFFLOADED = {**ROWS_OF_32K, "model.remat": "offload"}
 FOUR_ROWS = {**ROWS_OF_32K, "batch.prompts": 1, "rollout.group_size": 4, "algorithm.beta": 0.04}
 SFT_OF_32K = {"algorithm.name": "sft", "data.max_length": 32_768, "batch.prompts": 4}
+# The untuned GPU compiler splits the sums of narrow matmuls into parts that a second kernel adds; here it does not.
+UNSPLIT = "--xla_gpu_experimental_force_split_k=1"
 FURTHER = {
+    "rollout, bfloat16, no split-K": ("rollout", ("rollout: decode",), {}),
+    "rollout, int8 and fp8, no split-K": PHASES["rollout, int8 and fp8"],
     "update, rows of 8k": ("update", ("update",), ROWS_OF_8K),
     **{
         f"update, rows of 8k, batch.microbatch_tokens={n}": (
@@ -164,6 +169,11 @@ FURTHER = {
         )
         for n in (131_072, 65_536)
     },
+    "update, rows of 8k, model.remat=offload, batch.microbatch_tokens=262144": (
+        "update",
+        ("update",),
+        {**ROWS_OF_8K, "model.remat": "offload", "batch.microbatch_tokens": 262_144},
+    ),
     "update, rows of 32k": ("update", ("update",), ROWS_OF_32K),
     "update, rows of 32k, model.remat=offload": ("update", ("update",), OFFLOADED),
     "update, rows of 32k, model.remat=offload, model.mlp_tile_tokens=16384": (
@@ -193,7 +203,7 @@ PEERS = (f"0.6b | h100 | {TUNIX}",)  # model, device and library whose decode st
 def cells() -> list[tuple[str, str, str]]:
     """Model, device and phase of every cell."""
     found = [(m, d, p) for m in MODELS for d in (COUNTS[m] if m in FEW else DEVICES) for p in FEW.get(m, PHASES)]
-    found += [("8b", "h100", phase) for phase in list(FURTHER)[:6]]
+    found += [("8b", "h100", phase) for phase in list(FURTHER)[:9]]
     return [*found, *(("8b", device, phase) for device in ("h100", "v6e") for phase in PUSHES)]
 
 
@@ -413,6 +423,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.cell:
         model, device, phase = options.cell.split(" | ")
+        if phase.endswith("no split-K"):
+            os.environ["XLA_FLAGS"] = UNSPLIT
         report((pushed if phase in PUSHES else measured)(model, device, phase, options.set))
         return
     store = json.loads(STORE.read_text()) if STORE.is_file() else {"versions": {}, "cells": {}}

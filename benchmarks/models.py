@@ -284,9 +284,9 @@ difference.
   (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3 and 4, OLMo 3,
   Mellum, Laguna), a part of each head (Phi-1 to 3, Pythia, StableLM, Nemotron-4, MiMo-V2), neighbouring dimensions
   together (GLM, ERNIE 4.5, Command R), a base that is stretched by an `alpha` (Hunyuan), and layers without (SmolLM3,
-  Llama 4, EXAONE 4.0, Trinity, Command A, Nemotron, Kolibri, Kimi Linear, and OLMo Hybrid where its base is null or left
-  out: its authors mean none by both, and transformers takes 10000 where it is left out). With `dynamic`, rows longer than
-  `max_position_embeddings` are scored and trained on, but not sampled; so are those longer than
+  Llama 4, EXAONE 4.0, Trinity, Command A, Nemotron, Kolibri, Kimi Linear, and OLMo Hybrid where its base is null or
+  left out: its authors mean none by both, and transformers takes 10000 where it is left out). With `dynamic`, rows
+  longer than `max_position_embeddings` are scored and trained on, but not sampled; so are those longer than
   `original_max_position_embeddings` with `longrope` (Phi-3-mini-128k, Phi-3.5-mini and Phi-4-mini: 4096), whose
   documents are each rotated by their own length. With the numbers of `long_factor` as those of `short_factor` too, rows
   of any length are sampled, as in vLLM. Of both blocks in a config.json `rope_scaling` is read, as in transformers;
@@ -300,11 +300,11 @@ difference.
   positions scale queries by their position in the document (`attn_temperature_tuning`); transformers counts padding on
   the left too.
 - Latent attention (DeepSeek-V2 and V3, Moonlight, Kimi-K2, Kimi Linear, Youtu-LLM, Sarvam 105B, Ling 3): the cache of a
-  token is its latent, `kv_lora_rank + qk_rope_head_dim` numbers per layer, and decoding reads nothing else. The router's
-  groups, scores and correction (`e_score_correction_bias`) are all computed; training keeps the correction as it is, in
-  fp32 whatever `model.param_dtype`, and in exports of 16 bits too. Layers for multi-token prediction are left out.
-  `glm4_moe` is GLM-4.5 to 4.7, which has these experts, as `dots1` has, and `glm4_moe_lite` GLM-4.7-Flash, which has
-  the attention too. Folders of the type `kimi_k2` are DeepSeek-V3's in form: they are read and exported as a
+  token is its latent, `kv_lora_rank + qk_rope_head_dim` numbers per layer, and decoding reads nothing else. The
+  router's groups, scores and correction (`e_score_correction_bias`) are all computed; training keeps the correction as
+  it is, in fp32 whatever `model.param_dtype`, and in exports of 16 bits too. Layers for multi-token prediction are left
+  out. `glm4_moe` is GLM-4.5 to 4.7, which has these experts, as `dots1` has, and `glm4_moe_lite` GLM-4.7-Flash, which
+  has the attention too. Folders of the type `kimi_k2` are DeepSeek-V3's in form: they are read and exported as a
   `deepseek_v3`.
 - Sparse attention (DeepSeek-V3.2, GLM-5): a token attends to the `index_topk` tokens that its indexer rates best,
   exactly so many, in training, prefill and decoding; all latents are computed with, and those of others masked. Rows of
@@ -378,8 +378,8 @@ difference.
   (`output_vocab_size`): they are read, and never sampled.
 - Of `llama4`, which reads images too, the text part alone: a folder of its is read as a `llama4_text`, rows with images
   are refused, and the export is a model of that type, without the other parts. Adapters are named as in that type's
-  class. So is a `gemma4`, a `gemma4_unified` (Gemma 4 12B) or a `kimi_k25` without a `vision_config`; of one that has it
-  images are read, and Gemma's part for sound is not: the export has none (`audio_config` is null).
+  class. So is a `gemma4`, a `gemma4_unified` (Gemma 4 12B) or a `kimi_k25` without a `vision_config`; of one that has
+  it images are read, and Gemma's part for sound is not: the export has none (`audio_config` is null).
 - Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE, ERNIE 4.5, Hunyuan), routers of softmax
   or sigmoid, corrected or not, and weights of their outputs or, in Llama 4, their inputs: no token is dropped. Tokens
   are sorted by expert and multiplied in groups; every expert computes every token on CPUs where a token uses more than

@@ -34,8 +34,8 @@ ROWS = ("data", "fsdp", "expert")
 FSDP = ("fsdp", "context", "expert")  # the axes that shard parameters and all-gather them per layer
 
 # Path of a parameter -> the mesh axes of its trailing dimensions; leading ones (stacked layers) are not sharded.
-# Matrices of layers are all-gathered along their first dimension, which is how shards lie one behind the other: along
-# the last one XLA transposes all layers' shards in fp32 first.
+# Matrices of layers are all-gathered along their first dimension, in which their shards lie one behind the other: along
+# the last one XLA first transposes all layers' shards in fp32. Where `tensor` has that dimension too, `parameter_spec`.
 PARAMETERS = (
     (r"experts/(gate|up)/kernel$", ("expert", ("fsdp", "context"), "tensor")),
     (r"experts/down/kernel$", ("expert", "tensor", ("fsdp", "context"))),

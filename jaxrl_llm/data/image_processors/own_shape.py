@@ -213,10 +213,15 @@ def kimi_k25(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Map
     """
     given = read_json(folder / "preprocessor_config.json")
     given |= read_json(folder / "processor_config.json").get("image_processor") or {}
-    own = given.get("media_proc_cfg") or {}  # where Moonshot's own files have them
+    own: dict[str, Any] = given.get("media_proc_cfg") or {}  # where Moonshot's own files have them
     if (most := own.get("patch_limit_on_one_side")) is not None:
         own = own | {"size": {"max_height": most, "max_width": most}}
-    entries = KIMI | {KIMI_ENTRIES.get(name, name): x for name, x in own.items()} | given | settings
+    entries: dict[str, Any] = {
+        **KIMI,
+        **{KIMI_ENTRIES.get(name, name): x for name, x in own.items()},
+        **given,
+        **settings,
+    }
     patch, merge, most = (entries[name] for name in ("patch_size", "merge_size", "max_patches"))
     encoder, side, longest = config["vision_config"], patch * merge, entries["size"]["max_height"] * patch
     check_model(folder, "patch_size", patch, "patch_size", encoder.get("patch_size", patch))
@@ -237,7 +242,8 @@ def kimi_k25(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Map
         if not entries["do_resize"]:
             return normalized(image, entries)[None]
         height, width = resized(image.height, image.width)
-        whole = Pictures.new("RGB", padded(image.height, image.width)[::-1])
+        rows, columns = padded(image.height, image.width)
+        whole = Pictures.new("RGB", (columns, rows))
         whole.paste(image.resize((width, height), Pictures.Resampling(entries["resample"])))
         return normalized(whole, entries)[None]
 
