@@ -78,6 +78,7 @@ class Group:
     own_message: str | None = None  # of the error that it is about to report
     failed: bool = False
     code: int = 1  # that it ends with then
+    lost: set[int] = field(default_factory=set)  # processes that no longer answer, for which nobody waits again
     finished: threading.Event = field(default_factory=threading.Event)
     listener: threading.Thread | None = None
 
@@ -399,7 +400,7 @@ def report(error: BaseException) -> bool:
     group.failed = True
     print(f"error: {group.name(group.spec.index)}: {text}", file=sys.stderr, flush=True)
     group.code = exit_code(error) if text == group.own_message else 1  # a lost process is no error of the user's
-    _put(group, MESSAGES, json.dumps({"failed": text, "code": group.code}))
+    _put(group, MESSAGES, json.dumps({"failed": text, "code": group.code, "lost": sorted(group.lost)}))
     timer = threading.Timer(LEAVE_SECONDS, os._exit, (group.code,))
     timer.daemon = True
     timer.start()
@@ -414,6 +415,7 @@ def _with_cause(group: Group, text: str) -> str:
     """
     _put(group, MESSAGES, "{}")
     if silent := _missing_from(group, ALIVE):
+        group.lost.update(silent)
         names = " and ".join(group.name(index) for index in silent)
         return f"{names} does not answer: it was killed, or its machine is lost ({text.splitlines()[0]})"
     if any(message.get("failed", text) != text for message in _messages(group).values()):
@@ -460,7 +462,7 @@ def _put(group: Group, folder: str, value: str = "") -> None:
 
 def _missing_from(group: Group, folder: str) -> list[int]:
     """The other processes without an entry in the folder, once there are none or ANSWER_SECONDS have passed."""
-    others = set(range(group.spec.count)) - {group.spec.index}
+    others = set(range(group.spec.count)) - {group.spec.index} - group.lost
     for _ in range(int(ANSWER_SECONDS / POLL_SECONDS)):
         with _coordinator_may_be_gone():
             others -= {int(key.rsplit("/", 1)[1]) for key, _ in _client().key_value_dir_get(folder)}
@@ -490,6 +492,7 @@ def _listen(group: Group) -> None:
         for index, message in sorted(messages.items()):
             if "failed" in message and not group.failed and message["failed"] != group.own_message:
                 print(f"error: {group.name(index)}: {message['failed']}", file=sys.stderr, flush=True)
+                group.lost.update(message["lost"])
                 _leave(group, message["code"])
 
 
