@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 REPEAT_EVERY = 50  # steps between repetitions of one warning on the console, while it goes on holding
+ROUNDING = 1e-6  # the norm of a gradient below which it is one of rounding alone: a KL term of equal policies has 1e-7
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def health_warnings(spec: HealthSpec, metrics: Mapping[str, float]) -> dict[str,
         warnings["unscorable_rows"] = f"{metrics['unscorable_rows']:g} completions have no reward, and teach nothing"
     elif not math.isfinite(metrics.get("reward", 0.0)):
         warnings["nonfinite_reward"] = f"the mean reward is {metrics['reward']:g}: no completion could be graded"
-    elif all(metrics.get(name) == 0 for name in ("reward", "reward_std", "grad_norm")):
+    elif metrics.get("reward") == metrics.get("reward_std") == 0 and metrics.get("grad_norm", 1.0) < ROUNDING:
         warnings["zero_reward"] = (
             "every completion scored 0, and so is the gradient: nothing is learned unless some score more; read "
             "completions/, and call the reward on a right answer"
