@@ -35,7 +35,7 @@ FSDP = ("fsdp", "context", "expert")  # the axes that shard parameters and all-g
 
 # Path of a parameter -> the mesh axes of its trailing dimensions; leading ones (stacked layers) are not sharded.
 # Matrices of layers are all-gathered along their first dimension, in which their shards lie one behind the other: along
-# the last one XLA first transposes all layers' shards in fp32. Where `tensor` has that dimension too, `parameter_spec`.
+# the last one XLA first transposes the shards of all layers, in fp32. `parameter_spec` says what a tensor axis changes.
 PARAMETERS = (
     (r"experts/(gate|up)/kernel$", ("expert", ("fsdp", "context"), "tensor")),
     (r"experts/down/kernel$", ("expert", "tensor", ("fsdp", "context"))),
@@ -228,8 +228,8 @@ def parameter_spec(path: str, shape: tuple[int, ...], mesh) -> PartitionSpec:
         raise ConfigError(f"mesh.expert is {mesh.shape['expert']}, but it must divide the model's {shape[-3]} experts")
     for pattern, axes in PARAMETERS:
         if re.search(pattern, path) and len(axes) <= len(shape) and not FACTORED.search(path):
-            if axes[0] == ("tensor", *FSDP) and mesh.shape["tensor"] > 1:  # XLA would gather it along tensor too
-                axes = ("tensor", FSDP)
+            if axes[0] == ("tensor", *FSDP) and mesh.shape["tensor"] > 1:
+                axes = ("tensor", FSDP)  # of a dimension that both shard XLA gathers the shards of tensor too
             return _fitting((None,) * (len(shape) - len(axes)) + axes, shape, mesh)
     return PartitionSpec()
 
