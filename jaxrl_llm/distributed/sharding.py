@@ -34,8 +34,6 @@ ROWS = ("data", "fsdp", "expert")
 FSDP = ("fsdp", "context", "expert")  # the axes that shard parameters and all-gather them per layer
 
 # Path of a parameter -> the mesh axes of its trailing dimensions; leading ones (stacked layers) are not sharded.
-# Matrices of layers are all-gathered along their first dimension, in which their shards lie one behind the other: along
-# the last one XLA first transposes the shards of all layers, in fp32. `parameter_spec` says what a tensor axis changes.
 PARAMETERS = (
     (r"experts/(gate|up)/kernel$", ("expert", ("fsdp", "context"), "tensor")),
     (r"experts/down/kernel$", ("expert", "tensor", ("fsdp", "context"))),
@@ -53,7 +51,7 @@ PARAMETERS = (
     (r"project_(in|out)/kernel$", (FSDP, None)),
     (r"/(q_a|kv_a|f_a|g_a|ba|b|a|into|narrow|widen)/(kernel|lora_a|start_a)$", (FSDP, None)),
     (r"/(q|k|v|q_b|kv_b|f|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/kernel$", (FSDP, "tensor")),
-    (r"/(o|out|down|fc2)/kernel$", (("tensor", *FSDP), None)),
+    (r"/(o|out|down|fc2)/kernel$", ("tensor", FSDP)),
     (r"/(q|k|v|q_b|kv_b|f|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/(lora|start)_a$", (FSDP, None)),
     (r"/(q|k|v|q_b|kv_b|f|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/(lora|start)_b$", (None, "tensor")),
     (r"/(o|out|down|fc2)/(lora|start)_a$", ("tensor", None)),
@@ -65,6 +63,11 @@ PARAMETERS = (
     (r"(patch|downsample)/kernel$", (None, None, None, FSDP)),
     (r"patch/kernel$", (None, FSDP)),
 )
+
+# Where no tensor axis cuts the first dimension, fsdp cuts it in place of the last: its shards are all-gathered as they
+# lie, where XLA first transposes those of the last dimension, of all layers and in fp32. One dimension is not cut by
+# both axes: XLA would gather the shards of tensor too.
+WITHOUT_TENSOR = ((r"(?<!experts)/(o|out|down|fc2)/kernel$", (FSDP, None)),)
 
 # Arrays in few bits are cut as the one whose codes and scales they are; scales alone where their number divides too.
 PARTS = re.compile(r"/(codes|absmax|scales)$")
@@ -226,10 +229,9 @@ def parameter_spec(path: str, shape: tuple[int, ...], mesh) -> PartitionSpec:
     path = PARTS.sub("", path)
     if re.search(r"experts/\w+/kernel$", path) and shape[-3] % mesh.shape["expert"]:
         raise ConfigError(f"mesh.expert is {mesh.shape['expert']}, but it must divide the model's {shape[-3]} experts")
-    for pattern, axes in PARAMETERS:
+    rows = PARAMETERS if mesh.shape.get("tensor", 1) > 1 else (*WITHOUT_TENSOR, *PARAMETERS)
+    for pattern, axes in rows:
         if re.search(pattern, path) and len(axes) <= len(shape) and not FACTORED.search(path):
-            if axes[0] == ("tensor", *FSDP) and mesh.shape["tensor"] > 1:
-                axes = ("tensor", FSDP)  # of a dimension that both shard XLA gathers the shards of tensor too
             return _fitting((None,) * (len(shape) - len(axes)) + axes, shape, mesh)
     return PartitionSpec()
 
