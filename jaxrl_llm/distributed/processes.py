@@ -325,8 +325,7 @@ def of_each(own: dict[str, float]) -> list[dict[str, float]]:
     found: dict[int, dict[str, float]] = {}
     with _coordinator_may_be_gone():
         if jax.process_index() == 0:
-            entries = _client().key_value_dir_get(NUMBERS)
-            found = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in entries}
+            found = {index: json.loads(text) for index, text in _entries(NUMBERS).items()}
         _client().key_value_set(f"{NUMBERS}{jax.process_index()}", json.dumps(own), allow_overwrite=True)
     return [found[index] for index in sorted(found)] if len(found) == jax.process_count() else [own]
 
@@ -339,7 +338,7 @@ def most(number: int) -> int:
     call, client = next(_calls), _client()
     client.key_value_set(f"{CALLS}{call}/{jax.process_index()}", str(number))
     client.wait_at_barrier(f"{CALLS}{call}", BARRIER_MILLISECONDS)
-    numbers = [int(text) for _, text in client.key_value_dir_get(f"{CALLS}{call}/")]
+    numbers = map(int, _entries(f"{CALLS}{call}/").values())
     if call:
         client.key_value_delete(f"{CALLS}{call - 1}/{jax.process_index()}")  # all have read them, as all are here
     return max(numbers)
@@ -460,12 +459,17 @@ def _put(group: Group, folder: str, value: str = "") -> None:
         _client().key_value_set(f"{folder}{group.spec.index}", value, allow_overwrite=True)
 
 
+def _entries(folder: str) -> dict[int, str]:
+    """The entries of processes in a folder of the coordinator's store, by their index."""
+    return {int(key.rsplit("/", 1)[1]): text for key, text in _client().key_value_dir_get(folder)}
+
+
 def _missing_from(group: Group, folder: str) -> list[int]:
     """The other processes without an entry in the folder, once there are none or ANSWER_SECONDS have passed."""
     others = set(range(group.spec.count)) - {group.spec.index} - group.lost
     for _ in range(int(ANSWER_SECONDS / POLL_SECONDS)):
         with _coordinator_may_be_gone():
-            others -= {int(key.rsplit("/", 1)[1]) for key, _ in _client().key_value_dir_get(folder)}
+            others -= _entries(folder).keys()
         if not others:
             break
         time.sleep(POLL_SECONDS)
@@ -476,8 +480,7 @@ def _messages(group: Group) -> dict[int, dict[str, Any]]:
     """The messages of other processes, by index; one that has failed gives its error as `failed`, with `code`."""
     messages: dict[int, dict[str, Any]] = {}
     with _coordinator_may_be_gone():
-        entries = _client().key_value_dir_get(MESSAGES)
-        messages = {int(key.rsplit("/", 1)[1]): json.loads(message) for key, message in entries}
+        messages = {index: json.loads(message) for index, message in _entries(MESSAGES).items()}
     messages.pop(group.spec.index, None)
     return messages
 
