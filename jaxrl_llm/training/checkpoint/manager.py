@@ -28,11 +28,12 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import TransientError, closest
 from jaxrl_llm.distributed.orbax import ocp
+from jaxrl_llm.distributed.sharding import over
 from jaxrl_llm.models.net import Params
 from jaxrl_llm.training.checkpoint import checksums
 from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
 from jaxrl_llm.training.checkpoint.orbax_manager import Keep, Manager, hashing_handler, preservation_policy
-from jaxrl_llm.training.checkpoint.shapes import difference, free, in_memory_of, sharded
+from jaxrl_llm.training.checkpoint.shapes import difference, free, in_memory_of
 from jaxrl_llm.training.runtime.preemption import Preempted
 from jaxrl_llm.training.update import State
 
@@ -357,7 +358,7 @@ class Checkpoints:
                     + other
                 )
         items = {
-            name: ocp.args.StandardRestore(tree and sharded(jax.eval_shape(lambda tree=tree: tree), mesh))
+            name: ocp.args.StandardRestore(tree and over(jax.eval_shape(lambda tree=tree: tree), mesh))
             for name, tree in named.items()
         }
         try:
@@ -374,7 +375,7 @@ class Checkpoints:
 
         Raises ConfigError when the checkpoint cannot be read or holds others than those of `shapes`.
         """
-        tree: dict[str, Any] = {"params": sharded(shapes, mesh)}
+        tree: dict[str, Any] = {"params": over(shapes, mesh)}
         held = self._parameters(step, {"critic": tree})["critic"] if critic else self._parameters(step, tree)
         return held["params"]
 

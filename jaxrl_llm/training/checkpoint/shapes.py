@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.distributed.sharding import path_name, shardings
+from jaxrl_llm.distributed.sharding import over, path_name
 from jaxrl_llm.training.update import State
 
 
@@ -37,12 +37,4 @@ def in_memory_of(like: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
             sharding = sharding.with_memory_kind(x.sharding.memory_kind)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
-    return jax.tree.map(placed, sharded(shapes, mesh), like)
-
-
-def sharded(shapes, mesh: Mesh):
-    """The shapes, each with its sharding over the mesh."""
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings(shapes, mesh)
-    )
+    return jax.tree.map(placed, over(like, mesh), like)
