@@ -30,6 +30,11 @@ def sizes_of(entries: Mapping[str, Any], sizes: Mapping[str, tuple[str, int]]) -
     return {field: positive({entry: size, **entries}, entry) for field, (entry, size) in sizes.items()}
 
 
+def entries_of_sizes(part: Any, sizes: Mapping[str, tuple[str, int]]) -> dict[str, int]:
+    """The entries of the fields in `sizes`, as `sizes_of` reads them, of a part of a network."""
+    return {entry: getattr(part, field) for field, (entry, _) in sizes.items()}
+
+
 def check_kinds(hf: dict[str, Any]) -> None:
     """Raises ConfigError for an entry of config.json, or of a part in it, that is of another kind than KINDS says."""
     for (kind, name), entries in KINDS.items():

@@ -3,11 +3,10 @@ videos are not read."""
 
 from typing import Any
 
-from jaxrl_llm.models.families import exaone4, llava, qwen2_5_vl, qwen_vl, siglip
+from jaxrl_llm.models.families import exaone4, llava, qwen2_5_vl, qwen_vl
 from jaxrl_llm.models.families.entries import refuse
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
-from jaxrl_llm.models.vision.tower import VisionConfig
 
 MODEL_TYPE = "exaone4_5"
 ARCHITECTURE = {"lm": "Exaone4_5_ForConditionalGeneration", "score": "Exaone4_5_ForSequenceClassification"}
@@ -30,9 +29,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     if encoder.heads % encoder.kv_heads:
         heads = f"divisors of num_heads = {encoder.heads}"
         refuse("vision_config.num_key_value_heads", encoder.kv_heads, heads)
-    token = siglip.image_token(hf, "image_token_id", text)
-    vision = VisionConfig(encoder, encoder.merge, token, projector="")
-    return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
+    return llava.config_of_merger(hf, family, text, ARCHITECTURE, encoder, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:

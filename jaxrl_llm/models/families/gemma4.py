@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import gemma4_text, llava, qwen_vl, siglip
 from jaxrl_llm.models.families.decoder import TensorName
-from jaxrl_llm.models.families.entries import number, refuse, sizes_of
+from jaxrl_llm.models.families.entries import entries_of_sizes, number, refuse, sizes_of
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.clipped import BOUNDS
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
@@ -130,7 +130,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     names = {name: entry for entry, name in ACTIVATIONS.items()}
     entries = {
         **((base or {}).get("vision_config") or {"model_type": "gemma4_vision"}),
-        **{entry: getattr(encoder, field) for field, (entry, _) in SIZES.items()},
+        **entries_of_sizes(encoder, SIZES),
         "num_key_value_heads": encoder.heads,
         "head_dim": encoder.width // encoder.heads,
         "hidden_activation": names[encoder.activation],

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import gemma4, gemma4_unified_text, llava, qwen_vl
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear
-from jaxrl_llm.models.families.entries import number, refuse, sizes_of
+from jaxrl_llm.models.families.entries import entries_of_sizes, number, refuse, sizes_of
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_embedder import PatchEmbedderConfig
 
@@ -69,7 +69,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     sides = {"patch_size": encoder.patch_size, "pooling_kernel_size": 1}
     entries = {
         **(given or {"model_type": f"{MODEL_TYPE}_vision", **sides}),
-        **{entry: getattr(encoder, field) for field, (entry, _) in SIZES.items()},
+        **entries_of_sizes(encoder, SIZES),
         "output_proj_dims": encoder.width,
         "rms_norm_eps": encoder.norm_eps,
         "initializer_range": encoder.init_scale,

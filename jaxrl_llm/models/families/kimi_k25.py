@@ -6,10 +6,9 @@ from typing import Any
 
 from jaxrl_llm.models.families import deepseek_v3, llava, qwen_vl, siglip
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear, maps
-from jaxrl_llm.models.families.entries import computed, number, positive, refuse, sizes_of
+from jaxrl_llm.models.families.entries import computed, entries_of_sizes, number, positive, refuse, sizes_of
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
-from jaxrl_llm.models.vision.tower import VisionConfig
 
 MODEL_TYPE = "kimi_k25"
 ARCHITECTURE = {"lm": "Kimi_K25ForConditionalGeneration", "score": "Kimi_K25ForSequenceClassification"}
@@ -88,10 +87,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     hf = DEFAULTS | _named(hf, OWN_ENTRIES)
     family, text = llava.text_of(hf, TEXTS)
     text.setdefault("tie_word_embeddings", True)  # as transformers has it where no file says otherwise
-    encoder = _encoder(hf)
-    token = siglip.image_token(hf, "image_token_id", text)
-    vision = VisionConfig(encoder, encoder.merge, token, projector="")
-    return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
+    return llava.config_of_merger(hf, family, text, ARCHITECTURE, _encoder(hf), overrides)
 
 
 def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
@@ -137,7 +133,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         "projection_hidden_size": encoder.width,
         "vision_config": {
             **((base or {}).get("vision_config") or {"model_type": f"{MODEL_TYPE}_vision"}),
-            **{entry: getattr(encoder, field) for field, (entry, _) in SIZES.items()},
+            **entries_of_sizes(encoder, SIZES),
             "pos_emb_width": encoder.positions,
             "merge_kernel_size": [encoder.merge] * 2,
             "hidden_act": siglip.activation_entry(encoder.activation),

@@ -3,12 +3,11 @@ tokens by two linear maps, and an LFM3 that reads them; videos are not read."""
 
 from typing import Any
 
-from jaxrl_llm.models.families import lfm3, llava, mixtral, qwen_vl, siglip
+from jaxrl_llm.models.families import lfm3, llava, mixtral, qwen_vl
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, maps
-from jaxrl_llm.models.families.entries import number, positive, refuse, sizes_of
+from jaxrl_llm.models.families.entries import entries_of_sizes, number, positive, refuse, sizes_of
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
-from jaxrl_llm.models.vision.tower import VisionConfig
 
 MODEL_TYPE = "lfm3_vl"
 ARCHITECTURE = {"lm": "Lfm3VlForConditionalGeneration", "score": "Lfm3VlForSequenceClassification"}
@@ -76,10 +75,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     text |= {"tie_embedding": bool(hf.get("tie_embedding", hf["tie_word_embeddings"]))}
     if hf["projector_hidden_act"] != "gelu":
         refuse("projector_hidden_act", hf["projector_hidden_act"], "'gelu'")
-    encoder = _encoder(hf)
-    token = siglip.image_token(hf, "image_token_id", text)
-    vision = VisionConfig(encoder, encoder.merge, token, projector="")
-    return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
+    return llava.config_of_merger(hf, family, text, ARCHITECTURE, _encoder(hf), overrides)
 
 
 def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
@@ -127,7 +123,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         "projector_bias": encoder.merger_bias,
         "vision_config": {
             **((base or {}).get("vision_config") or {"model_type": f"{MODEL_TYPE}_vision"}),
-            **{entry: getattr(encoder, field) for field, (entry, _) in SIZES.items()},
+            **entries_of_sizes(encoder, SIZES),
             "layer_types": [KINDS[layer not in encoder.conv_layers] for layer in range(encoder.layers)],
             "norm_eps": encoder.norm_eps,
         },

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import llava, mistral3, qwen3, qwen_vl, siglip
+from jaxrl_llm.models.families import llava, mistral3, qwen3, qwen_vl
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.vision.tower import VisionConfig
 
 MODEL_TYPE = "lighton_ocr"
 ARCHITECTURE = {"lm": "LightOnOcrForConditionalGeneration", "score": "LightOnOcrForSequenceClassification"}
@@ -23,9 +22,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "vision_config": ENCODER | (hf.get("vision_config") or {}),
     }
     encoder = mistral3.encoder_of(entries)
-    token = siglip.image_token(hf, "image_token_id", text)
-    vision = VisionConfig(encoder, encoder.merge, token, projector="")
-    return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
+    return llava.config_of_merger(hf, family, text, ARCHITECTURE, encoder, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from types import ModuleType
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.families import decoder, siglip
 from jaxrl_llm.models.families.decoder import TensorName
 from jaxrl_llm.models.families.entries import refuse
 from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 from jaxrl_llm.models.vision.tower import VisionConfig
 
 # The families of which transformers ties the head to the embedding unless config.json says otherwise, or the files
@@ -76,6 +77,20 @@ def config_of(
     the network does not compute."""
     head = decoder.head_of(hf, architecture, overrides.get("head"))
     return family.to_config(text, **overrides | {"vision": vision, "head": head})
+
+
+def config_of_merger(
+    hf: dict[str, Any],
+    family: ModuleType,
+    text: dict[str, Any],
+    architecture: dict[str, str],
+    encoder: PatchRowsConfig,
+    overrides: dict[str, Any],
+    token: str = "image_token_id",
+) -> ModelConfig:
+    """`config_of` a model whose encoder makes the features of tokens itself; `token` is the entry of an image's."""
+    vision = VisionConfig(encoder, encoder.merge, siglip.image_token(hf, token, text), projector="")
+    return config_of(hf, family, text, architecture, vision, overrides)
 
 
 def entries_of(

@@ -3,12 +3,11 @@ size, squares of whose patches become tokens, and a Mistral, Ministral 3 or Mist
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, llava, ministral3, mistral, mistral4, qwen_vl, siglip
+from jaxrl_llm.models.families import decoder, llava, ministral3, mistral, mistral4, qwen_vl
 from jaxrl_llm.models.families.decoder import TensorName, linear, maps
-from jaxrl_llm.models.families.entries import computed, number, positive, refuse, sizes_of
+from jaxrl_llm.models.families.entries import computed, entries_of_sizes, number, positive, refuse, sizes_of
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
-from jaxrl_llm.models.vision.tower import VisionConfig
 
 MODEL_TYPE = "mistral3"
 ARCHITECTURE = {"lm": "Mistral3ForConditionalGeneration", "score": "Mistral3ForSequenceClassification"}
@@ -59,9 +58,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     family, text = llava.text_of(hf, TEXTS)
     computed(hf, COMPUTED)
     encoder = encoder_of(hf)
-    token = siglip.image_token(hf, "image_token_index", text)
-    vision = VisionConfig(encoder, encoder.merge, token, projector="")
-    return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
+    return llava.config_of_merger(hf, family, text, ARCHITECTURE, encoder, overrides, "image_token_index")
 
 
 def encoder_of(hf: dict[str, Any]) -> PatchRowsConfig:
@@ -111,7 +108,7 @@ def encoder_entries(encoder: PatchRowsConfig, base: dict[str, Any] | None) -> di
     names = {name: entry for entry, name in ACTIVATIONS.items()}
     return {
         **((base or {}).get("vision_config") or {"model_type": "pixtral"}),
-        **{entry: getattr(encoder, field) for field, (entry, _) in SIZES.items()},
+        **entries_of_sizes(encoder, SIZES),
         "hidden_act": names[encoder.activation],
         "initializer_range": encoder.init_scale,
     }

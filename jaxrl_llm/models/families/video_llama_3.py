@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import lfm2_vl, llava, qwen2, qwen_vl, siglip
 from jaxrl_llm.models.families.decoder import maps
-from jaxrl_llm.models.families.entries import number, positive, refuse, sizes_of
+from jaxrl_llm.models.families.entries import entries_of_sizes, number, positive, refuse, sizes_of
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 from jaxrl_llm.models.vision.tower import VisionConfig
@@ -71,7 +71,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         "image_token_id": config.vision.image_token,
         "vision_config": {
             **((base or {}).get("vision_config") or {"model_type": f"{MODEL_TYPE}_vision"}),
-            **{entry: getattr(encoder, field) for field, (entry, _) in lfm2_vl.SIZES.items()},
+            **entries_of_sizes(encoder, lfm2_vl.SIZES),
             "layer_norm_eps": encoder.norm_eps,
             "hidden_act": siglip.activation_entry(encoder.activation),
             "initializer_range": encoder.init_scale,
