@@ -288,24 +288,12 @@ def _adamw(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransform
     return optax.adamw(rate, spec.b1, spec.b2, spec.eps, weight_decay=weight_decay_of(spec), mask=decayed(spec))
 
 
-def _adafactor(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
-    statistics = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=2), optax.clip_by_block_rms(1.0))
-    return optax.chain(
-        per_layer(statistics),
-        optax.add_decayed_weights(weight_decay_of(spec), decayed(spec)),
-        optax.scale_by_learning_rate(rate),
-    )
-
-
-def _lion(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
-    return optax.lion(rate, spec.b1, spec.b2, weight_decay=weight_decay_of(spec), mask=decayed(spec))
-
-
-def _sgd(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
-    momentum = [optax.trace(spec.b1)] if spec.b1 else []
-    return optax.chain(
-        *momentum, optax.add_decayed_weights(weight_decay_of(spec), decayed(spec)), optax.scale_by_learning_rate(rate)
-    )
+def _descent(
+    spec: OptimizerSpec, rate: optax.Schedule, *direction: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Steps in a direction, that of the transformations, with decoupled weight decay."""
+    decay = optax.add_decayed_weights(weight_decay_of(spec), decayed(spec))
+    return optax.chain(*direction, decay, optax.scale_by_learning_rate(rate))
 
 
 def _is_matrix(path, x) -> bool:
@@ -349,37 +337,7 @@ def _ademamix(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransf
         return jnp.minimum(jnp.exp(first * last / ((1 - p) * last + p * first)), spec.b3)
 
     slow = (b3, mixing) if updates else (spec.b3, spec.mixing)
-    return optax.chain(
-        scale_by_ademamix(spec.b1, spec.b2, *slow, spec.eps),
-        optax.add_decayed_weights(weight_decay_of(spec), decayed(spec)),
-        optax.scale_by_learning_rate(rate),
-    )
-
-
-def _adopt(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
-    """Gradients over the root of the second moment of those before, at most t^(1/4) each, then momentum; the first one
-    only begins that moment."""
-    return optax.chain(
-        scale_by_adopt(spec.b1, spec.b2, spec.eps),
-        optax.add_decayed_weights(weight_decay_of(spec), decayed(spec)),
-        optax.scale_by_learning_rate(rate),
-    )
-
-
-def _schedule_free_adamw(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
-    return schedule_free_adamw(rate, spec.b1, spec.b2, spec.eps, weight_decay_of(spec), decayed(spec))
-
-
-def _prodigy(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
-    return prodigy(rate, spec.b1, spec.b2, spec.eps, weight_decay_of(spec), decayed(spec), spec.d_coef)
-
-
-def _came(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
-    return optax.chain(
-        per_layer(scale_by_came(spec.b1, spec.b2, spec.b3)),
-        optax.add_decayed_weights(weight_decay_of(spec), decayed(spec)),
-        optax.scale_by_learning_rate(rate),
-    )
+    return _descent(spec, rate, scale_by_ademamix(spec.b1, spec.b2, *slow, spec.eps))
 
 
 def _galore_adamw(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransformation:
@@ -390,24 +348,29 @@ def _galore_adamw(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTr
         return jax.tree_util.tree_map_with_path(of_leaf, params)
 
     every = spec.galore_every * spec.updates_per_step
-    projected = optax.chain(
-        scale_by_galore(spec.b1, spec.b2, spec.eps, spec.galore_rank, every, spec.galore_scale),
-        optax.add_decayed_weights(weight_decay_of(spec), decayed(spec)),
-        optax.scale_by_learning_rate(rate),
-    )
-    return optax.partition({"galore": projected, "adamw": _adamw(spec, rate)}, labels)
+    galore = scale_by_galore(spec.b1, spec.b2, spec.eps, spec.galore_rank, every, spec.galore_scale)
+    return optax.partition({"galore": _descent(spec, rate, galore), "adamw": _adamw(spec, rate)}, labels)
 
 
-OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+STATISTICS = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=2), optax.clip_by_block_rms(1.0))
+OPTIMIZERS: dict[str, Callable[[OptimizerSpec, optax.Schedule], optax.GradientTransformation]] = {
     "adamw": _adamw,
-    "adafactor": _adafactor,
-    "lion": _lion,
-    "sgd": _sgd,
+    "adafactor": lambda spec, rate: _descent(spec, rate, per_layer(STATISTICS)),
+    "lion": lambda spec, rate: optax.lion(
+        rate, spec.b1, spec.b2, weight_decay=weight_decay_of(spec), mask=decayed(spec)
+    ),
+    "sgd": lambda spec, rate: _descent(spec, rate, *([optax.trace(spec.b1)] if spec.b1 else [])),
     "muon": _muon,
     "ademamix": _ademamix,
-    "adopt": _adopt,
-    "schedule_free_adamw": _schedule_free_adamw,
-    "prodigy": _prodigy,
-    "came": _came,
+    # Gradients over the root of the second moment of those before, at most t^(1/4) each, then momentum; the first one
+    # only begins that moment.
+    "adopt": lambda spec, rate: _descent(spec, rate, scale_by_adopt(spec.b1, spec.b2, spec.eps)),
+    "schedule_free_adamw": lambda spec, rate: schedule_free_adamw(
+        rate, spec.b1, spec.b2, spec.eps, weight_decay_of(spec), decayed(spec)
+    ),
+    "prodigy": lambda spec, rate: prodigy(
+        rate, spec.b1, spec.b2, spec.eps, weight_decay_of(spec), decayed(spec), spec.d_coef
+    ),
+    "came": lambda spec, rate: _descent(spec, rate, per_layer(scale_by_came(spec.b1, spec.b2, spec.b3))),
     "galore_adamw": _galore_adamw,
 }
