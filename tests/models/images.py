@@ -285,7 +285,7 @@ VISION = {
     "lfm3_vl": lambda: Lfm3VlConfig(
         text_config=VARIANTS["lfm3"]().to_dict() | {"norm_eps": 0.01},  # of a smaller one errors are amplified
         vision_config={
-            "hidden_size": 32,
+            "hidden_size": 48,  # another one than the decoder's
             "intermediate_size": 40,
             "num_hidden_layers": 5,
             "num_attention_heads": 4,
