@@ -59,6 +59,7 @@ from jaxrl_llm.training.setup.specs import update_spec
 from jaxrl_llm.training.teachers.cross_tokenizer import at_ends
 from jaxrl_llm.training.transformations import scale_by_galore
 from jaxrl_llm.training.update import init_state, make_update
+from tests.models import test_tiled_mlp as tiled
 from tests.models.kernels.test_fused_attention import dense, outputs_and_gradients
 from tests.rollout.test_multi_turn import Echo
 from tests.training.packing.test_packed_updates import GROUP, config_of, online_batch, packer_of
@@ -281,6 +282,42 @@ def test_more_tensor_shards_than_kv_heads(net, params, rows, expected):
     mesh = mesh_of(1, 1, 8)
     model = Model(net, jax.device_put(params, shardings(params, mesh)), mesh=mesh)
     np.testing.assert_allclose(model(*rows), expected, atol=1e-5)
+
+
+LORA = lora.LoraConfig(rank=2, alpha=4.0, targets=("up", "down"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        ({"dtype": "bfloat16"}, (1, 4, 1, 2)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ({}, (2, 4)),
+                ({}, (1, 4, 1, 1, 2)),
+                ({}, (1, 4, 2)),
+                ({"lora": LORA}, (2, 2, 1, 2)),
+                ({"lora": dataclasses.replace(LORA, dora=True)}, (1, 8)),
+                ({"quantize": "nf4"}, (1, 8)),
+                ({"qat": "nf4", "dtype": "bfloat16"}, (1, 8)),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_devices_compute_tiles_of_their_own_tokens(fields, sizes):
+    """Rows, positions and parameters are sharded; each device adds up its gradients before they are summed."""
+    config = dataclasses.replace(tiled.CONFIG, mlp_tile_tokens=2, **fields)
+    params, tokens = tiled.drawn(config, 8, 12)
+    whole, expected = tiled.loss_and_gradients(dataclasses.replace(config, mlp_tile_tokens=0), params, tokens)
+    mesh = make_mesh(*sizes)
+    with jax.set_mesh(mesh):
+        gradients, logits = tiled.loss_and_gradients(config, jax.device_put(params, shardings(params, mesh)), tokens)
+    pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(whole), strict=True)
+    half = config.dtype == "bfloat16"
+    assert np.abs(logits - expected).max() < (0.2 if half else 1e-5)
+    assert max(np.abs(a - b).max() for a, b in pairs if a.dtype == "float32") < (2e-2 if half else 1e-6)
 
 
 def lowered_update(net, rows, mesh):
