@@ -26,6 +26,12 @@ FORMS = {
     "topr": {"algorithm.loss": "topr", **AHEAD, **UNCLIPPED},
     # DPPO (arXiv 2602.04879): leaves out tokens by how far their probability, not its ratio, has moved.
     "dppo": {"algorithm.loss": "dppo", "algorithm.epsilon_high": 0.2, **AHEAD},
+    # prime-rl's `ipo`: the same in both directions, whatever the advantage; named apart from the preference loss.
+    "prime_ipo": {"algorithm.loss": "ipo", **AHEAD, **UNCLIPPED},
+    # GLM-5 (arXiv 2602.15763): leaves out tokens whose ratio left its range on either side.
+    "rollout_is": {"algorithm.loss": "rollout_is", **AHEAD},
+    # VAPO's likelihood term (arXiv 2504.05118): correct completions are learned as in supervised fine-tuning too.
+    "positive_nll": {"algorithm.positive_nll_coef": 0.1},
     # DRO (arXiv 2405.19107): a square penalty on the log-ratio in place of a clip.
     "dro": {"algorithm.loss": "dro(beta=0.1)", "batch.minibatches": 2, **UNCLIPPED},
     # VESPO (arXiv 2602.10693): rows weighed by a soft function of their ratio.

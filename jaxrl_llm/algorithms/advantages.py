@@ -60,9 +60,24 @@ def _centered(grouped: Array) -> Array:
     return shifted - masked_mean(shifted, valid, axis=1, keepdims=True)
 
 
-def _normalized(grouped: Array, eps: float) -> Array:
-    """Returns `grouped [B, K, ...]` centred and divided by its unbiased standard deviation + eps; NaN stays NaN."""
+def _normalized(grouped: Array, eps: float, leave_one_out: bool = False) -> Array:
+    """Returns `grouped [B, K, ...]` centred and divided by its unbiased standard deviation + eps; NaN stays NaN.
+
+    With `leave_one_out` both are of the others: `(r_i - mean_(j != i)) / (std_(j != i) + eps)`, not divided where the
+    others are equal or fewer than two.
+    """
     centered = _centered(grouped)
+    if leave_one_out:
+        valid = ~jnp.isnan(centered)
+        count = valid.sum(axis=1, keepdims=True)
+        # [B, K, K, ...]: before each row those of its group; equal ones have a std of exactly 0, whatever the rounding.
+        apart = ~jnp.eye(grouped.shape[1], dtype=bool).reshape(grouped.shape[1], -1, *[1] * (grouped.ndim - 2))
+        others = apart & valid[:, None]
+        rows = jnp.broadcast_to(centered[:, None], others.shape)
+        differ = jnp.where(others, rows, -jnp.inf).max(axis=2) > jnp.where(others, rows, jnp.inf).min(axis=2)
+        std = jnp.sqrt(masked_var(rows, others, ddof=1, axis=2))
+        baselined = jnp.where(count > 1, count / jnp.maximum(count - 1, 1) * centered, jnp.nan)
+        return baselined / jnp.where(differ, std + eps, 1.0)
     std = jnp.sqrt(masked_var(centered, ~jnp.isnan(centered), ddof=1, axis=1, keepdims=True))
     return centered / (std + eps)
 
@@ -76,19 +91,38 @@ def zero_advantages(scores) -> Array:
     return jnp.zeros_like(as_float(scores))
 
 
-def group_advantages(scores, group_size: int, scale: str = "group", eps: float = 1e-4) -> Array:
+def raw_reward_advantages(scores) -> Array:
+    """Returns advantages `[N]`, the scores themselves, without a baseline; NaN scores get 0.
+
+    Whitened over tokens they are `reinforce_plus_plus_advantages`. Source: REINFORCE, Williams (1992); `raw_reward` of
+    NeMo-RL, `reinforce` of ROLL.
+    """
+    return jnp.nan_to_num(as_float(scores), nan=0.0)
+
+
+def group_advantages(
+    scores, group_size: int, scale: str = "group", eps: float = 1e-4, leave_one_out: bool = False
+) -> Array:
     """Returns advantages `[N]`: each score minus its group's mean, divided by a standard deviation.
 
     Shapes: `scores [N]`, N = B * group_size with the rows of a prompt adjacent. Formula: `(r - mean) / (std + eps)`
     with the unbiased standard deviation of the group (`scale="group"`), of all scores (`"batch"`, the group mean is
     still what is subtracted), or no division (`"none"`, Dr. GRPO). NaN scores are left out of every mean and standard
     deviation and get 0. A group with one score gets 0 (there is no baseline), as does a group of equal scores.
-    Raises ValueError for an unknown scale or when N is not a multiple of group_size.
-    Source: GRPO, arXiv 2402.03300; eps 1e-4 as TRL (verl 1e-6); Dr. GRPO, arXiv 2503.20783.
+    `leave_one_out` compares each score with the others of its group, in mean and standard deviation; where these are
+    equal, or fewer than two, there is no division. It is for `scale="group"`: undivided it is `rloo_advantages`.
+    Raises ValueError for an unknown scale, one without leave_one_out, or when N is not a multiple of group_size.
+    Source: GRPO, arXiv 2402.03300; eps 1e-4 as TRL (verl 1e-6); Dr. GRPO, arXiv 2503.20783; `leave_one_out` (with eps
+    1e-6) as NeMo-RL's `use_leave_one_out_baseline`.
     """
     grouped = _groups(scores, group_size)
+    if leave_one_out and scale != "group":
+        raise ValueError(
+            f"leave_one_out divides each score by a standard deviation of its own, for which scale is 'group'; got "
+            f"{scale!r}: rloo has the same baseline without division"
+        )
     if scale == "group":
-        advantages = _normalized(grouped, eps)
+        advantages = _normalized(grouped, eps, leave_one_out)
     elif scale == "batch":
         advantages = _centered(grouped) / (_batch_std(grouped) + eps)
     elif scale == "none":
@@ -98,17 +132,20 @@ def group_advantages(scores, group_size: int, scale: str = "group", eps: float =
     return jnp.nan_to_num(advantages.reshape(-1), nan=0.0)
 
 
-def gdpo_advantages(rewards, weights, group_size: int, batch_normalize: bool = True, eps: float = 1e-4) -> Array:
+def gdpo_advantages(
+    rewards, weights, group_size: int, batch_normalize: bool = True, eps: float = 1e-4, leave_one_out: bool = False
+) -> Array:
     """Returns advantages `[N]`: each reward normalised in its group by itself, then summed, then normalised again.
 
     Shapes: `rewards [N, R]` with NaN where a function does not apply, `weights [R]`. Formula:
     `z_k = (r_k - mean_group) / (std_group + eps)`, `s = sum_k w_k z_k` over the functions that apply, and
     `A = (s - mean_batch) / (std_batch + eps)`; `batch_normalize=False` returns s. Standard deviations are unbiased.
+    `leave_one_out` compares each reward with the others of its group, as in `group_advantages`.
     With one reward this is not GRPO: the batch normalisation changes the scale.
     Raises ValueError when weights and reward functions differ in number or N is not a multiple of group_size.
     Source: GDPO, arXiv 2601.05242.
     """
-    normalized = _normalized(_groups(rewards, group_size), eps)
+    normalized = _normalized(_groups(rewards, group_size), eps, leave_one_out)
     scores = combine_rewards(normalized.reshape(-1, normalized.shape[-1]), weights)
     if batch_normalize:
         scores = (scores - masked_mean(scores, ~jnp.isnan(scores))) / (_batch_std(scores) + eps)

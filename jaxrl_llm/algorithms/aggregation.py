@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 Array = jax.Array
 
-MODES = ("sequence", "token", "constant", "sequence_sum", "token_sum", "microbatch_token", "rollout_token")
+MODES = ("sequence", "token", "prompt", "constant", "sequence_sum", "token_sum", "microbatch_token", "rollout_token")
 
 
 def as_float(x) -> Array:
@@ -94,6 +94,7 @@ def loss_weights(
     *,
     max_completion_length: int | None = None,
     row_mask=None,
+    group_size: int | None = None,
     microbatch_rows: int | None = None,
     token_count=None,
 ) -> Array:
@@ -106,6 +107,8 @@ def loss_weights(
 
     - `sequence`: `1 / (R * len_i)`, the mean over rows of each row's token mean (GRPO, arXiv 2402.03300).
     - `token`: `1 / sum_i len_i`, every token the same (DAPO, arXiv 2503.14476).
+    - `prompt`: the token mean inside each group of `group_size` adjacent rows, averaged over the groups, so that every
+      prompt counts the same (SkyRL's `prompt_mean`).
     - `constant`: `1 / (R * max_completion_length)` (Dr. GRPO, arXiv 2503.20783).
     - `sequence_sum`: `1 / R`, the mean over rows of each row's token sum.
     - `token_sum`: 1, the sum over all tokens (the losses of Tinker; verl's `token-sum`).
@@ -116,8 +119,8 @@ def loss_weights(
 
     A row without tokens gets weight 0 and still counts in R, as in TRL: its token mean is 0 and it enters the mean over
     rows. Denominators are at least 1. Raises ValueError for an unknown mode, for `constant` without
-    `max_completion_length`, for `microbatch_token` without a `microbatch_rows` that divides N and for `rollout_token`
-    without `token_count`.
+    `max_completion_length`, for `prompt` without a `group_size` and `microbatch_token` without a `microbatch_rows` that
+    divides N, and for `rollout_token` without `token_count`.
     """
     mask = as_mask(mask)
     row_mask = jnp.ones(mask.shape[0], bool) if row_mask is None else as_mask(row_mask)
@@ -128,6 +131,8 @@ def loss_weights(
         return tokens / (row_count * jnp.maximum(lengths, 1.0))
     if mode == "token":
         return tokens / jnp.maximum(lengths.sum(), 1.0)
+    if mode == "prompt":
+        return _block_weights(mode, "group_size", tokens, row_mask, group_size)
     if mode == "constant":
         if max_completion_length is None or max_completion_length <= 0:
             raise ValueError(
@@ -140,7 +145,7 @@ def loss_weights(
     if mode == "token_sum":
         return tokens
     if mode == "microbatch_token":
-        return _microbatch_token_weights(tokens, microbatch_rows)
+        return _block_weights(mode, "microbatch_rows", tokens, row_mask, microbatch_rows)
     if mode == "rollout_token":
         if token_count is None:
             raise ValueError("aggregation 'rollout_token' divides by the tokens of a rollout; pass token_count")
@@ -148,13 +153,14 @@ def loss_weights(
     raise ValueError(f"unknown aggregation mode {mode!r}; choose one of {', '.join(MODES)}")
 
 
-def _microbatch_token_weights(tokens: Array, microbatch_rows: int | None) -> Array:
-    rows = tokens.shape[0]
-    if not microbatch_rows or microbatch_rows < 0 or rows % microbatch_rows:
+def _block_weights(mode: str, name: str, tokens: Array, row_mask: Array, rows: int | None) -> Array:
+    """Weights `[N, T]` of the token mean inside each block of `rows` adjacent rows, averaged over blocks with a row."""
+    if not rows or rows < 0 or tokens.shape[0] % rows:
         raise ValueError(
-            f"aggregation 'microbatch_token' averages over blocks of microbatch_rows rows; got {microbatch_rows!r} "
-            f"for {rows} rows, pass a positive divisor of {rows}"
+            f"aggregation {mode!r} averages over blocks of {name} rows; got {rows!r} for {tokens.shape[0]} rows, pass "
+            f"a positive divisor of {tokens.shape[0]}"
         )
-    blocks = tokens.reshape(rows // microbatch_rows, -1)
+    blocks = tokens.reshape(tokens.shape[0] // rows, -1)
     counts = jnp.maximum(blocks.sum(axis=1, keepdims=True), 1.0)
-    return (blocks / (counts * blocks.shape[0])).reshape(tokens.shape)
+    live = jnp.maximum(row_mask.reshape(-1, rows).any(axis=1).sum(dtype=jnp.float32), 1.0)
+    return (blocks / (counts * live)).reshape(tokens.shape)

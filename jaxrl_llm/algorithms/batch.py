@@ -127,6 +127,7 @@ class Prepared:
     token_share: Array = None  # [N,T] mask / tokens of the optimizer batch, for means over tokens
     entropy_share: Array = None  # [N,T] share of a token in the entropy bonus; None: token_share
     observed_share: Array = None  # [N,T] observed / observation tokens of the optimizer batch
+    positive_share: Array = None  # [N,T] share of a token in those of correct completions of the optimizer batch
     taught_share: Array = None  # [N,T] the same of tokens on taught rows, NaN where there are none; None: token_share
     span_weights: Array = None  # [N,T] aggregation weights of spans of text, at the last token of each
     span_share: Array = None  # [N,T] share of a span in means over spans, there
@@ -154,6 +155,7 @@ class Batch:
     inputs: Inputs
     mask: Array  # [N,T] float32; 1 on the tokens that the loss reads
     observed: Array = None  # [N,T] float32; 1 on observation tokens, where the loss predicts them
+    positive: Array = None  # [N] 1 on correct completions, where the loss learns them by their likelihood
     sample_logps: Array = None  # [N,T] of the sampler
     old_logps: Array = None  # [N,T] of the policy that the ratio compares with; None: the policy itself
     proximal_share: Array = None  # [N,T] in place of old_logps: they lie this share of the way from sampler to policy

@@ -41,6 +41,8 @@ __all__ = (
     "gmpo",
     "gspo",
     "gspo_token",
+    "importance_sampling",
+    "ipo",
     "kl_cov",
     "luspo",
     "m2po",
@@ -48,6 +50,7 @@ __all__ = (
     "ppo_clip",
     "reinforce",
     "rloo",
+    "rollout_is",
     "sapo",
     "topr",
     "vespo",
@@ -279,8 +282,7 @@ def dppo(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, mas
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     moved = jax.lax.stop_gradient(jnp.exp(logps) - jnp.exp(logps - log_ratio))
     keep = jnp.where(advantages > 0, moved <= epsilon_high, moved >= -epsilon_low)
-    surrogate = jnp.where(keep, -advantages * bounded_ratio(jnp.where(keep, log_ratio, 0.0)), 0.0)
-    return surrogate + kl_coef * jnp.square(log_ratio)
+    return _kept_ratio(log_ratio, advantages, keep, kl_coef)
 
 
 @declare(old_logps="sampler")
@@ -312,10 +314,60 @@ def dppo_kl(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, 
     return _kept_reinforce(logps, log_ratio, advantages, jnp.where(advantages > 0, rises, falls), maximum)
 
 
+@declare(old_logps="sampler", unread=EPSILONS)
+def importance_sampling(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask=None) -> Array:
+    """Returns the importance-weighted loss `-r A`, `[N, T]`, without a bound.
+
+    `old_logps` are the sampler's log-probs; the epsilons are not read. Source: `importance_sampling` of Tinker and
+    SkyRL, which sum it over tokens (aggregation `token_sum`).
+    """
+    del epsilon_low, epsilon_high
+    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    return -bounded_ratio(log_ratio) * advantages
+
+
+@declare(old_logps="sampler")
+def rollout_is(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, mask=None) -> tuple[Array, Metrics]:
+    """Returns REINFORCE weighted by the ratio, 0 where that left its range, `-keep stop(r) A logps`, `[N, T]`.
+
+    A token is kept where `1 - epsilon_low < r < 1 + epsilon_high`, whatever the sign of A. `old_logps` are the
+    sampler's log-probs. The metric `clip_ratio/region_mean` is the share of tokens that are dropped. Source: GLM-5,
+    arXiv 2602.15763 (double-sided importance sampling); SkyRL, `rollout_is`.
+    """
+    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    ratio = jax.lax.stop_gradient(bounded_ratio(log_ratio))
+    keep = (ratio > 1.0 - epsilon_low) & (ratio < 1.0 + epsilon_high)
+    loss = -jnp.where(keep, ratio, 0.0) * advantages * logps
+    return loss, {"clip_ratio/region_mean": Metric((~keep).astype(jnp.float32))}
+
+
+def _kept_ratio(log_ratio: Array, signal: Array, keep: Array, kl_coef) -> Array:
+    """The ratio times the signal, of the tokens that are kept, and of all tokens the squared log-ratio as a penalty."""
+    surrogate = jnp.where(keep, -signal * bounded_ratio(jnp.where(keep, log_ratio, 0.0)), 0.0)
+    return surrogate + kl_coef * jnp.square(log_ratio)
+
+
 def _kept_reinforce(logps: Array, log_ratio: Array, advantages: Array, keep: Array, maximum) -> Array:
     """REINFORCE of the tokens that are kept, with the ratio, cut at `maximum`, as their weight."""
     weights = jnp.where(keep, jnp.minimum(bounded_ratio(log_ratio), maximum), 0.0)
     return -jax.lax.stop_gradient(weights) * advantages * logps
+
+
+@declare(old_logps="sampler", unread=EPSILONS)
+def ipo(
+    logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask=None, threshold=0.1, kl_coef=1e-3
+) -> Array:
+    """Returns the importance-weighted loss `[N, T]` without tokens whose probability moved far, in either direction.
+
+    Formula: `-keep A r + kl_coef (log r)^2`, keep where the probability changed by `threshold` at most, whatever the
+    sign of A. `old_logps` are the sampler's log-probs; the epsilons are not read. This is no preference loss: identity
+    preference optimisation, `preference_losses.ipo`, has the same name. Source: prime-rl 0.8, `ipo`; aggregate with
+    `token`.
+    """
+    del epsilon_low, epsilon_high
+    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    keep = jnp.abs(jax.lax.stop_gradient(jnp.exp(logps) - jnp.exp(logps - log_ratio))) <= threshold
+    return _kept_ratio(log_ratio, advantages, keep, kl_coef)
 
 
 @declare(old_logps="sampler", unread=("epsilon_high",))
@@ -331,8 +383,7 @@ def opd(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=None, *, mas
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     keep = jax.lax.stop_gradient(jnp.exp(logps) - jnp.exp(logps - log_ratio)) >= -epsilon_low
     signal = jax.lax.stop_gradient(advantages - log_ratio)
-    surrogate = jnp.where(keep, -signal * bounded_ratio(jnp.where(keep, log_ratio, 0.0)), 0.0)
-    return surrogate + kl_coef * jnp.square(log_ratio)
+    return _kept_ratio(log_ratio, signal, keep, kl_coef)
 
 
 @declare(ratio="sequence_sum", old_logps="reference", unread=EPSILONS)

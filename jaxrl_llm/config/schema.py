@@ -478,11 +478,12 @@ KEYS = (
         choices=("token", "sequence")),
     Setting("algorithm.aggregation", "sequence",
         "Average of the token losses: over each row's tokens, then over rows (sequence); over all tokens (token); "
-        "over rows x rollout.max_completion_length (constant); row sums over rows (sequence_sum); no average but the "
-        "sum over all tokens, as Tinker's losses (token_sum); "
-        "over the tokens of each micro-batch (microbatch_token); over an equal share of the rollout's tokens, as "
-        "TRL's dapo (rollout_token).",
-        choices=("sequence", "token", "constant", "sequence_sum", "token_sum", "microbatch_token", "rollout_token")),
+        "over the tokens of a prompt's rows, then over prompts (prompt); over rows x rollout.max_completion_length "
+        "(constant); row sums over rows (sequence_sum); no average but the sum over all tokens, as Tinker's losses "
+        "(token_sum); over the tokens of each micro-batch (microbatch_token); over an equal share of the rollout's "
+        "tokens, as TRL's dapo (rollout_token).",
+        choices=("sequence", "token", "prompt", "constant", "sequence_sum", "token_sum", "microbatch_token",
+                 "rollout_token")),
     Setting("algorithm.reference_samples", 0,
         "Completions of the reference for each prompt, sampled before the first step, whose scores the advantage "
         "reads (a2po); 0 reads them from a column reference_scores.", int, minimum=0),
@@ -569,6 +570,9 @@ KEYS = (
     Setting("algorithm.observation_coef", 0.0,
         "Weight of the cross-entropy on observation tokens, which environments, tools and agents write (ECHO); 0 is "
         "off.", float, minimum=0),
+    Setting("algorithm.positive_nll_coef", 0.0,
+        "Weight of the cross-entropy on correct completions (VAPO), those whose first reward is at least "
+        "eval.correct_at; 0 is off.", float, minimum=0),
     Setting("algorithm.entropy_controller", "fixed",
         "Keep entropy_coef (fixed), or raise it while the entropy is at or below entropy_target and lower it otherwise "
         "(adaptive), when it applies only at or below the target.", choices=("fixed", "adaptive")),

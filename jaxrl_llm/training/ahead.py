@@ -72,6 +72,7 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
         ref_logps=mask if learner.kl_in_loss else None,
         advantages=mask,
         observed=mask if spec.observations else None,
+        positive=rows_to_global(np.zeros(count, np.float32), mesh) if spec.correct_at is not None else None,
         seeds=rows_to_global(np.zeros(count, np.uint32), mesh) if spec.draws_seeds else None,
         **learner.weights_of_rows([""] * count),
     )

@@ -59,6 +59,7 @@ class LearnerSpec:
     mask_truncated: bool
     aggregation: str
     observations: bool  # the loss predicts observation tokens
+    correct_at: float | None  # the first reward of completions that the loss learns by their likelihood; None: of none
     draws_seeds: bool  # the loss draws random numbers
     pairs: int = 0  # of each prompt, for a loss that compares two completions; 0: rows are learned from as they are
     # Of rows by the name of their environment, and under None of all others; empty: the same on all rows.
@@ -164,6 +165,9 @@ class Learner:
                 versions[:, self.prompt_width :] = rollouts.partial.versions
             batch = batch.replace(proximal_share=proximal_share(rows_to_global(versions, self.mesh), int(state.step)))
             metrics["rollout/proximal_share"] = masked_mean(batch.proximal_share, rollout.mask)
+        if spec.correct_at is not None:
+            positive = (rollouts.rewards[:, 0] >= spec.correct_at).astype(np.float32)
+            batch = batch.replace(positive=rows_to_global(positive, self.mesh))
         if spec.observations:
             batch = batch.replace(observed=observation_mask(rollout.segments, rollout.mask, self.prompt_width))
         ref_logps = before.reference

@@ -126,6 +126,43 @@ def test_group_advantages_equal_a_plain_loop(x64, scale):
     np.testing.assert_allclose(group_advantages(scores, 4, scale), group_loop(scores, 4, scale), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("eps", [1e-6, 0.3])
+def test_leave_one_out_equals_a_plain_loop(x64, eps):
+    """As NeMo-RL: mean and unbiased standard deviation of the others, without division where that is 0."""
+    rng = np.random.default_rng(3)
+    scores = rng.normal(size=(5, 4)).round(1)
+    scores[0] = [0.1, 0.1, 0.7, 0.1]  # before the third the others are equal
+    scores[1, :2] = np.nan  # two are left, each with one other
+    scores[2, 1:] = np.nan  # one is left
+    expected = np.zeros_like(scores)
+    for b, i in np.ndindex(scores.shape):
+        others = np.delete(scores[b], i)
+        others = others[~np.isnan(others)]
+        if np.isnan(scores[b, i]) or not len(others):
+            continue
+        std = np.std(others, ddof=1) if len(others) > 1 and np.ptp(others) else 0.0
+        expected[b, i] = (scores[b, i] - others.mean()) / (std + eps if std else 1.0)
+    found = advantages.group_advantages(scores.reshape(-1), 4, eps=eps, leave_one_out=True)
+    np.testing.assert_allclose(found.reshape(5, 4), expected, rtol=1e-9, atol=1e-12)
+    both = np.stack([scores.reshape(-1), rng.normal(size=20)], 1)
+    found = advantages.gdpo_advantages(both, [2.0, 0.0], 4, batch_normalize=False, eps=eps, leave_one_out=True)
+    np.testing.assert_allclose(found.reshape(5, 4), 2 * expected, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match="rloo has the same baseline"):
+        advantages.group_advantages(scores.reshape(-1), 4, "none", leave_one_out=True)
+
+
+def test_leave_one_out_of_equal_others_in_float32():
+    """The rounding of their mean is no standard deviation: as one it would make the advantage of 0.6 one of 1e5."""
+    scores = np.array([0.1, 0.1, 0.7, 0.1, 0.1, 0.1], np.float32)
+    found = advantages.group_advantages(scores, 6, eps=1e-6, leave_one_out=True)
+    np.testing.assert_allclose(found[2], 0.6, rtol=1e-6)
+    assert not advantages.group_advantages(np.full(6, 0.1, np.float32), 6, leave_one_out=True).any()
+
+
+def test_raw_rewards_are_the_advantages():
+    np.testing.assert_array_equal(advantages.raw_reward_advantages([0.5, np.nan, -1.0]), [0.5, 0.0, -1.0])
+
+
 def test_batch_scale_still_subtracts_the_group_mean(x64):
     result = np.asarray(group_advantages([0.0, 1, 10, 11], 2, "batch"))
     np.testing.assert_allclose(result.reshape(2, 2).sum(1), 0, atol=1e-12)

@@ -98,6 +98,8 @@ def test_weighted_sums_are_the_losses_they_name():
     np.testing.assert_allclose(total("constant", max_completion_length=32), row_sums.sum() / (8 * 32), rtol=1e-5)
     np.testing.assert_allclose(total("sequence_sum"), row_sums.mean(), rtol=1e-5)
     np.testing.assert_allclose(total("token_sum"), row_sums.sum(), rtol=1e-5)
+    prompts = [(loss[i : i + 4] * mask[i : i + 4]).sum() / mask[i : i + 4].sum() for i in (0, 4)]
+    np.testing.assert_allclose(total("prompt", group_size=4), np.mean(prompts), rtol=1e-5)
     blocks = [(loss[i : i + 2] * mask[i : i + 2]).sum() / mask[i : i + 2].sum() for i in range(0, 8, 2)]
     np.testing.assert_allclose(total("microbatch_token", microbatch_rows=2), np.mean(blocks), rtol=1e-5)
 
@@ -107,13 +109,19 @@ def test_empty_rows_count_as_rows_and_fill_rows_do_not():
     assert float((loss_weights(MASK, "sequence") * np.ones_like(LOSS)).sum()) == pytest.approx(2 / 3)
     filled = loss_weights(MASK, "sequence", row_mask=[1, 1, 0])
     assert float((filled * np.ones_like(LOSS)).sum()) == pytest.approx(1.0)
+    of_prompts = loss_weights(np.tile(MASK[:2], (2, 1)), "prompt", group_size=2, row_mask=[1, 1, 0, 0])
+    np.testing.assert_allclose(of_prompts[:2], MASK[:2] / 5, rtol=1e-6)
+    assert not of_prompts[2:].any()
+    empty = np.vstack([MASK[:2], np.zeros((2, 4))])  # a prompt without a token stays in the mean over prompts, as SkyRL
+    np.testing.assert_allclose(loss_weights(empty, "prompt", group_size=2)[:2], MASK[:2] / 10, rtol=1e-6)
     without = loss_weights(MASK, "token", row_mask=[1, 0, 0])
     np.testing.assert_allclose(without, [[0.5, 0.5, 0, 0], [0] * 4, [0] * 4])
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_empty_batch_has_finite_zero_weights(mode):
-    weights = loss_weights(np.zeros((2, 3)), mode, max_completion_length=4, microbatch_rows=1, token_count=np.zeros(2))
+    sizes = {"max_completion_length": 4, "group_size": 2, "microbatch_rows": 1}
+    weights = loss_weights(np.zeros((2, 3)), mode, **sizes, token_count=np.zeros(2))
     np.testing.assert_array_equal(weights, 0)
 
 
@@ -121,7 +129,7 @@ def test_an_empty_batch_has_finite_zero_weights(mode):
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_the_gradient_does_not_depend_on_the_micro_batch_size(mode, parts):
     mask, x = random_batch()
-    weights = loss_weights(mask, mode, max_completion_length=16, token_count=np.full(8, 50))
+    weights = loss_weights(mask, mode, max_completion_length=16, group_size=4, token_count=np.full(8, 50))
 
     def part_gradient(theta, rows):
         return jax.grad(lambda theta: (weights[rows] * jnp.sin(theta * x[rows])).sum())(theta)
@@ -159,6 +167,7 @@ def test_loss_weights_jit():
         ("constant", {}, "max_completion_length"),
         ("microbatch_token", {}, "got None for 3 rows"),
         ("microbatch_token", {"microbatch_rows": 2}, "divisor of 3"),
+        ("prompt", {"group_size": 2}, "blocks of group_size rows; got 2 for 3 rows"),
     ],
 )
 def test_errors_name_value_and_fix(mode, options, words):

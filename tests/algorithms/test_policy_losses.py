@@ -17,7 +17,7 @@ def value_of(name):
 
 
 dppo_kl, dppo_tv, dro, m2po, topr = map(value_of, ("dppo_kl", "dppo_tv", "dro", "m2po", "topr"))
-a2po, opd = map(value_of, ("a2po", "opd"))
+a2po, opd, ipo, rollout_is = map(value_of, ("a2po", "opd", "ipo", "rollout_is"))
 cispo, clip_cov, dppo, gmpo, gspo, gspo_token, kl_cov, luspo, ppo_clip, reinforce, rloo, sapo, vespo = map(
     value_of,
     ("cispo", "clip_cov", "dppo", "gmpo", "gspo", "gspo_token", "kl_cov", "luspo", "ppo_clip", "reinforce", "rloo",
@@ -30,6 +30,7 @@ RATIO = np.exp(LOGPS - OLD)
 ONES = np.ones((1, 3))
 LOSSES = ("ppo_clip", "gspo", "gspo_token", "luspo", "rloo", "gmpo", "cispo", "sapo", "reinforce", "vespo", "dppo")
 LOSSES += ("clip_cov", "kl_cov", "dppo_kl", "dppo_tv", "dro", "m2po", "topr", "a2po", "opd")
+LOSSES += ("importance_sampling", "ipo", "rollout_is")
 SEQUENCE_LEVEL = ("gspo", "luspo", "rloo", "gmpo", "a2po")
 
 
@@ -170,7 +171,8 @@ def test_the_ratio_of_a_token_stays_finite():
     """exp(200) is infinite in float32: its slope is 0 * inf where the clip takes the token out, and where A is 0."""
     old, logps = jnp.full((3, 2), -200.0), jnp.full((3, 2), -0.1)
     options = {"dppo": {"epsilon_low": 1.0, "epsilon_high": 1.0}, "opd": {"kl_coef": 0.0}, "m2po": {"threshold": 1e9}}
-    names = ("ppo_clip", "gspo", "gspo_token", "gmpo", "kl_cov", "dppo", "opd", "m2po")
+    options["ipo"] = {"threshold": 1.0}
+    names = ("ppo_clip", "gspo", "gspo_token", "gmpo", "kl_cov", "dppo", "opd", "m2po", "ipo", "importance_sampling")
 
     @jax.jit
     def found(logps):
@@ -238,6 +240,29 @@ def test_dppo_drops_tokens_by_probability_and_not_by_ratio(x64):
     np.testing.assert_allclose(dppo(new, old, [1.0]), -ratio * [[0, 1, 1]] + penalty, rtol=1e-12)
     np.testing.assert_allclose(dppo(new, old, [-1.0]), ratio + penalty, rtol=1e-12)
     np.testing.assert_allclose(dppo(new, old, [-1.0], 0.05), ratio * [[1, 1, 0]] + penalty, rtol=1e-12)
+
+
+def test_ipo_drops_tokens_in_both_directions(x64):
+    """prime-rl's `ipo_loss_fn`, written out: the mask is symmetric, the gradient goes through the ratio."""
+    new, old = np.log([[0.9, 0.02, 0.45]]), np.log([[0.6, 0.01, 0.6]])
+    ratio, keep = np.exp(new - old), np.array([[0, 1, 0]])  # +0.3, +0.01, -0.15
+    for advantage in (2.0, -2.0):
+        expected = -advantage * ratio * keep + 1e-3 * (new - old) ** 2
+        np.testing.assert_allclose(ipo(new, old, [advantage]), expected, rtol=1e-12)
+        slope = jax.grad(lambda x, a=advantage: ipo(x, old, [a], threshold=0.2).sum())(new)
+        expected = -advantage * ratio * [[0, 1, 1]] + 2e-3 * (new - old)
+        np.testing.assert_allclose(slope, expected, rtol=1e-12)
+
+
+def test_rollout_is_drops_tokens_outside_the_range_whatever_the_advantage(x64):
+    logps, old = np.array([[-1.0, -2.0, -0.5, -0.7]]), np.array([[-1.25, -1.5, -0.5, -0.8]])
+    ratio, keep = np.exp(logps - old), np.array([[0, 0, 1, 1]])  # 1.28, 0.61, 1, 1.11
+    for advantage in (2.0, -2.0):
+        loss, metrics = policy_losses.rollout_is(logps, old, [advantage], 0.3, 0.2, mask=np.ones((1, 4)))
+        np.testing.assert_allclose(loss, -advantage * ratio * keep * logps, rtol=1e-12)
+        np.testing.assert_array_equal(metrics["clip_ratio/region_mean"].value, 1 - keep)
+        slope = jax.grad(lambda x, a=advantage: rollout_is(x, old, [a], 0.3, 0.2).sum())(logps)
+        np.testing.assert_allclose(slope, -advantage * ratio * keep, rtol=1e-12)
 
 
 @pytest.mark.parametrize("advantage", [1.5, -1.5])

@@ -219,7 +219,7 @@ def test_resampling_and_replay_on_a_mesh(run_python, root):
     settings = {
         "dynamic_sampling": True, "max_sampling_rounds": 2, "replay_groups": 3, "kl_controller": "adaptive",
         "ref_sync_steps": 1, "entropy_controller": "adaptive", "entropy_coef": 0.1, "top_entropy_quantile": 0.6,
-        "kl_bias_correction": True,
+        "kl_bias_correction": True, "aggregation": "prompt", "positive_nll_coef": 0.1,
     }  # fmt: skip
     settings = {f"algorithm.{name}": value for name, value in settings.items()}
     shapes = [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 1, "fsdp": 4, "tensor": 2, "microbatch_rows": 8}]

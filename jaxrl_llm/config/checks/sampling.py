@@ -33,9 +33,9 @@ OF_OWN_CRITIC = (
 OF_ADVANTAGES = (
     "algorithm.advantage", "algorithm.kl_in_reward", "algorithm.reward_beta", "algorithm.kl_controller",
     "algorithm.kl_bias_correction", "algorithm.entropy_coef", "algorithm.entropy_controller",
-    "algorithm.observation_coef", "algorithm.old_logps", "algorithm.importance_correction", "algorithm.rejection",
-    "algorithm.off_policy_mask_threshold", "algorithm.top_entropy_quantile", "algorithm.replay_groups",
-    "environment.options", "teacher.path",
+    "algorithm.observation_coef", "algorithm.positive_nll_coef", "algorithm.old_logps",
+    "algorithm.importance_correction", "algorithm.rejection", "algorithm.off_policy_mask_threshold",
+    "algorithm.top_entropy_quantile", "algorithm.replay_groups", "environment.options", "teacher.path",
 )  # fmt: skip
 # Ways to sample: each with the reason why some settings do not go with it, and these.
 WAYS_TO_SAMPLE = (

@@ -63,6 +63,7 @@ def check_teacher(config: ConfigDict, online: bool) -> Iterator[str]:
             "algorithm.advantage": bool(config.rewards.functions) and c.advantage != "zero",
             "algorithm.beta": c.beta,
             "algorithm.entropy_coef": c.entropy_coef,
+            "algorithm.positive_nll_coef": c.positive_nll_coef,
             "algorithm.entropy_controller": c.entropy_controller != "fixed",
             "algorithm.aggregation": c.aggregation == "rollout_token",
             "environment.options": bool(config.environment.options),
@@ -170,6 +171,7 @@ def _uld(config: ConfigDict, online: bool) -> Iterator[str]:
             "algorithm.loss": online and c.loss not in ("auto", "ppo_clip"),
             "algorithm.beta": online and c.beta,
             "algorithm.entropy_coef": online and c.entropy_coef,
+            "algorithm.positive_nll_coef": online and c.positive_nll_coef,
             "algorithm.entropy_controller": online and c.entropy_controller != "fixed",
         }
         for key, value in met(config, others):

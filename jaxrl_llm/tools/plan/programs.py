@@ -434,6 +434,7 @@ def update_batch(step: Step, teacher: TeacherShapes | None = None) -> Batch:
     if step.online:
         fields = dict.fromkeys(("sample_logps", "advantages"), tokens)
         fields |= {"observed": tokens} if algorithm.observation_coef else {}
+        fields |= {"positive": single} if algorithm.positive_nll_coef else {}
         kind = old_logps_of(config)
         fields |= {"proximal_share" if kind == "interpolated" else "old_logps": tokens} if kind != "policy" else {}
         in_loss = kl_in_loss(config)

@@ -95,6 +95,7 @@ def distillation(
     spec: DivergenceSpec | UldSpec,
     aggregation: str,
     max_completion_length: int,
+    group_size: int,
     microbatch_rows: int,
     temperature: float,
     net: Net,
@@ -108,7 +109,11 @@ def distillation(
 
     def prepare(batch: Batch) -> Batch:
         rows = microbatch_rows or batch.rows
-        options = {"max_completion_length": max_completion_length, "microbatch_rows": rows}
+        options = {
+            "max_completion_length": max_completion_length,
+            "group_size": group_size,
+            "microbatch_rows": rows,
+        }
         if isinstance(spec, UldSpec):
             batch = weigh_spans(batch, aggregation, **options)
         return weigh(batch, aggregation, **options, token_count=batch.scalars.token_count)

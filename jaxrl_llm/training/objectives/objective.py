@@ -49,6 +49,8 @@ def weigh(batch: Batch, mode: str, **options) -> Batch:
     """The batch with the weights of an aggregation mode (`loss_weights`), and each token's share in means."""
     if batch.observed is not None:
         batch = batch.prepare(observed_share=share_of(batch.observed))
+    if batch.positive is not None:
+        batch = batch.prepare(positive_share=share_of(batch.mask * batch.positive[:, None]))
     if batch.taught is not None:
         batch = batch.prepare(taught_share=share_of(batch.mask * batch.taught[:, None]))
     return batch.prepare(weights=loss_weights(batch.mask, mode, **options), token_share=share_of(batch.mask))

@@ -72,6 +72,7 @@ class PolicySpec:
     kl_bias_correction: bool
     entropy_coef: float
     observation_coef: float
+    positive_nll_coef: float
     top_entropy_quantile: float
     importance_correction: str
     importance_max: float
@@ -82,6 +83,7 @@ class PolicySpec:
     off_policy_mask_threshold: float | None
     temperature: float
     max_completion_length: int
+    group_size: int
     microbatch_rows: int
     divergence: DivergenceSpec | UldSpec | None = None  # from the teacher, where it is in the loss
     kl_weights: bool = False  # rows have weights of the KL term of their own, `batch.kl_weight`
@@ -91,7 +93,8 @@ def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
     """`policy loss + beta * KL + coef * divergence` per token, minus `entropy_coef` x the mean entropy of a token.
 
     Where `batch.observed` marks observation tokens, `observation_coef` x their mean cross-entropy is added (ECHO, arXiv
-    2605.24517).
+    2605.24517). Where `batch.positive` marks correct completions, `positive_nll_coef` x the mean cross-entropy of their
+    tokens is (VAPO, arXiv 2504.05118, eq. 10).
 
     The entropy bonus is that of the tokens whose policy term counts, the same in every aggregation mode. Without
     `batch.old_logps` the policy that is updated is the one that sampled, and the ratio is 1, or, with
@@ -131,7 +134,11 @@ def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
             batch = batch.prepare(weight_scale=jnp.full(batch.rows, 1.0 / mean))
         batch = batch.prepare(row_weights=jnp.full(batch.rows, 1.0 / batch.rows))
         rows = spec.microbatch_rows or batch.rows
-        options = {"max_completion_length": spec.max_completion_length, "microbatch_rows": rows}
+        options = {
+            "max_completion_length": spec.max_completion_length,
+            "group_size": spec.group_size,
+            "microbatch_rows": rows,
+        }
         batch = weigh(batch, spec.aggregation, **options, token_count=batch.scalars.token_count)
         if isinstance(spec.divergence, UldSpec):
             batch = weigh_spans(batch, spec.aggregation, **options)
@@ -233,6 +240,10 @@ def policy_objective(spec: PolicySpec, tokens: TokenStatistics, batch: Batch) ->
         metrics["observations/nll"] = Metric(-prepared.observed_share * tokens.logps, "sum")
         error = -counted(prepared.observed_share, batch.observed) * tokens.logps
         value += spec.observation_coef * _weighed(error, batch).sum()
+    if batch.positive is not None:
+        metrics["positive_nll"] = Metric(-prepared.positive_share * logps, "sum")
+        error = -counted(prepared.positive_share, batch.mask * batch.positive[:, None]) * logps
+        value += spec.positive_nll_coef * _weighed(error, batch).sum()
     return value, token_metrics(metrics | sampler_metrics(spec, trainer, batch), batch)
 
 

@@ -62,8 +62,9 @@ def objective_of(config, net: Net) -> Objective:
     teacher = divergence_spec(config)
     if teacher is not None and learns_from_teacher_alone(config):
         mode = "token" if name == "sft" else config.algorithm.aggregation
-        longest, rows = config.rollout.max_completion_length, config.batch.microbatch_rows
-        make = partial(distillation, teacher, mode, longest, rows, config.rollout.temperature or 1.0)
+        c, rows = config.rollout, config.batch.microbatch_rows
+        longest, temperature = c.max_completion_length, c.temperature or 1.0
+        make = partial(distillation, teacher, mode, longest, c.group_size, rows, temperature)
     elif name == "sft":
         make = partial(sft, sft_spec(config))
     elif name in ("preference", ONLINE_PREFERENCE):
@@ -98,6 +99,7 @@ def policy_spec(config) -> PolicySpec:
         old_logps_of_another=old_logps_setting(config) in ("sampler", "reference"),
         temperature=config.rollout.temperature or 1.0,  # greedy samples have log-probs too
         max_completion_length=config.rollout.max_completion_length,
+        group_size=config.rollout.group_size,
         microbatch_rows=config.batch.microbatch_rows,
         divergence=divergence_spec(config),
         kl_weights=any(options.get("beta") for options in environment_options(config.environment.options).values()),
@@ -156,7 +158,8 @@ def learns_from_teacher_alone(config) -> bool:
     c = config.algorithm
     if c.name == "sft":
         return True
-    others = c.beta or c.entropy_coef or c.observation_coef or c.entropy_controller != "fixed" or c.name == "ppo"
+    others = c.beta or c.entropy_coef or c.observation_coef or c.positive_nll_coef or c.name == "ppo"
+    others = others or c.entropy_controller != "fixed"
     others = others or bool(config.environment.options) or c.loss not in ("auto", "ppo_clip")
     return not others and (c.advantage == "zero" or not config.rewards.functions)
 

@@ -116,8 +116,12 @@ def online_source(
         cause = f"{prompts} of prompts, and rollout.max_completion_length = {longest}, which the critic reads"
         check_positions(critic, prompts + longest, cause)
     if config.algorithm.replay_groups:
-        by_environment = {"kl_weight": spec.kl_weights and reference is not None, "loss_weight": spec.loss_weights}
-        per_row = [field for field, weights in by_environment.items() if weights]
+        of_rows = {
+            "kl_weight": spec.kl_weights and reference is not None,
+            "loss_weight": spec.loss_weights,
+            "positive": spec.correct_at is not None,
+        }
+        per_row = [field for field, kept in of_rows.items() if kept]
         replay = empty_replay(config.algorithm.replay_groups, rollout.group_size, width + longest, width, mesh, per_row)
     sample_of = partial(typical_rollouts, shard_rows(config, mesh), rollout.group_size)
     teacher, context, others = online_teacher(config, model, mesh, width, sample_of)
@@ -252,6 +256,11 @@ def _check_online(config, advantages: AdvantageStep, environments: Environments 
         raise ConfigError(
             f"algorithm.observation_coef is {config.algorithm.observation_coef}, but completions have no observation "
             "tokens: set environment.name, tools, agent or rollout_func, or observation_coef to 0"
+        )
+    if config.algorithm.positive_nll_coef > 0 and not advantages.reward_names:
+        raise ConfigError(
+            f"algorithm.positive_nll_coef is {config.algorithm.positive_nll_coef}, but no reward says which "
+            "completions are correct: set rewards.functions, or positive_nll_coef to 0"
         )
     if rollout.processes and not processes.is_split():
         raise ConfigError(

@@ -382,6 +382,7 @@ def learner_spec(config) -> LearnerSpec:
         temperature=1.0 if compares_pairs else training_sampling(config).logps_temperature,
         full_kl=c.kl == "full",
         observations=c.observation_coef > 0,
+        correct_at=config.eval.correct_at if c.positive_nll_coef else None,
         draws_seeds=c.neftune_alpha > 0 or (not compares_pairs and "key" in policy_loss(config).takes),
         pairs=c.pairs if compares_pairs else 0,
         kl_weights=_by_environment(config, "beta", c.beta),

@@ -120,6 +120,40 @@ def test_the_full_kl_is_that_of_the_networks_logits():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), gradient, kl_term(PARAMS))
 
 
+@pytest.mark.parametrize(("beta", "on_policy"), [(0.1, True), (0.0, False)])
+def test_correct_completions_are_learned_by_their_likelihood(beta, on_policy):
+    """With and without slopes that are known before the log-probs are; none of a batch that has no correct one."""
+    config, batch = default(), make_batch()
+    config.algorithm.beta = beta
+    batch = batch.replace(old_logps=None) if on_policy else batch
+    batch = batch if beta else batch.replace(ref_logps=None)
+    positive = np.arange(batch.rows, dtype=np.float32) % 2
+
+    def gradient(batch):
+        objective = objective_of(config, NET)
+        return jax.jit(jax.value_and_grad(objective.loss, has_aux=True))(PARAMS, objective.prepare(batch))
+
+    (plain, metrics), without = gradient(batch)
+    assert "positive_nll" not in metrics
+    config.algorithm.positive_nll_coef = 0.5
+    (total, metrics), together = gradient(batch.replace(positive=positive))
+    share = batch.mask * positive[:, None] / (batch.mask * positive[:, None]).sum()
+
+    def likelihood(params):
+        found = jax.nn.log_softmax(NET.bind(params)(batch.inputs.tokens, batch.inputs.segments))
+        logps = jnp.take_along_axis(found[:, :-1], jnp.asarray(batch.inputs.tokens)[:, 1:, None], axis=2)[..., 0]
+        return -(share[:, 1:] * logps).sum()
+
+    error, alone = jax.jit(jax.value_and_grad(likelihood))(PARAMS)
+    np.testing.assert_allclose(metrics["positive_nll"].value, error, rtol=1e-5)
+    np.testing.assert_allclose(total, plain + 0.5 * error, rtol=1e-5)
+    jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a, b + 0.5 * c, atol=1e-5), together, without, alone)
+    (total, metrics), together = gradient(batch.replace(positive=0 * positive))
+    assert np.isnan(metrics["positive_nll"].value)
+    np.testing.assert_allclose(total, plain, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), together, without)
+
+
 def test_without_old_logps_the_ratio_is_one_and_the_gradient_is_that_of_reinforce():
     config = default()
     batch = make_batch().replace(old_logps=None, ref_logps=None)

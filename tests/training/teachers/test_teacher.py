@@ -101,6 +101,12 @@ def test_teacher_alone(teacher, rewards):
     assert "unscorable_rows" not in metrics or metrics["unscorable_rows"] == 0
 
 
+def test_correct_completions_are_known_by_a_reward(teacher):
+    config = config_of(teacher, rewards__functions=(), algorithm__positive_nll_coef=0.1)
+    with pytest.raises(ConfigError, match=r"positive_nll_coef is 0\.1, but no reward says which completions are corr"):
+        first_batch(config, None)
+
+
 @pytest.mark.slow
 def test_weights_by_position(teacher):
     """IW-OPD: the term weighs less the more of a row's disagreement lies before a token."""
