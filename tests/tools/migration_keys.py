@@ -1,4 +1,4 @@
-"""Every key, argument and flag that the pages of TRL, verl, axolotl and Harmony name which this library grew from."""
+"""Keys, arguments and flags that the pages, examples and configurations of other libraries name."""
 
 TRL = """
 output_dir overwrite_output_dir do_train do_eval do_predict eval_strategy prediction_loss_only
@@ -117,4 +117,48 @@ samples_per_mini_batch max_grad_norm kl_beta max_num_ppo_steps completions_per_s
 client CombinedGrader setup model.save save_model_safely InputConfig
 """
 
-ALL = {"TRL": TRL.split(), "VERL": VERL, "AXOLOTL": AXOLOTL.split(), "HARMONY": HARMONY.split()}
+_OPTIMIZER = """
+learning_rate opt_type schedule_type value peak_value init_value end_value warmup_ratio b1 b2 weight_decay warmup_steps
+decay_steps max_grad_norm
+"""
+_TRAINING = """
+eval_every_n_steps max_steps gradient_accumulation_steps checkpoint_root_directory checkpointing_options.max_to_keep
+checkpointing_options.save_interval_steps checkpointing_options.enable_async_checkpointing
+metrics_logging_options.project_name metrics_logging_options.run_name metrics_logging_options.log_dir
+metrics_logging_options.flush_every_n_steps perf_metrics_options profiler_options.log_dir data_sharding_axis
+max_inflight_computations
+"""
+_TUNIX_MODEL = """
+model_name model_source model_id model_path model_download_path rng_seed model_display intermediate_ckpt_dir
+use_flash_attention flash_attention_block_size lora_config lora_config.rank lora_config.alpha lora_config.module_path
+lora_config.weight_qtype lora_config.tile_size mesh.shape mesh.axis_names mesh.allocation_policy remat_config
+same_mesh_as
+"""
+_TUNIX_SECTIONS = {
+    "model_config": _TUNIX_MODEL,
+    "actor_model_config": _TUNIX_MODEL,
+    "tokenizer_config": "tokenizer_path tokenizer_type add_bos add_eos",
+    "optimizer_config": _OPTIMIZER,
+    "rl_training_config.actor_optimizer_config": _OPTIMIZER,
+    "rl_training_config.critic_optimizer_config": _OPTIMIZER,
+    "training_config": _TRAINING,
+    "rl_training_config": f"{_TRAINING} mini_batch_size train_micro_batch_size rollout_micro_batch_size",
+    "ppo_config": "num_iterations gae_lambda gamma beta epsilon entropy_coef clip_range_value kl_method epsilon_c",
+    "grpo_config": "num_generations num_iterations beta epsilon loss_agg_mode kl_loss_mode loss_algo sampler_is",
+    "agentic_grpo_config": "num_generations beta epsilon_high max_turns max_concurrency off_policy_steps",
+    "rollout_config": "total_generation_steps max_prompt_length temperature top_p top_k eos_tokens return_logprobs",
+}
+TUNIX = [f"{section}.{key}" for section, keys in _TUNIX_SECTIONS.items() for key in keys.split()]
+_TUNIX = """
+critic_model_config reference_model_config.mesh data_source data_directory data_module apply_chat_template_to_dataset
+dataset_name batch_size max_target_length num_train_epochs train_fraction num_test_batches tfds_download num_batches
+rollout_engine vllm_config sglang_jax_config offload_to_cpu verl_compatible reward_functions training_mode
+"""
+
+ALL = {
+    "TUNIX": [*TUNIX, *_TUNIX.split()],
+    "TRL": TRL.split(),
+    "VERL": VERL,
+    "AXOLOTL": AXOLOTL.split(),
+    "HARMONY": HARMONY.split(),
+}

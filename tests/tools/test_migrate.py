@@ -2549,7 +2549,6 @@ def test_nothing_of_a_script_is_run(tmp_path):
             {},
             "2 of its 3 keys are none of verl's, such as grpo.num_prompts_per_step, policy.model_name",
         ),
-        ("a.sh", "python -m tunix.cli.grpo_main rl_training_config.max_steps=2 batch_size=1\n", {}, "1 of its 1 keys"),
         ("a.sh", "python -m skyrl.train.main trainer.policy.model.path=m data.train_data=d\n", {}, "none of verl's"),
         (
             "openrlhf.sh",
@@ -2563,7 +2562,6 @@ def test_nothing_of_a_script_is_run(tmp_path):
             {},
             "2 of its 5 keys are none of trl's, such as stage, finetuning_type",
         ),
-        ("a.py", "from tunix.rl.grpo import grpo_learner as g\nc = g.GRPOConfig(beta=0.08)\n", {}, "script of Tunix"),
         ("a.yaml", "rl: bco\nbase_model: m\n", {}, "rl is 'bco', which has no equivalent; there are dpo"),
         ("a.yaml", "kd_trainer: true\nbase_model: m\n", {}, "log-probs of a teacher that are in the rows"),
         (

@@ -1,7 +1,7 @@
-"""From configurations of TRL, verl, axolotl and Harmony to ours: tables of keys, and the rules that join several.
+"""From configurations of other libraries to ours: tables of keys, and the rules that join several.
 
 `reading` reads the keys that a file sets, `keys/` has a table of each library's keys with ours and what differs,
-`defaults/` what the libraries do by default; the rules (`trl`, `verl`, `axolotl`, `harmony`) fill a `Draft`, and that
+`defaults/` what the libraries do by default; the rules (`trl`, `verl`, `tunix`, ...) fill a `Draft`, and that
 is written as a config file.
 """
 
@@ -9,13 +9,19 @@ import re
 from pathlib import Path
 
 from jaxrl_llm.config import ConfigDict, ConfigError
-from jaxrl_llm.tools.migrate import axolotl, harmony, trl, verl
+from jaxrl_llm.tools.migrate import axolotl, harmony, trl, tunix, verl
 from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, shown
 from jaxrl_llm.tools.migrate.functions import write
 from jaxrl_llm.tools.migrate.reading import read
 from jaxrl_llm.tools.migrate.table import find, table
 
-LIBRARIES = {"trl": trl.convert, "verl": verl.convert, "axolotl": axolotl.convert, "harmony": harmony.convert}
+LIBRARIES = {
+    "trl": trl.convert,
+    "verl": verl.convert,
+    "axolotl": axolotl.convert,
+    "harmony": harmony.convert,
+    "tunix": tunix.convert,
+}
 
 
 def migrate(

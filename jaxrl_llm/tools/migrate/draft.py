@@ -26,7 +26,7 @@ class RefusedError(ConfigError):
 class Source(NamedTuple):
     """The content of a file: its library, its trainer, and the keys that it sets."""
 
-    library: str  # trl, verl, axolotl or harmony
+    library: str  # trl, verl, axolotl, harmony or tunix
     trainer: str  # grpo, dpo, ...; empty where the keys tell
     settings: dict[str, Any]
     path: str
@@ -121,7 +121,7 @@ class Draft:
         in_file = [self.names.get(key, key) for key in theirs if key in self.settings or key in self.source.settings]
         unset = next((name for name in theirs if name in self.defaults), theirs[0] if theirs else "")
         self.used |= set(in_file)
-        self.origins[ours] = ", ".join(dict.fromkeys(in_file)) or (f"{unset}, by default" if unset else "")
+        self.origins[ours] = ", ".join(dict.fromkeys(in_file)) or (f"{self.named(unset)}, by default" if unset else "")
 
     def drop(self, *ours: str) -> None:
         """Take back keys of ours: they have no effect here."""

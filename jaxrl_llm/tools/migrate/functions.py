@@ -134,6 +134,12 @@ def _runs(node: ast.AST) -> bool:
     return any(name.endswith(RUNS) for name in names)
 
 
+def public_functions(file: Path) -> list[str]:
+    """Return the names of the functions that a file defines, without those that begin with `_`, sorted."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    return sorted(node.name for node in body if isinstance(node, FUNCTION) and not node.name.startswith("_"))
+
+
 def write(text: str, path: Path) -> None:
     """Write a file of functions; nothing where there are none. Raises ConfigError rather than replace another file."""
     if not text:

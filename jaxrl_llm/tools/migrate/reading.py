@@ -16,12 +16,23 @@ from jaxrl_llm.tools.migrate.scripts import PARSERS, read_script
 from jaxrl_llm.tools.migrate.shell import commands
 from jaxrl_llm.tools.migrate.table import find, table
 from jaxrl_llm.tools.migrate.trl import RULES
+from jaxrl_llm.tools.migrate.tunix_scripts import read_tunix
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # YAML 1.1 takes 1e-6 for a text
 SHELL = ("", ".sh", ".bash", ".slurm", ".sbatch", ".txt")
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "trl", "axolotl", "uv")
 DEVICES = {"--nproc_per_node": "trainer.n_gpus_per_node", "--nproc-per-node": "trainer.n_gpus_per_node"}
 TREES = (".yaml", ".yml", ".json")
+# Sections of the YAML of libraries, of which two tell it, and words of the commands that start them.
+SECTIONS = {
+    "tunix": {
+        "model_config", "actor_model_config", "tokenizer_config", "rollout_config", "rl_training_config",
+        "training_config", "optimizer_config", "grpo_config", "agentic_grpo_config", "ppo_config", "reward_functions",
+        "training_mode",
+    },
+}  # fmt: skip
+STARTED = {"tunix.cli": "tunix"}
+TUNIX = {"grpo_main": "grpo", "grpo_vllm_main": "grpo", "ppo_main": "ppo", "peft_main": "sft"}
 # Names of projects and runs are environment variables of the trackers, which scripts set in these ways:
 # `export NAME=value`, `NAME=value command`, `os.environ["NAME"] = "value"`.
 TRACKED = (
@@ -37,7 +48,7 @@ WHOLE = (
 
 
 def read(path: str, system: str = "auto", trainer: str = "", companion: str = "functions.py") -> Source:
-    """Return the content of a file; `system` is trl, verl, axolotl, harmony or auto, which looks at its keys.
+    """Return the content of a file; `system` is a library, or auto, which looks at its keys.
 
     Functions that the file defines are named as those of the file `companion`. Raises ConfigError: a missing file, one
     of another kind, or one that cannot be read.
@@ -49,12 +60,17 @@ def read(path: str, system: str = "auto", trainer: str = "", companion: str = "f
     if kind in TREES:
         source = _read_tree(_load(text, path, kind), path, system, trainer)
     elif kind == ".py":
-        source = read_script(text, path, system, trainer, companion)
-        if (command := _documented(text)) and not source.settings.keys() & {
-            "max_steps",
-            "learning_rate",
-            "dataset_name",
-        }:
+        source = _read_python(text, path, system, trainer, companion)
+        if (
+            source.library != "tunix"
+            and (command := _documented(text))
+            and not source.settings.keys()
+            & {
+                "max_steps",
+                "learning_rate",
+                "dataset_name",
+            }
+        ):
             flags = _read_flags(command, path, trainer)
             source = read_script(text, path, system, trainer or flags.trainer, companion, flags.settings)
             source = source._replace(
@@ -70,6 +86,16 @@ def read(path: str, system: str = "auto", trainer: str = "", companion: str = "f
         return source
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     return source._replace(settings={**dict(VARIABLE.findall(lines)), **source.settings})
+
+
+def _read_python(
+    text: str, path: str, system: str, trainer: str, companion: str, flags: dict[str, Any] | None = None
+) -> Source:
+    """Return what a Python script configures; one that imports Tunix and not TRL is Tunix's."""
+    imports = re.findall(r"(?m)^\s*(?:from|import) (\w+)", text)
+    if system == "tunix" or (system == "auto" and "tunix" in imports and "trl" not in imports):
+        return read_tunix(text, path, trainer, companion)
+    return read_script(text, path, system, trainer, companion, flags)
 
 
 def _documented(text: str) -> list[str] | None:
@@ -105,7 +131,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _check_keys(source: Source) -> None:
-    """Raise ConfigError for a file of a library that is not known here, such as NeMo-RL, OpenRLHF, Tunix or SkyRL.
+    """Raise ConfigError for a file of a library that is not known here, such as NeMo-RL, OpenRLHF or SkyRL.
 
     Its keys look like those of one that is, but most are none of that one's (of LLaMA-Factory's most are those of
     transformers): what would be written are defaults.
@@ -125,9 +151,12 @@ def _read_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> So
     """Return the content of a YAML or JSON file, whose keys tell the library where `system` is auto."""
     model, datasets = tree.get("model"), tree.get("datasets")
     # Those of axolotl have a type, and those of TRL's mixtures none.
+    told = [library for library, sections in SECTIONS.items() if len(sections & tree.keys()) > 1]
     typed = isinstance(datasets, list) and any(isinstance(one, Mapping) and "type" in one for one in datasets)
     if system != "auto":
         library = system
+    elif told:
+        library = told[0]
     elif "actor_rollout_ref" in tree or (isinstance(model, Mapping) and "partial_pretrain" in model):
         library = "verl"
     elif "base_model" in tree or "rl" in tree or typed:
@@ -140,6 +169,8 @@ def _read_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> So
         raise ConfigError(f"{path} is no file of TRL, verl or axolotl that is known; say which with --system")
     if library == "verl":
         return Source("verl", trainer, _resolved(flat(tree)), path)
+    if library in SECTIONS:
+        return Source(library, trainer, flat(tree), path)
     if library == "axolotl":
         settings = {}
         for key, value in tree.items():
@@ -203,7 +234,7 @@ def _read_shell(text: str, path: str, system: str, trainer: str, companion: str)
     if not trains:
         raise ConfigError(
             f"{path} has 0 commands that train, and one is needed: `trl grpo ...`, `accelerate launch FILE.py ...`, "
-            "`python -m verl.trainer.main_ppo a=b ...`, `axolotl train FILE.yml`"
+            "`python -m verl.trainer.main_ppo a=b ...`, `axolotl train FILE.yml`, `python -m tunix.cli.grpo_main ...`"
         )
     words, checks = trains[0], ()
     if len(trains) > 1:
@@ -213,6 +244,9 @@ def _read_shell(text: str, path: str, system: str, trainer: str, companion: str)
     starts = (i for i, word in enumerate(words) if Path(word).name in LAUNCHERS or "python" in Path(word).name)
     words = [word for word in words[next(starts, 0) :] if word]  # without srun and its flags
     line = " ".join(words)
+    started = next((library for start, library in STARTED.items() if start in line), "")
+    if system in SECTIONS or (system == "auto" and started):
+        return _read_tunix_command(words, path, trainer, checks)
     overrides = [word for word in words if re.fullmatch(r"\+{0,2}[A-Za-z_]\w*\.[\w.]*=.*", word, re.DOTALL)]
     if system == "verl" or (system == "auto" and (overrides or "verl.trainer" in line)):
         pairs = (word.lstrip("+").partition("=") for word in overrides)
@@ -233,14 +267,38 @@ def _read_shell(text: str, path: str, system: str, trainer: str, companion: str)
         flags = _read_flags([word for word in words if word != str(file)], path, trainer).settings
         return source._replace(settings={**source.settings, **flags}, checks=(*checks, *source.checks))
     source = _read_flags(words, path, trainer)
-    if (file := beside((".py",))) and re.search(r"\btrl\b|adaptive_harmony", code := file.read_text(encoding="utf-8")):
-        script = read_script(code, str(file), system, trainer, companion, source.settings)
+    if (file := beside((".py",))) and re.search(
+        r"\btrl\b|adaptive_harmony|\btunix\b", code := file.read_text(encoding="utf-8")
+    ):
+        script = _read_python(code, str(file), system, trainer, companion, source.settings)
         source = script._replace(path=path)
     elif not source.settings.keys() & {"model_name_or_path", "dataset_name", "config"}:
         started = next((word for word in words if word.endswith(".py")), "")
         note = f"{started}, which it starts, is not beside it: the model, data and rewards that it names are missing"
         checks = (*checks, note) if started and not file else checks
     return source._replace(checks=(*checks, *source.checks))
+
+
+def _read_tunix_command(words: Sequence[str], path: str, trainer: str, checks: tuple[str, ...]) -> Source:
+    """Return the keys of `python -m tunix.cli.grpo_main BASE.yaml override_config_file=FILE key=value`."""
+    entry = next((word.rpartition(".")[2] for word in words if "tunix.cli" in word), "")
+    pairs = {key: value for key, sign, value in (word.partition("=") for word in words) if sign and key[:1].isalpha()}
+    trees = []
+    for name in (
+        next((word for word in words if word.endswith(TREES) and "=" not in word), ""),
+        pairs.pop("override_config_file", ""),
+    ):
+        file = next((file for file in (Path(path).parent / name, Path(name)) if name and file.is_file()), None)
+        shipped = name.endswith(("base_config.yaml", "base_agentic_config.yaml"))  # whose values are the defaults
+        trees.append(
+            flat(_load(file.read_text(encoding="utf-8"), str(file), file.suffix)) if file and not shipped else {}
+        )
+        if name and not (file or shipped):
+            checks = (*checks, f"the command reads {name}, which is not there: its keys are missing")
+    base, given = trees[0], trees[1] | flat({key: parsed(value) for key, value in pairs.items()})
+    replaced = {"training_config", "optimizer_config", "rl_training_config"} & {key.partition(".")[0] for key in given}
+    settings = {key: value for key, value in base.items() if key.partition(".")[0] not in replaced} | given
+    return Source("tunix", trainer or TUNIX.get(entry, ""), settings, path, checks)
 
 
 def _trains(words: Sequence[str]) -> bool:
@@ -250,7 +308,7 @@ def _trains(words: Sequence[str]) -> bool:
         return False
     if words[0] == "ray" and not any("python" in word for word in words):
         return False
-    if "verl.trainer" in line or "verl/trainer" in line:
+    if any(start in line for start in ("verl.trainer", "verl/trainer", *STARTED)):
         return True
     if any(re.fullmatch(r"[\w.]+\.[\w.]+=.*", word, re.DOTALL) for word in words):
         return True

@@ -35,17 +35,6 @@ def read_script(text: str, path: str, system: str, trainer: str, companion: str,
         tree = ast.parse(text, filename=path)
     except SyntaxError as error:
         raise ConfigError(f"{path}:{error.lineno} is no Python: {error.msg}") from error
-    packages = {
-        str(name).partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
-    }
-    if system == "auto" and "tunix" in packages and "trl" not in packages:  # whose GRPOConfig has other arguments
-        raise ConfigError(
-            f"{path} is a script of Tunix, not of TRL or Harmony: set in a file of configs/ what it says "
-            "(docs/configuration.md has the keys)"
-        )
     harmony = system == "harmony" or (system == "auto" and any(name in text for name in HARMONY_WORDS))
     script = Script(tree, text, path, companion, flags or {})
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]

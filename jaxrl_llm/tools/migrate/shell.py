@@ -5,8 +5,9 @@ import fnmatch
 import operator
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePath
+from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
 
@@ -27,6 +28,9 @@ SUMS = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+
+REAL = SUMS | {ast.Div: operator.truediv}  # of awk
+AWK = re.compile(r'\s*BEGIN\s*\{\s*(?:print|printf\s*"([^"]*)"\s*,)\s*([^;{}"]+?)\s*;?\s*\}\s*')
 
 
 def commands(text: str, path: str) -> list[list[str]]:
@@ -191,12 +195,23 @@ class Shell:
             return os.path.normpath(folders[0]) if folders else whole
         if len(words) < 2 or any("$" in word for word in words):
             return whole
+        if words[0] == "awk" and (match := AWK.fullmatch(words[-1])):
+            return self._formatted(match[1] or "%.6g", match[2], whole)
+        if words[0] == "printf" and len(words) == 3:
+            return self._formatted(words[1], words[2], whole)
         if words[0] == "basename":
             return PurePath(words[1]).name.removesuffix(words[2] if words[2:] else "")
         if words[0] in ("dirname", "realpath", "readlink", "echo"):
             values = [word for word in words[1:] if not word.startswith("-")]
             return str(PurePath(values[0]).parent) if words[0] == "dirname" else " ".join(values)
         return whole
+
+    def _formatted(self, form: str, sum_: str, whole: str) -> str:
+        """Return a sum of numbers as awk and printf write it."""
+        try:
+            return form % float(_computed(ast.parse(sum_.strip(), mode="eval").body, REAL))
+        except (SyntaxError, TypeError, ValueError, ZeroDivisionError):
+            return whole
 
     def _sum(self, whole: str) -> str:
         inner = re.sub(r"\$\{(\w+)\}|\$(\w+)", lambda name: name[1] or name[2], whole[3:-2])
@@ -242,11 +257,11 @@ def _trimmed(value: str, pattern: str, sign: str) -> str:
     return value
 
 
-def _computed(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+def _computed(node: ast.expr, sums: Mapping[type, Callable[[Any, Any], Any]] = SUMS) -> Any:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int if sums is SUMS else int | float):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_computed(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in SUMS:
-        return SUMS[type(node.op)](_computed(node.left), _computed(node.right))
+        return -_computed(node.operand, sums)
+    if isinstance(node, ast.BinOp) and type(node.op) in sums:
+        return sums[type(node.op)](_computed(node.left, sums), _computed(node.right, sums))
     raise ValueError(f"{ast.unparse(node)} is no sum of numbers")
