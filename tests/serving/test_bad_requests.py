@@ -196,7 +196,7 @@ def test_any_value_in_any_field(web):
         list(pool.map(one, range(len(asked))))
 
 
-@pytest.mark.parametrize("depth", [100, 400, 900, 3000, 40_000])
+@pytest.mark.parametrize("depth", [100, 3000, *(pytest.param(x, marks=pytest.mark.slow) for x in (400, 900, 40_000))])
 def test_depth(web, depth):
     """Nested values, wherever they are, are an error of the request and not of the server."""
     nested, messages = "[" * depth + "]" * depth, json.dumps(MESSAGES)

@@ -43,8 +43,7 @@ def test_a_chat_is_that_of_generate(client, sorter):
 
 
 def test_texts_and_ids_are_completed_alike(client, sorter):
-    prompts = ["sort:4821=", "sort:90817="]
-    texts = jaxrl_llm.generate(sorter, prompts, 12, temperature=0)
+    prompts, texts = ["sort:4821=", "sort:7651="], ["1248", "1567"]
     ids = [render_prompt(sorter.tokenizer, prompt) for prompt in prompts]
     for prompt in (prompts, ids):
         answer = client.completions.create(

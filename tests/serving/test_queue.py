@@ -174,6 +174,7 @@ def compare_with_alone(queue: RequestQueue, requests: list[RowRequest], seed: in
         assert len(row.top) == (len(row.ids) if row.handle.request.top_logprobs else 0)
 
 
+@pytest.mark.slow
 def test_the_likeliest_tokens(queue, model):
     """The sampled token's log-prob is the one among the likeliest, which are sorted and full-vocabulary."""
     ids = prompt_rows(model, ["sort:4821="])[0]["prompt_ids"]
@@ -413,7 +414,9 @@ def test_a_failure_is_given_to_every_row(queue, monkeypatch):
     queue.failure = None  # which the fixture looks at
 
 
-@pytest.mark.parametrize("lacking", ["decode_chunk", "newest", "join", "regrouped"])
+@pytest.mark.parametrize(
+    "lacking", ["decode_chunk", "join", *(pytest.param(x, marks=pytest.mark.slow) for x in ("newest", "regrouped"))]
+)
 def test_rows_without_memory_to_decode_on_are_told_and_others_are_served(queue, monkeypatch, lacking):
     """At a step, at its end, when a row joins and when groups become single rows: the grid is lost, the queue is not.
 
