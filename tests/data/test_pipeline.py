@@ -50,8 +50,7 @@ def test_rows_of_like_length_lie_in_a_batch():
     assert [next(halves[0]) + next(halves[1]) for _ in range(9)] == [next(whole) for _ in range(9)]
 
 
-@pytest.mark.parametrize("batch", [1, 3, 32])
-@pytest.mark.parametrize("shares", [None, [(60, 1.0), (40, 3.0)]])
+@pytest.mark.parametrize(("batch", "shares"), [(1, None), (32, None), (3, [(60, 1.0), (40, 3.0)])])
 def test_an_epoch_of_rows_by_length_has_the_rows_of_an_epoch(batch, shares):
     """And none twice: a megabatch that crossed its end would put long rows of the next epoch before its short ones."""
     lengths = [int(n) for n in np.random.default_rng(0).integers(1, 100, 100)]

@@ -8,8 +8,6 @@ from jaxrl_llm.train import train
 
 STEPS = 40
 
-pytestmark = pytest.mark.usefixtures("whole_tasks")
-
 
 def run(root, tmp_path, name: str, steps: int, settings=(), **critic):
     config = load_config_file(f"{root / 'configs' / name}.py")
@@ -34,6 +32,7 @@ def test_the_main_job(root, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.usefixtures("whole_tasks")
 def test_online(root, tmp_path, name):
     """Held-out accuracy of samples starts at about 0.25; its standard error is 0.014."""
     before, after = run(root, tmp_path, name, STEPS)
@@ -42,6 +41,7 @@ def test_online(root, tmp_path, name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_tasks")
 def test_ppo_with_a_critic_on_the_policys_network(root, tmp_path):
     before, after = run(root, tmp_path, "ppo", STEPS, shared=True, coef=1.0, warmup_steps=0)
     assert after["eval/accuracy"] > before["eval/accuracy"] + 0.1
@@ -49,6 +49,7 @@ def test_ppo_with_a_critic_on_the_policys_network(root, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.usefixtures("whole_tasks")
 def test_samples_in_eight_bits(root, tmp_path, kind):
     """Matrices, keys and values: the policy that samples is another one, and corrected for."""
     settings = {
@@ -63,6 +64,7 @@ def test_samples_in_eight_bits(root, tmp_path, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OFFLINE)
+@pytest.mark.usefixtures("whole_tasks")
 def test_offline(root, tmp_path, name):
     before, after = run(root, tmp_path, name, 2 * STEPS if name == "prm" else STEPS)
     if name == "sft":

@@ -208,7 +208,7 @@ def adapters(tmp_path_factory):
 OTHER = "holds other trained parameters than model.path, model.trainable and lora ask for: .*"
 
 
-@pytest.mark.parametrize("load", [("model",), ("model", "extra")])
+@pytest.mark.parametrize("load", [("model",), pytest.param(("model", "extra"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
