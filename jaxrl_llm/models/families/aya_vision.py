@@ -73,16 +73,15 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     vision = siglip.vision_of(config)
     own = {
         "model_type": MODEL_TYPE,
-        "image_token_index": vision.image_token,
         "adapter_layer_norm_eps": vision.projector_norm,
         "vision_feature_layer": -1,
     }
-    return entries_of(config, base, TEXTS, ARCHITECTURE, own)
+    return entries_of(config, base, TEXTS, ARCHITECTURE, own, "image_token_index")
 
 
 def entries_of(
     config: ModelConfig, base: dict[str, Any] | None, families: dict[str, Any], architecture: dict[str, str],
-    own: dict[str, Any],
+    own: dict[str, Any], token: str = "image_token_id",
 ) -> dict[str, Any]:  # fmt: skip
     """`from_config` of the families that have this shape; `own` are their entries besides those of all."""
     vision = siglip.vision_of(config)
@@ -92,4 +91,4 @@ def entries_of(
         "vision_config": siglip.headless_entries(vision, base),
         **own,
     }
-    return llava.entries_of(config, base, families, architecture, own, TEXT_DEFAULTS)
+    return llava.entries_of(config, base, families, architecture, own, TEXT_DEFAULTS, token)

@@ -3,7 +3,7 @@ Command A that reads them."""
 
 from typing import Any
 
-from jaxrl_llm.models.families import aya_vision, cohere2, llava, siglip
+from jaxrl_llm.models.families import aya_vision, cohere2, llava
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "cohere2_vision"
@@ -27,5 +27,4 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
-    own = {"model_type": MODEL_TYPE, "image_token_id": siglip.vision_of(config).image_token}
-    return aya_vision.entries_of(config, base, TEXTS, ARCHITECTURE, own)
+    return aya_vision.entries_of(config, base, TEXTS, ARCHITECTURE, {"model_type": MODEL_TYPE})

@@ -11,13 +11,17 @@ KINDS = {
     ((list, tuple), "a list"): (
         "architectures", "layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers", "moe_layers",
         "full_attn_idxs", "layers_block_type", "time_step_limit", "activation_sparsity_pattern",
-        "fullatt_block_indexes", "deepstack_visual_indexes",
+        "fullatt_block_indexes", "deepstack_visual_indexes", "indexer_types", "mrope_section",
+        "supported_aspect_ratios",
     ),
     (dict, "an object"): (
         "rope_parameters", "rope_scaling", "per_layer_config", "quantization_config", "text_config", "vision_config",
         "linear_attn_config",
     ),
-    (str, "a text"): ("model_type", "hidden_act", "hidden_activation", "hybrid_override_pattern", "norm_type"),
+    (str, "a text"): (
+        "model_type", "hidden_act", "hidden_activation", "activation", "activation_function", "hybrid_override_pattern",
+        "norm_type", "shared_expert_combination_strategy",
+    ),
     (int, "an integer"): (
         "first_k_dense_replace", "decoder_sparse_step", "moe_layer_start_index", "moe_layer_end_index",
     ),
@@ -48,7 +52,7 @@ def check_kinds(hf: dict[str, Any]) -> None:
     for layers, parameters in (hf.get("rope_parameters") or {}).items():
         if layers.endswith("_attention") and not isinstance(parameters, dict):
             refuse(f"rope_parameters of {layers}", parameters, "an object")
-    for part in ("text_config", "vision_config"):
+    for part in ("text_config", "vision_config", "rope_parameters", "rope_scaling"):
         if hf.get(part):
             check_kinds(hf[part])
 

@@ -35,10 +35,8 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     full_layers = list(qwen_vl.net_encoder(config).full_layers)
-    assert config.vision is not None
     own = {
         "model_type": MODEL_TYPE,
-        "image_token_id": config.vision.image_token,
         "vision_config": qwen_vl.encoder_entries(config, base, FAMILY) | {"fullatt_block_indexes": full_layers},
     }
     return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import gemma4_text, llava, qwen_vl, siglip
 from jaxrl_llm.models.families.decoder import TensorName
-from jaxrl_llm.models.families.entries import entries_of_sizes, number, refuse, sizes_of
+from jaxrl_llm.models.families.entries import entries_of_sizes, number, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.clipped import BOUNDS
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
@@ -62,7 +62,6 @@ SIZES = {
     "merge": ("pooling_kernel_size", 3),
     "positions": ("position_embedding_size", 10_240),
 }
-ACTIVATIONS = {entry: name for entry, name in qwen_vl.ACTIVATIONS.items() if name != "quick_gelu"}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
@@ -90,15 +89,11 @@ def _encoder(entries: Any) -> PatchRowsConfig:
     """The encoder of a `vision_config`; raises ConfigError for another network."""
     if not isinstance(entries, dict):
         refuse("vision_config", entries, "the entries of an encoder")
-    sizes = sizes_of(entries, SIZES)
+    sizes = qwen_vl.rotary_sizes(entries, SIZES)
     width, heads = sizes["width"], sizes["heads"]
-    if width % (4 * heads):
-        refuse("vision_config.hidden_size", width, f"multiples of 4 times num_attention_heads = {heads}")
     for entry, value in {"head_dim": width // heads, "num_key_value_heads": heads}.items():
         if entries.get(entry, value) != value:
             refuse(f"vision_config.{entry}", entries[entry], str(value))
-    if (activation := entries.get("hidden_activation", "gelu_pytorch_tanh")) not in ACTIVATIONS:
-        refuse("vision_config.hidden_activation", activation, ", ".join(ACTIVATIONS))
     rope = {"rope_type": "axial", "rope_theta": 100.0} | (entries.get("rope_parameters") or {})
     if rope["rope_type"] not in ("axial", "default"):
         refuse("vision_config.rope_type", rope["rope_type"], "axial")
@@ -107,7 +102,7 @@ def _encoder(entries: Any) -> PatchRowsConfig:
         frames=0,
         norms="both",
         norm_eps=number("vision_config.rms_norm_eps", entries.get("rms_norm_eps", 1e-6)),
-        activation=ACTIVATIONS[activation],
+        activation=siglip.read_activation(entries, entry="hidden_activation"),
         attention_bias=False,
         attention_adapters=True,
         head_norms="qkv",
@@ -127,20 +122,17 @@ def _encoder(entries: Any) -> PatchRowsConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
-    names = {name: entry for entry, name in ACTIVATIONS.items()}
     entries = {
-        **((base or {}).get("vision_config") or {"model_type": "gemma4_vision"}),
+        **((base or {}).get("vision_config") or {"model_type": "gemma4_vision", **qwen_vl.axial(encoder)}),
         **entries_of_sizes(encoder, SIZES),
         "num_key_value_heads": encoder.heads,
         "head_dim": encoder.width // encoder.heads,
-        "hidden_activation": names[encoder.activation],
+        "hidden_activation": siglip.activation_entry(encoder.activation),
         "rms_norm_eps": encoder.norm_eps,
         "use_clipped_linears": encoder.clipped,
         "standardize": encoder.standardized,
         "initializer_range": encoder.init_scale,
     }
-    if base is None:
-        entries["rope_parameters"] = {"rope_type": "axial", "rope_theta": encoder.rotary_base}
     own = {"model_type": MODEL_TYPE, "vision_config": entries}
     return whole_entries(config, base, TEXTS, ARCHITECTURE, own)
 
@@ -156,7 +148,7 @@ def whole_entries(
     `llava.entries_of`."""
     vision = config.vision
     assert vision is not None
-    own = own | {"image_token_id": vision.image_token, "audio_config": None}
+    own = own | {"audio_config": None}
     if base is None:
         own |= dict(zip(TOKENS, (*vision.blank_tokens, None, None), strict=False))
     hf = llava.entries_of(config, base, texts, architecture, own)

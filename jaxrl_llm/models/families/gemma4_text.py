@@ -136,7 +136,7 @@ def _full_heads(hf: dict[str, Any], sliding: tuple[int, ...]) -> dict[str, Any]:
         full["num_key_value_heads"] = hf["num_global_key_value_heads"]
     if each is not None:
         layers = [layer for layer in range(hf["num_hidden_layers"]) if layer not in sliding]
-        if not all(str(layer).isdigit() for layer in each):
+        if not all(str(layer).isdigit() and isinstance(entries, dict) for layer, entries in each.items()):
             refuse("per_layer_config", each, "numbers of layers, each with entries")
         numbered = {int(layer): entries for layer, entries in each.items()}  # "04", or 4
         full = numbered.get(layers[0], {})

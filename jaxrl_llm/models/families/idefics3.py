@@ -59,7 +59,6 @@ def entries_of(
     vision = siglip.vision_of(config)
     own = {
         "model_type": model_type,
-        "image_token_id": vision.image_token,
         "scale_factor": vision.merge,
         "vision_config": ((base or {}).get("vision_config") or {"model_type": f"{model_type}_vision"})
         | siglip.write(vision),

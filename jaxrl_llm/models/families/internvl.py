@@ -68,7 +68,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def _encoder(hf: dict[str, Any]) -> SiglipConfig:
     """The encoder of a `vision_config`; raises ConfigError for another network."""
     computed(hf, ENCODER_COMPUTED, "vision_config.")
-    hf = {"hidden_act": "gelu", "norm_type": "layer_norm"} | hf
+    hf = {"norm_type": "layer_norm"} | hf
     for entry in ("image_size", "patch_size"):  # height and width, or a number for both
         if isinstance(hf.get(entry), list | tuple):
             if not hf[entry] or any(side != hf[entry][0] for side in hf[entry]):
@@ -95,7 +95,6 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     names = {name: entry for entry, name in NORMS.items()}
     own = {
         "model_type": MODEL_TYPE,
-        "image_token_id": vision.image_token,
         "downsample_ratio": 1 / vision.merge,
         "vision_config": {
             **((base or {}).get("vision_config") or {"model_type": "internvl_vision"}),

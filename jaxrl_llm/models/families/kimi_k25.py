@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import deepseek_v3, llava, qwen_vl, siglip
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear, maps
-from jaxrl_llm.models.families.entries import computed, entries_of_sizes, number, positive, refuse, sizes_of
+from jaxrl_llm.models.families.entries import computed, entries_of_sizes, number, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 
@@ -93,9 +93,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
     """The encoder of a config.json; raises ConfigError for another network."""
     entries = _named(hf.get("vision_config") or {}, OWN_VISION_ENTRIES)
-    sizes = sizes_of(entries, SIZES)
-    if sizes["width"] % (4 * sizes["heads"]):
-        refuse("vision_config.hidden_size", sizes["width"], f"multiples of 4 times {sizes['heads']} heads")
+    sizes = qwen_vl.rotary_sizes(entries, SIZES)
     width = entries.get("pos_emb_width", 64)
     if width != sizes["positions"]:
         refuse("vision_config.pos_emb_width", width, f"pos_emb_height = {sizes['positions']}")
@@ -126,22 +124,15 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
-    assert config.vision is not None
-    own: dict[str, Any] = {
+    own = {
         "model_type": MODEL_TYPE,
-        "image_token_id": config.vision.image_token,
         "projection_hidden_size": encoder.width,
         "vision_config": {
-            **((base or {}).get("vision_config") or {"model_type": f"{MODEL_TYPE}_vision"}),
+            **((base or {}).get("vision_config") or {"model_type": f"{MODEL_TYPE}_vision", **qwen_vl.axial(encoder)}),
             **entries_of_sizes(encoder, SIZES),
             "pos_emb_width": encoder.positions,
             "merge_kernel_size": [encoder.merge] * 2,
             "hidden_act": siglip.activation_entry(encoder.activation),
         },
     }
-    if base is None:
-        own["vision_config"] |= {
-            "rope_parameters": {"rope_type": "axial", "rope_theta": encoder.rotary_base},
-            "initializer_range": encoder.init_scale,
-        }
     return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own)

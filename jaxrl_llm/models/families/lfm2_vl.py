@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import lfm2, lfm2_moe, llava, qwen_vl, siglip
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, maps
-from jaxrl_llm.models.families.entries import entries_of_sizes, number, positive, refuse, sizes_of
+from jaxrl_llm.models.families.entries import computed, entries_of_sizes, number, positive, refuse, sizes_of
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 
@@ -36,7 +36,6 @@ DEFAULTS = {
     "image_token_id": 396,
     "downsample_factor": 2,
     "projector_hidden_size": 2560,
-    "projector_hidden_act": "gelu",
     "projector_bias": True,
     "projector_use_layernorm": True,
     "tie_word_embeddings": True,
@@ -57,8 +56,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS)
     text |= {"tie_embedding": bool(hf.get("tie_embedding", hf["tie_word_embeddings"]))}
-    if hf["projector_hidden_act"] != "gelu":
-        refuse("projector_hidden_act", hf["projector_hidden_act"], "'gelu'")
+    computed(hf, {"projector_hidden_act": "gelu"})
     return llava.config_of_merger(hf, family, text, ARCHITECTURE, _encoder(hf), overrides)
 
 
@@ -98,10 +96,8 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
-    assert config.vision is not None
     own = {
         "model_type": MODEL_TYPE,
-        "image_token_id": config.vision.image_token,
         "downsample_factor": encoder.merge,
         "projector_hidden_size": encoder.merger_ffn,
         "projector_bias": encoder.merger_bias,

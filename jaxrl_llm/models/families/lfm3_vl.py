@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import lfm3, llava, mixtral, qwen_vl
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, maps
-from jaxrl_llm.models.families.entries import entries_of_sizes, number, positive, refuse, sizes_of
+from jaxrl_llm.models.families.entries import computed, entries_of_sizes, number, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 
@@ -48,7 +48,6 @@ OTHER_KEYS = (MODULE_KEYS,)
 DEFAULTS = {
     "image_token_id": 125_030,
     "projector_hidden_size": 4096,
-    "projector_hidden_act": "gelu",
     "projector_bias": True,
     "tie_word_embeddings": True,
 }
@@ -73,18 +72,17 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS)
     text |= {"tie_embedding": bool(hf.get("tie_embedding", hf["tie_word_embeddings"]))}
-    if hf["projector_hidden_act"] != "gelu":
-        refuse("projector_hidden_act", hf["projector_hidden_act"], "'gelu'")
+    computed(hf, {"projector_hidden_act": "gelu"})
     return llava.config_of_merger(hf, family, text, ARCHITECTURE, _encoder(hf), overrides)
 
 
 def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
     """The encoder of a config.json; raises ConfigError for another network."""
     entries = hf.get("vision_config") or {}
-    sizes = sizes_of(entries, SIZES)
-    if sizes["width"] % (4 * sizes["heads"]) or sizes["heads"] % sizes["kv_heads"]:
-        heads = f"multiples of 4 times {sizes['heads']} heads, and these of num_key_value_heads = {sizes['kv_heads']}"
-        refuse("vision_config.hidden_size", sizes["width"], heads)
+    sizes = qwen_vl.rotary_sizes(entries, SIZES)
+    if sizes["heads"] % sizes["kv_heads"]:
+        heads = f"divisors of num_attention_heads = {sizes['heads']}"
+        refuse("vision_config.num_key_value_heads", sizes["kv_heads"], heads)
     if sizes["conv_size"] % 2 == 0:
         refuse("vision_config.conv_kernel_size", sizes["conv_size"], "odd numbers")
     usual = [KINDS[layer > 1 and layer % 2 == 0] for layer in range(sizes["layers"])]
@@ -115,22 +113,15 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
-    assert config.vision is not None
-    own: dict[str, Any] = {
+    own = {
         "model_type": MODEL_TYPE,
-        "image_token_id": config.vision.image_token,
         "projector_hidden_size": encoder.merger_ffn,
         "projector_bias": encoder.merger_bias,
         "vision_config": {
-            **((base or {}).get("vision_config") or {"model_type": f"{MODEL_TYPE}_vision"}),
+            **((base or {}).get("vision_config") or {"model_type": f"{MODEL_TYPE}_vision", **qwen_vl.axial(encoder)}),
             **entries_of_sizes(encoder, SIZES),
             "layer_types": [KINDS[layer not in encoder.conv_layers] for layer in range(encoder.layers)],
             "norm_eps": encoder.norm_eps,
         },
     }
-    if base is None:
-        own["vision_config"] |= {
-            "rope_parameters": {"rope_type": "axial", "rope_theta": encoder.rotary_base},
-            "initializer_range": encoder.init_scale,
-        }
     return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own)

@@ -28,10 +28,8 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
-    assert config.vision is not None
     own = {
         "model_type": MODEL_TYPE,
-        "image_token_id": config.vision.image_token,
         "spatial_merge_size": encoder.merge,
         "vision_config": mistral3.encoder_entries(encoder, base),
     }

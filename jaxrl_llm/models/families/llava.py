@@ -65,6 +65,11 @@ def text_of(
     return family, (sizes or {}).get(family.MODEL_TYPE, {}) | text | shared | {"architectures": None}
 
 
+def tied(hf: dict[str, Any]) -> bool:
+    """Whether either the whole or its decoder has the embedding as its head, as transformers reads some families."""
+    return any((part or {}).get("tie_word_embeddings") for part in (hf, hf["text_config"]))
+
+
 def config_of(
     hf: dict[str, Any],
     family: ModuleType,
@@ -100,9 +105,12 @@ def entries_of(
     architecture: dict[str, str],
     own: dict[str, Any],
     sizes: Mapping[str, dict[str, Any]] | None = None,
+    token: str = "image_token_id",
 ) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; `own` are those beside the decoder's, `sizes` as in
-    `text_of`. Raises ConfigError for a net whose decoder is of none of the families."""
+    """The config.json of a net with vision, over the entries of `base`; `own` are those beside the decoder's and the
+    `token` of images, `sizes` as in `text_of`. Raises ConfigError for a net whose decoder is of none of the families.
+    """
+    assert config.vision is not None
     base = base or {}
     given = base.get("text_config")
     family = _family_for(config, families) if given is None else text_of(base, families)[0]
@@ -113,7 +121,7 @@ def entries_of(
     del text["architectures"]
     text |= {name: x for name, x in (given or {}).items() if name in (*SHARED, "architectures")}
     name = decoder.architectures(architecture)[config.head]
-    return {**base, **shared, "architectures": [name], "text_config": text, **own}
+    return {**base, **shared, "architectures": [name], "text_config": text, token: config.vision.image_token, **own}
 
 
 def _family_for(config: ModelConfig, families: Mapping[str, ModuleType]) -> ModuleType:

@@ -90,8 +90,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     encoder = mistral3.encoder_of(hf | {"spatial_merge_size": 1, "multimodal_projector_bias": True})
     width = positive(text, "hidden_size")
     encoder = dataclasses.replace(encoder, merger="two_maps", merger_norm=False, merger_ffn=width)
-    vision = VisionConfig(encoder, 1, siglip.image_token(hf, "image_token_index", text), projector="")
-    return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
+    return llava.config_of_merger(hf, family, text, ARCHITECTURE, encoder, overrides, "image_token_index")
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
@@ -100,11 +99,10 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         return entries_of(config, base, ARCHITECTURE, {"model_type": MODEL_TYPE})
     own = {
         "model_type": MODEL_TYPE,
-        "image_token_index": config.vision.image_token,
         **OF_PIXTRAL,
         "vision_config": mistral3.encoder_entries(config.vision.encoder, base),
     }
-    return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own, TEXT_DEFAULTS)
+    return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own, TEXT_DEFAULTS, "image_token_index")
 
 
 def config_of(
@@ -114,9 +112,7 @@ def config_of(
     """`to_config` of the families that have this shape; `encoder` is the model_type of a vision_config that has none,
     and `newline` as in a VisionConfig."""
     family, text = llava.text_of(hf, TEXTS, TEXT_DEFAULTS)
-    # Of either the whole or the decoder, as in transformers.
-    tied = any((part or {}).get("tie_word_embeddings") for part in (hf, hf["text_config"]))
-    text |= {"tie_word_embeddings": tied}
+    text |= {"tie_word_embeddings": llava.tied(hf)}
     computed(hf, COMPUTED)
     entries = hf.get("vision_config")
     kind = entries.get("model_type", encoder) if isinstance(entries, dict) else None
@@ -152,11 +148,10 @@ def entries_of(
     if given.get("vision_feature_layer", -1) < 0:  # counted from the last, as files have it
         layer -= encoder.layers + 1
     own = {
-        "image_token_index": vision.image_token,
         "vision_feature_layer": layer,
         "vision_feature_select_strategy": strategy,
         **own,
         "vision_config": entries | siglip.write(vision),
     }
     own |= {"image_seq_length": vision.tile_tokens} if base is None else {}
-    return llava.entries_of(config, base, TEXTS, architecture, own, TEXT_DEFAULTS)
+    return llava.entries_of(config, base, TEXTS, architecture, own, TEXT_DEFAULTS, "image_token_index")

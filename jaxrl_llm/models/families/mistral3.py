@@ -3,9 +3,9 @@ size, squares of whose patches become tokens, and a Mistral, Ministral 3 or Mist
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, llava, ministral3, mistral, mistral4, qwen_vl
+from jaxrl_llm.models.families import decoder, llava, ministral3, mistral, mistral4, qwen_vl, siglip
 from jaxrl_llm.models.families.decoder import TensorName, linear, maps
-from jaxrl_llm.models.families.entries import computed, entries_of_sizes, number, positive, refuse, sizes_of
+from jaxrl_llm.models.families.entries import computed, entries_of_sizes, number, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 
@@ -49,7 +49,6 @@ SIZES = {
     "patch_size": ("patch_size", 16),
     "channels": ("num_channels", 3),
 }
-ACTIVATIONS = {entry: name for entry, name in qwen_vl.ACTIVATIONS.items() if name != "quick_gelu"}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
@@ -64,11 +63,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def encoder_of(hf: dict[str, Any]) -> PatchRowsConfig:
     """Pixtral's encoder of a config.json, with Mistral 3's merger; raises ConfigError for another network."""
     entries = hf.get("vision_config") or {}
-    sizes = sizes_of(entries, SIZES)
-    if sizes["width"] % (4 * sizes["heads"]):
-        refuse("vision_config.hidden_size", sizes["width"], f"multiples of 4 times {sizes['heads']} heads")
-    if (activation := entries.get("hidden_act", "gelu")) not in ACTIVATIONS:
-        refuse("vision_config.hidden_act", activation, ", ".join(ACTIVATIONS))
+    sizes = qwen_vl.rotary_sizes(entries, SIZES)
     rope = {"rope_theta": entries.get("rope_theta", 10000.0)} | (entries.get("rope_parameters") or {})
     if rope["rope_theta"] != 10000.0:
         refuse("vision_config.rope_theta", rope["rope_theta"], "10000.0")
@@ -77,7 +72,7 @@ def encoder_of(hf: dict[str, Any]) -> PatchRowsConfig:
         frames=0,
         merge=positive(hf, "spatial_merge_size"),
         norm_eps=1e-5,
-        activation=ACTIVATIONS[activation],
+        activation=siglip.read_activation(entries, "gelu"),
         attention_bias=False,
         attention_adapters=True,
         bias=False,
@@ -92,23 +87,20 @@ def encoder_of(hf: dict[str, Any]) -> PatchRowsConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
-    assert config.vision is not None
     own = {
         "model_type": MODEL_TYPE,
-        "image_token_index": config.vision.image_token,
         "spatial_merge_size": encoder.merge,
         "multimodal_projector_bias": encoder.merger_bias,
         "vision_config": encoder_entries(encoder, base),
     }
-    return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own)
+    return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own, token="image_token_index")
 
 
 def encoder_entries(encoder: PatchRowsConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The `vision_config` of such an encoder, over that of `base`."""
-    names = {name: entry for entry, name in ACTIVATIONS.items()}
     return {
         **((base or {}).get("vision_config") or {"model_type": "pixtral"}),
         **entries_of_sizes(encoder, SIZES),
-        "hidden_act": names[encoder.activation],
+        "hidden_act": siglip.activation_entry(encoder.activation),
         "initializer_range": encoder.init_scale,
     }

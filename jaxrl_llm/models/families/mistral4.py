@@ -4,7 +4,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, deepseek_v3, ministral3, rotary
-from jaxrl_llm.models.families.entries import refuse
+from jaxrl_llm.models.families.entries import positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "mistral4"
@@ -36,7 +36,8 @@ def with_rope(hf: dict[str, Any]) -> dict[str, Any]:
     part."""
     given = {FRACTION: hf[FRACTION]} if FRACTION in hf else {}  # beside the scaling in files of transformers 4
     rope = given | (rotary.parameters_of(hf) or ROPE)
-    size, rotated = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"], hf["qk_rope_head_dim"]
+    rotated = positive(hf, "qk_rope_head_dim")
+    size = positive(hf, "qk_nope_head_dim") + rotated
     if FRACTION in rope and rope[FRACTION] != rotated / size:
         refuse(FRACTION, rope[FRACTION], f"{rotated} of {size} numbers, as qk_rope_head_dim says")
     if rotary.kind_of(rope) == "default":  # of which transformers rotates as many numbers as a head has

@@ -108,7 +108,7 @@ def _encoder(hf: dict[str, Any]) -> TiledConfig:
         if isinstance(side, list | tuple) and len(set(side)) != 1:
             refuse(f"vision_config.{entry}", side, "squares")
         sides[entry] = side[0] if isinstance(side, list | tuple) else side
-    read = siglip.read({"hidden_act": "gelu", **own, **names, **sides}, DEFAULT)
+    read = siglip.read({**own, **names, **sides}, DEFAULT)
     if not isinstance(reading, list) or sorted(set(reading)) != reading or set(reading) - set(range(read.layers)):
         refuse("vision_config.intermediate_layers_indices", reading, f"ascending layers, of 0 to {read.layers - 1}")
     grids = [list(ratio) for ratio in ratios]

@@ -87,8 +87,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     vision = siglip.vision_of(config)
     own = {
         "model_type": MODEL_TYPE,
-        "image_token_index": vision.image_token,
         "projection_dim": config.width,
         "vision_config": siglip.headless_entries(vision, base),
     }
-    return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own, TEXT_DEFAULTS)
+    return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own, TEXT_DEFAULTS, "image_token_index")

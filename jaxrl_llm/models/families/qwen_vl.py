@@ -8,7 +8,7 @@ import itertools
 from typing import Any, NamedTuple
 
 from jaxrl_llm.models.families import decoder, rotary, siglip
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.entries import number, positive, refuse, sizes_of
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 from jaxrl_llm.models.vision.tower import VisionConfig
@@ -24,7 +24,6 @@ SIZES = {
     "channels": "in_channels",
     "merge": "spatial_merge_size",
 }
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu", "silu": "silu"}
 SHARED = ("architectures", "tie_word_embeddings", "quantization_config")
 
 
@@ -74,10 +73,10 @@ def encoder_of(hf: dict[str, Any], text: dict[str, Any], family: Family) -> Patc
     if sizes["width"] % (4 * sizes["heads"]):
         width = f"vision_config.{family.sizes['width']}"
         refuse(width, sizes["width"], f"multiples of 4 times num_heads = {sizes['heads']}")
-    if hf.get(family.out, text["hidden_size"]) != text["hidden_size"]:
-        refuse(f"vision_config.{family.out}", hf[family.out], f"hidden_size = {text['hidden_size']}")
+    if hf.get(family.out, width := positive(text, "hidden_size")) != width:
+        refuse(f"vision_config.{family.out}", hf[family.out], f"hidden_size = {width}")
     activation = hf.get("hidden_act")
-    known = {entry: name for entry, name in ACTIVATIONS.items() if (name == "silu") == default.gated}
+    known = {entry: name for entry, name in siglip.ACTIVATIONS.items() if (name == "silu") == default.gated}
     if activation is not None and activation not in known:
         refuse("vision_config.hidden_act", activation, ", ".join(known))
     rope = hf.get("rope_parameters") or {}
@@ -104,6 +103,8 @@ def config_of(
     image_token = siglip.image_token({"image_token_id": family.image_token} | hf, "image_token_id", text)
     rope = rotary.parameters_of(text)
     sections = list(rope.get("mrope_section") or family.sections)
+    if not all(isinstance(size, int) and size >= 0 for size in sections):
+        refuse("mrope_section", sections, "integers from 0")
     if rope.get("mrope_interleaved", family.interleaved) != family.interleaved:
         refuse("mrope_interleaved", rope["mrope_interleaved"], str(family.interleaved))
     own = own | {
@@ -172,14 +173,28 @@ def entries_of(
 def encoder_entries(config: ModelConfig, base: dict[str, Any] | None, family: Family) -> dict[str, Any]:
     """The entries of a vision_config that `encoder_of` reads, over those of `base`; raises ConfigError for a net
     without vision."""
-    encoder, names = net_encoder(config), {name: entry for entry, name in ACTIVATIONS.items()}
+    encoder = net_encoder(config)
     return {
         **((base or {}).get("vision_config") or {"model_type": f"{family.model_type}_vision"}),
         **{entry: getattr(encoder, field) for field, entry in family.sizes.items()},
         family.out: config.width,
-        "hidden_act": names[encoder.activation],
+        "hidden_act": siglip.activation_entry(encoder.activation),
         "initializer_range": encoder.init_scale,
     }
+
+
+def rotary_sizes(entries: dict[str, Any], sizes: dict[str, tuple[str, int]]) -> dict[str, int]:
+    """The `sizes_of` an encoder whose heads have rotary positions of two axes; raises ConfigError for others."""
+    found = sizes_of(entries, sizes)
+    if found["width"] % (4 * found["heads"]):
+        refuse("vision_config.hidden_size", found["width"], f"multiples of 4 times {found['heads']} heads")
+    return found
+
+
+def axial(encoder: PatchRowsConfig) -> dict[str, Any]:
+    """The entries of a new `vision_config` for the rotary positions and the scale of parameters at the start."""
+    rope = {"rope_type": "axial", "rope_theta": encoder.rotary_base}
+    return {"rope_parameters": rope, "initializer_range": encoder.init_scale}
 
 
 def net_encoder(config: ModelConfig) -> PatchRowsConfig:

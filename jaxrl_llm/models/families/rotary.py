@@ -178,7 +178,7 @@ def fractions_of(hf: dict[str, Any]) -> tuple[float, float]:
 
 
 def _fraction(value, partial: bool) -> float:
-    fraction = 1.0 if value is None else float(value)
+    fraction = 1.0 if value is None else number("partial_rotary_factor", value)
     if fraction != 1.0 and not (partial and 0 < fraction < 1):
         refuse("partial_rotary_factor", value, "numbers above 0, up to 1" if partial else "1.0")
     return fraction
@@ -264,9 +264,8 @@ def _attention_factor(parameters: dict[str, Any], factor: float) -> float:
 
     if parameters.get("attention_factor") is not None:
         return number("attention_factor", parameters["attention_factor"], above=0)
-    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        return scale(parameters["mscale"]) / scale(parameters["mscale_all_dim"])
-    return scale(1.0)
+    top, bottom = (number(entry, parameters.get(entry) or 0.0) for entry in ("mscale", "mscale_all_dim"))
+    return scale(top) / scale(bottom) if top and bottom else scale(1.0)
 
 
 def _scaling(rope: Rope) -> dict[str, Any]:

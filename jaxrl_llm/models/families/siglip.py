@@ -19,7 +19,7 @@ SIZES = {
     "patch_size": "patch_size",
     "channels": "num_channels",
 }
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu"}
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu", "silu": "silu"}
 # For entries that are left out of a `siglip_vision_model`, whatever it is the encoder of.
 DEFAULT = SiglipConfig(width=768, heads=12, patch_size=16)
 
@@ -47,23 +47,21 @@ def read(hf: dict[str, Any], default: SiglipConfig) -> SiglipConfig:
         refuse("vision_config.hidden_size", sizes["width"], f"multiples of num_attention_heads = {sizes['heads']}")
     if sizes["image_size"] < sizes["patch_size"]:
         refuse("vision_config.image_size", sizes["image_size"], f"integers from patch_size = {sizes['patch_size']} on")
-    activation = ACTIVATIONS.get(hf["hidden_act"]) if "hidden_act" in hf else default.activation
-    if activation is None:
-        refuse("vision_config.hidden_act", hf["hidden_act"], ", ".join(ACTIVATIONS))
     return dataclasses.replace(
         default,
         **sizes,
         norm_eps=number("vision_config.layer_norm_eps", hf.get("layer_norm_eps", default.norm_eps)),
-        activation=activation,
+        activation=read_activation(hf, activation_entry(default.activation)),
         init_scale=number("vision_config.initializer_range", hf.get("initializer_range", default.init_scale)),
     )
 
 
-def read_activation(entries: dict[str, Any]) -> str:
-    """The activation of a `vision_config` of rows of patches; raises ConfigError for another one."""
-    if (entry := entries.get("hidden_act", "gelu_pytorch_tanh")) not in ACTIVATIONS:
-        refuse("vision_config.hidden_act", entry, ", ".join(ACTIVATIONS))
-    return ACTIVATIONS[entry]
+def read_activation(entries: dict[str, Any], usual: str = "gelu_pytorch_tanh", entry: str = "hidden_act") -> str:
+    """The activation of a `vision_config`, the `usual` one where the `entry` is left out; raises ConfigError for one
+    that is not computed."""
+    if (name := entries.get(entry, usual)) not in ACTIVATIONS:
+        refuse(f"vision_config.{entry}", name, ", ".join(ACTIVATIONS))
+    return ACTIVATIONS[name]
 
 
 def activation_entry(activation: str) -> str:

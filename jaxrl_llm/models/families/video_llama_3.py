@@ -5,10 +5,9 @@ from typing import Any
 
 from jaxrl_llm.models.families import lfm2_vl, llava, qwen2, qwen_vl, siglip
 from jaxrl_llm.models.families.decoder import maps
-from jaxrl_llm.models.families.entries import entries_of_sizes, number, positive, refuse, sizes_of
+from jaxrl_llm.models.families.entries import entries_of_sizes, number, positive
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
-from jaxrl_llm.models.vision.tower import VisionConfig
 
 MODEL_TYPE = "video_llama_3"
 ARCHITECTURE = {"lm": "VideoLlama3ForConditionalGeneration", "score": "VideoLlama3ForSequenceClassification"}
@@ -27,19 +26,15 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS)
-    # Whichever of both says so, as in transformers.
-    text["tie_word_embeddings"] |= bool((hf.get("text_config") or {}).get("tie_word_embeddings"))
-    token = siglip.image_token(hf, "image_token_id", text)
-    vision = VisionConfig(_encoder(hf, positive(text, "hidden_size")), 1, token, projector="")
-    return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
+    text |= {"tie_word_embeddings": llava.tied(hf)}
+    encoder = _encoder(hf, positive(text, "hidden_size"))
+    return llava.config_of_merger(hf, family, text, ARCHITECTURE, encoder, overrides)
 
 
 def _encoder(hf: dict[str, Any], width: int) -> PatchRowsConfig:
     """The encoder of a config.json whose decoder has this width; raises ConfigError for another network."""
     entries = hf.get("vision_config") or {}
-    sizes = sizes_of(entries, lfm2_vl.SIZES)
-    if sizes["width"] % (4 * sizes["heads"]):
-        refuse("vision_config.hidden_size", sizes["width"], f"multiples of 4 times {sizes['heads']} heads")
+    sizes = qwen_vl.rotary_sizes(entries, lfm2_vl.SIZES)
     rope = entries.get("rope_parameters") or {}
     return PatchRowsConfig(
         **sizes,
@@ -65,18 +60,14 @@ def _encoder(hf: dict[str, Any], width: int) -> PatchRowsConfig:
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
-    assert config.vision is not None
-    own: dict[str, Any] = {
+    own = {
         "model_type": MODEL_TYPE,
-        "image_token_id": config.vision.image_token,
         "vision_config": {
-            **((base or {}).get("vision_config") or {"model_type": f"{MODEL_TYPE}_vision"}),
+            **((base or {}).get("vision_config") or {"model_type": f"{MODEL_TYPE}_vision", **qwen_vl.axial(encoder)}),
             **entries_of_sizes(encoder, lfm2_vl.SIZES),
             "layer_norm_eps": encoder.norm_eps,
             "hidden_act": siglip.activation_entry(encoder.activation),
             "initializer_range": encoder.init_scale,
         },
     }
-    if base is None:
-        own["vision_config"]["rope_parameters"] = {"rope_type": "axial", "rope_theta": encoder.rotary_base}
     return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own)
