@@ -183,7 +183,7 @@ def encoder_entries(config: ModelConfig, base: dict[str, Any] | None, family: Fa
     }
 
 
-def rotary_sizes(entries: dict[str, Any], sizes: dict[str, tuple[str, int]]) -> dict[str, int]:
+def rotary_sizes(entries: dict[str, Any], sizes: dict[str, tuple[str, int]]) -> dict[str, Any]:
     """The `sizes_of` an encoder whose heads have rotary positions of two axes; raises ConfigError for others."""
     found = sizes_of(entries, sizes)
     if found["width"] % (4 * found["heads"]):
