@@ -317,7 +317,7 @@ def _start(
     shows = jax.process_index() == 0 and "console" in config.logging.backends
     loading = f"loading {masked(config.model.path)} and the data"
     with waiting(loading, stdout_console()) if shows else contextlib.nullcontext():
-        run = build(config, mesh, **given._asdict())
+        run = build(config, mesh, *given)
     config, words = run.config, given_in_words(given._asdict())
     hooks = Callbacks(named, to_json(config), folder, run.evaluation is not None)
     closing.callback(run.close)

@@ -49,6 +49,7 @@ from jaxrl_llm.training.packing.planner import Packer, TypicalRows, make_packer
 from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.setup.data import RunData, read_data
 from jaxrl_llm.training.setup.evaluation import build_evaluate
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.learning_rate import with_learning_rate
 from jaxrl_llm.training.setup.memory import fitting_rows, microbatch_room
 from jaxrl_llm.training.setup.mesh import check_rows, rows_of_shards
@@ -116,38 +117,24 @@ class Run(NamedTuple):
                 stack.callback(self.environments.close)
 
 
-def build(
-    config,
-    mesh: Mesh,
-    train_dataset=None,
-    eval_dataset=None,
-    rewards=None,
-    environment=None,
-    tools=(),
-    model: Model | None = None,
-    tokenizer=None,
-    optimizer: optax.GradientTransformation | None = None,
-    schedule: Callable[[Any], Any] | None = None,
-    compute_metrics: Callable[..., Any] | None = None,
-) -> Run:
-    """The run of a configuration, on `mesh` (which must be set), with the objects of `given.Given` in place of names.
+def build(config, mesh: Mesh, *objects: Any, **named: Any) -> Run:
+    """The run of a configuration, on `mesh` (which must be set), with objects in place of names: the fields of `Given`.
 
     Data is read before weights. Raises ConfigError for anything the user can fix.
     """
-    config = with_correction(config)
+    given, config = Given(*objects, **named), with_correction(config)
     check_own_functions(config)
     check_rows(config, batch_rows(config), mesh)
-    given_model, stopwatch = model, Stopwatch()
-    spec = environment_spec(config, environment, tools)  # refused before anything is read
+    spec = environment_spec(config, given.environment, given.tools)  # refused before anything is read
     if config.optimizer.name not in OPTIMIZERS:
         own_function(config.optimizer.name)
-    rows = read_data(config, train_dataset, eval_dataset, tokenizer, given_model)
+    rows = read_data(config, given.train_dataset, given.eval_dataset, given.tokenizer, given.model)
     config, algorithm = rows.config, specs.algorithm_of(rows.config)
     if algorithm.online and rows.tokens is not None and any(count_tiles([x.get(PIXELS) for x in rows.tokens.rows])):
         check_kept(config.algorithm.replay_groups > 0, config.teacher.path is not None)
-    model = build_model(config, mesh, None, rows.tokenizer, given_model)
+    model = build_model(config, mesh, None, rows.tokenizer, given.model)
     with contextlib.ExitStack() as stack:  # what is open is closed where the rest is refused
-        graders = build_rewards(config, rewards)
+        graders = build_rewards(config, given.rewards)
         stack.callback(graders.close)
         environments = load_environments(spec)
         if environments is not None:
@@ -156,13 +143,10 @@ def build(
             check_prompts(config, environments is not None)
         if environment_reward in graders.functions and environments is None and config.environment.rollout_func is None:
             raise ConfigError("rewards.functions names environment, but there is none: set environment.name or agent")
-        if given_model is None:
+        if given.model is None:
             check_trainable(config, model)
-        critic = build_critic(config, model, mesh, given_model) if algorithm.has_critic else None
-        run = assembled(
-            config, mesh, rows, model, critic, graders, environments, stopwatch, train_dataset, optimizer, schedule,
-            compute_metrics,
-        )  # fmt: skip
+        critic = build_critic(config, model, mesh, given.model) if algorithm.has_critic else None
+        run = assembled(config, mesh, rows, model, critic, graders, environments, given)
         stack.pop_all()
     return run
 
@@ -175,14 +159,10 @@ def assembled(
     critic: Model | None,
     graders: Rewards,
     environments: Environments | Agents | None,
-    stopwatch: Stopwatch,
-    train_dataset: Any,
-    optimizer: optax.GradientTransformation | None,
-    schedule: Callable[[Any], Any] | None,
-    compute_metrics: Callable[..., Any] | None,
+    given: Given,
 ) -> Run:
     """The run of what `build` has read and opened: its batches, updates and evaluation."""
-    algorithm, data = specs.algorithm_of(config), rows.sources
+    algorithm, data, stopwatch = specs.algorithm_of(config), rows.sources, Stopwatch()
     model_type = (model.hf_config or {}).get("model_type", "model without config.json")
     config, notes = with_learning_rate(config, model_type, model.net.config.width, has_adapters(model.params))
     model, critic = offloaded(config, model, critic)
@@ -192,7 +172,7 @@ def assembled(
         average.begin(model.params)
     followed = average if config.algorithm.ref_sync_to == "average" else None
     objective = objective_of(config, model.net)
-    optimizer, critic_optimizer, rate = optimizers_of(config, model, critic, optimizer, schedule)
+    optimizer, critic_optimizer, rate = optimizers_of(config, model, critic, given.optimizer, given.schedule)
     net, room = model.net.config, microbatch_room(config, model, critic, optimizer, critic_optimizer, mesh)
 
     def packer(sample: TypicalRows | None) -> Packer:
@@ -205,21 +185,20 @@ def assembled(
 
     if algorithm.online:
         source = online_source(
-            config, model, critic, data, rows.tokens, graders, mesh, stopwatch, environments, packer, followed
+            config, model, critic, data, rows.tokens, graders, mesh, stopwatch, environments, batch_of, packer, followed
         )
-        pack, width = source.learner.pack, source.learner.prompt_width + config.rollout.max_completion_length
-        source.learner.batch = batch = batch_of(width)
+        pack, batch = source.learner.pack, source.learner.batch
     else:
         source = offline_source(
             config, algorithm, model, data, rows.tokens, mesh, stopwatch, batch_of, packer, followed
         )
         pack, batch = source.pack, source.batch
-    evaluation = None
+    evaluation, compute = None, given.compute_metrics
     if rows.held_out:
         evaluation = build_evaluate(
-            config, model, graders, objective, source, rows.held_out, mesh, environments, stopwatch, compute_metrics
+            config, model, graders, objective, source, rows.held_out, mesh, environments, stopwatch, compute
         )
-    elif compute_metrics is not None:
+    elif compute is not None:
         raise ConfigError(
             "compute_metrics is given, but nothing is evaluated: give eval_dataset, or set eval.fraction or eval.every"
         )
@@ -239,7 +218,7 @@ def assembled(
         model=model if has_adapters(model.params) else replace(model, changed=True),
         critic=critic,
         mesh=mesh,
-        source=mixed_source(config, source, model, train_dataset) if isinstance(source, OnlineSource) else source,
+        source=mixed_source(config, source, model, given.train_dataset) if isinstance(source, OnlineSource) else source,
         frozen=Frozen(frozen, frozen_critic),
         update=update,
         critic_alone=alone,

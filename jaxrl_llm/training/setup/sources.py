@@ -93,13 +93,17 @@ def online_source(
     mesh: Mesh,
     stopwatch: Stopwatch,
     environments: Environments | Agents | None,
+    batch_of: Callable[[int], BatchSpec],
     packer: Callable[[TypicalRows | None], Packer],
-    average: Average | None = None,
+    average: Average | None,
 ) -> OnlineSource:
-    """The producer and the learner of an online algorithm, whose reference may follow the policy's `average`."""
+    """The producer and the learner of an online algorithm, whose reference may follow the policy's `average`.
+
+    `batch_of` gives the rows of a step, and of passes, by their width.
+    """
     advantages = _advantages(config, rewards, environments)
     _check_online(config, advantages, environments, mesh)
-    spec, rows, rollout = specs.learner_spec(config), specs.batch_spec(config), config.rollout
+    spec, rollout = specs.learner_spec(config), config.rollout
     watch = Stopwatch(within=stopwatch) if rollout.staleness and not rollout.processes else stopwatch
     own_mesh = sampling_mesh(config, mesh, model.net.config.kv_heads)
     producer = _producer(config, model, data, tokens, rewards, own_mesh, watch, environments)
@@ -131,7 +135,7 @@ def online_source(
         producer,
         Learner(
             spec=spec,
-            batch=rows,
+            batch=batch_of(width + longest),
             net=model.net,
             mesh=mesh,
             prompt_width=width,
