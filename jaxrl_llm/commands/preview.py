@@ -67,7 +67,7 @@ def report(
     lines: list[str] = []
     for source in sources:
         tokenize = loading.row_tokenizer(spec, kind, tokenizer, source.folder)
-        stops = tokenize.overlong == "error"
+        stops, tokenize.lengths = tokenize.overlong == "error", []
         if stops:  # a preview counts rows at which training would stop
             tokenize.overlong = "filter"
         made = [row for row in islice(loading.token_rows(source, kind, tokenize), measure) if row is not None]

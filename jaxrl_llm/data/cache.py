@@ -76,7 +76,7 @@ def load(file: Path, tokenize: RowTokenizer, examples: Iterable[Mapping[str, Any
     if not file.is_file():
         return None
     columns = list(_column_types(tokenize.kind))
-    names = ["kept", "counts", "lengths", *columns, *(f"{name}_ends" for name in columns), *NUMBERS]
+    names = ["kept", "counts", *columns, *(f"{name}_ends" for name in columns), *NUMBERS]
     try:
         with np.load(file, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in names}
@@ -84,7 +84,6 @@ def load(file: Path, tokenize: RowTokenizer, examples: Iterable[Mapping[str, Any
         log.warning("the cached token rows %s cannot be read (%s): tokenising again", file, error)
         return None
     tokenize.read, tokenize.long, tokenize.unlearnable, tokenize.alike = (int(x) for x in arrays["counts"])
-    tokenize.lengths = arrays["lengths"].tolist()
     rows: list[Row] = [{} for _ in arrays["kept"]]
     for name in columns:
         values = np.split(arrays[name], arrays[f"{name}_ends"][:-1])
@@ -112,7 +111,6 @@ def save(file: Path, tokenize: RowTokenizer, kept: Sequence[tuple[int, Row]]) ->
     arrays: dict[str, Any] = {
         "kept": np.array([index for index, _ in kept], np.int64),
         "counts": np.array([tokenize.read, tokenize.long, tokenize.unlearnable, tokenize.alike], np.int64),
-        "lengths": np.array(tokenize.lengths, np.int64),
     }
     # The rows of a column end to end, with the end of each: no padding, and no objects to unpickle.
     for name, dtype in _column_types(tokenize.kind).items():

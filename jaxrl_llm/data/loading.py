@@ -204,7 +204,6 @@ def stream(
 
     def converter(source: DataSource) -> Callable[[Mapping[str, Any]], list[Any]]:
         tokenize = row_tokenizer(spec, kind, tokenizer, source.folder)
-        tokenize.measure = False  # the lengths of an endless stream would fill the memory
         due = spec.shuffle_buffer
 
         def convert(row: Mapping[str, Any]) -> list[Any]:

@@ -7,7 +7,7 @@ always 0.
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
@@ -76,13 +76,12 @@ class RowTokenizer:
     images: ImageReader | None = None
     step_separator: str = "\n"
     keep_prompt: bool = False  # rows of completions have their prompt too, and the columns for its chat template
-    measure: bool = True  # keep the lengths
     read: int = 0
     long: int = 0  # longer than the limit
     unlearnable: int = 0  # dropped, as no learned token is left
     split_images: int = 0  # dropped, as images would have been truncated
     alike: int = 0  # pairs whose two rows are the same, truncated or not
-    lengths: list[int] = field(default_factory=list)  # tokens of all examples, before any is truncated
+    lengths: list[int] | None = None  # tokens of each example, before any is truncated, where they are kept
     _longest: int | None = None  # letters of the longest token
 
     def __post_init__(self):
@@ -246,7 +245,7 @@ class RowTokenizer:
             return None
         ids, masks = COLUMNS[self.kind]
         longest = max(len(row[name]) for name in ids)
-        if self.measure:
+        if self.lengths is not None:
             self.lengths.append(longest)
         if self.limit is not None and longest > self.limit:
             if self.overlong == "error":

@@ -23,7 +23,7 @@ def test_learned_tokens_are_marked(tokenizer):
 
 
 def test_statistics_count_before_cutting(tokenizer):
-    tokenize = RowTokenizer("completions", tokenizer, limit=4, overlong="truncate_right")
+    tokenize = RowTokenizer("completions", tokenizer, limit=4, overlong="truncate_right", lengths=[])
     rows = [tokenize({"prompt": "a" * n, "completion": "b"}) for n in (1, 2, 3, 8)]
     found = statistics(tokenize, [row for row in rows if row is not None])
     assert found["rows"] == "4, of which 3 are used"
@@ -35,7 +35,7 @@ def test_statistics_count_before_cutting(tokenizer):
 
 
 def test_statistics_count_rows_too_long_to_tokenise(tokenizer):
-    tokenize = RowTokenizer("completions", tokenizer, limit=4, overlong="filter")
+    tokenize = RowTokenizer("completions", tokenizer, limit=4, overlong="filter", lengths=[])
     for prompt in ("a", "b" * 9, "c" * HOPELESS):
         tokenize({"prompt": prompt, "completion": "d"})
     assert len(tokenize.lengths) == 2, "the last is not tokenised"
