@@ -94,7 +94,7 @@ class Logger:
         self._evaluations: list[tuple[int, dict[str, float | None]]] = []  # the first and the last
         self._began = time.perf_counter()
         self._file: MetricsFile | None = None
-        self._screen = None
+        self._screen: Screen | None = None
         self._deliveries: list[Delivery] = []
         if not self._main:
             return
@@ -260,31 +260,25 @@ class Logger:
         else:
             print(f"process {jax.process_index()}: warning: {message}", file=sys.stderr, flush=True)
 
-    def finish(self, seconds: Mapping[str, float], outcome: str = "") -> dict[str, Any]:
-        """The summary of the run, which is also shown: evaluation before and after, time by phase, files.
+    def finish(self, seconds: Mapping[str, float], outcome: str = "") -> None:
+        """Shows the summary of the run: evaluation before and after, time by phase, files.
 
         Last come the steps that were made, `outcome` (where model and checkpoints are) and the commands that go on from
         here. `seconds` are by phase, of this process (`Stopwatch.totals`); "other" is the rest since the Logger was
         made. Evaluations are of the complete run.
-
-        Returns {"before": {name: value}, "after": {name: value}, "seconds": {phase: seconds},
-        "files": {path: contents}}; "before" and "after" are the first and the last evaluation, empty without one.
         """
-        if not self._main:
-            return {}
+        if self._screen is None:
+            return
         phases = dict(seconds)
         phases["other"] = max(0.0, time.perf_counter() - self._began - sum(phases.values()))
         paths = sorted(path for path in self.folder.iterdir() if not path.name.startswith("."))
         files = {str(path): CONTENTS.get(path.name, "") for path in paths}
-        if self._screen:
-            self._screen.close()
-            self._screen.evaluations(self._evaluations)
-            self._screen.phases(phases)
-            self._screen.table("files", files)
-            for line in self._closing(outcome):
-                self._screen.note(line)
-        first, last = (self._evaluations[0][1], self._evaluations[-1][1]) if self._evaluations else ({}, {})
-        return {"before": dict(first), "after": dict(last), "seconds": phases, "files": files}
+        self._screen.close()
+        self._screen.evaluations(self._evaluations)
+        self._screen.phases(phases)
+        self._screen.table("files", files)
+        for line in self._closing(outcome):
+            self._screen.note(line)
 
     def _closing(self, outcome: str) -> list[str]:
         """The last lines of a run: what was done and where it is, and the commands that show it."""
