@@ -41,9 +41,11 @@ class TransientError(ConfigError):
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code after an error: that of a ConfigError, 130 for Ctrl-C, 1 for any other."""
+    """The exit code after an error: that of a ConfigError or of `sys.exit`, 130 for Ctrl-C, 1 for any other."""
     if isinstance(error, ConfigError):
         return error.code
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 

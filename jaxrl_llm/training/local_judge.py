@@ -38,7 +38,7 @@ from jaxrl_llm.rewards.endpoint import Answer, EndpointError
 from jaxrl_llm.rewards.judge import JudgeSpec
 from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.training.reward_models import NARROWEST, offloaded
+from jaxrl_llm.training.reward_models import offloaded, row_width
 from jaxrl_llm.training.setup.worker import eos_ids
 
 Loaded = dict[Any, tuple[Model, Mesh]]  # by path and settings
@@ -198,10 +198,7 @@ class LocalEndpoint:
                 self._answer_rows(params, requests[start : start + self.rows])
 
     def _answer_rows(self, params: Any, requests: "Sequence[Request]") -> None:
-        width = NARROWEST
-        while width < len(requests[-1].ids):
-            width *= 2
-        width = min(width, self.length)
+        width = min(row_width(len(requests[-1].ids)), self.length)
         spare = self.rows - len(requests)  # copies of the last row, so that every call has the same shape
         padded = pad_prompts([*(request.ids for request in requests), *[requests[-1].ids] * spare], width)
         prompts, segments = jax.device_put(padded, row_sharding(self.mesh))

@@ -145,11 +145,8 @@ class RewardModel:
             for start in range(0, len(order), self.rows):
                 chunk = order[start : start + self.rows]
                 rows = [ids[row] for row in chunk]
-                width = NARROWEST
-                while width < len(rows[-1]):
-                    width *= 2
                 full = rows + rows[-1:] * (self.rows - len(rows))  # the last row again, for calls of the same shape
-                tokens, segments, _ = pad_rows([(row, [0.0] * len(row)) for row in full], width)
+                tokens, segments, _ = pad_rows([(row, [0.0] * len(row)) for row in full], row_width(len(rows[-1])))
                 inputs = jax.device_put((tokens, segments), row_sharding(self.mesh))
                 results = np.asarray(program(self.model.net, params, *inputs))
                 for row, result in zip(chunk, results, strict=False):
@@ -428,6 +425,11 @@ def _is_bare_path(path: str) -> bool:
     return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path) and not path.endswith(".py")) or (
         os.sep in path and (Path(path).expanduser() / "config.json").is_file()
     )
+
+
+def row_width(longest: int) -> int:
+    """The width of rows of which the longest has so many tokens: NARROWEST, or the first of its doubles that does."""
+    return NARROWEST << ((longest - 1) // NARROWEST).bit_length()
 
 
 def short_name(path: str) -> str:

@@ -104,6 +104,25 @@ class Experience(NamedTuple):
     table: list[Row]
 
 
+def rollout_of(
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[np.ndarray],
+    lengths: np.ndarray,
+    finished: np.ndarray,
+    steps: np.ndarray,
+    mesh: Mesh,
+) -> Rollout:
+    """The rollout, sharded by rows over `mesh`, of this process's rows: what an engine would have returned.
+
+    `prompts` are tokens and segments `[n,P]`, and `completions` tokens, segments, mask and log-probs `[n,C]` behind.
+    """
+    no_prompt = np.zeros(prompts[0].shape, np.float32)
+    names = ("tokens", "segments", "mask", "sample_logps")
+    before = (*prompts, no_prompt, no_prompt)
+    arrays = {name: np.concatenate(both, axis=1) for name, *both in zip(names, before, completions, strict=True)}
+    return Rollout(**rows_to_global(arrays | {"lengths": lengths, "finished": finished, "steps": steps}, mesh))
+
+
 def on_mesh(batch: Rollouts, mesh: Mesh) -> Rollouts:
     """The batch with its arrays on other devices, sharded by rows over `mesh`."""
     greedy = None if batch.greedy is None else on_mesh(batch.greedy, mesh)

@@ -31,6 +31,7 @@ from jaxrl_llm.models.net import Params
 from jaxrl_llm.rewards.signatures import shorten
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.slots import Rollout
+from jaxrl_llm.training.rollouts.experience import rollout_of
 from jaxrl_llm.training.rollouts.rollout_trainer import RolloutTrainer, TokenizerWithoutTorch
 from jaxrl_llm.training.rollouts.rounds import Rounds, Sampled
 
@@ -154,8 +155,8 @@ def as_rollout(rows: ExternalRows, finished: Sequence[bool], width: int, limit: 
     A completion of more than `limit` tokens is truncated, and then has not finished.
     """
     count = len(rows.completion_ids)
-    prompt_tokens, prompt_segments = pad_prompts(rows.prompt_ids, width)
-    tokens, segments = np.zeros((count, limit), np.int32), np.zeros((count, limit), prompt_segments.dtype)
+    prompts = pad_prompts(rows.prompt_ids, width)
+    tokens, segments = np.zeros((count, limit), np.int32), np.zeros((count, limit), prompts[1].dtype)
     mask, logps = np.zeros((2, count, limit), np.float32)
     lengths, has_finished = np.zeros(count, np.int32), np.zeros(count, bool)
     for row, ids in enumerate(rows.completion_ids):
@@ -165,17 +166,8 @@ def as_rollout(rows: ExternalRows, finished: Sequence[bool], width: int, limit: 
         if rows.logprobs is not None:
             logps[row, :n] = np.asarray(rows.logprobs[row][:n]) * mask[row, :n]
         has_finished[row] = n == len(ids) and finished[row]
-    no_prompt = np.zeros((count, width), np.float32)
-    arrays = {
-        "tokens": np.concatenate([prompt_tokens, tokens], 1),
-        "segments": np.concatenate([prompt_segments, segments], 1),
-        "mask": np.concatenate([no_prompt, mask], 1),
-        "sample_logps": np.concatenate([no_prompt, logps], 1),
-        "lengths": lengths,
-        "finished": has_finished,
-        "steps": lengths.astype(np.float32),
-    }
-    return Rollout(**rows_to_global(arrays, mesh))
+    steps = lengths.astype(np.float32)
+    return rollout_of(prompts, (tokens, segments, mask, logps), lengths, has_finished, steps, mesh)
 
 
 def load_rollout_function(name: str | None) -> Callable[..., Any] | None:

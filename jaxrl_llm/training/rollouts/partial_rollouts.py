@@ -34,7 +34,7 @@ from jaxrl_llm.rollout.slots import Begun, Rollout, row_keys
 from jaxrl_llm.training.images import prompt_images
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.rollouts.arrivals import Arrivals
-from jaxrl_llm.training.rollouts.experience import UNSAMPLED, Partial
+from jaxrl_llm.training.rollouts.experience import UNSAMPLED, Partial, rollout_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,20 +162,12 @@ class PartialRollouts:
         """The rows of groups that are complete, as an engine returns them."""
         k = self.engine.group_size
         of_prompts = pad_prompts([group.example["prompt_ids"] for group in groups], self.width)
-        tokens, segments = (np.repeat(x, k, axis=0) for x in of_prompts)
+        prompts = tuple(np.repeat(x, k, axis=0) for x in of_prompts)
         rows = Begun(*(np.concatenate(parts) for parts in zip(*(group.rows for group in groups), strict=True)))
         present = np.arange(rows.tokens.shape[1]) < rows.lengths[:, None]
-        nothing = np.zeros(tokens.shape, np.float32)
-        arrays = {
-            "tokens": np.concatenate([tokens, rows.tokens], axis=1),
-            "segments": np.concatenate([segments, present.astype(segments.dtype)], axis=1),
-            "mask": np.concatenate([nothing, present.astype(np.float32)], axis=1),
-            "sample_logps": np.concatenate([nothing, rows.logps], axis=1),
-            "lengths": rows.lengths,
-            "finished": rows.finished,
-            "steps": np.repeat(np.array([group.steps for group in groups], np.float32), k),
-        }
-        return Rollout(**rows_to_global(arrays, self.mesh))
+        completions = rows.tokens, present.astype(prompts[1].dtype), present.astype(np.float32), rows.logps
+        steps = np.repeat(np.array([group.steps for group in groups], np.float32), k)
+        return rollout_of(prompts, completions, rows.lengths, rows.finished, steps, self.mesh)
 
     def get_arrays(self) -> dict[str, Any]:
         """The groups as the tree of arrays that a checkpoint holds, by name.

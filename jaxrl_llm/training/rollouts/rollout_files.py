@@ -233,9 +233,8 @@ class Heartbeat:
         self._ended.set()
         self._thread.join()
         if isinstance(error, Exception | SystemExit):
-            code = error.code if isinstance(error, SystemExit) else exit_code(error)
             with contextlib.suppress(OSError):  # the error itself is shown
-                self.update(error=f"{type(error).__name__}: {error}", code=code)
+                self.update(error=f"{type(error).__name__}: {error}", code=exit_code(error))
 
     def update(self, **facts: Any) -> None:
         """Write the facts, beside those of earlier calls."""
@@ -329,9 +328,7 @@ class FileQueue:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._first:
             return
-        code = 0
-        if error is not None:
-            code = error.code if isinstance(error, SystemExit) else exit_code(error)
+        code = 0 if error is None else exit_code(error)
         with contextlib.suppress(OSError):  # the error itself is shown, and samplers see that the learners are silent
             self._tell(0.0, end={"code": code, "error": "" if error is None else str(error)})
             for path in self._folder.iterdir():
