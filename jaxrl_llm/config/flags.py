@@ -8,12 +8,12 @@ if __name__ == "__main__":
     run(main)
 """
 
-import _thread
 import gc
 import inspect
 import logging
 import platform
 import re
+import signal
 import sys
 import textwrap
 import threading
@@ -104,12 +104,13 @@ def _warning_line(
 
 def _unraisable(error: Any) -> None:
     """Reports an error that Python cannot raise where it came up, in a finalizer or a callback of the collector; Ctrl-C
-    comes again, elsewhere.
+    comes again, elsewhere, as a signal: it ends a wait too, which `_thread.interrupt_main` does not.
     """
     if error.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(error)
         return
-    threading.Timer(0.05, _thread.interrupt_main).start()  # at once it would come up in here
+    main = threading.main_thread().ident
+    threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()  # at once it would come up in here
 
 
 class _LogLine(logging.Formatter):

@@ -42,6 +42,7 @@ def test_ctrl_c_ends_a_command_that_imports(root, tmp_path, command):
 
 
 def test_ctrl_c_in_a_callback_of_the_collector(run_python):
+    """It is not lost, and ends what the command waits for."""
     code = """
 import gc, signal, time
 from jaxrl_llm.config.flags import run
@@ -51,7 +52,7 @@ def main(argv):
         signal.raise_signal(signal.SIGINT)
     gc.callbacks.append(callback)
     gc.collect()
-    time.sleep(20)
+    time.sleep(600)
     print("it went on")
 run(main)
 """
