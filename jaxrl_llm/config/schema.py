@@ -34,6 +34,7 @@ SCHEDULE_FREE = "schedule_free_adamw"
 OPTIMIZERS = (
     "adamw", "adafactor", "lion", "sgd", "muon", "ademamix", "adopt", SCHEDULE_FREE, "prodigy", "came", "galore_adamw",
 )  # fmt: skip
+LONGEST_SECONDS = 1e9  # over thirty years; timers of Python and of C overflow beyond about 9e9
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd", "rex")
 
 SECTIONS = {
@@ -256,8 +257,8 @@ KEYS = (
         ),
     Setting("data.overlong", "error",
         "Handling of prompts over rollout.max_prompt_length, and of rows of offline algorithms over data.max_length: "
-        "stop with an error, drop them, or truncate their start, end or middle.",
-        choices=("error", "filter", "truncate_left", "truncate_right", "truncate_middle")),
+        "stop with an error, drop them, or truncate their start, end or middle; or, of sft, split a row into several.",
+        choices=("error", "filter", "truncate_left", "truncate_right", "truncate_middle", "split")),
     Setting("data.deduplicate", False,
         "Leave out rows that equal an earlier one in all columns, and evaluation rows that are trained on.", bool),
     Setting("data.shuffle", True, "Reshuffle the rows every epoch.", bool),
@@ -290,6 +291,10 @@ KEYS = (
         "break. On a command line `\\n` is one.", escapes=True),
     Setting("data.packing", False,
         "Pack several short rows of supervised fine-tuning into one; they do not attend to each other.", bool),
+    Setting("data.packing_strategy", "first_fit",
+        "How data.packing packs: whole rows, each where it first fits (first_fit); or all rows one after the other, "
+        "cut every data.max_length tokens, as one text whose tokens see the rows before (wrapped).",
+        choices=("first_fit", "wrapped")),
     Setting("data.precompute_reference", False,
         "Compute the reference log-probs of a preference data set once, before training, and free the reference.",
         bool),
@@ -396,7 +401,7 @@ KEYS = (
     Setting("rollout.max_wait", None,
         "With rollout.partial_prompts, seconds of sampling after which a step takes the first batch.prompts complete "
         "prompts, at the border of a chunk; 0 is as soon as there are so many. none samples whole rounds of "
-        "rollout.partial_tokens. See docs/asynchronous.md.", float, minimum=0),
+        "rollout.partial_tokens. See docs/asynchronous.md.", float, minimum=0, maximum=LONGEST_SECONDS),
     Setting("rollout.arrivals", None,
         "Record of another run, its arrivals.jsonl, that this run follows: with the same settings it gives the same "
         "bits. With rollout.update_in_flight or rollout.max_wait."),
@@ -409,7 +414,8 @@ KEYS = (
     Setting("rewards.weights", (), "Weight of each reward function; empty is 1 for all.", float),
     Setting("rewards.timeout", None,
         "Seconds each reward function may take for one batch; none is no limit. With a limit a function that is named "
-        "by module or file runs in a process of its own, which is killed when it is late.", float, above=0),
+        "by module or file runs in a process of its own, which is killed when it is late.",
+        float, above=0, maximum=LONGEST_SECONDS),
     Setting("rewards.on_timeout", "stop",
         "Reward of rows that a function has not finished within rewards.timeout: stop (an error), none (no reward), or "
         "a number."),
@@ -434,7 +440,8 @@ KEYS = (
     Setting("environment.max_tool_calls", None,
         "Most tool calls in an episode; a turn that exceeds it ends the episode. none is no limit.", int, minimum=0),
     Setting("environment.timeout", 60.0,
-        "Most seconds for each call of an environment; none is no limit.", float, above=0, none=True),
+        "Most seconds for each call of an environment; none is no limit.", float, above=0, none=True,
+        maximum=LONGEST_SECONDS),
     Setting("environment.workers", 16, "Concurrent calls of environments.", int, minimum=1),
     Setting("environment.on_error", "end",
         "Handling of an environment that raises, returns nonsense or is late: end its episode without a reward, or "
@@ -451,7 +458,8 @@ KEYS = (
         "Further agents, each `VALUE=AGENT`: each runs for the rows whose column agent has that value, and "
         "environment.agent for rows without one."),
     Setting("environment.agent_timeout", 600.0,
-        "Most seconds that an agent takes for a row; a later one has failed, and its row is left out.", float, above=0),
+        "Most seconds that an agent takes for a row; a later one has failed, and its row is left out.", float, above=0,
+        maximum=LONGEST_SECONDS),
     Setting("environment.agent_tokens", None,
         "Most tokens that an agent samples for a row, over all its calls; none is no limit.", int,
         minimum=1),
@@ -746,8 +754,12 @@ KEYS = (
     Setting("optimizer.cycles", 0.5,
         "Periods of the cosine, 0.5 decays once; decays of cosine_with_restarts, 1 or more.", float, above=0),
     Setting("optimizer.power", 1.0, "Power of polynomial; 1 is linear.", float, above=0),
+    Setting("optimizer.stable_steps", 0,
+        "Training steps of wsd between warm-up and decay; 0 is all up to the last decay_steps of the schedule.",
+        int, minimum=0),
     Setting("optimizer.decay_steps", 0,
-        "Last training steps of the schedule, over which wsd decays.", int, minimum=0),
+        "Training steps over which wsd decays: the last of the schedule, or those behind stable_steps.",
+        int, minimum=0),
     Setting("optimizer.decay_shape", "linear",
         "Shape of the decay of wsd; constant stays at the peak up to the end of the schedule.",
         choices=("linear", "cosine", "exponential", "1-sqrt", "constant")),
@@ -896,16 +908,17 @@ KEYS = (
     Setting("processes.index", None,
         "Number of this process, from 0; or the variable JAXRL_PROCESS_INDEX.", int, minimum=0),
     Setting("processes.rendezvous_seconds", 300,
-        "Seconds within which all processes must have started.", int, minimum=1),
+        "Seconds within which all processes must have started.", int, minimum=1, maximum=LONGEST_SECONDS),
     Setting("processes.heartbeat_seconds", 100,
-        "Seconds without a heartbeat after which a process counts as lost and the run ends.", int, minimum=1),
+        "Seconds without a heartbeat after which a process counts as lost and the run ends.", int, minimum=1,
+        maximum=LONGEST_SECONDS),
 
     Setting("checkpoint.every", 50, "Steps between checkpoints; 0 saves only after the last step.", int, minimum=0),
     Setting("checkpoint.keep", 2, "Number of newest checkpoints to keep.", int, minimum=1),
     Setting("checkpoint.keep_every", 0, "Keep older checkpoints whose step is a multiple of this; 0 keeps none.",
         int, minimum=0),
     Setting("checkpoint.keep_hours", 0.0, "Keep an older checkpoint for each period of this many hours; 0 keeps none.",
-        float, minimum=0),
+        float, minimum=0, maximum=1e6),
     Setting("checkpoint.contents", ("state",),
         "Contents of a checkpoint: state, all that a run needs to resume, in checkpoints/; hf, the trained model as a "
         "Hugging Face folder, in hf_steps/, with the critic of ppo in its folder critic. No run resumes from hf "
@@ -1021,7 +1034,7 @@ KEYS = (
 
     Setting("watch.hang_seconds", 1800.0,
         "Longest phase of a step; a longer one writes all Python stacks to stacks.txt and ends the run. 0 is no limit.",
-        float, minimum=0),
+        float, minimum=0, maximum=LONGEST_SECONDS),
     Setting("watch.kl", 1.0,
         "Log warning/kl_explosion above this KL per token, to the reference or, without one, to the sampling policy; "
         "none is off.", float, above=0, none=True),
@@ -1049,6 +1062,7 @@ IDENTITY = (
     "eval.fraction", "model.tokenizer", "model.eos_token", "model.revision", "model.overrides",
     "data.chat_template_kwargs",
     "data.deduplicate", "data.overlong", "data.max_length", "data.loss_on", "data.step_separator", "data.packing",
+    "data.packing_strategy",
     "rollout.group_size", "rollout.max_prompt_length",
     "rewards.functions", "rewards.weights", "environment.name", "environment.tools", "environment.rollout_func",
     "environment.agent", "environment.agents", "environment.options", "algorithm.name", "algorithm.advantage",

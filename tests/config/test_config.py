@@ -1,11 +1,13 @@
 """The configuration tree, its command line, and names to objects: what they accept, and what their errors say."""
 
 import copy
+import faulthandler
 import importlib
 import inspect
 import json
 import re
 import sys
+import threading
 import types
 
 import numpy as np
@@ -18,6 +20,7 @@ from jaxrl_llm.config.flags import find_config, help_text, load_flags, load_opti
 from jaxrl_llm.config.resolve import closest, import_optional, resolve, split_losses
 from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, LOSS_OPTIONS, RENAMED, SECTIONS
 from jaxrl_llm.config.setting import Setting
+from jaxrl_llm.training.runtime.watchdog import MARGIN
 
 
 def changed(**values):
@@ -160,6 +163,18 @@ def test_a_key_takes_none_where_its_text_says_what_that_is(key):
     tree.assign(config, key.name, value)
     validate(config)
     assert from_json(to_json(config)).to_dict() == config.to_dict()
+
+
+def test_seconds_are_what_timers_take():
+    """Those of Python and of C overflow beyond 9e9 or so: the thread of the watchdog ended with a traceback."""
+    names = [key.name for key in KEYS if key.maximum == schema.LONGEST_SECONDS]
+    assert {"watch.hang_seconds", "rewards.timeout", "processes.heartbeat_seconds"} < set(names)
+    for name in names:
+        with pytest.raises(ConfigError, match=rf"{name} is .*1e\+09"):
+            validate(changed(**{name.replace(".", "__"): 10**10}))
+    assert schema.LONGEST_SECONDS < threading.TIMEOUT_MAX
+    faulthandler.dump_traceback_later(schema.LONGEST_SECONDS + MARGIN)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def test_line_breaks_on_a_command_line():
