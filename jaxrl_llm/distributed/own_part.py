@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.distributed.sharding import AXES, on_device, rollout_mesh, shardings
+from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.distributed.sharding import AXES, on_device, rollout_mesh, row_groups, shardings
 
 
 class OwnPart(NamedTuple):
@@ -17,18 +18,24 @@ class OwnPart(NamedTuple):
     params: Callable[[Any], Any]
 
     @classmethod
-    def of(cls, mesh: Mesh, kv_heads: int) -> "OwnPart":
+    def of(cls, mesh: Mesh, kv_heads: int, arrangement: str | None = "auto") -> "OwnPart":
         """The part of a mesh whose processes each have rows of their own; of one process the mesh itself.
 
         Without a `context` axis its devices are in the order of processes: `row_groups` refuses others. Each process
-        has all parameters: over its devices in `fsdp`, or as `rollout.mesh=auto` arranges them.
+        has all parameters: over its devices in `fsdp`, or as `arrangement`, a text of `rollout.mesh`, has them. Raises
+        ConfigError for one that no process has all by itself.
         """
         count = jax.process_count()
-        if count == 1:
+        if not mesh.is_multi_process:
             return cls(mesh, lambda params: params)
         types = mesh.axis_types
         wide = Mesh(mesh.devices.reshape(count, mesh.size // count, 1, 1, 1), AXES, axis_types=types)
-        wide = rollout_mesh(wide, "auto", kv_heads)
+        wide = rollout_mesh(wide, arrangement, kv_heads)
+        if row_groups(wide) < count:
+            raise ConfigError(
+                f"rollout.mesh is {arrangement!r}, of which several processes hold the same rows, but each of the "
+                f"{count} processes samples by itself: make its tensor axis no larger than the devices of one"
+            )
         devices = wide.devices.reshape(count, wide.shape["data"] // count, *wide.devices.shape[1:])
         own = Mesh(devices[jax.process_index()], AXES, axis_types=types)
         return cls(own, functools.partial(_own_params, wide, own))

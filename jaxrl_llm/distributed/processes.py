@@ -41,6 +41,7 @@ from jaxrl_llm.config.background import is_left_behind
 from jaxrl_llm.config.resolve import TransientError, exit_code
 from jaxrl_llm.distributed.orbax import ocp
 from jaxrl_llm.distributed.rendezvous import ProcessSpec, rendezvous
+from jaxrl_llm.distributed.turns import yielded
 
 VARIABLES = {
     "coordinator": "JAXRL_COORDINATOR",
@@ -51,7 +52,7 @@ SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", 
 # Folders of the coordinator's key-value store, with an entry for each process: its message, and the signs that it is
 # alive and that it is leaving.
 MESSAGES, ALIVE, LEAVING = "jaxrl_llm/messages/", "jaxrl_llm/alive/", "jaxrl_llm/leaving/"
-NUMBERS, CALLS = "jaxrl_llm/numbers/", "jaxrl_llm/calls/"  # the first as above, in the second a folder for each call
+NUMBERS, CALLS = "jaxrl_llm/numbers/", "jaxrl_llm/calls/"  # the first as above; in the second, of channels of calls
 BARRIER_MILLISECONDS = 7 * 24 * 3600 * 1000  # the watchdog ends processes that wait for a hanging one
 POLL_SECONDS = 0.5  # between two readings of the store
 ANSWER_SECONDS = 4.0  # for the others to answer
@@ -88,7 +89,8 @@ class Group:
 
 
 _groups: list[Group] = []  # empty, or the one of this process once it has joined
-_calls = itertools.count()  # of `most`
+_calls = collections.defaultdict[str, Iterator[int]](itertools.count)  # of `_exchanged`, by their channels
+_thread = threading.local()  # its `beside` is true in the block of that name
 _waits: list[float] = []  # seconds in which this process waited for others, until they are asked after
 _roles: list[int | None] = []  # empty, or the number of this process among those that only sample, None of a learner
 
@@ -301,17 +303,27 @@ def gather(value: Any) -> list[Any]:
     """The values of all processes (anything JSON writes; None costs least), in their order. All must call it."""
     if jax.process_count() == 1:
         return [value]
-    data, began = np.frombuffer(b"" if value is None else json.dumps(value).encode(), np.uint8), time.perf_counter()
+    if getattr(_thread, "beside", False):
+        return list(map(json.loads, _exchanged("beside", json.dumps(value))))
+    rows = gather_bytes(np.frombuffer(b"" if value is None else json.dumps(value).encode(), np.uint8))
+    return [json.loads(row.tobytes()) if len(row) else None for row in rows]
+
+
+def gather_bytes(data: np.ndarray) -> list[np.ndarray]:
+    """The bytes `[n]` uint8 of all processes, in their order. All must call it."""
+    if jax.process_count() == 1:
+        return [data]
+    began = time.perf_counter()
     sizes = np.atleast_1d(multihost_utils.process_allgather(np.int32(len(data))))
     _waits.append(time.perf_counter() - began)
     if not sizes.any():
-        return [None] * len(sizes)
+        return [data] * len(sizes)
     # Each other width is a program that is compiled: up to a quarter more, so that lengths of a run share a few.
     step = 1 << max(int(sizes.max()).bit_length() - 3, 10)
     padded = np.zeros(-(-int(sizes.max()) // step) * step, np.uint8)
     padded[: len(data)] = data
     rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
-    return [json.loads(row[:size].tobytes()) if size else None for row, size in zip(rows, sizes, strict=True)]
+    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
 def of_each(own: dict[str, float]) -> list[dict[str, float]]:
@@ -333,15 +345,35 @@ def of_each(own: dict[str, float]) -> list[dict[str, float]]:
 def most(number: int) -> int:
     """The largest of the numbers of all processes, by way of the coordinator: `gather` would wait for what the devices
     compute already. All must call it."""
-    if jax.process_count() == 1:
-        return number
-    call, client = next(_calls), _client()
-    client.key_value_set(f"{CALLS}{call}/{jax.process_index()}", str(number))
-    client.wait_at_barrier(f"{CALLS}{call}", BARRIER_MILLISECONDS)
-    numbers = map(int, _entries(f"{CALLS}{call}/").values())
+    return number if jax.process_count() == 1 else max(map(int, _exchanged("most", str(number))))
+
+
+@contextlib.contextmanager
+def beside() -> Iterator[None]:
+    """In here this thread's `gather`, and what calls it, goes by way of the coordinator, to the threads of the other
+    processes that are in here.
+
+    So it needs no program, which would have to come in one order with those that other threads start. What is gathered
+    should be small. One thread of a process may be in here at a time.
+    """
+    _thread.beside = True
+    try:
+        yield
+    finally:
+        _thread.beside = False
+
+
+def _exchanged(channel: str, text: str) -> list[str]:
+    """The texts of all processes in their order, by way of the coordinator; the calls of a channel meet each other."""
+    call, client, own = next(_calls[channel]), _client(), jax.process_index()
+    folder = f"{CALLS}{channel}/"
+    client.key_value_set(f"{folder}{call}/{own}", text)
+    with yielded():
+        client.wait_at_barrier(f"{folder}{call}", BARRIER_MILLISECONDS)
+    texts = _entries(f"{folder}{call}/")
     if call:
-        client.key_value_delete(f"{CALLS}{call - 1}/{jax.process_index()}")  # all have read them, as all are here
-    return max(numbers)
+        client.key_value_delete(f"{folder}{call - 1}/{own}")  # all have read them, as all are here
+    return [texts[index] for index in sorted(texts)]
 
 
 @contextlib.contextmanager

@@ -27,7 +27,9 @@ class RowGroup(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Mesh) -> "RowGroup":
-        """The group of this process on a mesh of all processes."""
+        """The group of this process on a mesh of all processes; on one of its own devices it has all rows, alone."""
+        if not mesh.is_multi_process:
+            return cls(0, 1, 1)
         count = row_groups(mesh)
         size = jax.process_count() // count
         return cls(jax.process_index() // size, count, size)

@@ -2,8 +2,8 @@
 
 A program over several devices meets itself in its collectives. Two threads that start programs at the same moment may
 reach the devices in different orders, and then each device waits for another one for ever. So a thread starts programs
-in its turn alone: the main thread of a run that samples beside its updates has the turn by default (`held`) and gives
-it away while it waits (`yielded`); another thread takes it for as long as it samples (`turn`).
+in its `turn` alone, which it gives away while it waits (`yielded`): the main thread of a run that samples beside its
+updates has it by default, another one for as long as it samples.
 """
 
 import contextlib
@@ -11,25 +11,18 @@ import threading
 from collections.abc import Iterator
 
 _lock = threading.RLock()
-_holders: list[int] = []  # the thread in `held`, where there is one
+_holders: list[int] = []  # the thread of each block of `turn`
 
 
 @contextlib.contextmanager
 def turn() -> Iterator[None]:
-    """Start programs in here; waits while another thread does."""
-    with _lock:
-        yield
-
-
-@contextlib.contextmanager
-def held() -> Iterator[None]:
-    """Keep the turn in this thread, save where it is `yielded`."""
+    """Start programs in here, save where the turn is `yielded`; waits while another thread does."""
     with _lock:
         _holders.append(threading.get_ident())
         try:
             yield
         finally:
-            _holders.pop()
+            _holders.remove(threading.get_ident())
 
 
 @contextlib.contextmanager

@@ -82,7 +82,7 @@ class TurnTracker:
         # A process knows the answers of its own rows only, but all must run the same program on the same arrays: they
         # agree on the width, a power of two so that few programs are compiled, and each gives its slots alone.
         longest = max((len(answer or ()) for answer in answers.values()), default=0)
-        agreed = _of_processes(np.array([longest, own.start]))
+        agreed = _of_processes(np.array([longest, own.start]), tokens)
         width = 1 << max(int(agreed[:, 0].max()) - 1, 0).bit_length()
         given = np.zeros((*own_rows.shape, width + 3), np.int32)  # tokens; how many, whether answered, whether over
         for g, r in np.argwhere(np.isin(own_rows, list(answers))):
@@ -90,7 +90,7 @@ class TurnTracker:
             given[g, r, : len(answer or ())] = answer or ()
             given[g, r, width:] = len(answer or ()), 1, answer is None
         found = np.zeros((*numbers.shape, width + 3), np.int32)
-        for start, part in zip(agreed[:, 1], _of_processes(given), strict=True):
+        for start, part in zip(agreed[:, 1], _of_processes(given, tokens), strict=True):
             found[start : start + len(part)] += part  # where several have the same slots, one alone gives answers
         observed, (counts, answered, over) = found[..., :width], np.moveaxis(found[..., width:], -1, 0)
         truncated = (counts > 0) & (lengths + counts >= self.max_length)
@@ -115,6 +115,7 @@ def slots_to_read(counts: np.ndarray, least: int = MIN_TOKENS) -> np.ndarray | N
     return index
 
 
-def _of_processes(x: np.ndarray) -> np.ndarray:
-    """The arrays of all processes, `[processes,...]`."""
-    return x[None] if jax.process_count() == 1 else np.asarray(multihost_utils.process_allgather(x))
+def _of_processes(x: np.ndarray, tokens: Any) -> np.ndarray:
+    """The arrays of all processes that have a part of the `tokens`, `[processes,...]`."""
+    alone = not isinstance(tokens, jax.Array) or tokens.is_fully_addressable
+    return x[None] if alone else np.asarray(multihost_utils.process_allgather(x))

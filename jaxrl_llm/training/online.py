@@ -65,6 +65,7 @@ class Producer:
     worker: RolloutWorker
     greedy: RolloutWorker | None
     pipeline: Prompts
+    group: RowGroup  # of the processes that make a batch together
     flat_groups: Callable[[np.ndarray, Any, list[str] | None], np.ndarray]
     partial: PartialRollouts | None = None
 
@@ -74,7 +75,7 @@ class Producer:
         With `dynamic_sampling`, flat groups are sampled again for other prompts, until none is left. Raises ConfigError
         when some are left after the last round, and no replay buffer fills up.
         """
-        spec, state, group = self.spec, TrainerState(step - 1, self.spec.total_steps), RowGroup.of(self.worker.mesh)
+        spec, state, group = self.spec, TrainerState(step - 1, self.spec.total_steps), self.group
         rollouts = self._sample(params, version, key, 0, state)
         if spec.dynamic_sampling:
             flat, resampled = self._flat(rollouts), 0
@@ -110,7 +111,7 @@ class Producer:
         """
         rewards, weights, metric = rollouts.rewards, self.worker.rewards.weights, self.spec.dynamic_sampling_metric
         if metric is not None:
-            group, numbers = RowGroup.of(self.worker.mesh), [0.0] * len(rewards)
+            group, numbers = self.group, [0.0] * len(rewards)
             with all_or_none():
                 columns, named = rollouts.logged.columns, "algorithm.dynamic_sampling_metric is"
                 found = [name for name in columns if metric in (name, name.rpartition("/")[2])]
@@ -140,7 +141,7 @@ class Producer:
         rollouts = self.worker(params, examples, key, first_row, state)
         if isinstance(self.pipeline, Curriculum):
             own = success_rates(rollouts.rewards, len(examples), self.spec.correct_at)
-            rates = RowGroup.of(self.worker.mesh).gather(own)
+            rates = self.group.gather(own)
             self.pipeline.observe([rate for share in rates for rate in share])
         if self.pipeline.newest is not None:
             scores = np.repeat(self.pipeline.newest, self.worker.engine.group_size, axis=0)

@@ -1,5 +1,6 @@
 """`Rollouts`, which a producer makes, with the bytes of them that a checkpoint holds; and `Experience`, to train on."""
 
+import functools
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +14,12 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.batch import Batch, Images
 from jaxrl_llm.algorithms.turn_advantages import Turns
 from jaxrl_llm.data import Row
+from jaxrl_llm.distributed.processes import gather_bytes
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import local_rows, row_sharding, rows_to_global
 from jaxrl_llm.rewards.runner import NOTHING_LOGGED, Logged
 from jaxrl_llm.rollout.slots import Rollout
-from jaxrl_llm.training.logging.reward_metrics import table_value
+from jaxrl_llm.training.logging.reward_metrics import add_logs, table_value
 
 UNSAMPLED = -1  # the version of a place without a token
 
@@ -124,9 +126,14 @@ def rollout_of(
 
 
 def on_mesh(batch: Rollouts, mesh: Mesh) -> Rollouts:
-    """The batch with its arrays on other devices, sharded by rows over `mesh`."""
+    """The batch with its arrays on other devices, sharded by rows over `mesh`; of several processes, each gives its own
+    rows."""
     greedy = None if batch.greedy is None else on_mesh(batch.greedy, mesh)
-    rollout, images = jax.device_put((batch.rollout, batch.images), row_sharding(mesh))
+    arrays = batch.rollout, batch.images
+    if mesh.is_multi_process:
+        rollout, images = rows_to_global(local_rows(arrays), mesh)
+    else:
+        rollout, images = jax.device_put(arrays, row_sharding(mesh))
     return batch._replace(rollout=rollout, images=images, greedy=greedy)
 
 
@@ -199,6 +206,47 @@ def unpack(packed: np.ndarray) -> list[Rollouts]:
         )
 
     return [batch_of(texts, str(index)) for index, texts in enumerate(json.loads(arrays["texts"].tobytes()))]
+
+
+def packed_queue(batches: Sequence[Rollouts], group: RowGroup) -> dict[str, Any]:
+    """The batches of a queue as the tree of arrays that a checkpoint holds, by name: of several row groups the bytes of
+    each, one after another. All processes must call it."""
+    if not batches:
+        return {}
+    shares = gather_bytes(pack(batches))[:: group.size]
+    return {"queue": {"bytes": np.concatenate(shares), "sizes": np.array(list(map(len, shares)))}}
+
+
+def unpacked_queue(arrays: Mapping[str, Any]) -> list[Rollouts]:
+    """The batches of a `packed_queue`, of all row groups, on the host; none without one."""
+    return [_whole(shares) for shares in _queue_shares(arrays)]
+
+
+def placed_queue(arrays: Mapping[str, Any], mesh: Mesh) -> list[Rollouts]:
+    """The batches of a `packed_queue` with their rows sharded over `mesh`: each row group has its share, with what it
+    logged, or an equal one where there were others."""
+    group = RowGroup.of(mesh)
+    return [
+        placed_share(shares[group.index], mesh)._replace(logged=shares[group.index].logged)
+        if len(shares) == group.count
+        else placed(_whole(shares), mesh)
+        for shares in _queue_shares(arrays)
+    ]
+
+
+def _queue_shares(arrays: Mapping[str, Any]) -> list[list[Rollouts]]:
+    """Of each batch of a `packed_queue` the shares of the row groups, on the host."""
+    if "queue" not in arrays:
+        return []
+    packed = np.asarray(arrays["queue"]["bytes"])
+    ends = np.cumsum(arrays["queue"].get("sizes", [len(packed)]))  # checkpoints of earlier versions have one share
+    return [list(shares) for shares in zip(*map(unpack, np.split(packed, ends[:-1])), strict=True)]
+
+
+def _whole(shares: Sequence[Rollouts]) -> Rollouts:
+    """The batch of the shares of several row groups, each of which has logged what it graded."""
+    whole, logs = joined(shares), functools.reduce(add_logs, (share.logged for share in shares))
+    return whole._replace(logged=whole.logged._replace(metrics=logs.metrics, totals=logs.totals))
 
 
 # Of `Rollouts`, what has an entry for each row or prompt: lists, and trees of arrays.

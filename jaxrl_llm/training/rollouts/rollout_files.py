@@ -52,7 +52,7 @@ from jaxrl_llm.models.files.weight_changes import ENCODING, apply, as_bytes, cha
 from jaxrl_llm.models.net import Params
 from jaxrl_llm.training.checkpoint.outputs import writing
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.rollouts.experience import Rollouts, joined, pack, placed, placed_share, unpack
+from jaxrl_llm.training.rollouts.experience import Rollouts, joined, pack, placed, placed_share, unpack, unpacked_queue
 from jaxrl_llm.training.rollouts.rollout_queue import Produce
 
 log = logging.getLogger(__name__)
@@ -382,7 +382,7 @@ class FileQueue:
 
     def restore(self, arrays: dict[str, Any]) -> None:
         """Take up the batches that `arrays` hold; rows are placed when they are taken."""
-        self._queue = deque(unpack(np.asarray(arrays["queue"]["bytes"])) if "queue" in arrays else ())
+        self._queue = deque(unpacked_queue(arrays))
 
     def _path(self, step: int) -> Path:
         return self._folder / f"batch_{step:08d}"

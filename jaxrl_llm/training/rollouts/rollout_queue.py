@@ -21,13 +21,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config.background import in_thread, leave_behind
+from jaxrl_llm.distributed.processes import beside
+from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import resharding, shardings
-from jaxrl_llm.distributed.turns import held, yielded
+from jaxrl_llm.distributed.turns import turn, yielded
 from jaxrl_llm.models.adapters.lora import combine, split
 from jaxrl_llm.models.net import Params
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.rollouts.arrivals import Arrivals
-from jaxrl_llm.training.rollouts.experience import Rollouts, on_mesh, pack, placed, unpack
+from jaxrl_llm.training.rollouts.experience import Rollouts, on_mesh, packed_queue, placed_queue
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,9 @@ class RolloutQueue:
     devices; then a program of these gives each policy, in the type that decodes, the shards that it has on `mesh`, to
     which they are copied, and rows are moved back. watch: of the thread that takes. own_watch: of the one that makes.
     arrivals: what comes to batches while they are made; where policies do, each is published there, and none is kept
-    for a batch.
+    for a batch. own_params: gives parameters to `mesh` where that is this process's part of those of several; then
+    each makes its own rows of a batch, and its thread starts no program of all, which would have to come in one order
+    with the updates.
 
     An error of what makes a batch is raised by the `take` or `rest` that meets it, and no further batch is made. The
     exit waits for the batch under way. After an error, or Ctrl-C, it waits no longer than LEAVE_SECONDS and leaves the
@@ -70,18 +74,21 @@ class RolloutQueue:
         watch: Stopwatch,
         own_watch: Stopwatch,
         arrivals: Arrivals | None = None,
+        own_params: Callable[[Params], Params] | None = None,
     ):
         self.staleness = staleness
         self._arrivals = arrivals
         self._last_step, self._key_of, self._publish = last_step, key_of, publish
         self._mesh, self._train_mesh, self._watch, self._own_watch = mesh, train_mesh, watch, own_watch
         self._apart = mesh.device_ids.tolist() != train_mesh.device_ids.tolist()
+        self._own_params = own_params
         self._frozen: Params | None = None  # on the mesh that samples
         self._reshard: Callable[[Params], Params] | None = None
         self._queue: deque[Future[Made]] = deque()  # the batches of the next steps, in order
         self._error: BaseException | None = None  # of a thread, or of the end
         self._idle_since: float | None = None
-        self._turn = held() if staleness and not self._apart and mesh.size > 1 else contextlib.nullcontext()
+        meet = staleness and mesh.size > 1 and (own_params is not None or not self._apart)
+        self._turn = turn() if meet else contextlib.nullcontext()
 
     def __enter__(self) -> "RolloutQueue":
         self._turn.__enter__()
@@ -141,15 +148,14 @@ class RolloutQueue:
     def get_arrays(self) -> dict[str, Any]:
         """The batches of the queue as the tree of arrays that a checkpoint holds, by name."""
         self.rest()
-        batches = [future.result().rollouts for future in self._queue]
-        return {"queue": {"bytes": pack(batches)}} if batches else {}
+        return packed_queue([future.result().rollouts for future in self._queue], RowGroup.of(self._train_mesh))
 
     def restore(self, arrays: dict[str, Any]) -> None:
         """Take up the batches that `arrays` hold, their rows sharded over the mesh that trains."""
         self._queue.clear()
-        for batch in unpack(np.asarray(arrays["queue"]["bytes"])) if "queue" in arrays else ():
+        for batch in placed_queue(arrays, self._train_mesh):
             future: Future[Made] = Future()
-            future.set_result(Made(placed(batch, self._train_mesh), {}))
+            future.set_result(Made(batch, {}))
             self._queue.append(future)
         if self._arrivals is not None:
             self._arrivals.resume()
@@ -161,6 +167,9 @@ class RolloutQueue:
             return params
         frozen, trained = split(params)
         here = self._frozen
+        if self._own_params is not None:
+            here = self._frozen = self._own_params(frozen) if here is None else here
+            return combine(here, self._own_params(trained))
         if here is None:
             here = self._frozen = jax.device_put(frozen, shardings(frozen, self._mesh))
         if self._reshard is None:
@@ -191,7 +200,8 @@ class RolloutQueue:
             raise self._error
         waited = 0.0 if self._idle_since is None else time.perf_counter() - self._idle_since
         try:
-            rollouts = self._rollouts(produce, params, version, step, self._key_of(step))
+            with beside():
+                rollouts = self._rollouts(produce, params, version, step, self._key_of(step))
         except BaseException as error:
             self._error = error
             raise

@@ -46,8 +46,9 @@ class RolloutWorker:
 
     With `open_episodes` rows are episodes of environments; `external` samples in place of the engine, and `agents` run
     the programs whose sessions are the rows. With `arrivals` a policy may come while rows are sampled. Of
-    `several_environments` a column of each row names its own. With `steps` those of completions are turns. Completions
-    are texts where `external` makes texts, and otherwise what their prompts are, texts or messages.
+    `several_environments` a column of each row names its own. With `steps` those of completions are turns. Where `mesh`
+    is of this process alone, beside others of the run, its rows are the share of that number of the rows of all.
+    Completions are texts where `external` makes texts, and otherwise what their prompts are, texts or messages.
     """
 
     engine: Engine
@@ -63,6 +64,7 @@ class RolloutWorker:
     arrivals: Arrivals | None = None
     several_environments: bool = False
     steps: StepCredit | None = None
+    share: int = 0
 
     def __call__(
         self,
@@ -76,8 +78,9 @@ class RolloutWorker:
     ) -> Rollouts:
         """The completions of every example of this process, rows of a prompt adjacent.
 
-        Row i draws its random numbers from `fold_in(key, first_row + i)`. Rows that are `sampled` are graded alone. Of
-        the examples those behind the first `counted` fill up the batch: they are sampled, and get no reward (NaN).
+        Row i of all processes draws its random numbers from `fold_in(key, first_row + i)`. Rows that are `sampled` are
+        graded alone. Of the examples those behind the first `counted` fill up the batch: they are sampled, and get no
+        reward (NaN).
         """
         group_size, group = self.engine.group_size, RowGroup.of(self.mesh)
         with self.stopwatch("rollout"), turn():
@@ -226,7 +229,8 @@ class RolloutWorker:
         tokens, segments = rows_to_global(padded, self.mesh)
         arrivals, plays = self.arrivals, self.open_episodes is not None
         rollout = self.engine.generate(
-            params if arrivals is None else arrivals.start(params), tokens, segments, key, first_row,
+            params if arrivals is None else arrivals.start(params), tokens, segments, key,
+            first_row + self.share * len(opened) * self.engine.group_size,
             SilentTurnServer() if plays and episodes is None else episodes,
             on_finished=streaming, images=images, on_border=None if arrivals is None else arrivals.border,
         )  # fmt: skip

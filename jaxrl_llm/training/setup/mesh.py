@@ -5,6 +5,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError, batch_rows
 from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.distributed.own_part import OwnPart
 from jaxrl_llm.distributed.sharding import make_mesh, rollout_mesh, row_shards
 from jaxrl_llm.training.algorithm import Algorithm
 from jaxrl_llm.training.setup import specs
@@ -23,12 +24,20 @@ def build_mesh(config) -> Mesh:
     return make_mesh(c.data, c.fsdp, c.tensor, c.context, c.expert, devices)
 
 
-def sampling_mesh(config, mesh: Mesh, kv_heads: int) -> Mesh:
-    """The mesh of the devices that only sample; `mesh`, that of training, where there are none."""
-    count = sampling_devices(config)
-    if not count:
-        return mesh
-    return rollout_mesh(make_mesh(devices=jax.devices()[-count:]), config.rollout.mesh, kv_heads)
+def sampling_part(config, mesh: Mesh, kv_heads: int) -> OwnPart:
+    """What samples the batches of training: the devices that only sample, those of this process where each samples
+    apart, or else `mesh`, that of training."""
+    if samples_apart(config):
+        return OwnPart.of(mesh, kv_heads, config.rollout.mesh)
+    if count := sampling_devices(config):
+        mesh = rollout_mesh(make_mesh(devices=jax.devices()[-count:]), config.rollout.mesh, kv_heads)
+    return OwnPart(mesh, lambda params: params)
+
+
+def samples_apart(config) -> bool:
+    """True where a thread of each of several processes samples by itself, beside the updates of all."""
+    several = jax.process_count() > 1 and not config.rollout.processes
+    return several and config.rollout.staleness > 0
 
 
 def sampling_devices(config) -> int:

@@ -18,6 +18,7 @@ from jaxrl_llm.data.pipeline import Pipeline, Prompts
 from jaxrl_llm.data.scored_prompts import SCORES, ScoredPrompts
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed import processes
+from jaxrl_llm.distributed.own_part import OwnPart
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import make_mesh, rollout_mesh, row_shards
 from jaxrl_llm.environments.agents import Agents
@@ -50,7 +51,7 @@ from jaxrl_llm.training.rollouts.rollout_queue import RolloutQueue
 from jaxrl_llm.training.rollouts.worker import RolloutWorker
 from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.setup.data import read_data
-from jaxrl_llm.training.setup.mesh import sampling_devices, sampling_mesh, shard_rows
+from jaxrl_llm.training.setup.mesh import samples_apart, sampling_devices, sampling_part, shard_rows
 from jaxrl_llm.training.setup.models import build_model
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, preference_spec
 from jaxrl_llm.training.setup.teachers import build_teacher, cross_tokenizer, online_teacher
@@ -105,8 +106,9 @@ def online_source(
     _check_online(config, advantages, environments, mesh)
     spec, rollout = specs.learner_spec(config), config.rollout
     watch = Stopwatch(within=stopwatch) if rollout.staleness and not rollout.processes else stopwatch
-    own_mesh = sampling_mesh(config, mesh, model.net.config.kv_heads)
-    producer = _producer(config, model, data, tokens, rewards, own_mesh, watch, environments)
+    own = sampling_part(config, mesh, model.net.config.kv_heads)
+    group = RowGroup.of(mesh)
+    producer = _producer(config, model, data, tokens, rewards, own.mesh, group, watch, environments)
     worker = producer.worker
     reference = replay = None
     played = played_environments(environments)
@@ -151,13 +153,13 @@ def online_source(
             context=context,
             other_teachers=others,
         ),
-        _queue(config, producer, mesh, stopwatch),
+        _queue(config, producer, own, mesh, stopwatch),
         first_stage=stage,
     )
 
 
-def _queue(config, producer: Producer, mesh: Mesh, stopwatch: Stopwatch) -> RolloutQueue | FileQueue:
-    """The queue between the producer and the learner, which is on `mesh`."""
+def _queue(config, producer: Producer, own: OwnPart, mesh: Mesh, stopwatch: Stopwatch) -> RolloutQueue | FileQueue:
+    """The queue between the producer, on its `own` part, and the learner, which is on `mesh`."""
     rollout, worker = config.rollout, producer.worker
     if rollout.processes:
         return FileQueue(
@@ -174,13 +176,15 @@ def _queue(config, producer: Producer, mesh: Mesh, stopwatch: Stopwatch) -> Roll
     return RolloutQueue(
         rollout.staleness,
         config.total_steps,
-        key_of=partial(jax.random.fold_in, jax.random.key(config.seed)),
+        # Made where it is called: under the mesh that is set here, the key would be on the devices of all processes.
+        key_of=lambda step: jax.random.fold_in(jax.random.key(config.seed), step),
         publish=worker.copy_policy,
         mesh=worker.mesh,
         train_mesh=mesh,
         watch=stopwatch,
         own_watch=worker.stopwatch,
         arrivals=worker.arrivals if producer.partial is None else producer.partial.arrivals,
+        own_params=own.params if samples_apart(config) else None,
     )
 
 
@@ -271,11 +275,18 @@ def _check_online(config, advantages: AdvantageStep, environments: Environments 
             f"rollout.processes is {rollout.processes}, but this process has not joined others: start each with python "
             "-m jaxrl_llm.train (docs/asynchronous.md), or set it to 0"
         )
-    if rollout.staleness and jax.process_count() > 1 and not rollout.processes:
-        raise ConfigError(
-            f"rollout.staleness is {rollout.staleness}, but the run has {jax.process_count()} processes, whose threads "
-            "would meet in another order: set it to 0, or let some of the processes only sample (rollout.processes)"
-        )
+    if samples_apart(config):
+        others = {
+            "mesh.context x mesh.tensor spans several of them": RowGroup.of(mesh).size > 1,
+            "environment.rollout_func is set": config.environment.rollout_func is not None,
+            "rollout.update_in_flight is true": rollout.update_in_flight,
+        }
+        for name in (name for name, is_on in others.items() if is_on):
+            raise ConfigError(
+                f"rollout.staleness is {rollout.staleness}, with which each of the {jax.process_count()} processes "
+                f"samples by itself, but {name}: change that, set staleness to 0, or let some of the processes only "
+                "sample (rollout.processes)"
+            )
     if rollout.partial_prompts and jax.process_count() > 1:
         raise ConfigError(
             f"rollout.partial_prompts is {rollout.partial_prompts}, but the run has {jax.process_count()} processes, "
@@ -295,17 +306,18 @@ def _producer(
     tokens: Tokenized | None,
     rewards: Rewards,
     own_mesh: Mesh,
+    group: RowGroup,
     watch: Stopwatch,
     environments: Environments | Agents | None,
 ) -> Producer:
-    """The producer, which samples and grades on `own_mesh`."""
+    """The producer, which samples and grades the rows of this process's `group` on `own_mesh`."""
     advantages = _advantages(config, rewards, environments)
     rollout, examples = config.rollout, None if tokens is None else tokens.rows
     if examples is not None and config.total_steps and reads_prompts_as_they_are(config, environments):
         columns = set().union(*examples)  # of sources that have others each, all: a row has None for what it lacks
         if PIXELS not in columns:
             rewards.check_columns(sorted(columns - {"prompt_ids"}))
-    pipeline = _prompts(config, model, data, tokens, advantages, own_mesh)
+    pipeline = _prompts(config, model, data, tokens, advantages, group)
 
     def worker_of(sampling: SamplingParams, group_size: int) -> RolloutWorker:
         return build_worker(config, model, rewards, own_mesh, sampling, group_size, examples, watch, environments)
@@ -345,14 +357,15 @@ def _producer(
         partial_rollouts = PartialRollouts(
             settings, worker.engine, pipeline, key, own_mesh, worker.prompt_width, watch, arrivals
         )
-    return Producer(specs.producer_spec(config), worker, greedy, pipeline, advantages.flat_groups, partial_rollouts)
+    spec = specs.producer_spec(config)
+    return Producer(spec, worker, greedy, pipeline, group, advantages.flat_groups, partial_rollouts)
 
 
 def _prompts(
-    config, model: Model, data: list[DataSource], tokens: Tokenized | None, advantages: AdvantageStep, mesh: Mesh
+    config, model: Model, data: list[DataSource], tokens: Tokenized | None, advantages: AdvantageStep, group: RowGroup
 ) -> Prompts:
     """The prompts of this process's steps, in the order that the settings and the advantage rule ask for."""
-    share = RowGroup.of(mesh)[:2]  # of the prompts
+    share = group[:2]  # of the prompts
     if tokens is None:
         return loading.stream(specs.data_spec(config), data, "prompts", model.tokenizer, lambda row: row, *share)
     size, curriculum = specs.batch_spec(config).prompts, specs.curriculum_spec(config)
@@ -376,7 +389,8 @@ def build_producer(config) -> tuple[Producer, Model, Stopwatch, Environments | A
         rows = read_data(config, None, None, None, None)
         model = build_model(rows.config, mesh, None, rows.tokenizer)
         rewards, environments, watch = build_rewards(rows.config), load_environments(spec), Stopwatch()
-        producer = _producer(rows.config, model, rows.sources, rows.tokens, rewards, mesh, watch, environments)
+        group = RowGroup.of(mesh)
+        producer = _producer(rows.config, model, rows.sources, rows.tokens, rewards, mesh, group, watch, environments)
     return producer, model, watch, environments
 
 

@@ -69,7 +69,10 @@ def build_worker(
             )
     if not reads_prompts_as_they_are(config, environments):
         examples = None
+    # Processes that sample by themselves share the prompts of a step, and its slots.
+    shares = 1 if mesh.is_multi_process else jax.process_count()
     engine = build_engine(config, model, mesh, sampling, group_size, stopwatch)
+    engine = replace(engine, slots=-(-engine.slots // shares))
     engine_mesh = engine.mesh if isinstance(engine, ReshardedEngine) else mesh
     if environments is not None and row_groups(engine_mesh) != row_groups(mesh):
         raise ConfigError(
@@ -87,8 +90,8 @@ def build_worker(
     width = limit if examples is None else specs.padded_width(longest, limit)
     check_memory(config, model, engine, width, mesh)
     if c.memory_fraction is not None:
-        memory = device_memory(engine_mesh)
-        prompts = config.batch.prompts + c.partial_prompts if at_once is None else at_once
+        memory = device_memory(engine_mesh) / shares
+        prompts = (config.batch.prompts + c.partial_prompts) // shares if at_once is None else at_once
         engine = with_fitting_slots(engine, model.params, c.memory_fraction, memory, prompts, width, engine_mesh)
     function = load_rollout_function(config.environment.rollout_func)
     options = specs.data_spec(config).template_kwargs
@@ -113,6 +116,7 @@ def build_worker(
         agents,
         as_texts=function is not None and returns_texts(function),
         several_environments=played is not None and played.routed,
+        share=jax.process_index() if shares > 1 else 0,
     )
 
 
@@ -134,9 +138,10 @@ def build_engine(
     spec = replace(specs.rollout_spec(config), sampling=sampling, group_size=group_size)
     grammar = build_grammar(c.structured_grammar, model.tokenizer, vocab, ends, "rollout.structured_grammar")
     engine = Engine(**vars(spec), net=model.net, eos=ends, automata=automata, grammar=grammar)
-    # Devices that only sample are arranged already, and the others evaluate as they are.
-    apart = c.devices or c.processes
-    engine_mesh = rollout_mesh(mesh, None if apart else c.mesh, model.net.config.kv_heads)
+    # Devices that only sample, and those of one of several processes, are arranged already; where there are of the
+    # first, the others evaluate as they are.
+    arranged = c.devices or c.processes or (jax.process_count() > 1 and not mesh.is_multi_process)
+    engine_mesh = rollout_mesh(mesh, None if arranged else c.mesh, model.net.config.kv_heads)
     if engine_mesh == mesh:
         return engine
     return ReshardedEngine(**vars(engine), mesh=engine_mesh, train_mesh=mesh, watch=stopwatch)
@@ -191,7 +196,7 @@ def agent_rollout(
         )
     own, count = OwnPart.of(mesh, model.net.config.kv_heads), jax.process_count()
     rows, shards = config.batch.prompts * config.rollout.group_size, row_shards(own.mesh)
-    slots = -(-engine.slots // count) or min(agents.spec.workers, -(-rows // count))
+    slots = -(-engine.slots // (count if mesh.is_multi_process else 1)) or min(agents.spec.workers, -(-rows // count))
     slots = -(-slots // shards) * shards
     return AgentRollout(agents, engine, turns, mesh, width, slots, own, specs.image_limits(config))
 

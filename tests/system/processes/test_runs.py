@@ -16,7 +16,10 @@ from jaxrl_llm.data import tasks
 from jaxrl_llm.models.model import load_model, save_hf
 
 # What depends on the devices: times, and how well their slots are filled.
-TIMES = ("tokens_per_second", "mfu", "step_time", "rollout/useful_token_fraction", "environment/seconds")
+TIMES = (
+    "tokens_per_second", "mfu", "step_time", "rollout/useful_token_fraction", "environment/seconds", "rollout/queue",
+)  # fmt: skip
+OF_MACHINES = ("time", "machine/", "producer/")
 
 
 def command(root: Path, name: str, folder: Path, *flags: str) -> list[str]:
@@ -30,8 +33,7 @@ def command(root: Path, name: str, folder: Path, *flags: str) -> list[str]:
 def same_numbers(one: dict, other: dict, where: str):
     """Both hold the same keys, and numbers that agree as far as sums in another order do."""
     one, other = (
-        {k: v for k, v in x.items() if not k.endswith(TIMES) and not k.startswith(("time", "machine/"))}
-        for x in (one, other)
+        {k: v for k, v in x.items() if not k.endswith(TIMES) and not k.startswith(OF_MACHINES)} for x in (one, other)
     )
     assert one.keys() == other.keys(), where
     for name, value in one.items():

@@ -12,12 +12,21 @@ from jaxrl_llm.algorithms.turn_advantages import Turn, turn_table
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.distributed.turns import held, turn, yielded
+from jaxrl_llm.distributed.turns import turn, yielded
 from jaxrl_llm.rewards.runner import Logged
 from jaxrl_llm.rollout.slots import Rollout
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.rollouts import rollout_queue
-from jaxrl_llm.training.rollouts.experience import Rollouts, joined, pack, placed, share_of, unpack
+from jaxrl_llm.training.rollouts.experience import (
+    Rollouts,
+    joined,
+    pack,
+    placed,
+    placed_queue,
+    share_of,
+    unpack,
+    unpacked_queue,
+)
 from jaxrl_llm.training.rollouts.rollout_queue import RolloutQueue
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.step import improve
@@ -172,22 +181,47 @@ def test_packed_rollouts_keep_every_bit():
     assert int(unpack(packed)[0].greedy.rollout.tokens[0, 0]) == 1
 
 
+def test_a_queue_of_several_row_groups():
+    """Of each group the bytes of its own rows; another number of groups has the rows of all, and what each logged."""
+    whole = [rollouts_of(7)._replace(turns=turn_table([[Turn(1, 0.5)], [Turn(2, 1.0)]], 3, 2, 1)), rollouts_of(3, 1)]
+    shares = [[share_of(batch, index, 2) for batch in jax.device_get(whole)] for index in range(2)]
+    packed = [pack(share) for share in shares]
+    arrays = {"queue": {"bytes": np.concatenate(packed), "sizes": np.array(list(map(len, packed)))}}
+    for got in (unpacked_queue(arrays), placed_queue(arrays, MESH)):
+        assert [batch.version for batch in got] == [0, 1]
+        for batch, expected in zip(got, whole, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, batch.rollout, expected.rollout)
+            np.testing.assert_array_equal(batch.rewards, expected.rewards)
+            assert (batch.prompts, batch.completions) == (expected.prompts, expected.completions)
+            assert batch.logged.totals == {"tokens": 6.0} and len(batch.logged.metrics["tries"]) == 4
+            assert len(batch.logged.columns["note"]) == 2
+    earlier = {"queue": {"bytes": pack(whole)}}
+    assert unpacked_queue(earlier)[0].logged.totals == {"tokens": 3.0} and unpacked_queue({}) == []
+
+
 def test_turns():
-    seen = []
+    """A thread that waits in its turn gives it away, be it the main one or one that samples."""
+    seen, waits = [], threading.Event()
 
     def other():
         with turn():
             seen.append("other")
+            with yielded():
+                waits.wait(10)
+            seen.append("other again")
 
-    with held():
+    with turn():
         thread = threading.Thread(target=other)
         thread.start()
         time.sleep(0.05)
         seen.append("held")
         with yielded():
-            thread.join(10)
+            time.sleep(0.2)
         seen.append("again")
-    assert seen == ["held", "other", "again"]
+        waits.set()
+        with yielded():
+            thread.join(10)
+    assert seen == ["held", "other", "again", "other again"]
     with yielded(), turn():  # of a thread that holds nothing
         assert not [x for x in seen if x == "other"][1:]
 
