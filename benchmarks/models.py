@@ -156,6 +156,14 @@ VISION_FILES = {
     "lfm3_vl": (
         "families/lfm3_vl.py", "families/lfm3.py families/llava.py vision/patch_rows.py vision/mergers.py",
     ),
+    "deepseek_vl": (
+        "families/deepseek_vl.py",
+        "families/llama.py families/llava.py families/siglip.py vision/siglip.py vision/projector.py",
+    ),
+    "minimax_m3_vl": (
+        "families/minimax_m3_vl.py",
+        "families/minimax_m3_vl_text.py families/llava.py families/siglip.py vision/patch_rows.py vision/mergers.py",
+    ),
     "lighton_ocr": ("families/lighton_ocr.py", "families/qwen3.py families/mistral3.py, and its"),
     "mistral3": ("families/mistral3.py", "families/llava.py vision/patch_rows.py vision/mergers.py"),
     "gemma4": (
@@ -373,9 +381,9 @@ difference.
   gates are 0 unless they exceed the mean by so many standard deviations (`activation_sparsity_pattern`), beside
   per-layer embeddings and shared keys and values. The maps of streams and of Laurel have no adapters and are not
   quantised. transformers clips coefficients of AltUp above 120 in training; here they are not clipped.
-- Of `gemma3n`, `apertus1p5` and `minimax_m3_vl` the text part alone, as of `llama4`: their encoders of images and sound
-  are not read. Codes of images and sound are tokens of Apertus 1.5 too, which its head does not predict
-  (`output_vocab_size`): they are read, and never sampled.
+- Of `gemma3n` and `apertus1p5` the text part alone, as of `llama4`: their encoders of images and sound are not read.
+  Codes of images and sound are tokens of Apertus 1.5 too, which its head does not predict (`output_vocab_size`): they
+  are read, and never sampled.
 - Of `llama4`, which reads images too, the text part alone: a folder of its is read as a `llama4_text`, rows with images
   are refused, and the export is a model of that type, without the other parts. Adapters are named as in that type's
   class. So is a `gemma4`, a `gemma4_unified` (Gemma 4 12B) or a `kimi_k25` without a `vision_config`; of one that has

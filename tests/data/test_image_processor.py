@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models import cohere2_vision, kimi_k25
 from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
+from transformers.models.deepseek_vl.processing_deepseek_vl import DeepseekVLProcessor
 from transformers.models.exaone4_5.processing_exaone4_5 import Exaone4_5_Processor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
@@ -30,6 +31,7 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
 from transformers.models.lfm3_vl.processing_lfm3_vl import Lfm3VlProcessor
 from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
+from transformers.models.minimax_m3_vl.processing_minimax_m3_vl import MiniMaxM3VLProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -193,11 +195,12 @@ OPTIONS = {
     "internvl": {"max_patches": 2}, "mistral3": {"longest_edge": 16}, "glm4v": {"max_pixels": 512},
     "pixtral": {"longest_edge": 16}, "glm_ocr": {"max_pixels": 512}, "exaone4_5": {"max_pixels": 256},
     "aya_vision": {"max_patches": 2}, "video_llama_3": {"max_pixels": 256, "min_pixels": 64},
-    "lighton_ocr": {"longest_edge": 16}, "lfm3_vl": {"max_pixels": 256},
+    "lighton_ocr": {"longest_edge": 16}, "lfm3_vl": {"max_pixels": 256}, "minimax_m3_vl": {"max_pixels": 256},
+    "deepseek_vl": {},
 }  # fmt: skip
 # Of families whose images are rows of patches.
 ROWS = {
-    **dict.fromkeys(("glm4v", "glm_ocr", "exaone4_5", "lfm3_vl"), PatchRowsConfig(patch_size=4)),
+    **dict.fromkeys(("glm4v", "glm_ocr", "exaone4_5", "lfm3_vl", "minimax_m3_vl"), PatchRowsConfig(patch_size=4)),
     "video_llama_3": PatchRowsConfig(patch_size=8, frames=0, merge=1),
 }  # fmt: skip
 
@@ -217,6 +220,11 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family,
     assert own is not None
     glm: Any = SimpleNamespace(image_processor=pil, image_token="<|image|>")
     qwen: Any = SimpleNamespace(image_processor=pil, image_token="<|image_pad|>")
+    deepseek: Any = SimpleNamespace(image_token="<image_placeholder>", num_image_tokens=4)
+    minimax: Any = SimpleNamespace(
+        image_processor=pil, IMAGE_TOKEN="]<]image[>[", VISION_START_TOKEN="]<]start of image[>[",
+        VISION_END_TOKEN="]<]end of image[>[",
+    )  # fmt: skip
     lighton: Any = SimpleNamespace(image_token="<|image_pad|>", effective_patch_size=8)
 
     def framed(made):
@@ -230,6 +238,8 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family,
         **dict.fromkeys(("glm4v", "glm_ocr"), framed),
         "exaone4_5": lambda made: Exaone4_5_Processor.replace_image_token(qwen, made, 0),
         "lfm3_vl": lambda made: Lfm3VlProcessor.replace_image_token(glm, made, 0),
+        "deepseek_vl": lambda made: DeepseekVLProcessor.replace_image_token(deepseek, made, 0),
+        "minimax_m3_vl": lambda made: MiniMaxM3VLProcessor.replace_image_token(minimax, made, 0),
         "video_llama_3": lambda made: VideoLlama3Processor.replace_image_token(qwen, made, 0),
     }[family]
     cut: dict[str, Any] = {"crop_to_patches": True}
@@ -254,7 +264,9 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family,
         np.testing.assert_array_equal(pixels, made["pixel_values"])
         assert own.tile_count(image.height, image.width) == (1 if family in ROWS else len(pixels))
     assert expanded(own, "".join(f"and {own.placeholder}" for _ in images), images) == written
-    names = vl_folders.TOKENS[family][: {"glm": 4, "exa": 2, "vid": 2, "lig": 2, "lfm": 4}.get(family[:3], 3)]
+    names = vl_folders.TOKENS[family][
+        : {"glm": 4, "exa": 2, "vid": 2, "lig": 2, "lfm": 4, "dee": 1, "min": 4}.get(family[:3], 3)
+    ]
     assert own.special_ids == set(tokenizer.convert_tokens_to_ids(names))
 
 
@@ -432,6 +444,24 @@ def test_kimi_pads_images_to_whole_tokens(tmp_path, own):
     tokenizer.image_settings = image_processors.settings_of(folder, {"max_patches": 4})
     smaller = image_processors.load(folder, tokenizer)
     assert smaller is not None and smaller.expand(16, 16) == "<|media_pad|>"
+
+
+def test_the_size_in_published_files_of_minimax_m3_is_not_read(tmp_path):
+    """As in transformers: it is a pair, of no bounds; images are of 4 to 576 tokens of 28 x 28 pixels."""
+    folder = vl_folders.vl_folder(tmp_path / "minimax_m3_vl", "minimax_m3_vl")
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["patch_size"] = 14
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"size": [672, 672]}))
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+    plain = image_processors.load(folder, tokenizer)
+    tokenizer.image_settings = image_processors.settings_of(folder, {"max_pixels": 28 * 28 * 16})
+    fewer = image_processors.load(folder, tokenizer)
+    assert plain is not None and fewer is not None
+    counts = [(own.expand(3, 9).count("]<]image[>["), own.expand(672, 672).count("]<]image[>["))
+              for own in (plain, fewer)]  # fmt: skip
+    assert counts == [(8, 576), (8, 16)]
+    assert plain.pixels([picture(30, 30)])[0].shape == (56, 56, 3)
 
 
 @pytest.mark.parametrize("older", [False, True])

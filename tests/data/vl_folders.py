@@ -13,6 +13,7 @@ import numpy as np
 from transformers import AutoTokenizer
 from transformers.models import gemma4_unified
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -215,6 +216,24 @@ PARTS: dict[str, dict[str, Any]] = {
         "text_config": COHERE2, "alignment_intermediate_size": 20,
         "vision_config": SIGLIP,
     },
+    "deepseek_vl": {
+        "architectures": ["DeepseekVLForConditionalGeneration"], "text_config": {"model_type": "llama", **TEXT},
+        "vision_config": SIGLIP | {"patch_size": 8},
+    },
+    "minimax_m3_vl": {
+        "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+        "text_config": {
+            "model_type": "minimax_m3_vl_text", **TEXT, "head_dim": 8, "rotary_dim": 4, "num_local_experts": 4,
+            "num_experts_per_tok": 2, "dense_intermediate_size": 48, "shared_intermediate_size": 16, "index_n_heads": 2,
+            "index_head_dim": 8, "index_block_size": 2, "index_topk_blocks": 3,
+            "layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"],
+        },
+        "vision_config": {
+            "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "patch_size": 4,
+        },
+        "projector_hidden_size": 28,
+    },
     "mllama": {
         "architectures": ["MllamaForConditionalGeneration"],
         "text_config": {
@@ -260,6 +279,8 @@ TOKENS = {
     "cohere2_vision": [
         "<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>", "<|END_OF_TURN_TOKEN|>",
     ],
+    "deepseek_vl": ["<image_placeholder>", "</s>"],
+    "minimax_m3_vl": ["]<]image[>[", "]<]start of image[>[", "]<]end of image[>[", "]<]video[>[", "[e~["],
     "mllama": ["<|image|>", "<|begin_of_text|>", "<|eot_id|>"],
 }  # fmt: skip
 ENDS = {
@@ -269,6 +290,7 @@ ENDS = {
     "cohere2_vision": "<|END_OF_TURN_TOKEN|>", "glm46v": "<|endoftext|>", "glm_ocr": "<|endoftext|>",
     "exaone4_5": "[|endofturn|]", "video_llama_3": "<|im_end|>", "gemma4_unified": "<turn|>",
     "kimi_k25": "<|im_end|>", "lighton_ocr": "<|im_end|>", "lfm3_vl": "<|im_end|>",
+    "deepseek_vl": "</s>", "minimax_m3_vl": "[e~[",
 }  # fmt: skip
 # What the templates of the families write for an image, and around the messages of users and assistants.
 IMAGE = {
@@ -278,6 +300,7 @@ IMAGE = {
     "kimi_k25": "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>\\n", "lighton_ocr": "<|image_pad|>",
     "lfm3_vl": "<|image_start|><|image|><|image_end|>",
     "llava": "<image>\\n", "mllama": "<|image|>", "aya_vision": "<image>", "cohere2_vision": "<|IMG_PATCH|>",
+    "deepseek_vl": "<image_placeholder>\\n", "minimax_m3_vl": "]<]image[>[",
 }  # fmt: skip
 ROLES = {
     "internvl": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
@@ -292,6 +315,8 @@ ROLES = {
     "lighton_ocr": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
     "llava": ("USER: ", " ", "ASSISTANT: "),
     "aya_vision": ("USER: ", "<|END_OF_TURN_TOKEN|>", "CHATBOT: "),
+    "deepseek_vl": ("User: ", "\\n\\n", "Assistant: "),
+    "minimax_m3_vl": ("]~b]user\\n", "[e~[\\n", "]~b]ai\\n"),
     "mllama": ("user\\n\\n", "<|eot_id|>", "assistant\\n\\n"),
 }
 # Of the image processors that transformers has for torchvision alone.
@@ -357,7 +382,9 @@ def processor_of(family: str) -> Any:
         return LlavaOnevisionImageProcessorPil(**tiles)
     if family in ("gemma4", "gemma4_unified"):
         return Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=140)
-    if family in ("exaone4_5", "lfm3_vl"):
+    if family == "deepseek_vl":
+        return DeepseekVLImageProcessorPil(size=tiles["size"], min_size=2)
+    if family in ("exaone4_5", "lfm3_vl", "minimax_m3_vl"):
         return Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 128, "longest_edge": 512})
     if family == "video_llama_3":
         return VideoLlama3ImageProcessorPil(patch_size=8, size={"shortest_edge": 128, "longest_edge": 512})
@@ -376,7 +403,17 @@ def vl_folder(folder: Path, family: str) -> Path:
     tokenizer.save_pretrained(folder)
     assert len(tokenizer) < TEXT["vocab_size"]
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    by_index = ("mistral3", "pixtral", "mllama", "aya_vision", "paligemma", "llava", "llava_next", "llava_onevision")
+    by_index = (
+        "mistral3",
+        "pixtral",
+        "mllama",
+        "aya_vision",
+        "paligemma",
+        "llava",
+        "llava_next",
+        "llava_onevision",
+        "minimax_m3_vl",
+    )
     entry = "image_token_index" if family in by_index else "image_token_id"
     token = {entry: tokenizer.convert_tokens_to_ids(TOKENS[family][0])}
     config = {"model_type": family, "tie_word_embeddings": False, **ids, **token, **PARTS[family]}
@@ -448,6 +485,10 @@ def as_transformers(folder: Path, images: list, ids: np.ndarray) -> dict[str, An
     if family == "paligemma":  # no token is in a prompt
         made = processor_of(family)(images, return_tensors="pt")
         return {**made, "token_type_ids": torch.ones(ids.shape, dtype=torch.int)}
+    if family == "deepseek_vl":
+        return dict(processor_of(family)(images, return_tensors="pt"))
+    if family in ("exaone4_5", "video_llama_3", "lfm3_vl", "minimax_m3_vl"):
+        return dict(type(processor_of(family)).from_pretrained(folder)(images, return_tensors="pt"))
     types = torch.tensor(ids == config["image_token_id"]).int()
     if family == "lfm2_vl":
         from jaxrl_llm.data import image_processors
@@ -463,8 +504,6 @@ def as_transformers(folder: Path, images: list, ids: np.ndarray) -> dict[str, An
             merged = [merged_patches(x[y[:, 0] >= 0], y[y[:, 0] >= 0]) for x, y in zip(values, places, strict=True)]
             values, places = (torch.nn.utils.rnn.pad_sequence(x, True, -1) for x in zip(*merged, strict=True))
         return {"pixel_values": values, "image_position_ids": places, "mm_token_type_ids": types}
-    if family in ("exaone4_5", "video_llama_3", "lfm3_vl"):
-        return dict(type(processor_of(family)).from_pretrained(folder)(images, return_tensors="pt"))
     made = Glm4vImageProcessorPil.from_pretrained(folder)(images, return_tensors="pt")
     return {**made, "mm_token_type_ids": types}
 

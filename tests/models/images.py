@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AyaVisionConfig,
     Cohere2VisionConfig,
+    DeepseekVLConfig,
     Exaone4_5_Config,
     Gemma3Config,
     Gemma4Config,
@@ -28,6 +29,7 @@ from transformers import (
     LlavaConfig,
     LlavaNextConfig,
     LlavaOnevisionConfig,
+    MiniMaxM3VLConfig,
     Mistral3Config,
     MllamaConfig,
     PaliGemmaConfig,
@@ -156,7 +158,7 @@ GRIDS = [(2, 2), (1, 1), (7, 3)]
 ANY_SIZE = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v",
     "glm_ocr", "exaone4_5", "mistral3", "gemma4", "gemma4_unified", "lfm2_vl", "pixtral", "video_llama_3",
-    "kimi_k25", "lighton_ocr", "lfm3_vl",
+    "kimi_k25", "lighton_ocr", "lfm3_vl", "minimax_m3_vl",
 )  # fmt: skip
 UNMERGED = ("pixtral", "gemma4_unified", "video_llama_3")  # of these, those whose patches are tokens
 STILL = (
@@ -372,6 +374,21 @@ VISION = {
         vision_config=ENCODER | {"model_type": "siglip_vision_model", "vision_use_head": False},
         image_token_id=IMAGE_TOKEN,
         alignment_intermediate_size=20,
+    ),
+    "deepseek_vl": lambda: DeepseekVLConfig(
+        text_config={**SHAPE, "model_type": "llama"},
+        vision_config=ENCODER
+        | {"model_type": "siglip_vision_model", "vision_use_head": False, "patch_size": 8, "hidden_act": "gelu"},
+        image_token_id=IMAGE_TOKEN,
+        tie_word_embeddings=False,
+    ),
+    "minimax_m3_vl": lambda: MiniMaxM3VLConfig(
+        text_config=VARIANTS["minimax_m3_vl_text"]().to_dict(),
+        vision_config={name: x for name, x in ENCODER.items() if name != "image_size"}
+        | {"hidden_size": 42},  # of whose heads' 14 dimensions 12 are rotated
+        image_token_index=IMAGE_TOKEN,
+        video_token_index=91,
+        projector_hidden_size=28,
     ),
     "mllama": lambda: MllamaConfig(
         text_config=MLLAMA_TEXT, vision_config=MLLAMA_ENCODER, image_token_index=IMAGE_TOKEN
@@ -596,7 +613,7 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
             "pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids), "image_merge_sizes": sizes,
         }  # fmt: skip
     if oracle.config.model_type in ANY_SIZE:
-        if family not in ("exaone4_5", "lfm3_vl"):  # whose positions have one axis
+        if family not in ("exaone4_5", "lfm3_vl", "minimax_m3_vl"):  # whose positions have one axis
             found["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
         made = [qwen_patches(torch.tensor(image)) for image in document.pixels]
         if not made:
@@ -608,7 +625,7 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
         found["token_type_ids"] = (ids == IMAGE_TOKEN).long()
     elif oracle.config.model_type == "paligemma":  # no token is in a prompt
         found["token_type_ids"] = torch.ones_like(ids)
-    elif oracle.config.model_type not in ("internvl", "llava", "aya_vision", "cohere2_vision"):
+    elif oracle.config.model_type not in ("internvl", "llava", "aya_vision", "cohere2_vision", "deepseek_vl"):
         pixels = pixels[None]
     return found | ({"pixel_values": pixels} if len(document.pixels) else {})
 

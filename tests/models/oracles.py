@@ -772,6 +772,7 @@ OWN_NAMES = {  # of modules in transformers, and in files
 
 STACKED = (  # in files too
     "gpt_oss", "gemma4_text", "qwen3_vl_moe", "llama4_text", "granitemoe_swa", "mistral4", "minimax_m3_vl_text",
+    "minimax_m3_vl",
 )  # fmt: skip
 
 

@@ -122,8 +122,8 @@ def test_verls_rows_to_a_folder_that_transformers_loads(folder, tmp_path):
 @pytest.mark.slow
 def test_options_of_the_image_processor(folder, tmp_path):
     """Rows are read by them, and the exported folder reads images so by itself, also in transformers."""
-    if "llava" in folder.name or folder.name in ("paligemma", "mllama"):
-        pytest.skip("images of LLaVA, PaliGemma and Llama 3.2 Vision have no options")
+    if "llava" in folder.name or folder.name in ("paligemma", "mllama", "deepseek_vl"):
+        pytest.skip("images of LLaVA, PaliGemma, Llama 3.2 Vision and DeepSeek-VL have no options")
     image, qwen = picture(64, 64), folder.name.startswith("qwen")
     options = OPTIONS.get(folder.name, "max_pixels=128")
     row = {"prompt": [{"role": "user", "content": "<image>what?"}], "images": [image], "completion": "a cat"}

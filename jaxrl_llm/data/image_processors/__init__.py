@@ -5,9 +5,10 @@ Pillow and numpy, which need no torch; the tokens are those that its classes `Id
 `AyaVisionProcessor`, `Cohere2VisionProcessor`, `Gemma3Processor`, `Gemma4Processor`, `InternVLProcessor`,
 `Lfm2VlProcessor`, `LlavaProcessor`, `LlavaNextProcessor`, `LlavaOnevisionProcessor`, `MllamaProcessor`,
 `PaliGemmaProcessor`, `Qwen2VLProcessor`, `Qwen2_5_VLProcessor`, `Qwen3VLProcessor`, `Glm4vProcessor`,
-`Exaone4_5_Processor`, `VideoLlama3Processor`, `Kimi_K25Processor`, `Lfm3VlProcessor`, `LightOnOcrProcessor` and
-`PixtralProcessor` write. Families are in files by what becomes of an image: `one_tile`, `own_shape`, `tiled` (in tiles
-that are read apart) and `joined` (in tiles that are put together again).
+`Exaone4_5_Processor`, `DeepseekVLProcessor`, `MiniMaxM3VLProcessor`, `VideoLlama3Processor`, `Kimi_K25Processor`,
+`Lfm3VlProcessor`, `LightOnOcrProcessor` and `PixtralProcessor` write. Families are in files by what becomes of an
+image: `one_tile`, `own_shape`, `tiled` (in tiles that are read apart) and `joined` (in tiles that are put together
+again).
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.image_processors.joined import llava_next, mllama
-from jaxrl_llm.data.image_processors.one_tile import gemma3, llava, paligemma
+from jaxrl_llm.data.image_processors.one_tile import deepseek_vl, gemma3, llava, paligemma
 from jaxrl_llm.data.image_processors.own_shape import gemma4, is_pixtral, kimi_k25, kind_of, mistral3, qwen_vl
 from jaxrl_llm.data.image_processors.processor import ImageProcessor, read_json
 from jaxrl_llm.data.image_processors.tiled import (
@@ -59,6 +60,8 @@ FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any, Mapping[str, Any]], Ima
     "lighton_ocr": partial(mistral3, ends=False),
     "mistral3": mistral3,
     "mllama": mllama,
+    "deepseek_vl": deepseek_vl,
+    "minimax_m3_vl": qwen_vl,
     "aya_vision": aya_vision,
     "cohere2_vision": cohere2_vision,
 }
@@ -79,7 +82,11 @@ OPTIONS: dict[str, dict[str, type]] = {
     "gemma4": {"max_soft_tokens": int},
     "gemma4_unified": {"max_soft_tokens": int},
     "lfm2_vl": {"min_image_tokens": int, "max_image_tokens": int, "max_tiles": int, "do_image_splitting": bool},
-    **{name: BOUNDS for name in FAMILIES if name.startswith(("qwen", "glm", "exaone", "video_llama", "lfm3"))},
+    **{
+        name: BOUNDS
+        for name in FAMILIES
+        if name.startswith(("qwen", "glm", "exaone", "video_llama", "lfm3", "minimax"))
+    },
 }
 
 

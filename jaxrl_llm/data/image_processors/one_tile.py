@@ -1,4 +1,4 @@
-"""Families whose images are one square tile each: Gemma 3, LLaVA-1.5 and PaliGemma."""
+"""Families whose images are one square tile each: Gemma 3, LLaVA-1.5, PaliGemma and DeepSeek-VL."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.image_processors.own_shape import is_pixtral, mistral3
-from jaxrl_llm.data.image_processors.processor import ImageProcessor, read_json, tile_of, token_ids
+from jaxrl_llm.data.image_processors.processor import ImageProcessor, check_model, read_json, tile_of, token_ids
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -61,17 +61,29 @@ def paligemma(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Ma
     return _one_tile(processor, tile_of(config, "siglip_vision_model"), tokenizer, before_text=True)
 
 
-def _one_tile(processor: Any, tile: tuple[int, int], tokenizer: Any, before_text: bool = False) -> ImageProcessor:
-    """The ImageProcessor of a family whose images are one square tile each, with a token for each of its patches."""
+def deepseek_vl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
+    """DeepSeek-VL's (arXiv 2403.05525): an image is scaled to a longest edge and padded to one square tile."""
+    from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
+
+    processor: Any = DeepseekVLImageProcessorPil.from_pretrained(folder, **settings)
+    tile = tile_of(config, "siglip_vision_model")
+    check_model(folder, "size", processor.size["height"], "image_size", tile[0])
+    return _one_tile(processor, tile, tokenizer, token="<image_placeholder>")
+
+
+def _one_tile(
+    processor: Any, tile: tuple[int, int], tokenizer: Any, before_text: bool = False, token: str = "<image>"
+) -> ImageProcessor:
+    """The ImageProcessor of a family whose images are one square tile each, with a `token` for each of its patches."""
     size, side = tile
-    text = "<image>" * side**2
+    text = token * side**2
 
     def tiles(image: "Image") -> np.ndarray:
         pixels = processor(images=[image], return_tensors="np")["pixel_values"]
         return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
 
-    ids = token_ids(tokenizer, ("<image>",))
+    ids = token_ids(tokenizer, (token,))
     return ImageProcessor(
-        "<image>", ids[0], frozenset(ids), lambda height, width: text, lambda height, width: 1, tiles, (size, size),
+        token, ids[0], frozenset(ids), lambda height, width: text, lambda height, width: 1, tiles, (size, size),
         before_text=before_text,
     )  # fmt: skip

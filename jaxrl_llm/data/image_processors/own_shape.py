@@ -1,5 +1,5 @@
 """Families whose images keep their shape, scaled to whole tokens: Gemma 4, Pixtral, Qwen-VL, GLM-V and those with
-processors of Qwen's, and Kimi K2.5."""
+processors of Qwen's, MiniMax-M3's among them, and Kimi K2.5."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -26,6 +26,7 @@ GEMMA4_TOKENS = {"boi": 255_999, "image": 258_880, "eoi": 258_882}
 # The token of an image, those before and behind it, and one of videos.
 QWEN_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 GLM_TOKENS = ("<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>")
+MINIMAX_TOKENS = ("]<]image[>[", "]<]start of image[>[", "]<]end of image[>[", "]<]video[>[")
 LFM3_VL_IDS = {"image": 125_030, "video": 125_029, "vision_start": 125_009, "vision_end": 125_010}
 KIMI_TOKENS = (
     "<|media_pad|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|kimi_k25_video_placeholder|>",
@@ -150,8 +151,17 @@ def kind_of(model_type: str) -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import VideoLlama3ImageProcessorPil
 
+    class MiniMaxM3VLImageProcessorPil(Qwen2VLImageProcessorPil):
+        """That of transformers, which has it for torchvision alone; of the published file no code reads the size."""
+
+        def __init__(self, size=None, **kwargs):
+            size = {"shortest_edge": 4 * 28 * 28, "longest_edge": 451_584} if size in (None, [672, 672]) else size
+            super().__init__(size=size, **kwargs)
+
     if model_type.startswith("glm"):
         return Glm4vImageProcessorPil
+    if model_type.startswith("minimax"):
+        return MiniMaxM3VLImageProcessorPil
     return VideoLlama3ImageProcessorPil if model_type == "video_llama_3" else Qwen2VLImageProcessorPil
 
 
@@ -159,15 +169,15 @@ def qwen_vl(
     folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any], framed: bool = True
 ) -> ImageProcessor:
     """Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's, Qwen3-VL's and Qwen3.5's, GLM-V's (arXiv 2507.01006), EXAONE 4.5's,
-    LFM3-VL's and VideoLLaMA 3's (arXiv 2501.13106): an image keeps its shape, scaled to multiples of a token's side
-    and, where `size` of preprocessor_config.json asks for it, to fewer or more pixels.
+    LFM3-VL's, MiniMax-M3's and VideoLLaMA 3's (arXiv 2501.13106): an image keeps its shape, scaled to multiples of a
+    token's side and, where `size` of preprocessor_config.json asks for it, to fewer or more pixels.
 
     Where images are not `framed`, what chat templates write around their tokens, if anything, is text to this.
     """
     from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as resized_frames
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    glm = config["model_type"].startswith("glm")
+    glm, minimax = (config["model_type"].startswith(name) for name in ("glm", "minimax"))
     processor: Any = kind_of(config["model_type"]).from_pretrained(folder, **settings)
     patch, merge, frames = processor.patch_size, processor.merge_size, processor.temporal_patch_size
     encoder = config["vision_config"]
@@ -176,7 +186,7 @@ def qwen_vl(
     entries = {"patch_size": patch, "spatial_merge_size": merge, "temporal_patch_size": frames}
     for entry, value in entries.items():
         check_model(folder, entry.removeprefix("spatial_"), value, entry, encoder.get(entry, value))
-    token, start, end, video = GLM_TOKENS if glm else QWEN_TOKENS
+    token, start, end, video = GLM_TOKENS if glm else MINIMAX_TOKENS if minimax else QWEN_TOKENS
     others = [video]
     if config["model_type"] == "lfm3_vl":  # which has ids in config.json alone
         own = [config.get(f"{name}_token_id", usual) for name, usual in LFM3_VL_IDS.items()]
@@ -201,7 +211,8 @@ def qwen_vl(
 
     bounds = processor.size["shortest_edge"], processor.size["longest_edge"]
     expand = _expand((start, token, end), patch * merge, resized if processor.do_resize else None)
-    return ImageProcessor(f"{start}{token}{end}", ids[0], frozenset(ids), expand, lambda height, width: 1, tiles, None)
+    written = token if minimax else f"{start}{token}{end}"  # by chat templates
+    return ImageProcessor(written, ids[0], frozenset(ids), expand, lambda height, width: 1, tiles, None)
 
 
 def kimi_k25(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:

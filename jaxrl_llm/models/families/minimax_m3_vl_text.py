@@ -1,8 +1,5 @@
 """The text part of MiniMax-M3: attention to blocks of tokens in some layers, experts by a sigmoid with a correction,
 and clipped gates in these and in dense layers.
-
-Its encoder of images is not read: a folder of the type `minimax_m3_vl` is read as its text part
-(models/files/text_part.py).
 """
 
 from typing import Any

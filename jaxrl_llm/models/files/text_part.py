@@ -16,7 +16,6 @@ WHOLES = {
     "gemma4_unified": ("gemma4_unified_text",),
     "kimi_k25": ("deepseek_v3", "kimi_k2"),
     "llama4": ("llama4_text",),
-    "minimax_m3_vl": ("minimax_m3_vl_text",),
 }
 READ = ("gemma4", "gemma4_unified", "kimi_k25")
 SHARED = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")

@@ -91,6 +91,23 @@ class TwoMapsMerger(nnx.Module):
         return self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
 
 
+class FourMapsMerger(nnx.Module):
+    """Embeddings of `size` numbers of squares of patches, those of MiniMax-M3: two linear maps with GELU between them,
+    of each patch to `size` numbers, and two more of the square of these."""
+
+    def __init__(self, config: Any, size: int, net: Any, rngs: nnx.Rngs):
+        self.square = size * config.merge**2
+        self.fc1 = Linear(config.width, config.merger_ffn, net, rngs, True)
+        self.fc2 = Linear(config.merger_ffn, size, net, rngs, True)
+        self.fc3 = Linear(self.square, config.merger_ffn, net, rngs, True)
+        self.fc4 = Linear(config.merger_ffn, size, net, rngs, True)
+
+    def __call__(self, x):
+        x = self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
+        x = x.reshape(len(x), -1, self.square)
+        return self.fc4(jax.nn.gelu(self.fc3(x), approximate=False))
+
+
 class PooledMerger(nnx.Module):
     """Embeddings of `size` numbers of squares of patches, those of Gemma 4: a linear map of each square's mean times
     `sqrt(D)`, which may be standardised, behind a norm without a scale. Training keeps the numbers that standardise."""
@@ -117,5 +134,6 @@ MERGERS = {
     "convolved": ConvolvedMerger,
     "reduced": ReducedMerger,
     "two_maps": TwoMapsMerger,
+    "four_maps": FourMapsMerger,
     "pooled": PooledMerger,
 }

@@ -67,6 +67,7 @@ class PatchRowsConfig:
     rotary_halves: bool = False  # the first half of a head turns by its column, the second by its row
     rotary_pairs: bool = False  # neighbouring dimensions of a head turn together, pairs by column and row in turn
     alternating: bool = False  # rotary frequencies are those of height and width in turn; False: both have the same
+    rotary_time: bool = False  # a third of the frequencies each are those of time, which is 0, height and width
     positions: int = 0  # along each side of the square of learned positions; 0: there are none
     position_square: bool = False  # files have these as [side,side,D]
     places: str = "linear"  # how these become those of an image: one of PLACES
@@ -421,11 +422,16 @@ class PatchRows(nnx.Module):
         def repeated(x):
             return jnp.repeat(sorted_(x), c.merge**2, axis=1)
 
-        powers = jnp.arange(c.width // c.heads // 2) / (c.width // c.heads // 2)
+        pairs = c.width // c.heads // 2
+        powers = jnp.arange(pairs) / pairs
         powers = (powers[::2], powers[1::2] if c.alternating else powers[::2])
+        if c.rotary_time:
+            powers = (jnp.arange(pairs // 3) / (pairs // 3),) * 2
         places = (tokens.y[..., None] * c.merge + each // c.merge, tokens.x[..., None] * c.merge + each % c.merge)
         places = [of_patches(place) for place in places]
         angles = [x * c.rotary_base**-power for x, power in zip(places, powers, strict=True)] if c.rotary_base else None
+        if angles is not None and c.rotary_time:
+            angles = [jnp.zeros_like(angles[0]), *angles]
         layout = Layout(
             repeated(tokens.image), repeated(window), None if angles is None else jnp.concatenate(angles, axis=-1),
             tokens, c.merge,

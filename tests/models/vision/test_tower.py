@@ -265,6 +265,8 @@ def test_export_is_bit_for_bit_and_read_by_transformers(oracle, folder, model, d
         "llava"
     ):
         stored = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in stored.items()}
+    if family == "deepseek_vl":
+        stored = {name.replace("vision_model.", "vision_model.vision_model."): x for name, x in stored.items()}
     if oracle.config.model_type == "qwen3_vl_moe":  # and these: transformers has them transposed
         stored = {name: x.swapaxes(1, 2) if ".experts." in name else x for name, x in stored.items()}
     if family == "kimi_k25":  # of which it takes parts for each other
@@ -415,6 +417,14 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
         ("lfm3_vl", "vision_config", "num_key_value_heads", 3, "num_key_value_heads = 3 .* num_attention_heads = 4"),
         ("lfm3_vl", "vision_config", "conv_kernel_size", 2, "conv_kernel_size = 2 .* odd numbers"),
         ("lfm3_vl", "vision_config", "layer_types", ["conv"], r"layer_types = \['conv'\] .* 5 of conv and full_att"),
+        ("deepseek_vl", "text_config", "model_type", "qwen2", "text_config = .* of a llama model"),
+        ("deepseek_vl", "vision_config", "model_type", "clip_vision_model", "vision_config.model_type = 'clip"),
+        ("deepseek_vl", "vision_config", "vision_use_head", True, "vision_config.vision_use_head = True"),
+        ("deepseek_vl", None, "image_token_id", 97, "image_token_id = 97"),
+        ("minimax_m3_vl", "text_config", "model_type", "llama", "text_config = .* of a minimax_m3_vl_text model"),
+        ("minimax_m3_vl", "vision_config", "num_attention_heads", 4, "hidden_size = 42 .* num_attention_heads = 4"),
+        ("minimax_m3_vl", "vision_config", "hidden_act", "relu", "vision_config.hidden_act = 'relu'"),
+        ("minimax_m3_vl", None, "image_token_index", 97, "image_token_index = 97"),
         ("lighton_ocr", "text_config", "model_type", "llama", "text_config = .* of a qwen3 model"),
         ("lfm2_vl", "text_config", "model_type", "llama", "text_config = .* of a lfm2 or lfm2_moe model"),
         ("lfm2_vl", None, "projector_hidden_act", "silu", "projector_hidden_act = 'silu'"),
@@ -524,7 +534,7 @@ def test_a_score_head_is_an_entry_of_the_whole(family):
     assert family_of(written).to_config(written) == config
 
 
-@pytest.mark.parametrize("family", ["internvl", "mistral3"])
+@pytest.mark.parametrize("family", ["internvl", "mistral3", "deepseek_vl"])
 def test_files_say_whether_the_head_is_the_embedding(tmp_path, family):
     """Where config.json does not, whatever it says of the decoder, as in transformers."""
     for tied in (True, False):
@@ -737,7 +747,12 @@ def test_adapters_are_where_peft_finds_them(oracle, folder, model, vision, tmp_p
     """On the decoder alone, or on the encoder too; and they come back."""
     given = load_model(folder, vision_training=vision)
     adapted = add_adapters(given, LoraConfig(rank=2), jax.random.key(0))
-    if oracle.config.model_type in ("glm4v", "glm46v", "glm_ocr"):  # which have gate and up in one tensor
+    if oracle.config.model_type in (
+        "glm4v",
+        "glm46v",
+        "glm_ocr",
+        "minimax_m3_vl",
+    ):  # which have gate and up in one tensor
         with pytest.raises(ConfigError, match="gate_up_proj as one tensor of several linear maps"):
             save_adapter(adapted, tmp_path / "adapter")
         return
