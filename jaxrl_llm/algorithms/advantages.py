@@ -299,25 +299,25 @@ def remax_advantages(scores, greedy_scores) -> Array:
     return jnp.nan_to_num(scores - jnp.repeat(greedy_scores, rows // prompts), nan=0.0)
 
 
-def reinforce_plus_plus_advantages(token_rewards, mask, gamma=1.0) -> Array:
+def reinforce_plus_plus_advantages(token_rewards, mask, gamma=1.0, ddof: int = 1, divide: bool = True) -> Array:
     """Returns advantages `[N, T]`: discounted returns of the token rewards, whitened over all tokens of the batch.
 
     Shapes: `token_rewards, mask [N, T]`; zero outside the mask. See `discounted_returns` for how gaps are crossed and
-    `whiten` for the normalisation. Source: REINFORCE++, arXiv 2501.03262.
+    `whiten` for the normalisation, `ddof` and `divide`. Source: REINFORCE++, arXiv 2501.03262; `ddof=0` as OpenRLHF.
     """
-    return whiten(discounted_returns(token_rewards, mask, gamma), mask)
+    return whiten(discounted_returns(token_rewards, mask, gamma), mask, ddof=ddof, divide=divide)
 
 
-def reinforce_plus_plus_baseline_advantages(scores, mask, group_size: int) -> Array:
+def reinforce_plus_plus_baseline_advantages(scores, mask, group_size: int, ddof: int = 1, divide: bool = True) -> Array:
     """Returns advantages `[N, T]`: scores minus their group's mean, spread over tokens and whitened token by token.
 
     Shapes: `scores [N]`, `mask [N, T]`; zero outside the mask. The whitening counts tokens, so a long completion weighs
-    more than a short one. Rows with a NaN score take no part and get 0. Raises ValueError when N is not a multiple of
-    group_size. Source: REINFORCE++-baseline, arXiv 2501.03262.
+    more than a short one; `ddof` and `divide` are its. Rows with a NaN score take no part and get 0. Raises ValueError
+    when N is not a multiple of group_size. Source: REINFORCE++-baseline, arXiv 2501.03262; `ddof=0` as OpenRLHF.
     """
     advantages = group_advantages(scores, group_size, scale="none")
     mask = as_mask(mask) & ~jnp.isnan(as_float(scores))[:, None]
-    return whiten(jnp.broadcast_to(advantages[:, None], mask.shape), mask)
+    return whiten(jnp.broadcast_to(advantages[:, None], mask.shape), mask, ddof=ddof, divide=divide)
 
 
 def otb_advantages(token_rewards, logit_norms, mask, group_size: int, eps: float = 1e-8) -> Array:
@@ -389,18 +389,22 @@ def gae(token_rewards, values, mask, gamma=1.0, lam: ArrayLike = 1.0) -> tuple[A
 
 
 def ppo_advantages(
-    token_rewards, values, mask, gamma=1.0, lam=0.95, whiten_rewards=False, whiten_advantages=True
-) -> tuple[Array, Array]:
+    token_rewards, values, mask, gamma=1.0, lam=0.95, whiten_rewards=False, whiten_advantages=True, ddof: int = 1,
+    divide: bool = True,
+) -> tuple[Array, Array]:  # fmt: skip
     """Returns PPO's advantages and value targets, `(advantages [N, T], returns [N, T])`: `gae`, then whitened.
 
     Shapes: `token_rewards, values, mask [N, T]`; zero outside the mask. `whiten_rewards` first scales the token rewards
-    to unit variance over the mask and keeps their mean. The returns are taken before the advantages are whitened.
-    Source: PPO, arXiv 1707.06347, as for language models in arXiv 1909.08593; lam 0.95 as TRL (verl has 1).
+    to unit variance over the mask and keeps their mean. The returns are taken before the advantages are whitened, by
+    `whiten` with `ddof` (0 in OpenRLHF) and `divide`. Source: PPO, arXiv 1707.06347, as for language models in arXiv
+    1909.08593; lam 0.95 as TRL (verl has 1).
     """
     if whiten_rewards:
         token_rewards = whiten(token_rewards, mask, shift_mean=False)
     advantages, returns = gae(token_rewards, values, mask, gamma, lam)
-    return (whiten(advantages, mask) if whiten_advantages else advantages), returns
+    if whiten_advantages:
+        advantages = whiten(advantages, mask, ddof=ddof, divide=divide)
+    return advantages, returns
 
 
 def vapo_advantages(

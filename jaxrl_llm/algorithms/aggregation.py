@@ -73,18 +73,21 @@ def masked_var(x, mask, ddof: int = 1, axis=None, keepdims: bool = False) -> Arr
     return masked_sum(jnp.square(centered), mask, axis, keepdims) / jnp.maximum(count - ddof, 1.0)
 
 
-def whiten(x, mask, shift_mean: bool = True, ddof: int = 1, eps: float = 1e-8) -> Array:
+def whiten(x, mask, shift_mean: bool = True, ddof: int = 1, eps: float = 1e-8, divide: bool = True) -> Array:
     """Returns `x` scaled to unit variance over the mask, and 0 outside the mask.
 
     Shapes: `x [...]`, `mask` broadcastable; all axes share one mean and one variance, so each token weighs the same.
-    Formula: `(x - mean) * rsqrt(var + eps)`; with `shift_mean=False` the mean is added back (reward whitening).
+    Formula: `(x - mean) * rsqrt(var + eps)`; with `shift_mean=False` the mean is added back (reward whitening), with
+    `divide=False` the mean is subtracted and nothing else (OpenRLHF's `no_std_norm`).
     The largest value is subtracted first, so equal values give exact zeros whatever the rounding of their mean.
     Source: PPO as in Ziegler et al. (arXiv 1909.08593); `ddof=1` as TRL and verl, `ddof=0` as OpenRLHF.
     """
     x = as_float(x)
     mask = as_mask(mask, x.shape)
     shifted = x - jnp.where(mask, x, -jnp.inf).max()
-    whitened = (shifted - masked_mean(shifted, mask)) * jax.lax.rsqrt(masked_var(shifted, mask, ddof) + eps)
+    whitened = shifted - masked_mean(shifted, mask)
+    if divide:
+        whitened *= jax.lax.rsqrt(masked_var(shifted, mask, ddof) + eps)
     return jnp.where(mask, whitened if shift_mean else whitened + masked_mean(x, mask), 0.0)
 
 

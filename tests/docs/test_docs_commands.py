@@ -19,6 +19,7 @@ from jaxrl_llm.config.flags import load_flags, load_options
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.config.schema import BY_NAME, SECTIONS
 from jaxrl_llm.distributed.devices import named
+from jaxrl_llm.tools.migrate import LIBRARIES
 from jaxrl_llm.tools.migrate.table import find, table
 
 ROOT = Path(__file__).parent.parent.parent
@@ -250,7 +251,7 @@ def test_links_between_pages_lead_somewhere():
 
 def test_settings_that_pages_name_exist():
     """Those of other libraries stand in the tables of keys that are migrated."""
-    tables = [table(library) for library in ("trl", "verl", "axolotl", "harmony")]
+    tables = [table(library) for library in LIBRARIES]
     setting = re.compile(rf"`(?:--config\.)?((?:{'|'.join(filter(None, SECTIONS))})\.\w+)(?=[`=])")
     for page in PAGES:
         named = set(setting.findall(page.read_text(encoding="utf-8"))) - {"model.norm", "model.safetensors"}

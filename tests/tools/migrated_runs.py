@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxrl_llm
+from jaxrl_llm.algorithms.advantages import token_rewards
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import assign, validate
 from jaxrl_llm.models.logprobs import TokenStatistics
@@ -28,11 +29,12 @@ def made_rows():
 
 
 def our_advantages(config, rows):
-    """The advantages `[N]` that the configuration gives the rewards of the rows."""
+    """The advantages `[N]` or `[N, T]` that the configuration gives the rewards of the rows."""
     rule, options = advantage_rule(config.algorithm.advantage)
     given = {"scale": config.algorithm.scale_rewards, "group_size": K, "mask": rows.mask} | options
     takes = inspect.signature(rule).parameters
-    return rule(jnp.asarray(rows.rewards), **{name: value for name, value in given.items() if name in takes})
+    first = token_rewards(rows.rewards, rows.mask) if "token_rewards" in takes else jnp.asarray(rows.rewards)
+    return rule(first, **{name: value for name, value in given.items() if name in takes})
 
 
 def our_loss(config, rows, old=None):

@@ -155,10 +155,40 @@ dataset_name batch_size max_target_length num_train_epochs train_fraction num_te
 rollout_engine vllm_config sglang_jax_config offload_to_cpu verl_compatible reward_functions training_mode
 """
 
+OPENRLHF = """
+ref.num_nodes actor.num_nodes actor.num_gpus_per_node critic.num_nodes train.colocate_actor_ref train.colocate_all
+vllm.num_engines vllm.tensor_parallel_size vllm.enable_sleep vllm.gpu_memory_utilization
+algo.advantage.is_correction_enable algo.advantage.is_correction_threshold algo.advantage.is_correction_type
+train.async_enable train.async_queue_size train.partial_rollout_enable eval.steps ckpt.save_steps logger.logging_steps
+ckpt.path ckpt.save_hf ckpt.max_num ckpt.load_enable local_rank ds.zero_stage actor.gradient_checkpointing_enable
+ds.param_dtype train.enable_ema train.ema_beta ds.adam_offload ds.attn_implementation ds.packing_samples
+train.dynamic_batch_enable rollout.max_tokens_per_gpu train.max_tokens_per_gpu ds.load_in_4bit ds.lora.rank
+ds.lora.alpha ds.lora.target_modules ds.lora.dropout ckpt.output_dir train.num_episodes rollout.batch_size
+rollout.vllm_generate_batch_size rollout.micro_batch_size train.max_epochs data.max_len rollout.max_new_tokens
+data.max_samples actor.eps_clip actor.eps_clip_low_high actor.dual_clip critic.value_clip algo.advantage.lambd
+algo.advantage.gamma train.micro_batch_size train.batch_size reward.normalize_enable rollout.top_p rollout.temperature
+train.seed critic.freezing_steps rollout.n_samples_per_prompt algo.kl.target algo.kl.horizon algo.kl.init_coef
+actor.policy_loss_type algo.kl.estimator actor.aux_loss_coef actor.entropy_coef reward.clip_range actor.optim
+actor.muon.lr actor.adam.lr actor.adam.betas actor.adam.eps actor.adam.weight_decay actor.lr_scheduler
+actor.lr_warmup_ratio actor.min_lr_ratio actor.max_norm critic.adam.lr algo.advantage.estimator algo.kl.use_loss
+algo.advantage.no_std_norm reward.overlong_buffer_len reward.overlong_penalty_factor
+reward.stop_properly_penalty_coef ds.ring_attn_size actor.model_name_or_path reward.model_name_or_path
+reward.remote_url critic.model_name_or_path ref.offload train.agent_func_path data.prompt_dataset data.prompt_probs
+data.prompt_split eval.dataset eval.split eval.temperature eval.n_samples_per_prompt data.input_key data.label_key
+data.input_template data.apply_chat_template logger.wandb.key logger.wandb.project logger.wandb.run_name
+algo.dynamic_filtering_enable algo.dynamic_filtering_range data.image_key logger.tensorboard_dir use_ms
+adam.lr lr_scheduler max_norm data.output_key data.multiturn data.tokenizer_chat_template data.dataset
+model.pretrain_mode_enable model.beta model.ipo_enable model.label_smoothing model.nll_loss_coef ref.model_name_or_path
+data.prompt_key data.chosen_key data.rejected_key model.loss_type model.margin_loss_enable
+pretrain reward_pretrain remote_rm_url save_path init_kl_coef use_kl_loss prompt_max_len generate_max_len
+actor_learning_rate learning_rate n_samples_per_prompt advantage_estimator prompt_data packing_samples bf16 use_wandb
+"""
+
 ALL = {
-    "TUNIX": [*TUNIX, *_TUNIX.split()],
     "TRL": TRL.split(),
     "VERL": VERL,
     "AXOLOTL": AXOLOTL.split(),
+    "OPENRLHF": OPENRLHF.split(),
+    "TUNIX": [*TUNIX, *_TUNIX.split()],
     "HARMONY": HARMONY.split(),
 }

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from jaxrl_llm.config import ConfigDict, ConfigError
-from jaxrl_llm.tools.migrate import axolotl, harmony, trl, tunix, verl
+from jaxrl_llm.tools.migrate import axolotl, harmony, openrlhf, trl, tunix, verl
 from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, shown
 from jaxrl_llm.tools.migrate.functions import write
 from jaxrl_llm.tools.migrate.reading import read
@@ -21,6 +21,7 @@ LIBRARIES = {
     "axolotl": axolotl.convert,
     "harmony": harmony.convert,
     "tunix": tunix.convert,
+    "openrlhf": openrlhf.convert,
 }
 
 
@@ -48,7 +49,7 @@ def migrate(
         result, error = _converted(source, options, checks)
         if result is not None:
             draft, config, text = result
-            write("\n\n\n".join(filter(None, (source.functions, *draft.functions))), companion)
+            write("\n\n\n".join(text.rstrip() for text in (source.functions, *draft.functions) if text), companion)
             return config, text
         key = _fault(source, options, error)
         if key is None:

@@ -13,8 +13,10 @@ SECTIONS = {
     "`sft_trainer_engine.yaml` and `evaluation.yaml`. A name that ends in `*` is every key below it.",
     "axolotl": "Its RLHF keys and the usual ones beside them; `trl.*` and `vllm.*` are the keys of those sections. It "
     "trains with TRL, so what is said there holds too.",
-    "Tunix": "Keys of the YAML and the overrides of `tunix.cli`, and `dpo_config` for `DPOTrainingConfig`; scripts have "
-    "them as arguments of `GRPOConfig`, `RLTrainingConfig`, `RolloutConfig` and optax's functions.",
+    "OpenRLHF": "Flags of 0.11: those that begin with `actor.` are of `train_ppo_ray`, and of other commands without "
+    "it or with `model.`. Flags without a dot are those up to 0.9.",
+    "Tunix": "Keys of the YAML and the overrides of `tunix.cli`, and `dpo_config` for `DPOTrainingConfig`; scripts "
+    "have them as arguments of `GRPOConfig`, `RLTrainingConfig`, `RolloutConfig` and optax's functions.",
     "Harmony": "The arguments of its training classes, and what recipes call besides.",
 }
 

@@ -15,7 +15,7 @@ from jaxrl_llm.tools.migrate.shell import COMMAND
 from jaxrl_llm.tools.migrate.table import CONVERT, find, names, rules, table
 
 OURS = {key.name: key for key in KEYS}
-SECRET = re.compile(r"((^|\.|hub_|auth_|access_|api_)token|api_key|password|secret)$")
+SECRET = re.compile(r"((^|\.|hub_|auth_|access_|api_)token|api_key|password|secret|wandb\.key|use_wandb)$")
 OPEN = re.compile(rf"\$\{{[^{{}}]*\}}|{COMMAND}|\$[\w@]+")  # what a shell or a YAML would fill in
 
 
@@ -26,7 +26,7 @@ class RefusedError(ConfigError):
 class Source(NamedTuple):
     """The content of a file: its library, its trainer, and the keys that it sets."""
 
-    library: str  # trl, verl, axolotl, harmony or tunix
+    library: str  # a key of LIBRARIES
     trainer: str  # grpo, dpo, ...; empty where the keys tell
     settings: dict[str, Any]
     path: str

@@ -31,7 +31,7 @@ SECTIONS = {
         "training_mode",
     },
 }  # fmt: skip
-STARTED = {"tunix.cli": "tunix"}
+STARTED = {"tunix.cli": "tunix", "openrlhf.cli": "openrlhf", "openrlhf/cli": "openrlhf"}
 TUNIX = {"grpo_main": "grpo", "grpo_vllm_main": "grpo", "ppo_main": "ppo", "peft_main": "sft"}
 # Names of projects and runs are environment variables of the trackers, which scripts set in these ways:
 # `export NAME=value`, `NAME=value command`, `os.environ["NAME"] = "value"`.
@@ -131,7 +131,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _check_keys(source: Source) -> None:
-    """Raise ConfigError for a file of a library that is not known here, such as NeMo-RL, OpenRLHF or SkyRL.
+    """Raise ConfigError for a file of a library that is not known here, such as NeMo-RL or SkyRL.
 
     Its keys look like those of one that is, but most are none of that one's (of LLaMA-Factory's most are those of
     transformers): what would be written are defaults.
@@ -234,7 +234,8 @@ def _read_shell(text: str, path: str, system: str, trainer: str, companion: str)
     if not trains:
         raise ConfigError(
             f"{path} has 0 commands that train, and one is needed: `trl grpo ...`, `accelerate launch FILE.py ...`, "
-            "`python -m verl.trainer.main_ppo a=b ...`, `axolotl train FILE.yml`, `python -m tunix.cli.grpo_main ...`"
+            "`python -m verl.trainer.main_ppo a=b ...`, `axolotl train FILE.yml`, "
+            "`python -m tunix.cli.grpo_main ...`, `python -m openrlhf.cli.train_ppo_ray ...`"
         )
     words, checks = trains[0], ()
     if len(trains) > 1:
@@ -245,8 +246,15 @@ def _read_shell(text: str, path: str, system: str, trainer: str, companion: str)
     words = [word for word in words[next(starts, 0) :] if word]  # without srun and its flags
     line = " ".join(words)
     started = next((library for start, library in STARTED.items() if start in line), "")
-    if system in SECTIONS or (system == "auto" and started):
+    if "tunix" in (system, started) and system in ("tunix", "auto"):
         return _read_tunix_command(words, path, trainer, checks)
+    if "openrlhf" in (system, started) and system in ("openrlhf", "auto"):
+        words = [part for word in words for part in (word.split() if "openrlhf.cli" in word else [word])]
+        start = next((i for i, word in enumerate(words) if re.search(r"openrlhf[./]cli", word)), 0)
+        command = words[start].removesuffix(".py").rpartition("train_")[2].removesuffix("_ray")
+        return _read_flags(words[start + 1 :], path, "", launched=False)._replace(
+            library="openrlhf", trainer=trainer or command, checks=checks
+        )
     overrides = [word for word in words if re.fullmatch(r"\+{0,2}[A-Za-z_]\w*\.[\w.]*=.*", word, re.DOTALL)]
     if system == "verl" or (system == "auto" and (overrides or "verl.trainer" in line)):
         pairs = (word.lstrip("+").partition("=") for word in overrides)
@@ -330,8 +338,11 @@ def parsed(text: str) -> Any:
     return _numbers(value) if value is not None else text
 
 
-def _read_flags(words: Sequence[str], path: str, trainer: str) -> Source:
-    """Return TRL's flags: `--name value`, `--name=value`, `--name a b`, and `--name` alone for true."""
+def _read_flags(words: Sequence[str], path: str, trainer: str, launched: bool = True) -> Source:
+    """Return TRL's flags: `--name value`, `--name=value`, `--name a b`, and `--name` alone for true.
+
+    A `.py` ends the flags of the launcher, if the words are `launched`.
+    """
     settings: dict[str, Any] = {}
     if not trainer:
         named = [word for before, word in pairwise(words) if Path(before).name == "trl" and word in RULES]
@@ -346,7 +357,7 @@ def _read_flags(words: Sequence[str], path: str, trainer: str) -> Source:
         name, equals, text = word[2:].partition("=")
         values = [text] if equals else []
         while not equals and index < len(words) and not words[index].startswith("--"):
-            if words[index].endswith(".py"):  # the script, after flags of its launcher
+            if launched and words[index].endswith(".py"):
                 break
             values.append(words[index])
             index += 1

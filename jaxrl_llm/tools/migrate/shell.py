@@ -64,8 +64,13 @@ class Shell:
     def _lines(self, text: str) -> Iterator[list[str]]:
         at, words = 0, []
         while at < len(text):
-            if match := SPACE.match(text, at) or DOCUMENT.match(text, at):
+            if match := SPACE.match(text, at):
                 at = match.end()
+            elif match := DOCUMENT.match(text, at):
+                at = match.end()
+                if words[:1] == ["read"]:  # read -r -d '' NAME <<EOF
+                    body = match[0].partition("\n")[2].rpartition("\n")[0]
+                    self.variables[words[-1]] = self.text(body.replace("\\\n", " "))
             elif match := REDIRECTION.match(text, at):
                 at = match.end() if match[1] else self._word(text, match.end())[1]
             elif text[at] in "\n;&|()":

@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
 @functools.cache
 def table(library: str) -> tuple[Entry, ...]:
-    """Return every key of `library`: trl, verl, axolotl, harmony or tunix."""
+    """Return every key of a library of `LIBRARIES`."""
     text = files("jaxrl_llm.tools.migrate").joinpath("keys", f"{library}.txt").read_text(encoding="utf-8")
     entries = []
     for line in text.splitlines():

@@ -47,12 +47,9 @@ def _sft(draft: Draft) -> None:
             "(data.loss_on = all), but only the completion where rows have prompt and completion: set completion for "
             "these"
         )
-    strategy = draft.get("packing_strategy") or "bfd"
-    if strategy != "bfd" and draft.get("packing"):
-        draft.check(
-            f"packing_strategy = {strategy!r}: rows are packed whole here, best fit first, and what they have over "
-            "data.max_length is cut off, as bfd does"
-        )
+    if draft.get("packing_strategy") == "wrapped" and draft.get("packing"):
+        draft.set("data.packing_strategy", "wrapped", "packing_strategy")
+    draft.use("packing_strategy")
     kind, smoothing = draft.get("loss_type"), "label_smoothing_factor"
     if kind == "dft":  # of which TRL does not smooth the labels
         draft.set("algorithm.loss", "dft", "loss_type")

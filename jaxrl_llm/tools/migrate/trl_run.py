@@ -183,9 +183,11 @@ def learning_rate(draft: Draft, updates: int) -> None:
             draft.set(ours, float(value) * factor, "lr_scheduler_kwargs")
         elif name == "num_decay_steps":
             draft.set("optimizer.decay_steps", shared.divided(value, updates), "lr_scheduler_kwargs")
+        elif name == "num_stable_steps":
+            draft.set("optimizer.stable_steps", shared.divided(value, updates) if value else 0, "lr_scheduler_kwargs")
         elif name == "decay_type":
             draft.set("optimizer.decay_shape", value, "lr_scheduler_kwargs")
-        elif (name, value) != ("warmup_type", "linear") and name != "num_stable_steps":
+        elif (name, value) != ("warmup_type", "linear"):
             draft.check(f"lr_scheduler_kwargs: {name} = {short(value)} has no equivalent")
     if kind == "wsd" and "optimizer.decay_steps" not in draft.values:
         draft.set("optimizer.decay_steps", max(1, draft.values["total_steps"] // 10), "lr_scheduler_type")
@@ -202,12 +204,6 @@ def learning_rate(draft: Draft, updates: int) -> None:
         draft.set("optimizer.warmup_ratio", float(ratio or steps), "warmup_ratio", "warmup_steps")
     if kind == "wsd" and (lowest := draft.values.get("optimizer.min_lr_ratio")) and (steps or ratio):
         draft.set("optimizer.warmup_init", lowest * peak, "lr_scheduler_kwargs")  # as there
-    if stable := more.get("num_stable_steps"):
-        if steps < 1 and (steps or ratio):
-            draft.check(f"lr_scheduler_kwargs: num_stable_steps = {stable}: set optimizer.schedule_steps to its end")
-        else:
-            end = shared.divided(steps + stable + more.get("num_decay_steps", 0), updates)
-            draft.set("optimizer.schedule_steps", end, "lr_scheduler_kwargs")
     draft.use("lr_scheduler_kwargs", "adafactor")
     if scheduler not in UNWARMED:
         draft.use("warmup_steps", "warmup_ratio")

@@ -170,7 +170,8 @@ def data(draft: Draft, trainer: str) -> None:
             # GKD's rows, GOLD's and packed ones are cut whatever the mode: at their start, and at their end.
             left = draft.get("truncation_mode") == "keep_end" and not draft.values.get("data.packing")
             side = "truncate_left" if left or trainer in ("gkd", "gold") else "truncate_right"
-            draft.set("data.overlong", side, "truncation_mode")
+            splits = draft.values.get("data.packing") and draft.get("packing_strategy") in ("bfd_split", "wrapped")
+            draft.set("data.overlong", "split" if splits else side, "truncation_mode", "packing_strategy")
         if draft.get("max_length") is None:
             draft.check("max_length is None, which is no limit; data.max_length is 1024 here")
         else:

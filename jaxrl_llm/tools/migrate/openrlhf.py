@@ -1,0 +1,495 @@
+"""The rules for OpenRLHF: the flags of its commands, of 0.11 and, by the names that they had, of those before."""
+
+import re
+from typing import Any
+
+from jaxrl_llm.tools.migrate import shared
+from jaxrl_llm.tools.migrate.draft import OPEN, Draft, Options, RefusedError, Source
+from jaxrl_llm.tools.migrate.losses import set_loss, with_options
+from jaxrl_llm.tools.migrate.table import rules
+
+RULES = rules("openrlhf")
+KINDS = {"ppo": "grpo", "sft": "sft", "dpo": "preference", "kto": "preference", "rm": "reward_model"}
+OPTIMIZER = ("adam.", "muon.", "optim", "lr_scheduler", "lr_warmup_ratio", "min_lr_ratio", "max_norm")
+# Our advantages, whether they are divided by the group's standard deviation, and whether all tokens are whitened.
+ADVANTAGES = {
+    "gae": ("ppo", None, True),
+    "reinforce": ("reinforce_plus_plus", None, True),
+    "reinforce_baseline": ("reinforce_plus_plus_baseline", None, True),
+    "rloo": ("rloo", None, False),
+    "group_norm": ("group(eps=1e-09)", "group", False),
+    "dr_grpo": ("group", "none", False),
+}
+
+
+def convert(source: Source, options: Options) -> Draft:
+    """Return our settings for the flags of a command of OpenRLHF."""
+    trainer = source.trainer
+    if trainer not in KINDS:
+        raise RefusedError(
+            f"{source.path}: the command is train_{trainer or '?'}, which has no equivalent; there are train_ppo_ray, "
+            "train_sft, train_dpo, train_rm and train_kto"
+        )
+    named: dict[str, tuple[str, Any]] = {}
+    for key, value in source.settings.items():
+        name = RULES["former"].get(key, key)
+        rest = name.removeprefix("actor.")
+        if name != rest:  # the optimizer of other commands has no prefix, and their model has model.
+            name = rest if rest.startswith(OPTIMIZER) else f"model.{rest}"
+        if not OPEN.search(str(value)):
+            named[name] = (key, value)
+    draft = Draft(
+        source, f"{trainer.upper()}, from FILE of OpenRLHF; what that leaves out is as in OpenRLHF 0.11.",
+        RULES[trainer], named,
+    )  # fmt: skip
+    draft.names = {key: f"actor.{key}" for key in RULES[trainer] if trainer == "ppo" and key.startswith(OPTIMIZER)} | {
+        key: key.replace("model.", "actor.", 1) for key in RULES[trainer] if trainer == "ppo" and key[:6] == "model."
+    } | draft.names  # fmt: skip
+    draft.companion = options.companion
+    draft.set("algorithm.name", "ppo" if draft.get("algo.advantage.estimator") == "gae" else KINDS[trainer])
+    devices = _model(draft, options)
+    if trainer == "ppo":
+        _online(draft, devices)
+        _prompts(draft)
+        _rewards(draft)
+    else:
+        _offline(draft, trainer, devices)
+    _length(draft, options, trainer)
+    _rate(draft)
+    _saving(draft, trainer)
+    return draft
+
+
+def _model(draft: Draft, options: Options) -> int:
+    """Set the model, its adapters and the mesh; return the devices that have rows of their own."""
+    draft.set("model.path", draft.get("model.model_name_or_path"), "model.model_name_or_path")
+    shared.check_model(draft)
+    draft.set("model.dtype", "bfloat16", "ds.param_dtype")
+    if draft.get("ds.param_dtype") == "fp16":
+        draft.check(
+            "ds.param_dtype = fp16: bfloat16 is written; gradients in float16 need loss scaling, which is not here"
+        )
+    remat = draft.get(key := "model.gradient_checkpointing_enable")
+    draft.set("model.remat", "block" if remat else None, key)
+    if draft.get("ds.load_in_4bit"):
+        draft.set("model.quantize", "nf4", "ds.load_in_4bit")
+    if rank := int(draft.get("ds.lora.rank")):
+        draft.set("lora.rank", rank, "ds.lora.rank")
+        draft.set("lora.alpha", float(draft.get("ds.lora.alpha")), "ds.lora.alpha")
+        draft.set("lora.dropout", float(draft.get("ds.lora.dropout")), "ds.lora.dropout")
+        targets = draft.get("ds.lora.target_modules")
+        draft.set("lora.targets", (targets,) if isinstance(targets, str) else tuple(targets), "ds.lora.target_modules")
+    if coef := draft.get("model.aux_loss_coef"):
+        draft.set("model.router_aux_loss_coef", float(coef), "model.aux_loss_coef")
+    if int(draft.get("ds.zero_stage")) == 3:
+        draft.set("mesh.fsdp", -1, "ds.zero_stage")
+        draft.set("mesh.data", 1, "ds.zero_stage")
+    draft.use("ds.zero_stage")
+    sharing = {"mesh.context": "ds.ring_attn_size", "mesh.tensor": "ds.tensor_parallel_size"}
+    count = options.devices or int(draft.get("model.num_nodes") or 1) * int(draft.get("model.num_gpus_per_node") or 1)
+    for ours, key in sharing.items():
+        if (size := int(draft.get(key) or 1)) > 1:
+            draft.set(ours, size, key)
+            count = max(count // size, 1)
+    draft.use("model.num_nodes", "model.num_gpus_per_node", *sharing.values())
+    draft.set("optimizer.offload", draft.get("ds.adam_offload"), "ds.adam_offload")
+    draft.set("seed", int(draft.get("train.seed")), "train.seed")
+    if draft.get("train.enable_ema"):
+        draft.check("train.enable_ema has no equivalent: the moving average here is bias-corrected (average.every)")
+    return count
+
+
+def _online(draft: Draft, devices: int) -> None:
+    """Set the batch, the advantages, the losses and the sampling."""
+    prompts, group = int(draft.get("rollout.batch_size")), int(draft.get("rollout.n_samples_per_prompt"))
+    rows, passes = int(draft.get("train.batch_size")), int(draft.get("train.max_epochs"))
+    draft.set("batch.prompts", prompts, "rollout.batch_size")
+    draft.set("rollout.group_size", group, "rollout.n_samples_per_prompt")
+    minibatches = max(prompts * group // rows, 1)
+    if prompts * group % minibatches:
+        minibatches = max(size for size in range(1, minibatches + 1) if prompts * group % size == 0)
+    if minibatches * rows != prompts * group:
+        draft.check(
+            f"{draft.named('train.batch_size')} = {rows} rows do not divide the {prompts * group} of a step: "
+            f"batch.minibatches = {minibatches}, of {prompts * group // minibatches} rows, is written"
+        )
+    draft.set("batch.minibatches", minibatches, "train.batch_size")
+    draft.set("algorithm.num_iterations", passes, "train.max_epochs")
+    draft.set("batch.shuffle", True)
+    if draft.get("train.dynamic_batch_enable"):
+        tokens = int(draft.get("train.max_tokens_per_gpu")) * devices
+        draft.set("batch.microbatch_tokens", tokens, "train.max_tokens_per_gpu", "train.dynamic_batch_enable")
+        if most := draft.get("rollout.max_tokens_per_gpu"):
+            draft.set("batch.logps_microbatch_tokens", int(most) * devices, "rollout.max_tokens_per_gpu")
+    else:
+        each = int(draft.get("train.micro_batch_size")) * devices
+        shared.microbatch_rows(draft, each, prompts * group // minibatches, "train.micro_batch_size")
+    draft.use("train.micro_batch_size", "train.max_tokens_per_gpu", "rollout.micro_batch_size")
+    _advantage(draft, group)
+    _loss(draft)
+    _divergence(draft)
+    _sampling(draft)
+
+
+def _advantage(draft: Draft, group: int) -> None:
+    """Set the advantages, and the critic of gae."""
+    at = "algo.advantage"
+    shared.check_known(draft.named(key := f"{at}.estimator"), name := draft.get(key), ADVANTAGES)
+    ours, scale, whitened = ADVANTAGES[name]
+    options = {"gamma": float(draft.get(f"{at}.gamma"))} if name in ("gae", "reinforce") else {}
+    options |= {"lam": float(draft.get(f"{at}.lambd"))} if name == "gae" else {}
+    options |= {"ddof": 0} if whitened else {}
+    options |= {"divide": False} if whitened and draft.get(f"{at}.no_std_norm") else {}
+    keys = [f"{at}.gamma", f"{at}.lambd"] if name == "gae" else [f"{at}.gamma"] if name == "reinforce" else []
+    draft.set("algorithm.advantage", with_options(ours, options), key, *keys, f"{at}.no_std_norm")
+    draft.set("algorithm.scale_rewards", scale, key)
+    draft.use(f"{at}.gamma", f"{at}.lambd", f"{at}.no_std_norm")
+    if group == 1 and name not in ("gae", "reinforce"):
+        draft.set("rollout.group_size", 2, "rollout.n_samples_per_prompt")
+        draft.check(
+            f"{name} compares completions of a prompt, of which there is one: rollout.group_size = 2 is written"
+        )
+    clip = draft.get("reward.clip_range")
+    if name in ("gae", "reinforce"):
+        draft.set("algorithm.reward_clip", tuple(map(float, clip)), "reward.clip_range")
+    elif draft.sets("reward.clip_range"):
+        draft.check(
+            f"reward.clip_range is left out: it clips what {name} makes of the rewards there, and rewards alone here"
+        )
+    if name != "gae":
+        return
+    path = draft.get("critic.model_name_or_path")
+    if path is None and not draft.get("reward.remote_url") and not draft.get("train.agent_func_path"):
+        path = str(draft.get("reward.model_name_or_path") or "").split(",")[0] or None
+    draft.set("critic.path", path if path != draft.values["model.path"] else None, "critic.model_name_or_path")
+    draft.set("critic.learning_rate", float(draft.get("critic.adam.lr")), "critic.adam.lr")
+    for index, name in enumerate(("b1", "b2")):
+        draft.set(f"critic.{name}", float(draft.get("critic.adam.betas")[index]), "critic.adam.betas")
+    draft.set("critic.weight_decay", float(draft.get("critic.adam.weight_decay")), "critic.adam.weight_decay")
+    draft.set("critic.max_grad_norm", float(draft.get("critic.max_norm")), "critic.max_norm")
+    draft.set("critic.epsilon", float(draft.get("critic.value_clip")), "critic.value_clip")
+    draft.set("critic.warmup_steps", max(int(draft.get("critic.freezing_steps")), 0), "critic.freezing_steps")
+
+
+def _loss(draft: Draft) -> None:
+    """Set the policy loss, its mean, and how it corrects for the sampler."""
+    pair = draft.get("model.eps_clip_low_high") or [draft.get("model.eps_clip")] * 2
+    for side, value in zip(("low", "high"), pair, strict=True):
+        draft.set(f"algorithm.epsilon_{side}", float(value), "model.eps_clip_low_high", "model.eps_clip")
+    shared.check_known(draft.named(key := "model.policy_loss_type"), kind := draft.get(key), ("ppo", "gspo"))
+    set_loss(draft, [("gspo" if kind == "gspo" else "ppo_clip", {"dual_clip": "model.dual_clip"})], key)
+    draft.use("model.dual_clip")
+    draft.set("algorithm.aggregation", "sequence" if kind == "gspo" else "token", key)
+    draft.set("algorithm.entropy_coef", float(draft.get("model.entropy_coef") or 0.0), "model.entropy_coef")
+    at = "algo.advantage.is_correction"
+    keys = [f"{at}_{name}" for name in ("enable", "type", "threshold")]
+    draft.use(*keys)
+    if not draft.get(keys[0]):
+        return
+    if kind == "gspo":  # whose ratio is then to the sampler
+        draft.set("algorithm.old_logps", "sampler", keys[0])
+        return
+    low, high = (float(bound) for bound in draft.get(keys[2]))
+    shared.check_known(draft.named(keys[1]), how := draft.get(keys[1]), ("tis", "icepop", "seq-mask-tis"))
+    draft.set(
+        "algorithm.importance_correction", "token_mask" if how == "icepop" else "token_truncate", keys[1], keys[0]
+    )
+    if how == "seq-mask-tis":
+        dual = draft.get("model.dual_clip")
+        filled = {"DUAL": repr(dual), "LOW": repr(low), "HIGH": repr(high)}
+        text = RULES["functions"]["seq_mask_tis"]
+        draft.functions.append(re.sub(r"\b(DUAL|LOW|HIGH)\b", lambda word: filled[word[0]], text))
+        draft.set("algorithm.loss", f"{draft.companion}:seq_mask_tis", keys[1], keys[2])
+        draft.set("algorithm.importance_max", 1e9, keys[1])
+    else:
+        draft.set("algorithm.importance_min", low, keys[2])
+        draft.set("algorithm.importance_max", high, keys[2])
+
+
+def _divergence(draft: Draft) -> None:
+    """Set the KL term in the loss, or the penalty in the rewards."""
+    beta, in_loss = float(draft.get("algo.kl.init_coef")), bool(draft.get("algo.kl.use_loss"))
+    draft.set("algorithm.beta", beta, "algo.kl.init_coef")
+    draft.use("algo.kl.use_loss", "algo.kl.estimator", "algo.kl.horizon")
+    if not beta:
+        return
+    draft.set("algorithm.kl", str(draft.get("algo.kl.estimator")), "algo.kl.estimator")
+    draft.set("algorithm.kl_in_reward", not in_loss, "algo.kl.use_loss")
+    name = draft.get("algo.advantage.estimator")
+    if not in_loss and name not in ("gae", "reinforce"):
+        draft.check(
+            f"the KL penalty is in the rewards: OpenRLHF takes it off {name}'s advantage, to go at each token, after "
+            "the baseline; here it is taken off the score before. algorithm.kl_in_reward = False with k2 is close to it"
+        )
+    if (target := draft.get("algo.kl.target")) is not None:
+        draft.set("algorithm.kl_controller", "adaptive", "algo.kl.target")
+        draft.set("algorithm.kl_target", float(target), "algo.kl.target")
+        draft.set("algorithm.kl_horizon", float(draft.get("algo.kl.horizon")), "algo.kl.horizon")
+
+
+def _sampling(draft: Draft) -> None:
+    """Set the lengths, the sampling, and who samples."""
+    longest, most = draft.get("data.max_len"), draft.get("rollout.max_new_tokens")
+    prompt = draft.get("prompt_max_len")
+    if most is None:
+        most = int(longest) // 2
+        draft.check(
+            f"rollout.max_new_tokens is not set: prompts and completions have data.max_len = {longest} tokens together "
+            "there; here half of them each: set rollout.max_prompt_length and max_completion_length"
+        )
+    draft.set("rollout.max_completion_length", int(most), "rollout.max_new_tokens", "data.max_len")
+    if prompt is None:
+        prompt = max(int(longest) - int(most), 1)
+    draft.set("rollout.max_prompt_length", int(prompt), "prompt_max_len", "data.max_len")
+    draft.set("rollout.temperature", float(draft.get("rollout.temperature")), "rollout.temperature")
+    draft.set("rollout.top_p", float(draft.get("rollout.top_p")), "rollout.top_p")
+    engines, tensor = int(draft.get("vllm.num_engines") or 0), int(draft.get("vllm.tensor_parallel_size") or 1)
+    keys = ("vllm.num_engines", "vllm.tensor_parallel_size")
+    if engines and not draft.get("train.colocate_all"):
+        draft.set("rollout.devices", engines * tensor, *keys)
+    if engines and tensor > 1:
+        draft.set("rollout.mesh", f"tensor={tensor}", keys[1])
+    draft.use(*keys, "train.colocate_all")
+    if draft.get("train.async_enable"):
+        draft.set(
+            "rollout.staleness",
+            int(draft.get("train.async_queue_size") or 1),
+            "train.async_enable",
+            "train.async_queue_size",
+        )
+        draft.set("rollout.update_in_flight", draft.get("train.partial_rollout_enable"), "train.partial_rollout_enable")
+        if (
+            draft.values.get("algorithm.old_logps") != "sampler"
+            and "algorithm.importance_correction" not in draft.values
+        ):
+            draft.set("algorithm.importance_correction", "token_truncate", "train.async_enable")
+            draft.check("train.async_enable: rows of an earlier policy are corrected for here, by token_truncate")
+    if draft.get("algo.dynamic_filtering_enable"):
+        draft.set("algorithm.dynamic_sampling", True, "algo.dynamic_filtering_enable")
+        draft.set("algorithm.max_sampling_rounds", 1000, "algo.dynamic_filtering_enable")
+        if (between := draft.first("algo.dynamic_filtering_range", default=[0, 1])) != [0, 1]:
+            draft.check(
+                f"algo.dynamic_filtering_range = {between}: prompts whose mean reward is not between these are left "
+                "out there; here those whose rewards are all equal"
+            )
+        draft.use("algo.dynamic_filtering_range")
+
+
+def _paths(draft: Draft, key: str, split: str) -> None:
+    """Set the rows to train on: one path, or several with their weights."""
+    paths = str(draft.get(key) or "").split(",")
+    probabilities = str(
+        draft.get(weights := f"{key.removesuffix('dataset')}{'probs' if 'prompt' in key else 'dataset_probs'}") or ""
+    )
+    taken = str(draft.get(split) or "train")
+    if (most := int(float(draft.get("data.max_samples") or 0))) and len(paths) == 1 and most < 1e6:
+        taken = f"{taken}[:{most}]"
+    if len(paths) > 1:
+        each = probabilities.split(",") if probabilities else [None] * len(paths)
+        made = (
+            {"path": path, "split": taken} | ({"weight": float(p)} if p else {})
+            for path, p in zip(paths, each, strict=True)
+        )
+        draft.set("data.sources", tuple(made), key, weights)
+    else:
+        draft.set("data.path", paths[0] or "DATA", key)
+        draft.set("data.split", taken, split, "data.max_samples")
+        if not paths[0]:
+            draft.check(f"the command names no rows ({key}): set data.path")
+    draft.use(weights, split, "data.max_samples")
+
+
+def _prompts(draft: Draft) -> None:
+    """Set the prompts, and how an evaluation samples."""
+    _paths(draft, "data.prompt_dataset", "data.prompt_split")
+    draft.set("data.overlong", "filter")
+    chat, template = draft.get("data.apply_chat_template"), draft.get("data.input_template") or "{}"
+    label = draft.get("data.label_key")
+    body = RULES["functions"]["given_chat" if chat else "given_text"].rstrip()
+    text = RULES["functions"]["prompts"].replace("LABELLED", body)
+    filled = {
+        "INPUT": draft.get("data.input_key"),
+        "TEMPLATE": repr(template),
+        "LABEL": f'row["{label}"]' if label else '""',
+    }
+    draft.functions.append(re.sub(r"\b(INPUT|TEMPLATE|LABEL)\b", lambda word: filled[word[0]], text))
+    keys = [f"data.{key}" for key in ("input_key", "label_key", "apply_chat_template", "input_template")]
+    draft.set("data.format", f"{draft.companion}:prompts", *keys)
+    if path := draft.get("eval.dataset"):
+        draft.set("data.eval_path", path, "eval.dataset")
+        draft.set("data.eval_split", draft.get("eval.split"), "eval.split")
+        draft.set("eval.temperature", float(draft.get("eval.temperature")), "eval.temperature")
+        draft.set("eval.samples", int(draft.get("eval.n_samples_per_prompt")), "eval.n_samples_per_prompt")
+        draft.set("eval.greedy", False, "eval.n_samples_per_prompt")
+
+
+def _rewards(draft: Draft) -> None:
+    """Set the reward functions: a file with reward_func, or reward models."""
+    url, models = str(draft.get("reward.remote_url") or ""), str(draft.get("reward.model_name_or_path") or "")
+    agent, functions = draft.get("train.agent_func_path"), []
+    if agent:
+        draft.check(
+            f"{draft.named('train.agent_func_path')} = {agent}: an agent is an environment here (docs/environments.md) "
+            "or a program that talks to the endpoint (docs/agents.md), which gives the reward: set these"
+        )
+        draft.use("train.agent_func_path")
+    elif url.endswith(".py"):
+        draft.functions.append(RULES["functions"]["reward"].replace("FILE", url))
+        functions.append(f"{draft.companion}:reward")
+    elif url:
+        draft.check(f"{draft.named('reward.remote_url')} = {url}: a reward function of your own asks a server here")
+    else:
+        functions = [f"model:{path}" for path in models.split(",") if path]
+    draft.set("rewards.functions", tuple(functions) or ("REWARD",), "reward.remote_url", "reward.model_name_or_path")
+    if not functions:
+        draft.check("the command names no rewards that are here: set rewards.functions")
+    if draft.get(key := "reward.normalize_enable"):
+        draft.use(key)
+        draft.check(f"{draft.named(key)} has no equivalent: rewards are not divided by a running deviation")
+    if (length := draft.get("reward.overlong_buffer_len")) is not None:
+        draft.set("algorithm.overlong_buffer", int(length), "reward.overlong_buffer_len")
+        draft.set(
+            "algorithm.overlong_penalty",
+            float(draft.get("reward.overlong_penalty_factor")),
+            "reward.overlong_penalty_factor",
+        )
+    draft.use("reward.overlong_penalty_factor")
+    if (factor := draft.get(key := "reward.stop_properly_penalty_coef")) is not None:
+        draft.use(key)
+        draft.check(
+            f"{draft.named(key)} = {factor} multiplies (below 0: replaces) the reward of a completion that did not "
+            "end; here algorithm.missing_eos_penalty subtracts from it, and algorithm.mask_truncated leaves it out"
+        )
+
+
+def _offline(draft: Draft, trainer: str, devices: int) -> None:
+    """Set the batch, the rows and the loss of the other commands."""
+    rows, each = int(draft.get("train.batch_size")), 2 if trainer in ("dpo", "rm", "kto") else 1
+    draft.set("batch.prompts", rows, "train.batch_size")
+    shared.microbatch_rows(
+        draft, int(draft.get("train.micro_batch_size")) * devices * each, rows * each, "train.micro_batch_size"
+    )
+    draft.use("train.micro_batch_size")
+    _paths(draft, "data.dataset", "data.dataset_split")
+    draft.set("data.max_length", int(draft.get("data.max_len")), "data.max_len")
+    draft.set("data.overlong", "filter")
+    draft.set("data.chat_template", draft.get("data.tokenizer_chat_template"), "data.tokenizer_chat_template")
+    if trainer == "sft":
+        draft.set("data.packing", bool(draft.get("ds.packing_samples")), "ds.packing_samples")
+        draft.set("algorithm.aggregation", "token")
+    elif trainer == "rm":
+        shared.check_known(draft.named(key := "model.loss_type"), draft.get(key), ("sigmoid", "logexp"))
+        draft.set("algorithm.loss", "bradley_terry", key)
+    else:
+        draft.set("algorithm.beta", float(draft.get("model.beta")), "model.beta")
+        if trainer == "kto":
+            weights = {"desirable_weight": "model.desirable_weight", "undesirable_weight": "model.undesirable_weight"}
+            set_loss(draft, [("kto", weights)])
+        else:
+            ipo, likely = draft.get("model.ipo_enable"), float(draft.get("model.nll_loss_coef") or 0.0)
+            smoothed = float(draft.get("model.label_smoothing"))
+            name = with_options("dpo", {"label_smoothing": smoothed} if smoothed else {})
+            name = "ipo(normalize=False)" if ipo else name
+            keys = ("model.ipo_enable", "model.label_smoothing", "model.nll_loss_coef")
+            draft.set("algorithm.loss", f"{name}+sft" if likely else name, *keys)
+            if likely:
+                draft.set("algorithm.loss_weights", (1.0, likely), "model.nll_loss_coef")
+                draft.check(
+                    "model.nll_loss_coef: the likelihood is a mean over tokens here, and over completions there"
+                )
+    _rows(draft, trainer)
+    if path := draft.get("eval.dataset"):
+        draft.set("data.eval_path", path, "eval.dataset")
+        draft.set("data.eval_split", draft.get("eval.split"), "eval.split")
+
+
+def _rows(draft: Draft, trainer: str) -> None:
+    """Set the function that reads a row as OpenRLHF does."""
+    chat, template = draft.get("data.apply_chat_template"), repr(draft.get("data.input_template") or "{}")
+    given, answer, label = (draft.get(f"data.{key}_key") for key in ("input", "output", "label"))
+    labelled = f', "label": row["{label}"]' if trainer == "kto" else ""
+    keys = [f"data.{key}" for key in ("input_key", "output_key", "label_key", "apply_chat_template", "input_template")]
+    if trainer in ("dpo", "rm"):
+        names = {"CHOSEN": draft.get("data.chosen_key"), "REJECTED": draft.get("data.rejected_key")}
+        prompt = draft.get("data.prompt_key")
+        keys = [
+            f"data.{key}"
+            for key in ("prompt_key", "chosen_key", "rejected_key", "apply_chat_template", "input_template")
+        ]
+        names["PROMPT_KEY"] = str(bool(prompt))
+        names["PROMPT"] = f'row["{prompt}"]' if chat else f'{template}.format(row["{prompt}"])'
+        names["MARGIN"] = ', "margin": row["margin"]' if draft.get("model.margin_loss_enable") else ""
+        draft.functions.append(
+            re.sub("PROMPT_KEY|PROMPT|CHOSEN|REJECTED|MARGIN", lambda w: names[w[0]], RULES["functions"]["pairs"])
+        )
+        draft.set("data.format", f"{draft.companion}:pairs", *keys, "model.margin_loss_enable")
+        return
+    if draft.get("model.pretrain_mode_enable"):
+        draft.set("data.loss_on", "all", "model.pretrain_mode_enable")
+        draft.set("data.format", f"completion(field={given!r})", "data.input_key")
+    elif draft.get("data.multiturn"):
+        draft.set(
+            "data.format", with_options("chat_template", {"field_messages": given}), "data.multiturn", "data.input_key"
+        )
+    else:
+        rows = f'row["{given}"], row["{answer}"]' if answer else f'row["{given}"][:-1], row["{given}"][-1:]'
+        filled = {"ROWS": rows, "INPUT": given, "OUTPUT": answer or given, "TEMPLATE": template, "LABELLED": labelled}
+        text = RULES["functions"]["completions_chat" if chat else "completions_text"]
+        draft.functions.append(re.sub("ROWS|INPUT|OUTPUT|TEMPLATE|LABELLED", lambda word: str(filled[word[0]]), text))
+        draft.set("data.format", f"{draft.companion}:completions", *keys)
+    draft.use(*keys)
+
+
+def _length(draft: Draft, options: Options, trainer: str) -> None:
+    """Set the steps of the run."""
+    key = "train.num_episodes" if trainer == "ppo" else "train.max_epochs"
+    rows = shared.known_rows(options, draft.values.get("data.path"), "train")
+    shared.epochs(draft, rows // draft.values["batch.prompts"], float(draft.get(key)), key)
+
+
+def _rate(draft: Draft) -> None:
+    """Set the optimizer and the learning rate."""
+    draft.set("optimizer.learning_rate", float(draft.get("adam.lr")), "adam.lr")
+    shared.betas(draft, "adam.betas")
+    draft.set("optimizer.eps", float(draft.get("adam.eps")), "adam.eps")
+    draft.set("optimizer.weight_decay", float(draft.get("adam.weight_decay")), "adam.weight_decay")
+    draft.set("optimizer.max_grad_norm", float(draft.get("max_norm")), "max_norm")
+    shared.schedule(draft, draft.get("lr_scheduler"), "lr_scheduler")
+    draft.set("optimizer.warmup_ratio", float(draft.get("lr_warmup_ratio")), "lr_warmup_ratio")
+    lowest = float(draft.get("min_lr_ratio")) if "min_lr" in draft.get("lr_scheduler") else 0.0
+    draft.set("optimizer.min_lr_ratio", lowest, "min_lr_ratio")
+    if draft.values["algorithm.name"] == "ppo":
+        shared.schedule(draft, draft.get("critic.lr_scheduler"), "critic.lr_scheduler", "critic.schedule")
+        draft.set("critic.min_lr_ratio", float(draft.get("critic.min_lr_ratio")), "critic.min_lr_ratio")
+        warm = float(draft.get("critic.lr_warmup_ratio")) * draft.values["total_steps"]
+        draft.set("critic.lr_warmup_steps", round(warm), "critic.lr_warmup_ratio")
+    if draft.get("optim") == "muon":
+        draft.set("optimizer.name", "muon", "optim")
+        draft.set("optimizer.learning_rate", float(draft.get("muon.lr")), "muon.lr")
+        draft.check(
+            f"optim = muon: {draft.named('muon.lr')} is the rate of all parameters here; those that are no matrices of "
+            f"layers have {draft.named('adam.lr')} = {draft.get('adam.lr')} there (optimizer.rate_factors)"
+        )
+    draft.use("optim", "muon.lr")
+
+
+def _saving(draft: Draft, trainer: str) -> None:
+    """Set checkpoints, evaluations and logs."""
+    draft.set("output_dir", draft.get("ckpt.output_dir"), "ckpt.output_dir")
+    steps = {name: max(int(draft.get(key)), 0) for name, key in (("save", "ckpt.save_steps"), ("eval", "eval.steps"))}
+    draft.set("checkpoint.every", steps["save"], "ckpt.save_steps")
+    draft.set("checkpoint.keep", int(draft.get("ckpt.max_num")), "ckpt.max_num")
+    if steps["save"] and draft.get("ckpt.save_hf"):
+        draft.set("checkpoint.contents", ("state", "hf"), "ckpt.save_hf")
+    draft.use("ckpt.save_hf")
+    every = steps["eval"] or (0 if trainer != "ppo" else -1)
+    draft.set("eval.every", every if draft.get("eval.dataset") else -1, "eval.steps", "eval.dataset")
+    backends = [
+        name
+        for name, key in (("wandb", "logger.wandb.key"), ("tensorboard", "logger.tensorboard_dir"))
+        if draft.get(key)
+    ]
+    draft.set("logging.backends", ("console", "jsonl", *backends), "logger.wandb.key", "logger.tensorboard_dir")
+    if backends:
+        draft.set("logging.project", draft.get("logger.wandb.project"), "logger.wandb.project")
+        draft.set("logging.run_name", draft.get("logger.wandb.run_name"), "logger.wandb.run_name")
