@@ -15,11 +15,11 @@ from jaxrl_llm.serving.translated import (
     EFFORTS,
     check_fields,
     frame,
-    function,
     settled_texts,
     tell_template,
     text_before_calls,
     text_or_parts,
+    tools_of,
 )
 
 OWN = {"system", "messages", "tools", "tool_choice", "max_tokens", "stop_sequences", "thinking", "output_config"}
@@ -62,7 +62,9 @@ class MessagesRequest:
         for message in given:
             messages += _chat_messages(message)
         self.chat = {name: value for name, value in body.items() if name in AS_CHAT} | {"messages": messages}
-        self.chat |= {"max_tokens": body["max_tokens"], "stop": body.get("stop_sequences"), "tools": _tools(body)}
+        self.chat |= {"max_tokens": body["max_tokens"], "stop": body.get("stop_sequences")}
+        example = '{"name": ..., "input_schema": ...}'
+        self.chat["tools"] = tools_of(body, "custom", "input_schema", example, usual="custom")
         choice = body.get("tool_choice", {"type": "auto"})
         kind = str(choice.get("type")) if isinstance(choice, Mapping) else ""
         if kind == "tool":
@@ -278,7 +280,8 @@ def _content(given: Any, param: str = "messages") -> str | list[dict[str, Any]]:
         return given
     parts = []
     for block in given if isinstance(given, list) else [given]:
-        kind = block.get("type") if isinstance(block, Mapping) else block
+        block = block if isinstance(block, Mapping) else {"type": block}
+        kind = block.get("type")
         if kind == "text" and param == "system" and str(block.get("text")).startswith(BILLING):
             continue  # else no two prompts would have a beginning in common
         source = block.get("source") if kind == "image" else None
@@ -295,18 +298,3 @@ def _content(given: Any, param: str = "messages") -> str | list[dict[str, Any]]:
                 param=param,
             )
     return text_or_parts(parts)
-
-
-def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    tools, found = body.get("tools") or [], []
-    for tool in tools if isinstance(tools, list) else [tools]:
-        kind = tool.get("type", "custom") if isinstance(tool, Mapping) else tool
-        if kind != "custom" or not isinstance(tool.get("name"), str):
-            raise BadRequestError(
-                f'tools has one of type {kind!r:.100}; this server hosts none and takes {{"name": ..., "input_schema": '
-                "...}",
-                code="unsupported",
-                param="tools",
-            )
-        found.append(function(tool["name"], tool.get("description"), tool.get("input_schema")))
-    return found or None

@@ -22,11 +22,11 @@ from jaxrl_llm.serving.translated import (
     EFFORTS,
     check_fields,
     frame,
-    function,
     settled_texts,
     tell_template,
     text_before_calls,
     text_or_parts,
+    tools_of,
 )
 
 OWN = {  # fields with a meaning of their own; the others of a chat, vLLM's among them, go on to it
@@ -97,7 +97,9 @@ class ResponsesRequest:
         self.chat = {name: value for name, value in body.items() if name in AS_CHAT} | {"messages": messages}
         self.chat |= {"max_completion_tokens": body.get("max_output_tokens"), "top_logprobs": top}
         self.chat |= {"logprobs": LOGPROBS in include or bool(top), "response_format": _response_format(body)}
-        self.chat |= {"tools": _tools(body), "tool_choice": _tool_choice(body)}
+        # `strict` is what a forced call is, and no part of what the model is shown.
+        example = 'functions: {"type": "function", "name": ..., "parameters": ...}'
+        self.chat |= {"tools": tools_of(body, "function", "parameters", example), "tool_choice": _tool_choice(body)}
         self.chat["separate_reasoning"] = can_think(template)
         effort = _effort(body.get("reasoning", {}), can_think(template))
         tell_template(self.chat, None if effort is None else effort != "none", EFFORTS.get(str(effort)))
@@ -341,7 +343,7 @@ def _add_items(messages: list[dict[str, Any]], given: Any) -> None:
             called |= {each["id"]: of_turn for each in of_turn["tool_calls"]}
         elif kind == "function_call_output":
             call_id = item.get("call_id")
-            if call_id not in called:
+            if not isinstance(call_id, str) or call_id not in called:
                 raise BadRequestError(
                     f"input has the output of a call {call_id!r:.100}, and no such call before it", param="input"
                 )
@@ -395,7 +397,8 @@ def _content(given: Any) -> str | list[dict[str, Any]]:
                               param="input")  # fmt: skip
     parts = []
     for part in given:
-        kind = part.get("type") if isinstance(part, Mapping) else part
+        part = part if isinstance(part, Mapping) else {"type": part}
+        kind = part.get("type")
         text = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
         if isinstance(text, str):
             parts.append({"type": "text", "text": text})
@@ -409,23 +412,6 @@ def _content(given: Any) -> str | list[dict[str, Any]]:
                 param="input",
             )
     return text_or_parts(parts)
-
-
-def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools as a chat has them. `strict` is what a forced call is, and no part of what the model is shown."""
-    tools = body.get("tools") or []
-    found = []
-    for tool in tools if isinstance(tools, list) else [tools]:
-        kind = tool.get("type") if isinstance(tool, Mapping) else tool
-        if kind != "function" or not isinstance(tool.get("name"), str):
-            raise BadRequestError(
-                f"tools has one of type {kind!r:.100}; this server hosts none and takes functions: "
-                '{"type": "function", "name": ..., "parameters": ...}',
-                code="unsupported",
-                param="tools",
-            )
-        found.append(function(tool["name"], tool.get("description"), tool.get("parameters")))
-    return found or None
 
 
 def _tool_choice(body: Mapping[str, Any]) -> Any:

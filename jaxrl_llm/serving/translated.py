@@ -31,10 +31,22 @@ def check_fields(body: Mapping[str, Any], read: Collection[str], others: Collect
             )
 
 
-def function(name: str, description: Any, parameters: Any) -> dict[str, Any]:
-    """A tool as a chat has it, without what is None."""
-    shown = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": {key: value for key, value in shown.items() if value is not None}}
+def tools_of(body: Mapping[str, Any], kind: str, parameters: str, example: str, usual: str | None = None) -> Any:
+    """The tools of a request as a chat has them, None without any. They are of the type `kind`, `usual` where they say
+    none, and have `parameters` in the entry of that name; raises BadRequestError for another one than the `example`."""
+    tools, found = body.get("tools") or [], []
+    for tool in tools if isinstance(tools, list) else [tools]:
+        tool = tool if isinstance(tool, Mapping) else {"type": tool}
+        if (given := tool.get("type", usual)) != kind or not isinstance(tool.get("name"), str):
+            raise BadRequestError(
+                f"tools has one of type {given!r:.100}; this server hosts none and takes {example}",
+                code="unsupported",
+                param="tools",
+            )
+        shown = {name: tool.get(entry) for name, entry in (("description", "description"), ("parameters", parameters))}
+        shown = {"name": tool["name"], **{name: value for name, value in shown.items() if value is not None}}
+        found.append({"type": "function", "function": shown})
+    return found or None
 
 
 def text_or_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
