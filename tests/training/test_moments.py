@@ -149,7 +149,9 @@ def test_losses_follow_those_of_adamw_in_float32():
     np.testing.assert_allclose(found, exact, rtol=0.01)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "muon", "ademamix", "adopt"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "muon", "ademamix", *(pytest.param(x, marks=pytest.mark.slow) for x in ("lion", "sgd", "adopt"))]
+)
 def test_what_is_stored_in_8_bits(name):
     """Large arrays of two dimensions or more, at little over a byte a number; others stay float32."""
     shapes = {

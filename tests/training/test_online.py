@@ -197,8 +197,9 @@ def test_vespo_refuses_the_weight_of_a_row(correction):
 
 @pytest.mark.parametrize(
     ("loss", "same"),
-    [("auto", "gspo"), ("ppo_clip(delta=4.0)", "gspo(delta=4.0)"), ("sapo", "sapo(level='sequence')"), ("gspo", "gspo"),
-     ("cispo(minimum=0.5)", "cispo(level='sequence', minimum=0.5)")],
+    [("auto", "gspo"), ("cispo(minimum=0.5)", "cispo(level='sequence', minimum=0.5)"),
+     *(pytest.param(*names, marks=pytest.mark.slow) for names in (
+         ("ppo_clip(delta=4.0)", "gspo(delta=4.0)"), ("sapo", "sapo(level='sequence')"), ("gspo", "gspo")))],
 )  # fmt: skip
 def test_importance_sampling_level_is_the_level_of_the_ratio(loss, same):
     """TRL's name for it; where the loss has another ratio, it is refused."""

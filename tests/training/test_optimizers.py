@@ -226,7 +226,10 @@ def test_muon_is_for_matrices_alone():
     assert not np.allclose(muon["experts"]["kernel"], adamw["experts"]["kernel"], rtol=0.1)
 
 
-@pytest.mark.parametrize("stack", ["delta_layers", "full_layers", "dense_latent_layers"])
+@pytest.mark.parametrize(
+    "stack",
+    ["dense_latent_layers", *(pytest.param(x, marks=pytest.mark.slow) for x in ("delta_layers", "full_layers"))],
+)
 def test_adafactor_updates_each_layer_by_itself(stack):
     """Layers of another kind are a stack of another length: what a layer gets does not depend on the others."""
     kernels = jax.tree.map(jnp.asarray, parameters()["layers"]["q"]["kernel"])
@@ -256,7 +259,7 @@ def test_moments_in_fp32_stored_as_set(name):
     assert set(wide) <= {"ns_coeffs"} and len(wide) < len(floats)  # muon's coefficients are no moments
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("lion", marks=pytest.mark.slow)])
 def test_moments_in_bfloat16_follow_those_in_fp32(name):
     """Gradients ten times smaller after a while: the second moment has to fall, by 0.1 % a step."""
 
@@ -360,8 +363,13 @@ def test_a_frozen_router_does_not_decay():
     assert moved.pop("gate")["kernel"].all() and not any(x.any() for x in jax.tree.leaves(moved))
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon", "ademamix", "adopt", "came"])
-@pytest.mark.parametrize("shape", ["linear", "cosine"])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, "linear") for name in ("adafactor", "lion", "sgd", "muon", "ademamix", "adopt", "came")),
+        *(("adamw", shape) for shape in ("linear", "cosine")),
+    ],
+)
 def test_weight_decay_moves_to_its_end(name, shape):
     """Without gradients each update multiplies by 1 - rate x decay, whatever the optimizer."""
     config = config_of(name=name, weight_decay=0.2, weight_decay_end=1.0, weight_decay_shape=shape)

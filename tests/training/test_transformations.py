@@ -122,7 +122,7 @@ def test_an_update_of_rate_zero_or_of_no_gradient_changes_nothing(name):
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("shape", [(2, 6, 9), (2, 9, 6), (2, 3, 6, 6)])
+@pytest.mark.parametrize("shape", [pytest.param((2, 6, 9), marks=pytest.mark.slow), (2, 9, 6), (2, 3, 6, 6)])
 def test_galore_by_hand(shape):
     """Two layers, one with experts; the subspace of the third update is another, with the moments as they were."""
     random = np.random.default_rng(0)

@@ -1,6 +1,7 @@
 """The update: independent of micro-batches, donated, on schedule, and safe against a gradient that is no number."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_llm.config import default
+from jaxrl_llm.config import default, from_json, to_json
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.microbatch import split_rows
@@ -19,16 +20,22 @@ from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import make_optimizer
 from jaxrl_llm.training.setup.specs import optimizer_spec, update_spec
 from jaxrl_llm.training.update import ADDS_IN_PLACE, init_state, make_update
-from tests.training.objectives.test_policy_gradient import NET, make_batch
+from tests.training.objectives.test_policy_gradient import NET, PARAMS, make_batch
+
+
+@functools.cache
+def made(text: str):
+    """The optimizer and the update of a configuration in JSON, which is compiled once."""
+    config = from_json(text)
+    optimizer, mesh = make_optimizer(config), make_mesh(devices=jax.devices()[:1])
+    return optimizer, make_update(objective_of(config, NET), optimizer, update_spec(config), mesh)
 
 
 def run_update(config, batch, steps: int = 1):
     mesh = make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
-        optimizer = make_optimizer(config)
-        objective = objective_of(config, NET)
-        state = init_state(NET.init(jax.random.key(0)), optimizer, mesh, config.optimizer.offload)
-        update = make_update(objective, optimizer, update_spec(config), mesh)
+        optimizer, update = made(to_json(config))
+        state = init_state(jax.tree.map(jnp.copy, PARAMS), optimizer, mesh, config.optimizer.offload)
         for _ in range(steps):
             state, metrics = update(state, jax.tree.map(jnp.asarray, batch))
     return state, {name: metric.value for name, metric in metrics.items()}
@@ -95,13 +102,12 @@ def test_update_is_adamw_of_summed_gradient():
     config = config_with(optimizer__weight_decay=0.1, optimizer__max_grad_norm=0.05)
     batch = make_batch()
     objective = objective_of(config, NET)
-    params = jax.jit(NET.init)(jax.random.key(0))
-    gradient = jax.jit(jax.grad(lambda p: objective.loss(p, objective.prepare(batch))[0]))(params)
+    gradient = jax.jit(jax.grad(lambda p: objective.loss(p, objective.prepare(batch))[0]))(PARAMS)
     norm = float(optax.tree.norm(gradient))
     state, metrics = run_update(config, batch)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
     assert norm > 0.05
-    for path, p in jax.tree_util.tree_leaves_with_path(params):
+    for path, p in jax.tree_util.tree_leaves_with_path(PARAMS):
         g = np.asarray(_at(gradient, path)) * 0.05 / norm
         decay = 0.0 if path[-1].key in ("scale", "bias") else 0.1
         # One Adam step from zero moments: m/(1-b1) = g, v/(1-b2) = g^2.
@@ -117,15 +123,14 @@ def _at(tree, path):
 
 def test_the_state_is_donated():
     mesh = make_mesh(devices=jax.devices()[:1])
-    config = config_with()
     with jax.set_mesh(mesh):
-        optimizer = make_optimizer(config)
-        state = init_state(NET.init(jax.random.key(0)), optimizer, mesh)
-        update = make_update(objective_of(config, NET), optimizer, update_spec(config), mesh)
+        optimizer, update = made(to_json(config_with()))
+        state = init_state(jax.tree.map(jnp.copy, PARAMS), optimizer, mesh)
         batch = jax.tree.map(jnp.asarray, make_batch())
         size = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
-        assert update.lower(state, batch).compile().memory_analysis().alias_size_in_bytes >= size
-        new, _ = update(state, batch)
+        compiled = update.lower(state, batch).compile()
+        assert compiled.memory_analysis().alias_size_in_bytes >= size
+        new, _ = compiled(state, batch)
         assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
         assert not any(x.is_deleted() for x in jax.tree.leaves((new.params, batch)))
 
@@ -216,7 +221,7 @@ def test_nonfinite_gradient_changes_nothing():
     batch = batch.replace(advantages=np.full_like(batch.advantages, np.inf))
     state, metrics = run_update(config_with(), batch)
     assert metrics["nonfinite_gradient"] == 1
-    jax.tree.map(np.testing.assert_array_equal, state.params, NET.init(jax.random.key(0)))
+    jax.tree.map(np.testing.assert_array_equal, state.params, PARAMS)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.opt_state))
 
 
@@ -228,7 +233,7 @@ def test_rows_that_are_all_masked_have_no_means(rows):
     state, metrics = run_update(config_with(algorithm__entropy_coef=0.1, batch__microbatch_rows=rows), batch)
     assert metrics["loss"] == 0 and metrics["grad_norm"] == 0 and metrics["nonfinite_gradient"] == 0
     assert all(np.isnan(metrics[name]) for name in ("entropy", "kl", "ratio/mean"))
-    jax.tree.map(np.testing.assert_array_equal, state.params, NET.init(jax.random.key(0)))
+    jax.tree.map(np.testing.assert_array_equal, state.params, PARAMS)
 
 
 def test_schedules():

@@ -283,19 +283,6 @@ def test_experts_balance_over_the_same_tokens():
     check_same(config_of("grpo", batch__microbatch_tokens=400), full, SPARSE)
 
 
-def test_log_probs_without_gradient():
-    """The pass for old and reference log-probs: the same on scored tokens, 0 elsewhere."""
-    batch, net, mesh = online_batch(), Net(SHAPE), make_mesh(devices=jax.devices()[:1])
-    params = jax.jit(net.init)(jax.random.key(0))
-    with jax.set_mesh(mesh):
-        config = config_of("grpo")
-        packer = packer_of(config, SHAPE, mesh, objective_of(config, net), sample_of(batch))
-        layout = packer.passing(batch.inputs.tokens, batch.inputs.segments, batch.mask)
-        inputs = (batch.inputs.replace(layout=x) for x in (None, layout))
-        rows, packed = (scored_logps(net, params, x, 0.7, ROWS, 1) for x in inputs)
-    np.testing.assert_allclose(packed, rows * batch.mask, atol=1e-5)
-
-
 def test_auto_packs_where_rows_share_or_waste():
     mesh = make_mesh(devices=jax.devices()[:1])
     config = config_of("grpo", batch__packing="auto", batch__microbatch_tokens=0, batch__pack_length=0)
@@ -380,7 +367,10 @@ def test_micro_batches_are_as_large_as_memory_allows():
 
 
 def test_passes_of_several_micro_batches_give_the_same_log_probs():
-    """`batch.logps_microbatch_tokens` joins micro-batches of the update, evenly, where nothing is differentiated."""
+    """`batch.logps_microbatch_tokens` joins micro-batches of the update, evenly, where nothing is differentiated.
+
+    They are those of whole rows on scored tokens, and 0 elsewhere.
+    """
     mesh, batch = make_mesh(devices=jax.devices()[:1]), online_batch()
     net = Net(SHAPE)
     params, found = jax.jit(net.init)(jax.random.key(0)), {}
@@ -391,11 +381,12 @@ def test_passes_of_several_micro_batches_give_the_same_log_probs():
         pack = packer_of(config, SHAPE, mesh, objective_of(config, net), sample_of(batch))
         layout = pack.passing(batch.inputs.tokens, batch.inputs.segments, batch.mask)
         inputs = batch.inputs.replace(layout=layout)
-        found[size] = int(layout.num_microbatches[0]), scored_logps(net, params, inputs, 1.0, ROWS, 1)
+        found[size] = int(layout.num_microbatches[0]), scored_logps(net, params, inputs, 0.7, ROWS, 1)
     counts = [count for count, _ in found.values()]
     assert counts[0] > counts[1] > counts[2] == 1
+    of_rows = scored_logps(net, params, batch.inputs, 0.7, ROWS, 1)
     for _, logps in found.values():
-        np.testing.assert_allclose(logps * batch.mask, found[0][1] * batch.mask, atol=1e-5)
+        np.testing.assert_allclose(logps, of_rows * batch.mask, atol=1e-5)
 
 
 @pytest.mark.slow
