@@ -6,6 +6,7 @@ import os
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -163,6 +164,8 @@ def test_a_run_started_again_has_its_metrics_and_its_folder_whatever_a_reward_do
 
     def moves(completions):
         os.chdir(tmp_path / "elsewhere")
+        # Its arrays are on one device, not on the mesh of the run, which may be of several processes.
+        assert isinstance(jnp.ones(3).sharding, jax.sharding.SingleDeviceSharding)
         return [float(len(text)) for text in completions]
 
     config, results = small_config(tmp_path, output_dir="run", total_steps=1), []

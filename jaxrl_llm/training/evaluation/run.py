@@ -158,7 +158,7 @@ class Evaluation:
         with all_or_none():
             try:
                 if jax.process_index() == 0:
-                    with contained():
+                    with contained(), jax.set_mesh(None):  # its programs are of this process alone
                         found = compute(Predictions(completions, label, prompts, rewards, columns))
                     metrics = {str(name): float(value) for name, value in found.items()}
             except Exception as error:

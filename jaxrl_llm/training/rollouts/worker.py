@@ -111,7 +111,9 @@ class RolloutWorker:
             made = self._sample(params, opened, key, first_row, state, sampled, episodes, streaming)
             tokens, lengths = local_rows((made.rollout.tokens, made.rollout.lengths))
 
-        with self.stopwatch("reward"), yielded(), all_or_none():
+        # What users compute with JAX is of their process alone: on the run's mesh each program would be one of all
+        # processes, which do not start as many.
+        with self.stopwatch("reward"), yielded(), all_or_none(), jax.set_mesh(None):
             ids = [row[self.prompt_width :][:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
             texts, results = None, made.results
             if episodes is not None:

@@ -195,6 +195,7 @@ def test_a_model_in_memory_and_what_else_is_given(config, tiny_run):
     def metrics(prediction):
         texts, answers = prediction
         seen["columns"], seen["rewards"] = prediction.columns, prediction.rewards
+        seen["sharding"] = jax.numpy.ones(3).sharding  # process 0 alone computes this
         return {"eval_hits": sum(text == answer for text, answer in zip(texts, answers, strict=True))}
 
     config.eval.every, config.eval.samples, config.eval.greedy, config.eval.prompts = 1, 2, False, 4
@@ -215,7 +216,7 @@ def test_a_model_in_memory_and_what_else_is_given(config, tiny_run):
     assert last["lr"] == 0.5
     assert 0 <= last["eval/hits"] <= 8
     assert seen["columns"]["answer"][:3] == [ROWS[0]["answer"]] * 2 + [ROWS[1]["answer"]]
-    assert seen["rewards"].shape == (8, 2)
+    assert seen["rewards"].shape == (8, 2) and isinstance(seen["sharding"], jax.sharding.SingleDeviceSharding)
     for old, kept, new in zip(before, leaves(tiny_run.model), leaves(result.model), strict=True):
         np.testing.assert_array_equal(old, kept)  # the caller's model is the caller's
         np.testing.assert_array_equal(old, new)  # a rate of 0 moved nothing
