@@ -125,7 +125,7 @@ def is_finished(config: ConfigDict) -> bool:
     if total_steps is None or not checkpoints_folder.is_dir():
         return False
     with Checkpoints(checkpoints_folder, read_only=True) as checkpoints:
-        latest = checkpoints.latest()
+        latest = max(checkpoints.steps(), default=None)
         if latest is None or latest == total_steps:
             return latest is not None
         return checkpoints.host(latest).get("callbacks", {}).get("end") == latest

@@ -143,10 +143,6 @@ class Checkpoints:
         """The steps that were saved completely, oldest first. An interrupted save leaves no step behind."""
         return sorted(self._manager.all_steps())
 
-    def latest(self) -> int | None:
-        """The newest of `steps`, None when there is none."""
-        return max(self.steps(), default=None)
-
     def damage(self, step: int) -> str | None:
         """The first fault of a step's files, None when they are as they were saved; all processes agree.
 
@@ -227,20 +223,17 @@ class Checkpoints:
                 time.sleep(RETRY_SECONDS)
             self.wait()
             self._gives_up = final and attempt == FINAL_TRIES - 1
-            self._start(step, ocp.args.Composite(**items), ranked)
+            self._saving, self._tried = step, time.monotonic()
+            try:
+                if self._failed is not None:
+                    self._manager = self._open()  # removes the remains of the failed save
+                self._manager.save(step, args=ocp.args.Composite(**items), metrics=ranked)
+            except self._failures as error:
+                self._fail(error)
             if final:
                 self.wait()
             if self._failed is None:
                 break
-
-    def _start(self, step: int, items: ocp.args.Composite, metrics: dict[str, float] | None) -> None:
-        self._saving, self._tried = step, time.monotonic()
-        try:
-            if self._failed is not None:
-                self._manager = self._open()  # removes the remains of the failed save
-            self._manager.save(step, args=items, metrics=metrics)
-        except self._failures as error:
-            self._fail(error)
 
     def wait(self) -> None:
         """Waits for the save under way, if there is one."""
@@ -387,19 +380,20 @@ class Checkpoints:
         """
         held = {"params": like.params} | ({} if like.critic is None else {"critic": {"params": like.critic.params}})
         restored = self._parameters(step, in_memory_of(held, mesh))
-        if like.critic is None and "critic" in self._parameter_shapes(step):
+        if like.critic is None and self._shapes(step).get("critic"):
             self._warnings.append(f"the critic of checkpoint {self.folder / str(step)} is left, as this run has none")
         return restored["params"], restored["critic"]["params"] if like.critic is not None else None
 
     def _parameters(self, step: int, tree: dict[str, Any]) -> dict[str, Any]:
         """The part `tree` of the state of a step: `params`, and `params` of `critic`."""
-        name, shapes = self.folder / str(step), self._parameter_shapes(step)
-        if "critic" in tree and "critic" not in shapes:
+        name, held = self.folder / str(step), self._shapes(step)
+        if "critic" in tree and not held.get("critic"):
             raise ConfigError(
                 f"checkpoint {name} has no critic: write its model to a folder (python -m jaxrl_llm export) and train "
                 "from that with model.path, and a new critic with it"
             )
-        self._check_arrays(step, tree, {key: shapes[key] for key in tree})
+        shapes = {key: x if key == "params" else {"params": x["params"]} for key, x in held.items() if key in tree}
+        self._check_arrays(step, tree, shapes)
         arguments = ocp.checkpoint_utils.construct_restore_args(tree)
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
@@ -425,12 +419,6 @@ class Checkpoints:
             )
             way_out = "a new optimizer begins with checkpoint.load=model,extra"
         raise ConfigError(f"checkpoint {self.folder / str(step)} holds other {what}: {words}. Set {back}; or {way_out}")
-
-    def _parameter_shapes(self, step: int) -> dict[str, Any]:
-        """The shapes of a step's `params` and, where it has a `critic`, of its `params`, in the tree of the state."""
-        state = self._shapes(step)
-        critic = state.get("critic")
-        return {"params": state["params"]} | ({"critic": {"params": critic["params"]}} if critic else {})
 
     def _shapes(self, step: int, part: str = "state") -> dict[str, Any]:
         """The shapes of the state of a step, or of another tree that it holds, in their tree."""
