@@ -7,7 +7,7 @@ number of processes. The position is small and JSON-able, and a checkpoint holds
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,45 +19,14 @@ if TYPE_CHECKING:
 MEGABATCH = 50  # batches that are sorted by length together: transformers' number
 
 
-class Prompts(Protocol):
-    """An endless stream of batches of prompts, which may know scores of them, and its state.
-
-    `Pipeline`, `Stream`, `Curriculum` and `ScoredPrompts` are such.
-    """
-
-    arrays: tuple[str, ...]  # the names of the trees that `get_arrays` may have
-    newest: np.ndarray | None  # scores `[B,n]` by the reference, of the prompts of the newest batch; None: not known
-
-    def __next__(self) -> list[Any]:
-        """The next batch: the prompts of this process."""
-        ...
-
-    @property
-    def epochs(self) -> float | None:
-        """The prompts that were drawn, as a multiple of all there are; None where these are not counted."""
-        ...
-
-    def get_state(self) -> dict[str, Any]:
-        """The position, as a JSON-able dictionary; the same on every process."""
-        ...
-
-    def get_arrays(self) -> dict[str, Any]:
-        """What the state has besides: trees of arrays by name; the same on every process."""
-        ...
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from `get_state`, with the arrays of each tree of `get_arrays` beside its entries."""
-        ...
-
-
 class WithoutArrays:
-    """A stream of prompts that knows no scores, and whose state has no arrays."""
+    """A stream that knows no scores of its prompts, and whose state has no arrays; `ScoredPrompts` has both."""
 
-    arrays: tuple[str, ...] = ()
-    newest: np.ndarray | None = None
+    arrays: tuple[str, ...] = ()  # the names of the trees that `get_arrays` may have
+    newest: np.ndarray | None = None  # scores `[B,n]` by the reference, of the prompts of the newest batch
 
     def get_arrays(self) -> dict[str, Any]:
-        """None."""
+        """No arrays: the position is all of the state."""
         return {}
 
 
@@ -144,11 +113,6 @@ class Pipeline(WithoutArrays):
     def position(self) -> int:
         """The number of examples that were drawn."""
         return self._position
-
-    @property
-    def epoch(self) -> int:
-        """The number of times that all examples have been seen."""
-        return self._position // self._identity["examples"]
 
     @property
     def epochs(self) -> float:

@@ -23,7 +23,8 @@ import numpy as np
 from jaxrl_llm.algorithms.sample_statistics import success_rates
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.curriculum import Curriculum
-from jaxrl_llm.data.pipeline import Prompts
+from jaxrl_llm.data.pipeline import Pipeline, Stream
+from jaxrl_llm.data.scored_prompts import ScoredPrompts
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.turns import turn
@@ -38,6 +39,8 @@ from jaxrl_llm.training.rollouts.rollout_files import FileQueue
 from jaxrl_llm.training.rollouts.rollout_queue import RolloutQueue
 from jaxrl_llm.training.rollouts.worker import RolloutWorker
 from jaxrl_llm.training.update import State
+
+PromptStream = Pipeline | Stream | Curriculum | ScoredPrompts  # each endless and resumable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Producer:
     spec: ProducerSpec
     worker: RolloutWorker
     greedy: RolloutWorker | None
-    pipeline: Prompts
+    pipeline: PromptStream
     group: RowGroup  # of the processes that make a batch together
     flat_groups: Callable[[np.ndarray, Any, list[str] | None], np.ndarray]
     partial: PartialRollouts | None = None

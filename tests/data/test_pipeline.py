@@ -103,16 +103,16 @@ def test_a_far_position_costs_no_replay():
     pipeline = Pipeline(EXAMPLES, 4)
     pipeline.set_state({**pipeline.get_state(), "position": 4 * 10**8})
     assert len(next(pipeline)) == 4
-    assert pipeline.epoch == 4 * 10**7
+    assert int(pipeline.epochs) == 4 * 10**7
 
 
-def test_epoch_counts_whole_passes():
+def test_epochs_are_a_multiple_of_all_examples():
     pipeline = Pipeline(EXAMPLES, 4)
     epochs = []
     for _ in range(6):
-        epochs.append(pipeline.epoch)
+        epochs.append(pipeline.epochs)
         next(pipeline)
-    assert epochs == [0, 0, 0, 1, 1, 2]
+    assert epochs == [4 * step / len(EXAMPLES) for step in range(6)]
 
 
 def test_it_is_an_iterator_over_any_sequence():
@@ -126,7 +126,7 @@ def test_a_batch_of_more_than_all_examples_spans_epochs():
     pipeline = Pipeline(range(3), 8)
     batches = [next(pipeline) for _ in range(3)]
     assert sorted(x for batch in batches for x in batch) == [0] * 8 + [1] * 8 + [2] * 8
-    assert pipeline.epoch == 8
+    assert pipeline.epochs == 8
 
 
 def test_errors():

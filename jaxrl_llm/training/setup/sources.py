@@ -14,7 +14,7 @@ from jaxrl_llm.data import loading, opening
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.loading import Tokenized
 from jaxrl_llm.data.opening import DataSource
-from jaxrl_llm.data.pipeline import Pipeline, Prompts
+from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.scored_prompts import SCORES, ScoredPrompts
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed import processes
@@ -37,7 +37,7 @@ from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.mixed import MixedSource
 from jaxrl_llm.training.objectives.value import critic_params
 from jaxrl_llm.training.offline import OfflineSource
-from jaxrl_llm.training.online import OnlineSource, Producer
+from jaxrl_llm.training.online import OnlineSource, Producer, PromptStream
 from jaxrl_llm.training.packing.documents import first_fit
 from jaxrl_llm.training.packing.planner import Packer, TypicalRows, typical_rollouts
 from jaxrl_llm.training.reference import Reference, start_reference
@@ -363,7 +363,7 @@ def _producer(
 
 def _prompts(
     config, model: Model, data: list[DataSource], tokens: Tokenized | None, advantages: AdvantageStep, group: RowGroup
-) -> Prompts:
+) -> PromptStream:
     """The prompts of this process's steps, in the order that the settings and the advantage rule ask for."""
     share = group[:2]  # of the prompts
     if tokens is None:
