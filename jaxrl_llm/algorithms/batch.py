@@ -37,7 +37,7 @@ class PackedLayout:
     num_microbatches: Array  # [Z] how many micro-batches are in use, the same in every shard
 
     def microbatch(self, number) -> "PackedLayout":
-        """The layout of one micro-batch."""
+        """The layout of the micro-batch of that number, `[Z,...]` without the dimension I."""
         return jax.tree.map(lambda x: x if x.ndim < 2 else x[:, number], self)
 
 
@@ -182,7 +182,7 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """N."""
+        """The number of rows N."""
         return self.inputs.tokens.shape[0]
 
     def replace(self, **changes) -> "Batch":
@@ -220,7 +220,7 @@ class Batch:
         return with_shared(jax.tree.map(function, rows))
 
     def take(self, index) -> "Batch":
-        """The rows at `index`."""
+        """The batch of the rows at `index`, numbers `[n]` of its own."""
         return self.map_rows(lambda x: x[index])
 
 

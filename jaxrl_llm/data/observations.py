@@ -116,7 +116,7 @@ class TurnTokenizer:
             )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of ids."""
+        """The text of token ids, as they are: without the spaces that a clean-up would remove."""
         return self.tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )

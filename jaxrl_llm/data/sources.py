@@ -28,7 +28,7 @@ class RowList(list[Row]):
 
     @property
     def column_names(self) -> list[str]:
-        """The columns of every row."""
+        """The names of the columns, which every row has."""
         return list(self[0])
 
 

@@ -26,7 +26,7 @@ class SplitError(ConfigError):
 
 
 def is_table(rows: object) -> "TypeIs[datasets.Dataset]":
-    """True for a `datasets.Dataset`."""
+    """True for a `datasets.Dataset`, rows in a table, without importing `datasets`."""
     return _is(rows, "Dataset")
 
 

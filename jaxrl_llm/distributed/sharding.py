@@ -303,7 +303,7 @@ def on_device(tree) -> Any:
 
 
 def placed(tree, places) -> Any:
-    """The shapes with these shardings."""
+    """The shapes of a tree of arrays or shapes, with the shardings of the tree `places`."""
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, places)
 
 

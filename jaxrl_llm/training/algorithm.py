@@ -35,7 +35,7 @@ class BatchSpec:
 
     @property
     def rows(self) -> int:
-        """Rows N of a step."""
+        """The number of rows N of a step."""
         return self.prompts * self.group_size
 
     @property

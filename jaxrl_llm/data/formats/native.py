@@ -96,7 +96,7 @@ def thread_messages(thread: Any) -> list[Row]:
 
 
 def turn_message(turn: Any) -> Row:
-    """One turn as a message."""
+    """A turn as a message, with role and content; raises ConfigError for what is none."""
     if isinstance(turn, Mapping) and {"role", "content"} <= set(turn):
         return dict(turn)
     if isinstance(turn, Sequence) and not isinstance(turn, str) and len(turn) == 2 and isinstance(turn[0], str):

@@ -137,11 +137,11 @@ class Screen:
         self._status = (self._clean(text), began) if text else None
 
     def note(self, message: str) -> None:
-        """Shows a line."""
+        """Shows the message in a line, above the bar of a terminal."""
         self._line(message)
 
     def warn(self, message: str) -> None:
-        """Shows a warning."""
+        """Shows the message as a line `warning: ...`, in yellow on a terminal."""
         self._line(f"warning: {message}", "bold yellow")
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]], held_out: bool = False) -> None:

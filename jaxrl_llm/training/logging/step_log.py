@@ -164,7 +164,7 @@ class StepLog:
         return self.history[-1] if self.history else {}
 
     def warn(self, lines: Iterable[str]) -> None:
-        """Shows warnings."""
+        """Shows a warning for each of the lines."""
         for line in lines:
             self._logger.warn(line)
 
@@ -182,7 +182,7 @@ class Machine:
         self._since = time.perf_counter(), _cpu_seconds()
 
     def metrics(self) -> Metrics:
-        """The metrics of now."""
+        """The metrics by name, those of the processors since the last call."""
         (then, used), self._since = self._since, (time.perf_counter(), _cpu_seconds())
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # bytes
         metrics = {

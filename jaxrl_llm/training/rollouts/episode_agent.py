@@ -126,7 +126,7 @@ class EpisodeAgent:
         return prompt if opening is None else self._sent(episode.name, prompt), body
 
     def close(self) -> None:
-        """End the environments."""
+        """End the environments, and the connections to the endpoint."""
         self.environments.close()
         self.client.close()
 

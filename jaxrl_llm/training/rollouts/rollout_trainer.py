@@ -112,7 +112,7 @@ class Encoding(BatchEncoding):
     """Token ids in numpy arrays, which are where the policy takes them."""
 
     def to(self, device: Any, **_: Any) -> "Encoding":
-        """Itself."""
+        """The encoding itself, whatever the device: its arrays stay where the policy takes them."""
         del device
         return self
 

@@ -169,7 +169,7 @@ def tokenizer_of(config, tokenizer: Any = None, model: Model | None = None) -> A
 
 
 def model_entries(config) -> Mapping[str, Any]:
-    """The entries of `model.overrides`."""
+    """The entries of `model.overrides`, by their names in config.json."""
     return split_options(f"_({config.model.overrides})")[1]
 
 

@@ -313,7 +313,7 @@ def process_reward_model_spec(config) -> ProcessRewardModelSpec:
 
 
 def critic_spec(config) -> CriticSpec:
-    """The critic's objective."""
+    """The critic's objective: the network that it is of, its clipping, and the weight of a shared one."""
     return CriticSpec(config.critic.shared, config.critic.epsilon, config.critic.coef)
 
 

@@ -124,7 +124,7 @@ def _by_other_names(config) -> dict[str, Any]:
 
 
 def batch_spec(config) -> BatchSpec:
-    """The rows of a step."""
+    """The rows of a step, and their split into minibatches, micro-batches and passes."""
     return spec_of(
         BatchSpec,
         config.batch,
@@ -229,7 +229,7 @@ def average_spec(config) -> AverageSpec | None:
 
 
 def teacher_spec(config) -> TeacherSpec:
-    """The teacher of a run."""
+    """The teacher of a run: the form of its signal, its temperature, and where it waits between passes."""
     c, divergence = config.teacher, config.teacher.form != "advantage"
     temperature = divergence_temperature(config) if divergence else training_sampling(config).logps_temperature
     top_k = c.top_k if c.top_of == "teacher" else 0
@@ -268,7 +268,7 @@ def context_width(config, prompt_width: int) -> int:
 
 
 def cross_tokenizer_spec(config) -> CrossTokenizerSpec:
-    """A teacher with another tokenizer."""
+    """How the tokens of a teacher with another tokenizer are compared with the policy's."""
     c = config.teacher
     return CrossTokenizerSpec(
         c.uld_align, not c.uld_skip_eos, c.uld_hybrid, divergence_temperature(config), data_spec(config).template_kwargs
@@ -352,7 +352,7 @@ def producer_spec(config) -> ProducerSpec:
 
 
 def partial_spec(config) -> PartialSpec:
-    """Rollouts over several steps."""
+    """Rollouts over several steps: the prompts in flight, and the tokens of a round."""
     c, prompts = config.rollout, config.batch.prompts
     return PartialSpec(
         prompts=prompts,
