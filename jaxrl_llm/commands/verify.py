@@ -85,7 +85,7 @@ def verify(config) -> Report:
             )
     config = config.copy_and_resolve_references()
     c = config.optimizer
-    c.schedule, c.schedule_steps, c.power, c.decay_steps = "constant", 0, 1.0, 0
+    c.schedule, c.schedule_steps, c.power, c.stable_steps, c.decay_steps = "constant", 0, 1.0, 0, 0
     c.warmup_steps, c.warmup_ratio, c.warmup_init = 0, 0.0, 0.0
     config.critic.schedule, config.critic.lr_warmup_steps = "constant", 0
     with _run(config) as run:

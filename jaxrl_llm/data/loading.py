@@ -23,7 +23,7 @@ from jaxrl_llm.data.pairs import ANSWERS, split_pair
 from jaxrl_llm.data.pipeline import Stream, StreamSource
 from jaxrl_llm.data.splits import is_stream, is_table
 from jaxrl_llm.data.templates import without_absent_keys
-from jaxrl_llm.data.tokenize import PIXELS, RowTokenizer
+from jaxrl_llm.data.tokenize import PIXELS, SPLIT, RowTokenizer, pieces
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +170,7 @@ def tokenized(spec: DataSpec, opened: Sequence[DataSource], kind: str, tokenizer
                         raise
                     log.warning("%s", error)
         tokenize.report(len(made))
+        made = _in_pieces(tokenize, made)
         rows += made
         counts.append(len(made))
         reports.append(tokenize)
@@ -180,6 +181,14 @@ def tokenized(spec: DataSpec, opened: Sequence[DataSource], kind: str, tokenizer
         return Tokenized(rows, None, reports)
     shares = [(count, float(source.weight or 1.0)) for source, count in zip(opened, counts, strict=True)]
     return Tokenized(rows, shares, reports)
+
+
+def _in_pieces(tokenize: RowTokenizer, rows: list[Row]) -> list[Row]:
+    """The rows, of which those over the limit are several where they are to be split."""
+    if tokenize.overlong != SPLIT or tokenize.kind != "completions" or tokenize.limit is None:
+        return rows
+    limit = tokenize.limit
+    return [part for row in rows for part in (pieces(row, limit) if len(row["ids"]) > limit else [row])]
 
 
 def stream(
@@ -212,7 +221,8 @@ def stream(
             if tokenize.read >= due:
                 tokenize.report(tokenize.read)
                 due = 2 * tokenize.read
-            return [wrap({**shared, **row}) for row in rows if row is not None]
+            rows = _in_pieces(tokenize, [row for row in rows if row is not None])
+            return [wrap({**shared, **row}) for row in rows]
 
         return convert
 

@@ -27,7 +27,8 @@ TRUNCATE: dict[str, Callable[[Ids, int], Ids]] = {
 PIXELS = "pixels"  # the tiles [tiles,H,W,C] of an example, fp32, as the image processor makes them; or `Tiles` of them
 TEXTS = ("prompt", "completion", "messages", "text", "chosen", "rejected")  # columns that a row is made of
 HOPELESS = 100_000  # letters from which on a text may be too long to be tokenised at all
-OVERLONG = ("error", "filter", *TRUNCATE)
+SPLIT = "split"
+OVERLONG = ("error", "filter", *TRUNCATE, SPLIT)
 LOSS_ON = ("completion", "last_turn", "as_shown", "all", "last_step")
 # The columns of token ids that the rows of each kind have, and those of their masks.
 COLUMNS = {
@@ -56,13 +57,14 @@ class RowTokenizer:
     | steps | prompt, completions, labels | `ids`, `mask`, `step_labels` |
 
     A row of more than `limit` tokens is an error ("error"), dropped ("filter"), or keeps its end ("truncate_left"), its
-    start ("truncate_right") or both halves ("truncate_middle"); a pair is dropped when one of its rows is. A row
-    without a learned token is dropped. With `loss_on="completion"` the tokens of completions, of all turns of the
-    assistant or of plain text are learned; with "last_turn" the last of those turns; with "all" every token. What a
-    message says of itself counts more, see `conversation`. Of steps the last token of the `step_separator` behind each
-    is learned, or with "last_step" behind the last one. The columns `tools` and `chat_template_kwargs` of an example go
-    to the chat template. With `images` the text has the tokens of an example's images, which are in no mask, and the
-    row has their tiles; it is dropped where it would be truncated inside its images.
+    start ("truncate_right") or both halves ("truncate_middle"); a pair is dropped when one of its rows is. Completions
+    may also be left as they are ("split"), for `pieces` to cut; of other kinds that is an error. A row without a
+    learned token is dropped. With `loss_on="completion"` the tokens of completions, of all turns of the assistant or of
+    plain text are learned; with "last_turn" the last of those turns; with "all" every token. What a message says of
+    itself counts more, see `conversation`. Of steps the last token of the `step_separator` behind each is learned, or
+    with "last_step" behind the last one. The columns `tools` and `chat_template_kwargs` of an example go to the chat
+    template. With `images` the text has the tokens of an example's images, which are in no mask, and the row has their
+    tiles; it is dropped where it would be truncated inside its images.
 
     Raises ConfigError: an unknown `overlong` or `loss_on`.
     """
@@ -248,7 +250,13 @@ class RowTokenizer:
         if self.lengths is not None:
             self.lengths.append(longest)
         if self.limit is not None and longest > self.limit:
-            if self.overlong == "error":
+            splits = self.overlong == SPLIT and self.kind == "completions"
+            if splits and PIXELS in row:
+                raise ConfigError(
+                    f"the row has {longest} tokens, more than {key}={self.limit}, and images, which are in one piece: "
+                    f"raise that or set data.overlong to filter, {', '.join(TRUNCATE)}"
+                )
+            if self.overlong in ("error", SPLIT) and not splits:
                 raise ConfigError(
                     f"the {noun} has {longest} tokens, more than {key}={self.limit}; raise that or set data.overlong "
                     f"to filter, {', '.join(TRUNCATE)}"
@@ -256,9 +264,9 @@ class RowTokenizer:
             self.long += 1
             if self.overlong == "filter":
                 return None
-            truncate = TRUNCATE[self.overlong]
+            truncate = TRUNCATE.get(self.overlong)
             shorter = {
-                name: truncate(row[name], self.limit) if len(row[name]) > self.limit else row[name]
+                name: truncate(row[name], self.limit) if truncate and len(row[name]) > self.limit else row[name]
                 for name in (*ids, *masks, *({STEP_LABELS} & row.keys()))
             }
             if isinstance(tiles := row.get(PIXELS), Tiles):
@@ -301,7 +309,7 @@ class RowTokenizer:
                 "dropped %d rows with %s, as images are not truncated, of %d", self.split_images, overlong, self.read
             )
         if self.long > self.split_images:
-            verb = "dropped" if self.overlong == "filter" else "truncated"
+            verb = {"filter": "dropped", SPLIT: "split"}.get(self.overlong, "truncated")
             log.warning("%s %d rows with %s, of %d", verb, self.long - self.split_images, overlong, self.read)
         if self.alike:
             log.warning(
@@ -309,6 +317,17 @@ class RowTokenizer:
                 self.alike,
                 self.read,
             )
+
+
+def pieces(row: Row, limit: int) -> list[Row]:
+    """A row of completions in rows of at most `limit` tokens, one after the other; nothing is lost.
+
+    The first token of a piece keeps its mask: where the piece before it is not to be seen, it is not learned.
+    """
+    return [
+        {name: row[name][start : start + limit] for name in ("ids", "mask")}
+        for start in range(0, len(row["ids"]), limit)
+    ]
 
 
 def completion_row(

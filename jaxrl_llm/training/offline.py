@@ -270,6 +270,7 @@ def pad_examples(examples: list[Example], width: int) -> Batch:
     """The rows of the examples, padded on the right, with what else they hold."""
     rows = [row for example in examples for row in example]
     tokens, segments, mask = pad_rows([(row["ids"], row["mask"]) for row in rows], width)
+    mask[:, 0] = 0.0  # where a row is the rest of another one it is not known what comes before
     batch = Batch(Inputs(tokens, segments), mask)
     for name, field in (("label", "labels"), ("margin", "margins")):
         if name in rows[0]:

@@ -51,6 +51,7 @@ class OptimizerSpec:
     min_lr_ratio: float
     cycles: float
     power: float
+    stable_steps: int
     decay_steps: int
     decay_shape: str
     b1: float
@@ -88,9 +89,9 @@ def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:
         cosine_with_restarts  the half wave of each cycle, m + (1 - m) (1 + cos(pi (cycles p mod 1))) / 2; m at the end
         polynomial    m + (1 - m) (1 - p)^power
         inverse_sqrt  max(m, sqrt(w / t)), t updates after the start, w of them warm-up (10,000 without)
-        wsd           1, and over the last `decay_steps` m + (1 - m) f(q), q from 0 to 1 over them (arXiv 2404.06395):
-                      f is 1 - q (linear), (1 + cos(pi q)) / 2 (cosine), 2 x 0.5^q - 1 (exponential), 1 - sqrt(q)
-                      (1-sqrt, arXiv 2405.18392), or 1 up to the end (constant)
+        wsd           1, and over the last `decay_steps`, or those behind `stable_steps`, m + (1 - m) f(q), q from 0 to
+                      1 over them (arXiv 2404.06395): f is 1 - q (linear), (1 + cos(pi q)) / 2 (cosine), 2 x 0.5^q - 1
+                      (exponential), 1 - sqrt(q) (1-sqrt, arXiv 2405.18392), or 1 up to the end (constant)
         rex           m + (1 - m) (1 - p) / (1 - 0.9 p): slow at first and steep at the end (arXiv 2107.04197, with the
                       0.9 of axolotl)
 
@@ -99,6 +100,8 @@ def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:
     updates = spec.updates_per_step
     warmup = spec.warmup_steps * updates
     after_warmup = max((spec.schedule_steps or spec.total_steps) * updates - warmup, 1)
+    if spec.stable_steps and spec.schedule == "wsd":  # which a critic's may be alone
+        after_warmup = (spec.stable_steps + spec.decay_steps) * updates
     shape = SHAPES[spec.schedule](spec, warmup, after_warmup, spec.decay_steps * updates)
     rises = optax.linear_schedule(spec.warmup_init, spec.learning_rate, warmup)
 

@@ -17,6 +17,7 @@ from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import cache, loading, opening
 from jaxrl_llm.data.formats.lookup import fitting
 from jaxrl_llm.data.pipeline import Pipeline
+from jaxrl_llm.data.tokenize import RowTokenizer
 from jaxrl_llm.training.setup.specs import data_spec
 
 ORCA = [{"question": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(4)]
@@ -152,6 +153,28 @@ def test_streaming_logs_what_is_dropped(tokenizer, caplog):
     stream.get_state()
     reports = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
     assert reports[:3] == [f"dropped {n // 2} rows with more than 5 tokens, of {n}" for n in (4, 8, 16)]
+
+
+def test_long_rows_are_split(tokenizer, caplog):
+    """In memory and streamed; nothing is lost, and prompts of evaluations are not split."""
+    write_rows("rows.jsonl", [{"text": "abcdefg"}, {"text": "hi"}, {"prompt": "pqrs", "completion": "tu"}])
+    config = config_of("sft", path="rows.jsonl", overlong="split", max_length=4, shuffle=False)
+    rows = tokens_of(config, tokenizer).rows
+    whole = tokens_of(config_of("sft", path="rows.jsonl"), tokenizer).rows
+    for name in ("ids", "mask"):
+        pieces = [list(row[name]) for row in rows]
+        assert [token for piece in pieces for token in piece] == [token for row in whole for token in row[name]]
+        assert [len(piece) for piece in pieces] == [4, len(whole[0]["ids"]) - 4, len(whole[1]["ids"]), 4, 3]
+    assert "split 2 rows with more than 4 tokens, of 3" in caplog.text
+    assert next(stream_of(config, tokenizer, batch_size=5, shuffle_buffer=3)) == rows
+    with pytest.raises(ConfigError, match=r"the prompt has 4 tokens, more than rollout.max_prompt_length=2"):
+        RowTokenizer("prompts", tokenizer, 2, "split")({"prompt": "pqrs"})
+    with pytest.raises(ConfigError, match="and images, which are in one piece: raise that"):
+        RowTokenizer("completions", tokenizer, 4, "split").apply_limit({**whole[0], "pixels": None})
+    with pytest.raises(
+        ConfigError, match=r"overlong is split, .* algorithm\.name is preference, whose rows stay whole"
+    ):
+        config_of("preference", overlong="split")
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}

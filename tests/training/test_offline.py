@@ -432,6 +432,41 @@ def test_a_reward_model_ranks_held_out_pairs(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("strategy", [None, "first_fit", "wrapped"])
+def test_long_rows_are_learned_in_pieces(tmp_path, strategy, streaming):
+    """In batches, as rows and packed; evaluations measure the pieces. An epoch has as many steps as they take."""
+    rows = [{"text": "sort:" + "".join(str((i * k) % 10) for k in range(3 + i % 9)) + "="} for i in range(48)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of("sft", "nll")
+    config.output_dir, config.total_steps, config.batch.prompts = str(tmp_path / "run"), 3, 8
+    config.data.path, config.data.eval_split, config.data.loss_on = str(path), "train", "all"
+    config.data.max_length, config.data.overlong, config.data.streaming = 8, "split", streaming
+    config.data.packing = strategy is not None
+    config.data.packing_strategy = strategy or "first_fit"
+    config.data.eval_path, config.eval.every, config.eval.prompts, config.checkpoint.every = str(path), 0, 48, 0
+    config.num_epochs = None if streaming else 1
+    run = build(config, make_mesh(devices=jax.devices()[:1]))
+    tokenizer = run.model.tokenizer
+    tokens = [tokenizer(row["text"])["input_ids"] + [tokenizer.eos_token_id] for row in rows]
+    batch = run.source.next(run.state, jax.random.key(0)).batch
+    segments, mask = np.asarray(batch.inputs.segments), np.asarray(batch.mask)
+    if strategy == "wrapped":
+        assert segments.max() == 1 and (segments == 0).any(axis=1).sum() <= 1, "one document a row; the last is shorter"
+        assert 0.8 < mask[:, 1:].mean() < 1, "all is learned but the first tokens of texts"
+    else:
+        starts = np.diff(segments, axis=1, prepend=0) > 0
+        assert not mask[starts].any() and mask[(segments > 0) & ~starts].all()
+    if not streaming and strategy != "first_fit":
+        pieces = [-(-len(ids) // 8) for ids in tokens]
+        rows = -(-sum(map(len, tokens)) // 8) if strategy else sum(pieces)
+        assert max(pieces) == 3 and run.config.total_steps == -(-rows // 8)
+    *_, last = train(config).metrics
+    assert np.isfinite(last["loss"]) and np.isfinite(last["eval/loss"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, True])
 def test_sft_lowers_the_held_out_loss(tmp_path, packing):
     config = config_of("sft", "nll", task="sort_demos")

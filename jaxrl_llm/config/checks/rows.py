@@ -77,6 +77,15 @@ def check_data(config: ConfigDict) -> Iterator[str]:
     if data.packing and name != "sft":
         other = "set it to false" if name in OFFLINE else "set it to false (batch.packing packs what is sampled)"
         yield f"data.packing is for sft only, and algorithm.name is {name!r}: {other}"
+    if data.packing_strategy != "first_fit" and not data.packing:
+        yield f"data.packing_strategy is {data.packing_strategy}, but data.packing is false: set that to true"
+    if data.overlong == "split":
+        unfit = {
+            f"algorithm.name is {name}, whose rows stay whole": name != "sft",
+            "teacher.form is uld, which reads a prompt with its answer": config.teacher.form == "uld",
+        }
+        for reason in (reason for reason, holds in unfit.items() if holds):
+            yield f"data.overlong is split, which makes several rows of one, but {reason}: set it to filter"
     steps = name == "process_reward_model"
     allowed = ("completion", "last_step") if steps else ("completion", "last_turn", "as_shown", "all")
     if data.loss_on not in allowed:

@@ -107,6 +107,13 @@ def _of_schedules(config: ConfigDict) -> Iterator[str]:
     decays = "wsd" in schedules.values()
     if decays != (c.decay_steps > 0) or ((known or c.schedule_steps) and c.decay_steps > end):
         yield f"optimizer.decay_steps is {c.decay_steps} with {named}: wsd takes 1 to {of_end} = {end}, the others 0"
+    if c.stable_steps and not decays:
+        yield f"optimizer.stable_steps is {c.stable_steps}, but it is of wsd, with {named}: set it to 0"
+    if c.stable_steps and c.schedule_steps:
+        yield (
+            f"optimizer.stable_steps is {c.stable_steps}, behind which wsd decays, but schedule_steps = "
+            f"{c.schedule_steps} says where that ends: set one of them to 0"
+        )
     if c.schedule_steps and not set(schedules.values()) - {"constant", "inverse_sqrt"}:
         yield f"optimizer.schedule_steps is {c.schedule_steps}, but {named} has no end: set it to 0"
     if 0 < c.schedule_steps <= warmup:

@@ -34,7 +34,7 @@ OF_ARRAYS = (  # of IDENTITY: which arrays are trained, and their shapes
     "critic.lora_rank", "critic.lora_targets",
 )  # fmt: skip
 # Of IDENTITY: with another one the saved position means other rows, and `data.pipeline` refuses it.
-OF_POSITION = ("seed", "data.shuffle", "data.streaming", "data.packing")
+OF_POSITION = ("seed", "data.shuffle", "data.streaming", "data.packing", "data.packing_strategy")
 
 Changes = dict[str, tuple[Any, Any]]  # by key, the former value and the present one
 

@@ -1,12 +1,34 @@
-"""First-fit packing of documents: several short rows share one, told apart by their segment ids."""
+"""Packing of documents: several short rows share one, told apart by their segment ids, or follow each other as one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
 
 MaskedIds = tuple[Sequence[int], Sequence[float]]  # token ids and loss mask of a document
+
+
+def packed_rows(rows: Sequence[Mapping[str, Any]], capacity: int, strategy: str) -> list[list[Mapping[str, Any]]]:
+    """The documents of each packed row of at most `capacity` tokens, of rows with `ids` and `mask`.
+
+    "first_fit": whole rows (see there). "wrapped": all rows one after the other, in their order, cut every `capacity`
+    tokens; a packed row is then one document, and its tokens see those of the rows before (`wrapped` of TRL). Raises
+    ConfigError for a row longer than `capacity` that is to be whole, and for one with images that is not.
+    """
+    if strategy == "first_fit":
+        return [[rows[i] for i in group] for group in first_fit([len(row["ids"]) for row in rows], capacity)]
+    if any(row.keys() - {"ids", "mask"} for row in rows):
+        raise ConfigError(
+            f"data.packing_strategy is {strategy}, which cuts rows anywhere, but rows have images: set first_fit"
+        )
+    ids = np.concatenate([np.asarray(row["ids"], np.int32) for row in rows]) if rows else np.zeros(0, np.int32)
+    mask = np.concatenate([np.asarray(row["mask"], np.float32) for row in rows]) if rows else ids
+    return [
+        [{"ids": ids[start : start + capacity], "mask": mask[start : start + capacity]}]
+        for start in range(0, len(ids), capacity)
+    ]
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -17,7 +17,7 @@ from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.files.safetensors import read_json
 from jaxrl_llm.models.model import Model, base_and_adapter, check_ids
 from jaxrl_llm.training.evaluation.run import NamedSet, named_sets
-from jaxrl_llm.training.packing.documents import first_fit
+from jaxrl_llm.training.packing.documents import packed_rows
 from jaxrl_llm.training.setup.agreed import check_same_rows, check_same_streams
 from jaxrl_llm.training.setup.evaluation import eval_spec, open_eval
 from jaxrl_llm.training.setup.specs import algorithm_of, data_spec
@@ -82,8 +82,11 @@ def with_total_steps(config, tokens: Tokenized) -> tuple[Any, list[str]]:
     count, prompts, unit = len(tokens.rows), config.batch.prompts, "rows"
     read = sum(report.read for report in tokens.reports)
     used, packed = f"all {count}" if count == read else f"{count}", ""
+    if config.data.overlong == "split" and count > read:
+        used = f"in {count} pieces of at most {config.data.max_length} tokens"
     if config.data.packing:
-        count = len(first_fit([len(row["ids"]) for row in tokens.rows], config.data.max_length))
+        c = config.data
+        count = len(packed_rows(tokens.rows, c.max_length, c.packing_strategy))
         unit, packed = "packed rows", f" as {count} packed rows"
     if config.num_epochs is not None:
         config = config.copy_and_resolve_references()

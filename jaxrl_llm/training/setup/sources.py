@@ -1,5 +1,6 @@
 """The batches of a run, from its configuration: those of samples, of given rows, and of both in turn."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -38,7 +39,7 @@ from jaxrl_llm.training.mixed import MixedSource
 from jaxrl_llm.training.objectives.value import critic_params
 from jaxrl_llm.training.offline import OfflineSource
 from jaxrl_llm.training.online import OnlineSource, Producer, PromptStream
-from jaxrl_llm.training.packing.documents import first_fit
+from jaxrl_llm.training.packing.documents import packed_rows
 from jaxrl_llm.training.packing.planner import Packer, TypicalRows, typical_rollouts
 from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.reference_scores import FirstStage
@@ -388,9 +389,16 @@ def build_producer(config) -> tuple[Producer, Model, Stopwatch, Environments | A
         spec = environment_spec(config)
         rows = read_data(config, None, None, None, None)
         model = build_model(rows.config, mesh, None, rows.tokenizer)
-        rewards, environments, watch = build_rewards(rows.config), load_environments(spec), Stopwatch()
-        group = RowGroup.of(mesh)
-        producer = _producer(rows.config, model, rows.sources, rows.tokens, rewards, mesh, group, watch, environments)
+        with contextlib.ExitStack() as stack:  # what is open is closed where the rest is refused
+            rewards, watch = build_rewards(rows.config), Stopwatch()
+            stack.callback(rewards.close)
+            environments = load_environments(spec)
+            if environments is not None:
+                stack.callback(environments.close)
+            producer = _producer(
+                rows.config, model, rows.sources, rows.tokens, rewards, mesh, RowGroup.of(mesh), watch, environments
+            )
+            stack.pop_all()
     return producer, model, watch, environments
 
 
@@ -455,8 +463,7 @@ def offline_source(
         )
 
     def packed(examples: list[Any]) -> list[Any]:
-        groups = first_fit([len(row["ids"]) for (row,) in examples], c.max_length)
-        return [[examples[i][0] for i in group] for group in groups]
+        return packed_rows([row for (row,) in examples], c.max_length, c.packing_strategy)
 
     if tokens is None:
         margins = any("margin" in loading.columns(source) for source in data)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.training.packing.documents import first_fit, pad_groups
+from jaxrl_llm.training.packing.documents import first_fit, packed_rows, pad_groups
 
 
 def naive_first_fit(lengths, capacity):
@@ -46,6 +46,28 @@ def test_first_fit_of_many_rows_is_quick():
     first_fit([draw.randint(500, 1000) for _ in range(20_000)], 1000)
     # The plain search looks at up to 2e4 groups for each row, which takes a minute.
     assert time.monotonic() - started < 5
+
+
+def rows_of(*lengths):
+    """Rows of so many tokens, counted through all of them; the first of each is in no mask."""
+    ends = np.cumsum(lengths)
+    spans = [list(range(end - length, end)) for end, length in zip(ends, lengths, strict=True)]
+    return [{"ids": ids, "mask": [0, *[1] * (len(ids) - 1)]} for ids in spans]
+
+
+def test_whole_rows_and_wrapped_ones():
+    rows = rows_of(3, 4, 2, 1)
+    assert packed_rows(rows, 5, "first_fit") == [[rows[0], rows[2]], [rows[1], rows[3]]]
+    wrapped = packed_rows(rows, 4, "wrapped")
+    assert [[row["ids"].tolist() for row in group] for group in wrapped] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9]]]
+    tokens, segments, positions, mask = pad_groups([[(row["ids"], row["mask"]) for row in x] for x in wrapped], 4)
+    assert tokens.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 0]]
+    assert segments.tolist() == [[1] * 4, [1] * 4, [1, 1, 0, 0]]
+    assert positions.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 0, 0]]
+    assert mask.tolist() == [[0, 1, 1, 0], [0, 1, 1, 0], [0, 0, 0, 0]]
+    assert packed_rows([], 4, "wrapped") == []
+    with pytest.raises(ConfigError, match="is wrapped, which cuts rows anywhere, but rows have images"):
+        packed_rows([rows[0] | {"pixels": None}], 4, "wrapped")
 
 
 def test_packed_arrays_by_hand():
