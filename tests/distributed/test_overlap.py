@@ -38,11 +38,12 @@ FLAGS = (
         (True, False, None, f"{FLAGS} True"),
         pytest.param(False, False, None, "None False", marks=pytest.mark.slow),
         pytest.param(True, True, None, "None False", marks=pytest.mark.slow),  # too late: libtpu would not read them
-        (
+        pytest.param(
             True,
             False,
             "--xla_enable_async_all_gather=false --other=1",
             f"--xla_enable_async_all_gather=false --other=1 {FLAGS.rpartition(' ')[0]} False",
+            marks=pytest.mark.slow,
         ),
     ],
 )

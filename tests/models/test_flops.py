@@ -145,8 +145,12 @@ LATENT = {"kv_heads": 8, "query_rank": 64, "latent_size": 64, "value_head_dim": 
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param({}, id="dense"),
-        pytest.param({"experts": 2, "experts_per_token": 2, "expert_ffn": 384, "shared_expert_ffn": 128}, id="experts"),
+        pytest.param({}, id="dense", marks=pytest.mark.slow),
+        pytest.param(
+            {"experts": 2, "experts_per_token": 2, "expert_ffn": 384, "shared_expert_ffn": 128},
+            id="experts",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({**LATENT, "mixers": (LatentAttention,) * 2, "tie_embeddings": True}, id="latent"),
     ],
 )

@@ -95,7 +95,7 @@ def score(net, params, tokens, segments, temperature=1.0, prompt_width=0):
     return token_logps(net, params, Inputs(tokens, segments, prompt_width=prompt_width), temperature)
 
 
-@pytest.mark.parametrize("prompt_width", [1, 7])
+@pytest.mark.parametrize("prompt_width", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_columns_of_the_prompt_are_zero_and_the_others_unchanged(prompt_width):
     net, params = net_and_params()
     tokens, segments = LAYOUTS["left"]()
@@ -183,7 +183,7 @@ def weighted_naive(hidden, kernel, targets):
     return (chosen**2).sum() + jnp.sin(-(jnp.exp(logps) * logps).sum(-1)).sum()
 
 
-@pytest.mark.parametrize("columns", [0.5, 1, 3, 10, 1000])
+@pytest.mark.parametrize("columns", [0.5, 3, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 10, 1000))])
 def test_any_number_of_columns_at_a_time(monkeypatch, columns):
     """0.5: fewer logits than one column has."""
     parts = random_parts(3, 10, 8, 50)

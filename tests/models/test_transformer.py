@@ -108,7 +108,7 @@ def test_unrolled_and_remat_equal_scanned(params, rows, expected, scan_layers, r
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6, rtol=2e-5), gradients, expected[1])
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_remat_keeps_less_for_the_backward_pass(net, params, scan_layers):
     tokens = jnp.zeros((4, 16), int)
 
@@ -139,7 +139,7 @@ def test_prefill_and_decode_equal_the_full_forward(net, params, rows, scan_layer
     np.testing.assert_allclose(found, full, atol=2e-5)
 
 
-@pytest.mark.parametrize("at_once", [2, 5])
+@pytest.mark.parametrize("at_once", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_several_tokens_of_a_row_at_once(net, params, rows, at_once):
     """As one by one, with a window that ends in the prompt or in the row, and capped scores."""
     continuations = np.random.default_rng(2).integers(0, 31, (3, 2, 5))

@@ -229,7 +229,7 @@ def test_runs_of_several_clients_take_turns(client):
 
     def trained(into, name):
         run = made(client, seed=7)
-        for _ in range(4):
+        for _ in range(2):
             run.forward_backward([datum("sort:312=", words[name])], "cross_entropy")
             last = run.optim_step(types.AdamParams(learning_rate=1e-2)).result()
         into[name] = last.metrics

@@ -71,8 +71,8 @@ def logged(run):
 
 def test_a_step_on_images_moves_all_of_the_encoder(root, tmp_path):
     """And the sampler reads the images that the update reads."""
-    changes = {"total_steps": 1, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0, "checkpoint.every": 0}
-    config = configured(root, tmp_path, **changes)
+    changes = {"total_steps": 1, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
+    config = configured(root, tmp_path, **changes, **{"checkpoint.every": 0, "eval.every": -1})
     model = build_model(config, build_mesh(config))
     before, config.model.random_init = leaves(model.params), False
     after = leaves(jaxrl_llm.train(config, model=model, rewards=[letters]).model.params)

@@ -88,16 +88,16 @@ def test_a_layer_without_an_indexer_attends_to_what_another_chose():
     assert "indexer" not in params["shared_latent_layers"]["latent"]
     assert {name.partition("/")[0] for name in SHARED.frozen} == {"latent_layers"}
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 31, (1, 9)))
-    read = net.bind(params)
     masks = []
 
     def recorded(self, x, inputs, arrays, prefill=LatentAttention.prefill):
-        masks.append(np.asarray(inputs.mask))
+        jax.debug.callback(masks.append, inputs.mask, ordered=True)
         return prefill(self, x, inputs, arrays)
 
-    with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LatentAttention, "prefill", recorded)
-        read(tokens)
+        jax.jit(lambda params: net.bind(params)(tokens))(params)
+    jax.effects_barrier()
     assert len(masks) == 3 and masks[0].sum(-1).max() == 3
     np.testing.assert_array_equal(masks[1], masks[0])
     assert (masks[2] != masks[0]).any()
