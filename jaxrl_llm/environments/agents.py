@@ -47,10 +47,10 @@ Start = Callable[["Connection", Mapping[str, Any]], Any]  # returns a reward, or
 class AgentSpec:
     """The settings of `environment.*` that agents need.
 
-    agent: a function or its name, or a command line; `close` of a function that has it is called at the end. workers:
-    agents that run at once. timeout: seconds of each. calls: of a session; tokens: that it samples, None without a
-    limit. on_error: stop (the run) when one fails, or end. others: further agents by the values of the column `agent`.
-    branches: of a session that are learned from, at most.
+    agent: a function or its name, or a command line; `close` of a function that has it is called at the end, and
+    `open_environments` of one that plays them at the start. workers: agents that run at once. timeout: seconds of each.
+    calls: of a session; tokens: that it samples, None without a limit. on_error: stop (the run) when one fails, or end.
+    others: further agents by the values of the column `agent`. branches: of a session that are learned from, at most.
     """
 
     agent: str | Callable[..., Any]
@@ -90,8 +90,11 @@ class Agents:
         self.spec, self.pool = spec, CallPool(spec.workers, spec.timeout)
         self.commands = Commands()
         self.closing: list[Callable[[], Any]] = []  # functions that `close` calls
-        self.starts: dict[str | None, Start] = {None: self._start("environment.agent", spec.agent)}
-        self.starts |= {value: self._start("environment.agents", agent) for value, agent in spec.others.items()}
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)  # what is open, where another agent is refused
+            self.starts: dict[str | None, Start] = {None: self._start("environment.agent", spec.agent)}
+            self.starts |= {value: self._start("environment.agents", agent) for value, agent in spec.others.items()}
+            stack.pop_all()
 
     def run(
         self,
@@ -133,6 +136,8 @@ class Agents:
         elif isinstance(agent, str) and FUNCTION.fullmatch(agent):
             function, options = resolve_with_options(agent, {})
         if not isinstance(function, str):
+            if (opens := getattr(function, "open_environments", None)) is not None:
+                opens()
             close = getattr(function, "close", None)
             if close is not None and close not in self.closing:  # one function may stand under several values
                 self.closing.append(close)

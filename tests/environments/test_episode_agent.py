@@ -27,7 +27,7 @@ from jaxrl_llm.distributed.own_part import OwnPart
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.environments.agents import Agents, AgentSpec
 from jaxrl_llm.environments.batch import EpisodeBatch
-from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
+from jaxrl_llm.environments.factory import Environments, EnvironmentSpec, load_environments
 from jaxrl_llm.environments.protocol import EpisodeError, Step
 from jaxrl_llm.models.files.hf import find_tokenizer, remember_images
 from jaxrl_llm.rollout.engine import Engine
@@ -103,7 +103,7 @@ def play(tokenizer):
         turns = TurnTokenizer(tokenizer, (eos,), WIDTH)
         on_error, seconds = settings.pop("on_error", "end"), settings.pop("agent_timeout", 60.0)
         agent = EpisodeAgent(EnvironmentSpec(environment, tools, **{"timeout": 30.0} | settings), limits)
-        spec = agent.environments.spec
+        spec = agent.spec
         agents = Agents(AgentSpec(agent, spec.workers, seconds, spec.max_turns, on_error=on_error, branches=1))
         queue = Scripted(tokenizer, eos, say)
         gateway = Gateway(queue, turns, len(tokenizer), seconds, limits)
@@ -461,7 +461,7 @@ def test_settings_that_do_not_go_together(settings, message):
     config.environment.agent, config.environment.name = "episodes", "sort_then_smallest"
     config.update_from_flattened_dict(settings)
     with pytest.raises(ConfigError, match=message):
-        environment_spec(validate(config) or config)
+        load_environments(environment_spec(validate(config) or config))
 
 
 def test_the_spec_of_a_configuration():
@@ -469,12 +469,21 @@ def test_the_spec_of_a_configuration():
     config.environment.agent, config.environment.name = "episodes", "sort_then_smallest(first=0.3)"
     config.environment.max_turns, config.data.images_per_row, config.data.image_pixels = 2, 3, 64
     validate(config)
-    agents = Agents(spec := environment_spec(config))
+    spec = environment_spec(config)
+    assert not hasattr(spec.agent, "environments"), "nothing is open before the data is read"
+    agents = Agents(spec)
     assert spec.calls == 2 and spec.agent.limits == ImageLimits(64, 2**25, 3, False)
     (made,) = spec.agent.environments.idle[None]
     made.close = lambda: setattr(made, "first", "closed")
     agents.close()
     assert made.first == "closed"
+    config.environment.agents = ("other=no-such-command",)
+    spec, closed = environment_spec(config), []
+    spec.agent.close = lambda: closed.append(spec.agent.environments)
+    with pytest.raises(ConfigError, match="'no-such-command' is no command"):
+        Agents(spec)
+    assert closed == [spec.agent.environments], "what is open is closed where another agent is refused"
+    config.environment.agents = ()
     config.environment.agent = "a.py:run"
     with pytest.raises(EpisodeError, match=r"an environment or tools are given too: .* environment.agent='episodes'"):
         environment_spec(config, Game)

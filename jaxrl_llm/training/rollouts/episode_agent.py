@@ -27,12 +27,19 @@ LARGEST = 2**28  # bytes of a reply
 class EpisodeAgent:
     """A function that plays the episode of a task, for several threads at once.
 
-    limits: of the images that environments and tools return. Raises ConfigError and EpisodeError as `Environments`.
+    limits: of the images that environments and tools return. The environments are there once they are opened, which
+    `Agents` does.
     """
 
+    environments: Environments
+
     def __init__(self, spec: EnvironmentSpec, limits: ImageLimits):
-        self.environments, self.limits = Environments(spec), limits
+        self.spec, self.limits = spec, limits
         self.client = HttpClient(spec.workers)
+
+    def open_environments(self) -> None:
+        """Make the environments; raises ConfigError and EpisodeError as `Environments`."""
+        self.environments = Environments(self.spec)
 
     def __call__(
         self, base_url: str, api_key: str, reward_url: str, timeout: float, task: dict[str, Any]

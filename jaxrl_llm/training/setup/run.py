@@ -132,13 +132,13 @@ def build(config, mesh: Mesh, *objects: Any, **named: Any) -> Run:
     config, algorithm = rows.config, specs.algorithm_of(rows.config)
     if algorithm.online and rows.tokens is not None and any(count_tiles([x.get(PIXELS) for x in rows.tokens.rows])):
         check_kept(config.algorithm.replay_groups > 0, config.teacher.path is not None)
-    model = build_model(config, mesh, None, rows.tokenizer, given.model)
     with contextlib.ExitStack() as stack:  # what is open is closed where the rest is refused
-        graders = build_rewards(config, given.rewards)
-        stack.callback(graders.close)
         environments = load_environments(spec)
         if environments is not None:
             stack.callback(environments.close)
+        model = build_model(config, mesh, None, rows.tokenizer, given.model)
+        graders = build_rewards(config, given.rewards)
+        stack.callback(graders.close)
         if model.net.config.sees_prompts:
             check_prompts(config, environments is not None)
         if environment_reward in graders.functions and environments is None and config.environment.rollout_func is None:
