@@ -2,11 +2,13 @@
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
+from jaxrl_llm.config.background import in_thread
 from jaxrl_llm.environments.protocol import (
     EpisodeError,
     Step,
@@ -16,9 +18,10 @@ from jaxrl_llm.environments.protocol import (
     is_messages,
     with_parts,
 )
-from jaxrl_llm.environments.tool_calls import parse_tool_calls
+from jaxrl_llm.environments.tool_calls import ToolCall, parse_tool_calls
 from jaxrl_llm.environments.tools import Tool, ToolResult, call_tool, turn_message
 
+MOST_TOGETHER = 7  # calls of a turn in threads of their own, beside the one that its calls run in
 Row = Mapping[str, Any]  # the columns of a row of the data
 Decode = Callable[[Sequence[int], bool], str]  # ids, and whether special tokens are left out -> text
 
@@ -101,7 +104,7 @@ class Episode:
         if calls and self.max_tool_calls is not None and self.calls + len(calls) > self.max_tool_calls:
             return TurnResult(Step(None), "max_tool_calls")
         if calls:
-            results = [call_tool(call, self.tools) for call in calls]
+            results = self._called(calls)
             if any(map(inspect.isawaitable, results)):
                 return _gathered(results)
             return _tool_turn([result for result in results if isinstance(result, ToolResult)])
@@ -111,6 +114,29 @@ class Episode:
         turn = (text, raw) if getattr(self.environment, "takes_raw", False) else (text,)
         returned = self.environment.step(*turn)
         return self._awaited(returned) if inspect.isawaitable(returned) else self._stepped(returned)
+
+    def _called(self, calls: Sequence[ToolCall]) -> list[ToolResult | Awaitable[ToolResult]]:
+        """The results of a turn's calls, in their order.
+
+        Functions run at the same time, as they do for the rows of a batch. Methods of the environment share its state:
+        they run one after the other.
+        """
+        results: dict[int, ToolResult | Awaitable[ToolResult]] = {}
+
+        def run(numbers: Iterator[int]) -> None:
+            for number in numbers:
+                results[number] = call_tool(calls[number], self.tools)
+
+        owners = [getattr(self.tools.get(call.name), "__self__", None) for call in calls]
+        methods = [n for n, owner in enumerate(owners) if owner is not None and owner is self.environment]
+        others = [n for n in range(len(calls)) if n not in methods]
+        waiting = iter(others)  # a thread takes the next one that waits
+        threads = [in_thread(partial(run, waiting), "tool") for _ in others[:MOST_TOGETHER] if len(calls) > 1]
+        run(iter(methods))
+        run(waiting)
+        for thread in threads:
+            thread.result()
+        return [results[number] for number in range(len(calls))]
 
     def record(self, result: TurnResult) -> None:
         """Add up the rewards and calls of a turn, and note the end of the episode."""

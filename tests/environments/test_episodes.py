@@ -342,6 +342,47 @@ def test_tools(tokenizer):
     assert columns["environment_reward"] == [0.0] * 6
 
 
+def test_functions_of_a_turn_run_together_and_methods_in_turn():
+    """Results stand in the order of the calls; an environment's methods, which share its state, keep theirs."""
+    both, asked, busy = threading.Barrier(2), [], threading.Lock()
+
+    def meet(a: int) -> int:
+        """Waits for another call.
+
+        Args:
+            a: A number.
+        """
+        both.wait(timeout=60)
+        if a == 1:
+            raise ValueError("odd")
+        return a
+
+    class Shop:
+        def reset(self, **columns):
+            pass
+
+        def buy(self, what: str) -> str:
+            """Buys.
+
+            Args:
+                what: A thing.
+            """
+            assert busy.acquire(blocking=False), "two calls at once"
+            asked.append(what)
+            time.sleep(0.01)
+            busy.release()
+            return f"bought {what}"
+
+    episode = environments_of(Shop, [meet]).acquire({})
+    calls = [call("buy", what="a"), call("meet", a=1), call("buy", what="b"), call("meet", a=2), call("buy", what="c")]
+    turn = episode.respond("", "".join(calls))
+    said = [message["content"] for message in turn.step.observation]
+    assert said == ["bought a", '{"error": "ValueError: odd"}', "bought b", "2", "bought c"]
+    assert asked == ["a", "b", "c"] and (turn.calls, turn.failed_calls) == (5, 1)
+    many = episode.respond("", call("meet", a=2) * 20)
+    assert [message["content"] for message in many.step.observation] == ["2"] * 20
+
+
 def find_all(text: str, count: int, nothing: str | None, listed: list, nested: dict):
     """Finds it.
 
