@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from starlette.responses import JSONResponse, Response
@@ -59,7 +59,7 @@ class MessagesRequest:
         given = body.get("messages")
         if not isinstance(given, list) or not given or not all(isinstance(message, Mapping) for message in given):
             raise BadRequestError("messages takes a list of messages, each with role and content", param="messages")
-        for message in given:
+        for message in _turns(given):
             messages += _chat_messages(message)
         self.chat = {name: value for name, value in body.items() if name in AS_CHAT} | {"messages": messages}
         self.chat |= {"max_tokens": body["max_tokens"], "stop": body.get("stop_sequences")}
@@ -236,6 +236,26 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     """The block of a call of a chat."""
     function = call["function"]
     return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": json.loads(function["arguments"])}
+
+
+def _turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages, of which consecutive ones of the user or of the assistant are one, as in this API.
+
+    It has the blocks of all, and an empty line between the texts of two.
+    """
+    turns: list[Mapping[str, Any]] = []
+    for message in messages:
+        before, role = turns[-1] if turns else {}, message.get("role")
+        contents = [before.get("content"), message.get("content")]
+        if role not in ("user", "assistant") or role != before.get("role"):
+            turns.append(message)
+        elif all(isinstance(content, str | list) for content in contents):
+            former, own = ([{"type": "text", "text": x}] if isinstance(x, str) else x for x in contents)
+            texts = all(isinstance(x, Mapping) and x.get("type") == "text" for x in [*former[-1:], *own[:1]])
+            turns[-1] = {**before, "content": [*former, *([{"type": "text", "text": "\n\n"}] if texts else []), *own]}
+        else:
+            turns.append(message)  # which is refused
+    return turns
 
 
 def _chat_messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:

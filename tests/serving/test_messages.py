@@ -142,6 +142,26 @@ def test_messages_are_those_of_a_chat():
     assert chat["tool_choice"] == {"type": "function", "function": {"name": "add"}}
 
 
+def test_consecutive_turns_of_one_are_one():
+    """As in Anthropic's API: templates that want turns to alternate refused them, and others showed several."""
+    text, use = {"type": "text", "text": "c"}, {"type": "tool_use", "id": "t", "name": "add", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "4"}
+    said = {"user": ("a", "b"), "assistant": ([text], [use])}, {"user": ([result], "d")}
+    asked = [{"role": role, "content": x} for turns in said for role, contents in turns.items() for x in contents]
+    call = {"id": "t", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    assert MessagesRequest({"max_tokens": 5, "messages": asked}).chat["messages"] == [
+        {"role": "user", "content": "a\n\nb"},
+        {"role": "assistant", "content": "c", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "t", "content": "4"},
+        {"role": "user", "content": "d"},
+    ]
+    system = [{"role": "system", "content": "x"}, {"role": "system", "content": "y"}, asked[0]]
+    chat = MessagesRequest({"max_tokens": 5, "messages": system}).chat
+    assert [message["content"] for message in chat["messages"]] == ["x", "y", "a"]
+    with pytest.raises(BadRequestError, match="a block None"):
+        MessagesRequest({"max_tokens": 5, "messages": [asked[0], {"role": "user", "content": None}]})
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
