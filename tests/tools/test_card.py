@@ -17,6 +17,7 @@ from jaxrl_llm.tools.cards.curves import curves_svg
 from jaxrl_llm.tools.cards.origin import base_of, datasets_of
 from jaxrl_llm.tools.report.runs import run_of
 from jaxrl_llm.training.checkpoint.outputs import check_outputs, given_in_words, given_to, write_given
+from jaxrl_llm.training.logging.origin import write_start
 
 LINES = [
     {"step": 0, "time": 1.0, "eval/accuracy": 0.25, "eval/pass@4": 0.5},
@@ -175,6 +176,22 @@ def test_a_model_made_from_ones_own_export_names_the_ancestor(run, tmp_path):
     assert base_of(str(base)).hub_id is None  # somebody else's model: that is its ancestor, and not where it is
     (base / "README.md").write_text("---\nno: [yaml\n---\n")
     assert base_of(str(base)).license == {}
+
+
+def test_relative_paths_count_from_where_the_run_was_started(run, tmp_path, monkeypatch):
+    """A reward that changes the folder, or an export from another one, made them names of the hub."""
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    (tmp_path / "models" / "base" / "config.json").write_text("{}")
+    folder = run(model__path="models/base", data__path="models/base")
+    monkeypatch.chdir(tmp_path)
+    write_start(folder, None)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    card = card_of(folder)
+    assert card.data.base_model is None and card.data.datasets is None
+    assert "the local model `base`" in card.text and str(tmp_path) not in card.text
+    (folder / "starts.json").write_text(json.dumps([{"time": "2026-01-01 00:00:00+00:00"}]))  # of an earlier version
+    assert card_of(folder).data.base_model == "models/base"
 
 
 def test_data_sets(tmp_path, monkeypatch):

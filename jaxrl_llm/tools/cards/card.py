@@ -66,7 +66,7 @@ def write_card(
     ConfigError when it cannot be written.
     """
     folder, found = Path(folder), run_of(Path(run))
-    base = base_of(str(found.settings["model.path"]))
+    base = base_of(str(found.settings["model.path"]), _start_of(found))
     svg = curves_svg(found, step)
     body = _body(folder, found, base, step, bool(svg), repo and named(repo), title)
     text = f"---\n{_front_matter(folder, found, base, step, tags)}---\n\n{body}"
@@ -95,6 +95,11 @@ def evaluations(run: ReportedRun, last_step: int) -> list[tuple[int, dict[str, f
     return found
 
 
+def _start_of(run: ReportedRun) -> Path | None:
+    """The folder that the run was started in last, from which its paths count; None where it did not record that."""
+    return next((Path(start["folder"]) for start in reversed(run.starts) if "folder" in start), None)
+
+
 def _front_matter(folder: Path, run: ReportedRun, base: Base, step: int, tags: Sequence[str]) -> str:
     from huggingface_hub import EvalResult, ModelCardData  # slow to import
 
@@ -113,7 +118,7 @@ def _front_matter(folder: Path, run: ReportedRun, base: Base, step: int, tags: S
     data = ModelCardData(
         base_model=hub_id,
         base_model_relation=None if hub_id is None else "adapter" if adapter else "finetune",
-        datasets=None if "train_dataset" in given_to(run.folder) else datasets_of(run.settings) or None,
+        datasets=None if "train_dataset" in given_to(run.folder) else datasets_of(run.settings, _start_of(run)) or None,
         library_name="peft" if adapter else library,
         pipeline_tag=task,
         tags=list(dict.fromkeys([TAG, algorithm, *adapters, *tags])),

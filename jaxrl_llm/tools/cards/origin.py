@@ -28,14 +28,15 @@ class Base(NamedTuple):
     text: Path | None
 
 
-def base_of(path: str) -> Base:
-    """The Base of `model.path`, from files of this machine alone.
+def base_of(path: str, start: Path | None = None) -> Base:
+    """The Base of `model.path`, from files of this machine alone; `start` is the folder that a run was started in.
 
     A local folder is called by its last part. One that this library has exported stands for the model of the hub that
     its card names. The licence is that of the card (README.md), or the file LICENSE, or unknown.
     """
-    folder = _folder_of(path)
-    local = not HUB_ID.fullmatch(path) or Path(path).expanduser().is_dir()
+    place = (start or Path()) / Path(path).expanduser()
+    folder = _folder_of(path, place)
+    local = not HUB_ID.fullmatch(path) or place.is_dir()
     card = _front_matter(folder) if folder is not None else {}
     hub_id = path if not local and HUB_ID.fullmatch(path) else None
     if local and TAG in (card.get("tags") or ()):
@@ -54,22 +55,22 @@ def base_of(path: str) -> Base:
     return Base(name, hub_id, {} if licence.get("license") == "unknown" else licence, text)
 
 
-def datasets_of(settings: Mapping[str, Any]) -> list[str]:
-    """The hub ids among the data sets that a run with these settings, by full key, was trained on."""
+def datasets_of(settings: Mapping[str, Any], start: Path | None = None) -> list[str]:
+    """The hub ids among the data sets that a run with these settings, by full key, was trained on, `start` as above."""
+    here = start or Path()
     sources = [source_options(source) for source in settings.get("data.sources") or ()]
     paths = [str(source.get("path", "")) for source in sources] or [str(settings.get("data.path", ""))]
-    return list(dict.fromkeys(path for path in paths if HUB_ID.fullmatch(path) and not Path(path).exists()))
+    return list(dict.fromkeys(path for path in paths if HUB_ID.fullmatch(path) and not (here / path).exists()))
 
 
-def _folder_of(path: str) -> Path | None:
-    """Return the folder of the model on this machine; None where it has none."""
+def _folder_of(path: str, place: Path) -> Path | None:
+    """The folder of the model on this machine, of a path of its own at `place`; None where it has none."""
     if path.startswith("embedded:"):
         return EMBEDDED / path.removeprefix("embedded:")
     if is_url(path):
         return fetched(path)
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
+    if place.is_dir():
+        return place
     if not HUB_ID.fullmatch(path):
         return None
     from huggingface_hub import try_to_load_from_cache  # slow to import, and of no use for local folders

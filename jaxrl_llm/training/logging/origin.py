@@ -23,8 +23,9 @@ STARTS = "starts.json"
 def write_start(folder: Path, step: int | None) -> None:
     """Adds this start, after `step`, to starts.json in the folder of a run; None: the run starts, and so does the file.
 
-    Each has time (ISO 8601, with the offset to UTC), step, host, devices, command, commit (None outside of a git
-    repository) and versions. A line of the command shows no password of an address.
+    Each has time (ISO 8601, with the offset to UTC), step, host, devices, folder (from which relative paths count),
+    command, commit (None outside of a git repository) and versions. A line of the command shows no password of an
+    address.
     """
     starts = [] if step is None else read_starts(folder)
     devices, processes = jax.devices(), jax.process_count()
@@ -35,6 +36,7 @@ def write_start(folder: Path, step: int | None) -> None:
             "step": step or 0,
             "host": platform.node(),
             "devices": f"{len(devices)} {devices[0].device_kind}{of_processes}",
+            "folder": str(Path.cwd()),
             "command": " ".join(shlex.quote(masked(word)) for word in sys.orig_argv),
             "commit": _commit(),
             "versions": {
