@@ -106,7 +106,7 @@ def step_folders(run: Path) -> dict[int, Path]:
     return dict(sorted((int(path.name), path) for path in found if path.name.isdecimal() and path.is_dir()))
 
 
-def _download(name: str, patterns: list[str], revision: str | None) -> Path:
+def _download(name: str, patterns: list[str], revision: str | None, setting: str = "model path") -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and of no use for local folders
 
     try:
@@ -118,7 +118,7 @@ def _download(name: str, patterns: list[str], revision: str | None) -> Path:
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"model path {name!r}{f', revision {revision!r}' if revision else ''}: there is no such folder here"
+            f"{setting} {name!r}{f', revision {revision!r}' if revision else ''}: there is no such folder here"
             f"{_nearest(name)}, and the Hugging Face hub did not give it ({reason}). "
             "Check the name and the connection (or HF_TOKEN, for a gated model)."
         ) from error
@@ -213,14 +213,13 @@ def find_tokenizer(
             f"{setting} = {path!r}: there is no such folder{_nearest(path)}, and it is neither a Hugging Face hub id "
             "(`owner/name`) nor `embedded:<name>`"
         )
-    from transformers import AutoTokenizer  # slow to import, and not needed for local folders
-
+    # transformers would ask for each file by itself, six times where the hub is out of reach: two minutes of waiting.
+    patterns = {*DOWNLOADED, *EXPORTED} - {"*.safetensors", *(() if trust_remote_code else ("*.py",))}
+    folder = _download(path, sorted(patterns), revision, f"{setting} =")
     try:
-        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
-        return _quiet(AutoTokenizer.from_pretrained(path, **options))
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"cannot load the tokenizer of {setting} = {path!r}{_nearest(path)}: {reason}") from error
+        return load_tokenizer(folder, trust_remote_code)
+    except ConfigError as error:
+        raise ConfigError(f"cannot load the tokenizer of {setting} = {path!r}: {error}") from error
 
 
 def _is_generic_tokenizer(folder: Path) -> bool:

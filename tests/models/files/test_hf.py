@@ -782,6 +782,27 @@ def test_locate(tmp_path, monkeypatch):
         hf.locate("nobody/nothing")
 
 
+@pytest.mark.slow
+def test_a_mistyped_path_is_refused_soon_where_the_hub_is_out_of_reach(run_python):
+    """transformers asks six times for one file, in over twenty seconds, and for one file after the other."""
+    code = """
+import os, time
+os.environ |= {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.files import hf
+import huggingface_hub, transformers
+began = time.monotonic()
+try:
+    hf.find_tokenizer("runs/grpo2")
+except ConfigError as error:
+    print(error)
+assert time.monotonic() - began < 15
+"""
+    result = run_python("-c", code)
+    assert not result.returncode, result.stderr
+    assert "model.path = 'runs/grpo2': there is no such folder here, and the Hugging Face hub did not" in result.stdout
+
+
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory):
     torch.manual_seed(0)
