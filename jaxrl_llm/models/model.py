@@ -26,7 +26,7 @@ from jaxrl_llm.models.families import family_for, family_of
 from jaxrl_llm.models.families.rotary import max_positions
 from jaxrl_llm.models.files import hf, safetensors
 from jaxrl_llm.models.files.safetensors import read_json
-from jaxrl_llm.models.kernels.fused_attention import is_before_ampere
+from jaxrl_llm.models.kernels.fused_attention import has_flash, is_before_ampere
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net, Params, restacked
 from jaxrl_llm.models.quantize import KINDS
@@ -420,6 +420,7 @@ def check_attention(config: ModelConfig, backend: str) -> None:
         "flash": {
             **on_gpus,
             **sinks,
+            f"jax {jax.__version__} has no kernel of it for this GPU": not has_flash(),
             "it has no sliding window, as this model has": config.sliding_window is not None,
             "it is causal, and this model's images are seen in both directions": (
                 config.vision is not None and config.vision.bidirectional

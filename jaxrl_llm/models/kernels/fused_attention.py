@@ -6,6 +6,7 @@ No pass keeps scores in memory (arXiv 2307.08691).
 import functools
 import importlib.util
 import re
+import warnings
 from typing import Any
 
 import jax
@@ -31,6 +32,14 @@ def is_in_chunks(config, length: int) -> bool:
 def has_triton() -> bool:
     """True where Pallas kernels are compiled by Triton: not by jax versions to come, nor for GPUs before Ampere."""
     return importlib.util.find_spec("jax.experimental.pallas.triton") is not None and not is_before_ampere()
+
+
+def has_flash() -> bool:
+    """True where `flash_attention` runs: jax 0.12 says that versions to come have its kernel no more."""
+    try:
+        return has_triton() and importlib.util.find_spec("jax.experimental.pallas.ops.gpu.attention") is not None
+    except ModuleNotFoundError:  # nor what it lies in
+        return False
 
 
 def is_before_ampere() -> bool:
@@ -84,7 +93,7 @@ def _auto(config, length: int, by_mask: bool, backend: str | None) -> tuple[str,
         return "xla", "no kernel caps scores, as this model does"
     sinks = config.attention_sinks
     needs_mask = by_mask or not whole_rows or config.sliding_window is not None or sinks
-    if not needs_mask and length > MASKED_LENGTH and has_triton():
+    if not needs_mask and length > MASKED_LENGTH and has_flash():
         return "flash", None
     # cuDNN takes heads of up to 256 numbers from Hopper on.
     capability = getattr(jax.local_devices()[0], "compute_capability", "0")
@@ -105,7 +114,8 @@ def flash_attention(q, k, v, segments, interpret: bool = False) -> jax.Array:
     By jax.experimental.pallas.ops.gpu.attention: softmax and sums in fp32.
     """
     # Imported here: only runs on GPUs need it.
-    from jax.experimental.pallas.ops.gpu import attention as gpu
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        from jax.experimental.pallas.ops.gpu import attention as gpu
 
     block = 64 if q.shape[-1] <= 128 else 32  # larger ones do not fit into the chip's shared memory
     blocks = gpu.BlockSizes(**dict.fromkeys(gpu.BlockSizes.__dataclass_fields__, block))

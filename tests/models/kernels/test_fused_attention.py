@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import itertools
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from jax.extend import core
 
 import jaxrl_llm
 from jaxrl_llm.algorithms.batch import Inputs
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.models import layers, model
 from jaxrl_llm.models.kernels import fused_attention
@@ -26,7 +28,7 @@ from jaxrl_llm.models.kernels.fused_attention import (
     with_sinks,
 )
 from jaxrl_llm.models.mixers import attention
-from jaxrl_llm.models.model import compute_dtype
+from jaxrl_llm.models.model import check_attention, compute_dtype
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.transformer import attention_mask, segment_positions
@@ -193,6 +195,22 @@ def test_without_pallas_triton_rows_are_attended_by_cudnn(monkeypatch):
     monkeypatch.setattr(fused_attention, "has_triton", lambda: False)
     assert implementation(config, 5000, False, "gpu") == "cudnn"
     assert described(config, "gpu") == "cudnn"
+
+
+def test_a_jax_without_the_flash_kernel(monkeypatch):
+    """jax 0.12 says that it will go: auto does without it, and who asks for it is told before anything compiles."""
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", sliding_window=None)
+    assert implementation(config, 5000, False, "gpu") == "flash"
+    check_attention(dataclasses.replace(config, attention="flash"), "gpu")
+    real = importlib.util.find_spec
+
+    def without(name, *more):
+        return None if name == "jax.experimental.pallas.ops.gpu.attention" else real(name, *more)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    assert implementation(config, 5000, False, "gpu") == "cudnn"
+    with pytest.raises(ConfigError, match=rf"'flash': jax {jax.__version__} has no kernel of it"):
+        check_attention(dataclasses.replace(config, attention="flash"), "gpu")
 
 
 @pytest.mark.parametrize(("capability", "dtype", "kernel"), [("7.5", "float32", "xla"), ("8.0", "bfloat16", "cudnn")])
