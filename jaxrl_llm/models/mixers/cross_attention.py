@@ -11,7 +11,7 @@ from jaxrl_llm.models.kernels.decode_attention import MASKED
 from jaxrl_llm.models.kernels.fused_attention import cudnn_attention, implementation
 from jaxrl_llm.models.layers import Linear, RMSNorm
 from jaxrl_llm.models.mixers.attention import einsum, in_blocks
-from jaxrl_llm.models.mixers.mixer import AttentionInputs, Cacheless, DecodeInputs, LayerConfig, Passing
+from jaxrl_llm.models.mixers.mixer import AttentionInputs, Cacheless, DecodeInputs, NoMixer, Passing
 
 
 class ImageKeyValues(NamedTuple):
@@ -32,6 +32,8 @@ class CrossAttention(Cacheless, nnx.Module):
 
     path = "cross"
     shares_prefixes = False  # what is read is no token of a segment
+    layer_arrays = staticmethod(NoMixer.layer_arrays)
+    flops = staticmethod(NoMixer.flops)  # how many images rows have is not known
 
     def __init__(self, config, rngs: nnx.Rngs):
         c = config
@@ -42,16 +44,6 @@ class CrossAttention(Cacheless, nnx.Module):
         self.o = Linear(c.heads * c.head_dim, c.width, c, rngs, name="o")
         self.q_norm, self.k_norm = RMSNorm(c.head_dim, c, rngs), RMSNorm(c.head_dim, c, rngs)
         self.attention_gate, self.mlp_gate = (nnx.Param(jnp.zeros((1,), c.param_dtype)) for _ in range(2))
-
-    @staticmethod
-    def layer_arrays(config, layer: LayerConfig) -> tuple:
-        """Nothing: layers differ in their parameters alone."""
-        return ()
-
-    @staticmethod
-    def flops(config, tokens, pairs):
-        """Zeros: how many images rows have is not known."""
-        return 0.0 * tokens
 
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, Passing]:
         """Output `[N,T,D]`, keys and values of what the last token of each row sees, and the feed-forward's gate."""

@@ -17,7 +17,7 @@ from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models import quantize
 from jaxrl_llm.models.layers import Linear
 from jaxrl_llm.models.mixers.chunk_states import across
-from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, LayerConfig
+from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, NoMixer
 from jaxrl_llm.models.mixers.short_conv import (
     AT_ONCE,
     NO_SEGMENT,
@@ -137,6 +137,7 @@ class GatedDeltaNet(nnx.Module):
 
     path = "delta"
     shares_prefixes = False
+    layer_arrays = staticmethod(NoMixer.layer_arrays)
     output_name = "out"  # of `lora.TARGETS`
     norm_eps: float | None = None  # of the norm behind; None: the model's
     gate = staticmethod(jax.nn.silu)  # of z, which multiplies the normed
@@ -155,11 +156,6 @@ class GatedDeltaNet(nnx.Module):
         self.step_bias = nnx.Param(jnp.ones((c.delta_value_heads,), c.param_dtype))
         self.norm_scale = nnx.Param(jnp.ones((c.delta_value_dim,), c.param_dtype))
         self.out = Linear(values, c.width, c, rngs, name=self.output_name)
-
-    @staticmethod
-    def layer_arrays(config, layer: LayerConfig) -> tuple:
-        """Nothing: layers differ in their parameters alone."""
-        return ()
 
     @classmethod
     def flops(cls, config, tokens, pairs):

@@ -166,7 +166,7 @@ class NoMixer(Cacheless, nnx.Module):
 
     @staticmethod
     def layer_arrays(config, layer: LayerConfig) -> tuple:
-        """Nothing: such layers are alike."""
+        """Nothing: layers differ in their parameters alone."""
         return ()
 
     @staticmethod

@@ -13,7 +13,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models import quantize
 from jaxrl_llm.models.layers import Linear
-from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, LayerConfig
+from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, NoMixer
 
 AT_ONCE = 64  # the most tokens of a row that one decode step takes
 NO_SEGMENT = -1  # of tokens before the row
@@ -94,6 +94,7 @@ class ShortConv(nnx.Module):
 
     path = "conv"
     shares_prefixes = False
+    layer_arrays = staticmethod(NoMixer.layer_arrays)
 
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = c = config
@@ -102,11 +103,6 @@ class ShortConv(nnx.Module):
         self.filter = nnx.Param(taps)
         self.bias = nnx.Param(jnp.zeros((c.width,), c.param_dtype)) if c.conv_bias else None
         self.out = Linear(c.width, c.width, c, rngs, c.conv_bias, "out")
-
-    @staticmethod
-    def layer_arrays(config, layer: LayerConfig) -> tuple:
-        """Nothing: layers differ in their parameters alone."""
-        return ()
 
     @staticmethod
     def flops(config, tokens, pairs):
