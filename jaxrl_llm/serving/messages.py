@@ -245,16 +245,15 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """
     turns: list[Mapping[str, Any]] = []
     for message in messages:
-        before, role = turns[-1] if turns else {}, message.get("role")
-        contents = [before.get("content"), message.get("content")]
-        if role not in ("user", "assistant") or role != before.get("role"):
+        before, content, role = turns[-1] if turns else {}, message.get("content"), message.get("role")
+        former, texts = before.get("content"), (str, list)
+        same = role in ("user", "assistant") and role == before.get("role")
+        if not same or not isinstance(content, texts) or not isinstance(former, texts):  # others are refused
             turns.append(message)
-        elif all(isinstance(content, str | list) for content in contents):
-            former, own = ([{"type": "text", "text": x}] if isinstance(x, str) else x for x in contents)
-            texts = all(isinstance(x, Mapping) and x.get("type") == "text" for x in [*former[-1:], *own[:1]])
-            turns[-1] = {**before, "content": [*former, *([{"type": "text", "text": "\n\n"}] if texts else []), *own]}
-        else:
-            turns.append(message)  # which is refused
+            continue
+        former, own = ([{"type": "text", "text": x}] if isinstance(x, str) else x for x in (former, content))
+        both = all(isinstance(x, Mapping) and x.get("type") == "text" for x in [*former[-1:], *own[:1]])
+        turns[-1] = {**before, "content": [*former, *([{"type": "text", "text": "\n\n"}] if both else []), *own]}
     return turns
 
 
