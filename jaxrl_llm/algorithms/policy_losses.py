@@ -341,6 +341,11 @@ def rollout_is(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, 
     return loss, {"clip_ratio/region_mean": Metric((~keep).astype(jnp.float32))}
 
 
+def _check_threshold(loss: str, threshold) -> None:
+    if isinstance(threshold, (int, float)) and threshold < 0:
+        raise ValueError(f"{loss} leaves out every token below a threshold of 0; got {threshold}")
+
+
 def _kept_ratio(log_ratio: Array, signal: Array, keep: Array, kl_coef) -> Array:
     """The ratio times the signal, of the tokens that are kept, and of all tokens the squared log-ratio as a penalty."""
     surrogate = jnp.where(keep, -signal * bounded_ratio(jnp.where(keep, log_ratio, 0.0)), 0.0)
@@ -361,10 +366,11 @@ def ipo(
 
     Formula: `-keep A r + kl_coef (log r)^2`, keep where the probability changed by `threshold` at most, whatever the
     sign of A. `old_logps` are the sampler's log-probs; the epsilons are not read. This is no preference loss: identity
-    preference optimisation, `preference_losses.ipo`, has the same name. Source: prime-rl 0.8, `ipo`; aggregate with
-    `token`.
+    preference optimisation, `preference_losses.ipo`, has the same name. Raises ValueError for a negative threshold.
+    Source: prime-rl 0.8, `ipo`; aggregate with `token`.
     """
     del epsilon_low, epsilon_high
+    _check_threshold("ipo", threshold)
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     keep = jnp.abs(jax.lax.stop_gradient(jnp.exp(logps) - jnp.exp(logps - log_ratio))) <= threshold
     return _kept_ratio(log_ratio, advantages, keep, kl_coef)
@@ -531,10 +537,11 @@ def m2po(
 
     The tokens of the largest `(log r)^2` are taken out until the mean of the others over the masked tokens given is at
     most `threshold`; `selected [N, T]`, `m2po_tokens` of a larger batch, may name them instead. `old_logps` are the
-    sampler's log-probs; the epsilons are not read. Source: M2PO, arXiv 2510.01161 (threshold 0.04); so AReaL's
-    `m2_threshold`, there within a micro-batch.
+    sampler's log-probs; the epsilons are not read. Raises ValueError for a negative threshold. Source: M2PO, arXiv
+    2510.01161 (threshold 0.04); so AReaL's `m2_threshold`, there within a micro-batch.
     """
     del epsilon_low, epsilon_high
+    _check_threshold("m2po", threshold)
     if selected is None:
         selected = m2po_tokens(logps, old_logps, advantages, mask=mask, threshold=threshold)
     _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)

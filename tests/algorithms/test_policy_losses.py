@@ -254,6 +254,12 @@ def test_ipo_drops_tokens_in_both_directions(x64):
         np.testing.assert_allclose(slope, expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("loss", [ipo, m2po])
+def test_a_negative_threshold_would_leave_nothing(loss):
+    with pytest.raises(ValueError, match=r"leaves out every token below a threshold of 0; got -0\.1"):
+        loss(LOGPS, OLD, [1.0], mask=ONES, threshold=-0.1)
+
+
 def test_rollout_is_drops_tokens_outside_the_range_whatever_the_advantage(x64):
     logps, old = np.array([[-1.0, -2.0, -0.5, -0.7]]), np.array([[-1.25, -1.5, -0.5, -0.8]])
     ratio, keep = np.exp(logps - old), np.array([[0, 0, 1, 1]])  # 1.28, 0.61, 1, 1.11
