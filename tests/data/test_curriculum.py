@@ -82,7 +82,7 @@ def test_where_all_are_passed_over_an_epoch_s_first_are_taken():
     assert all(len(batch) == 3 for batch in run(made, 6))
 
 
-@pytest.mark.parametrize("done", [0, 1, 3, 7])
+@pytest.mark.parametrize("done", [0, 3, 7])
 def test_resume_anywhere_gives_the_same_rest(done):
     spec = CurriculumSpec(easy=0.9, hard=0.0, revisit=0.4, visits=2, decay=0.3)
     made = curriculum(spec)

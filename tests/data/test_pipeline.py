@@ -76,7 +76,7 @@ def test_order_is_the_same_for_all_processes(count):
         assert [example for part in parts for example in next(part)] == next(whole)
 
 
-@pytest.mark.parametrize("done", [0, 1, 3, 5, 8])
+@pytest.mark.parametrize("done", [0, 3, 8])
 def test_resume_anywhere_gives_the_same_rest(done):
     pipeline = Pipeline(EXAMPLES, 4, seed=5)
     stream(pipeline, done)

@@ -100,7 +100,7 @@ def test_a_row_ends_with_its_first_end_of_text(params):
     assert 0 < rollout.finished.sum() < len(endless)
 
 
-@pytest.mark.parametrize("max_completion_length", [1, 6])
+@pytest.mark.parametrize("max_completion_length", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_an_immediate_end_is_one_token(params, max_completion_length):
     engine = dataclasses.replace(ENGINE, eos=tuple(range(VOCAB)), max_completion_length=max_completion_length)
     rollout, width = generate(engine, params)

@@ -29,7 +29,8 @@ METRICS = {
 HEADS = {"reward_model": ("score", "LlamaForSequenceClassification"), "prm": ("step", "LlamaForTokenClassification")}
 
 
-QUICK = ("sft", "dpo", "kto", "reward_model")  # of the others all but prm have objectives of the kind of dpo
+# Of the others sft is that of tests/training/runtime/test_callbacks.py, and all but prm have objectives of dpo's kind.
+QUICK = ("dpo", "kto", "reward_model")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in METRICS])

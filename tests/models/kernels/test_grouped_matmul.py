@@ -111,8 +111,15 @@ def test_few_rows_read_codes_of_4_bits(kind):
         assert traced_flops(traced) == 2 * rows * 192 * 80
 
 
-@pytest.mark.parametrize("backend", ["gpu", "cpu"])
-@pytest.mark.parametrize("axes", [{}, {"expert": 4}, {"fsdp": 2, "expert": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    ("backend", "axes"),
+    [
+        ("cpu", {}),
+        *(("gpu", axes) for axes in ({}, {"fsdp": 2, "expert": 2, "tensor": 2})),
+        *(pytest.param(backend, {"expert": 4}, marks=pytest.mark.slow) for backend in ("gpu", "cpu")),
+        pytest.param("cpu", {"fsdp": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_an_update_takes_three_matmuls_a_matrix(backend, axes, monkeypatch):
     """Forward and both gradients, of the tokens' own experts alone: 18 k D f operations a token, on all devices
     together, and no ragged_dot."""

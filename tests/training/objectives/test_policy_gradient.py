@@ -124,19 +124,21 @@ def test_the_full_kl_is_that_of_the_networks_logits():
 @pytest.mark.parametrize(("beta", "on_policy"), [(0.1, True), (0.0, False)])
 def test_correct_completions_are_learned_by_their_likelihood(beta, on_policy):
     """With and without slopes that are known before the log-probs are; none of a batch that has no correct one."""
-    config, batch = default(), make_batch()
-    config.algorithm.beta = beta
+    batch = make_batch()
     batch = batch.replace(old_logps=None) if on_policy else batch
     batch = batch if beta else batch.replace(ref_logps=None)
     positive = np.arange(batch.rows, dtype=np.float32) % 2
 
-    def gradient(batch):
+    def gradient_with(coefficient):
+        config = default()
+        config.algorithm.beta, config.algorithm.positive_nll_coef = beta, coefficient
         objective = objective_of(config, NET)
-        return jax.jit(jax.value_and_grad(objective.loss, has_aux=True))(PARAMS, objective.prepare(batch))
+        run = jax.jit(jax.value_and_grad(objective.loss, has_aux=True))
+        return lambda batch: run(PARAMS, objective.prepare(batch))
 
-    (plain, metrics), without = gradient(batch)
+    (plain, metrics), without = gradient_with(0.0)(batch)
     assert "positive_nll" not in metrics
-    config.algorithm.positive_nll_coef = 0.5
+    gradient = gradient_with(0.5)
     (total, metrics), together = gradient(batch.replace(positive=positive))
     share = batch.mask * positive[:, None] / (batch.mask * positive[:, None]).sum()
 

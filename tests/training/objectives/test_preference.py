@@ -128,9 +128,11 @@ def test_loss_is_the_formula(loss):
 def test_every_paired_loss_is_the_mean_of_its_function_and_has_a_gradient(loss):
     config, batch = config_of(loss), make_batch()
     objective = objective_of(config, NET)
-    with jax.disable_jit():  # running is faster than compiling here
-        prepared = _prepare(objective, PARAMS, batch, 1, 1)
-        (value, metrics), gradient = jax.value_and_grad(objective.loss, has_aux=True)(PARAMS, prepared)
+
+    def loss_of(params):
+        return objective.loss(params, _prepare(objective, PARAMS, batch, 1, 1))
+
+    (value, metrics), gradient = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(PARAMS)
     policy, ref, lengths = sums_of()
     arguments = (policy[0::2], policy[1::2], ref[0::2], ref[1::2], 0.3)
     result = preference_losses.LOSSES[loss](*arguments, lengths=(lengths[0::2], lengths[1::2]))
