@@ -48,7 +48,6 @@ def run(root, tmp_path, together):
     ("name", "devices", "flags"),
     [
         ("grpo", 2, ("--config.mesh.fsdp=4", "--config.mesh.data=1", "--config.average.every=1")),
-        ("dapo", 1, ("--config.eval.every=-1",)),
         ("environment", 1, ("--config.eval.every=-1",)),
         ("vision_grpo", 1, ("--config.eval.every=-1",)),
         ("grpo_lora", 2, ("--config.eval.every=-1", "--config.mesh.fsdp=4", "--config.mesh.data=1")),
@@ -66,21 +65,24 @@ def test_two_processes_are_one(run, name, devices, flags):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on(run, tmp_path):
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_a_run_goes_on(run, tmp_path, name):
     """In as many processes, bit for bit, with what reward functions of each logged of the batches that wait; or in
-    another number of them."""
+    another number of them. With dynamic sampling the prompts that are drawn depend on that number."""
     flags = ("--config.eval.every=-1", "--config.checkpoint.keep=4")
     flags += (f"--config.rewards.functions={tmp_path}/mine.py:logging",)
-    whole, ended = run(2, 1, "whole", "grpo", *flags)
+    whole, ended = run(2, 1, "whole", name, *flags)
     all_ended_well(ended)
-    for name in ("two", "one"):
-        part = whole.with_name(name)
+    for processes in (2, 1) if name == "grpo" else (2,):
+        part = whole.with_name(f"part_{processes}")
         shutil.copytree(whole, part)
-        for step in ("checkpoints/3", "checkpoints/4", "hf"):
-            shutil.rmtree(part / step)
-        all_ended_well(run(2 if name == "two" else 1, 1, name, "grpo", *flags)[1])
-    assert_same_run(whole, whole.with_name("two"))
-    same_runs(whole, whole.with_name("one"))
+        for folder in ("checkpoints/3", "checkpoints/4", "hf"):
+            shutil.rmtree(part / folder)
+        all_ended_well(run(processes, 1, part.name, name, *flags)[1])
+        if processes == 2:
+            assert_same_run(whole, part)
+        else:
+            same_runs(whole, part)
 
 
 @pytest.mark.slow
