@@ -123,7 +123,7 @@ def test_remat_keeps_less_for_the_backward_pass(net, params, scan_layers):
     assert kept("block") <= kept("offload") < kept("dots") < kept("none")
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_prefill_and_decode_equal_the_full_forward(net, params, rows, scan_layers):
     """Rows of one prompt with different continuations share its cache; every step's logits are exact."""
     tokens, segments = rows

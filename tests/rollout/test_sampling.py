@@ -225,7 +225,11 @@ def test_top_p_of_a_large_vocabulary(scale):
         assert found[found > 0].min() >= descending[high - 1] * (1 - 1e-5)
 
 
-@pytest.mark.parametrize("filters", [{}, *FILTERS], ids=str)
+@pytest.mark.parametrize(
+    "filters",
+    [{}, *(pytest.param(x, marks=pytest.mark.slow if len(x) == 1 else ()) for x in FILTERS)],
+    ids=str,
+)
 def test_log_probs_are_of_the_whole_vocabulary_at_the_temperature(filters):
     sampling = SamplingParams(**filters)
     logits = random_logits(16, 300, 2.0, seed=5)
