@@ -56,7 +56,8 @@ def two_steps(config, tmp_path, rows, **settings):
     small = {
         "output_dir": str(tmp_path / "run"), "model.path": "embedded:sort", "model.tokenizer": None, "data.name": None,
         "data.path": str(tmp_path / "rows.jsonl"), "data.split": "train", "data.eval_split": None, "total_steps": 2,
-        "optimizer.warmup_steps": 0, "optimizer.schedule_steps": 0, "checkpoint.every": 0, "eval.every": -1,
+        "optimizer.warmup_steps": 0, "optimizer.warmup_init": 0.0, "optimizer.schedule_steps": 0, "checkpoint.every": 0,
+        "eval.every": -1,
         "mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1, "mesh.context": 1, "mesh.expert": 1, "rollout.devices": 0,
         "rollout.mesh": "auto", "rollout.stop_token_ids": (), "rollout.max_prompt_length": 400, "data.max_length": 64,
         "rollout.max_completion_length": 8, "logging.backends": ("jsonl",), "batch.microbatch_rows": 0,

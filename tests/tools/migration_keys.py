@@ -184,11 +184,41 @@ pretrain reward_pretrain remote_rm_url save_path init_kl_coef use_kl_loss prompt
 actor_learning_rate learning_rate n_samples_per_prompt advantage_estimator prompt_data packing_samples bf16 use_wandb
 """
 
+NEMO_RL = """
+grpo.num_prompts_per_step grpo.num_generations_per_prompt grpo.max_rollout_turns grpo.max_num_epochs grpo.max_num_steps
+grpo.normalize_rewards grpo.use_leave_one_out_baseline grpo.val_period grpo.val_start_at grpo.val_at_start
+grpo.val_at_end grpo.overlong_filtering grpo.advantage_clip_low grpo.max_val_samples
+grpo.val_num_generations_per_prompt grpo.val_batch_size grpo.seed grpo.use_dynamic_sampling
+grpo.dynamic_sampling_max_gen_batches grpo.batch_multiplier grpo.reward_shaping.enabled
+grpo.reward_shaping.overlong_buffer_length grpo.reward_shaping.max_response_length grpo.adv_estimator.name
+grpo.adv_estimator.minus_baseline grpo.reward_scaling.enabled grpo.seq_logprob_error_threshold grpo.async_grpo.enabled
+grpo.async_grpo.max_trajectory_age_steps grpo.async_grpo.in_flight_weight_updates
+loss_fn.reference_policy_kl_penalty loss_fn.reference_policy_kl_type loss_fn.kl_input_clamp_value
+loss_fn.ratio_clip_min loss_fn.ratio_clip_max loss_fn.ratio_clip_c loss_fn.use_on_policy_kl_approximation
+loss_fn.use_importance_sampling_correction loss_fn.truncated_importance_sampling_type
+loss_fn.truncated_importance_sampling_ratio loss_fn.truncated_importance_sampling_ratio_min
+loss_fn.sequence_level_importance_ratios loss_fn.token_level_loss loss_fn.force_on_policy_ratio
+loss_fn.use_kl_in_reward loss_fn.use_cispo loss_fn.disable_ppo_ratio loss_fn.positive_example_nll_weight
+checkpointing.enabled checkpointing.checkpoint_dir checkpointing.metric_name checkpointing.keep_top_k
+checkpointing.save_period policy.model_name policy.tokenizer.name policy.train_global_batch_size
+policy.train_micro_batch_size policy.logprob_batch_size policy.max_total_sequence_length policy.precision
+policy.dtensor_cfg.tensor_parallel_size policy.dtensor_cfg.lora_cfg.dim policy.megatron_cfg.enabled
+policy.megatron_cfg.optimizer.lr policy.megatron_cfg.scheduler.lr_decay_style policy.sequence_packing.enabled
+policy.max_grad_norm policy.optimizer.kwargs.lr policy.scheduler policy.generation.max_new_tokens
+policy.generation.temperature policy.generation.top_k policy.generation.vllm_cfg.tensor_parallel_size
+policy.generation.colocated.enabled data.max_input_seq_length data.shuffle data.train.dataset_name
+data.train.split_validation_size data.validation data.default.prompt_file data.default.env_name env.math.num_workers
+logger.wandb_enabled logger.wandb.project cluster.gpus_per_node data_plane.enabled on_policy_distillation
+sft.max_num_steps sft.val_batches sft.only_unmask_final dpo.reference_policy_kl_penalty dpo.sft_loss_weight
+dpo.preference_average_log_probs rm.val_period distillation.topk_logits_k loss_fn.kl_type teacher.model_name
+"""
+
 ALL = {
     "TRL": TRL.split(),
     "VERL": VERL,
     "AXOLOTL": AXOLOTL.split(),
     "OPENRLHF": OPENRLHF.split(),
+    "NEMO-RL": NEMO_RL.split(),
     "TUNIX": [*TUNIX, *_TUNIX.split()],
     "HARMONY": HARMONY.split(),
 }

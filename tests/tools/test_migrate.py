@@ -2546,12 +2546,6 @@ def test_nothing_of_a_script_is_run(tmp_path):
         ("a.json", {"max_steps": 2, "output_dir": "o", "desirable_weight": 1}, {"version": "0.16"}, "known for grpo"),
         ("a.toml", "a = 1\n", {}, "no .yaml, .json, .py or .sh file"),
         # Of other libraries, whose keys, flags and classes look like those of TRL and verl.
-        (
-            "nemo_rl.yaml",
-            {"grpo": {"num_prompts_per_step": 32}, "policy": {"model_name": "m"}, "data": {"shuffle": True}},
-            {},
-            "2 of its 3 keys are none of verl's, such as grpo.num_prompts_per_step, policy.model_name",
-        ),
         ("a.sh", "python -m skyrl.train.main trainer.policy.model.path=m data.train_data=d\n", {}, "none of verl's"),
         (
             "llama3_lora_sft.yaml",

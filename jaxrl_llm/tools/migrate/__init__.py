@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from jaxrl_llm.config import ConfigDict, ConfigError
-from jaxrl_llm.tools.migrate import axolotl, harmony, openrlhf, trl, tunix, verl
+from jaxrl_llm.tools.migrate import axolotl, harmony, nemo_rl, openrlhf, trl, tunix, verl
 from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, shown
 from jaxrl_llm.tools.migrate.functions import write
 from jaxrl_llm.tools.migrate.reading import read
@@ -22,6 +22,7 @@ LIBRARIES = {
     "harmony": harmony.convert,
     "tunix": tunix.convert,
     "openrlhf": openrlhf.convert,
+    "nemo-rl": nemo_rl.convert,
 }
 
 

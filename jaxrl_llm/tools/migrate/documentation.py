@@ -15,6 +15,8 @@ SECTIONS = {
     "trains with TRL, so what is said there holds too.",
     "OpenRLHF": "Flags of 0.11: those that begin with `actor.` are of `train_ppo_ray`, and of other commands without "
     "it or with `model.`. Flags without a dot are those up to 0.9.",
+    "NeMo-RL": "Keys of the YAML in its examples/configs, with what their parents say (`defaults: PARENT.yaml`), and "
+    "overrides of `uv run examples/run_grpo.py --config FILE a.b=c`.",
     "Tunix": "Keys of the YAML and the overrides of `tunix.cli`, and `dpo_config` for `DPOTrainingConfig`; scripts "
     "have them as arguments of `GRPOConfig`, `RLTrainingConfig`, `RolloutConfig` and optax's functions.",
     "Harmony": "The arguments of its training classes, and what recipes call besides.",

@@ -1,6 +1,7 @@
 """Reading a file of another library into a `Source`: YAML, JSON, a shell script or a Python script; nothing is run."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -30,8 +31,12 @@ SECTIONS = {
         "training_config", "optimizer_config", "grpo_config", "agentic_grpo_config", "ppo_config", "reward_functions",
         "training_mode",
     },
+    "nemo-rl": {
+        "policy", "loss_fn", "grpo", "ppo", "sft", "dpo", "rm", "distillation", "cluster", "checkpointing", "env",
+        "data_plane", "reward_penalties",
+    },
 }  # fmt: skip
-STARTED = {"tunix.cli": "tunix", "openrlhf.cli": "openrlhf", "openrlhf/cli": "openrlhf"}
+STARTED = {"tunix.cli": "tunix", "openrlhf.cli": "openrlhf", "examples/run_": "nemo-rl"}
 TUNIX = {"grpo_main": "grpo", "grpo_vllm_main": "grpo", "ppo_main": "ppo", "peft_main": "sft"}
 # Names of projects and runs are environment variables of the trackers, which scripts set in these ways:
 # `export NAME=value`, `NAME=value command`, `os.environ["NAME"] = "value"`.
@@ -58,7 +63,12 @@ def read(path: str, system: str = "auto", trainer: str = "", companion: str = "f
         raise ConfigError(f"there is no file {path} (looked in {Path.cwd()})")
     kind, text = file.suffix.lower(), file.read_text(encoding="utf-8")
     if kind in TREES:
-        source = _read_tree(_load(text, path, kind), path, system, trainer)
+        tree = _load(text, path, kind)
+        parents = tree.get("defaults")  # of NeMo-RL a file, of Hydra a list of groups
+        if system == "nemo-rl" or (system == "auto" and isinstance(parents, str)):
+            source = Source("nemo-rl", trainer, *_inherited(file))
+        else:
+            source = _read_tree(tree, path, system, trainer)
     elif kind == ".py":
         source = _read_python(text, path, system, trainer, companion)
         if (
@@ -131,7 +141,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _check_keys(source: Source) -> None:
-    """Raise ConfigError for a file of a library that is not known here, such as NeMo-RL or SkyRL.
+    """Raise ConfigError for a file of a library that is not known here, such as SkyRL.
 
     Its keys look like those of one that is, but most are none of that one's (of LLaMA-Factory's most are those of
     transformers): what would be written are defaults.
@@ -170,7 +180,8 @@ def _read_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> So
     if library == "verl":
         return Source("verl", trainer, _resolved(flat(tree)), path)
     if library in SECTIONS:
-        return Source(library, trainer, flat(tree), path)
+        settings = flat(tree)
+        return Source(library, trainer, _resolved(settings, nulls=True) if library == "nemo-rl" else settings, path)
     if library == "axolotl":
         settings = {}
         for key, value in tree.items():
@@ -195,11 +206,13 @@ def _named(path: str) -> list[str]:
     return [word for word in words if word in RULES]
 
 
-def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return verl's values with `${other.key}` and `${oc.env:NAME,default}` looked up, without those that are null."""
+def _resolved(settings: dict[str, Any], nulls: bool = False) -> dict[str, Any]:
+    """Return verl's values with `${other.key}` and `${oc.env:NAME,default}` looked up; those that are null with `nulls` alone."""
 
     def looked_up(match: re.Match[str]) -> str:
         kind, _, rest = match[1].rpartition(":")
+        if kind == "mul" and re.fullmatch(r"\s*\d+\s*,\s*\d+\s*", rest):  # of NeMo-RL
+            return str(math.prod(map(int, rest.split(","))))
         name, comma, unset = rest.partition(",")
         if kind == "oc.env":
             return str(Path.home()) if name == "HOME" else unset.strip() if comma else match[0]
@@ -215,8 +228,17 @@ def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
         filled = re.sub(r"\$\{([^${}]+)\}", looked_up, value)
         return value if filled == value else value_of(parsed(filled), depth + 1)
 
+    def absolute(key: str, value: Any) -> Any:
+        """Return a value with `${.name}`, of the section of its key, and `${..name}`, of the one above, in full."""
+
+        def named(match: re.Match[str]) -> str:
+            return "${" + ".".join((*key.split(".")[: -len(match[1])], match[2])) + "}"
+
+        return re.sub(r"\$\{(\.+)([\w.]+)\}", named, value) if isinstance(value, str) else value
+
+    settings = {key: absolute(key, value) for key, value in settings.items()}
     values = {key: value_of(value) for key, value in settings.items()}
-    return {key: value for key, value in values.items() if value is not None and key != "defaults"}
+    return {key: value for key, value in values.items() if (nulls or value is not None) and key != "defaults"}
 
 
 def _read_shell(text: str, path: str, system: str, trainer: str, companion: str) -> Source:
@@ -235,7 +257,8 @@ def _read_shell(text: str, path: str, system: str, trainer: str, companion: str)
         raise ConfigError(
             f"{path} has 0 commands that train, and one is needed: `trl grpo ...`, `accelerate launch FILE.py ...`, "
             "`python -m verl.trainer.main_ppo a=b ...`, `axolotl train FILE.yml`, "
-            "`python -m tunix.cli.grpo_main ...`, `python -m openrlhf.cli.train_ppo_ray ...`"
+            "`python -m tunix.cli.grpo_main ...`, `python -m openrlhf.cli.train_ppo_ray ...`, "
+            "`uv run examples/run_grpo.py ...`"
         )
     words, checks = trains[0], ()
     if len(trains) > 1:
@@ -248,6 +271,8 @@ def _read_shell(text: str, path: str, system: str, trainer: str, companion: str)
     started = next((library for start, library in STARTED.items() if start in line), "")
     if "tunix" in (system, started) and system in ("tunix", "auto"):
         return _read_tunix_command(words, path, trainer, checks)
+    if "nemo-rl" in (system, started) and system in ("nemo-rl", "auto"):
+        return _read_nemo_command(words, path, trainer, checks)
     if "openrlhf" in (system, started) and system in ("openrlhf", "auto"):
         words = [part for word in words for part in (word.split() if "openrlhf.cli" in word else [word])]
         start = next((i for i, word in enumerate(words) if re.search(r"openrlhf[./]cli", word)), 0)
@@ -285,6 +310,41 @@ def _read_shell(text: str, path: str, system: str, trainer: str, companion: str)
         note = f"{started}, which it starts, is not beside it: the model, data and rewards that it names are missing"
         checks = (*checks, note) if started and not file else checks
     return source._replace(checks=(*checks, *source.checks))
+
+
+def _inherited(file: Path, overrides: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], str, tuple[str, ...]]:
+    """Return the keys of a file of NeMo-RL and of those that it builds on (`defaults: PARENT.yaml`), its path, notes.
+
+    Files that are not there are those of its examples, whose values are the defaults, or noted.
+    """
+    layers, notes, child = [dict(overrides or {})], [], file
+    while file.is_file():
+        tree = _load(file.read_text(encoding="utf-8"), str(file), file.suffix)
+        parent = tree.pop("defaults", None)
+        layers.append(flat(tree))
+        if not isinstance(parent, str):
+            break
+        file = file.parent / parent
+    else:
+        if not re.search(r"(grpo_math_1B|sft|dpo|rm|distillation_math)\.yaml$", file.name):
+            notes.append(f"{file} is not there: its keys are missing")
+    settings = {key: value for layer in reversed(layers) for key, value in layer.items()}
+    return _resolved(settings, nulls=True), str(child), tuple(notes)
+
+
+def _read_nemo_command(words: Sequence[str], path: str, trainer: str, checks: tuple[str, ...]) -> Source:
+    """Return the keys of `uv run examples/run_grpo.py --config FILE.yaml a.b=c +d.e=f`."""
+    script = next((Path(word).stem for word in words if "examples/run_" in word), "")
+    told = next((kind for kind in ("grpo", "sft", "dpo", "rm", "distillation", "ppo") if kind in script.split("_")), "")
+    named = next((after for before, after in pairwise(words) if before == "--config"), "")
+    named = next((word.partition("=")[2] for word in words if word.startswith("--config=")), named)
+    pairs = (word.lstrip("+").partition("=") for word in words if re.match(r"\+{0,2}[A-Za-z_][\w.]*=", word))
+    overrides = flat({key: parsed(value) for key, _, value in pairs if "." in key})
+    file = next(
+        (file for file in (Path(path).parent / named, Path(named)) if file.is_file()), Path(named or f"{told}.yaml")
+    )
+    settings, _, notes = _inherited(file, overrides)
+    return Source("nemo-rl", trainer or told, settings, path, (*checks, *notes))
 
 
 def _read_tunix_command(words: Sequence[str], path: str, trainer: str, checks: tuple[str, ...]) -> Source:

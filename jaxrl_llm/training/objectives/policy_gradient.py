@@ -102,12 +102,12 @@ def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
     nothing but the mask; with `kl_bias_correction` it is multiplied by the ratio that the loss reads. Where
     `batch.kl_weight` is given, it is the weight of the KL term in place of beta, and `batch.loss_weight` multiplies all
     terms of a row; rows and tokens are counted all the same. Warns of k1 in the loss, whose gradient is 0 in
-    expectation.
+    expectation, unless the ratio multiplies it.
     """
-    if (spec.beta or spec.kl_weights) and spec.kl == "k1" and not spec.kl_in_reward:
+    if (spec.beta or spec.kl_weights) and spec.kl == "k1" and not (spec.kl_in_reward or spec.kl_bias_correction):
         warnings.warn(
             "algorithm.kl is k1 in the loss: the expected gradient of this term is 0, so beta does not hold the policy "
-            "near the reference; use k3 or k2, or algorithm.kl_in_reward",
+            "near the reference; use k3 or k2, algorithm.kl_bias_correction or algorithm.kl_in_reward",
             stacklevel=2,
         )
     select, ratio_alone = spec.loss.select, reads_ratio_alone(spec.loss)
