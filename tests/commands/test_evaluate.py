@@ -77,9 +77,10 @@ def test_a_run_reports_the_same_numbers(config, tiny_run):
     assert 0 < expected["eval/accuracy"] < expected["eval/pass@4"]
 
 
+@pytest.mark.slow  # tests/training/evaluation/test_eval_sets.py has a default one
 @pytest.mark.parametrize(
     ("samples", "ks"),
-    [pytest.param(4, [1, 2, 4], marks=pytest.mark.slow), (3, [1, 2, 3]), pytest.param(1, [1], marks=pytest.mark.slow)],
+    [(4, [1, 2, 4]), (3, [1, 2, 3]), (1, [1])],
 )
 def test_metrics_of_known_rewards(samples, ks, config):
     def first_of_each(completions, right, **columns):

@@ -122,7 +122,7 @@ def test_calls_are_rows_of_the_policy(model, play):
     assert len({tuple(row) for row in rollout.tokens.tolist()}) == 4
 
 
-@pytest.mark.parametrize("way", ["items", "id", "messages"])
+@pytest.mark.parametrize("way", [pytest.param("items", marks=pytest.mark.slow), "id", "messages"])
 def test_responses_and_messages_are_rows_as_chats_are(play, way):
     """The same tokens: with all items, those of the answer among them, by the id of the response before, or by the API
     of Anthropic."""

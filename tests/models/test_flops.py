@@ -124,7 +124,14 @@ def test_mixers_by_hand():
     assert NoMixer.flops(c, 10, 30) == 0
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "gemma2", "qwen2_moe", "deepseek_v3", "gemma4_text"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "deepseek_v3",
+        "gemma4_text",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen3", "gemma2", "qwen2_moe")),
+    ],
+)
 def test_as_pytorch_counts_them(variant, tmp_path):
     """A forward and a backward pass of transformers' model, whose attention computes all pairs of a row."""
     config, rows, length = VARIANTS[variant](), 2, 24

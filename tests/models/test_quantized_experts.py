@@ -118,6 +118,7 @@ def test_a_few_tokens_convert_the_matrices_of_their_own_experts(kind):
     assert compiled.memory_analysis().temp_size_in_bytes < 100_000
 
 
+@pytest.mark.slow
 def test_a_folder_is_read_in_fewer_bits_and_written_as_numbers(tmp_path):
     """Layer by layer as all at once, experts in another kind than the rest; the export has adapters merged."""
     make_oracle("mixtral").save_pretrained(tmp_path / "base")

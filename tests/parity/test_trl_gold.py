@@ -92,7 +92,10 @@ def of_trl(tokenizers, tokens, mask, logits, teacher_rows, teacher_logits, case)
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("at temperatures", "hybrid with weights, forward", "hybrid by position, reverse")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CASES])
 def test_uld_loss(monkeypatch, tokenizers, name):
     """Value, and gradients by hidden states and head, of a batch whose spans have one or more tokens on both sides."""
     from trl.experimental.gold.gold_trainer import build_teacher_inputs_from_texts

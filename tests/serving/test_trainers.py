@@ -83,7 +83,7 @@ def test_trls_client_learns_that_weights_come_by_files(trl_client):
     [
         pytest.param(False, False, marks=pytest.mark.slow, id="generate, before 1.0"),
         pytest.param(False, True, id="generate, 1.0"),
-        pytest.param(True, False, id="chat, before 1.0"),
+        pytest.param(True, False, marks=pytest.mark.slow, id="chat, before 1.0"),
         pytest.param(True, True, marks=pytest.mark.slow, id="chat, 1.0"),
     ],
 )

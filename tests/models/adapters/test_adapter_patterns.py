@@ -85,7 +85,7 @@ def test_adapters_of_single_modules_are_those_of_peft(llama_folder, tmp_path):
     [
         (AdapterPatterns(layers_to_transform=(1,)), (0, 1)),
         (AdapterPatterns(rank_pattern=("q_proj=1", "v_proj=2"), alpha_pattern=("self_attn.q_proj=3",)), ()),
-        (AdapterPatterns(exclude_modules=("down_proj", "up_proj")), ()),
+        pytest.param(AdapterPatterns(exclude_modules=("down_proj", "up_proj")), (), marks=pytest.mark.slow),
     ],
 )
 def test_folders_of_peft_load(llama_folder, tmp_path, patterns, groups):

@@ -94,7 +94,7 @@ def test_of_quantised_matrices(kind, dtype, small_tiles):
         np.testing.assert_allclose(np.asarray(a.astype(jnp.float32)), b, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "mxfp4", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["nf4", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mxfp4", "int4"))])
 def test_few_rows_read_codes_of_4_bits(kind):
     """The kernel of GPUs forms no matrix, and its products are those of the numbers, bit for bit; many rows form it."""
     draw, sizes = np.random.default_rng(0), jnp.asarray([0, 17, 1, 0, 20], jnp.int32)

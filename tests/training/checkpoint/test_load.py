@@ -219,7 +219,11 @@ OTHER = "holds other trained parameters than model.path, model.trainable and lor
             {"lora.targets": ("q_proj",), "checkpoint.accept_changes": ("lora.targets",)},
             OTHER + r"k/lora_a is \[.*4\] there, and is not here",
         ),
-        ({"lora.dora": True, "checkpoint.accept_changes": ("lora.dora",)}, OTHER + "lora_m is not there, and is"),
+        pytest.param(
+            {"lora.dora": True, "checkpoint.accept_changes": ("lora.dora",)},
+            OTHER + "lora_m is not there, and is",
+            marks=pytest.mark.slow,
+        ),
         (
             {"lora.rank": 8, "checkpoint.accept_changes": ("lora.rank",)},
             OTHER + r"lora_a is \[.*4\] there, and is \[.*8\] here",

@@ -198,8 +198,9 @@ def moved(params, by):
 @pytest.mark.parametrize(
     ("path", "moves"),
     [
-        ("self", (0.0, 1.0, 2.0)), ("self(rate=0)", (0.0, 0.0, 0.0)), ("self(rate=0.25)", (0.0, 0.25, 0.6875)),
-        ("self(rate=1.0, every=2)", (0.0, 0.0, 2.0)),
+        ("self(rate=0.25)", (0.0, 0.25, 0.6875)), ("self(rate=1.0, every=2)", (0.0, 0.0, 2.0)),
+        pytest.param("self", (0.0, 1.0, 2.0), marks=pytest.mark.slow),
+        pytest.param("self(rate=0)", (0.0, 0.0, 0.0), marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_the_policy_as_its_teacher_follows_it(path, moves):
