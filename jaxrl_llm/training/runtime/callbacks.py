@@ -207,7 +207,7 @@ def load_callbacks(specs: Iterable[Any]) -> dict[str, Any]:
     """
     named: dict[str, Any] = {}
     for spec in specs:
-        callback = _load(spec) if isinstance(spec, str) else spec() if isinstance(spec, type) else spec
+        callback = _load(spec) if isinstance(spec, str | type) else spec
         name = spec if isinstance(spec, str) else type(callback).__name__
         callback = TrainerCallbackHooks(callback) if is_trainer_callback(callback) else callback
         if not any(_hook(callback, hook) for hook in HOOKS):
@@ -219,19 +219,22 @@ def load_callbacks(specs: Iterable[Any]) -> dict[str, Any]:
     return named
 
 
-def _load(spec: str) -> Any:
-    make, options = resolve_with_options(spec, BUILT_IN)
+def _load(spec: str | type) -> Any:
+    name, make, options = (
+        (spec.__name__, spec, {}) if isinstance(spec, type) else (spec, *resolve_with_options(spec, BUILT_IN))
+    )
     try:
         inspect.signature(make).bind(**options)
     except TypeError as error:
-        raise ConfigError(f"the callback {spec!r}: {error}; write {spec.partition('(')[0]}(name=value, ...)") from None
+        written = f"{name.partition('(')[0]}(name=value, ...)"
+        raise ConfigError(f"the callback {name!r}: {error}; write {written}") from None
     try:
         with contained():
             return make(**options)
     except ConfigError:
         raise
     except Exception as error:
-        raise CallbackError(f"the callback {spec!r} cannot be made: {error_text(error)}") from error
+        raise CallbackError(f"the callback {name!r} cannot be made: {error_text(error)}") from error
 
 
 def _hook(callback: Any, name: str) -> Callable[[Moment], Any] | None:

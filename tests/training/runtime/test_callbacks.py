@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -270,6 +271,28 @@ def test_specifications_that_lead_to_no_callback(spec, words):
     config.callbacks = (spec,)
     with pytest.raises(ConfigError, match=words):
         load_callbacks(config.callbacks)
+
+
+class Needs(Diary):
+    def __init__(self, every):
+        super().__init__(every)
+
+
+class Leaves(Diary):
+    def __init__(self):
+        sys.exit(0)  # with which the run would have ended as if it were done
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (Needs, r"callback 'Needs': missing a required argument: 'every'; write Needs\(name=value"),
+        (Leaves, r"callback 'Leaves' cannot be made: .* called sys\.exit\(0\), in Leaves\.__init__"),
+    ],
+)
+def test_classes_that_cannot_be_made(given, words):
+    with pytest.raises(ConfigError, match=words):
+        load_callbacks([given])
 
 
 def test_evaluations_that_never_come():
