@@ -302,3 +302,11 @@ def test_two_steps_of_training(tmp_path, kind):
     history = two_steps(config, tmp_path, rows, **small)
     assert len(history) == 2
     assert all(np.isfinite(step["loss"]) for step in history)
+
+
+def test_scripts_of_others_that_are_called_alike_are_none_of_nemo_rl(tmp_path):
+    text = "accelerate launch examples/run_sft.py --config a.yaml --model_name_or_path a/b --dataset_name c/d\n"
+    (tmp_path / "run.sh").write_text(text)
+    config, text = migrate("run.sh", output="config.py")
+    assert (config.model.path, config.data.path) == ("a/b", "c/d")
+    assert "of TRL" in text

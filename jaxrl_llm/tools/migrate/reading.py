@@ -36,7 +36,12 @@ SECTIONS = {
         "data_plane", "reward_penalties",
     },
 }  # fmt: skip
-STARTED = {"tunix.cli": "tunix", "openrlhf.cli": "openrlhf", "examples/run_": "nemo-rl"}
+STARTED = {
+    "tunix": re.compile(r"\btunix[./]cli\b"),
+    "openrlhf": re.compile(r"\bopenrlhf[./]cli\b"),
+    # Scripts of others have flags besides.
+    "nemo-rl": re.compile(r"\bexamples/run_(vlm_)?(grpo|ppo|sft|dpo|rm|distillation)\w*\.py(?!.* --(?!config\b))"),
+}
 TUNIX = {"grpo_main": "grpo", "grpo_vllm_main": "grpo", "ppo_main": "ppo", "peft_main": "sft"}
 # Names of projects and runs are environment variables of the trackers, which scripts set in these ways:
 # `export NAME=value`, `NAME=value command`, `os.environ["NAME"] = "value"`.
@@ -207,7 +212,7 @@ def _named(path: str) -> list[str]:
 
 
 def _resolved(settings: dict[str, Any], nulls: bool = False) -> dict[str, Any]:
-    """Return verl's values with `${other.key}` and `${oc.env:NAME,default}` looked up; those that are null with `nulls` alone."""
+    """Return verl's values with `${other.key}` and `${oc.env:NAME,default}` looked up; null ones with `nulls` alone."""
 
     def looked_up(match: re.Match[str]) -> str:
         kind, _, rest = match[1].rpartition(":")
@@ -268,7 +273,7 @@ def _read_shell(text: str, path: str, system: str, trainer: str, companion: str)
     starts = (i for i, word in enumerate(words) if Path(word).name in LAUNCHERS or "python" in Path(word).name)
     words = [word for word in words[next(starts, 0) :] if word]  # without srun and its flags
     line = " ".join(words)
-    started = next((library for start, library in STARTED.items() if start in line), "")
+    started = _started(line)
     if "tunix" in (system, started) and system in ("tunix", "auto"):
         return _read_tunix_command(words, path, trainer, checks)
     if "nemo-rl" in (system, started) and system in ("nemo-rl", "auto"):
@@ -349,7 +354,10 @@ def _read_nemo_command(words: Sequence[str], path: str, trainer: str, checks: tu
 
 def _read_tunix_command(words: Sequence[str], path: str, trainer: str, checks: tuple[str, ...]) -> Source:
     """Return the keys of `python -m tunix.cli.grpo_main BASE.yaml override_config_file=FILE key=value`."""
-    entry = next((word.rpartition(".")[2] for word in words if "tunix.cli" in word), "")
+    entry = next(
+        (Path(word.removesuffix(".py").replace(".", "/")).name for word in words if re.search(r"tunix[./]cli", word)),
+        "",
+    )
     pairs = {key: value for key, sign, value in (word.partition("=") for word in words) if sign and key[:1].isalpha()}
     trees = []
     for name in (
@@ -369,6 +377,11 @@ def _read_tunix_command(words: Sequence[str], path: str, trainer: str, checks: t
     return Source("tunix", trainer or TUNIX.get(entry, ""), settings, path, checks)
 
 
+def _started(line: str) -> str:
+    """Return the library of STARTED that a command starts; empty for another."""
+    return next((library for library, start in STARTED.items() if start.search(line)), "")
+
+
 def _trains(words: Sequence[str]) -> bool:
     """Return True for the words of a command that trains."""
     line = " ".join(words)
@@ -376,7 +389,7 @@ def _trains(words: Sequence[str]) -> bool:
         return False
     if words[0] == "ray" and not any("python" in word for word in words):
         return False
-    if any(start in line for start in ("verl.trainer", "verl/trainer", *STARTED)):
+    if "verl.trainer" in line or "verl/trainer" in line or _started(line):
         return True
     if any(re.fullmatch(r"[\w.]+\.[\w.]+=.*", word, re.DOTALL) for word in words):
         return True
