@@ -160,6 +160,9 @@ VISION_FILES = {
         "families/deepseek_vl.py",
         "families/llama.py families/llava.py families/siglip.py vision/siglip.py vision/projector.py",
     ),
+    "ovis2": (
+        "families/ovis2.py", "families/qwen2.py families/llava.py vision/patch_rows.py vision/mergers.py",
+    ),
     "minimax_m3_vl": (
         "families/minimax_m3_vl.py",
         "families/minimax_m3_vl_text.py families/llava.py families/siglip.py vision/patch_rows.py vision/mergers.py",

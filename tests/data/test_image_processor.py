@@ -32,6 +32,7 @@ from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
 from transformers.models.lfm3_vl.processing_lfm3_vl import Lfm3VlProcessor
 from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
 from transformers.models.minimax_m3_vl.processing_minimax_m3_vl import MiniMaxM3VLProcessor
+from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -196,7 +197,7 @@ OPTIONS = {
     "pixtral": {"longest_edge": 16}, "glm_ocr": {"max_pixels": 512}, "exaone4_5": {"max_pixels": 256},
     "aya_vision": {"max_patches": 2}, "video_llama_3": {"max_pixels": 256, "min_pixels": 64},
     "lighton_ocr": {"longest_edge": 16}, "lfm3_vl": {"max_pixels": 256}, "minimax_m3_vl": {"max_pixels": 256},
-    "deepseek_vl": {},
+    "deepseek_vl": {}, "ovis2": {"max_patches": 2},
 }  # fmt: skip
 # Of families whose images are rows of patches.
 ROWS = {
@@ -221,6 +222,7 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family,
     glm: Any = SimpleNamespace(image_processor=pil, image_token="<|image|>")
     qwen: Any = SimpleNamespace(image_processor=pil, image_token="<|image_pad|>")
     deepseek: Any = SimpleNamespace(image_token="<image_placeholder>", num_image_tokens=4)
+    ovis: Any = SimpleNamespace(image_seq_length=4)
     minimax: Any = SimpleNamespace(
         image_processor=pil, IMAGE_TOKEN="]<]image[>[", VISION_START_TOKEN="]<]start of image[>[",
         VISION_END_TOKEN="]<]end of image[>[",
@@ -239,6 +241,7 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family,
         "exaone4_5": lambda made: Exaone4_5_Processor.replace_image_token(qwen, made, 0),
         "lfm3_vl": lambda made: Lfm3VlProcessor.replace_image_token(glm, made, 0),
         "deepseek_vl": lambda made: DeepseekVLProcessor.replace_image_token(deepseek, made, 0),
+        "ovis2": lambda made: Ovis2Processor.replace_image_token(ovis, made, 0),
         "minimax_m3_vl": lambda made: MiniMaxM3VLProcessor.replace_image_token(minimax, made, 0),
         "video_llama_3": lambda made: VideoLlama3Processor.replace_image_token(qwen, made, 0),
     }[family]
@@ -265,7 +268,7 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family,
         assert own.tile_count(image.height, image.width) == (1 if family in ROWS else len(pixels))
     assert expanded(own, "".join(f"and {own.placeholder}" for _ in images), images) == written
     names = vl_folders.TOKENS[family][
-        : {"glm": 4, "exa": 2, "vid": 2, "lig": 2, "lfm": 4, "dee": 1, "min": 4}.get(family[:3], 3)
+        : {"glm": 4, "exa": 2, "vid": 2, "lig": 2, "lfm": 4, "dee": 1, "min": 4, "ovi": 6}.get(family[:3], 3)
     ]
     assert own.special_ids == set(tokenizer.convert_tokens_to_ids(names))
 

@@ -24,6 +24,7 @@ from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
     get_cross_attention_token_mask,
 )
+from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -220,6 +221,14 @@ PARTS: dict[str, dict[str, Any]] = {
         "architectures": ["DeepseekVLForConditionalGeneration"], "text_config": {"model_type": "llama", **TEXT},
         "vision_config": SIGLIP | {"patch_size": 8},
     },
+    "ovis2": {
+        "architectures": ["Ovis2ForConditionalGeneration"], "text_config": {"model_type": "qwen2", **TEXT},
+        "vision_config": {
+            "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "image_size": 16, "patch_size": 4, "hidden_stride": 2, "vocab_size": 30,
+        },
+        "hidden_size": 32, "vocab_size": 288,
+    },
     "minimax_m3_vl": {
         "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
         "text_config": {
@@ -280,6 +289,9 @@ TOKENS = {
         "<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>", "<|END_OF_TURN_TOKEN|>",
     ],
     "deepseek_vl": ["<image_placeholder>", "</s>"],
+    "ovis2": [
+        "<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<|im_start|>", "<|im_end|>",
+    ],
     "minimax_m3_vl": ["]<]image[>[", "]<]start of image[>[", "]<]end of image[>[", "]<]video[>[", "[e~["],
     "mllama": ["<|image|>", "<|begin_of_text|>", "<|eot_id|>"],
 }  # fmt: skip
@@ -290,7 +302,7 @@ ENDS = {
     "cohere2_vision": "<|END_OF_TURN_TOKEN|>", "glm46v": "<|endoftext|>", "glm_ocr": "<|endoftext|>",
     "exaone4_5": "[|endofturn|]", "video_llama_3": "<|im_end|>", "gemma4_unified": "<turn|>",
     "kimi_k25": "<|im_end|>", "lighton_ocr": "<|im_end|>", "lfm3_vl": "<|im_end|>",
-    "deepseek_vl": "</s>", "minimax_m3_vl": "[e~[",
+    "deepseek_vl": "</s>", "minimax_m3_vl": "[e~[", "ovis2": "<|im_end|>",
 }  # fmt: skip
 # What the templates of the families write for an image, and around the messages of users and assistants.
 IMAGE = {
@@ -300,7 +312,7 @@ IMAGE = {
     "kimi_k25": "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>\\n", "lighton_ocr": "<|image_pad|>",
     "lfm3_vl": "<|image_start|><|image|><|image_end|>",
     "llava": "<image>\\n", "mllama": "<|image|>", "aya_vision": "<image>", "cohere2_vision": "<|IMG_PATCH|>",
-    "deepseek_vl": "<image_placeholder>\\n", "minimax_m3_vl": "]<]image[>[",
+    "deepseek_vl": "<image_placeholder>\\n", "minimax_m3_vl": "]<]image[>[", "ovis2": "<image>\\n",
 }  # fmt: skip
 ROLES = {
     "internvl": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
@@ -316,6 +328,7 @@ ROLES = {
     "llava": ("USER: ", " ", "ASSISTANT: "),
     "aya_vision": ("USER: ", "<|END_OF_TURN_TOKEN|>", "CHATBOT: "),
     "deepseek_vl": ("User: ", "\\n\\n", "Assistant: "),
+    "ovis2": ("<|im_start|>user\\n", "<|im_end|>\\n", "<|im_start|>assistant\\n"),
     "minimax_m3_vl": ("]~b]user\\n", "[e~[\\n", "]~b]ai\\n"),
     "mllama": ("user\\n\\n", "<|eot_id|>", "assistant\\n\\n"),
 }
@@ -382,6 +395,8 @@ def processor_of(family: str) -> Any:
         return LlavaOnevisionImageProcessorPil(**tiles)
     if family in ("gemma4", "gemma4_unified"):
         return Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=140)
+    if family == "ovis2":
+        return Ovis2ImageProcessorPil(size=tiles["size"], crop_to_patches=True, max_patches=4)
     if family == "deepseek_vl":
         return DeepseekVLImageProcessorPil(size=tiles["size"], min_size=2)
     if family in ("exaone4_5", "lfm3_vl", "minimax_m3_vl"):
@@ -427,6 +442,8 @@ def vl_folder(folder: Path, family: str) -> Path:
     if family == "lfm3_vl":
         others = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
         config |= dict(zip(others, tokenizer.convert_tokens_to_ids(TOKENS[family][1:4]), strict=True))
+    if family == "ovis2":
+        config["visual_indicator_token_ids"] = tokenizer.convert_tokens_to_ids(TOKENS[family][1:6])
     (folder / "config.json").write_text(json.dumps(config))
     if family in FILES:
         (folder / "preprocessor_config.json").write_text(json.dumps(FILES[family]))
@@ -485,8 +502,9 @@ def as_transformers(folder: Path, images: list, ids: np.ndarray) -> dict[str, An
     if family == "paligemma":  # no token is in a prompt
         made = processor_of(family)(images, return_tensors="pt")
         return {**made, "token_type_ids": torch.ones(ids.shape, dtype=torch.int)}
-    if family == "deepseek_vl":
-        return dict(processor_of(family)(images, return_tensors="pt"))
+    if family in ("deepseek_vl", "ovis2"):
+        made = type(processor_of(family)).from_pretrained(folder)(images, return_tensors="pt")
+        return {"pixel_values": made["pixel_values"]}
     if family in ("exaone4_5", "video_llama_3", "lfm3_vl", "minimax_m3_vl"):
         return dict(type(processor_of(family)).from_pretrained(folder)(images, return_tensors="pt"))
     types = torch.tensor(ids == config["image_token_id"]).int()

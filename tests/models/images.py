@@ -32,6 +32,7 @@ from transformers import (
     MiniMaxM3VLConfig,
     Mistral3Config,
     MllamaConfig,
+    Ovis2Config,
     PaliGemmaConfig,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
@@ -158,7 +159,7 @@ GRIDS = [(2, 2), (1, 1), (7, 3)]
 ANY_SIZE = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v",
     "glm_ocr", "exaone4_5", "mistral3", "gemma4", "gemma4_unified", "lfm2_vl", "pixtral", "video_llama_3",
-    "kimi_k25", "lighton_ocr", "lfm3_vl", "minimax_m3_vl",
+    "kimi_k25", "lighton_ocr", "lfm3_vl", "minimax_m3_vl", "ovis2",
 )  # fmt: skip
 UNMERGED = ("pixtral", "gemma4_unified", "video_llama_3")  # of these, those whose patches are tokens
 STILL = (
@@ -167,11 +168,13 @@ STILL = (
     "lfm2_vl",
     "kimi_k25",
     "lighton_ocr",
+    "ovis2",
     *UNMERGED,
 )  # and those whose patches have no frames
 TOKENS = {
     "image_token_id": IMAGE_TOKEN, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93,
 }  # fmt: skip
+MARKS = [91, 92, 93, 94, 95]  # of Ovis2
 SIZES = [(24, 40), (16, 24), (8, 32)]  # of images of any size: 15, 6 and 4 tokens
 VISION = {
     "idefics3": lambda: Idefics3Config(**PARTS, scale_factor=2),
@@ -390,6 +393,15 @@ VISION = {
         video_token_index=91,
         projector_hidden_size=28,
     ),
+    "ovis2": lambda: Ovis2Config(
+        text_config={**SHAPE, "model_type": "qwen2"},
+        vision_config=ENCODER | {"hidden_stride": 2, "vocab_size": 30},
+        image_token_id=IMAGE_TOKEN,
+        visual_indicator_token_ids=MARKS,
+        hidden_size=SHAPE["hidden_size"],
+        vocab_size=VOCAB,
+        tie_word_embeddings=False,
+    ),
     "mllama": lambda: MllamaConfig(
         text_config=MLLAMA_TEXT, vision_config=MLLAMA_ENCODER, image_token_index=IMAGE_TOKEN
     ),
@@ -481,7 +493,7 @@ def image_documents(tiles=(2, 1, 0), family: str = "") -> list[Document]:
     """Documents of different lengths, with so many tiles each."""
     rng = np.random.default_rng(1)
     documents = []
-    sizes = itertools.cycle(SIZES if family in ANY_SIZE else NUMBERS.get(family, [TILE[:2]]))
+    sizes = itertools.cycle(SIZES if family in ANY_SIZE and family != "ovis2" else NUMBERS.get(family, [TILE[:2]]))
     grids = itertools.cycle(GRIDS)
     for number, count in enumerate(tiles):
         parts, pixels = [rng.integers(0, IMAGE_TOKEN, 3 + number)], []
@@ -500,7 +512,9 @@ def image_documents(tiles=(2, 1, 0), family: str = "") -> list[Document]:
                 pixels.append((rng.normal(size=(1 + numbers[0] * numbers[1], *TILE)).astype(np.float32), numbers))
             else:
                 pixels.append(rng.normal(size=(high, wide, 3)).astype(np.float32))
-            parts += [np.full(amount, IMAGE_TOKEN), rng.integers(0, IMAGE_TOKEN, 2)]
+            image = np.full(amount, IMAGE_TOKEN)
+            image = np.concatenate([MARKS[:1], image, MARKS[1:2], MARKS[4:]]) if family == "ovis2" else image
+            parts += [image, rng.integers(0, IMAGE_TOKEN, 2)]
         if family not in (*ANY_SIZE, *NUMBERS, "mllama"):
             pixels = np.array(pixels, np.float32).reshape(count, *TILE)
         rows = PatchRowsConfig(patch_size=4, frames=0 if family in STILL else 2)
@@ -612,6 +626,9 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
         return found | {
             "pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids), "image_merge_sizes": sizes,
         }  # fmt: skip
+    if family == "ovis2":
+        pixels = torch.tensor(np.array(document.pixels)).movedim(-1, 1) if len(document.pixels) else None
+        return found | ({} if pixels is None else {"pixel_values": pixels})
     if oracle.config.model_type in ANY_SIZE:
         if family not in ("exaone4_5", "lfm3_vl", "minimax_m3_vl"):  # whose positions have one axis
             found["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()

@@ -6,9 +6,9 @@ Pillow and numpy, which need no torch; the tokens are those that its classes `Id
 `Lfm2VlProcessor`, `LlavaProcessor`, `LlavaNextProcessor`, `LlavaOnevisionProcessor`, `MllamaProcessor`,
 `PaliGemmaProcessor`, `Qwen2VLProcessor`, `Qwen2_5_VLProcessor`, `Qwen3VLProcessor`, `Glm4vProcessor`,
 `Exaone4_5_Processor`, `DeepseekVLProcessor`, `MiniMaxM3VLProcessor`, `VideoLlama3Processor`, `Kimi_K25Processor`,
-`Lfm3VlProcessor`, `LightOnOcrProcessor` and `PixtralProcessor` write. Families are in files by what becomes of an
-image: `one_tile`, `own_shape`, `tiled` (in tiles that are read apart) and `joined` (in tiles that are put together
-again).
+`Lfm3VlProcessor`, `LightOnOcrProcessor`, `Ovis2Processor` and `PixtralProcessor` write. Families are in files by what
+becomes of an image: `one_tile`, `own_shape`, `tiled` (in tiles that are read apart) and `joined` (in tiles that are put
+together again).
 """
 
 from collections.abc import Callable, Mapping
@@ -28,6 +28,7 @@ from jaxrl_llm.data.image_processors.tiled import (
     internvl,
     lfm2_vl,
     lfm2_vl_entries,
+    ovis2,
 )
 
 # By the model_type of config.json.
@@ -62,6 +63,7 @@ FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any, Mapping[str, Any]], Ima
     "mllama": mllama,
     "deepseek_vl": deepseek_vl,
     "minimax_m3_vl": qwen_vl,
+    "ovis2": ovis2,
     "aya_vision": aya_vision,
     "cohere2_vision": cohere2_vision,
 }
@@ -82,11 +84,9 @@ OPTIONS: dict[str, dict[str, type]] = {
     "gemma4": {"max_soft_tokens": int},
     "gemma4_unified": {"max_soft_tokens": int},
     "lfm2_vl": {"min_image_tokens": int, "max_image_tokens": int, "max_tiles": int, "do_image_splitting": bool},
-    **{
-        name: BOUNDS
-        for name in FAMILIES
-        if name.startswith(("qwen", "glm", "exaone", "video_llama", "lfm3", "minimax"))
-    },
+    "minimax_m3_vl": BOUNDS,
+    "ovis2": {"crop_to_patches": bool, "max_patches": int},
+    **{name: BOUNDS for name in FAMILIES if name.startswith(("qwen", "glm", "exaone", "video_llama", "lfm3"))},
 }
 
 

@@ -1,5 +1,5 @@
 """Families whose images are cut into square tiles that are read apart, beside one of the whole: Idefics3 and SmolVLM,
-InternVL, Aya Vision, Command A Vision and LFM2-VL."""
+InternVL, Aya Vision, Command A Vision, LFM2-VL and Ovis2."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -187,6 +187,50 @@ def cohere2_vision(folder: Path, config: dict[str, Any], tokenizer: Any, setting
 
     ids = token_ids(tokenizer, (token, start, end), (line,))
     return ImageProcessor(token, ids[0], frozenset(ids), expand, tile_count, tiles, (side, side))
+
+
+def ovis2(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
+    """Ovis2's (arXiv 2405.20797): a tile of the whole, before the fewest tiles of a grid, up to `max_patches`, whose
+    pixels nine tenths of the image keep; tokens stand before the image, behind the whole, columns and rows, and at its
+    end."""
+    from transformers.models.ovis2.image_processing_pil_ovis2 import (
+        Ovis2ImageProcessorPil,
+        get_min_tile_covering_grid,
+        get_optimal_tiled_canvas,
+    )
+
+    processor: Any = Ovis2ImageProcessorPil.from_pretrained(folder, **settings)
+    encoder, side, most = config["vision_config"], processor.size["height"], processor.max_patches
+    check_model(folder, "size", side, "image_size", encoder.get("image_size", 224))
+    names = ("<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+    token, start, behind_whole, behind_column, behind_row, end = names
+    each = token * (side // encoder.get("patch_size", 14) // encoder.get("hidden_stride", 1)) ** 2
+
+    def grid(height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tiles, (1, 1) for an image that is not cut."""
+        if not processor.crop_to_patches or most == 1:
+            return 1, 1
+        if processor.use_covering_area_grid:
+            columns, rows = get_min_tile_covering_grid((height, width), target_patch_size=side, max_image_tiles=most)
+        else:
+            columns, rows = get_optimal_tiled_canvas((height, width), (side, side), processor.min_patches, most)
+        return rows, columns
+
+    def tile_count(height: int, width: int) -> int:
+        tiles = math.prod(grid(height, width))
+        return tiles + int(tiles > 1)
+
+    def expand(height: int, width: int) -> str:
+        rows, columns = grid(height, width)
+        cells = behind_row.join([behind_column.join([each] * columns)] * rows) if rows * columns > 1 else ""
+        return f"{start}{each}{behind_whole}{cells}{end}"
+
+    def tiles(image: "Image") -> list[np.ndarray]:
+        pixels = processor(images=[image], return_tensors="np")["pixel_values"]
+        return list(np.moveaxis(np.asarray(pixels, np.float32), 1, -1))
+
+    ids = token_ids(tokenizer, names)
+    return ImageProcessor("<image>", ids[0], frozenset(ids), expand, tile_count, tiles, None)
 
 
 def lfm2_vl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:

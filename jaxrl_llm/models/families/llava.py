@@ -19,7 +19,7 @@ from jaxrl_llm.models.vision.tower import VisionConfig
 
 # The families of which transformers ties the head to the embedding unless config.json says otherwise, or the files
 # hold another one, whatever is said of the decoder.
-TIED_BY_FILES = ("internvl", "mistral3", "kimi_k25", "deepseek_vl")
+TIED_BY_FILES = ("internvl", "mistral3", "kimi_k25", "deepseek_vl", "ovis2")
 # Entries of the whole that are its decoder's.
 SHARED = ("tie_word_embeddings", "quantization_config", "num_labels", "id2label", "label2id")
 

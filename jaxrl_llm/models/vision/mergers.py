@@ -108,6 +108,27 @@ class FourMapsMerger(nnx.Module):
         return self.fc4(jax.nn.gelu(self.fc3(x), approximate=False))
 
 
+class WordMerger(nnx.Module):
+    """Embeddings of `size` numbers of squares of patches, those of Ovis2 (arXiv 2405.20797): the mean embedding of
+    visual words under a distribution that a linear map and a norm make of each square. The last words mark images."""
+
+    def __init__(self, config: Any, size: int, net: Any, rngs: nnx.Rngs, marks: int = 5):
+        self.square, self.known = config.width * config.merge**2, config.merger_ffn - marks
+        self.proj = Linear(self.square, self.known, net, rngs)
+        self.norm = LayerNorm(self.known, 1e-5, net.param_dtype)
+        words = jax.random.normal(rngs.params(), (config.merger_ffn, size), net.param_dtype)
+        self.words = nnx.Param(words * net.init_scale)
+
+    def __call__(self, x):
+        shares = jax.nn.softmax(self.norm(self.proj(x.reshape(len(x), -1, self.square))).astype(jnp.float32))
+        return shares.astype(x.dtype) @ jax.lax.slice_in_dim(self.words[...], 0, self.known).astype(x.dtype)
+
+    @property
+    def marks(self) -> jax.Array:
+        """The embeddings `[marks,D]` of the words that mark images."""
+        return jax.lax.slice_in_dim(self.words[...], self.known, None)
+
+
 class PooledMerger(nnx.Module):
     """Embeddings of `size` numbers of squares of patches, those of Gemma 4: a linear map of each square's mean times
     `sqrt(D)`, which may be standardised, behind a norm without a scale. Training keeps the numbers that standardise."""
@@ -135,5 +156,6 @@ MERGERS = {
     "reduced": ReducedMerger,
     "two_maps": TwoMapsMerger,
     "four_maps": FourMapsMerger,
+    "words": WordMerger,
     "pooled": PooledMerger,
 }

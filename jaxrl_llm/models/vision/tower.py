@@ -36,6 +36,8 @@ class VisionConfig:
     blank: int = 0
     projector_ffn: int = 0  # channels of a gated projector, gates included
     projector_norm: float = 0.0  # epsilon of its norm; 0: it has none
+    # Tokens whose embeddings are features too where they begin an image, are between its tiles, or end it: the last.
+    marks: tuple[int, ...] = ()
     newline: str = ""  # tiles of an image are put together, as `any_resolution` says: "exact", or "interpolated"
 
     @property
@@ -119,7 +121,11 @@ class Vision(nnx.Module):
                 )
             pixels = 2 * (pixels - 0.5) if encoder.from_zero else pixels
             count = pixels.shape[1] // self.config.merge**2
-            return self.encoder(pixels.astype(dtype), self._tokens(images, count), checkpointed)
+            values = self.encoder(pixels.astype(dtype), self._tokens(images, count), checkpointed)
+            if not (self.config.marks and isinstance(self.encoder, PatchRows)):
+                return values
+            marks = self.encoder.merger.marks.astype(values.dtype)
+            return jnp.concatenate([values, jnp.broadcast_to(marks, (len(values), *marks.shape))], axis=1)
         rows, _, *shape = pixels.shape
         numbers, of_grids = self.config.numbers, 0 if images.grids is None else images.grids.shape[2]
         if tuple(shape) != self.config.tile_shape or of_grids != numbers:
@@ -159,7 +165,8 @@ class Vision(nnx.Module):
         return token_grid(images.grids, images.count, count, self.config.merge)
 
     def place(self, tokens, segments, positions, size: int, images: Images) -> ImageEmbeddings:
-        """The places of the rows' image tokens among the `size` features of the images of each row, without values.
+        """The places of the rows' image tokens among the `size` features of the images of each row, which end with the
+        marks, without values.
 
         Segments 0 are padding, whatever the token; `positions` `[N,T]` count from 0 in each segment.
         """
@@ -171,10 +178,29 @@ class Vision(nnx.Module):
             if self.config.newline:
                 known = token_counts(of_first_tiles(images.grids, images.count), self.config.tile_tokens).sum(axis=1)
             return ImageEmbeddings(None, jnp.where(is_image & (index < known[:, None]), index, -1))
+        size -= len(self.config.marks)
         grid = self._tokens(images, size)
         known = (grid.y < grid.high).sum(axis=1)
         index = jnp.where(is_image & (index < known[:, None]), index, -1)
+        index = self._with_marks(index, tokens, segments, size) if self.config.marks else index
         return ImageEmbeddings(None, index, image_positions(index, positions, grid) if self.has_axes else None)
+
+    def _with_marks(self, index, tokens, segments, size: int) -> jax.Array:
+        """The index, in which tokens that mark images have a feature from `size` on, each its own.
+
+        Behind the last tile there may be two, of which the last one ends the image: those that a completion may have
+        behind these keep the embedding of their id, as image tokens do.
+        """
+        is_mark = (tokens[..., None] == jnp.array(self.config.marks)) & (segments != 0)[..., None]
+        mark, any_mark, ends = is_mark.argmax(-1), is_mark.any(-1), is_mark[..., -1]
+        of_image = jnp.where(index >= 0, segments, 0)
+
+        def before(x, by: int):
+            return jnp.pad(x, ((0, 0), (by, 0)))[:, : x.shape[1]]
+
+        beside = (before(of_image, 1) == segments) | (jnp.pad(of_image, ((0, 0), (0, 1)))[:, 1:] == segments)
+        beside |= (before(of_image, 2) == segments) & before(any_mark & ~ends, 1)
+        return jnp.where(any_mark & beside, size + mark, index)
 
 
 def image_positions(index, positions, grid: Tokens) -> jax.Array:

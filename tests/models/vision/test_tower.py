@@ -421,6 +421,15 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
         ("deepseek_vl", "vision_config", "model_type", "clip_vision_model", "vision_config.model_type = 'clip"),
         ("deepseek_vl", "vision_config", "vision_use_head", True, "vision_config.vision_use_head = True"),
         ("deepseek_vl", None, "image_token_id", 97, "image_token_id = 97"),
+        ("ovis2", "text_config", "model_type", "llama", "text_config = .* of a qwen2 model"),
+        ("ovis2", None, "visual_indicator_token_ids", [91], r"visual_indicator_token_ids = \[91\] .* 5 ids of tokens"),
+        ("ovis2", None, "visual_indicator_token_ids", [91, 92, 93, 94, 97], r"token_ids\[4\] = 97 .* ids of tokens"),
+        ("ovis2", None, "hidden_size", 48, "hidden_size = 48 .* supported: 32"),
+        ("ovis2", "vision_config", "tokenize_function", "st_argmax", "vision_config.tokenize_function = 'st_argmax'"),
+        ("ovis2", "vision_config", "qkv_bias", True, "vision_config.qkv_bias = True .* supported: False"),
+        ("ovis2", "vision_config", "hidden_stride", 4, "image_size = 24 .* multiples of the 16 pixels of a token"),
+        ("ovis2", "vision_config", "num_attention_heads", 5, "hidden_size = 24 .* num_attention_heads = 5"),
+        ("ovis2", "vision_config", "vocab_size", 5, "vision_config.vocab_size = 5 .* numbers above 5"),
         ("minimax_m3_vl", "text_config", "model_type", "llama", "text_config = .* of a minimax_m3_vl_text model"),
         ("minimax_m3_vl", "vision_config", "num_attention_heads", 4, "hidden_size = 42 .* num_attention_heads = 4"),
         ("minimax_m3_vl", "vision_config", "hidden_act", "relu", "vision_config.hidden_act = 'relu'"),
@@ -534,7 +543,7 @@ def test_a_score_head_is_an_entry_of_the_whole(family):
     assert family_of(written).to_config(written) == config
 
 
-@pytest.mark.parametrize("family", ["internvl", "mistral3", "deepseek_vl"])
+@pytest.mark.parametrize("family", ["internvl", "mistral3", "deepseek_vl", "ovis2"])
 def test_files_say_whether_the_head_is_the_embedding(tmp_path, family):
     """Where config.json does not, whatever it says of the decoder, as in transformers."""
     for tied in (True, False):
