@@ -589,6 +589,9 @@ KEYS = (
     Setting("algorithm.entropy_coef_min", 0.0, "Smallest adaptive entropy_coef.", float, minimum=0),
     Setting("algorithm.entropy_coef_max", 1.0, "Largest adaptive entropy_coef.", float, minimum=0),
     Setting("algorithm.mask_truncated", False, "Leave completions that did not end out of the loss.", bool),
+    Setting("algorithm.filter_zero_advantages", False,
+        "Leave tokens with the advantage 0 out of the loss and of its means: those of prompts whose completions all "
+        "score alike.", bool),
     Setting("algorithm.reward_clip", (),
         "Smallest and largest score: combined rewards are clipped to them before anything is added; empty is off.",
         float),

@@ -73,6 +73,7 @@ class AdvantageSpec:
     overlong_buffer: int
     overlong_penalty: float
     missing_eos_penalty: float
+    filter_zero_advantages: bool
     has_critic: bool
     teacher_coef: float = 1.0
     position_gamma: float = 0.0  # of the weights of the teacher's term by position; 0: none
@@ -87,7 +88,9 @@ class Advantages(NamedTuple):
     # [B] mean |advantage| of a group, of a rule that compares its rewards x their std; 0 where it teaches nothing.
     priority: jax.Array
     returns: jax.Array | None  # [N,T] of a rule with a critic
-    mask: jax.Array  # [N,T] tokens the loss reads: with a critic not those of rows that no reward applies to
+    # [N,T] tokens the loss reads: with a critic not those of rows that no reward applies to, and with
+    # filter_zero_advantages none whose advantage is 0.
+    mask: jax.Array
     kl: jax.Array | None  # mean over rows of their mean KL per token; None without reference log-probs
     metrics: dict[str, jax.Array]
     scores: jax.Array  # [N] combined rewards, shaped
@@ -259,6 +262,8 @@ class AdvantageStep:
         by_reward = parts is None and teacher_logps is None
         columns = raw[:, None], jnp.where(weights != 0, rewards, 0.0)
         priority = self._priority(advantages, mask, *columns, rule_numbers, by_reward)
+        if spec.filter_zero_advantages:
+            mask = jnp.where(advantages == 0, 0.0, mask)
         return Advantages(advantages, priority, returns, mask, kl, metrics, scores, baselines)
 
     def _credits(self, inputs: Mapping[str, Any], mask, rule_numbers) -> tuple[jax.Array, jax.Array | None, Any]:

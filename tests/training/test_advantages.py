@@ -71,6 +71,18 @@ def test_unscorable_rows_move_no_baseline():
     np.testing.assert_allclose(result.priority, [0.0, np.std([3.5, 1.0], ddof=1) * 1.25], rtol=1e-5)
 
 
+def test_tokens_without_an_advantage_are_left_out():
+    result = advantages_of([1.0, 1.0, 3.0, 1.0], filter_zero_advantages=True)
+    np.testing.assert_array_equal(result.mask, MASK * [[0], [0], [1], [1]])
+    assert result.priority[0] == 0 < result.priority[1]
+    np.testing.assert_array_equal(advantages_of([1.0, 1.0, 3.0, 1.0]).mask, MASK)
+    for settings in ({"name": "ppo", "advantage": "ppo"}, {"loss": "a2po", "advantage": "a2po"}):
+        with pytest.raises(
+            ConfigError, match=r"filter_zero_advantages is true, but algorithm\.(name|loss) is '(ppo|a2po)'"
+        ):
+            validate(configured(filter_zero_advantages=True, **settings))
+
+
 def test_means_over_no_rows_are_nan():
     metrics = advantages_of([[NAN, 1.0]] * 2 + [[NAN, 3.0]] * 2, weights=(1.0, 1.0)).metrics
     assert np.isnan(metrics["rewards/r0/mean"]) and np.isnan(metrics["rewards/r0/std"])

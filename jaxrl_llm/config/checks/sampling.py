@@ -35,7 +35,8 @@ OF_ADVANTAGES = (
     "algorithm.kl_bias_correction", "algorithm.entropy_coef", "algorithm.entropy_controller",
     "algorithm.observation_coef", "algorithm.positive_nll_coef", "algorithm.old_logps",
     "algorithm.importance_correction", "algorithm.rejection", "algorithm.off_policy_mask_threshold",
-    "algorithm.top_entropy_quantile", "algorithm.replay_groups", "environment.options", "teacher.path",
+    "algorithm.top_entropy_quantile", "algorithm.filter_zero_advantages", "algorithm.replay_groups",
+    "environment.options", "teacher.path",
 )  # fmt: skip
 # Ways to sample: each with the reason why some settings do not go with it, and these.
 WAYS_TO_SAMPLE = (
@@ -137,6 +138,18 @@ def _of_terms(config: ConfigDict, betas: Mapping[str, float]) -> Iterator[str]:
             yield (
                 f"algorithm.observation_coef is {algorithm.observation_coef}, but {key} is {value!r}, which knows no "
                 "observation tokens: set the one to 0, or leave out the other"
+            )
+
+    if algorithm.filter_zero_advantages:
+        others = {
+            "algorithm.name": algorithm.name == "ppo",
+            "algorithm.loss": compares_with_reference(config),
+            "teacher.form": config.teacher.path is not None and config.teacher.form != "advantage",
+        }
+        for key, value in met(config, others):
+            yield (
+                f"algorithm.filter_zero_advantages is true, but {key} is {value!r}, with which tokens are learned from "
+                "whose advantage is 0: set it to false, or leave out the other"
             )
 
 
