@@ -43,8 +43,9 @@ class CompileStatus:
     def __exit__(self, *_: object) -> None:
         jax.monitoring.unregister_scalar_listener(self._begin)
         jax.monitoring.unregister_event_duration_listener(self._end)
-        for began_and_timer in self._running.values():
-            began_and_timer[1].cancel()
+        with self._lock:  # other threads may still compile
+            for _, timer in self._running.values():
+                timer.cancel()
 
     def _begin(self, event: str, value: float, **facts: Any) -> None:
         if event != EVENT:
