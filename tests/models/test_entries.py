@@ -1,11 +1,12 @@
 """Entries of config.json that are of another kind than they must be."""
 
 import copy
+import dataclasses
 
 import pytest
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.families import family_of
+from jaxrl_llm.models.families import FAMILIES, family_of
 from tests.models.images import VISION
 from tests.models.oracles import VARIANTS
 
@@ -48,3 +49,11 @@ def test_a_head_that_nothing_ties_is_one_of_its_own():
     for part in (hf, hf["text_config"]):
         part.pop("tie_word_embeddings", None)
     assert not family_of(hf).to_config(hf).tie_embeddings
+
+
+def test_a_net_without_experts_is_no_ernie_with_them():
+    """The search for the family of a net goes on, which an error other than a ConfigError ends."""
+    family = FAMILIES["ernie4_5_moe"]
+    net = family.to_config(VARIANTS["ernie4_5_moe"]().to_dict())
+    with pytest.raises(ConfigError, match=r"moe_layer_start_index = None .* nets with experts"):
+        family.from_config(dataclasses.replace(net, dense_layers=tuple(range(net.layers))), None)

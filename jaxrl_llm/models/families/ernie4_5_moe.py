@@ -75,6 +75,8 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     }
     if base is None:
         sparse = [layer for layer in range(config.layers) if layer not in config.dense_layers]
+        if not sparse:
+            refuse("moe_layer_start_index", None, "nets with experts in a layer")
         every = sparse[1] - sparse[0] if len(sparse) > 1 else 1
         own |= {"moe_layer_start_index": sparse[0], "moe_layer_end_index": sparse[-1], "moe_layer_interval": every}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
