@@ -213,6 +213,7 @@ def test_packed_rows_of_an_update_compute_the_same(model, documents):
     np.testing.assert_allclose(np.asarray(found) * mask, expected * mask, atol=TOLERANCE)
 
 
+@pytest.mark.slow  # of the quick one, decoding is compared with training below
 def test_greedy_text_is_that_of_transformers(oracle, model, documents):
     check_greedy_text(oracle, model, documents[:2])
 
