@@ -102,43 +102,20 @@ def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:
     after_warmup = max((spec.schedule_steps or spec.total_steps) * updates - warmup, 1)
     if spec.stable_steps and spec.schedule == "wsd":  # which a critic's may be alone
         after_warmup = (spec.stable_steps + spec.decay_steps) * updates
-    shape = SHAPES[spec.schedule](spec, warmup, after_warmup, spec.decay_steps * updates)
     rises = optax.linear_schedule(spec.warmup_init, spec.learning_rate, warmup)
 
     def schedule(count):
-        after = spec.learning_rate * shape(jnp.maximum(count - warmup, 0))
+        t, factor = jnp.maximum(count - warmup, 0), 1.0
+        if spec.schedule == "inverse_sqrt":
+            scale = warmup or 10_000
+            factor = jnp.maximum(jnp.sqrt(scale / (scale + t)), spec.min_lr_ratio)
+        elif spec.schedule != "constant":
+            height = HEIGHTS[spec.schedule](spec, t, after_warmup, spec.decay_steps * updates)
+            factor = (1 - spec.min_lr_ratio) * height + spec.min_lr_ratio
+        after = spec.learning_rate * factor
         return jnp.where(count < warmup, rises(count), after) if warmup else after
 
     return schedule
-
-
-def _linear(spec: OptimizerSpec, warmup: int, after: int, decay: int):
-    return optax.linear_schedule(1.0, spec.min_lr_ratio, after)
-
-
-def _cosine(spec: OptimizerSpec, warmup: int, after: int, decay: int):
-    def shape(count):
-        wave = 0.5 * (1 + jnp.cos(2 * spec.cycles * jnp.pi * jnp.minimum(count, after) / after))
-        return (1 - spec.min_lr_ratio) * wave + spec.min_lr_ratio
-
-    return shape
-
-
-def _cosine_with_restarts(spec: OptimizerSpec, warmup: int, after: int, decay: int):
-    def shape(count):
-        wave = 0.5 * (1 + jnp.cos(jnp.pi * jnp.mod(spec.cycles * count / after, 1.0)))
-        return jnp.where(count < after, (1 - spec.min_lr_ratio) * wave, 0.0) + spec.min_lr_ratio
-
-    return shape
-
-
-def _polynomial(spec: OptimizerSpec, warmup: int, after: int, decay: int):
-    return optax.polynomial_schedule(1.0, spec.min_lr_ratio, spec.power, after)
-
-
-def _inverse_sqrt(spec: OptimizerSpec, warmup: int, after: int, decay: int):
-    scale = warmup or 10_000
-    return lambda count: jnp.maximum(jnp.sqrt(scale / (scale + count)), spec.min_lr_ratio)
 
 
 DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -148,33 +125,17 @@ DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "1-sqrt": lambda q: 1 - jnp.sqrt(q),
     "constant": lambda q: jnp.where(q < 1, 1.0, 0.0),
 }
-
-
-def _wsd(spec: OptimizerSpec, warmup: int, after: int, decay: int):
-    def shape(count):
-        q = jnp.clip((count - (after - decay)) / decay, 0.0, 1.0)
-        return spec.min_lr_ratio + (1 - spec.min_lr_ratio) * DECAYS[spec.decay_shape](q)
-
-    return shape
-
-
-def _rex(spec: OptimizerSpec, warmup: int, after: int, decay: int):
-    def shape(count):
-        p = jnp.minimum(count / after, 1.0)
-        return spec.min_lr_ratio + (1 - spec.min_lr_ratio) * (1 - p) / (1 - 0.9 * p)
-
-    return shape
-
-
-SHAPES: dict[str, Callable[..., Callable[[Any], Any]]] = {
-    "constant": lambda spec, *_: optax.constant_schedule(1.0),
-    "linear": _linear,
-    "cosine": _cosine,
-    "cosine_with_restarts": _cosine_with_restarts,
-    "polynomial": _polynomial,
-    "inverse_sqrt": _inverse_sqrt,
-    "wsd": _wsd,
-    "rex": _rex,
+# Heights of schedules, from 1, the peak, to 0, `min_lr_ratio` of it: t updates after warm-up, of n; wsd decays over the
+# last `decay` of them.
+HEIGHTS: dict[str, Callable[[OptimizerSpec, jax.Array, int, int], jax.Array]] = {
+    "linear": lambda spec, t, n, decay: 1 - jnp.minimum(t, n) / n,
+    "cosine": lambda spec, t, n, decay: 0.5 * (1 + jnp.cos(2 * spec.cycles * jnp.pi * jnp.minimum(t, n) / n)),
+    "cosine_with_restarts": lambda spec, t, n, decay: jnp.where(
+        t < n, 0.5 * (1 + jnp.cos(jnp.pi * jnp.mod(spec.cycles * t / n, 1.0))), 0.0
+    ),
+    "polynomial": lambda spec, t, n, decay: (1 - jnp.minimum(t, n) / n) ** spec.power,
+    "wsd": lambda spec, t, n, decay: DECAYS[spec.decay_shape](jnp.clip((t - (n - decay)) / decay, 0.0, 1.0)),
+    "rex": lambda spec, t, n, decay: (1 - jnp.minimum(t / n, 1.0)) / (1 - 0.9 * jnp.minimum(t / n, 1.0)),
 }
 
 
