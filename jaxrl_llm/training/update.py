@@ -32,11 +32,11 @@ class UpdateSpec:
 
     microbatch_rows: int  # 0: the whole optimizer batch at once
     schedule: Callable[[Any], Any] | None  # learning rate by the number of updates made, for the metric; None: unknown
-    offload: bool = False  # optimizer moments live in the host's memory
-    offload_params: bool = False  # and so do parameters, trained and frozen
-    dropout: float = 0.0  # of adapters
-    seed: int = 0
-    gradient_point: Callable[[Params, optax.OptState], Params] | None = None  # None: the parameters themselves
+    offload: bool  # optimizer moments live in the host's memory
+    offload_params: bool  # and so do parameters, trained and frozen
+    dropout: float  # of adapters
+    seed: int
+    gradient_point: Callable[[Params, optax.OptState], Params] | None  # None: the parameters themselves
 
 
 class Frozen(NamedTuple):

@@ -112,7 +112,7 @@ def play(tokenizer):
         engine = types.SimpleNamespace(
             group_size=K, sampling=SamplingParams(), net=net, max_completion_length=completion
         )
-        rollout = AgentRollout(agents, engine, turns, mesh, WIDTH, 4, OwnPart.of(mesh, 1), limits, {"gateway": gateway})
+        rollout = AgentRollout(agents, engine, turns, mesh, WIDTH, 4, OwnPart.of(mesh, 1), limits, gateway)
         tasks = [
             {"number": number, "prompt": prompt, "prompt_ids": [1], **dict(row)}
             for number, prompt in enumerate(prompts)

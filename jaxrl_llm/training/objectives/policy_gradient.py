@@ -53,9 +53,9 @@ class PolicyLoss:
     function: Callable[..., Any]
     options: Mapping[str, Any]
     takes: frozenset[str]  # names of its arguments
-    ratio: str = "token"
-    select: Callable[..., jax.Array] | None = None
-    reads_old_logps: bool = True
+    ratio: str  # level of the probability ratio: token or sequence
+    select: Callable[..., jax.Array] | None
+    reads_old_logps: bool
 
 
 @dataclasses.dataclass(frozen=True)

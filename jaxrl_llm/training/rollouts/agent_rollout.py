@@ -217,7 +217,7 @@ class AgentEpisodes:
         return metrics, totals, columns
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class AgentRollout:
     """Runs the agents of a step against the policy, in place of `Engine.generate`."""
 
@@ -229,7 +229,7 @@ class AgentRollout:
     slots: int  # of this process
     own: OwnPart  # of the mesh
     images: ImageLimits = dataclasses.field(default_factory=ImageLimits)  # of those that agents send
-    held: dict[str, Any] = dataclasses.field(default_factory=dict)  # the endpoint, once it is open
+    gateway: Any = None  # the endpoint, once it is open
 
     def __call__(self, params: Params, examples: Sequence[Row], key) -> tuple[Rollout, AgentEpisodes]:
         """The rows of the step, those of an example adjacent, and their sessions.
@@ -238,7 +238,7 @@ class AgentRollout:
         where `environment.on_error` is stop, in all processes; and where there was no memory for a completion.
         """
         spec, engine = self.agents.spec, self.engine
-        is_new = "gateway" not in self.held
+        is_new = self.gateway is None
         gateway = self._gateway(self.own.params(params))
         tasks = [example for example in examples for _ in range(engine.group_size)]
         longest = engine.max_completion_length
@@ -318,20 +318,19 @@ class AgentRollout:
         """The endpoint, with these parameters."""
         from jaxrl_llm.serving.gateway import Gateway  # here: its packages are those of the extra `serve`
 
-        if "gateway" in self.held:
-            gateway = self.held["gateway"]
-            _call(gateway.queue, lambda: gateway.queue.replace(params))
-            return gateway
+        if self.gateway is not None:
+            queue = self.gateway.queue
+            _call(queue, lambda: queue.replace(params))
+            return self.gateway
         # Requests bring their sampling, and agents wait for the end of a chunk.
         engine = dataclasses.replace(
             self.engine, group_size=1, sampling=SamplingParams(), eos=(), chunk=min(self.engine.chunk, CHUNK)
         )
         queue = RequestQueue(engine, params, self.slots, self.own.mesh)
         queue.start()
-        gateway = Gateway(queue, self.turns, engine.net.config.vocab_size, self.agents.spec.timeout, self.images)
-        self.agents.closing += [gateway.close, lambda: queue.stop(10)]
-        self.held["gateway"] = gateway
-        return gateway
+        self.gateway = Gateway(queue, self.turns, engine.net.config.vocab_size, self.agents.spec.timeout, self.images)
+        self.agents.closing += [self.gateway.close, lambda: queue.stop(10)]
+        return self.gateway
 
 
 def _given(task: Row) -> Row:
