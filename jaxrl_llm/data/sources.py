@@ -190,6 +190,9 @@ def _from_list(items: Any) -> RowList:
         raise ConfigError("the list has no rows; give at least one dictionary")
     rows = as_rows(items)
     columns = dict.fromkeys(name for row in rows for name in row)
+    for name in columns:
+        if not isinstance(name, str):
+            raise ConfigError(f"a row has a column named {name!r}, but names of columns are texts: rename it")
     return RowList(_plain({**columns, **row}) for row in rows)
 
 

@@ -192,6 +192,11 @@ def test_a_dictionary_of_columns_is_no_list():
         load({"prompt": ["a", "b"], "answer": ["1", "2"]})
 
 
+def test_a_column_whose_name_is_no_text():
+    with pytest.raises(ConfigError, match=r"column named 5, but names of columns are texts"):
+        load([{"prompt": "a"}, {"prompt": "b", 5: 1}])
+
+
 def test_a_list_that_is_no_table():
     with pytest.raises(ConfigError, match=r"list of dictionaries"):
         load([1, 2])
