@@ -53,7 +53,7 @@ class PolicyLoss:
     function: Callable[..., Any]
     options: Mapping[str, Any]
     takes: frozenset[str]  # names of its arguments
-    ratio: str  # level of the probability ratio: token or sequence
+    ratio: str  # the level of the probability ratio, one of LEVELS
     select: Callable[..., jax.Array] | None
     reads_old_logps: bool
 

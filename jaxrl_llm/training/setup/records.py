@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import default, eval_set, flat
 from jaxrl_llm.config.schema import KEYS, OFFLINE
 from jaxrl_llm.config.secrets import masked
+from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.distributed.devices import peak_flops
 from jaxrl_llm.training.checkpoint.manager import CheckpointSpec
 from jaxrl_llm.training.checkpoint.object_store import path_of
@@ -50,18 +51,15 @@ def logging_spec(config, given: Mapping[str, str] = MappingProxyType({})) -> Log
         progress = ("epoch", "loss", "rewards/accuracies", "accuracy", "grad_norm", "lr", "tokens_per_second")
     else:
         progress = ("epoch", "reward", "kl", "entropy", "completions/mean_length", "tokens_per_second")
-    return LoggingSpec(
+    return spec_of(
+        LoggingSpec,
+        c,
         backends=tuple(c.backends),
         total_steps=config.total_steps,
         progress=progress,
         settings=shown_settings(config, given),
         all_settings=masked(flat(config.to_dict()) | in_place(given)),
         names=metric_names(config),
-        project=c.project,
-        run_name=c.run_name,
-        completions_every=c.completions_every,
-        completions_shown=c.completions_shown,
-        table_rows=c.table_rows,
     )
 
 
