@@ -390,18 +390,21 @@ def gae(token_rewards, values, mask, gamma=1.0, lam: ArrayLike = 1.0) -> tuple[A
 
 def ppo_advantages(
     token_rewards, values, mask, gamma=1.0, lam=0.95, whiten_rewards=False, whiten_advantages=True, ddof: int = 1,
-    divide: bool = True,
+    divide: bool = True, lam_critic=None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns PPO's advantages and value targets, `(advantages [N, T], returns [N, T])`: `gae`, then whitened.
 
     Shapes: `token_rewards, values, mask [N, T]`; zero outside the mask. `whiten_rewards` first scales the token rewards
     to unit variance over the mask and keeps their mean. The returns are taken before the advantages are whitened, by
-    `whiten` with `ddof` (0 in OpenRLHF) and `divide`. Source: PPO, arXiv 1707.06347, as for language models in arXiv
-    1909.08593; lam 0.95 as TRL (verl has 1).
+    `whiten` with `ddof` (0 in OpenRLHF) and `divide`; their decay is `lam_critic`, None: lam. Source: PPO, arXiv
+    1707.06347, as for language models in arXiv 1909.08593; lam 0.95 as TRL (verl has 1); decays apart, of which the
+    critic's is 1, VC-PPO, arXiv 2503.01491.
     """
     if whiten_rewards:
         token_rewards = whiten(token_rewards, mask, shift_mean=False)
     advantages, returns = gae(token_rewards, values, mask, gamma, lam)
+    if lam_critic is not None:
+        _, returns = gae(token_rewards, values, mask, gamma, lam_critic)
     if whiten_advantages:
         advantages = whiten(advantages, mask, ddof=ddof, divide=divide)
     return advantages, returns

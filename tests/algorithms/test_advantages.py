@@ -491,6 +491,9 @@ def test_ppo_advantages_are_gae_whitened_after_the_returns():
     np.testing.assert_allclose(got, np.where(mask, expected, 0), rtol=1e-5, atol=1e-6)
     raw, _ = advantages.ppo_advantages(rewards, values, mask, lam=0.5, whiten_advantages=False)
     np.testing.assert_allclose(raw, plain, rtol=1e-5, atol=1e-7)
+    both, returns = advantages.ppo_advantages(rewards, values, mask, lam=0.5, lam_critic=1.0)
+    np.testing.assert_array_equal(both, got)
+    np.testing.assert_allclose(returns, [[1, 1, 1, 0], [-1, -1, 0, 0]], rtol=1e-6)  # the plain returns
 
 
 def test_ppo_reward_whitening_keeps_the_mean():
