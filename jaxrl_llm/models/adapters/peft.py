@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +57,32 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (None, True, False),  # how the base's file has a matrix, which PEFT knows without it
     "lora_bias": (None, False),
     "layer_replication": (None, []),
+}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _are_patterns(given: Any, is_valid: Callable[[Any], bool]) -> bool:
+    """True for an object of regular expressions, each with a valid number."""
+    with contextlib.suppress(re.error):
+        return isinstance(given, dict) and all(re.compile(name) and is_valid(x) for name, x in given.items())
+    return False
+
+
+def _are_texts(given: Any) -> bool:
+    return isinstance(given, list) and all(isinstance(name, str) for name in given)
+
+
+# Entries that are left out, null, or what is said here.
+KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lora_alpha": (_is_number, "a number"),
+    "lora_dropout": (_is_number, "a number"),
+    "rank_pattern": (lambda given: _are_patterns(given, lambda rank: type(rank) is int and rank > 0), "ranks by names"),
+    "alpha_pattern": (lambda given: _are_patterns(given, _is_number), "numbers by names"),
+    "modules_to_save": (_are_texts, "a list of names"),
+    "target_parameters": (_are_texts, "a list of names"),
 }
 
 
@@ -125,6 +152,10 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
                 f"{folder / CONFIG}: {name} = {entries.get(name)!r} is not supported; supported: {plain[-1]!r}. Merge "
                 "the adapter with PEFT's merge_and_unload and load the result as a model"
             )
+    entries = {name: value for name, value in entries.items() if value is not None}
+    for name, (is_valid, words) in KINDS.items():
+        if name in entries and not is_valid(entries[name]):
+            raise ConfigError(f"{folder / CONFIG}: {name} = {entries[name]!r} is not {words}")
     if not isinstance(entries.get("r"), int) or entries["r"] < 1:
         raise ConfigError(f"{folder / CONFIG}: r = {entries.get('r')!r} is not the rank of an adapter")
     with contextlib.ExitStack() as stack:
@@ -146,14 +177,14 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
         rslora=bool(entries.get("use_rslora")),
         dora=bool(entries.get("use_dora")),
     )
-    ranks, alphas = entries.get("rank_pattern"), entries.get("alpha_pattern")
+    ranks, alphas = (entries.get(name, {}) for name in ("rank_pattern", "alpha_pattern"))
     head = next((head for head, task in TASKS.items() if entries.get("task_type") == task), "lm")
-    saved = tuple(name for name in entries.get("modules_to_save") or () if name not in HEADS)
+    saved = tuple(name for name in entries.get("modules_to_save", ()) if name not in HEADS)
     return AdapterConfig(
         lora, entries.get("base_model_name_or_path"), head, saved, bool(entries.get("ensure_weight_tying")),
         vision=any(VISION.search(name) for name in names),
         modules={
-            name: (fitting(ranks or {}, name, lora.rank), float(fitting(alphas or {}, name, lora.alpha)))
+            name: (fitting(ranks, name, lora.rank), float(fitting(alphas, name, lora.alpha)))
             for name in linear
         },
     )  # fmt: skip

@@ -383,6 +383,10 @@ FAULTS = {
     "not lora": ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
     "rank": ({"r": 4}, r"o_proj.lora_A.weight has shape \(3, 32\), but .* r = 4 need \(4, 32\)"),
     "no rank": ({"r": 0}, "r = 0 is not the rank"),
+    "alpha": ({"lora_alpha": "16"}, "lora_alpha = '16' is not a number"),
+    "rank pattern": ({"rank_pattern": {"q_proj": 0.5}}, "rank_pattern = .* is not ranks by names"),
+    "alpha pattern": ({"alpha_pattern": {"(": 2}}, "alpha_pattern = .* is not numbers by names"),
+    "modules": ({"modules_to_save": "embed_tokens"}, "modules_to_save = 'embed_tokens' is not a list of names"),
 }
 
 
