@@ -310,3 +310,11 @@ def test_scripts_of_others_that_are_called_alike_are_none_of_nemo_rl(tmp_path):
     config, text = migrate("run.sh", output="config.py")
     assert (config.model.path, config.data.path) == ("a/b", "c/d")
     assert "of TRL" in text
+
+
+def test_correct_completions_of_nemo_rl(tmp_path):
+    """Its likelihood term is taken over, and what it calls correct is said."""
+    config, text = command(tmp_path, "loss_fn.positive_example_nll_weight=0.1")
+    assert config.algorithm.positive_nll_coef == 0.1
+    assert "whose reward is above 0 are correct there" in " ".join(text.replace("#", "").split())
+    assert "are correct there" not in command(tmp_path)[1]

@@ -359,11 +359,13 @@ def _loss(draft: Draft) -> None:
             kinds[2] if rows else f"{at}.ratio_clip_c",
         )
     draft.use(*kinds)
-    draft.set(
-        "algorithm.positive_nll_coef",
-        float(draft.get(f"{at}.positive_example_nll_weight")),
-        f"{at}.positive_example_nll_weight",
-    )
+    weight = float(draft.get(key := f"{at}.positive_example_nll_weight"))
+    draft.set("algorithm.positive_nll_coef", weight, key)
+    if weight:
+        draft.check(
+            f"{draft.named(key)} = {weight:g}: completions whose reward is above 0 are correct there, here those whose "
+            "first reward is at least eval.correct_at, 1.0"
+        )
     beta = float(draft.get(f"{at}.reference_policy_kl_penalty"))
     draft.set("algorithm.beta", beta, f"{at}.reference_policy_kl_penalty")
     draft.use(
