@@ -22,6 +22,8 @@ def _vision_keys(tower: str) -> tuple[TensorName, ...]:
 KEYS = llava.as_modules(llama.KEYS, _vision_keys("vision_model.vision_model."))
 MODULE_KEYS = llava.as_modules(llama.KEYS, _vision_keys("vision_model."))
 OTHER_KEYS = (MODULE_KEYS,)
+# The head that pools the patches of a tile, which the published files have, and whose output no one reads.
+UNREAD = ("model.vision_model.vision_model.head.", "model.vision_model.head.")
 DEFAULTS = {"image_token_id": 100_015}  # for entries that are left out
 
 
@@ -30,14 +32,16 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS)
     text.setdefault("tie_word_embeddings", True)  # as transformers has it where no file says otherwise
-    computed(hf.get("vision_config") or {}, {"model_type": "siglip_vision_model"}, "vision_config.")
+    entries = hf.get("vision_config") or {}
+    computed(entries, {"model_type": "siglip_vision_model"}, "vision_config.")
     token = siglip.image_token(hf, "image_token_id", text)
-    vision = VisionConfig(siglip.headless(hf), 1, token, projector="bare_maps")
+    vision = VisionConfig(siglip.read(entries, siglip.DEFAULT), 1, token, projector="bare_maps")
     return llava.config_of(hf, family, text, ARCHITECTURE, vision, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     vision = siglip.vision_of(config)
-    own = {"model_type": MODEL_TYPE, "vision_config": siglip.headless_entries(vision, base)}
+    entries = siglip.headless_entries(vision, base) | {"vision_use_head": False}
+    own = {"model_type": MODEL_TYPE, "vision_config": entries}
     return llava.entries_of(config, base, TEXTS, ARCHITECTURE, own)

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import llava, minimax_m3_vl_text, qwen_vl, siglip
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, maps
-from jaxrl_llm.models.families.entries import entries_of_sizes, number, positive, refuse, sizes_of
+from jaxrl_llm.models.families.entries import computed, entries_of_sizes, number, positive, refuse, sizes_of
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
 
@@ -47,6 +47,7 @@ MODULE_KEYS = llava.as_modules(
     ),
 )  # fmt: skip
 OTHER_KEYS = (MODULE_KEYS,)
+UNREAD = ("mtp.", "language_model.mtp.", "language_model.model.mtp.")
 DEFAULTS = {"image_token_index": 200_025, "projector_hidden_size": 6144}  # for entries that are left out
 # Fields of the encoder that are an integer each, their entries, and what these are where they are left out.
 SIZES = {
@@ -75,7 +76,9 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
     sizes = sizes_of(entries, SIZES)
     if sizes["width"] % sizes["heads"]:
         refuse("vision_config.hidden_size", sizes["width"], f"multiples of num_attention_heads = {sizes['heads']}")
-    rope = entries.get("rope_parameters") or {}
+    merged = {"spatial_merge_size": sizes["merge"], "temporal_patch_size": sizes["frames"]}
+    computed(entries.get("img_token_compression_config") or {}, merged, "img_token_compression_config.")
+    rope = {"rope_theta": entries.get("rope_theta", 10000.0)} | (entries.get("rope_parameters") or {})
     return PatchRowsConfig(
         **sizes,
         norm="layer",
@@ -85,7 +88,7 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
         attention_adapters=True,
         output_adapter="out",
         patch_norm=True,
-        rotary_base=number("vision_config.rope_theta", rope.get("rope_theta", 10000.0), above=1),
+        rotary_base=number("vision_config.rope_theta", rope["rope_theta"], above=1),
         rotary_time=True,
         merger="four_maps",
         merger_ffn=positive(hf, "projector_hidden_size"),

@@ -273,7 +273,8 @@ def load(
         # DeepSeek's and GLM's files hold the layers of multi-token prediction behind those of the model.
         count = (hf.get("text_config") or hf).get("num_nextn_predict_layers") or 0
         beyond = range(net.config.layers, net.config.layers + count)
-        starts = (LAYER, LAYER.replace("model.", "model.language_model."))
+        models = ("model.", "model.language_model.", "language_model.model.")
+        starts = [LAYER.replace("model.", model) for model in models]
         passed = tuple(start.format(layer=layer) for start in starts for layer in beyond)
         passed += getattr(family, "UNREAD", ())
         files.check(tensors, {*unused, *heads, *(name for name in files.where if name.startswith(passed))})

@@ -21,6 +21,7 @@ from transformers import (
     Gemma4Config,
     InternVLConfig,
     Lfm2VlConfig,
+    MiniMaxM3VLConfig,
     Mistral3Config,
 )
 from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
@@ -420,7 +421,6 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
         ("lfm3_vl", "vision_config", "layer_types", ["conv"], r"layer_types = \['conv'\] .* 5 of conv and full_att"),
         ("deepseek_vl", "text_config", "model_type", "qwen2", "text_config = .* of a llama model"),
         ("deepseek_vl", "vision_config", "model_type", "clip_vision_model", "vision_config.model_type = 'clip"),
-        ("deepseek_vl", "vision_config", "vision_use_head", True, "vision_config.vision_use_head = True"),
         ("deepseek_vl", None, "image_token_id", 97, "image_token_id = 97"),
         ("ovis2", "text_config", "model_type", "llama", "text_config = .* of a qwen2 model"),
         ("ovis2", None, "visual_indicator_token_ids", [91], r"visual_indicator_token_ids = \[91\] .* 5 ids of tokens"),
@@ -433,6 +433,14 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
         ("ovis2", "vision_config", "vocab_size", 5, "vision_config.vocab_size = 5 .* numbers above 5"),
         ("minimax_m3_vl", "text_config", "model_type", "llama", "text_config = .* of a minimax_m3_vl_text model"),
         ("minimax_m3_vl", "vision_config", "num_attention_heads", 4, "hidden_size = 42 .* num_attention_heads = 4"),
+        ("minimax_m3_vl", "vision_config", "rope_parameters", {"rope_theta": 0.5}, "rope_theta = 0.5 .* above 1"),
+        (
+            "minimax_m3_vl",
+            "vision_config",
+            "img_token_compression_config",
+            {"spatial_merge_size": 4},
+            "img_token_compression_config.spatial_merge_size = 4 .* supported: 2",
+        ),
         ("minimax_m3_vl", "vision_config", "hidden_act", "relu", "vision_config.hidden_act = 'relu'"),
         ("minimax_m3_vl", None, "image_token_index", 97, "image_token_index = 97"),
         ("lighton_ocr", "text_config", "model_type", "llama", "text_config = .* of a qwen3 model"),
@@ -475,6 +483,33 @@ def test_kimis_own_files_name_entries_otherwise():
     written = kimi_k25.from_config(expected, own)
     assert family_of(written).to_config(written) == expected
     assert written["vision_config"] == written["vision_config"] | hf["vision_config"] | own["vision_config"]
+
+
+def test_a_published_minimax_m3():
+    """Its encoder is called a CLIP's, and has its base and the numbers of what it merges elsewhere."""
+    hf = VISION["minimax_m3_vl"]().to_dict()
+    expected, vision = family_of(hf).to_config(hf), dict(hf["vision_config"])
+    merged = {name: vision.pop(name) for name in ("spatial_merge_size", "temporal_patch_size")}
+    theta = vision.pop("rope_parameters")["rope_theta"]
+    vision |= {"model_type": "clip_vision_model", "rope_theta": theta, "img_token_compression_config": merged}
+    given = hf | {"vision_config": vision}
+    assert family_of(given).to_config(given) == expected
+    written = family_of(given).from_config(expected, given)
+    theirs = MiniMaxM3VLConfig(**{name: x for name, x in written.items() if name != "model_type"}).to_dict()
+    assert family_of(theirs).to_config(theirs | {"architectures": None}) == expected
+
+
+@pytest.mark.slow
+def test_layers_of_multi_token_prediction_are_passed_over(tmp_path):
+    """Under the names of the hub too, which begin with the part."""
+    make_vision_oracle("minimax_m3_vl").save_pretrained(tmp_path)
+    expected = load_model(tmp_path)
+    tensors, entries = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    names = ("language_model.model.layers.4.eh_proj.weight", "language_model.mtp.norm.weight")
+    save_file(tensors | {name: np.ones(2, np.float32) for name in names}, tmp_path / "model.safetensors")
+    entries["text_config"]["num_nextn_predict_layers"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path).params, expected.params)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
@@ -637,6 +672,22 @@ def by_module(model):
     family = family_of(model.hf_config)
     tables = (getattr(family, "MODULE_KEYS", family.KEYS), *getattr(family, "OTHER_KEYS", ()))
     return {tensor.name for table in tables for tensor in stored_tensors(model.net, family, table)}
+
+
+def test_the_pooling_head_of_deepseek_vl_is_not_read(tmp_path):
+    """As nothing reads its output: published files have one, and exports have none, which transformers reads."""
+    config, documents = VISION["deepseek_vl"](), image_documents(family="deepseek_vl")
+    config.vision_config.vision_use_head = True
+    whole = make_vision_oracle("deepseek_vl", config)
+    whole.save_pretrained(tmp_path / "whole")
+    assert any("head.probe" in name for name in load_file(tmp_path / "whole" / "model.safetensors"))
+    model = load_model(tmp_path / "whole")
+    check_logits(model, documents, [logits_alone(whole, document) for document in documents], "left")
+    save_hf(model, tmp_path / "out")
+    again, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()) and not again.config.vision_config.vision_use_head
+    theirs = whole.state_dict()
+    assert all(torch.equal(x, theirs[name]) for name, x in again.state_dict().items())
 
 
 def test_the_sound_of_gemma4_is_not_read(tmp_path):
