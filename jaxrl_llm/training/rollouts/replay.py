@@ -85,7 +85,8 @@ def with_arrays(replay: Replay, arrays: dict[str, Any]) -> Replay:
     if other := get_arrays(replay)["rows"].keys() ^ arrays["rows"].keys():
         raise ConfigError(
             f"the rows of algorithm.replay_groups in the checkpoint differ by {', '.join(sorted(other))} from those of "
-            "this run: leave environment.options and algorithm.positive_nll_coef as they were, or set replay_groups to 0"
+            "this run: leave environment.options and algorithm.positive_nll_coef as they were, or set replay_groups "
+            "to 0"
         )
     of_inputs = {"tokens", "segments"}
     inputs = replay.rows.inputs.replace(**{name: x for name, x in arrays["rows"].items() if name in of_inputs})
