@@ -158,6 +158,17 @@ def test_completions_are_of_evenly_spaced_steps_and_long_texts_lose_their_middle
     assert piece["columns"]["r"] == [None] * 13
 
 
+def test_columns_of_numbers_in_some_steps_are_texts_where_others_have_texts(tmp_path):
+    """What a reward logs besides may be numbers in one step, and texts in the next."""
+    folder = write_run(tmp_path / "run", steps=1)
+    for step, found in ((2, [3, 0.5]), (3, ["x", None]), (4, [7, 0.25])):
+        rows = [{"prompt": "p", "completion": "c", "found": cell} for cell in found]
+        write_completions(folder / "completions", step, rows)
+    (piece,) = chunks_of(read_runs([folder]), 100, 100)
+    cells = [None if i is None else piece["texts"][i] for i in piece["columns"]["found"][4:]]
+    assert piece["kinds"]["found"] == "text" and cells == ["3.0", "0.5", "x", None, "7.0", "0.25"]
+
+
 def test_evaluations_have_a_share_of_the_completions(tmp_path):
     folder = write_run(tmp_path / "run", steps=10)
     row = {"prompt": "p", "completion": "held", "evaluation": "greedy", "exact_match": 1.0}

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,13 @@ class _Piece:
         for name in (*self._columns, *(name for name in table if name not in self._columns)):
             column = self._columns.setdefault(name, [None] * self.rows)
             cells = table.get(name, [None] * count)
-            if any(isinstance(cell, str | list | dict) for cell in cells):
-                self._kinds[name] = "text"
-                cells = [cell if cell is None else self._text(name, cell) for cell in cells]
-            elif any(cell is not None for cell in cells):
-                self._kinds.setdefault(name, "number")
-                cells = [_short(cell) for cell in cells]
-            column.extend(cells)
+            is_text = any(isinstance(cell, str | list | dict) for cell in cells)
+            if is_text and self._kinds.get(name) == "number":  # in other steps, or in another run
+                column[:] = [None if cell is None else self._text(name, cell) for cell in column]
+            if is_text or any(cell is not None for cell in cells):
+                self._kinds[name] = "text" if is_text else self._kinds.get(name, "number")
+            cell_of = partial(self._text, name) if self._kinds.get(name) == "text" else _short
+            column.extend(None if cell is None else cell_of(cell) for cell in cells)
         self._runs += [run] * count
         self.rows += count
 
@@ -112,6 +113,6 @@ def _shortened(text: str, limit: int) -> str:
 
 
 def _short(value: Any) -> float | None:
-    if value is None or not math.isfinite(value):
+    if not math.isfinite(value):
         return None
     return float(f"{value:.6g}") if isinstance(value, float) else int(value)
