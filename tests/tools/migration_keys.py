@@ -213,12 +213,24 @@ sft.max_num_steps sft.val_batches sft.only_unmask_final dpo.reference_policy_kl_
 dpo.preference_average_log_probs rm.val_period distillation.topk_logits_k loss_fn.kl_type teacher.model_name
 """
 
+LLAMAFACTORY = """
+stage do_train finetuning_type lora_rank lora_alpha lora_dropout lora_target additional_target use_galore galore_rank
+loraplus_lr_ratio pissa_init adapter_name_or_path quantization_bit quantization_method quantization_type pure_bf16
+dataset eval_dataset dataset_dir template cutoff_len max_samples val_size train_on_prompt mask_history streaming
+packing neat_packing default_system enable_thinking preprocessing_num_workers overwrite_cache tokenized_path
+pref_beta pref_ftx pref_loss dpo_label_smoothing simpo_gamma kto_chosen_weight kto_rejected_weight ld_alpha
+use_badam use_apollo use_adam_mini use_muon use_dft_loss use_eaft_loss freeze_trainable_layers plot_loss
+disable_gradient_checkpointing flash_attn enable_liger_kernel use_unsloth rope_scaling moe_aux_loss_coef
+freeze_vision_tower ddp_timeout use_swanlab train_from_scratch model_revision
+"""
+
 ALL = {
     "TRL": TRL.split(),
     "VERL": VERL,
     "AXOLOTL": AXOLOTL.split(),
     "OPENRLHF": OPENRLHF.split(),
     "NEMO-RL": NEMO_RL.split(),
+    "LLAMAFACTORY": LLAMAFACTORY.split(),
     "TUNIX": [*TUNIX, *_TUNIX.split()],
     "HARMONY": HARMONY.split(),
 }

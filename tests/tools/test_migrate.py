@@ -2547,12 +2547,6 @@ def test_nothing_of_a_script_is_run(tmp_path):
         ("a.toml", "a = 1\n", {}, "no .yaml, .json, .py or .sh file"),
         # Of other libraries, whose keys, flags and classes look like those of TRL and verl.
         ("a.sh", "python -m skyrl.train.main trainer.policy.model.path=m data.train_data=d\n", {}, "none of verl's"),
-        (
-            "llama3_lora_sft.yaml",
-            {"model_name_or_path": "m", "stage": "sft", "finetuning_type": "lora", "output_dir": "o", "bf16": True},
-            {},
-            "2 of its 5 keys are none of trl's, such as stage, finetuning_type",
-        ),
         ("a.yaml", "rl: bco\nbase_model: m\n", {}, "rl is 'bco', which has no equivalent; there are dpo"),
         ("a.yaml", "kd_trainer: true\nbase_model: m\n", {}, "log-probs of a teacher that are in the rows"),
         (

@@ -9,11 +9,11 @@ import re
 from pathlib import Path
 
 from jaxrl_llm.config import ConfigDict, ConfigError
-from jaxrl_llm.tools.migrate import axolotl, harmony, nemo_rl, openrlhf, trl, tunix, verl
+from jaxrl_llm.tools.migrate import axolotl, harmony, llamafactory, nemo_rl, openrlhf, trl, tunix, verl
 from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, shown
 from jaxrl_llm.tools.migrate.functions import write
 from jaxrl_llm.tools.migrate.reading import read
-from jaxrl_llm.tools.migrate.table import find, table
+from jaxrl_llm.tools.migrate.table import find, known
 
 LIBRARIES = {
     "trl": trl.convert,
@@ -23,6 +23,7 @@ LIBRARIES = {
     "tunix": tunix.convert,
     "openrlhf": openrlhf.convert,
     "nemo-rl": nemo_rl.convert,
+    "llamafactory": llamafactory.convert,
 }
 
 
@@ -87,7 +88,7 @@ def _fault(source: Source, options: Options, error: ConfigError) -> str | None:
     Keys are tried in the order in which the message of the error speaks of them, or of ours for them. Where several
     have the value that it complains of, it stays the same without one of them.
     """
-    message, entries = str(error), table(source.library)
+    message, entries = str(error), known(source.library)
 
     def place(key: str) -> int:
         entry, value = find(entries, key), source.settings[key]

@@ -15,6 +15,7 @@ SECTIONS = {
     "trains with TRL, so what is said there holds too.",
     "OpenRLHF": "Flags of 0.11: those that begin with `actor.` are of `train_ppo_ray`, and of other commands without "
     "it or with `model.`. Flags without a dot are those up to 0.9.",
+    "LLaMA-Factory": "Its own keys; those of transformers beside them are as in TRL.",
     "NeMo-RL": "Keys of the YAML in its examples/configs, with what their parents say (`defaults: PARENT.yaml`), and "
     "overrides of `uv run examples/run_grpo.py --config FILE a.b=c`.",
     "Tunix": "Keys of the YAML and the overrides of `tunix.cli`, and `dpo_config` for `DPOTrainingConfig`; scripts "
@@ -28,7 +29,7 @@ def page() -> str:
     sections = [files("jaxrl_llm.tools.migrate").joinpath("keys", "opening.md").read_text(encoding="utf-8")]
     for title, text in SECTIONS.items():
         rows = []
-        for entry in sorted(keys_of(title.lower()), key=lambda entry: not entry.ours):
+        for entry in sorted(keys_of(title.lower().replace("llama-", "llama")), key=lambda entry: not entry.ours):
             theirs, ours = (", ".join(f"`{key}`" for key in keys) for keys in (entry.keys, entry.ours.split()))
             rows.append((theirs, ours or "none", entry.note))
         sections.append(f"## {title}\n\n{textwrap.fill(text, 120)}\n\n{table(('there', 'here', 'what differs'), rows)}")

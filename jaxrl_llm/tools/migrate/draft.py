@@ -12,7 +12,7 @@ from jaxrl_llm.config.schema import KEYS, SCHEDULE_FREE
 from jaxrl_llm.config.secrets import HIDDEN
 from jaxrl_llm.rewards.built_in import BUILT_IN
 from jaxrl_llm.tools.migrate.shell import COMMAND
-from jaxrl_llm.tools.migrate.table import CONVERT, find, names, rules, table
+from jaxrl_llm.tools.migrate.table import CONVERT, find, known, names, rules, table
 
 OURS = {key.name: key for key in KEYS}
 SECRET = re.compile(r"((^|\.|hub_|auth_|access_|api_)token|api_key|password|secret|wandb\.key|use_wandb)$")
@@ -74,7 +74,7 @@ class Draft:
         self.companion = ""  # the file that they go to
         self.functions: list[str] = []  # the source of functions that the rules make
         for key, value in source.settings.items():
-            entry = find(table(source.library), key)
+            entry = find(known(source.library), key)
             if (opened := OPEN.findall(str(value))) and (entry is None or entry.ours):
                 self.check(f"{shown(key, value)}: the file does not say what {', '.join(opened)} is; write its value")
 
@@ -234,7 +234,7 @@ class Draft:
 
     def _missing(self) -> list[str]:
         """Return a line for each key of the file that is in no setting; those that matter are noted."""
-        entries, missing = table(self.source.library), []
+        entries, missing = known(self.source.library), []
         written = {key for name in self._written() for key in self.origins[name].split(", ")}
         for key, value in self.source.settings.items():
             if key in written:

@@ -37,6 +37,7 @@ SECTIONS = {
     },
 }  # fmt: skip
 STARTED = {
+    "llamafactory": re.compile(r"\bllamafactory-cli train\b"),
     "tunix": re.compile(r"\btunix[./]cli\b"),
     "openrlhf": re.compile(r"\bopenrlhf[./]cli\b"),
     # Scripts of others have flags besides.
@@ -148,13 +149,12 @@ def _numbers(value: Any) -> Any:
 def _check_keys(source: Source) -> None:
     """Raise ConfigError for a file of a library that is not known here, such as SkyRL.
 
-    Its keys look like those of one that is, but most are none of that one's (of LLaMA-Factory's most are those of
-    transformers): what would be written are defaults.
+    Its keys look like those of one that is, but most are none of that one's: what would be written are defaults.
     """
     if source.library not in ("trl", "verl"):  # others are told by names of their own
         return
     unknown = [key for key in source.settings if find(table(source.library), key) is None]
-    if 2 * len(unknown) > len(source.settings) or "finetuning_type" in unknown:
+    if 2 * len(unknown) > len(source.settings):
         raise ConfigError(
             f"{source.path} is no file of TRL, verl, axolotl or Harmony: {len(unknown)} of its {len(source.settings)} "
             f"keys are none of {source.library}'s, such as {', '.join(unknown[:3])}. Set in a file of configs/ what it "
@@ -172,6 +172,8 @@ def _read_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> So
         library = system
     elif told:
         library = told[0]
+    elif "finetuning_type" in tree or {"stage", "dataset"} <= tree.keys():
+        library = "llamafactory"
     elif "actor_rollout_ref" in tree or (isinstance(model, Mapping) and "partial_pretrain" in model):
         library = "verl"
     elif "base_model" in tree or "rl" in tree or typed:
@@ -184,6 +186,8 @@ def _read_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> So
         raise ConfigError(f"{path} is no file of TRL, verl or axolotl that is known; say which with --system")
     if library == "verl":
         return Source("verl", trainer, _resolved(flat(tree)), path)
+    if library == "llamafactory":
+        return Source(library, trainer, {key: value for key, value in tree.items() if value is not None}, path)
     if library in SECTIONS:
         settings = flat(tree)
         return Source(library, trainer, _resolved(settings, nulls=True) if library == "nemo-rl" else settings, path)
@@ -300,6 +304,11 @@ def _read_shell(text: str, path: str, system: str, trainer: str, companion: str)
         files = (file for name in names for file in (Path(path).parent / name, Path(name)))
         return next((file for file in files if file.is_file()), None)
 
+    if "llamafactory" in (system, started) and (file := beside(TREES)):
+        pairs = (word.partition("=") for word in words if re.match(r"\w+=", word))
+        tree = _load(file.read_text(encoding="utf-8"), str(file), file.suffix)
+        tree |= {key: parsed(value) for key, _, value in pairs}
+        return _read_tree(tree, str(file), "llamafactory", trainer)._replace(checks=checks)
     if "axolotl" in line and (file := beside(TREES)):
         source = _read_tree(_load(file.read_text(encoding="utf-8"), str(file), file.suffix), path, "axolotl", trainer)
         flags = _read_flags([word for word in words if word != str(file)], path, trainer).settings

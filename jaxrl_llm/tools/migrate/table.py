@@ -61,6 +61,15 @@ def table(library: str) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
+PARENTS = {"llamafactory": "trl"}  # a library that takes the keys of another besides its own
+
+
+def known(library: str) -> tuple[Entry, ...]:
+    """Return every key that a file of a library may have: those of `table`, and those of the library in PARENTS."""
+    parent = PARENTS.get(library)
+    return table(library) + (table(parent) if parent else ())
+
+
 def find(entries: Sequence[Entry], key: str) -> Entry | None:
     """Return the entry of a key, by its full name or else by a `*`; None for an unknown key."""
     exact = next((entry for entry in entries if key in entry.keys), None)

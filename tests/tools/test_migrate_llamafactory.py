@@ -1,0 +1,187 @@
+"""YAML of LLaMA-Factory becomes configurations: values, defaults, data sets, formulas, two steps of training."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.algorithms.losses import with_metrics
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.tools.migrate import migrate
+from jaxrl_llm.training.setup.objectives import preference_spec
+from tests.tools.migrated_runs import two_steps
+
+YAML = """
+model_name_or_path: Qwen/Qwen3-0.6B
+stage: STAGE
+do_train: true
+dataset: DATASET
+template: qwen3
+cutoff_len: 512
+max_samples: 100
+output_dir: saves/here
+save_steps: 50
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+learning_rate: 1.0e-5
+num_train_epochs: 2.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+MORE
+"""
+INFO = {
+    "questions": {"file_name": "questions.json"},
+    "talks": {"hf_hub_url": "a/talks", "formatting": "sharegpt", "columns": {"messages": "turns", "system": "told"}},
+    "pairs": {
+        "file_name": "pairs.json", "ranking": True, "formatting": "sharegpt",
+        "columns": {"messages": "turns", "chosen": "good", "rejected": "bad"},
+    },
+    "old": {
+        "file_name": "old.json",
+        "columns": {"prompt": "ask", "query": "more", "response": "say", "history": "past", "system": "told"},
+    },
+    "ratings": {
+        "file_name": "ratings.json", "formatting": "sharegpt", "columns": {"messages": "turns", "kto_tag": "liked"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    },
+}  # fmt: skip
+USER, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(INFO))
+
+
+def made(stage="sft", dataset="questions", more="", **said):
+    """The configuration of a YAML, its text, and the functions that are written beside it."""
+    text = YAML.replace("STAGE", stage).replace("DATASET", dataset).replace("MORE", more)
+    Path("a.yaml").write_text(text)
+    config, text = migrate("a.yaml", output="config.py", devices=2, rows=160, **said)
+    names = {}
+    exec(Path("config_functions.py").read_text(), names)
+    return config, text, names
+
+
+def test_fine_tuning_by_adapters(tmp_path):
+    config, text, names = made(dataset="questions,talks")
+    (tmp_path / "config.py").write_text(text)
+    assert load_config_file("config.py").to_dict() == config.to_dict()
+    assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (8, 16.0, ("all-linear",))
+    assert (config.model.remat, config.model.dtype, config.model.param_dtype) == ("block", "bfloat16", "float32")
+    assert (config.batch.prompts, config.batch.microbatch_rows, config.total_steps) == (16, 4, 20)
+    assert (config.data.max_length, config.data.loss_on, config.optimizer.schedule) == (512, "completion", "cosine")
+    assert config.eval.every == -1
+    first, second = config.data.sources
+    assert (first["path"], first["split"]) == ("data/questions.json", "train[:100]")
+    assert (second["path"], second["format"]) == ("a/talks", "config_functions.py:talks")
+    assert names["questions"]({"instruction": "i", "input": "x", "output": "o"}) == {
+        "prompt": [{"role": "user", "content": "i\nx"}],
+        "completion": [{"role": "assistant", "content": "o"}],
+    }
+    talk = names["talks"]({"turns": [USER, GPT], "told": "t"})["messages"]
+    assert [one["role"] for one in talk] == ["system", "user", "assistant"]
+    assert "template = qwen3: the tokenizer's own template is used" in " ".join(text.split())
+
+
+def test_other_rows_and_stages():
+    _, _, names = made(dataset="old")
+    row = names["old"]({"ask": "i", "more": "", "say": "o", "past": [["p", "r"]], "told": None})
+    assert [one["content"] for one in row["prompt"]] == ["p", "r", "i"]
+    config, _, names = made("kto", "ratings", "kto_chosen_weight: 0.5")
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert names["ratings"]({"turns": turns, "liked": True}) == {
+        "prompt": turns[:1],
+        "completion": turns[1:],
+        "label": True,
+    }
+    assert config.algorithm.loss == "kto(desirable_weight=0.5)"
+    config, _, names = made("dpo", "pairs", "finetuning_type: full\npref_ftx: 0.3\ndeepspeed: z3.json")
+    row = names["pairs"]({"turns": [USER], "good": GPT, "bad": {"from": "gpt", "value": "b"}})
+    assert row["chosen"] == [{"role": "assistant", "content": "a"}] and row["prompt"][0]["content"] == "q"
+    assert (config.lora.rank, config.mesh.fsdp, config.algorithm.loss_weights) == (0, -1, (1.0, 0.3))
+    assert (config.algorithm.name, config.batch.microbatch_rows) == ("preference", 8)
+    config, _, _ = made("rm", "pairs", "quantization_bit: 4\nlora_target: q_proj,v_proj\nlora_alpha: 4")
+    assert (config.algorithm.name, config.model.quantize) == ("reward_model", "nf4")
+    assert (config.lora.targets, config.lora.alpha) == (("q_proj", "v_proj"), 4.0)
+    config, _, names = made("pt", more="val_size: 0.1\nuse_swanlab: true")
+    assert names["questions"]({"instruction": "text"}) == {"text": "text"}
+    assert (config.data.loss_on, config.data.packing, config.eval.fraction) == ("all", True, 0.1)
+    assert config.logging.backends == ("console", "jsonl", "swanlab")
+
+
+def test_a_command_with_overrides(tmp_path):
+    made()
+    (tmp_path / "run.sh").write_text("llamafactory-cli train a.yaml learning_rate=3e-5 lora_rank=32\n")
+    config, _ = migrate("run.sh", output="other.py")
+    assert (config.optimizer.learning_rate, config.lora.rank, config.lora.alpha) == (3e-5, 32, 64.0)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo", "orpo", "simpo"])
+def test_the_losses_of_pairs_are_those_of_llamafactory(kind):
+    """compute_preference_loss of its DPO trainer, written out; ipo, orpo and simpo read means over tokens there."""
+    config, _, _ = made("dpo", "pairs", f"pref_loss: {kind}\npref_beta: 0.2\nsimpo_gamma: 0.4")
+    rng = np.random.default_rng(0)
+    chosen, rejected, ref_chosen, ref_rejected = -rng.uniform(1, 9, (4, 5))
+    lengths = rng.integers(3, 9, (2, 5))
+    loss = preference_spec(config).losses[0]
+    ours, _ = with_metrics(
+        loss.function(
+            chosen, rejected, ref_chosen, ref_rejected, preference_spec(config).beta, lengths=lengths, **loss.options
+        )
+    )
+    ratio = (chosen - ref_chosen) - (rejected - ref_rejected)
+    a, b = chosen / lengths[0], rejected / lengths[1]
+    means = (chosen - ref_chosen) / lengths[0] - (rejected - ref_rejected) / lengths[1]
+    odds = (a - b) - (np.log1p(-np.exp(a)) - np.log1p(-np.exp(b)))
+    theirs = {
+        "sigmoid": np.log1p(np.exp(-0.2 * ratio)),
+        "hinge": np.maximum(1 - 0.2 * ratio, 0),
+        "ipo": (means - 1 / (2 * 0.2)) ** 2,
+        "orpo": 0.2 * np.log1p(np.exp(-odds)),  # beside the likelihood
+        "simpo": np.log1p(np.exp(-0.2 * ((a - b) - 0.4 / 0.2))),
+    }[kind]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    assert loss.nll_weight == {"orpo": 1.0, "simpo": 0.0}.get(kind)
+    assert not loss.nll_on_prompt
+
+
+def test_what_is_not_here_is_said():
+    more = "use_badam: true\nfinetuning_type: freeze\npacking: true\nfrobnicate: 3\nfreeze_trainable_layers: 3"
+    _, text, _ = made(dataset="questions,unknown", more=more)
+    text = " ".join(text.split())
+    for said in (
+        "use_badam = True has no equivalent",
+        "name the parameters that are trained in model.trainable",
+        "packed rows attend to each other there unless neat_packing is on",
+        "dataset unknown is an entry of data/dataset_info.json",
+        "frobnicate is no known key",
+    ):
+        assert said in text, said
+    _, text, _ = made("dpo", "pairs", "pref_loss: kto_pair")
+    assert "pref_loss = 'kto_pair' is left out" in " ".join(text.split())
+    with pytest.raises(ConfigError, match="stage is 'ppo', which has no equivalent; there are pt, sft, rm, dpo, kto"):
+        made("ppo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_two_steps_of_training(tmp_path, stage):
+    rows = {
+        "sft": [{"instruction": f"{i} 2", "input": "", "output": f"2 {i}"} for i in range(8)],
+        "dpo": [{"turns": [{"from": "human", "value": f"{i}"}], "good": GPT, "bad": USER} for i in range(8)],
+    }[stage]
+    dataset = {"sft": "questions", "dpo": "pairs"}[stage]
+    config, _, _ = made(stage, dataset)
+    (tmp_path / f"data/{dataset}.json").write_text(json.dumps(rows))
+    (source,) = config.data.sources
+    settings = {"data.path": "task:sort", "data.sources": (source,), "data.max_length": 128, "batch.prompts": 4}
+    history = two_steps(config, tmp_path, rows, **settings, **{"model.dtype": "auto", "optimizer.warmup_ratio": 0.0})
+    assert len(history) == 2
+    assert all(np.isfinite(step["loss"]) for step in history)
