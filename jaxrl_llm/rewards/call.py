@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.config.user_code import contained, contained_await
+from jaxrl_llm.config.user_code import contained, contained_await, error_text
 from jaxrl_llm.rewards.signatures import (
     RewardError,
     RowGrader,
@@ -210,6 +210,13 @@ def read_results(name: str, results: Any, rows: int) -> Scores:
     if not _is_list(results):
         said = f"reward {name!r} returned {shorten(results)}; it returns a list of {rows} numbers"
         raise RewardError(f"{said}: a set has no order" if isinstance(results, Set) else said)
+    try:
+        with contained():
+            results = list(results)  # arrays of JAX show only here what went wrong when they were computed
+    except Exception as error:
+        raise RewardError(
+            f"reward {name!r} returned a {type(results).__name__}, which raised {error_text(error)}"
+        ) from error
     if len(results) != rows:
         raise RewardError(
             f"reward {name!r} returned {len(results)} results for {rows} completions; return one for each"

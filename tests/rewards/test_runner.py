@@ -437,6 +437,28 @@ def test_wrong_results_name_function_and_row(results, message):
         grade(bad, ["a", "b"])
 
 
+@pytest.mark.parametrize("error", [ValueError("half way"), SystemExit(0)])
+def test_results_that_raise_when_they_are_read(error):
+    """They are the function's, as what it raises itself, and a SystemExit would end the run with code 0."""
+
+    class Lazy(list):
+        def __iter__(self):
+            yield 1.0
+            raise error
+
+    with pytest.raises(RewardError, match=r"reward 'grade' returned a Lazy, which raised"):
+        grade_results(Lazy([1.0, 2.0]))
+
+
+def test_results_that_are_fewer_than_they_say():
+    class Short(list):
+        def __len__(self):
+            return 2
+
+    with pytest.raises(RewardError, match="returned 1 results for 2 completions"):
+        grade_results(Short([1.0]))
+
+
 def test_a_generator_is_refused():
     def lazy(completions, **_):
         yield 1.0
