@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.distributed.sharding import AXES, on_device, rollout_mesh, row_groups, shardings
+from jaxrl_llm.distributed.sharding import AXES, on_device, rollout_mesh, shardings
 
 
 class OwnPart(NamedTuple):
@@ -31,10 +31,10 @@ class OwnPart(NamedTuple):
         types = mesh.axis_types
         wide = Mesh(mesh.devices.reshape(count, mesh.size // count, 1, 1, 1), AXES, axis_types=types)
         wide = rollout_mesh(wide, arrangement, kv_heads)
-        if row_groups(wide) < count:
+        if wide.shape["data"] % count:
             raise ConfigError(
-                f"rollout.mesh is {arrangement!r}, of which several processes hold the same rows, but each of the "
-                f"{count} processes samples by itself: make its tensor axis no larger than the devices of one"
+                f"rollout.mesh is {arrangement!r}, whose axes beside data go over several processes, but each of the "
+                f"{count} processes samples by itself: make their sizes divide the {mesh.size // count} devices of one"
             )
         devices = wide.devices.reshape(count, wide.shape["data"] // count, *wide.devices.shape[1:])
         own = Mesh(devices[jax.process_index()], AXES, axis_types=types)

@@ -99,6 +99,8 @@ def test_a_reward_that_fails_in_one_process_ends_all(run, tmp_path):
         ("--config.mesh.tensor=2", "but mesh.context x mesh.tensor spans several of them"),
         ("--config.environment.rollout_func=mine.py:score", "but environment.rollout_func is set"),
         ("--config.rollout.update_in_flight=true", "but rollout.update_in_flight is true"),
+        ("--config.rollout.mesh=fsdp=2", "axes beside data go over several processes"),
+        ("--config.rollout.mesh=tensor=2", "axes beside data go over several processes"),
     ],
 )
 def test_what_is_refused(run, flag, words):
