@@ -635,8 +635,8 @@ def test_former_keys_have_a_replacement():
     for former_default, option, losses in LOSS_OPTIONS.values():
         for name in losses:
             loss = (
-                getattr(policy_losses, name, None)
-                or preference_losses.LOSSES.get(name)
+                preference_losses.LOSSES.get(name)  # first, as two losses are called ipo
+                or getattr(policy_losses, name, None)
                 or getattr(preference_losses, name)
             )
             parameters = inspect.signature(loss).parameters
