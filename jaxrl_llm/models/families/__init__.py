@@ -53,6 +53,9 @@ NOT_COMPUTED = {
     "minimax": "lightning attention",
     "jamba": "Mamba-1",
     "falcon_mamba": "Mamba-1",
+    "deepseek_vl_hybrid": "a second encoder of images, SAM's",
+    "idefics2": "images that a perceiver resamples",
+    "granite4_vision": "images that Q-Formers of windows read",
     "bloom": "ALiBi",
     "mpt": "ALiBi",
 }
