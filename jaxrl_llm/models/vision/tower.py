@@ -195,11 +195,11 @@ class Vision(nnx.Module):
         mark, any_mark, ends = is_mark.argmax(-1), is_mark.any(-1), is_mark[..., -1]
         of_image = jnp.where(index >= 0, segments, 0)
 
-        def before(x, by: int):
-            return jnp.pad(x, ((0, 0), (by, 0)))[:, : x.shape[1]]
+        def moved(x, by: int):
+            return jax.lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (by, -by, 0)))
 
-        beside = (before(of_image, 1) == segments) | (jnp.pad(of_image, ((0, 0), (0, 1)))[:, 1:] == segments)
-        beside |= (before(of_image, 2) == segments) & before(any_mark & ~ends, 1)
+        beside = (moved(of_image, 1) == segments) | (moved(of_image, -1) == segments)
+        beside |= (moved(of_image, 2) == segments) & moved(any_mark & ~ends, 1)
         return jnp.where(any_mark & beside, size + mark, index)
 
 
