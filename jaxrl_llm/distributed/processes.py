@@ -425,6 +425,7 @@ def report(error: BaseException) -> bool:
     if group.failed:
         return True
     group.own_message = _message(error)
+    _put(group, ALIVE)  # one that fails alike may ask when this one has left
     text = _with_cause(group, group.own_message)
     if text == group.own_message and not isinstance(error, ConfigError | KeyboardInterrupt):
         traceback.print_exception(error)

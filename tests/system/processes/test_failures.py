@@ -66,6 +66,12 @@ def main(argv):
                 raise ConfigError("a row has no answer; give it one")
         if own == who and what == "config":
             raise ConfigError("a row has no answer; give it one")
+        if what == "alike":
+            if own == who:  # it leaves before its listener looks again
+                processes._groups[0].finished.set()
+                processes._groups[0].listener.join()
+            processes.gather(None)
+            raise ConfigError("a row has no answer; give it one")
         if own == who and what == "bug":
             raise KeyError("answer")
         if own == who and what == "kill":
@@ -155,6 +161,14 @@ def test_processes_join_and_agree_on_a_failure(together):
     for (line,) in errors(ended):
         assert line.startswith("error: process 1 (") and line.endswith("): a row has no answer; give it one")
     assert "Traceback" not in ended[0].err + ended[1].err
+
+
+@pytest.mark.slow
+def test_processes_that_fail_alike_are_not_taken_for_lost(together):
+    """Where each finds the same fault by itself, the one that is slower does not wait for an answer of the other."""
+    ended = together(2, *script("alike", 1))
+    assert [process.code for process in ended] == [2, 2], ended[0].err + ended[1].err
+    assert all(len(lines) == 1 and "a row has no answer" in lines[0] for lines in errors(ended)), errors(ended)
 
 
 @pytest.mark.slow
