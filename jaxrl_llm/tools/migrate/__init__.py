@@ -98,8 +98,10 @@ def _fault(source: Source, options: Options, error: ConfigError) -> str | None:
         ]
         return min(found, default=len(message))
 
-    progress = None
-    for key in sorted(source.settings, key=place):
+    progress, places = None, {key: place(key) for key in source.settings}
+    for key in sorted(source.settings, key=places.__getitem__):
+        if progress is not None and places[key] == len(message):  # of the others the message says nothing
+            break
         result, other = _converted(source.without(key), options)
         if result is not None:
             return key

@@ -38,10 +38,10 @@ def convert(source: Source, options: Options) -> Draft:
             name = rest if rest.startswith(OPTIMIZER) else f"model.{rest}"
         if not OPEN.search(str(value)):
             named[name] = (key, value)
-    draft = Draft(
-        source, f"{trainer.upper()}, from FILE of OpenRLHF; what that leaves out is as in OpenRLHF 0.11.",
-        RULES[trainer], named,
-    )  # fmt: skip
+    _, kind = named.get("algo.advantage.estimator", ("", "gae")) if trainer == "ppo" else ("", trainer)
+    kind = "ppo" if kind == "gae" else kind
+    title = f"{str(kind).upper()}, from FILE of OpenRLHF; what that leaves out is as in OpenRLHF 0.11."
+    draft = Draft(source, title, RULES[trainer], named)
     draft.names = {key: f"actor.{key}" for key in RULES[trainer] if trainer == "ppo" and key.startswith(OPTIMIZER)} | {
         key: key.replace("model.", "actor.", 1) for key in RULES[trainer] if trainer == "ppo" and key[:6] == "model."
     } | draft.names  # fmt: skip
