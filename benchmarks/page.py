@@ -180,7 +180,8 @@ HEAD = """# Results
 
 What every configuration of `configs/` reaches on the embedded model, written by `python -m benchmarks.results` from
 benchmarks/results/ ({machines}; fp32). Seconds are of the whole command: start, compilation, evaluations, checkpoints
-and export. Runs with seed 0 shared their two cores with other processes, so their seconds do not compare algorithms.
+and export. Runs with seed 0, and all of `online_dpo`, shared their two cores with other processes, so their seconds do
+not compare algorithms.
 """
 ONLINE = """
 ## Online algorithms on the embedded model and task
