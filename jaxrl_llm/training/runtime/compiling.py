@@ -44,8 +44,8 @@ class CompileStatus:
         jax.monitoring.unregister_scalar_listener(self._begin)
         jax.monitoring.unregister_event_duration_listener(self._end)
         with self._lock:  # other threads may still compile
-            for _, timer in self._running.values():
-                timer.cancel()
+            for began_and_timer in self._running.values():
+                began_and_timer[1].cancel()
 
     def _begin(self, event: str, value: float, **facts: Any) -> None:
         if event != EVENT:
