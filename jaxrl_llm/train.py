@@ -305,7 +305,7 @@ def _start(
         stack.enter_context(start_learners(rendezvous_of(config)))
     stack.enter_context(jax.set_mesh(mesh))
     checkpoints = stack.enter_context(Checkpoints(kept.folder, kept.keep))
-    start, told = loaded_once(config, checkpoints)
+    start, lines = loaded_once(config, checkpoints)
     changes = changes_to(start, given, checkpoints)
     closing = stack.enter_context(contextlib.ExitStack())
     stack.enter_context(processes.reporting())
@@ -337,7 +337,7 @@ def _start(
             f"all {config.total_steps} steps of the run in {folder} are done; nothing is trained: raise total_steps, "
             "or set another output_dir or checkpoint.resume=never to train anew"
         )
-    log.warn([*told, *warnings, *problems, *run.warnings])
+    log.warn([*lines, *warnings, *problems, *run.warnings])
     for note in run.notes:
         logger.note(note)
     hooks.note = logger.note

@@ -149,7 +149,7 @@ def _uld(config: ConfigDict, online: bool) -> Iterator[str]:
             f"{weights[0]} is {teacher.uld_matched_weight} and {weights[1]} is {teacher.uld_unmatched_weight}: set "
             "both, or neither for the share of the teacher's vocabulary that is in both"
         )
-    elsewhere = {
+    conflicts = {
         "teacher.context": teacher.context != "none",
         "algorithm.replay_groups": c.replay_groups,
         "algorithm.aggregation": online and c.aggregation == "rollout_token",
@@ -158,7 +158,7 @@ def _uld(config: ConfigDict, online: bool) -> Iterator[str]:
         "rollout.staleness": online and config.rollout.staleness,
         "rollout.processes": online and config.rollout.processes,
     }
-    for key, value in (*met(config, elsewhere), *(changed(config, ENVIRONMENTS) if online else ())):
+    for key, value in (*met(config, conflicts), *(changed(config, ENVIRONMENTS) if online else ())):
         yield (
             f"teacher.form is uld, but {key} is {value!r}: a teacher with another tokenizer reads the text of one "
             "sampled or given answer behind a prompt, in this step, and its spans are counted anew; leave out one of "
@@ -228,13 +228,13 @@ def _teacher_context(config: ConfigDict) -> Iterator[str]:
                 "teacher.context, or leave it out"
             )
         return
-    elsewhere = {
+    conflicts = {
         "algorithm.name": config.algorithm.name in OFFLINE,
         "algorithm.replay_groups": bool(config.algorithm.replay_groups) and teacher.form == "divergence",
         "teacher.others": bool(teacher.others),
         "teacher.on_policy": teacher.on_policy < 1,
     }
-    for key, value in (*met(config, elsewhere), *changed(config, ENVIRONMENTS)):
+    for key, value in (*met(config, conflicts), *changed(config, ENVIRONMENTS)):
         yield (
             f"teacher.context is {context}, but {key} is {value!r}: a context is of one sampled answer to a prompt of "
             "this step, and of one teacher; leave out one of the two"

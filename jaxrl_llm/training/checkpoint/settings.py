@@ -129,20 +129,20 @@ def start_record(folder: Path, config: ConfigDict, changes: Changes, step: int |
 
     With changes the former config.json goes to config_history/. A line tells where that one cannot be read.
     """
-    told: list[str] = []
+    lines: list[str] = []
     if step is None:
         shutil.rmtree(folder / HISTORY, ignore_errors=True)  # of a run that this one takes the place of
     elif changes:
-        told = _keep_former(folder, changes, step)
+        lines = _keep_former(folder, changes, step)
     else:
         try:
             _recorded(folder)
         except ConfigError as error:
-            told = [f"{error}: whether the settings are those that the run had is not checked"]
+            lines = [f"{error}: whether the settings are those that the run had is not checked"]
     unfinished = folder / f".{CONFIG}.part"
     unfinished.write_text(to_json(config), encoding="utf-8")  # a kill, or a full disk, leaves the former one as it was
     unfinished.replace(folder / CONFIG)
-    return told
+    return lines
 
 
 def _recorded(folder: Path) -> ConfigDict:

@@ -226,14 +226,14 @@ def stderr_console() -> Console:
 class _Stream(io.FileIO):
     """A standard stream that drops what cannot be written, and says so once, on the other one."""
 
-    told = False  # of either
+    warned = False  # of either
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if not _Stream.told:
-                _Stream.told = True
+            if not _Stream.warned:
+                _Stream.warned = True
                 name, other = ("error", sys.stdout) if self.fileno() == 2 else ("output", sys.stderr)
                 print(
                     f"warning: standard {name} cannot be written ({error.strerror}): the run goes on, and lines are "

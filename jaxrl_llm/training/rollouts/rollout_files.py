@@ -87,7 +87,7 @@ def write_file(
     """
     parts = [parts] if isinstance(parts, bytes) else parts
     header = {**header, "parts": [[len(part), hashlib.sha256(part).hexdigest()] for part in parts]}
-    temporary, began, told = path.with_name(f".{path.name}.{OWN}"), time.monotonic(), False
+    temporary, began, warned = path.with_name(f".{path.name}.{OWN}"), time.monotonic(), False
     while True:
         try:
             with temporary.open("wb") as file:
@@ -106,9 +106,9 @@ def write_file(
                 raise ConfigError(
                     f"{path} cannot be written: {error.strerror}; make room, or set another output_dir"
                 ) from error
-            if not told:
+            if not warned:
                 log.warning("%s cannot be written: %s; waiting %.0f s for room", path, error.strerror, wait_seconds)
-            told = True
+            warned = True
             time.sleep(min(left, ROOM_SECONDS))
 
 
@@ -317,7 +317,7 @@ class FileQueue:
                     if path.is_dir():
                         shutil.rmtree(path, ignore_errors=True)  # of an earlier start
                 self._folder.mkdir()
-                self._tell()
+                self._write_jobs()
                 start = {"folder": self._folder.name, "settings": self._facts, "shares": RowGroup.of(self._mesh).count}
                 start["learner"] = read_facts(self._rendezvous.folder / LEARNER)["process"]
                 write_file(self._rendezvous.folder / START, start)
@@ -330,12 +330,12 @@ class FileQueue:
             return
         code = 0 if error is None else exit_code(error)
         with contextlib.suppress(OSError):  # the error itself is shown, and samplers see that the learners are silent
-            self._tell(0.0, end={"code": code, "error": "" if error is None else str(error)})
+            self._write_jobs(0.0, end={"code": code, "error": "" if error is None else str(error)})
             for path in self._folder.iterdir():
                 if path.name != JOBS:
                     path.unlink(missing_ok=True)
             for path in self._rendezvous.folder.glob("sampler_*.json"):
-                if "error" in read_facts(path):  # it is told
+                if "error" in read_facts(path):  # it has been shown
                     path.unlink(missing_ok=True)
 
     def take(self, produce: Produce, params: Params, version: int, key) -> tuple[Rollouts, dict[str, Any]]:
@@ -364,7 +364,7 @@ class FileQueue:
             gone = self._policies[: max(wholes, default=0)]  # none of a queue that a checkpoint filled
             self._policies = self._policies[len(gone) :]
             with writing(self._folder):
-                self._tell(taken=step)  # before the files go: a new sampler makes no such batch
+                self._write_jobs(taken=step)  # before the files go: a new sampler makes no such batch
             for path in (self._path(step), *(path for _, path, _ in gone)):
                 path.unlink(missing_ok=True)
         metrics |= {"rollout/age": np.float32(version - rollouts.version), "rollout/queue": np.float32(ready)}
@@ -387,7 +387,7 @@ class FileQueue:
     def _path(self, step: int) -> Path:
         return self._folder / f"batch_{step:08d}"
 
-    def _tell(self, wait_seconds: float | None = None, **facts: Any) -> None:
+    def _write_jobs(self, wait_seconds: float | None = None, **facts: Any) -> None:
         """Write the facts, beside those of earlier calls, and the names of the policies to where samplers look."""
         self._jobs |= {**facts, "policies": [path.name for _, path, _ in self._policies]}
         waits = self._rendezvous.silence_seconds if wait_seconds is None else wait_seconds
@@ -414,7 +414,7 @@ class FileQueue:
                 write_file(path, facts, payload, self._rendezvous.silence_seconds)
                 self._policies.append((last, path, base))
                 self._written, self._asked = (path.name, arrays), self._asked + 1
-                self._tell()
+                self._write_jobs()
         for step in range(first, last + 1):
             next(self._pipeline)
             self._queue.append(step)

@@ -113,7 +113,7 @@ class RunLock:
         holder = _holder(text)
         alive = _is_alive(holder)
         if alive is None and not self._is_old():
-            _tell(f"{self.path} is held by {_name(holder)}; waiting {WATCH_SECONDS:g} s for a sign of life")
+            _warn(f"{self.path} is held by {_name(holder)}; waiting {WATCH_SECONDS:g} s for a sign of life")
             alive = _changes(self._read, text)
         if alive:
             raise ConfigError(
@@ -121,7 +121,7 @@ class RunLock:
                 f"it, or set another {self.setting}"
             )
         if self._remove(text):
-            _tell(f"{self.folder} was left locked by {_name(holder)}, which is gone; this {self.what} takes it over")
+            _warn(f"{self.folder} was left locked by {_name(holder)}, which is gone; this {self.what} takes it over")
 
     def _is_old(self) -> bool:
         """True when the last beat is older than OLD_SECONDS by the clock of the file system itself."""
@@ -237,5 +237,5 @@ def _name(holder: dict[str, Any]) -> str:
     return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
 
 
-def _tell(message: str) -> None:
+def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)

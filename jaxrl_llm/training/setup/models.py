@@ -150,9 +150,9 @@ def build_critic(config, policy: Model, mesh: Mesh, given: Model | None = None) 
     if config.critic.shared:
         return shared_critic(policy, jax.random.fold_in(jax.random.key(config.seed), VALUE_HEAD), mesh)
     own = critic_config(config)
-    elsewhere = config.critic.path is not None
-    tokenizer, given = (None, None) if elsewhere else (policy.tokenizer, given)
-    key = "critic.path" if elsewhere else "model.path"
+    has_path = config.critic.path is not None
+    tokenizer, given = (None, None) if has_path else (policy.tokenizer, given)
+    key = "critic.path" if has_path else "model.path"
     try:
         critic = build_model(own, mesh, "score", tokenizer, given)
     except ConfigError as error:

@@ -104,8 +104,8 @@ def health_spec(config) -> HealthSpec:
 
 def peak_of(config, mesh: Mesh) -> float:
     """The operations a second of all devices of a mesh at their peak; 0 where it is not known."""
-    told = config.logging.peak_tflops
-    return mesh.size * (peak_flops(mesh.devices.flat[0]) if told is None else told * 1e12)
+    tflops = config.logging.peak_tflops
+    return mesh.size * (peak_flops(mesh.devices.flat[0]) if tflops is None else tflops * 1e12)
 
 
 def checkpoint_spec(config, run: str | Path | None = None) -> CheckpointSpec:

@@ -140,18 +140,18 @@ def _check_frozen(config, given: Given, run: Run, folder: Any) -> list[str]:
 
     Raises ConfigError where they do not.
     """
-    names, told = (*OF_FROZEN, *(OF_FROZEN_CRITIC if run.frozen.critic else ())), []
+    names, lines = (*OF_FROZEN, *(OF_FROZEN_CRITIC if run.frozen.critic else ())), []
     with processes.all_or_none():
         if jax.process_index() == 0 and (run.frozen.params or run.frozen.critic):
             accepted = tuple(config.checkpoint.accept_changes)
-            told, former = check_frozen(folder, config, names, accepted), given_to(folder).get("model")
+            lines, former = check_frozen(folder, config, names, accepted), given_to(folder).get("model")
             if former is not None and given.model is None and "model.path" not in accepted:
                 raise ConfigError(
                     f"the run in {folder} was given its model in memory ({former}), and what it trained beside that "
                     f"does not belong to model.path = {config.model.path!r}: give it again, train(config, model=...), "
                     "or write its model to a folder (python -m jaxrl_llm export) and train from that with model.path"
                 )
-    return told
+    return lines
 
 
 def _is_own(start: str, checkpoints: Checkpoints) -> bool:

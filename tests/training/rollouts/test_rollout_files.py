@@ -316,7 +316,7 @@ def test_a_sampler_that_is_started_again(tmp_path, monkeypatch, taken):
     def find_and_take(folder, *place):
         found = find(folder, *place)
         if taken and found is not None:  # after the first look
-            queue._tell(taken=1)
+            queue._write_jobs(taken=1)
             (queue._folder / batch).unlink(missing_ok=True)
         if found is not None:
             found_one.set()
@@ -326,7 +326,7 @@ def test_a_sampler_that_is_started_again(tmp_path, monkeypatch, taken):
     with start_learners(rendezvous), queue, jax.set_mesh(MESH):
         queue._policies.append((1, queue._folder / "policy_00000000_00000001_00000001", ""))
         write_file(queue._folder / batch, {"version": 0, "seconds": {}}, pack([rollouts_of(1, 0)]).tobytes())
-        queue._tell()
+        queue._write_jobs()
         done = in_thread(lambda: sampler._sample(config, 0, rendezvous, sign), "sampler")
         assert found_one.wait(20)
         if not taken:
