@@ -19,6 +19,7 @@ from jaxrl_llm.config import ConfigDict, default
 from jaxrl_llm.distributed.host_memory import return_memory
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.training.online import OnlineSource
+from jaxrl_llm.training.runtime.compiling import CompileStatus
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.run import Run, build
 from jaxrl_llm.training.update import merge_frozen
@@ -176,11 +177,12 @@ def main(argv: list[str]) -> None:
     stops = tuple(map(int, lengths(job.shape))) if is_geometric(job.case) else ()
     with jax.set_mesh(mesh := build_mesh(config)):
         parts = parts_of(config, mesh, data_of(job), stops)
-        if job.case.startswith("rollout"):
-            report(rollout(job, config, parts, meter))
-        else:
-            meter.measure(Stepper(config, parts))
-            report(meter.summary())
+        with CompileStatus(lambda text, began: None, lambda text: None, parts.stopwatch):
+            if job.case.startswith("rollout"):
+                report(rollout(job, config, parts, meter))
+            else:
+                meter.measure(Stepper(config, parts))
+                report(meter.summary())
 
 
 if __name__ == "__main__":

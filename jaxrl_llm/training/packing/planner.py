@@ -24,7 +24,7 @@ from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.packing.layout import Sizes, longest_item, needs, plan
 
 # Packed tokens of a micro-batch in a shard, where nothing says how many: enough for matmuls at full speed.
-FEWEST_TOKENS = {"cpu": 1024}
+FEWEST_TOKENS = {"cpu": 512}
 FEWEST_TOKENS_ACCELERATOR = 8192
 MICROBATCHES = 8  # that a batch is split into where they stay larger than that; the last one is not full
 MICROBATCHES_ACCELERATOR = 3  # there, where memory allows: each gathers the parameters and adds to all gradients

@@ -6,6 +6,7 @@ import time
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.distributed.host_memory import return_memory
 from jaxrl_llm.serving.queue import THREAD
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.runtime import compiling
@@ -13,8 +14,10 @@ from jaxrl_llm.training.runtime.compiling import CompileStatus
 
 
 def test_what_is_compiled_is_shown(monkeypatch):
-    shown, notes = [], []
+    shown, notes, returned = [], [], []
     monkeypatch.setattr(compiling, "LONG", 0.0)
+    monkeypatch.setattr(compiling, "HEAVY", 0.0)
+    monkeypatch.setattr(compiling, "return_memory", lambda: returned.append(return_memory()))
 
     def slowly(x):
         return jnp.sort(jnp.cos(x)) @ x
@@ -22,6 +25,7 @@ def test_what_is_compiled_is_shown(monkeypatch):
     watch = Stopwatch()
     with CompileStatus(lambda text, began: shown.append((text, began)), notes.append, watch), watch("update"):
         jax.jit(slowly)(jnp.ones(7))
+    assert returned  # what the compiler needed
     jax.jit(lambda x: x + 1)(jnp.ones(9))
     texts, began = zip(*shown, strict=True)
     assert "compiling slowly" in texts and texts[-1] == ""
