@@ -42,9 +42,11 @@ def convert(source: Source, options: Options) -> Draft:
     kind = "ppo" if kind == "gae" else kind
     title = f"{str(kind).upper()}, from FILE of OpenRLHF; what that leaves out is as in OpenRLHF 0.11."
     draft = Draft(source, title, RULES[trainer], named)
-    draft.names = {key: f"actor.{key}" for key in RULES[trainer] if trainer == "ppo" and key.startswith(OPTIMIZER)} | {
-        key: key.replace("model.", "actor.", 1) for key in RULES[trainer] if trainer == "ppo" and key[:6] == "model."
-    } | draft.names  # fmt: skip
+    for key in RULES[trainer] if trainer == "ppo" else ():  # what belongs to the actor is named after it there
+        if key.startswith(OPTIMIZER):
+            draft.names.setdefault(key, f"actor.{key}")
+        elif key.startswith("model."):
+            draft.names.setdefault(key, f"actor.{key.removeprefix('model.')}")
     draft.companion = options.companion
     draft.set("algorithm.name", "ppo" if draft.get("algo.advantage.estimator") == "gae" else KINDS[trainer])
     devices = _model(draft, options)
