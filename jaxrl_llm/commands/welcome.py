@@ -22,7 +22,7 @@ COMMANDS = {
     "plan": "Plan the memory, time and traffic of a run on devices that are not at hand.",
     "verify": "Verify that the numbers of a run do not depend on how they are computed.",
     "report": "Write an HTML page of one or several runs.",
-    "migrate": "Convert a configuration of TRL, verl, axolotl or Harmony.",
+    "migrate": "Convert a configuration of another library to a config file.",
 }
 
 

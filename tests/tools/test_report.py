@@ -206,7 +206,7 @@ def test_the_page_says_where_a_run_comes_from(tmp_path, monkeypatch):
     first, second = curves["runs"][0]["starts"]
     assert (first["step"], second["step"]) == (0, 3)
     assert first["command"] == "python -m jaxrl_llm.train '--url=http://***@host/x' 'a b'"
-    assert first.keys() == {"time", "step", "host", "devices", "command", "commit", "versions"}
+    assert first.keys() == {"time", "step", "host", "devices", "folder", "command", "commit", "versions"}
     assert second["versions"].keys() == {"jaxrl_llm", "jax", "jaxlib", "python"} and "1 cpu" in second["devices"]
     write_start(run, None)
     assert len(read_runs([run])[0].starts) == 1, "a run that starts anew has no past"
