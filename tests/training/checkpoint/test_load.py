@@ -144,7 +144,7 @@ def test_a_load_is_done_once(whole, tmp_path, capsys):
     ended = vector(state_of(config.output_dir, 4))
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
     capsys.readouterr()
-    assert [own["step"] for own in jaxrl_llm.train(config, ROWS).metrics] == [4]
+    assert [own["step"] for own in jaxrl_llm.train(config, ROWS).metrics] == [3, 4]
     err = capsys.readouterr().err
     assert "was done by an earlier start: the run goes on from the checkpoint of step 3" in err and "begins" not in err
     np.testing.assert_array_equal(vector(state_of(config.output_dir, 4)), ended)
@@ -163,7 +163,8 @@ def test_weights_alone_are_loaded_once(whole, tmp_path):
     jaxrl_llm.train(config, ROWS)
     ended = vector(state_of(config.output_dir, 2))
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
-    assert [own["step"] for own in jaxrl_llm.train(config, ROWS).metrics] == [2]
+    assert [own["step"] for own in jaxrl_llm.train(config, ROWS).metrics] == [1, 2]
+    assert [start["step"] for start in json.loads((tmp_path / "run" / "starts.json").read_text())] == [0, 1]
     np.testing.assert_array_equal(vector(state_of(config.output_dir, 2)), ended)
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())
     assert recorded["checkpoint"]["load"] == ["model"]  # the command's own settings
@@ -177,7 +178,7 @@ def test_another_runs_checkpoint_is_loaded_once(whole, tmp_path, capsys):
     config.checkpoint.resume = str(whole.output_dir / "checkpoints" / "2")
     assert [own["step"] for own in jaxrl_llm.train(config, ROWS).metrics] == [3]
     config.average.every = 0
-    assert jaxrl_llm.train(config, ROWS).metrics == []
+    assert [own["step"] for own in jaxrl_llm.train(config, ROWS).metrics] == [3]
     err = capsys.readouterr().err
     assert "was done by an earlier start: the run goes on from the checkpoint of step 3" in err
     assert "checkpoints/3 holds average, which is left, as this run has none" in err and "deleting" not in err
