@@ -119,7 +119,7 @@ def test_a_critic_without_adapters_has_no_quantised_experts(net, params, tmp_pat
 
 
 @pytest.mark.slow
-def test_experts_that_quantisation_and_adapters_leave_out_are_named_at_the_start(net, params, tmp_path, root):
+def test_experts_that_quantisation_and_adapters_leave_out_are_named_at_the_start(net, params, tmp_path, root, monkeypatch):
     """With their bytes: 2 layers x 4 experts x 3 matrices of 16 x 12 numbers are 18,432 bytes in float32."""
     write_model(net, params, tmp_path / "model", root)
     mesh = make_mesh(devices=jax.devices()[:1])
@@ -151,9 +151,13 @@ def test_experts_that_quantisation_and_adapters_leave_out_are_named_at_the_start
         model = build_model(config, mesh)
     with pytest.raises(ConfigError, match=r"model.quantize_experts is nf4 \(experts alone\), and quantised mat"):
         check_trainable(config, model)
-    config = configured("grpo", rollout__weights_dtype="int8", model__qat="int8")
-    with jax.set_mesh(mesh):
-        (line,) = experts_left_out(config, build_model(config, mesh))
+    for settings in ({"model__qat": "int8"}, {}):  # the sampler has the experts in 8 bits too
+        config = configured("grpo", rollout__weights_dtype="int8", **settings)
+        with jax.set_mesh(mesh):
+            assert experts_left_out(config, model := build_model(config, mesh)) == []
+    with monkeypatch.context() as on_tpu:
+        on_tpu.setattr(jax, "default_backend", lambda: "tpu")  # there it has not
+        (line,) = experts_left_out(config, model)
     assert "rollout.weights_dtype = 'int8' leaves the experts in float32: 1.84e-05 GB" in line
 
 
