@@ -27,8 +27,8 @@ from jaxrl_llm.models.files.hf import EMBEDDED, load_tokenizer
 from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.tools.migrate import migrate
 from jaxrl_llm.tools.migrate.documentation import page
-from jaxrl_llm.tools.migrate.reading import parsed
 from jaxrl_llm.tools.migrate.table import defaults, find, names, table
+from jaxrl_llm.tools.migrate.trees import parsed
 from jaxrl_llm.training.advantages import advantage_rule
 from jaxrl_llm.training.optimizers import learning_rate_schedule
 from jaxrl_llm.training.setup.objectives import policy_loss, preference_spec

@@ -95,4 +95,5 @@ def test_a_run_with_the_rule_and_its_resume(root, tmp_path):
     width = first.model.net.config.width
     assert first.metrics[-1]["lr"] == pytest.approx(rule(first.model.hf_config["model_type"], width, adapters=True))
     steps = 2
-    assert [line["step"] for line in run().metrics] == [2]
+    second = run()
+    assert [line["step"] for line in second.metrics] == [1, 2] and second.metrics[0] == first.metrics[0]
