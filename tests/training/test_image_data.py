@@ -29,7 +29,7 @@ OPTIONS = {  # with which an image is fewer tokens; those of the others are "max
     "aya_vision": "max_patches=1", "cohere2_vision": "max_patches=1", "glm4v_moe": "max_pixels=256",
     "pixtral": "longest_edge=16", "gemma4": "max_soft_tokens=70", "lfm2_vl": "max_tiles=2",
     "gemma4_unified": "max_soft_tokens=70", "glm46v": "max_pixels=256", "glm_ocr": "max_pixels=256",
-    "ovis2": "max_patches=1",
+    "ovis2": "max_patches=1", "kimi_k25": "max_patches=4", "lighton_ocr": "longest_edge=16",
 }  # fmt: skip
 PICTURES, UNLIKE = ([picture(*size, first + seed) for seed, size in enumerate(SIZES)] for first in (0, 9))
 
