@@ -74,6 +74,8 @@ class EarlyStopping:
     def look(self, moment: Moment) -> str | None:
         """Returns "stop" once the metric has not improved for `patience` values in a row."""
         if self.metric not in moment.metrics:
+            if self.best is not None or self.waited:
+                return None  # some metrics are of some steps alone
             names = sorted(name for name in moment.metrics if name.startswith("eval/") or self.on_step)
             raise ConfigError(
                 f"there is no metric {self.metric!r}; the closest is {closest(self.metric, names)}, of "
@@ -102,7 +104,7 @@ def early_stopping(metric: str, patience: int = 3, min_delta: float = 0.0, mode:
     Better is greater (mode "max") or smaller ("min") by more than `min_delta`; a value that is not a number is not.
     A metric `eval/...` is read after every evaluation, the one before training too; any other after every step.
     Raises ConfigError for a patience below 1, a negative min_delta or another mode, and, at the first reading, when
-    there is no such metric.
+    there is no such metric; later readings without it count for nothing.
     """
     if patience < 1 or min_delta < 0 or mode not in ("max", "min"):
         raise ConfigError(

@@ -322,7 +322,7 @@ def test_names_and_a_file_of_ones_own(tmp_path):
 def steps_until_stop(values, **options):
     callback = early_stopping("x", **options)
     for number, value in enumerate(values, 1):
-        if callback.look(SimpleNamespace(metrics={"x": value})) == "stop":
+        if callback.look(SimpleNamespace(metrics={} if value is None else {"x": value})) == "stop":
             return number
     return None
 
@@ -337,6 +337,7 @@ def steps_until_stop(values, **options):
         ([1.0, 1.05, 1.2, 1.25], {"patience": 2, "min_delta": 0.1}, None),
         ([float("nan"), float("nan")], {"patience": 2}, 2),
         ([1, float("nan"), 2, 1, 1], {"patience": 2}, 5),
+        ([1, None, 1, None, 1], {"patience": 2}, 5),  # a metric that some steps do not have
     ],
 )
 def test_patience(values, options, stop):
