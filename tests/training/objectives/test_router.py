@@ -119,7 +119,9 @@ def test_a_critic_without_adapters_has_no_quantised_experts(net, params, tmp_pat
 
 
 @pytest.mark.slow
-def test_experts_that_quantisation_and_adapters_leave_out_are_named_at_the_start(net, params, tmp_path, root, monkeypatch):
+def test_experts_that_fewer_bits_and_adapters_leave_out_are_named_at_the_start(
+    net, params, tmp_path, root, monkeypatch
+):
     """With their bytes: 2 layers x 4 experts x 3 matrices of 16 x 12 numbers are 18,432 bytes in float32."""
     write_model(net, params, tmp_path / "model", root)
     mesh = make_mesh(devices=jax.devices()[:1])
@@ -154,7 +156,8 @@ def test_experts_that_quantisation_and_adapters_leave_out_are_named_at_the_start
     for settings in ({"model__qat": "int8"}, {}):  # the sampler has the experts in 8 bits too
         config = configured("grpo", rollout__weights_dtype="int8", **settings)
         with jax.set_mesh(mesh):
-            assert experts_left_out(config, model := build_model(config, mesh)) == []
+            model = build_model(config, mesh)
+        assert experts_left_out(config, model) == []
     with monkeypatch.context() as on_tpu:
         on_tpu.setattr(jax, "default_backend", lambda: "tpu")  # there it has not
         (line,) = experts_left_out(config, model)
