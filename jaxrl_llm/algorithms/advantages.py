@@ -389,7 +389,7 @@ def gae(token_rewards, values, mask, gamma=1.0, lam: ArrayLike = 1.0) -> tuple[A
 
 
 def ppo_advantages(
-    token_rewards, values, mask, gamma=1.0, lam=0.95, whiten_rewards=False, whiten_advantages=True, ddof: int = 1,
+    token_rewards, values, mask, gamma=1.0, lam: ArrayLike = 0.95, whiten_rewards=False, whiten_advantages=True, ddof: int = 1,
     divide: bool = True, lam_critic=None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns PPO's advantages and value targets, `(advantages [N, T], returns [N, T])`: `gae`, then whitened.
@@ -422,9 +422,7 @@ def vapo_advantages(
     """
     length = as_mask(mask).sum(axis=1)
     lam = jnp.maximum(1.0 - 1.0 / (alpha * jnp.maximum(length, 1)), 0.0)
-    advantages, _ = gae(token_rewards, values, mask, gamma, lam)
-    _, returns = gae(token_rewards, values, mask, gamma, lam_critic)
-    return (whiten(advantages, mask) if whiten_advantages else advantages), returns
+    return ppo_advantages(token_rewards, values, mask, gamma, lam, False, whiten_advantages, lam_critic=lam_critic)
 
 
 def token_rewards(scores, mask, kl=None, beta=0.0) -> Array:
