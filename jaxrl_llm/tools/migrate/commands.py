@@ -83,11 +83,11 @@ def read_shell(text: str, path: str, system: str, trainer: str, companion: str) 
 
     if library == "llamafactory" and (file := beside(TREES)):
         pairs = (word.partition("=") for word in words if re.match(r"\w+=", word))
-        tree = load(file.read_text(encoding="utf-8"), str(file), file.suffix)
+        tree = load(file)
         tree |= {key: parsed(value) for key, _, value in pairs}
         return read_tree(tree, str(file), "llamafactory", trainer)._replace(checks=checks)
     if "axolotl" in line and (file := beside(TREES)):
-        source = read_tree(load(file.read_text(encoding="utf-8"), str(file), file.suffix), path, "axolotl", trainer)
+        source = read_tree(load(file), path, "axolotl", trainer)
         flags = read_flags([word for word in words if word != str(file)], path, trainer).settings
         return source._replace(settings={**source.settings, **flags}, checks=(*checks, *source.checks))
     source = read_flags(words, path, trainer)
@@ -166,7 +166,7 @@ def read_flags(words: Sequence[str], path: str, trainer: str, launched: bool = T
     if isinstance(more, str):
         file = Path(more) if Path(more).is_file() else Path(path).parent / more
         if file.is_file():
-            settings = {**load(file.read_text(encoding="utf-8"), str(file), ".yaml"), **settings}
+            settings = {**load(file, kind=".yaml"), **settings}
         else:
             checks = (f"the command reads --config {more}, which is not there: its keys are missing",)
     if isinstance(settings.get("reward_funcs"), str):
@@ -198,7 +198,7 @@ def _read_tunix(words: Sequence[str], path: str, trainer: str, checks: tuple[str
         file, tree = _found(name, path), {}
         shipped = name.endswith(("base_config.yaml", "base_agentic_config.yaml"))  # whose values are the defaults
         if file and not shipped:
-            tree = flat(load(file.read_text(encoding="utf-8"), str(file), file.suffix))
+            tree = flat(load(file))
         elif name and not shipped:
             checks = (*checks, f"the command reads {name}, which is not there: its keys are missing")
         trees.append(tree)

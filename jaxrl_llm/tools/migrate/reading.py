@@ -30,9 +30,10 @@ def read(path: str, system: str = "auto", trainer: str = "", companion: str = "f
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(f"there is no file {path} (looked in {Path.cwd()})")
-    kind, text = file.suffix.lower(), file.read_text(encoding="utf-8")
+    kind = file.suffix.lower()
+    text = "" if kind in TREES else file.read_text(encoding="utf-8")
     if kind in TREES:
-        tree = load(text, path, kind)
+        tree = load(file, path)
         parents = tree.get("defaults")  # of NeMo-RL a file, of Hydra a list of groups
         if system == "nemo-rl" or (system == "auto" and isinstance(parents, str)):
             settings, notes = inherited(file)

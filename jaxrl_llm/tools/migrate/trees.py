@@ -35,8 +35,12 @@ WHOLE = (
 )  # fmt: skip
 
 
-def load(text: str, path: str, kind: str) -> dict[str, Any]:
-    """Return the keys of a file's text, JSON where `kind` is .json; raises ConfigError, with `path`, for another."""
+def load(file: Path, path: str = "", kind: str = "") -> dict[str, Any]:
+    """Return the keys of a file, of JSON where its suffix, or `kind`, says so; raises ConfigError for another content.
+
+    The error names the file as `path`, if that is given.
+    """
+    text, path, kind = file.read_text(encoding="utf-8"), path or str(file), kind or file.suffix.lower()
     try:
         tree = json.loads(text) if kind == ".json" else yaml.safe_load(text)
     except (json.JSONDecodeError, yaml.YAMLError) as error:
@@ -161,7 +165,7 @@ def inherited(file: Path, overrides: Mapping[str, Any] | None = None) -> tuple[d
     """
     layers, notes = [dict(overrides or {})], []
     while file.is_file():
-        tree = load(file.read_text(encoding="utf-8"), str(file), file.suffix)
+        tree = load(file)
         parent = tree.pop("defaults", None)
         layers.append(flat(tree))
         if not isinstance(parent, str):
