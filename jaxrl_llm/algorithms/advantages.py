@@ -389,8 +389,8 @@ def gae(token_rewards, values, mask, gamma=1.0, lam: ArrayLike = 1.0) -> tuple[A
 
 
 def ppo_advantages(
-    token_rewards, values, mask, gamma=1.0, lam: ArrayLike = 0.95, whiten_rewards=False, whiten_advantages=True, ddof: int = 1,
-    divide: bool = True, lam_critic=None,
+    token_rewards, values, mask, gamma=1.0, lam: ArrayLike = 0.95, whiten_rewards=False, whiten_advantages=True,
+    ddof: int = 1, divide: bool = True, lam_critic=None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns PPO's advantages and value targets, `(advantages [N, T], returns [N, T])`: `gae`, then whitened.
 
