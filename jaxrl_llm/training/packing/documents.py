@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.data.tokenize import pieces
 
 MaskedIds = tuple[Sequence[int], Sequence[float]]  # token ids and loss mask of a document
 
@@ -25,10 +26,7 @@ def packed_rows(rows: Sequence[Mapping[str, Any]], capacity: int, strategy: str)
         )
     ids = np.concatenate([np.asarray(row["ids"], np.int32) for row in rows]) if rows else np.zeros(0, np.int32)
     mask = np.concatenate([np.asarray(row["mask"], np.float32) for row in rows]) if rows else ids
-    return [
-        [{"ids": ids[start : start + capacity], "mask": mask[start : start + capacity]}]
-        for start in range(0, len(ids), capacity)
-    ]
+    return [[piece] for piece in pieces({"ids": ids, "mask": mask}, capacity)]
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
