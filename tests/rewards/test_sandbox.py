@@ -214,6 +214,32 @@ def test_other_processes_cannot_be_killed():
         victim.wait()
 
 
+def test_a_signal_to_the_process_above_is_no_failure_of_the_sandbox():
+    """Which would end the run: Python has a handler for SIGINT, so the first process of a namespace takes it."""
+    source = """
+    import os, signal, time
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for target in (os.getppid(), 1, -1):
+        try: os.kill(target, signal.SIGINT)
+        except OSError: pass
+    time.sleep(0.1)
+    print("here")
+    """
+    assert run(source).output == "here\n"
+
+
+@linux
+def test_a_file_system_of_its_own_that_cannot_be_made_is_a_wall_less(tmp_path, monkeypatch):
+    """As where pivot_root has another number, or the root is in memory: the program still finds its folder."""
+    needs("files namespace")
+    (jail := tmp_path / "jail.py").write_text(
+        sandbox.JAIL.read_text().replace("PIVOT_ROOT = {", "PIVOT_ROOT = {} and {")
+    )
+    monkeypatch.setattr(sandbox, "JAIL", jail)
+    finished = run("print(1)")
+    assert finished.output == "1\n" and "files namespace" not in finished.walls, finished.errors
+
+
 def test_the_status_pipe_cannot_be_forged():
     source = """
     import os

@@ -201,10 +201,11 @@ def own_root(settings: dict) -> bool:
         os.chdir(root)
         checked(libc.syscall(PIVOT_ROOT[os.uname().machine], b".", b"."))
         checked(libc.umount2(b".", MNT_DETACH))
+        return True
     except (OSError, KeyError):
         return False
-    os.chdir(folder)
-    return True
+    finally:
+        os.chdir(folder)
 
 
 def show(root: str, path: str) -> None:
@@ -449,6 +450,8 @@ def _children(processes: int) -> list[int]:
 def supervise(settings: dict) -> None:
     """Run the program, and its tests, and report the end; none of the processes is left when this returns."""
     up, processes, private = ["bubblewrap"] if settings["bubblewrap"] else [], None, []
+    # A program may send signals to the first process of its namespace, which takes those that it has a handler for.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.umask(0o022)
     if sys.platform == "linux":
         prctl(PR_SET_CHILD_SUBREAPER, 1)
