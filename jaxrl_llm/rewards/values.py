@@ -37,10 +37,10 @@ SHORT_UNITS = (
     "MHz|GHz|kW|kWh|Pa|kPa|mol|KB|MB|GB|Nm|N m"
 )
 _LETTER, _WORD = "[mgslhLJNKVW]", "[A-Za-z]{3,}"
-_RAISED = r"(?:\s?\^?\{?[23²³]\}?)?"
+_RAISED = r"(?![A-Za-z])(?:\s?\^?\{?[23²³]\}?)?"  # the end of a unit, and its power
 UNIT = re.compile(
-    rf"\s?(?:{_CURRENCY}|°\s?[CF]?|(?:(?:{SHORT_UNITS})|(?<=\s)(?:{_WORD}|{_LETTER}))\b{_RAISED}"
-    rf"(?:(?:\s?[/·]\s?(?:{_WORD}|{SHORT_UNITS}|{_LETTER})|\s(?:{_WORD}|{SHORT_UNITS}))\b{_RAISED}){{0,3}})"
+    rf"\s?(?:{_CURRENCY}|°\s?[CF]?|(?:(?:{SHORT_UNITS})|(?<=\s)(?:{_WORD}|{_LETTER})){_RAISED}"
+    rf"(?:(?:\s?[/·]\s?(?:{_WORD}|{SHORT_UNITS}|{_LETTER})|\s(?:{_WORD}|{SHORT_UNITS})){_RAISED}){{0,3}})"
 )
 # Words behind a number that make it another one, or one of several.
 NO_UNIT = re.compile(
@@ -48,6 +48,17 @@ NO_UNIT = re.compile(
     r"thousand)ths?|percent|mod|sqrt|sin|cos|tan|log|exp|factorial|squared|cubed|googol)\b",
     re.IGNORECASE,
 )
+# Units that have several names, which `quantity` writes in lower case and without a plural s.
+UNIT_NAMES = {
+    "degree": "°", "deg": "°", "second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h",
+    "meter": "m", "metre": "m", "millimeter": "mm", "centimeter": "cm", "kilometer": "km", "mile": "mi",
+    "inche": "in", "inch": "in", "foot": "ft", "feet": "ft", "yard": "yd",
+    "gram": "g", "milligram": "mg", "kilogram": "kg", "pound": "lb", "ounce": "oz",
+    "liter": "l", "litre": "l", "milliliter": "ml", "squaremeter": "m2", "squarecentimeter": "cm2",
+    "squareinch": "in2", "squareinche": "in2", "squarefoot": "ft2", "squarefeet": "ft2", "squaremile": "mi2",
+    "cubicmeter": "m3", "cubiccentimeter": "cm3", "cubicinche": "in3", "cubicfeet": "ft3",
+    "meterpersecond": "m/s", "kilometerperhour": "km/h", "kmh": "km/h", "kph": "km/h", "mileperhour": "mph",
+}  # fmt: skip
 HASHES = re.compile(r"####[\s*_`]*(?=[-+−–±(\\$€£¥₹]{0,4}\s?\\?[$€£¥₹]?[-−]?(?:\.?\d|[½⅓⅔¼¾]|d?frac))")
 # Behind a number in a sentence: another number after signs alone or after or, and, to; or more of an expression.
 SEVERAL = re.compile(r"[^\w(]*\d|\s?[*/^]|\s?(?:\\pi|π|\\sqrt|√)|(?>.*?\b(?:or|and|to)\b).*\d", re.DOTALL)
@@ -67,7 +78,8 @@ class Quantity(NamedTuple):
 
         A percent sign is a unit that may be left out, and 0.05 is 5% too.
         """
-        if self.unit and other.unit and self.unit != other.unit:
+        one, two = (UNIT_NAMES.get(unit, unit) for unit in (self.unit, other.unit))
+        if one and two and one != two:
             return False
         values = [self.value] + ([self.value / 100] if self.percent and not other.percent else [])
         wanted = [other.value] + ([other.value / 100] if other.percent and not self.percent else [])
@@ -83,6 +95,7 @@ def plain(text: str) -> str:
     text = text.translate(SIGNS).replace("{,}", ",")
     text = re.sub(r"(?<![^\s(=:])–(?=[$€£¥]?\.?\d)", "-", text)  # an en dash that can only be a sign
     text = re.sub(r"[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", _vulgar, text)
+    text = re.sub(r"(?<=\d)\s?per\s?cent\b", "%", text)
     if "\\" in text or "^" in text or "~" in text:
         text = re.sub(r"\\(?:left|right|displaystyle|boldsymbol)(?![A-Za-z])", "", text)
         words = r"text|textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mathsf|mbox|operatorname"
@@ -133,7 +146,8 @@ def quantity(text: str) -> Quantity | None:
     rest = rest.removesuffix(".")
     if number is None or (rest.strip() and (not UNIT.fullmatch(rest) or NO_UNIT.search(rest))):
         return None
-    return number._replace(unit=re.sub(r"[\s^{}]|s\b", "", rest.replace("²", "2").replace("³", "3")).lower())
+    unit = re.sub(r"[\s^{}]|(?<=[A-Za-z]{2})s\b", "", rest.replace("²", "2").replace("³", "3"))
+    return number._replace(unit=unit.lower())
 
 
 def leading_quantity(line: str) -> Quantity | None:

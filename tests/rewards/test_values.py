@@ -25,6 +25,9 @@ RIGHT = {
         (rf"so \boxed{{{box}}}.", answer) for box, answer in [
             ("\u22125", "-5"), ("+5", "5"), (r"5\%", "5"), (r"5\%", "5%"), (r"50\%", "0.5"), (r"\$5", "5"),
             ("5 cm", "5"), (r"\frac{1}{2}\text{ m}", "0.5"),
+            ("5 percent", "5%"), ("5 per cent", "0.05"), ("60 degrees", r"60^\circ"), ("5 meters", "5 m"),
+            ("2 hrs", "2 hours"), (r"7 \text{ square feet}", r"7\text{ ft}^2"), ("5 seconds", "5 s"),
+            ("3 meters per second", "3 m/s"), ("5 m/s²", "5 m/s^2"), ("5 cm²", "5 cm2"),
             ("5 kg m/s", "5"), ("5 N m", "5 Nm"), (r"5\text{ cm}^2", "5"), (r"5\,\text{cm}", "5 cm"),
             ("5 km/h", "5"), ("x = 5", "5"),
             ("x = 5", "x=5"), (r"\text{A}", "A"), (r"\textbf{(A)}", "A"), (r"\tfrac{1}{2}", "1/2"), (r"\frac12", "0.5"),
@@ -50,7 +53,8 @@ WRONG = {
     ],
     boxed_accuracy: [
         (rf"so \boxed{{{box}}}.", answer) for box, answer in [
-            ("5 cm", "5 m"), (r"\frac{1}{2}", r"\frac{1}{2}mgh"), (r"\frac12 m g h", "1/2"),
+            ("5 cm", "5 m"), ("5 ms", "5 m"), ("5 s", "5 m"), ("5 degrees", "5 m"), ("5 percent of 20", "5"),
+            (r"\frac{1}{2}", r"\frac{1}{2}mgh"), (r"\frac12 m g h", "1/2"),
             (r"0.\overline{3}h", "1/3"), (r"\frac{1}{2}5", "1/2"),
             ("5 or 6", "5"), ("5, 6", "5"), (r"\pm 5", "5"), ("5x", "5"), ("5 x", "5"), ("y=5", "x=5"),
             ("1,2", "12"), ("1 2", "12"), ("1 2345", "12345"), (r"0.\dot{1}4\dot{2}", "1/9"),
