@@ -186,15 +186,15 @@ def _parse(row: int, tests: Any, name: str | None = None) -> list[Any]:
                 "the name of the function in the column entry_point"
             )
         return [f"{tests}\n\ncheck({name})\n"]
-    if isinstance(tests, dict) and len(tests.get("inputs") or ()) == len(tests.get("outputs") or ()) > 0:
+    inputs, outputs = (tests.get(key) if isinstance(tests, dict) else None for key in ("inputs", "outputs"))
+    if isinstance(inputs, (list, tuple)) and isinstance(outputs, (list, tuple)) and len(inputs) == len(outputs) > 0:
         if name := tests.get("fn_name"):
-            pairs = zip(tests["inputs"], tests["outputs"], strict=True)
-            calls = [_call(row, name, *pair) for pair in pairs]
+            calls = [_call(row, name, *pair) for pair in zip(inputs, outputs, strict=True)]
             for call in calls:  # a list of one value may be how the data set wraps the value
                 if isinstance(call["results"][0], (list, tuple)) and len(call["results"][0]) == 1:
                     call["results"] += call["results"][0]
             return calls
-        return [(_as_text(i), _as_text(o)) for i, o in zip(tests["inputs"], tests["outputs"], strict=True)]
+        return [(_as_text(i), _as_text(o)) for i, o in zip(inputs, outputs, strict=True)]
     if isinstance(tests, (list, tuple)) and tests:
         if all(isinstance(test, str) for test in tests):
             return list(tests)

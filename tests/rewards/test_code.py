@@ -121,7 +121,10 @@ def test_a_program_that_prints_while_it_is_tested():
     assert code_tests(["def f():\n    print('noise', end='')\n    return 1"], [["assert f() == 1"] * 2]) == [1.0]
 
 
-@pytest.mark.parametrize("tests", [7, [], "", {"inputs": ["1"], "outputs": []}, [{"input": "1"}], [1]])
+TEXTS = {"inputs": "1\n", "outputs": "2\n"}  # of which no character is a test
+
+
+@pytest.mark.parametrize("tests", [7, [], "", {"inputs": ["1"], "outputs": []}, TEXTS, [{"input": "1"}], [1]])
 def test_tests_of_no_known_form(tests):
     with pytest.raises(RewardError, match=re.escape("code_tests cannot read the tests of row 0")):
         code_tests(["x"], [tests])
