@@ -66,9 +66,9 @@ class OpenAIGrader:
     Templates read `{{item.COLUMN}}` and `{{sample.output_text}}`, `output_json`, `output_tools` and `choices`. What a
     completion lacks (`{{sample.output_json.answer}}` of a text that is no JSON) makes the score 0; a column that
     is null gives no reward, None. The `source` of `python`, a function `grade(sample, item)`, runs like any reward
-    function of yours, but where it raises or returns no finite number the score is 0, with a warning, and
-    `rewards/<name>/invalid` is the share of these. Of `multi` the score of each grader not called "score" is logged as
-    `rewards/<name>/<grader>`; where one is None, so is the reward.
+    function of yours, but where it raises or returns no finite number, as where the formula of `multi` does, the score
+    is 0, with a warning, and `rewards/<name>/invalid` is the share of these. Of `multi` the score of each grader not
+    called "score" is logged as `rewards/<name>/<grader>`; where one is None, so is the reward.
 
     Raises RewardError: another type, a key that is missing, a variable or a formula that is none, a model without a
     server; ConfigError: a server that is none.
@@ -132,10 +132,8 @@ def _grader(spec: Any, name: str, server: Mapping[str, Any], endpoints: list[End
     kind = spec.get("type") if isinstance(spec, Mapping) else None
     try:
         match kind:
-            case "string_check":
-                return _string_check(spec, name)
-            case "text_similarity":
-                return _text_similarity(spec, name)
+            case "string_check" | "text_similarity":
+                return _comparison(spec, name)
             case "python":
                 return _python(spec, name)
             case "score_model":
@@ -152,29 +150,19 @@ def _grader(spec: Any, name: str, server: Mapping[str, Any], endpoints: list[End
         raise RewardError(f"the grader {name!r} of type {kind} has no {error.args[0]!r}") from None
 
 
-def _string_check(spec: Mapping[str, Any], name: str) -> Grade:
-    check = CHECKS.get(str(spec["operation"]))
-    if check is None:
-        raise RewardError(f"the operation of the grader {name!r} is {spec['operation']!r}; it is {', '.join(CHECKS)}")
-    return _comparison(spec, name, check)
-
-
-def _text_similarity(spec: Mapping[str, Any], name: str) -> Grade:
-    metric = str(spec["evaluation_metric"])
-    if metric in NO_METRICS:
-        raise RewardError(f"the metric {metric} of the grader {name!r} {NO_METRICS[metric]}")
-    if metric not in METRICS:
-        raise RewardError(f"the evaluation_metric of the grader {name!r} is {metric!r}; it is {', '.join(METRICS)}")
-    return _comparison(spec, name, METRICS[metric])
-
-
-def _comparison(spec: Mapping[str, Any], name: str, compare: Callable[[str, str], float]) -> Grade:
-    """The grader that compares `input` with `reference`."""
+def _comparison(spec: Mapping[str, Any], name: str) -> Grade:
+    """The grader that compares `input` with `reference`, by an operation or a metric."""
+    key, known = ("operation", CHECKS) if spec["type"] == "string_check" else ("evaluation_metric", METRICS)
+    word = str(spec[key])
+    if word in NO_METRICS:
+        raise RewardError(f"the metric {word} of the grader {name!r} {NO_METRICS[word]}")
+    if word not in known:
+        raise RewardError(f"the {key} of the grader {name!r} is {spec[key]!r}; it is {', '.join(known)}")
     templates = [_template(spec[key], name) for key in ("input", "reference")]
 
     def grade(sample: Sample) -> float | None:
         filled = _filled(templates, sample, name)
-        return float(compare(*filled)) if isinstance(filled, list) else filled
+        return float(known[word](*filled)) if isinstance(filled, list) else filled
 
     return grade
 
@@ -243,19 +231,26 @@ def _python(spec: Mapping[str, Any], name: str) -> Grade:
         raise RewardError(f"the source of the grader {name!r} defines no plain function grade(sample, item)")
 
     def grade(sample: Sample) -> dict[str, float]:
-        try:
-            with contained():
-                score = function(openai_sample(sample), sample.columns)
-            if isinstance(score, numbers.Real) and math.isfinite(score):
-                return {"score": float(score), "invalid": 0.0}
-            problem = f"returned {shorten(score, 60)}, no finite number"
-        except Exception as error:
-            problem = f"raised {error_text(error)}"
-        # OpenAI's guide: any other result (exception, invalid float value, etc.) is marked invalid, and is a 0 grade.
-        warnings.warn(f"the source of the grader {name!r} {problem}: score 0", stacklevel=2)
-        return {"score": 0.0, "invalid": 1.0}
+        return _computed(lambda: function(openai_sample(sample), sample.columns), f"the source of the grader {name!r}")
 
     return grade
+
+
+def _computed(compute: Callable[[], Any], what: str) -> dict[str, float]:
+    """The score that is computed; where that raises or gives no finite number 0, which is `invalid`, with a warning.
+
+    OpenAI's guide: any other result (exception, invalid float value, etc.) is marked invalid, and is a 0 grade.
+    """
+    try:
+        with contained():
+            score = compute()
+        if isinstance(score, numbers.Real) and math.isfinite(score):
+            return {"score": float(score), "invalid": 0.0}
+        problem = f"returned {shorten(score, 60)}, no finite number"
+    except Exception as error:
+        problem = f"raised {error_text(error)}"
+    warnings.warn(f"{what} {problem}: score 0", stacklevel=3)
+    return {"score": 0.0, "invalid": 1.0}
 
 
 def _score_model(spec: Mapping[str, Any], name: str, server: Mapping[str, Any], endpoints: list[Endpoint]) -> Grade:
@@ -379,14 +374,15 @@ def _multi(spec: Mapping[str, Any], name: str, server: Mapping[str, Any], endpoi
 
     def combined(scores: Mapping[str, Any]) -> dict[str, Any]:
         totals = {each: score["score"] if isinstance(score, Mapping) else score for each, score in scores.items()}
-        lacks = any(total is None for total in totals.values())
+        result: dict[str, Any] = {"score": None}
+        if all(total is not None for total in totals.values()):
+            compute = functools.partial(eval, code, {"__builtins__": {}}, FUNCTIONS | totals)
+            result = _computed(compute, f"calculate_output of the grader {name!r}")
         shares: dict[str, float] = {}  # of each kind of failure
-        for score in scores.values():
+        for score in (*scores.values(), result):
             for kind in {"unreadable", "invalid"} & score.keys() if isinstance(score, Mapping) else ():
                 shares[kind] = max(score[kind], shares.get(kind, 0.0))
-        # Last, for a grader may have this name too.
-        result = {"score": None if lacks else eval(code, {"__builtins__": {}}, FUNCTIONS | totals)}
-        return {**totals, **shares, **result}
+        return {**totals, **shares, "score": result["score"]}  # last, for a grader may have this name too
 
     def grade(sample: Sample) -> dict[str, Any]:
         return combined({each: inner(sample) for each, inner in graders.items()})

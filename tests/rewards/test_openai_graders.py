@@ -81,7 +81,22 @@ def test_the_output_of_multi_is_not_that_of_a_grader_named_score():
     inner = {"score": check("eq"), "long": check("like", reference="a")}
     grader = {"type": "multi", "graders": inner, "calculate_output": " -score + 2 * long"}
     graded = score(OpenAIGrader(grader), ["a", "b"], answer=["a", "a"])
-    assert graded.rewards[:, 0].tolist() == [1, 0] and graded.logged.metrics == {"rewards/openai_grader/long": [0.5]}
+    assert graded.rewards[:, 0].tolist() == [1, 0]
+    assert graded.logged.metrics == {"rewards/openai_grader/long": [0.5], "rewards/openai_grader/invalid": [0.0]}
+
+
+def test_a_formula_without_a_value_scores_0():
+    """Such as log(0): a completion that a grader gives 0 would end the run."""
+    for formula, error in (
+        ("log(a)", "ValueError"),
+        ("1 / a", "ZeroDivisionError"),
+        ("(a - 1) ^ 0.5", "no finite number"),
+    ):
+        grader = {"type": "multi", "name": "m", "graders": {"a": check("eq")}, "calculate_output": formula}
+        with pytest.warns(UserWarning, match=f"calculate_output of the grader 'm' .*{error}.*: score 0"):
+            graded = score(OpenAIGrader(grader), ["a", "b"], answer=["a", "a"])
+        assert graded.rewards[:, 0].tolist() == [float(formula == "1 / a"), 0]
+        assert graded.logged.metrics == {"rewards/m/a": [0.5], "rewards/m/invalid": [0.5]}
 
 
 def test_a_python_grader_is_a_module():
