@@ -9,6 +9,7 @@ import contextlib
 import email.utils
 import hashlib
 import json
+import math
 import os
 import random
 import tempfile
@@ -31,6 +32,7 @@ RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 LONGEST_WAIT = 60.0  # seconds between two attempts, whatever Retry-After says
 LARGEST_REPLY = 16 * 2**20  # bytes
 DEFAULT_KEY = "OPENAI_API_KEY"
+LEAST = {"attempts": 1, "concurrency": 1, "timeout": 0.001, "per_minute": 0.0, "backoff": 0.0}  # 1: a whole number
 
 
 class EndpointError(RewardError):
@@ -106,7 +108,7 @@ class Endpoint:
 
     `counts` holds requests, cached, retries, failures, prompt_tokens and completion_tokens since the last
     `take_counts`. `await endpoint.gather(...)` waits for coroutines that ask. Raises ConfigError: a url that is none,
-    or a key that is not set.
+    a key that is not set, or a number that is out of its range.
     """
 
     gather = staticmethod(asyncio.gather)
@@ -116,6 +118,11 @@ class Endpoint:
             raise ConfigError(f"the judge's url is {spec.url!r}; it starts with http:// or https:// and ends in /v1")
         if spec.key != DEFAULT_KEY and spec.key not in os.environ:
             raise ConfigError(f"the judge's key is in the environment variable {spec.key}, which is not set; export it")
+        for name, least in LEAST.items():
+            value = getattr(spec, name)
+            if not (isinstance(value, (int, type(least))) and least <= value < math.inf):
+                kind = "whole number" if least == 1 else "number"
+                raise ConfigError(f"the judge's {name} is {value!r}; it is a {kind} of at least {least:g}")
         self.spec = spec
         address = urlsplit(spec.url)
         path = address.path.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"

@@ -97,6 +97,11 @@ class JudgeSpec(PathSpec, EndpointSpec):
             )
         if not self.tries >= 1:
             raise ConfigError(f"tries of the judge {self.name!r} is {self.tries!r}; a reply is asked for once or more")
+        if len(self.prices) != 2:
+            raise ConfigError(
+                f"prices of the judge {self.name!r} is {self.prices!r}; it is two numbers, for a million tokens "
+                "of prompts and of completions"
+            )
         if (self.url is None) == (self.path is None):
             raise ConfigError(
                 f"the judge {self.name!r} has {'neither url nor path' if self.url is None else 'both url and path'}; "
