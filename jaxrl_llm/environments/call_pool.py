@@ -67,10 +67,11 @@ class CallPool:
             concurrent.futures.wait(self._running, patience, concurrent.futures.FIRST_COMPLETED)
             results, now = [], time.monotonic()
             for future, (key, deadline) in list(self._running.items()):
-                if future.done():
-                    results.append(_ended(key, future))
-                elif now >= deadline:
+                # A coroutine is cancelled at the limit itself, maybe before anybody looks.
+                if now >= deadline and (not future.done() or isinstance(future.exception(), TimeoutError)):
                     results.append(CallResult(key, timed_out=True))
+                elif future.done():
+                    results.append(_ended(key, future))
                 else:
                     continue
                 del self._running[future]  # the later result of a call that timed out is dropped
