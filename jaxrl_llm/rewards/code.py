@@ -230,13 +230,19 @@ def _names(sources: tuple[str, ...]) -> dict[str, Any]:
 
     Names that tests do not define are the program's. But a program that answers `abs` or `isclose` itself would be its
     own judge, so helpers are Python's, save one that some assertion calls alone: `assert sum(1, 2) == 3`.
+    Raises RewardError for a test function that nobody calls and only pytest can: all programs would pass it.
     """
-    used, bound, bases, defined = set(), set(), set(), []
+    used, bound, bases, defined, of_pytest = set(), set(), set(), [], {}
     together, alone = set(), set()
     for source in sources:
         with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # it passes for no program
             tree = ast.parse(source)
             defined += [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+            for node in tree.body:
+                if isinstance(node, ast.AsyncFunctionDef) or (
+                    isinstance(node, ast.FunctionDef) and len(node.args.args) > len(node.args.defaults)
+                ):
+                    of_pytest[node.name] = node.args
             for node in ast.walk(tree):
                 match node:
                     case ast.Name():
@@ -252,6 +258,12 @@ def _names(sources: tuple[str, ...]) -> dict[str, Any]:
                     case ast.Assert():
                         names = {each.id for each in ast.walk(node.test) if isinstance(each, ast.Name)}
                         (alone if len(names) == 1 else together).update(names)
+    for name in sorted(of_pytest.keys() - used):
+        if name.startswith("test"):
+            raise RewardError(
+                f"tests define {name}({ast.unparse(of_pytest[name])}) and never call it; code_tests calls plain functions "
+                "without arguments, as it has no fixtures or parameters of pytest, nor an event loop: call it there"
+            )
     modules = {name: MODULES[name] for name in (used & bases & MODULES.keys()) - bound}
     helpers = {name: HELPERS[name] for name in (used & HELPERS.keys()) - bound - (alone - together)}
     return {

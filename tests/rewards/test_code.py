@@ -130,6 +130,20 @@ def test_tests_of_no_known_form(tests):
         code_tests(["x"], [tests])
 
 
+def test_functions_and_classes_of_pytest():
+    """A class is set up; what only pytest can call is refused, for every program would pass it."""
+    programs = ["def f(x): return x + 1", "def f(x): return x"]
+    for arguments in ("", ", method"):
+        setup = f"    def setup_method(self{arguments}):\n        self.x = 1\n"
+        test = f"class TestF:\n{setup}    def test_f(self):\n        assert f(self.x) == 2"
+        assert code_tests(programs, [test] * 2) == [1.0, 0.0]
+    with_argument = "def test_f(g, x=1):\n    assert g(x) == 2\n"
+    assert code_tests(programs, [f"{with_argument}test_f(f)"] * 2) == [1.0, 0.0]
+    for test in (with_argument, "async def test_f():\n    assert f(1) == 2"):
+        with pytest.raises(RewardError, match=r"tests define test_f\(.*\) and never call it; code_tests calls plain"):
+            code_tests(programs, [test] * 2)
+
+
 def test_by_name_with_options():
     rewards = load_rewards("code_tests(partial=True, seconds=5)")
     columns = {"tests": [["assert add(1, 2) == 3", "assert add(1, 0) == 1"]]}

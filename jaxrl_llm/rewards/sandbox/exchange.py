@@ -474,7 +474,7 @@ def run_tests(job: Mapping[str, Any], read: int, write: int, passed: Callable[[i
 
 def run_defined(name: str, value: Any) -> None:
     """Run what pytest or unittest would run: a test function, the test methods of a class."""
-    if isinstance(value, types.FunctionType) and name.startswith("test") and not value.__code__.co_argcount:
+    if isinstance(value, types.FunctionType) and name.startswith("test"):
         value()
     elif isinstance(value, type):
         unittest = sys.modules.get("unittest")
@@ -485,7 +485,10 @@ def run_defined(name: str, value: Any) -> None:
                 raise AssertionError(name)
         elif name.startswith("Test"):
             for method in filter(lambda key: key.startswith("test"), vars(value)):
-                getattr(value(), method)()
+                instance = value()
+                if (setup := getattr(instance, "setup_method", None)) is not None:
+                    setup(*[getattr(instance, method)][: setup.__code__.co_argcount - 1])
+                getattr(instance, method)()
 
 
 def as_lists(value: Any) -> Any:
