@@ -261,8 +261,8 @@ def _names(sources: tuple[str, ...]) -> dict[str, Any]:
     for name in sorted(of_pytest.keys() - used):
         if name.startswith("test"):
             raise RewardError(
-                f"tests define {name}({ast.unparse(of_pytest[name])}) and never call it; code_tests calls plain functions "
-                "without arguments, as it has no fixtures or parameters of pytest, nor an event loop: call it there"
+                f"tests define {name}({ast.unparse(of_pytest[name])}) and never call it; code_tests calls plain "
+                "functions without arguments, as it has no fixtures or parameters of pytest, nor an event loop: call it"
             )
     modules = {name: MODULES[name] for name in (used & bases & MODULES.keys()) - bound}
     helpers = {name: HELPERS[name] for name in (used & HELPERS.keys()) - bound - (alone - together)}
