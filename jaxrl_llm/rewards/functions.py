@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.rewards.signatures import RewardError, text_of
+from jaxrl_llm.rewards.similarity import ngrams
 from jaxrl_llm.rewards.values import after_hashes, boxed_content, leading_quantity, same
 
 Completion = str | Sequence[Mapping[str, Any]]
@@ -146,8 +147,8 @@ def repetition_penalty(
         raise RewardError(f"repetition_penalty: ngram_size is {ngram_size}; n-grams have one token or more")
     rewards = []
     for ids in completion_ids:
-        ngrams = [tuple(ids[start : start + ngram_size]) for start in range(len(ids) - ngram_size + 1)]
-        rewards.append(max_penalty * (1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0)
+        grams = ngrams(ids, ngram_size)
+        rewards.append(max_penalty * (1 - len(grams) / grams.total()) if grams else 0.0)
     return rewards
 
 

@@ -18,7 +18,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.rewards.endpoint import Endpoint, EndpointError, EndpointSpec, log_counts
 from jaxrl_llm.rewards.replies import ReplyError, read_rubric, read_score, read_winner
-from jaxrl_llm.rewards.signatures import RewardError, text_of, text_of_content
+from jaxrl_llm.rewards.signatures import RewardError, rows_of, text_of, text_of_content
 
 SCORE_TEMPLATE = """\
 Rate how well the answer solves the task{% if low is not none %}, from {{ low }} (useless) to {{ high }} (perfect)\
@@ -231,19 +231,16 @@ class Judge(JudgeSpec):
         low, high = self.scale or (None, None)
         memory = {} if batch_memory is None else batch_memory
         own = {"low": low, "high": high, "criteria": list(self.criteria or ())}
-        lists = {name: values for name, values in columns.items() if isinstance(values, list)}
-        if self.template != SCORE_TEMPLATE:  # in a template of the user's, {{ criteria }} is the column of this name
-            own = {name: value for name, value in own.items() if name not in lists}
+        is_users = self.template != SCORE_TEMPLATE  # {{ criteria }} of such a template is the column, if there is one
         judgements = await self.endpoint.gather(
             *(
                 self._judge(
-                    {name: values[row] for name, values in lists.items()}
-                    | own
-                    | {"prompt": shown(prompts[row]), "completion": text_of(completions[row])},
+                    (own | row if is_users else row | own)
+                    | {"prompt": shown(prompt), "completion": text_of(completion)},
                     self._read,
                     memory,
                 )
-                for row in range(len(prompts))
+                for prompt, completion, row in zip(prompts, completions, rows_of(columns, len(prompts)), strict=True)
             )
         )
         self._log_spend(log_total)
@@ -288,11 +285,11 @@ class PairwiseJudge(JudgeSpec):
         if self.both_orders:
             pairs += [(second, first) for first, second in pairs]
         memory: dict[str, Any] = {}
+        rows = rows_of(columns, len(prompts))
         judgements = await self.endpoint.gather(
             *(
                 self._judge(
-                    {name: values[a] for name, values in columns.items() if isinstance(values, list)}
-                    | {"prompt": shown(prompts[a]), "a": text_of(completions[a]), "b": text_of(completions[b])},
+                    rows[a] | {"prompt": shown(prompts[a]), "a": text_of(completions[a]), "b": text_of(completions[b])},
                     read_winner,
                     memory,
                 )

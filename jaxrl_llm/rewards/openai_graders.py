@@ -24,7 +24,7 @@ from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.rewards.endpoint import Endpoint, EndpointSpec, log_counts
 from jaxrl_llm.rewards.replies import ReplyError, json_objects
-from jaxrl_llm.rewards.signatures import RewardError, Sample, is_async, openai_sample, shorten
+from jaxrl_llm.rewards.signatures import RewardError, Sample, is_async, openai_sample, rows_of, shorten
 from jaxrl_llm.rewards.similarity import METRICS
 
 OF_SAMPLE = ("output_text", "output_json", "output_tools", "choices")
@@ -108,11 +108,7 @@ class OpenAIGrader:
             log_total: Any = None,
             **columns: Any,
         ) -> list[Any]:
-            lists = {name: values for name, values in columns.items() if isinstance(values, list)}
-            samples = [
-                Sample(*of_row, {name: values[row] for name, values in lists.items()})
-                for row, of_row in enumerate(zip(prompts, completions, completion_ids, strict=True))
-            ]
+            samples = map(Sample, prompts, completions, completion_ids, rows_of(columns, len(prompts)))
             try:
                 return await asyncio.gather(*map(grade, samples))
             finally:  # a request that failed was one

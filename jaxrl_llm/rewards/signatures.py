@@ -110,11 +110,7 @@ def _verl_grader(function: Callable[..., Any], is_batch: bool) -> Any:
         return function(**row_arguments(sample.text, sample.columns))
 
     def grade_batch(completions: Sequence[Any], **columns: Any) -> Any:
-        lists = {name: values for name, values in columns.items() if isinstance(values, list)}
-        rows = [
-            row_arguments(text_of(completion), {name: values[row] for name, values in lists.items()})
-            for row, completion in enumerate(completions)
-        ]
+        rows = list(map(row_arguments, map(text_of, completions), rows_of(columns, len(completions))))
         return function(**{key + plural: [row[key] for row in rows] for key in takes})
 
     grade = grade_batch if is_batch else grade_row
@@ -155,6 +151,12 @@ def openai_sample(sample: Sample) -> dict[str, Any]:
     calls = message.get("tool_calls") or []
     choices = [{"index": 0, "message": message}]
     return {"output_text": sample.text, "output_json": tree, "output_tools": calls, "choices": choices}
+
+
+def rows_of(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """The `count` rows of columns, which are lists; what is none, such as `log_metric`, is in no row."""
+    lists = {name: values for name, values in columns.items() if isinstance(values, list)}
+    return [{name: values[row] for name, values in lists.items()} for row in range(count)]
 
 
 def ground_truth(columns: Mapping[str, Any]) -> Any:

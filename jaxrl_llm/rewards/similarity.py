@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 
 def fuzzy_match(text: str, reference: str) -> float:
@@ -59,8 +60,8 @@ METRICS: dict[str, Callable[[str, str], float]] = {
 }
 
 
-def ngrams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
-    """How often each n-gram is in `words`."""
+def ngrams(words: Sequence[Any], n: int) -> Counter[tuple[Any, ...]]:
+    """How often each n-gram is in `words`, or token ids."""
     return Counter(zip(*(words[start:] for start in range(n)), strict=False))
 
 

@@ -254,7 +254,6 @@ def _settings(outer: Path, limits: Limits, status: int, with_tests: bool) -> dic
             "OPENBLAS_NUM_THREADS": "1",
         },
         "seconds": limits.seconds,
-        "cpu_seconds": limits.seconds,
         "memory_mb": limits.memory_mb,
         "processes": limits.processes,
         "file_mb": limits.file_mb,
