@@ -115,7 +115,7 @@ def _mistral(body: str, parameters: Parameters) -> list[ToolCall]:
 
 
 def _gemma(body: str, parameters: Parameters) -> list[ToolCall]:
-    """`call:NAME{KEY:VALUE}`: JSON with bare keys, and `<|"|>` around texts as they are."""
+    """`call:NAME{KEY:VALUE}`: JSON with bare keys, and `<|"|>` or `<escape>` (FunctionGemma) around texts as they are."""
     named = re.fullmatch(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", body, re.DOTALL)
     if named is None:
         raise ValueError("not call:NAME{KEY:VALUE}")
@@ -126,7 +126,7 @@ def _gemma(body: str, parameters: Parameters) -> list[ToolCall]:
             return json.dumps(word) + ":"
         return json.dumps(WORDS[word]) if word in WORDS else match[0]
 
-    parts = named[2].split('<|"|>')
+    parts = re.split(r'<\|"\|>|<escape>', named[2])
     parts[::2] = [re.sub(r"([^{}\[\],:]+)(:?)", in_json, part) for part in parts[::2]]
     parts[1::2] = map(json.dumps, parts[1::2])
     return [as_call({"name": named[1], "arguments": _json("".join(parts))})]
@@ -219,6 +219,7 @@ MARKS = {
     "<|python_start|>": Form(_whole, _llama),
     "[TOOL_CALLS]": Form(_between(r"\[TOOL_CALLS\]", r"(?=\[TOOL_CALLS\])"), _mistral),
     "<|tool_call>": Form(_between(r"<\|tool_call>", r"<tool_call\|>"), _gemma),
+    "<start_function_call>": Form(_between("<start_function_call>", "<end_function_call>"), _gemma),
     "<|tool_call_start|>": Form(_between(r"<\|tool_call_start\|>", r"<\|tool_call_end\|>"), _python),
     "<function_calls>": Form(_between("<function_calls>", "</function_calls>"), _python),
     "<｜tool▁calls▁begin｜>": DEEPSEEK,

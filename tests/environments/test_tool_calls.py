@@ -212,6 +212,9 @@ FORMS = {
     "mistral, no marks within": f"[TOOL_CALLS]find_all{IN_JSON}[TOOL_CALLS]tell_time{{}}",
     "gemma 4": f"<|tool_call>call:find_all{GEMMA}<tool_call|><|tool_call>call:tell_time{{}}<tool_call|>"
     "<|tool_response>",
+    "functiongemma": "<start_function_call>call:find_all{text:<escape>a, b<escape>,count:2,nothing:null,"
+    "listed:[true,<escape>x<escape>],nested:{k:1.5}}<end_function_call><start_function_call>call:tell_time{}"
+    "<end_function_call><start_function_response>",
     "lfm2": f"<|tool_call_start|>[{IN_PYTHON}, tell_time()]<|tool_call_end|><|im_end|>",
     "lfm2, json": f'<|tool_call_start|>[{BY_NAME}, {TIME_BY_NAME}]<|tool_call_end|><|im_end|>',
     "llama 3": f'<|python_tag|>{BY_NAME}; {{"name": "tell_time"}}<|eom_id|>',
