@@ -115,7 +115,7 @@ def _mistral(body: str, parameters: Parameters) -> list[ToolCall]:
 
 
 def _gemma(body: str, parameters: Parameters) -> list[ToolCall]:
-    """`call:NAME{KEY:VALUE}`: JSON with bare keys, and `<|"|>` or `<escape>` (FunctionGemma) around texts as they are."""
+    """`call:NAME{KEY:VALUE}`: JSON with bare keys; texts stand within `<|"|>`, or `<escape>` (FunctionGemma)."""
     named = re.fullmatch(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", body, re.DOTALL)
     if named is None:
         raise ValueError("not call:NAME{KEY:VALUE}")
