@@ -129,21 +129,19 @@ def prctl(option: int, value: int) -> None:
 
 def readable_by_others(paths: list[str]) -> bool:
     """True when a user without rights of its own can reach and read the paths."""
-    return all(is_open(path) and all(os.stat(above).st_mode & 0o001 for above in _parents(path)) for path in paths)
+    for path in paths:
+        above = os.path.realpath(path)
+        while above != "/":
+            above = os.path.dirname(above)
+            if not os.stat(above).st_mode & 0o001:
+                return False
+    return all(map(is_open, paths))
 
 
 def is_open(path: str) -> bool:
     """True when the rights of a file or folder itself let every user read it."""
     needed = 0o005 if os.path.isdir(path) else 0o004
     return os.stat(path).st_mode & needed == needed
-
-
-def _parents(path: str) -> list[str]:
-    path, parents = os.path.realpath(path), []
-    while path != "/":
-        path = os.path.dirname(path)
-        parents.append(path)
-    return parents
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
