@@ -5,14 +5,13 @@ Without `weights` the server samples with those it was started with: its policy 
 """
 
 import contextlib
-import functools
 import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -120,21 +119,24 @@ def server(
         ids = trainer.tokenize(prompts)
         for tries in range(1, TRIES + 1):
             try:
+                # Left in this order: what still runs after an error, or Ctrl-C, is not waited for.
                 with (
-                    contextlib.closing(Requests(spec, is_up, first)) as requests,
                     ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool,
+                    contextlib.closing(Requests(spec, is_up, first)) as requests,
                 ):
                     check_temperature(requests, trainer.args.temperature)
                     fields = constraints(requests, trainer.args)
                     version = push(requests, trainer) if weights else None
-                    groups = list(pool.map(functools.partial(choices, requests, version, fields, trainer), ids))
+                    futures = [pool.submit(choices, requests, version, fields, trainer, prompt) for prompt in ids]
+                    for future in as_completed(futures):  # the first error, whichever prompt has it
+                        future.result()
                 break
             except GoneError as error:
                 if tries == TRIES:
                     raise EpisodeError(f"{error}, in {TRIES} tries of a rollout: look at the server's log") from error
                 log.warning("%s; it is waited for, and samples the rollout anew", error)
                 is_up.clear()
-        rows = [choice for group in groups for choice in group]
+        rows = [choice for future in futures for choice in future.result()]
         return {
             "prompt_ids": [prompt for prompt in ids for _ in range(trainer.num_generations)],
             "completion_ids": [_values(url, choice, "token_ids") for choice in rows],

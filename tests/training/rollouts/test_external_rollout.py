@@ -5,6 +5,7 @@ import http.server
 import json
 import sys
 import threading
+import time
 import types
 
 import jax
@@ -609,6 +610,26 @@ def test_a_server_that_fails_is_named(rollout, monkeypatch):
     away = types.SimpleNamespace(url="http://127.0.0.1:9/v1")
     with pytest.raises(ConfigError, match=r"was not there within 0\.5 seconds.*start the server"):
         rollout(served(away, wait_for_server=0.5))
+
+
+def test_an_error_of_one_prompt_waits_for_no_other(rollout, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    calls, over = [], threading.Event()
+
+    def change(answer):
+        calls.append(answer)
+        if len(calls) == 3:  # of the second rollout
+            over.wait(60)
+        return answer if len(calls) < 4 else {}
+
+    with Server(change) as server:
+        function = served(server)
+        rollout(function)
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="answered without a list of choices"):
+            rollout(function)
+        assert time.monotonic() - began < 30
+        over.set()
 
 
 def test_a_server_that_comes_up_is_waited_for(rollout, monkeypatch):
