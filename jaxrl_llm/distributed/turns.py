@@ -11,28 +11,29 @@ import threading
 from collections.abc import Iterator
 
 _lock = threading.RLock()
-_holders: list[int] = []  # the thread of each block of `turn`
+_own = threading.local()  # its `depth` is the number of blocks of `turn`, not yielded, that the thread is in
 
 
 @contextlib.contextmanager
 def turn() -> Iterator[None]:
     """Start programs in here, save where the turn is `yielded`; waits while another thread does."""
     with _lock:
-        _holders.append(threading.get_ident())
+        _own.depth = getattr(_own, "depth", 0) + 1
         try:
             yield
         finally:
-            _holders.remove(threading.get_ident())
+            _own.depth -= 1
 
 
 @contextlib.contextmanager
 def yielded() -> Iterator[None]:
     """Give the turn away while this thread waits, and take it again; nothing where the thread does not hold it."""
-    if threading.get_ident() not in _holders:
-        yield
-        return
-    _lock.release()
+    depth, _own.depth = getattr(_own, "depth", 0), 0
+    for _ in range(depth):
+        _lock.release()
     try:
         yield
     finally:
-        _lock.acquire()
+        for _ in range(depth):
+            _lock.acquire()
+        _own.depth = depth

@@ -224,6 +224,15 @@ def test_turns():
     assert seen == ["held", "other", "again", "other again"]
     with yielded(), turn():  # of a thread that holds nothing
         assert not [x for x in seen if x == "other"][1:]
+    nested, twice = threading.Thread(target=other), threading.Thread(target=other)
+    with turn(), turn(), yielded():  # all of it
+        nested.start()
+        nested.join(5)
+        assert not nested.is_alive()
+    with turn(), yielded(), yielded():  # once
+        twice.start()
+        twice.join(5)
+        assert not twice.is_alive()
 
 
 def config_of(staleness: int):
