@@ -33,6 +33,10 @@ AXES = ("data", "fsdp", "context", "expert", "tensor")
 ROWS = ("data", "fsdp", "expert")
 FSDP = ("fsdp", "context", "expert")  # the axes that shard parameters and all-gather them per layer
 
+# Matrices that lead from the model's width to heads or channels, and from these back to it.
+FROM_WIDTH = "(q|k|v|q_b|kv_b|f|f_b|g_b|qkvz|qkv|z|gate|up|fc1)"
+TO_WIDTH = "(o|out|down|fc2)"
+
 # Path of a parameter -> the mesh axes of its trailing dimensions; leading ones (stacked layers) are not sharded.
 PARAMETERS = (
     (r"experts/(gate|up)/kernel$", ("expert", ("fsdp", "context"), "tensor")),
@@ -50,13 +54,13 @@ PARAMETERS = (
     (r"positions/weight$", (None, FSDP)),
     (r"project_(in|out)/kernel$", (FSDP, None)),
     (r"/(q_a|kv_a|f_a|g_a|ba|b|a|into|narrow|widen)/(kernel|lora_a|start_a)$", (FSDP, None)),
-    (r"/(q|k|v|q_b|kv_b|f|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/kernel$", (FSDP, "tensor")),
-    (r"/(o|out|down|fc2)/kernel$", ("tensor", FSDP)),
-    (r"/(q|k|v|q_b|kv_b|f|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/(lora|start)_a$", (FSDP, None)),
-    (r"/(q|k|v|q_b|kv_b|f|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/(lora|start)_b$", (None, "tensor")),
-    (r"/(o|out|down|fc2)/(lora|start)_a$", ("tensor", None)),
-    (r"/(o|out|down|fc2)/(lora|start)_b$", (None, FSDP)),
-    (r"/(q|k|v|q_b|kv_b|f|f_b|g_b|qkvz|qkv|z|gate|up|fc1)/(bias|lora_m)$", ("tensor",)),
+    (rf"/{FROM_WIDTH}/kernel$", (FSDP, "tensor")),
+    (rf"/{TO_WIDTH}/kernel$", ("tensor", FSDP)),
+    (rf"/{FROM_WIDTH}/(lora|start)_a$", (FSDP, None)),
+    (rf"/{FROM_WIDTH}/(lora|start)_b$", (None, "tensor")),
+    (rf"/{TO_WIDTH}/(lora|start)_a$", ("tensor", None)),
+    (rf"/{TO_WIDTH}/(lora|start)_b$", (None, FSDP)),
+    (rf"/{FROM_WIDTH}/(bias|lora_m)$", ("tensor",)),
     (r"head/kernel$", (FSDP, "tensor")),
     (r"head/bias$", ("tensor",)),
     (r"(score(/hidden|/logits)?|router|shared_gate|proj|spread|gather|left)/kernel$", (FSDP, None)),
@@ -67,7 +71,7 @@ PARAMETERS = (
 # Where no tensor axis cuts the first dimension, fsdp cuts it in place of the last: its shards are all-gathered as they
 # lie, where XLA first transposes those of the last dimension, of all layers and in fp32. One dimension is not cut by
 # both axes: XLA would gather the shards of tensor too.
-WITHOUT_TENSOR = ((r"(?<!experts)/(o|out|down|fc2)/kernel$", (FSDP, None)),)
+WITHOUT_TENSOR = ((rf"(?<!experts)/{TO_WIDTH}/kernel$", (FSDP, None)),)
 
 # Arrays in few bits are cut as the one whose codes and scales they are; scales alone where their number divides too.
 PARTS = re.compile(r"/(codes|absmax|scales)$")
