@@ -7,8 +7,9 @@ Tests are a column of the data set, each value in one of these forms, itself or 
 | `"assert f(1) == 2\\nassert ..."` | Python code, run after the program |
 | `["assert f(1) == 2", ...]` | pieces of Python code, one test each |
 | `[{"input": "3\\n", "output": "6\\n"}, ...]` | what the program prints for a standard input |
-| `{"inputs": ["3\\n"], "outputs": ["6\\n"]}` | the same |
+| `{"inputs": ["3\\n"], "outputs": ["6\\n"]}` | the same, also without the s (CodeContests) |
 | `{"fn_name": "f", "inputs": [[1]], "outputs": [2]}` | what a function returns for arguments |
+| `[{"fn_name": "f", "input": [1], "output": 2}, ...]` | the same (SYNTHETIC-1) |
 | `{"fn_name": "f", "inputs": ["[1, 2]\\n3"], "outputs": ["4"]}` | the same, in lines of JSON (LiveCodeBench) |
 
 A function may be a method of a class Solution. Values are compared as Python's `==` compares them, lists and tuples as
@@ -63,6 +64,7 @@ GIVEN = {
     if not name.startswith("_") and not hasattr(builtins, name)
 } | {module: module for module in JUDGED_WITH}
 PYTHON = ("python", "python3", "py", "py3")
+KEYS = ("input", "output")  # of a test
 
 
 def code_tests(
@@ -186,42 +188,46 @@ def _parse(row: int, tests: Any, name: str | None = None) -> list[Any]:
                 "the name of the function in the column entry_point"
             )
         return [f"{tests}\n\ncheck({name})\n"]
-    inputs, outputs = (tests.get(key) if isinstance(tests, dict) else None for key in ("inputs", "outputs"))
-    if isinstance(inputs, (list, tuple)) and isinstance(outputs, (list, tuple)) and len(inputs) == len(outputs) > 0:
-        if name := tests.get("fn_name"):
-            calls = [_call(row, name, *pair) for pair in zip(inputs, outputs, strict=True)]
-            for call in calls:  # a list of one value may be how the data set wraps the value
-                if isinstance(call["results"][0], (list, tuple)) and len(call["results"][0]) == 1:
-                    call["results"] += call["results"][0]
-            return calls
-        return [(_as_text(i), _as_text(o)) for i, o in zip(inputs, outputs, strict=True)]
+    # One mapping, whose keys CodeContests has without an s.
+    inputs, outputs = (tests.get(f"{key}s", tests.get(key)) if isinstance(tests, dict) else None for key in KEYS)
+    if isinstance(inputs, (list, tuple)) and isinstance(outputs, (list, tuple)) and len(inputs) == len(outputs):
+        tests = [{**tests, "input": given, "output": result} for given, result in zip(inputs, outputs, strict=True)]
     if isinstance(tests, (list, tuple)) and tests:
         if all(isinstance(test, str) for test in tests):
             return list(tests)
-        if all(isinstance(test, dict) and {"input", "output"} <= test.keys() for test in tests):
-            if name and all(test.get("testtype") == "functional" for test in tests):
-                return [_call(row, name, test["input"], test["output"]) for test in tests]
-            return [(_as_text(test["input"]), _as_text(test["output"])) for test in tests]
+        if all(isinstance(test, dict) and test.keys() >= set(KEYS) for test in tests):
+            of_calls = [test.get("fn_name") or test.get("testtype") == "functional" for test in tests]
+            names = [test.get("fn_name") or name for test in tests]
+            if not any(of_calls):
+                return [(_as_text(test["input"]), _as_text(test["output"])) for test in tests]
+            if all(of_calls) and all(names):
+                return [_call(row, called, test) for called, test in zip(names, tests, strict=True)]
     raise RewardError(
         f"code_tests cannot read the tests of row {row}: {shorten(tests)}; they are Python code, a list of it, a list "
-        "of {'input', 'output'}, or {'inputs', 'outputs'} of equal length with or without 'fn_name'"
+        "of {'input', 'output'}, or {'inputs', 'outputs'} of equal length; all of them, or none, call a function that "
+        "'fn_name' or, with the testtype functional, the column metadata names"
     )
 
 
-def _call(row: int, name: str, arguments: Any, result: Any) -> dict[str, Any]:
-    """The test that a function returns `result`; arguments in one text are JSON, a line each, and so is the result."""
+def _call(row: int, name: str, test: Mapping[str, Any]) -> dict[str, Any]:
+    """The test that a function returns the output; inputs in one text are JSON, a line each, and so is the output.
+
+    With `fn_name` a list of one value may be how the data set wraps the value.
+    """
+    arguments, result = test["input"], test["output"]
     try:
         if isinstance(arguments, str):
             arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
             result = json.loads(result) if isinstance(result, str) else result
-        test = {"function": name, "arguments": list(arguments), "results": [result]}
-        marshal.dumps(test)
+        is_wrapped = "fn_name" in test and isinstance(result, (list, tuple)) and len(result) == 1
+        call = {"function": name, "arguments": list(arguments), "results": [result, *(result if is_wrapped else ())]}
+        marshal.dumps(call)
     except (ValueError, TypeError, RecursionError) as error:
         raise RewardError(
             f"code_tests cannot read the call of {name} of row {row}: {shorten(arguments)} gives {shorten(result)}; "
             f"arguments are a list of plain values, or a text with one in JSON a line ({error})"
         ) from None
-    return test
+    return call
 
 
 @functools.lru_cache(maxsize=4096)  # completions of one prompt share their tests

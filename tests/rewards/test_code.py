@@ -44,6 +44,7 @@ def test_tests_in_python():
         {"inputs": ["1\n", "21\n"], "outputs": ["2", "42\n\n"]},
         [{"input": "1", "output": "2\n"}, {"input": "21", "output": "42  \n"}],
         json.dumps({"inputs": [["1"], ["21"]], "outputs": [["2"], ["42"]]}),
+        {"input": ["1\n", "21\n"], "output": ["2\n", "42\n"]},
     ],
 )
 def test_tests_of_input_and_output(tests):
@@ -85,6 +86,8 @@ def test_outputs_of_a_function_in_lists_of_one():
     tests = {"fn_name": "f", "inputs": [["abc"], ["x"]], "outputs": [["cba"], ["x"]]}
     programs = [f"def f(s): return {value}" for value in ("s[::-1]", "[s[::-1]]", "s", "[[s[::-1]]]")]
     assert code_tests(programs, [tests] * 4) == [1.0, 1.0, 0.0, 0.0]
+    apart = [{"fn_name": "f", "type": "function_call", "input": ["abc"], "output": ["cba"]}]
+    assert code_tests(programs, [apart] * 4) == [1.0, 1.0, 0.0, 0.0]
     pair = {"fn_name": "f", "inputs": [["ab"]], "outputs": [["a", "b"]]}
     assert code_tests(["def f(s): return 'a'", "def f(s): return tuple(s)"], [pair] * 2) == [0.0, 1.0]
 
@@ -202,6 +205,8 @@ def test_calls_of_humaneval_and_livecodebench():
     programs = ["class Solution:\n    def g(self, a, b): return sum(a) + b", "def g(a, b): return 7"]
     functional = json.dumps([{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}])
     assert code_tests(programs, [functional] * 2, metadata=['{"func_name": "g"}'] * 2) == [1.0, 0.0]
+    with pytest.raises(RewardError, match="or, with the testtype functional, the column metadata names"):
+        code_tests(programs, [functional] * 2)
     # Starter code of LeetCode's kind, which is judged with these names; plain Python has none of them.
     starter = "class Solution:\n    def g(self, a: List[int]) -> Optional[int]:\n        return "
     programs = [
