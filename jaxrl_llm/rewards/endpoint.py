@@ -137,6 +137,7 @@ class Endpoint:
         self.threads = ThreadPoolExecutor(spec.concurrency, "judge")
         self.client = HttpClient(spec.concurrency)
         self.next_start = 0.0
+        self.waiting: Counter[asyncio.Task[Answer]] = Counter()  # callers of `ask` by what they wait for
 
     async def ask(
         self, messages: list[dict[str, str]], memory: dict[str, asyncio.Task[Answer]], attempt: int = 0
@@ -155,8 +156,17 @@ class Endpoint:
                 self.counts["cached"] += 1
                 return cached
             memory[name] = asyncio.create_task(self._fetch(name, body))
-        # Whoever waits may be cancelled at a time limit; the others that wait for the same reply are not.
-        return await asyncio.shield(memory[name])
+        task = memory[name]
+        self.waiting[task] += 1
+        try:  # whoever waits may be cancelled at a time limit; the others that wait for the same reply are not
+            return await asyncio.shield(task)
+        finally:
+            self.waiting[task] -= 1
+            if not self.waiting[task]:
+                del self.waiting[task]
+                if not task.done():  # and what nobody waits for any more is not asked
+                    task.cancel()
+                    del memory[name]
 
     def take_counts(self) -> dict[str, int]:
         """The counts since the last call of this."""

@@ -484,6 +484,20 @@ def test_concurrency_and_rate_limits():
         assert server.times[-1] - started >= 4 * 0.05
 
 
+def test_what_nobody_waits_for_is_not_asked():
+    """Rows that are late are asked for no more: their requests would stand before those of the next batch."""
+    over = threading.Event()
+    with JudgeServer(lambda body: over.wait(20) and "1") as server:
+        judge = Judge(server.url, "m", "{{ completion }}", concurrency=1)
+        rewards = load_rewards(judge, timeout=0.3, on_timeout="none")
+        with pytest.warns(UserWarning, match="took more than"):
+            assert np.isnan(rewards(["p"] * 4, list("abcd"), [[1]] * 4, {})).all()
+        over.set()
+        graded = rewards(["p"] * 2, ["x", "x"], [[1]] * 2, {})
+        rewards.close()
+    assert graded.ravel().tolist() == [np.float32(0.1)] * 2 and len(server.bodies) == 2
+
+
 def test_equal_requests_are_sent_once_and_cached(tmp_path):
     with JudgeServer(lambda body: "4") as server:
         first = ask(Judge(server.url, "m", TEMPLATE, cache=str(tmp_path)), ["a", "a", "b"])
