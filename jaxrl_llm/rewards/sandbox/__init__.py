@@ -41,6 +41,8 @@ READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtim
 LINKERS = [str(path.resolve()) for pattern in ("lib*/ld-*", "lib/*/ld-*") for path in Path("/").glob(pattern)]
 # bubblewrap's namespaces: of the network, messages, processes and host names, and nothing of its own outlives ours.
 SEPARATE = ("--unshare-net", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--die-with-parent")
+# As -I, but with the seed of hashes, by which sets are ordered: the same program gets the same reward.
+ISOLATED, HASHES = (sys.executable, "-s", "-P"), {"PYTHONHASHSEED": "0"}
 PATIENCE = 10.0  # seconds that the supervisor has beyond the program's time
 BUSY = tuple(map(os.strerror, (errno.EAGAIN, errno.ENOMEM)))  # what fork says where processes or memory are used up
 PAUSE = 1.0  # seconds until the second try there
@@ -140,7 +142,7 @@ def _run_once(source: str, stdin: bytes, limits: Limits, with_tests: bool) -> Fi
             given.write(stdin)
             given.seek(0)
             settings = _settings(outer, limits, status.fileno(), with_tests)
-            command = [sys.executable, "-I", "-S", _compiled(JAIL), marshal.dumps(settings).hex()]
+            command = [*ISOLATED, "-S", _compiled(JAIL), marshal.dumps(settings).hex()]
             if bubblewrap():
                 command = [*_bubblewrap(settings), *command]
             try:
@@ -151,7 +153,7 @@ def _run_once(source: str, stdin: bytes, limits: Limits, with_tests: bool) -> Fi
                     stderr=errors,
                     pass_fds=[status.fileno()],
                     cwd=folder,
-                    env={},
+                    env=HASHES,
                     start_new_session=True,
                 )
             except OSError as error:
@@ -239,13 +241,14 @@ def _settings(outer: Path, limits: Limits, status: int, with_tests: bool) -> dic
         "bubblewrap": bubblewrap() is not None,
         "root": str(outer / "root"),
         "folder": folder,
-        "command": [sys.executable, "-I", "-B", "program.py"],
+        "command": [*ISOLATED, "-B", "program.py"],
         "exchange": exchange if with_tests else None,
         "guard": str(GUARD),
         # No program of the system but the interpreter, and the linker that loads it.
         "execute": [str(Path(sys.executable).resolve()), *LINKERS],
         "read": sorted(path for path in (*prefixes, *links, *READABLE) if Path(path).exists()),
         "environment": {
+            **HASHES,
             "PATH": "/usr/bin:/bin",
             "HOME": folder,
             "TMPDIR": folder,

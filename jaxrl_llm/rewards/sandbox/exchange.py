@@ -5,7 +5,7 @@ any other object stays where it is, and the other side gets a `Remote` of it. So
 interpreter, its answers reach the tests as fresh objects of exact builtin types, and no expected value reaches it.
 Standard library only: jail.py and the jailed interpreter run it without this package.
 
-`python -I exchange.py READ WRITE [GUARD FOLDER]` is the program's side, of `program.py` in the working folder.
+`python -s -P exchange.py READ WRITE [GUARD FOLDER]` is the program's side, of `program.py` in the working folder.
 """
 
 from __future__ import annotations

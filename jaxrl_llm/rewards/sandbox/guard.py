@@ -1,4 +1,4 @@
-"""An audit hook around a program, where the kernel offers no isolation: `python -I guard.py FOLDER program.py`.
+"""An audit hook around a program, where the kernel offers no isolation: `python guard.py FOLDER program.py`.
 
 The hook refuses the network, other processes and files outside the program's folder. Code that intends to can bypass it
 (through ctypes, if that is loaded, or a broken extension); it stops accidents.
@@ -37,7 +37,7 @@ def guard(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    program = next(argument for argument in sys.argv[2:] if not argument.startswith("-"))
-    guard(sys.argv[1])
+    _, folder, program = sys.argv
+    guard(folder)
     sys.argv = [program]
     runpy.run_path(program, run_name="__main__")

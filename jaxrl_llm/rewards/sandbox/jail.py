@@ -1,4 +1,4 @@
-"""The supervisor of a sandboxed program: `python -I -S jail.py SETTINGS`, started by this folder's `__init__`.
+"""The supervisor of a sandboxed program: `python -S jail.py SETTINGS`, started by this folder's `__init__`.
 
 Its child puts the walls (isolation layers) up and becomes the program; with tests, a second child puts up walls of its
 own and runs them (exchange.py). Standard library only: it runs without this package. It reports lines of Python
@@ -346,7 +346,7 @@ def become_program(settings: dict, up: list[str], pipe: tuple[int, int] | None) 
     report(settings, walls=up)
     if not {"files", "files namespace", "bubblewrap"} & set(up) or "system calls" not in up:
         guard = [settings["guard"], settings["folder"]]
-        command = [*command, *guard] if pipe else [command[0], "-I", *guard, *command[1:]]
+        command = [*command, *guard] if pipe else [*command[:-1], *guard, command[-1]]
     os.execve(command[0], command, settings["environment"])
 
 
