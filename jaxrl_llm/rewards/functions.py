@@ -68,8 +68,9 @@ def boxed_accuracy(completions: Sequence[Completion], answer: Sequence[Any], **c
 
     `\fbox{5}` and `\boxed 5` are boxes too, and an answer may itself be written in one. Numbers are compared by their
     exact values: `1,000` is `1000.0`, `\dfrac12` is `0.5`, and a percent sign, a currency or a unit may be left out
-    (`5\%` and `5 cm` are 5, but not `5 m`). Other answers are compared as texts, without white space, dollar signs, a
-    final full stop, and the LaTeX of text and spaces (`\text{A}` and `(A)` are A); `x = 5` is 5.
+    (`5\%` and `5 cm` are 5, but not `5 m`) or have its name (`60 degrees` is `60^\circ`). Other answers are compared as
+    texts, without white space, dollar signs, a final full stop, and the LaTeX of text and spaces (`\text{A}` and `(A)`
+    are A); `x = 5` is 5.
     """
     return [
         None
