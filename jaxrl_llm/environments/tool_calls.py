@@ -41,6 +41,7 @@ UNFINISHED = re.compile(
 OPENING = re.compile("|".join([*map(re.escape, MARKS), TO_TOOL]))
 BEGINNING = re.compile("|".join([*map(re.escape, THINKING), OPENING.pattern]))
 LONGEST_MARK = 64  # characters, of a header of Harmony too
+DEEPEST = 64  # objects and lists within one another
 
 # One call, by which a chat template shows its form.
 PROBE_CALL: dict[str, Any] = {"name": "probe_tool", "arguments": {"text": "a text", "number": 1}}
@@ -93,7 +94,7 @@ def turn_calls(text: str, schemas: Iterable[Schema] = ()) -> TurnCalls:
     functions = [schema.get("function", schema) for schema in schemas]
     parameters = {function.get("name"): properties_of(function) for function in functions}
     if calls := _unmarked(text, parameters):
-        return TurnCalls(calls, 0, "", marked=False)
+        return TurnCalls(list(map(_bounded, calls)), 0, "", marked=False)
     found = _marked(text, 0, parameters)
     end = re.search(r"</(?:seed:)?think>", text)
     if end is None or end.start() < found.start or THOUGHT.search(text, 0, end.start()):
@@ -170,7 +171,18 @@ def _marked(text: str, position: int, parameters: Parameters) -> TurnCalls:
     if opening[0] not in MARKS:  # what Harmony says to the user is in messages too, beside its thinking
         messages = [message.partition(MESSAGE) for message in messages_of(said)]
         said = "\n".join(body for header, _, body in messages if body and "analysis" not in header)
-    return TurnCalls(calls, start, said)
+    return TurnCalls(list(map(_bounded, calls)), start, said)
+
+
+def _bounded(call: ToolCall) -> ToolCall:
+    """The call; one with an error in the place of arguments that whoever copies or writes them may fail on."""
+    level: list[Any] = [call.arguments]
+    for _ in range(DEEPEST):
+        held = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
+        level = [value for value in held if isinstance(value, dict | list)]
+        if not level:
+            return call
+    return ToolCall(call.name, {}, f"the arguments of {call.name} are nested more than {DEEPEST} deep")
 
 
 def _opening(text: str, position: int) -> re.Match[str] | None:

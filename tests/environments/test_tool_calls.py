@@ -366,6 +366,18 @@ def test_thoughts_before_a_call_cost_their_length():
     assert time.process_time() - started < 2.0
 
 
+def test_arguments_that_are_nested_too_deep_are_an_error():
+    """A copy of the message for a reward, its JSON in a table, or a template would fail on them, and end the run."""
+    for depth in (60, 70, 900):
+        nested = '{"a":' * depth + "1" + "}" * depth
+        call = f'{{"name": "f", "arguments": {nested}}}'
+        for text in (f"<tool_call>{call}</tool_call>", call):
+            (found,), message = parse_tool_calls(text), turn_message(text, text)
+            assert (found.error is None) is ("tool_calls" in message) is (found.arguments != {}) is (depth < 64)
+    (call,) = parse_tool_calls(f"<|tool_call_start|>[f(a={'[' * 80}{']' * 80})]<|tool_call_end|>")
+    assert call.error == "the arguments of f are nested more than 64 deep"
+
+
 def test_types_are_those_of_the_schemas():
     """Without one, JSON that is no text is read as such."""
 
