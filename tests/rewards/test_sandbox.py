@@ -527,6 +527,7 @@ def guarded(folder, source):
 def test_the_audit_hook_lets_plain_programs_run(tmp_path):
     source = """
     import json, pathlib
+    import numpy
     pathlib.Path("own.txt").write_text("kept")
     print(json.dumps([__name__, pathlib.Path("own.txt").read_text()]))
     """
@@ -545,7 +546,8 @@ def test_the_audit_hook_lets_plain_programs_run(tmp_path):
         "import os\nos.open('/tmp/jaxrl_llm_escaped', os.O_CREAT | os.O_WRONLY)",
         "import os\nos.rename('program.py', '/tmp/jaxrl_llm_escaped')",
         "print(open('/etc/hostname').read())",
-        "import ctypes",
+        "import ctypes\nctypes.CDLL(None).getpid()",
+        "import ctypes\nctypes.CDLL('libc.so.6')",
     ],
 )
 def test_the_audit_hook_refuses(tmp_path, source):

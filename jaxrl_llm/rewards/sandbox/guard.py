@@ -1,7 +1,7 @@
 """An audit hook around a program, where the kernel offers no isolation: `python guard.py FOLDER program.py`.
 
 The hook refuses the network, other processes and files outside the program's folder. Code that intends to can bypass it
-(through ctypes, if that is loaded, or a broken extension); it stops accidents.
+(through memory that ctypes reaches, or a broken extension); it stops accidents.
 Standard library only.
 """
 
@@ -21,7 +21,8 @@ def guard(folder: str) -> None:
     readable = tuple(os.path.realpath(path) + os.sep for path in (sys.prefix, sys.base_prefix, "/usr", "/lib"))
 
     def check(event: str, arguments: tuple) -> None:
-        if event.startswith(REFUSED):
+        # ctypes opens the interpreter itself when it is imported, as NumPy and pandas do.
+        if event.startswith(REFUSED) and (event, arguments) != ("ctypes.dlopen", (None,)):
             raise PermissionError(f"the sandbox refuses {event}")
         if event == "open" and isinstance(arguments[0], (str, bytes)):
             path = os.path.realpath(os.fsdecode(arguments[0]))
