@@ -303,7 +303,7 @@ def pushed(model: str, device: str, phase: str, own: dict[str, Any] | None = Non
     from jaxrl_llm.models.cast import copied_to_decode, decoding_params
     from jaxrl_llm.tools.plan.compiler import Compiler
     from jaxrl_llm.tools.plan.planned import describe_for
-    from jaxrl_llm.tools.plan.programs import make_engine
+    from jaxrl_llm.tools.plan.sampling import make_engine
     from jaxrl_llm.tools.plan.topology import traced_as_on
     from jaxrl_llm.training.update import merge_frozen
 

@@ -3,6 +3,7 @@
 import contextlib
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,9 +11,10 @@ import jax
 from jaxrl_llm.commands.preview import preview
 from jaxrl_llm.config import validate
 from jaxrl_llm.tools.plan.advice import advice
-from jaxrl_llm.tools.plan.planned import make_plan
+from jaxrl_llm.tools.plan.planned import is_split, make_plan
+from jaxrl_llm.tools.plan.split import Split, split_lines
 from jaxrl_llm.tools.plan.text import lines, seconds_text
-from jaxrl_llm.tools.plan.topology import at_hand_target
+from jaxrl_llm.tools.plan.topology import Target, at_hand_target
 from jaxrl_llm.training.mixed import MixedSource
 from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.reference_scores import assume_scores
@@ -38,8 +40,7 @@ def dry_run(config, colour: bool = False) -> str:
             unscored = assume_scores(run.source)
             config = run.config
             config.num_epochs = None  # the data are here, and total_steps is counted
-            plan = make_plan(config, target, widths(run), packer=run.pack)
-            report += [*lines(plan, advice(plan, compiled=False) if plan.is_tight else ())]
+            report += _plan_lines(config, target, run)
             with run.source.queue if isinstance(run.source, OnlineSource) else contextlib.nullcontext():
                 report += ["", *_timed(config, run)]
             if unscored:
@@ -58,6 +59,18 @@ def widths(run: Run) -> tuple[int, int]:
         worker = source.producer.worker
         return worker.prompt_width, worker.prompt_width + worker.engine.max_completion_length
     return 0, source.spec.width
+
+
+def _plan_lines(config, target: Target, run: Run) -> Iterator[str]:
+    """Yield the lines on the plan of all devices or, where some only sample, on that of both halves."""
+    if not is_split(config):
+        plan = make_plan(config, target, widths(run), packer=run.pack)
+        yield from lines(plan, advice(plan, compiled=False) if plan.is_tight else ())
+        return
+    assert isinstance(run.source, OnlineSource)
+    halves = (("training", target), ("sampling", target._replace(mesh=run.source.producer.worker.mesh)))
+    training, sampling = (make_plan(config, on, widths(run), only=half, packer=run.pack) for half, on in halves)
+    yield from split_lines(Split(training, sampling, 1, in_files=False))
 
 
 def _timed(config, run: Run) -> list[str]:

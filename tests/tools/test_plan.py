@@ -7,13 +7,14 @@ import importlib.util
 import itertools
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxrl_llm.config import ConfigError, batch_rows, default
+from jaxrl_llm.config import ConfigError, assign, batch_rows, default
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data import shapes
 from jaxrl_llm.distributed.devices import DEVICES, named
@@ -26,13 +27,15 @@ from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.tools.plan import hlo
-from jaxrl_llm.tools.plan.advice import advice
+from jaxrl_llm.tools.plan.advice import _changes, advice
 from jaxrl_llm.tools.plan.compiler import Compiler, traced_flops
 from jaxrl_llm.tools.plan.graders import compile_graders
 from jaxrl_llm.tools.plan.planned import describe_for, floors, make_plan, tree_size
-from jaxrl_llm.tools.plan.programs import Step, converted_bytes, held_bytes, images_shape
+from jaxrl_llm.tools.plan.programs import converted_bytes, held_bytes
+from jaxrl_llm.tools.plan.sampling import decodes_beside_updates, make_engine, policies_of
 from jaxrl_llm.tools.plan.shapes import describe
 from jaxrl_llm.tools.plan.split import Split, balances, least_seconds, make_split
+from jaxrl_llm.tools.plan.step import Step, images_shape
 from jaxrl_llm.tools.plan.text import bytes_text, lines, seconds_text
 from jaxrl_llm.tools.plan.topology import _cuda_folder, _described, slice_shape, target, traced_as_on
 from jaxrl_llm.training.reference import start_reference
@@ -151,6 +154,78 @@ def test_experts_in_four_bits_are_converted_a_layer_at_once():
     assert (temporaries("update", True), temporaries("rollout: cast", True)) == (exact + 6144, exact)
 
 
+def ahead(config, steps):
+    config.rollout.staleness, config.algorithm.importance_correction = steps, "token_truncate"
+    return config
+
+
+COPY = 2 * PARAMETERS + 2 * 5 * 32  # bytes, in bfloat16 but for the scales of five norms
+
+
+def test_policies_that_batches_are_sampled_from_ahead_are_planned(folder, planned):
+    """One device samples a batch while it trains on another: what it samples with is there then too."""
+    config = ahead(small(folder), 2)
+    found = make_plan(config, target(config, "h100", 1, simulate=True))
+    assert found.held == planned.held | {"policies of batches that wait": 2 * COPY}
+    assert found.sampling == {"a copy of the policy": COPY} | planned.sampling
+    more = {x.name: x.resident for x in found.programs}
+    less = {x.name: x.resident for x in planned.programs}
+    assert more["rollout: decode"] == less["rollout: decode"] + 3 * COPY
+    assert more["update"] == less["update"] + 2 * COPY + sum(planned.sampling.values())
+    advised, before = ({x.change: x for x in advice(plan, compiled=False)} for plan in (found, planned))
+    assert advised.pop("--config.rollout.staleness=1").saves == COPY
+    slots = "--config.rollout.slots=4"
+    assert advised.pop(slots).saves == planned.sampling["keys and values of completions"] // 2
+    before.pop(slots)
+    more = found.peak.peak - planned.peak.peak
+    assert advised == {change: x._replace(peak=x.peak + more) for change, x in before.items()}
+
+
+@pytest.mark.parametrize("keys", [{}, {"lora.rank": 4}, {"rollout.weights_dtype": "int8"}])
+def test_copies_of_the_policy_are_those_of_a_run(keys):
+    config, mesh = ahead(default(), 3), build_mesh(default())
+    for name, value in keys.items():
+        assign(config, name, value)
+    with jax.set_mesh(mesh):
+        model = build_model(config, mesh)
+        engine = make_engine(config, model.net, False)
+        frozen, own = split(engine.policy_copy(model.params))
+        there, elsewhere = (policies_of(config, engine, model.params, mesh, shared) for shared in (True, False))
+
+    def kinds(tree):
+        return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+    assert kinds(there.own) == kinds(elsewhere.own) == kinds(own)
+    assert there.frozen == {} and kinds(elsewhere.frozen) == kinds(frozen)
+    assert bool(frozen) == ("lora.rank" in keys) and there.waiting == 3
+    config.rollout.update_in_flight = True
+    assert policies_of(config, engine, model.params, mesh, True).waiting == 1
+    config.rollout.processes = 1
+    assert policies_of(config, engine, model.params, mesh, False).waiting == 0
+
+
+def test_several_devices_of_a_process_sample_and_train_in_turn():
+    mesh: Any = AbstractMesh((2, 1, 1, 1, 1), AXES)
+    alone, together = (SimpleNamespace(mesh=mesh, host=size) for size in (1, 2))
+    assert decodes_beside_updates(alone) and not decodes_beside_updates(together)
+
+
+@pytest.mark.slow
+def test_devices_that_only_sample_adapters_hold_the_rest_once(folder):
+    config = ahead(small(folder), 2)
+    config.rollout.devices, config.lora.rank = 1, 4
+    on = target(small(folder), "h100", 1, simulate=True)
+    found = make_plan(config, on, only="sampling")
+    adapters = bytes_on_device(describe_for(config, on).state.params)
+    assert found.held == {
+        "the sampler's frozen parameters": 4 * PARAMETERS,
+        "policies of batches that wait": 2 * adapters,
+    }
+    assert found.sampling["a copy of the policy"] == adapters
+    decode = next(x for x in found.programs if x.name == "rollout: decode")
+    assert decode.resident == 4 * PARAMETERS + 3 * adapters
+
+
 def test_programs_of_a_step(planned):
     times = {x.name: x.times for x in planned.programs}
     assert times["update"] == times["reference"] == times["rollout: prefill"] == 1
@@ -203,7 +278,7 @@ def test_images_are_planned_as_a_run_has_them(root, tmp_path, vision):
         batch = run.source.next(state, jax.random.key(0)).batch
         minibatch = minibatches_of(run, batch, (0,), 2, 1)[0]
         described = describe_for(run.config, on)
-        step = Step(run.config, described, on.mesh, found.widths, tokens)
+        step = Step(run.config, described, on, found.widths, tokens)
         for rows, images in ((batch.rows, batch.inputs.images), (minibatch.rows, minibatch.inputs.images)):
             planned = images_shape(step, rows)
             assert jax.tree.map(jnp.shape, planned) == jax.tree.map(jnp.shape, images)
@@ -256,6 +331,14 @@ def test_advice_is_computed(planned):
     matrices = [2 * 32 * 32, 2 * 32 * 16, 2 * 32 * 16, 2 * 32 * 32, 2 * 32 * 64, 2 * 32 * 64, 2 * 64 * 32]
     halved = 2 * 4 * sum(matrices) + 2 * 4 * 64 * 32  # policy, reference: norms stay whole
     assert found["--devices=2 --config.mesh.fsdp=2"] == halved
+
+
+def test_advice_on_a_mesh_can_be_followed_as_it_is_written(planned):
+    config, mesh = planned.config.copy_and_resolve_references(), AbstractMesh((2, 1, 1, 1, 1), AXES)
+    for data, change in ((-1, "--config.mesh.fsdp=2"), (2, "--config.mesh.fsdp=2 --config.mesh.data=1")):
+        config.mesh.data = data
+        two = planned._replace(config=config, target=planned.target._replace(mesh=mesh))
+        assert change in [text for text, *_ in _changes(two)]
 
 
 @pytest.mark.parametrize(
@@ -335,6 +418,14 @@ def test_offloaded_parameters_are_on_the_host(rank):
     assert bytes_on_device(shapes.state) == bytes_on_device(held.state) - bytes_on_device(held.state.params)
 
 
+def test_what_a_reference_shares_with_an_offloaded_model_comes_to_the_device(folder):
+    config = small(folder)
+    config.lora.rank, config.model.offload = 4, True
+    found = make_plan(config, target(config, "h100", 1, simulate=True), only="logps")
+    reference = next(x for x in found.programs if x.name == "reference")
+    assert reference.resident == sum(found.held.values()) and reference.arguments > 4 * PARAMETERS
+
+
 def test_teachers_are_held_and_rate_every_row(folder):
     config = small(folder)
     config.teacher.path, config.teacher.others = str(folder), (f"math={folder}",)
@@ -392,7 +483,7 @@ def test_what_scores_completions_is_held_and_runs(folder):
     assert held_bytes(shapes) == held_bytes(describe_for(small(folder), on)) + scored + 2 * PARAMETERS
     with traced_as_on(on):
         shapes = shapes._replace(graders=shapes.graders[:2])
-        found = {x.name: x for x in compile_graders(config, shapes, on.mesh, True, "", {}, on.host)}
+        found = {x.name: x for x in compile_graders(Step(config, shapes, on, (8, 16)), held_bytes(shapes))}
     assert found[f"reward model {folder.name}"].times == 3
     decode = found["judge judge: decode"]
     assert (found["judge judge: prefill"].times, decode.times) == (1, 5)
@@ -682,8 +773,12 @@ ENTRY %main (a: bf16[4,256]) -> bf16[4,256] {
 
 
 def test_what_is_started_counts_once():
-    """Its shape holds operands and results."""
+    """Its shape holds operands and results; that of a sum, as GPUs start it, its results alone."""
     assert hlo.Module(EXCHANGE).collectives() == [hlo.Collective("all-to-all", 4, 1, 2048, 0.75 * 2048)]
+    text = EXCHANGE.replace("all-to-all", "all-reduce").replace(
+        "((bf16[4,256]{1,0}), bf16[4,256]{1,0})", "bf16[4,256]{1,0}"
+    )
+    assert hlo.Module(text).collectives() == [hlo.Collective("all-reduce", 4, 1, 2048, 2 * 0.75 * 2048)]
 
 
 def test_collectives_in_a_loop():
@@ -798,6 +893,17 @@ def test_a_dry_run_writes_nothing(tmp_path, root, run_python):
     for part in ("example 0", "parameters, trained", "2 steps would take about", "first step"):
         assert part in done.stdout, part
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_dry_run_plans_both_halves(root, run_python):
+    config = f"--config={root / 'configs' / 'async_grpo.py'}:tiny"
+    done = run_python("-m", "jaxrl_llm.train", config, "--dry_run", "--config.rollout.devices=1", devices=2)
+    assert done.returncode == 0, done.stderr
+    training, _, sampling = done.stdout.partition("== the devices that only sample: 1 ==")
+    assert "update" in training and "rollout: decode" not in training
+    assert "rollout: decode" in sampling and "a copy of the policy" in sampling
+    assert "policies of batches that wait" in sampling and "2 steps would take about" in sampling
 
 
 @pytest.mark.slow

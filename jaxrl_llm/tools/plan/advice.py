@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import jax
 from jax.sharding import AbstractMesh
 
-from jaxrl_llm.config import assign, batch_rows, rows_together, validate
+from jaxrl_llm.config import assign, rows_together, validate
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.sharding import row_shards
-from jaxrl_llm.tools.plan.planned import Plan, describe_for, make_plan
+from jaxrl_llm.tools.plan.planned import FROZEN, WAITING, Plan, describe_for, make_plan
 from jaxrl_llm.tools.plan.programs import held_bytes
+from jaxrl_llm.tools.plan.sampling import decodes_beside_updates
 
 
 class Advice(NamedTuple):
@@ -27,6 +27,10 @@ def advice(plan: Plan, compiled: bool) -> list[Advice]:
     """Return changes that save memory, the largest saving first; `compiled` tries those that need compiling too."""
     changes = [_held(plan, change, values, mesh) for change, values, mesh in _changes(plan)]
     changes += _slots(plan)
+    steps, waiting = plan.config.rollout.staleness, plan.held.get(WAITING, 0)
+    if waiting and steps > 1 and not plan.config.rollout.update_in_flight:
+        saves = waiting - waiting // steps
+        changes.append(Advice(_flags({"rollout.staleness": 1}), saves, plan.peak.peak - saves, "from shapes"))
     if compiled:
         changes += [_recompiled(plan, change, values) for change, values in _recompiling(plan)]
     return sorted((x for x in changes if x is not None and x.saves > 0), key=lambda x: -x.saves)
@@ -63,7 +67,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, object], AbstractMesh 
     sizes = dict(mesh.shape)
     if sizes["data"] > 1:
         moved = sizes | {"data": 1, "fsdp": sizes["fsdp"] * sizes["data"]}
-        yield _flags({"mesh.fsdp": moved["fsdp"]}), {}, AbstractMesh(tuple(moved.values()), tuple(moved))
+        keys = {"mesh.fsdp": moved["fsdp"]} | ({} if config.mesh.data == -1 else {"mesh.data": 1})
+        yield _flags(keys), {}, AbstractMesh(tuple(moved.values()), tuple(moved))
     twice = sizes | {"fsdp": sizes["fsdp"] * 2}
     count = 2 * mesh.size
     text = f"--devices={count} {_flags({'mesh.fsdp': twice['fsdp']})}"
@@ -78,19 +83,23 @@ def _held(plan: Plan, change: str, values: dict[str, object], mesh: AbstractMesh
         held = held_bytes(describe_for(config, plan.target, mesh))
     except ConfigError:
         return None  # a change that this configuration does not allow is no advice
-    saves = sum(plan.held.values()) - held
+    saves = sum(size for name, size in plan.held.items() if name not in (FROZEN, WAITING)) - held
     return Advice(change, saves, plan.peak.peak - saves, "from shapes")
 
 
 def _slots(plan: Plan) -> list[Advice]:
     """Half as many completions at once: half the keys and values of completions."""
-    config, caches = plan.config, plan.sampling.get("keys and values of completions", 0)
-    waiting = config.rollout.partial_prompts * config.rollout.group_size
-    slots = config.rollout.slots or (batch_rows(config) + waiting if config.algorithm.name not in OFFLINE else 0)
-    if not caches or slots // 2 < row_shards(plan.target.mesh):
-        return []
-    saves = caches // 2
-    peak = max(x.peak - (saves if x.name in ("rollout: decode", "rollout: assign") else 0) for x in plan.programs)
+    c, caches = plan.config.rollout, plan.sampling.get("keys and values of completions", 0)
+    slots = c.slots or (plan.config.batch.prompts + c.partial_prompts) * c.group_size
+    if not caches or c.memory_fraction is not None or slots // 2 < row_shards(plan.target.mesh):
+        return []  # with a fraction there are no more slots than fit into it
+    saves, beside = caches // 2, c.staleness and decodes_beside_updates(plan.target)
+
+    def saved(program: str) -> int:
+        holds = program in ("rollout: decode", "rollout: assign") or (beside and not program.startswith("rollout"))
+        return saves if holds else 0
+
+    peak = max(x.peak - saved(x.name) for x in plan.programs)
     return [Advice(_flags({"rollout.slots": slots // 2}), plan.peak.peak - peak or saves, peak, "from shapes")]
 
 
@@ -114,12 +123,12 @@ def _recompiling(plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:
         yield _flags(remat | half), remat | half
 
 
-def _recompiled(plan: Plan, change: str, values: dict[str, object]) -> Advice | None:
+def _recompiled(plan: Plan, change: str, values: dict[str, object]) -> Advice:
     """Return what a change saves of the update, which is compiled again."""
-    config = changed(plan.config, values)
-    with jax.set_mesh(plan.target.mesh):
-        planned = make_plan(config, plan.target, plan.widths, only="update", image_tokens=plan.image_tokens)
-        update = planned.programs[0]
+    planned = make_plan(
+        changed(plan.config, values), plan.target, plan.widths, only="update", image_tokens=plan.image_tokens
+    )
     before = next(x for x in plan.programs if x.name == "update")
+    after = planned.programs[0]._replace(resident=before.resident)  # what samples is not planned again
     others = [x.peak for x in plan.programs if x.name != "update"]
-    return Advice(change, before.peak - update.peak, max([update.peak, *others]), "compiled")
+    return Advice(change, before.peak - after.peak, max([after.peak, *others]), "compiled")

@@ -5,15 +5,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jaxrl_llm.config import batch_rows
 from jaxrl_llm.distributed.sharding import over, rollout_mesh, row_shards
 from jaxrl_llm.rewards.judge import PairwiseJudge
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.tools.plan.compiler import Compiler, ProgramStats
-from jaxrl_llm.tools.plan.programs import ScannedEngine, compares_with_greedy, compile_rollout, held_bytes, rows_shape
-from jaxrl_llm.tools.plan.shapes import Shapes, process_mesh
+from jaxrl_llm.tools.plan.sampling import ScannedEngine, compares_with_greedy, compile_rollout
+from jaxrl_llm.tools.plan.shapes import process_mesh
+from jaxrl_llm.tools.plan.step import Step, rows_shape
 from jaxrl_llm.training.local_judge import reply_options, sampling_of
 from jaxrl_llm.training.reward_models import NARROWEST, label_rows, right_rows, score_rows
 
@@ -22,18 +22,17 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {  # of reward models by their heads, wit
 }  # fmt: skip
 
 
-def compile_graders(
-    config, shapes: Shapes, mesh: Mesh, simulated: bool, only: str, options: dict[str, Any], host: int | None
-) -> list[ProgramStats]:
-    """Return the programs of all graders, on rows of their longest; the arguments are those of `compile_step`.
+def compile_graders(step: Step, held: int) -> list[ProgramStats]:
+    """Return the programs of all graders, on rows of their longest; `held` bytes are on every device meanwhile.
 
     The devices of a process score the rows that it sampled, a greedy completion of each prompt too where a rule
     compares with it.
     """
-    own = process_mesh(mesh, host)
-    compiler = Compiler(held_bytes(shapes, only), own.size, simulated, options)
+    config, target = step.config, step.target
+    own, simulated = process_mesh(step.mesh, target.host), not target.exact
+    compiler = Compiler(held, own.size, simulated, dict(target.options))
     prompts, group_size = config.batch.prompts, config.rollout.group_size
-    for grader in shapes.graders:
+    for grader in step.shapes.graders:
         of_run = () if grader.offload else grader.params
         if isinstance(grader.judge, PairwiseJudge):
             asked = prompts * math.comb(group_size, 2) * (2 if grader.judge.both_orders else 1)
@@ -41,11 +40,11 @@ def compile_graders(
             asked = batch_rows(config) + (prompts if compares_with_greedy(config) else 0)
         on = own
         if grader.judge is not None and own.size > 1:
-            on = rollout_mesh(own, "auto", grader.net.config.kv_heads, host)
+            on = rollout_mesh(own, "auto", grader.net.config.kv_heads, target.host)
         with jax.set_mesh(on):
             params, shards = over(grader.net.shapes(), on), row_shards(on)
             rows = -(-grader.rows // shards) * shards
-            calls = math.ceil(asked * own.size / mesh.size / rows)
+            calls = math.ceil(asked * own.size / step.mesh.size / rows)
             if grader.judge is not None:
                 sampling = sampling_of(reply_options(grader.judge)[0])
                 engine = (ScannedEngine if simulated else Engine)(sampling, 1, grader.reply, net=grader.net, eos=(0,))

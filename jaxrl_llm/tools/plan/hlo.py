@@ -184,8 +184,8 @@ class Module:
         ]
         if x.opcode != "all-reduce":
             size, read = _bytes(x.shape), sum(_bytes(body[name].shape) for name in x.operands if name in body)
-            if x.opcode.endswith("-start"):
-                size -= read  # the shape of a started one holds its operands too
+            if x.opcode.endswith("-start") and kind != "all-reduce":
+                size -= read  # the shape of other started ones holds their operands too
             narrow = sum(sizes) / max(read, 1)
             yield kind, times, narrow * size, narrow * read
             return

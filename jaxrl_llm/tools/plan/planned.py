@@ -12,13 +12,17 @@ from jaxrl_llm.distributed.sharding import bytes_on_device, make_mesh
 from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.tools.plan.compiler import ProgramStats
 from jaxrl_llm.tools.plan.graders import compile_graders
-from jaxrl_llm.tools.plan.programs import Microbatch, Step, compile_step, held_bytes
+from jaxrl_llm.tools.plan.programs import Microbatch, compile_step, held_bytes
 from jaxrl_llm.tools.plan.shapes import Shapes, describe
+from jaxrl_llm.tools.plan.step import Step
 from jaxrl_llm.tools.plan.topology import Target, target_of, traced_as_on
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.setup.mesh import check_rows, sampling_devices
 
 PARAMETERS = "the sampler's parameters"
+POLICY = "a copy of the policy"
+FROZEN = "the sampler's frozen parameters"
+WAITING = "policies of batches that wait"
 GRADERS = "reward models and judges"
 HEADROOM = 0.1  # of a device's memory that a plan leaves free: fragments, and what the runtime keeps for itself
 
@@ -140,24 +144,21 @@ def _compiled(
                 "planned without images: what encodes those of rows, and holds them, comes on top (`plan "
                 "--image_tokens=N` counts those of N tokens a prompt)"
             )
-        programs, sampling, microbatch = compile_step(
-            Step(config, shapes, target_.mesh, widths, image_tokens),
-            target_.accelerator,
-            only,
-            packer,
-            dict(target_.options),
-            target_.device.memory,
-            target_.host,
-        )
+        step = Step(config, shapes, target_, widths, image_tokens)
+        programs, sampling, microbatch = compile_step(step, only, packer)
+        held, host = _held(shapes)
+        if only == "sampling":
+            held, host = {GRADERS: held[GRADERS]}, {GRADERS: host[GRADERS]}
+        policy = 0
+        if sampling is not None and (policies := sampling.policies) is not None:
+            policy = bytes_on_device(policies.own)
+            held |= {FROZEN: bytes_on_device(policies.frozen), WAITING: policies.waiting * policy}
         if shapes.graders and only in ("", "sampling"):
-            simulated, options = target_.accelerator and not target_.exact, dict(target_.options)
-            programs += compile_graders(config, shapes, target_.mesh, simulated, only, options, target_.host)
-    held, host = _held(shapes)
-    if only == "sampling":
-        held, host = {GRADERS: held[GRADERS]}, {GRADERS: host[GRADERS]}
+            programs += compile_graders(step, sum(held.values()) + policy)
     held_by_sampling = {}
     if sampling is not None:
         held_by_sampling = {
+            POLICY: policy,
             PARAMETERS: bytes_on_device(sampling.params),
             "keys and values of prompts": bytes_on_device((sampling.prompt_cache, sampling.waiting_cache)),
             "keys and values of completions": bytes_on_device(sampling.row_cache),
@@ -170,7 +171,7 @@ def _compiled(
         trained=tree_size(shapes.state.params),
         held={name: size for name, size in held.items() if size},
         host={name: size for name, size in host.items() if size},
-        sampling=held_by_sampling,
+        sampling={name: size for name, size in held_by_sampling.items() if size},
         programs=programs,
         microbatch=microbatch,
         note="; ".join(notes),

@@ -123,12 +123,12 @@ def describe(config, mesh: Mesh, dtype: str, on_cpu: bool, host: int | None = No
             settings = critic_update_spec(config)
             second = _state(trainable, build_optimizer(critic_optimizer_spec(config)), settings.offload, mesh)
             if settings.offload_params:
-                second, frozen_critic = _offloaded(second), jax.tree.map(_on_host, frozen_critic)
+                second, frozen_critic = _offloaded(second), _on_host(frozen_critic)
             state = State(state.step, state.params, state.opt_state, second)
     reference, own_reference = _reference(config, net, params)
     if config.model.offload:
         head = _offloaded(state.critic) if state.critic and config.critic.shared else state.critic
-        state, frozen = dataclasses.replace(_offloaded(state), critic=head), jax.tree.map(_on_host, frozen)
+        state, frozen = dataclasses.replace(_offloaded(state), critic=head), _on_host(frozen)
     teachers = _teachers(config, net, params, mesh, dtype)
     graders = _graders(config, process_mesh(mesh, host), "float32" if on_cpu else "bfloat16")
     average = _average(config, net, params)
@@ -152,7 +152,7 @@ def _teachers(config, policy: Net, own: Params, mesh: Mesh, dtype: str) -> dict[
         types = {"dtype": dtype, "param_dtype": dtype, "quantize": c.quantize}
         net, _ = net_at(path, None if value else c.revision, head="lm", **types)
         params = over(net.shapes(), mesh)
-        params = jax.tree.map(_on_host, params) if c.offload else params
+        params = _on_host(params) if c.offload else params
         found[value] = TeacherShapes(net, params, params)
     return found
 
@@ -193,7 +193,7 @@ def _graders(config, mesh: Any, dtype: str) -> tuple[GraderShapes, ...]:
             name = f"reward model {options.get('name') or short_name(path)}"
             offload, rows = options.get("offload", False), options.get("rows", 32)
             params = over(net.shapes(), mesh)
-            own = jax.tree.map(_on_host, params) if offload else params
+            own = _on_host(params) if offload else params
             found.append(GraderShapes(name, net, params, own, offload, rows, int(width)))
         elif (judge := _judge_of(spec)) is not None:
             values, _ = reply_options(judge)
@@ -201,7 +201,7 @@ def _graders(config, mesh: Any, dtype: str) -> tuple[GraderShapes, ...]:
             net, read = net_at(str(judge.path), head="lm", scan_layers=False, **types)
             params, width = over(net.shapes(), mesh), row_length(judge, read)
             key = judge.path, judge.dtype, judge.offload, judge.tokenizer, judge.trust_remote_code
-            own = None if key in judges else jax.tree.map(_on_host, params) if judge.offload else params
+            own = None if key in judges else _on_host(params) if judge.offload else params
             judges.add(key)
             reply = values["max_tokens"] or width
             name = f"judge {judge.name}"
@@ -248,9 +248,8 @@ def _copied(spec: ReferenceSpec, net: Net, params: Params) -> tuple[Params, Para
     shapes = jax.eval_shape(lambda params: start_reference(spec, params, net.config.lora), params)
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     reference = over(shapes, mesh)
-    if spec.offload_reference:
-        reference = jax.tree.map(lambda x: _on_host(x) if x.ndim else x, reference)
     if not has_adapters(params) or spec.adapters == "copy":
+        reference = _on_host(reference) if spec.offload_reference else reference
         return reference, reference
     return reference, trainable if spec.adapters == "start" else None
 
@@ -265,19 +264,19 @@ def _average(config, net: Net, params: Params) -> tuple[Params, ...]:
         averaged = over(jax.eval_shape(lambda params: merge(params, net.config.lora), params), mesh)
     ema = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), averaged)
     trees = (ema, averaged, averaged)
-    return jax.tree.map(lambda x: _on_host(x) if x.ndim else x, trees) if config.average.offload else trees
+    return _on_host(trees) if config.average.offload else trees
 
 
 def _offloaded(state: State) -> State:
-    return dataclasses.replace(state, params=jax.tree.map(_on_host, state.params))
+    return dataclasses.replace(state, params=_on_host(state.params))
 
 
 def visiting(tree) -> Any:
     """The shapes on the devices, also of arrays that otherwise wait in the host's memory."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("device")), tree
-    )
+    return placed(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), tree))
 
 
-def _on_host(x):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("pinned_host"))
+def _on_host(tree) -> Any:
+    """The shapes in the host's memory, but for scalars (`distributed.sharding.on_host`)."""
+    places = jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host") if x.ndim else x.sharding, tree)
+    return placed(tree, places)

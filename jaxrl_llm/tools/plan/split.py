@@ -8,8 +8,7 @@ from jax.sharding import AbstractMesh
 from jaxrl_llm.config import ConfigError, batch_rows
 from jaxrl_llm.distributed.devices import named
 from jaxrl_llm.distributed.sharding import make_mesh, rollout_mesh, row_groups
-from jaxrl_llm.tools.plan.advice import changed
-from jaxrl_llm.tools.plan.planned import PARAMETERS, Plan, floors, make_plan
+from jaxrl_llm.tools.plan.planned import POLICY, Plan, floors, make_plan
 from jaxrl_llm.tools.plan.text import bytes_text, lines, seconds_text, table
 from jaxrl_llm.tools.plan.topology import stand_ins, target_of
 from jaxrl_llm.training.setup.mesh import check_rows, sampling_devices
@@ -65,24 +64,13 @@ def make_split(config, name: str, count: int, simulate: bool = False, image_toke
                 f"rollout.processes={-(-each // host)}"
             )
     devices, c = stand_ins(config, name, count), config.mesh
-    alone = changed(config, {"rollout.devices": 0, "rollout.processes": 0})
     training_mesh = make_mesh(c.data, c.fsdp, c.tensor, c.context, c.expert, devices[: count - samplers * each])
     row_groups(training_mesh, each if in_files else host)
     sampling_mesh = rollout_mesh(make_mesh(devices=devices[-each:]), config.rollout.mesh)
     training, sampling = (
-        make_plan(alone, target_of(mesh, name, simulate), only=half, image_tokens=image_tokens)
+        make_plan(config, target_of(mesh, name, simulate), only=half, image_tokens=image_tokens)
         for half, mesh in (("training", training_mesh), ("sampling", sampling_mesh))
     )
-    if not in_files and config.rollout.staleness:
-        whole = training.trained >= training.parameters
-        share = 1.0 if whole else training.trained / (training.parameters + training.trained)
-        # In flight the newest is kept for all.
-        policies = 1 if config.rollout.update_in_flight else config.rollout.staleness
-        waiting = int(policies * share * sampling.sampling[PARAMETERS])
-        sampling = sampling._replace(
-            held=sampling.held | {"policies of batches that wait": waiting},
-            programs=[x._replace(resident=x.resident + waiting) for x in sampling.programs],
-        )
     return Split(training, sampling, samplers, in_files)
 
 
@@ -130,7 +118,7 @@ def split_lines(split: Split) -> Iterator[str]:
     yield from lines(sampling)
     yield ""
     yield "== both halves =="
-    policy, device = sampling.sampling[PARAMETERS], training.target.device
+    policy, device = sampling.sampling[POLICY], training.target.device
     if split.in_files:
         most = bytes_text(policy * sampling.target.mesh.size)
         yield f"each policy is a file of at most {most}: what has changed in it"

@@ -34,14 +34,14 @@ def seconds_text(value: float) -> str:
     return f"{value:.3g} s" if value < 120 else f"{value / 60:.3g} min" if value < 7200 else f"{value / 3600:.3g} h"
 
 
-def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> Iterator[str]:
-    """Yield rows with their columns aligned: the first to the left, the others to the right."""
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield rows, indented, with their columns aligned: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         first, *rest = (
             text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))
         )
-        yield (indent + "  ".join([first, *rest])).rstrip()
+        yield f"  {'  '.join([first, *rest])}".rstrip()
 
 
 def verdict(plan: Plan) -> str:
@@ -150,7 +150,7 @@ def _time(plan: Plan) -> Iterator[str]:
         ]
     )
     decode = next((x for x in plan.programs if x.name == "rollout: decode"), None)
-    if decode is not None and decode.sent > sum(plan.sampling.values()):
+    if decode is not None and decode.sent > decode.parameters_read + decode.caches_read:
         yield (
             f"  decoding sends {bytes_text(decode.sent)} for each token, more than it reads: another arrangement of "
             "the devices for sampling (rollout.mesh) keeps whole matrices, or parts that need not be gathered"
