@@ -99,6 +99,22 @@ def test_results_are_those_up_to_the_step(run):
     assert "| metric | step 0 | step 2 |" in card.text
 
 
+def test_what_trained_a_step_and_what_it_trained(run):
+    """Whatever writes the card, months later."""
+    folder = run(model__trainable=("model.layers.1.",), model__freeze_router=True)
+    starts = [
+        {"step": 0, "versions": {"jaxrl_llm": "0.1", "jax": "0.2"}},
+        {"step": 2, "versions": {"jaxrl_llm": "0.3", "jax": "0.4"}},
+    ]
+    (folder / "starts.json").write_text(json.dumps(starts))
+    early, late = (card_of(folder, step=step).text for step in (2, 3))
+    assert "by 2 steps of grpo with jaxrl_llm 0.1." in early and "| versions | jaxrl_llm 0.1, jax 0.2, " in early
+    assert "by 3 steps of grpo with jaxrl_llm 0.3." in late and "| versions | jaxrl_llm 0.3, jax 0.4, " in late
+    assert "| trained | what `model.trainable` and `model.freeze_router` leave |" in late
+    (folder / "hf" / "config.json").write_text('{"vision_config": {}}')
+    assert "`model.freeze_router` and `model.vision` leave |" in card_of(folder).text
+
+
 def test_named_sets_are_told_apart(run):
     line = {"step": 0, "eval/easy/accuracy": 0.5, "eval/hard/accuracy": 0.25, "eval/hard/pass@4": 0.75}
     sets = ("easy=task:sort", {"set": "hard", "path": "openai/gsm8k", "name": "main", "split": "validation"})

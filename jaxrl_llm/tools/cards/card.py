@@ -13,6 +13,7 @@ from jaxrl_llm.config.schema import KEYS, OFFLINE
 from jaxrl_llm.config.version import __version__
 from jaxrl_llm.data.opening import evaluated_on
 from jaxrl_llm.models.adapters import peft
+from jaxrl_llm.models.files.safetensors import read_json
 from jaxrl_llm.tools.cards.clean import in_words, shareable
 from jaxrl_llm.tools.cards.curves import curves_svg
 from jaxrl_llm.tools.cards.hub import named
@@ -35,6 +36,7 @@ OF_THE_MACHINE = (
     "checkpoint.",
     "export.",
 )
+PARTS = ("model.trainable", "model.frozen", "model.freeze_router")  # settings by which not all of a model is trained
 LIBRARIES = {
     "lm": ("transformers", "AutoModelForCausalLM", "text-generation"),
     "score": ("transformers", "AutoModelForSequenceClassification", "text-classification"),
@@ -134,11 +136,12 @@ def _body(
 ) -> str:
     kind = {"lm": "language model", "score": "reward model", "step": "process reward model"}[_head(run)]
     what = f"{kind}'s adapter (LoRA)" if peft.is_adapter(folder) else kind
+    versions = _versions(run, step)
     parts = [
         f"# {title or (repo or run.name).rpartition('/')[2]}\n",
         f"A {what}, made from {_linked(base)} by {step} step{'' if step == 1 else 's'} of "
-        f"{algorithm_of(run)} with jaxrl_llm {__version__}.\n",
-        table(("", ""), _facts(run, base)),
+        f"{algorithm_of(run)} with jaxrl_llm {versions['jaxrl_llm']}.\n",
+        table(("", ""), _facts(folder, run, base, versions)),
         "\n## Results\n",
         _results(run, step),
     ]
@@ -167,7 +170,15 @@ def _linked(base: Base) -> str:
     return link if base.name == base.hub_id else f"`{base.name}`, itself from {link}"
 
 
-def _facts(run: ReportedRun, base: Base) -> list[tuple[str, str]]:
+def _versions(run: ReportedRun, step: int) -> dict[str, str]:
+    """The versions that made `step`, as the run has recorded them, and where it has not those of this process; of
+    transformers, which writes the tokenizer, always these."""
+    here = {name: importlib.metadata.version(name) for name in ("jax", "transformers")}
+    starts = [start for start in run.starts if start.get("step", 0) < step] or run.starts[:1]
+    return {"jaxrl_llm": __version__} | here | (starts[-1].get("versions", {}) if starts else {})
+
+
+def _facts(folder: Path, run: ReportedRun, base: Base, versions: Mapping[str, str]) -> list[tuple[str, str]]:
     settings, given = run.settings, given_to(run.folder)
     data = given.get("train_dataset") or settings.get("data.sources") or settings["data.path"]
     facts = [
@@ -178,14 +189,16 @@ def _facts(run: ReportedRun, base: Base) -> list[tuple[str, str]]:
     if settings["algorithm.name"] not in OFFLINE:
         facts.append(("rewards", f"`{in_words(given.get('rewards') or settings['rewards.functions'])}`"))
     facts += [(name, f"`{in_words(given[name])}`") for name in ("environment", "tools") if name in given]
-    rank = settings.get("lora.rank")
-    facts.append(
-        ("trained", f"adapters of rank {rank}" if rank else "adapters" if settings.get("lora.path") else "all")
-    )
+    parts = [f"`{name}`" for name in PARTS if settings.get(name)]
+    if settings.get("model.vision") == "frozen" and "vision_config" in (read_json(folder / "config.json") or {}):
+        parts.append("`model.vision`")
+    whole = f"what {' and '.join(parts)} leave{'s' if len(parts) == 1 else ''}" if parts else "all"
+    if settings.get("lora.rank") or settings.get("lora.path"):
+        whole = f"adapters of rank {settings['lora.rank']}" if settings.get("lora.rank") else "adapters"
+    facts.append(("trained", whole))
     facts.append(("learning rate", f"{settings['optimizer.learning_rate']:g}"))
     facts.append(("seed", str(settings["seed"])))
-    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("jax", "transformers"))
-    return [*facts, ("versions", ", ".join((f"jaxrl_llm {__version__}", *versions)))]
+    return [*facts, ("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))]
 
 
 def _results(run: ReportedRun, step: int) -> str:
