@@ -153,7 +153,7 @@ def _variants(config, run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"micro-batches of {part} rows for {rows}", smaller
     packed = run.pack.sizes is not None
     yield ("rows not packed" if packed else "packed rows"), {"batch.packing": "false" if packed else "true"}
-    devices, own = jax.device_count(), dict(run.mesh.shape)
+    devices, own = run.mesh.size, dict(run.mesh.shape)  # of those that train
     for axis in (*AXES, *(("expert",) if run.model.net.config.experts else ())):  # without experts it is more fsdp
         if devices > 1 and own[axis] != devices:
             sizes = {f"mesh.{name}": 1 for name in own} | {f"mesh.{axis}": devices}

@@ -34,7 +34,7 @@ def welcome() -> str:
     local = {str(path): path for path in sorted(Path("configs").glob("*.py"))}
     here = {path.resolve() for path in local.values()}
     files = local | {name: path for name, path in shipped_configs().items() if path.resolve() not in here}
-    texts = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    texts = {name: path.read_text(encoding="utf-8", errors="replace") for name, path in files.items()}
     # All shipped configurations train the same model: without it and the papers their differences fit in a line.
     common = re.compile(r" \([^()]*\d{4}\.\d{5}[^()]*\)| (on|from) the embedded model( and task( of grpo\.py)?)?")
     configs = {

@@ -68,20 +68,20 @@ def test_smaller_micro_batches_divide_a_minibatch(algorithm, prompts, expected):
     assert found == ([] if expected is None else [expected])
 
 
-def run_of(experts=0):
+def run_of(experts=0, devices=1):
     """What is asked of a run for the other ways to compute its step."""
     return SimpleNamespace(
         algorithm=SimpleNamespace(online=False),
         pack=SimpleNamespace(sizes=None),
-        mesh=SimpleNamespace(shape=dict.fromkeys(("data", "fsdp", "context", "expert", "tensor"), 1)),
+        mesh=SimpleNamespace(size=devices, shape=dict.fromkeys(("data", "fsdp", "context", "expert", "tensor"), 1)),
         model=SimpleNamespace(net=SimpleNamespace(config=SimpleNamespace(experts=experts))),
     )
 
 
 @pytest.mark.parametrize("experts", [0, 4])
-def test_experts_have_a_mesh_of_their_own(monkeypatch, experts):
-    monkeypatch.setattr(command.jax, "device_count", lambda: 2)
-    found = {name: sizes for name, sizes in _variants(default(), run_of(experts)) if name.startswith("mesh")}
+def test_experts_have_a_mesh_of_their_own(experts):
+    """Of the two devices that train: others, which only sample, are in no mesh."""
+    found = {name: sizes for name, sizes in _variants(default(), run_of(experts, 2)) if name.startswith("mesh")}
     axes = ["data", "fsdp", "tensor", "context", *(["expert"] if experts else [])]
     assert [*found] == [f"mesh of {axis} 2" for axis in axes]
     assert all(sorted(sizes.values()) == [1, 1, 1, 1, 2] for sizes in found.values())

@@ -33,6 +33,7 @@ def test_own_configs_come_first(tmp_path, monkeypatch):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "mine.py").write_text('"""My run.\n\nIt is long."""\n\n\ndef get_config():\n    raise\n')
     (tmp_path / "configs" / "shared.py").write_text("STEPS = 3\n")
+    (tmp_path / "configs" / "latin1.py").write_bytes(b"# caf\xe9\n")
     monkeypatch.chdir(tmp_path)
     text = welcome()
     assert "  configs/mine.py " in text and " My run.\n" in text and "shared.py" not in text
