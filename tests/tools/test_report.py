@@ -496,6 +496,25 @@ def test_texts_are_shown_as_they_are_and_opened_in_full(browser):
 
 
 @needs_browser
+def test_the_completions_of_a_prompt_of_several_lines(tmp_path):
+    """An input has one line, and would lose the border between them."""
+    config, folder = default(), write_run(tmp_path / "run", steps=1)
+    config.logging.backends = ("jsonl",)
+    with Logger(logging_spec(config), folder) as logger:
+        prompts = ("/a? (b)\n\\c", "/a? (b)\n\\c", "/a? (b)\n\\c and more")
+        logger.completions(2, [{"prompt": prompt, "completion": "x", "advantage": 0.0} for prompt in prompts])
+    (path,) = report([folder])
+    with Browser(tmp_path / "profile") as page:
+        page.open(path.as_uri())
+        page.wait("document.body && document.body.dataset.ready === 'true'")
+        type_into(page, "#search", "(b)")
+        page.wait(f"{COUNT}.startsWith('3 of 7')")
+        page.run("document.querySelector('#rows .row').click()")
+        page.run("[...document.querySelectorAll('#detail button')][0].click()")
+        page.wait(f"{COUNT}.startsWith('2 of 7')")
+
+
+@needs_browser
 def test_a_click_on_a_curve_shows_the_completions_of_that_step(browser):
     x, y, width = browser.run(
         "(() => { scrollTo(0, 0); const box = document.querySelector('[data-metric=\"reward\"] .plot')"

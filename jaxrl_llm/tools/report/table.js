@@ -60,11 +60,14 @@ function soon(action) {
   return () => { clearTimeout(timer); timer = setTimeout(action, 120); };
 }
 
+/** The text as a regex that matches it alone. */
+const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+
 /** A test of texts: a part of them whatever the case, or /regex/; null for a regex that is none. */
 function textTest(query) {
   const regex = query.match(/^\/(.+)\/$/);
   try {
-    return new RegExp(regex ? regex[1] : query.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "i");
+    return new RegExp(regex ? regex[1] : escaped(query), "i");
   } catch {
     return null;
   }
@@ -204,7 +207,8 @@ function detail() {
   });
   const prompt = textOf(table.columns.get("prompt"), row);
   const same = make("button", { type: "button", textContent: "All of this prompt" });
-  same.onclick = () => { setFilter("prompt", prompt.length > 300 ? prompt.slice(0, 300) : prompt); };
+  // An input has one line.
+  same.onclick = () => { setFilter("prompt", `/^${escaped(prompt.slice(0, 300)).replaceAll("\r", "\\r").replaceAll("\n", "\\n")}${prompt.length > 300 ? "" : "$"}/`); };
   const close = make("button", { type: "button", textContent: "Close" });
   close.onclick = () => { box.hidden = true; table.selected = -1; drawRows(); };
   const pictures = table.columns.has("images") ? textOf(table.columns.get("images"), row) : "";
