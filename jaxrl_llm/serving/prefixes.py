@@ -4,7 +4,9 @@ A request whose beginning is that of a kept text computes what is behind it alon
 tokens. The least recently used texts go when there is no more room.
 """
 
+import bisect
 import functools
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,14 +19,14 @@ from jaxrl_llm.rollout.engine import READ, Engine, first_tokens
 from jaxrl_llm.rollout.sampling import RowSampling
 from jaxrl_llm.rollout.slots import Prompts, Rows
 
+ID = 4  # bytes of a token, an int32
 LEAST = 64  # tokens of a text that is kept, and of a beginning that is used
-MOST = 512  # texts, each of which is compared with every prompt
 
 
 class Prefix(NamedTuple):
     """A text with the caches of one prompt, padded on the left to `width` tokens."""
 
-    tokens: np.ndarray
+    tokens: np.ndarray  # int32
     adapter: str
     cache: Any
     width: int
@@ -36,59 +38,65 @@ class Prefix(NamedTuple):
 
 
 class PrefixCache:
-    """The kept texts, of up to `most_bytes` together."""
+    """The kept texts, of up to `most_bytes` together, none of them the beginning of another.
+
+    In the order of texts those that have most of a prompt's beginning stand beside its place: however many are kept,
+    two are compared with it.
+    """
 
     def __init__(self, most_bytes: int):
         self.most_bytes, self.bytes = most_bytes, 0
-        self._kept: list[Prefix] = []  # the most recently used is the last
+        self._kept: OrderedDict[tuple[str, bytes], Prefix] = OrderedDict()  # the most recently used is the last
+        self._order: list[tuple[str, bytes]] = []  # their keys
 
     def find(self, prompt: Sequence[int], adapter: str) -> tuple[Prefix, int] | None:
         """The kept text that has most of the prompt's beginning, and so many tokens: at least half of them, not all."""
-        tokens, best = np.asarray(prompt, np.int32), (0, -1)
-        for number, prefix in enumerate(self._kept):
-            if prefix.adapter == adapter:
-                best = max(best, (min(_common(prefix.tokens, tokens), len(tokens) - 1), number))
-        common, number = best
-        if common < max(LEAST, len(tokens) / 2):
+        key = adapter, np.asarray(prompt, np.int32).tobytes()
+        at = bisect.bisect_left(self._order, key)
+        beside = [near for near in self._order[max(at - 1, 0) : at + 1] if near[0] == adapter]
+        common, found = max(((_common(near[1], key[1]), near) for near in beside), default=(0, key))
+        common = min(common, len(prompt) - 1)
+        if common < max(LEAST, len(prompt) / 2):
             return None
-        self._kept.append(self._kept.pop(number))
-        return self._kept[-1], common
+        self._kept.move_to_end(found)
+        return self._kept[found], common
 
     def wants(self, tokens: Sequence[int], adapter: str) -> bool:
         """True where a text is worth keeping: long enough, and no beginning of one that is kept."""
-        given = np.asarray(tokens, np.int32)
-        return bool(self.most_bytes) and len(given) >= LEAST and not any(
-            prefix.adapter == adapter and _common(prefix.tokens, given) == len(given) for prefix in self._kept
-        )  # fmt: skip
+        key = adapter, np.asarray(tokens, np.int32).tobytes()
+        at = bisect.bisect_left(self._order, key)
+        goes_on = any(near[0] == adapter and near[1].startswith(key[1]) for near in self._order[at : at + 1])
+        return bool(self.most_bytes) and len(tokens) >= LEAST and not goes_on
 
     def add(self, prefix: Prefix) -> None:
-        """Keeps a text in the place of its beginnings, and of those that were not used for longest."""
+        """Keeps a text that is wanted, in the place of its beginning, and of those that were not used for longest."""
         if prefix.size > self.most_bytes:
             return
-        self._kept = [
-            other
-            for other in self._kept
-            if other.adapter != prefix.adapter or _common(other.tokens, prefix.tokens) < len(other.tokens)
-        ]
-        self._kept.append(prefix)
-        self.bytes = sum(other.size for other in self._kept)
-        while self.bytes > self.most_bytes or len(self._kept) > MOST:
-            self.bytes -= self._kept.pop(0).size
+        key = prefix.adapter, prefix.tokens.tobytes()
+        at = bisect.bisect_left(self._order, key)
+        for near in self._order[max(at - 1, 0) : at]:
+            if near[0] == prefix.adapter and key[1].startswith(near[1]):
+                self._let_go(near)
+        bisect.insort(self._order, key)
+        self._kept[key] = prefix
+        self.bytes += prefix.size
+        while self.bytes > self.most_bytes:
+            self._let_go(next(iter(self._kept)))
 
-    def forget(self, adapter: str) -> None:
-        """Forgets the texts of an adapter, as its weights are others."""
-        self._kept = [prefix for prefix in self._kept if prefix.adapter != adapter]
-        self.bytes = sum(prefix.size for prefix in self._kept)
+    def forget(self, adapter: str | None = None) -> None:
+        """Forgets the texts of an adapter, or all, as the weights are others."""
+        for key in [key for key in self._order if adapter in (None, key[0])]:
+            self._let_go(key)
 
-    def clear(self) -> None:
-        """Forgets all, as their weights are others."""
-        self._kept, self.bytes = [], 0
+    def _let_go(self, key: tuple[str, bytes]) -> None:
+        self.bytes -= self._kept.pop(key).size
+        del self._order[bisect.bisect_left(self._order, key)]
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """The length of the common beginning."""
-    size = min(len(one), len(other))
-    differ = one[:size] != other[:size]
+def _common(one: bytes, other: bytes) -> int:
+    """The tokens of the common beginning of two texts."""
+    size = min(len(one), len(other)) // ID
+    differ = np.frombuffer(one, np.int32, size) != np.frombuffer(other, np.int32, size)
     return int(differ.argmax()) if differ.any() else size
 
 
@@ -125,4 +133,4 @@ def resume(
     hidden = jnp.zeros((1, 1, engine.net.config.outer_width), engine.decoder.config.dtype)
     rows, hidden = jax.lax.fori_loop(0, (count + READ - 1) // READ, read, (rows, hidden))
     whole = engine.decoder.prompt_caches(begin, rows, width + count, prompts.shape[1])
-    return first_tokens(engine, whole, prompts, segments, model.logits(hidden[:, 0]), keys, sampling=sampling)
+    return first_tokens(engine, whole, prompts, segments, model.logits(hidden[:, 0]), keys, sampling)

@@ -184,5 +184,26 @@ def test_the_least_recently_used_goes_first():
     cache.add(prefix(0, 120))  # in the place of its beginning
     assert cache.bytes == 3000 and not cache.wants(range(110), "") and cache.wants(range(110), "poet")
     assert not cache.wants(range(63), "poet") and not PrefixCache(0).wants(range(100), "")
-    cache.clear()
+    cache.forget()
     assert cache.bytes == 0 and cache.find(range(100), "") is None
+
+
+def test_any_number_of_texts():
+    """The one with most of a prompt's beginning is found, as among few, and none is the beginning of another."""
+    random, cache = np.random.default_rng(0), PrefixCache(2**20)
+    given = [bytes(np.repeat(random.integers(0, 2, random.integers(16, 24)), 4).tolist()) for _ in range(800)]
+    given += [text[: 4 * random.integers(16, 24)] for text in given[::20]]
+    kept: set[bytes] = set()
+    for text in given:
+        wanted = not any(other.startswith(text) for other in kept)
+        assert cache.wants(list(text), "") == wanted
+        if wanted:
+            cache.add(Prefix(np.frombuffer(text, np.uint8).astype(np.int32), "", np.zeros(1, np.float32), 128))
+            kept = {other for other in kept if not text.startswith(other)} | {text}
+    assert len(given) > len(kept) > 700 and cache.bytes == 4 * len(kept)
+    for text in sorted(kept)[::10]:
+        prompt = text[: random.integers(56, len(text) + 1)] + bytes([7] * 20)
+        most = max(next(n for n, pair in enumerate(zip(prompt, other + b"*", strict=False)) if pair[0] != pair[1])
+                   for other in kept)  # fmt: skip
+        found = cache.find(list(prompt), "")
+        assert (0 if found is None else found[1]) == (most if most >= 64 else 0)
