@@ -89,14 +89,25 @@ class Grid(NamedTuple):
         return self.slots.rows.length.shape
 
     @property
+    def sampling(self) -> RowSampling:
+        """The settings of each row, which all rows of requests have."""
+        assert self.slots.rows.sampling is not None
+        return self.slots.rows.sampling
+
+    @property
     def top(self) -> bool:
         """True where the likeliest tokens of each place are kept."""
-        return self.slots.rows.sampling is not None and self.slots.rows.sampling.top_ids is not None
+        return self.sampling.top_ids is not None
 
     @property
     def guided(self) -> bool:
         """True where rows may be guided."""
-        return self.slots.rows.sampling is not None and self.slots.rows.sampling.allowed is not None
+        return self.sampling.allowed is not None
+
+    def with_sampling(self, **changes: Any) -> "Grid":
+        """The grid whose rows have these settings changed."""
+        rows = self.slots.rows._replace(sampling=self.sampling._replace(**changes))
+        return self._replace(slots=self.slots.replace(rows=rows))
 
 
 class Newest(NamedTuple):
@@ -122,7 +133,7 @@ def prefill_requests(
     requests: Sequence[RowRequest],
     top: bool,
     allowed: np.ndarray | None,
-    found: tuple[Prefix, int] | None = None,
+    found: tuple[Prefix, int] | None,
 ) -> tuple[Prompts, Rows, Any]:
     """Caches and first tokens of requests, whose prompts have one bucket, and the keys `[B,R]` of their rows.
 
@@ -255,23 +266,17 @@ def empty_grid(engine: Engine, params, shape: tuple[int, int], width: int, top: 
 
 def with_top(grid: Grid) -> Grid:
     """The grid with room for the likeliest tokens of each place."""
-    rows = grid.slots.rows
-    if grid.top or rows.sampling is None:
+    if grid.top:
         return grid
-    places = (*rows.tokens.shape, MOST_TOP)
-    top = {"top_ids": jnp.zeros(places, jnp.int32), "top_logps": jnp.zeros(places, jnp.float32)}
-    return grid._replace(slots=grid.slots.replace(rows=rows._replace(sampling=rows.sampling._replace(**top))))
+    places = (*grid.slots.rows.tokens.shape, MOST_TOP)
+    return grid.with_sampling(top_ids=jnp.zeros(places, jnp.int32), top_logps=jnp.zeros(places, jnp.float32))
 
 
 def with_allowed(grid: Grid, allowed: np.ndarray | None) -> Grid:
     """The grid whose rows may go on with the tokens `allowed` `[G*R,V/32]`; None: with any."""
-    rows = grid.slots.rows
-    if rows.sampling is None or (allowed is None and not grid.guided):
-        return grid
-    sampling = rows.sampling._replace(
-        allowed=None if allowed is None else jnp.asarray(allowed).reshape(*grid.shape, -1)
-    )
-    return grid._replace(slots=grid.slots.replace(rows=rows._replace(sampling=sampling)))
+    if allowed is None:
+        return grid.with_sampling(allowed=None) if grid.guided else grid
+    return grid.with_sampling(allowed=jnp.asarray(allowed).reshape(*grid.shape, -1))
 
 
 @functools.partial(jax.jit, static_argnames=("engine", "width"))

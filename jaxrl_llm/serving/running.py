@@ -6,7 +6,7 @@ room for all that wait; it shrinks as they end, as a rollout's does. When others
 
 import dataclasses
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +36,7 @@ from jaxrl_llm.serving.grid import (
     with_allowed,
     with_top,
 )
-from jaxrl_llm.serving.handles import Handle, Tokens, batches, distinct_prompts, pieces, rows_of_each
+from jaxrl_llm.serving.handles import PREFILL_ROWS, Handle, Tokens, batches, distinct_prompts, pieces, rows_of_each
 from jaxrl_llm.serving.metrics import Counts
 from jaxrl_llm.serving.prefixes import Prefix, PrefixCache, kept_cache
 from jaxrl_llm.serving.weights import Weights
@@ -82,11 +82,14 @@ class Running:
         if handles and self._shrinks and (shrank or rows_of_each(handles, group * len(free)) != group):
             return [], True
         joining: list[Handle] = []
-        prompt_tokens = 0
+        tokens, rows_of = 0, Counter[int]()
         for rows in pieces(handles[: group * len(free)], group):
-            if joining and prompt_tokens + rows[0].request.width > PREFILL_TOKENS:
+            prompt = id(rows[0].request.prompt)
+            if rows_of[prompt] % PREFILL_ROWS == 0:  # so many are of one prefill
+                tokens += rows[0].request.width
+            if joining and tokens > PREFILL_TOKENS:
                 break
-            prompt_tokens += rows[0].request.width
+            rows_of[prompt] += 1
             joining += rows
         return joining, False
 
@@ -175,7 +178,7 @@ class Running:
                 )
             for handle in some:
                 handle.version, handle.cached = self.counts.weight_version, 0 if found is None else found[1]
-            self.counts.prompt_tokens += sum(len(request.prompt) for request in requests)
+            self.counts.prompt_tokens += sum(map(len, distinct_prompts(some)))
         self._grid = grid
 
     def _prefill(self, handles: list[Handle], grid: Grid, found: tuple[Prefix, int] | None) -> tuple[Grid, Prompts]:
@@ -328,9 +331,9 @@ class Running:
     def _keep_row(self, slot: int) -> None:
         """Keeps the text of a row that has ended; its newest token is not in its cache."""
         handle, grid = self.rows[slot], self._grid
-        if handle is not None and handle.request.tiles is not None:
+        if handle is None or grid is None or handle.request.tiles is not None:
             return
-        if handle is not None and grid is not None and handle.ids and handle.version == self.counts.weight_version:
+        if handle.ids and handle.version == self.counts.weight_version:
             text = [*handle.request.prompt, *handle.ids[:-1]]
             place = divmod(slot, self._group)
             self._keep(text, grid.prompts.cache, grid.slots.cache, place, grid.width + len(handle.ids) - 1)
@@ -349,10 +352,7 @@ class Running:
 
     def forget_prefixes(self, adapter: str | None = None) -> None:
         """Lets the kept texts go, or those of an adapter alone."""
-        if adapter is None:
-            self._prefixes.clear()
-        else:
-            self._prefixes.forget(adapter)
+        self._prefixes.forget(adapter)
         self.counts.prefix_bytes = self._prefixes.bytes
 
     def lose(self, error: BaseException, joining: Sequence[Handle] = ()) -> None:

@@ -20,6 +20,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.image_rows import ImageText, Tiles
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import continued_ids, render_prompt
+from jaxrl_llm.environments.protocol import finite
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.bodies import Asked
 from jaxrl_llm.serving.choice import Choice
@@ -196,7 +197,7 @@ class Session:
 
 def is_finite(value: Any) -> bool:
     """True for a finite number that is no bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and finite(value) is not None
 
 
 class Call:

@@ -30,8 +30,6 @@ BY_NCCL = (
     "/update_weights",
     "/finish_weight_update",
 )
-
-
 # Fields of SGLang's `/update_weights_from_disk` beside the path, at the values that it has here.
 OF_UPDATE = {"load_format": "auto", "abort_all_requests": False, "flush_cache": True, "keep_pause": False,
              "is_async": False, "torch_empty_cache": False, "recapture_cuda_graph": False}  # fmt: skip

@@ -195,7 +195,7 @@ def test_the_likeliest_tokens(queue, model):
 @pytest.mark.slow
 def test_a_prompt_of_several_rows_is_computed_once(queue, model, monkeypatch):
     """Choices of one answer share the prefill, in 32 places, whatever their settings; each is what it is alone."""
-    from jaxrl_llm.serving import grid
+    from jaxrl_llm.serving import grid, running
 
     shapes, pad = [], grid.pad_prompts
     monkeypatch.setattr(
@@ -212,6 +212,11 @@ def test_a_prompt_of_several_rows_is_computed_once(queue, model, monkeypatch):
         (alone,) = ask(queue, row.handle.request)
         assert alone.wait() == row.ids and len(row.ids) == row.handle.request.limit
     assert shapes == [(1, 32)] * 5
+    monkeypatch.setattr(running, "PREFILL_TOKENS", 64)  # a prompt counts once among those that join
+    counted = queue.counts.prompt_tokens
+    for row in ask(queue, *requests[:3]):
+        row.wait()
+    assert shapes == [(1, 32)] * 6 and queue.counts.prompt_tokens == counted + len(ids)
 
 
 @pytest.mark.slow

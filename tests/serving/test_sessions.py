@@ -440,6 +440,7 @@ def test_sub_agents_have_names_keys_and_limits_of_their_own(turns):
         ({"name": "a", "max_turns": 1.5}, "max_turns is 1.5; it takes a number above 0"),
         ({"name": "a", "seconds": float("inf")}, "seconds is inf"),
         ({"name": "a", "max_tokens": 0}, "max_tokens is 0"),
+        ({"name": "a", "max_tokens": 10**400}, "max_tokens is 1000"),
     ],
 )
 def test_sub_agents_that_cannot_be_opened(turns, body, message):
@@ -455,7 +456,7 @@ def test_rewards_that_are_posted(turns):
     for turn, state in enumerate([{"square": "e4"}, None]):
         session.set_reward({"reward": 0.5, "turn": turn, "state": state})
     assert session.turn_rewards == {0: 0.5, 1: 0.5} and session.turn_states == {0: {"square": "e4"}}
-    wrong = ["1", float("nan"), True, {}, {"a": "b"}, None]
+    wrong = ["1", float("nan"), 10**400, True, {}, {"a": "b"}, None]
     further = [{"reward": 1, "turn": -1}, {"reward": {"a": 1}, "turn": 1}, {"reward": 1, "why": 1}, {}]
     further.append({"reward": 1, "state": "e4"})
     for body in [*({"reward": value} for value in wrong), *further]:
