@@ -177,22 +177,28 @@ class Server:
         self._check_room()
         return bytes(data)
 
+    def parse(self, body: Mapping[str, Any], chat: bool, longest: int | None = None, **options: Any) -> Asked:
+        """The checked request of a body, by `bodies.parse` with its `options`: of this model, and within the limits, or
+        `longest` tokens. Raises BadRequestError."""
+        limits = self.limits
+        return parse(
+            body, chat, self.tokenizer, self.names, self.eos, longest or limits.tokens, self.vocabulary, limits.rows,
+            **options,
+        )  # fmt: skip
+
     async def asked(self, body: Mapping[str, Any], chat: bool) -> Asked:
         """The checked request of a body, by a thread: long texts and images take seconds. Raises BadRequestError."""
-        limits = self.limits
-        asked = await asyncio.to_thread(
-            parse, body, chat, self.tokenizer, self.names, self.eos, limits.tokens, self.vocabulary, limits.rows
-        )
+        asked = await asyncio.to_thread(self.parse, body, chat)
         if asked.guide is not None:  # compiled the first time
             await asyncio.to_thread(self.guides.grammar, *asked.guide)
         if asked.tiles is not None:
             self._tiles = [ref for ref in self._tiles if ref() is not None]
             held = sum(tiles.nbytes for ref in self._tiles if (tiles := ref()) is not None)
-            if held + asked.tiles.nbytes > limits.images:
+            if held + asked.tiles.nbytes > (most := self.limits.images):
                 raise BadRequestError(
-                    f"the images have {asked.tiles.nbytes} bytes as tiles, and those of others {held}, of "
-                    f"{limits.images} in all; send fewer or smaller ones, or ask again later",
-                    429 if asked.tiles.nbytes <= limits.images else 400,
+                    f"the images have {asked.tiles.nbytes} bytes as tiles, and those of others {held}, of {most} in "
+                    "all; send fewer or smaller ones, or ask again later",
+                    429 if asked.tiles.nbytes <= most else 400,
                     param="messages",
                 )
             tiles = Decoded()

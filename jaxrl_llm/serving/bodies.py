@@ -6,7 +6,6 @@ there, is refused by its name: an answer that leaves out a wish would look as if
 
 import dataclasses
 import functools
-import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,15 +18,15 @@ from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.config.schema import Setting, sampling_option
 from jaxrl_llm.data.image_rows import ImageReader, ImageText, Tiles
 from jaxrl_llm.data.images import ImageLimits
-from jaxrl_llm.data.templates import is_conversational, render_prompt
+from jaxrl_llm.data.templates import render_prompt
 from jaxrl_llm.rollout.constraints import bad_word_ids
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.grid import LONGEST_WORD, MOST_BIASES, MOST_ENDS, MOST_PROMPT_TOP, MOST_TOP, MOST_WORDS
 from jaxrl_llm.serving.guides import guide_of
+from jaxrl_llm.serving.prompts import chat_prompt, is_list, text_prompts
 
 MOST_STOPS, LONGEST_STOP = 16, 1024  # stop strings of a request, and their characters
-TOKEN_CHARACTERS = 128  # as the longest tokens have, which are white space
 MOST_COUNT = 10**9  # of what is counted in int32
 DEFAULT_TOKENS = 16  # of a text completion that says no max_tokens, as OpenAI has it
 
@@ -109,14 +108,14 @@ class Asked:
     include_stop: bool
     return_token_ids: bool
     tokens_as_ids: bool
-    texts: tuple[str | None, ...] = ()  # of the prompts of a text completion; None: it came as token ids
-    continues: bool = False  # the completion goes on with a text, or with the last message: it is no turn of its own
-    parallel_calls: bool = True  # the answer may give more than one call
-    apart: bool = False  # its thoughts are told apart from its text
-    echo: bool = False  # the prompt stands before its completion
-    prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt
-    guide: tuple[str, str] | None = None  # a grammar that the answer follows (guides.py), and the field that asked
-    tiles: Tiles | None = None  # of the images of the one prompt of a chat, as long as they are not decoded
+    texts: tuple[str | None, ...]  # of the prompts of a text completion; None: it came as token ids
+    continues: bool  # the completion goes on with a text, or with the last message: it is no turn of its own
+    parallel_calls: bool  # the answer may give more than one call
+    apart: bool  # its thoughts are told apart from its text
+    echo: bool  # the prompt stands before its completion
+    prompt_logprobs: int | None  # so many likeliest tokens at each place of the prompt
+    guide: tuple[str, str] | None  # a grammar that the answer follows (guides.py), and the field that asked
+    tiles: Tiles | None  # of the images of the one prompt of a chat, as long as they are not decoded
     pixels: Sequence[np.ndarray] | None = None  # each [H,W,C] fp32, when they are
 
 
@@ -192,7 +191,7 @@ def parse(
     continues = True
     if chat:
         tools = _callable_tools(body)
-        prompt, tiles = _chat_prompt(body, tokenizer, render, reader, longest)
+        prompt, tiles = chat_prompt(body, tokenizer, render, reader, longest)
         continues = body["messages"][-1]["role"] == "assistant"
         for name, given in {"add_generation_prompt": not continues, "continue_final_message": continues}.items():
             if (value := body.get(name)) not in (None, given):
@@ -205,7 +204,7 @@ def parse(
         prompts = [prompt]
         logprobs = _top_logprobs(body)
     else:
-        texts, prompts = _text_prompts(body, vocabulary, render, reader, max(most_rows // values["n"], 1), longest)
+        texts, prompts = text_prompts(body, vocabulary, render, reader, max(most_rows // values["n"], 1), longest)
         logprobs, prompt_logprobs = _count(body, "logprobs", MOST_TOP), _count(body, "prompt_logprobs", MOST_PROMPT_TOP)
         if values["stream"] and (values["echo"] or prompt_logprobs is not None):
             raise BadRequestError("echo and prompt_logprobs are not for streams", code="unsupported", param="stream")
@@ -223,13 +222,14 @@ def parse(
         )
     limits = [_limit(prompt, chat, asked_tokens, values["min_tokens"], longest) for prompt in prompts]
     return Asked(
-        prompts, chat, model, limits, values["n"], sampling,
-        values["seed"], ends, stop, logprobs, values["stream"], bool(options.get("include_usage")),
-        tuple(tools), values["skip_special_tokens"],
-        values["include_stop_str_in_output"], values["return_token_ids"], values["return_tokens_as_token_ids"],
-        tuple(texts), continues, values["parallel_tool_calls"],
-        values["separate_reasoning"] and guide is None,  # an answer of a form begins with that
-        values["echo"], prompt_logprobs, guide, tiles,
+        prompts=prompts, chat=chat, model=model, limits=limits, n=values["n"], sampling=sampling, seed=values["seed"],
+        ends=ends, stop=stop, logprobs=logprobs, stream=values["stream"],
+        include_usage=bool(options.get("include_usage")), tools=tuple(tools),
+        skip_special_tokens=values["skip_special_tokens"], include_stop=values["include_stop_str_in_output"],
+        return_token_ids=values["return_token_ids"], tokens_as_ids=values["return_tokens_as_token_ids"],
+        texts=tuple(texts), continues=continues, parallel_calls=values["parallel_tool_calls"],
+        apart=values["separate_reasoning"] and guide is None,  # an answer of a form begins with that
+        echo=values["echo"], prompt_logprobs=prompt_logprobs, guide=guide, tiles=tiles,
     )  # fmt: skip
 
 
@@ -255,12 +255,12 @@ def _stops(
     """The texts that end a row, and the ids: the model's own `eos` and those of the request."""
     stop = body.get("stop")
     stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not _is_list(stop, str) or len(stop) > MOST_STOPS or "" in stop:
+    if not is_list(stop, str) or len(stop) > MOST_STOPS or "" in stop:
         raise BadRequestError(f"stop takes a text or up to {MOST_STOPS} texts, none of them empty", param="stop")
     if (longest := max(map(len, stop), default=0)) > LONGEST_STOP:
         raise BadRequestError(f"stop has a text of {longest} characters; up to {LONGEST_STOP} are taken", param="stop")
     ends = body.get("stop_token_ids") or []
-    if not _is_list(ends, int) or not all(0 <= index < vocabulary for index in ends):
+    if not is_list(ends, int) or not all(0 <= index < vocabulary for index in ends):
         raise BadRequestError(f"stop_token_ids takes a list of ids below {vocabulary}", param="stop_token_ids")
     # A special token writes nothing that a stop string could be found in: one that is named ends the row by its id.
     named = (special for text in stop if (special := _special_tokens(tokenizer).get(text)) is not None)
@@ -293,21 +293,6 @@ def _limit(prompt: Sequence[int], chat: bool, asked: int | None, least: int, lon
     return limit
 
 
-def _check_characters(count: int, longest: int, param: str) -> None:
-    """Refuses a text that is far too long before it is tokenised, which takes seconds a megabyte."""
-    if count > (most := longest * TOKEN_CHARACTERS):
-        raise BadRequestError(
-            f"{param} has {count} characters; this model's rows have {longest} tokens, and up to {most} characters are "
-            "taken",
-            code="context_length_exceeded",
-            param=param,
-        )
-
-
-def _is_list(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(x, kind) and not isinstance(x, bool) for x in value)
-
-
 def _count(body: Mapping[str, Any], name: str, most: int) -> int | None:
     value = body.get(name)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most):
@@ -336,7 +321,7 @@ def _biases(body: Mapping[str, Any], vocabulary: int) -> tuple[tuple[int, float]
 def _bad_words(body: Mapping[str, Any], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
     """The token sequences of `bad_words`, as `constraints.bad_word_ids` reads them."""
     words = body.get("bad_words") or []
-    if not _is_list(words, str) or len(words) > MOST_WORDS:
+    if not is_list(words, str) or len(words) > MOST_WORDS:
         raise BadRequestError(f"bad_words takes a list of up to {MOST_WORDS} texts", param="bad_words")
     try:
         found = bad_word_ids("bad_words", words, tokenizer)
@@ -352,7 +337,7 @@ def _bad_words(body: Mapping[str, Any], tokenizer: Any) -> tuple[tuple[int, ...]
 def _callable_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The tools that the answer may call: all, the named one, or none."""
     tools, choice = body.get("tools") or [], body.get("tool_choice")
-    functions = [tool.get("function") for tool in tools] if _is_list(tools, dict) else [None]
+    functions = [tool.get("function") for tool in tools] if is_list(tools, dict) else [None]
     if not all(isinstance(function, Mapping) and isinstance(function.get("name"), str) for function in functions):
         raise BadRequestError('tools takes a list of {"type": "function", "function": {"name": ...}}', param="tools")
     names = [tool["function"].get("name") for tool in tools]
@@ -377,136 +362,3 @@ def _top_logprobs(body: Mapping[str, Any]) -> int | None:
     if top and not wanted:
         raise BadRequestError("top_logprobs is given without logprobs=true", param="top_logprobs")
     return (top or 0) if wanted else None
-
-
-def _text_prompts(
-    body: Mapping[str, Any],
-    vocabulary: int,
-    render: Callable[..., list[int]],
-    reader: ImageReader | None,
-    most: int,
-    longest: int,
-) -> tuple[list[str | None], list[list[int]]]:
-    """The prompts of a text completion, a text or token ids or a list of up to `most` such: texts, None of ids; ids."""
-    prompt = body.get("prompt")
-    prompts = [prompt] if isinstance(prompt, str) or (prompt and _is_list(prompt, int)) else prompt
-    if not isinstance(prompts, list) or not prompts:
-        raise BadRequestError("prompt takes a text, token ids, or a list of texts or of token ids", param="prompt")
-    if len(prompts) > most:
-        raise BadRequestError(
-            f"prompt has {len(prompts)} prompts, and with n completions of each up to {most} are taken", param="prompt"
-        )
-    rows = []
-    for each in prompts:
-        if not isinstance(each, str) and not (_is_list(each, int) and all(0 <= index < vocabulary for index in each)):
-            raise BadRequestError(f"prompt has {each!r:.100}, which is no text and no list of ids below {vocabulary}",
-                                  param="prompt")  # fmt: skip
-        if isinstance(each, str):
-            _check_characters(len(each), longest, "prompt")
-        try:
-            rows.append(render(each) if isinstance(each, str) else each)
-            if reader is not None:
-                reader.check_none(rows[-1])
-        except ConfigError as error:
-            raise BadRequestError(str(error), param="prompt") from None
-    return [each if isinstance(each, str) else None for each in prompts], rows
-
-
-def _chat_prompt(
-    body: Mapping[str, Any], tokenizer: Any, render: Callable[..., list[int]], reader: ImageReader | None, longest: int
-) -> tuple[list[int], Tiles | None]:
-    """The token ids of the messages in the model's chat template, and the tiles of the images that `reader` reads."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not is_conversational(messages):
-        raise BadRequestError(
-            "messages takes a list of messages, each an object with role and content", param="messages"
-        )
-    tools = body.get("tools") or None
-    options = body.get("chat_template_kwargs") or {}
-    # Arguments of the renderer itself: who asks must not change how the text becomes tokens.
-    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
-    if not isinstance(options, Mapping) or reserved & set(options):
-        wrong = sorted(reserved & set(options)) if isinstance(options, Mapping) else [repr(options)[:100]]
-        raise BadRequestError(
-            f"chat_template_kwargs takes an object of the template's own variables, not {', '.join(wrong)}",
-            param="chat_template_kwargs",
-        )
-    try:
-        # With tool_choice none the model sees them still, as with vLLM: the answer is not searched for calls.
-        read = [_message(message, reader is not None) for message in messages]
-        texts = [message["content"] for message in read if isinstance(message["content"], str)]
-        _check_characters(sum(map(len, texts)), longest, "messages")
-        if reader is None:
-            return render(read, tools, options), None
-        rendered, images = reader.read({"messages": read}, ("messages",))
-        if images is None:
-            ids = render(read, tools, options)
-            reader.check_none(ids)
-            return ids, None
-        ids = render(rendered["messages"], tools, options, images)
-        images.check(ids)
-        return ids, images.tiles
-    except ConfigError as error:
-        raise BadRequestError(str(error), param="messages") from None
-
-
-def _image_part(part: Any) -> Any:
-    """A part `image_url` as one of an image; other parts as they are.
-
-    Raises BadRequestError for an image that is not in the request itself: a server reads no files of its machine for
-    those who ask, and fetches nothing.
-    """
-    if not isinstance(part, Mapping) or part.get("type") not in ("image_url", "image"):
-        return part
-    url = part.get("image_url")
-    url = url.get("url") if isinstance(url, Mapping) else url
-    if not isinstance(url, str) or url[:5].lower() != "data:":
-        raise BadRequestError(
-            f"messages has the image_url {url!r:.100}; send the image itself, as data:image/png;base64,...",
-            param="messages",
-        )
-    return {"type": "image", "image": url}
-
-
-def _message(message: Mapping[str, Any], sees: bool) -> dict[str, Any]:
-    """A message as chat templates read it: parts of text joined, the arguments of calls as objects.
-
-    Where the model `sees` images, a content with some stays in parts.
-    """
-    role, content = message["role"], message.get("content")
-    if not isinstance(role, str):
-        raise BadRequestError(f"messages has the role {role!r:.100}, which is no text", param="messages")
-    if isinstance(content, list):
-        content = [_image_part(part) if sees else part for part in content]
-    if isinstance(content, list) and not any(
-        isinstance(part, Mapping) and part.get("type") == "image" for part in content
-    ):
-        for part in content:
-            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, Mapping) else part
-                raise BadRequestError(f"messages has a part {kind!r:.100}; this model reads text", param="messages")
-        content = "".join(part["text"] for part in content)
-    if content is not None and not isinstance(content, str | list):
-        raise BadRequestError(f"messages has the content {content!r:.100}, which is no text", param="messages")
-    if content is None and not message.get("tool_calls"):
-        raise BadRequestError("messages has one without content", param="messages")
-    # A turn of calls alone has null, as OpenAI writes it, which templates that add texts together would fail on.
-    read: dict[str, Any] = {**message, "role": role, "content": "" if content is None else content}
-    if calls := message.get("tool_calls"):
-        read["tool_calls"] = []
-        for call in calls if isinstance(calls, list) else [None]:
-            function = call.get("function") if isinstance(call, Mapping) else None
-            if not isinstance(function, Mapping):
-                raise BadRequestError("tool_calls takes a list of calls with function", param="messages")
-            assert isinstance(call, Mapping)
-            arguments = function.get("arguments")
-            if isinstance(arguments, str):
-                try:
-                    arguments = json.loads(arguments or "{}")
-                    json.dumps(arguments, ensure_ascii=False).encode()  # as the body: no tokenizer takes half a pair
-                except (ValueError, RecursionError):
-                    raise BadRequestError(
-                        "tool_calls has arguments that are no JSON of Unicode text", param="messages"
-                    ) from None
-            read["tool_calls"].append({**call, "function": {**function, "arguments": arguments}})
-    return read

@@ -13,7 +13,7 @@ from jaxrl_llm.environments.tool_calls import CallStart, turn_calls
 from jaxrl_llm.models.logprobs import Likeliest
 from jaxrl_llm.serving.bodies import Asked
 from jaxrl_llm.serving.handles import Handle, Tokens
-from jaxrl_llm.serving.thoughts import Thoughts
+from jaxrl_llm.serving.thoughts import Thoughts, certain_length
 
 OPENING = 32  # tokens of a prompt in whose end thoughts may be opened
 
@@ -26,7 +26,6 @@ class Piece:
     ids: list[int]
     logps: list[float]
     top: list[tuple[list[int], list[float]]]
-    start: int  # the place in the text at which that of the first token begins
     thought: str = ""  # of the thoughts, where they are told apart
 
 
@@ -66,7 +65,7 @@ class Choice:
         """Takes tokens; the piece that can be given out now. Tokens behind a stop string are left out."""
         if not self.asked.limits[self.index // self.asked.n]:  # a row samples one: that of a prompt which is scored
             self.finish_reason = "length"
-            return Piece("", [], [], [], 0)
+            return Piece("", [], [], [])
         first = len(self.ids)
         ended_by_id = tokens.finish_reason == "stop" and not self.asked.include_stop
         last = len(tokens.ids) - 1
@@ -98,9 +97,7 @@ class Choice:
         text, self.given = self.text[self.given : end], max(self.given, end)
         before, self.thought = self.thought, self._certain_thought()
         new = slice(first, None)
-        start = self.starts[first] if first < len(self.starts) else len(self.text)
-        thought = self.thought.removeprefix(before)
-        return Piece(text, self.ids[new], self.logps[new], self.top[new], start, thought)
+        return Piece(text, self.ids[new], self.logps[new], self.top[new], self.thought.removeprefix(before))
 
     def _new_detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
         return Detokenizer(self.tokenizer, self.prompt if self.asked.continues else (), skip_special_tokens)
@@ -171,12 +168,7 @@ class Choice:
             held = self._raw[self._call_start.of(self._raw) :]
             # A special token is not in the text: what stands before it, in the same tokens, comes with the end.
             end = end - len(held) if self.text.endswith(held) else self.given
-        for word in self.asked.stop:
-            for length in range(min(len(word) - 1, len(self.text)), 0, -1):
-                if self.text.endswith(word[:length]):
-                    end = min(end, len(self.text) - length)
-                    break
-        return max(self.given, end)
+        return max(self.given, min(end, certain_length(self.text, self.asked.stop)))
 
     def _find_calls(self) -> None:
         """The calls in a turn that has ended; a turn with a malformed one is text, as it is.
@@ -222,7 +214,7 @@ class Choice:
 
     def whole_piece(self) -> Piece:
         """All that has come."""
-        return Piece(self.text, self.ids, self.logps, self.top, 0)
+        return Piece(self.text, self.ids, self.logps, self.top)
 
     def logprobs(self, piece: Piece) -> dict[str, Any] | None:
         """The log-probs of a piece, in the form of a chat or of a text completion; None where none were asked for.

@@ -11,7 +11,6 @@ from starlette.responses import JSONResponse, Response
 
 from jaxrl_llm.serving.answers import Answer, Translated, answered
 from jaxrl_llm.serving.app import Server
-from jaxrl_llm.serving.bodies import parse
 from jaxrl_llm.serving.errors import BadRequestError, renamed
 from jaxrl_llm.serving.messages import MessagesRequest, counted
 from jaxrl_llm.serving.responses import ResponsesRequest
@@ -32,10 +31,7 @@ async def complete(
 async def count_tokens(server: Server, request: Request) -> Response:
     """The tokens of a request of Anthropic's Messages API, also of one too long for the model's rows."""
     body = await server.body(request)
-    read = functools.partial(
-        parse, tokenizer=server.tokenizer, models=server.names, eos=server.eos, longest=server.limits.body,
-        vocabulary=server.vocabulary, most_rows=1,
-    )  # fmt: skip
+    read = functools.partial(server.parse, longest=server.limits.body)
     return JSONResponse({"input_tokens": await asyncio.to_thread(counted, body, server.template, read)})
 
 

@@ -27,7 +27,7 @@ from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.serving.answers import Answer, Translated, answered
 from jaxrl_llm.serving.app import AT_ONCE, Limits, Server
-from jaxrl_llm.serving.bodies import Asked, parse
+from jaxrl_llm.serving.bodies import Asked
 from jaxrl_llm.serving.choice import Choice, Piece
 from jaxrl_llm.serving.endpoints import models
 from jaxrl_llm.serving.errors import BadRequestError, renamed
@@ -127,10 +127,7 @@ class Gateway:
         if of is not None:
             other = of(body, session.conversations, server.template)
             body = other.chat
-        read = functools.partial(
-            parse, body | {"model": MODEL}, chat, server.tokenizer, server.names, server.eos, ANY_LENGTH,
-            server.vocabulary, MANY, call.render, self.images
-        )  # fmt: skip
+        read = functools.partial(server.parse, body | {"model": MODEL}, chat, render=call.render, images=self.images)
         # Short ones in the order in which they came; a long text would have all other agents wait for its tokens.
         is_short = int(request.headers.get("content-length", LARGEST)) <= AT_ONCE
         with renamed({} if other is None else other.names):
@@ -145,10 +142,7 @@ class Gateway:
         """The tokens that the prompt of a call of Anthropic's Messages API would have; it is none of the session."""
         body = await server.body(request)
         session = self._session(request.path_params.get("id", str(body.get("model"))))
-        read = functools.partial(
-            parse, tokenizer=server.tokenizer, models=server.names, eos=server.eos, longest=ANY_LENGTH,
-            vocabulary=server.vocabulary, most_rows=1, render=Call(session).render, images=self.images,
-        )  # fmt: skip
+        read = functools.partial(server.parse, render=Call(session).render, images=self.images)
         found = await asyncio.to_thread(counted, body | {"model": MODEL}, server.template, read)
         return JSONResponse({"input_tokens": found})
 

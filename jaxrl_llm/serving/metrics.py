@@ -3,41 +3,33 @@
 import bisect
 import dataclasses
 from collections import Counter
+from typing import Any
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 PREFIX = "jaxrl_llm_"
-OF_QUEUE = {
-    "prompt_tokens": ("counter", "Tokens of prompts that were prefilled."),
-    "prefix_hits": ("counter", "Prompts that began with a text that was kept."),
-    "prefix_tokens": ("counter", "Their tokens that were not computed again."),
-    "prefix_bytes": ("gauge", "Bytes of the texts that are kept."),
-    "generated_tokens": ("counter", "Tokens that were sampled."),
-    "finished_rows": ("counter", "Completions that have ended."),
-    "cancelled_rows": ("counter", "Completions whose client left, or whose stop string came."),
-    "refused_rows": ("counter", "Completions for which there was no memory, or that failed."),
-    "decode_steps": ("counter", "Decode steps of the slot grid."),
-    "weight_version": ("gauge", "Updates of the weights since the start."),
-    "running": ("gauge", "Rows in slots."),
-    "waiting": ("gauge", "Rows that wait for a slot."),
-}
+
+
+def _number(kind: str, text: str) -> Any:
+    """A number of `Counts`: a `counter`, which only grows, or a `gauge`; and what it says."""
+    return dataclasses.field(default=0, metadata={"kind": kind, "text": text})
 
 
 @dataclasses.dataclass
 class Counts:
     """The numbers of a queue: totals since the start, and what is so at the moment."""
 
-    prompt_tokens: int = 0
-    prefix_hits: int = 0
-    prefix_tokens: int = 0
-    prefix_bytes: int = 0
-    generated_tokens: int = 0
-    finished_rows: int = 0
-    cancelled_rows: int = 0
-    refused_rows: int = 0
-    decode_steps: int = 0
-    weight_version: int = 0
-    running: int = 0
-    waiting: int = 0
+    prompt_tokens: int = _number("counter", "Tokens of prompts that were prefilled.")
+    prefix_hits: int = _number("counter", "Prompts that began with a text that was kept.")
+    prefix_tokens: int = _number("counter", "Their tokens that were not computed again.")
+    prefix_bytes: int = _number("gauge", "Bytes of the texts that are kept.")
+    generated_tokens: int = _number("counter", "Tokens that were sampled.")
+    finished_rows: int = _number("counter", "Completions that have ended.")
+    cancelled_rows: int = _number("counter", "Completions whose client left, or whose stop string came.")
+    refused_rows: int = _number("counter", "Completions for which there was no memory, or that failed.")
+    decode_steps: int = _number("counter", "Decode steps of the slot grid.")
+    weight_version: int = _number("gauge", "Updates of the weights since the start.")
+    running: int = _number("gauge", "Rows in slots.")
+    waiting: int = _number("gauge", "Rows that wait for a slot.")
 
 
 class Histogram:
@@ -76,8 +68,9 @@ class Metrics:
         ]
         for (path, status), count in sorted(self.requests.items()):
             lines.append(f'{PREFIX}requests_total{{path="{path}",status="{status}"}} {count}')
-        for name, (kind, text) in OF_QUEUE.items():
-            full = f"{PREFIX}{name}{'_total' if kind == 'counter' else ''}"
-            lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}", f"{full} {getattr(counts, name)}"]
+        for number in dataclasses.fields(counts):
+            kind, text = number.metadata["kind"], number.metadata["text"]
+            name = f"{PREFIX}{number.name}{'_total' if kind == 'counter' else ''}"
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", f"{name} {getattr(counts, number.name)}"]
         lines += [f"# HELP {PREFIX}slots Slots.", f"# TYPE {PREFIX}slots gauge", f"{PREFIX}slots {slots}"]
         return "\n".join([*lines, *self.first_token.lines(), *self.latency.lines(), ""])

@@ -1,5 +1,7 @@
 """Where the thoughts of an answer end and its text begins, in the form of each family of models."""
 
+from collections.abc import Iterable
+
 from jaxrl_llm.environments.tool_calls import THINKING
 
 # What stands between the end of thoughts and the text: of Harmony, the header of a message to the user.
@@ -49,5 +51,10 @@ class Thoughts:
 
     def certain(self, text: str) -> int:
         """The characters of the raw text up to which it is thoughts from their start on, while they go on."""
-        sizes = range(min(len(self._closing) - 1, len(text)), 0, -1)
-        return len(text) - next((size for size in sizes if text.endswith(self._closing[:size])), 0)
+        return certain_length(text, (self._closing,))
+
+
+def certain_length(text: str, marks: Iterable[str]) -> int:
+    """The characters of a text that grows before the beginning of a mark that it ends with; all where there is none."""
+    held = (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n]))
+    return len(text) - max(held, default=0)

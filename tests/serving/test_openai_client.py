@@ -164,7 +164,7 @@ def test_a_completion_goes_on_with_its_prompt_as_it_stands(spacing):
     for stream in (True, False):
         asked, choice = spaced(spacing, False, prompt="ab", logprobs=0, stream=stream)
         assert choice.text == " c d"
-    told = choice.logprobs(Piece(choice.text, choice.ids, choice.logps, choice.top, 0))
+    told = choice.logprobs(Piece(choice.text, choice.ids, choice.logps, choice.top))
     assert told["tokens"] == [" c", " d"] and told["text_offset"] == [0, 2]
     model = SimpleNamespace(tokenizer=choice.tokenizer)
     assert completion_text(model, "ab", asked.prompts[0], choice.ids) == " c d"
