@@ -16,8 +16,9 @@ import numpy as np
 from jaxrl_llm.config.flags import load_flags
 from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.data import loading, opening
+from jaxrl_llm.data.length_limit import LimitedTokenizer
 from jaxrl_llm.data.opening import DataSource, DataSpec
-from jaxrl_llm.data.tokenize import COLUMNS, STEP_LABELS, RowTokenizer
+from jaxrl_llm.data.tokenize import COLUMNS, STEP_LABELS
 from jaxrl_llm.training.setup.data import tokenizer_of
 from jaxrl_llm.training.setup.evaluation import eval_data, eval_measure
 from jaxrl_llm.training.setup.specs import data_spec
@@ -45,11 +46,9 @@ def preview(config, rows: int = 3, measure: int = 10_000, held_out: bool = True,
                 continue
             use = f"evaluated on{f' as {one.name}' if one.name else ''}"
             # Rows to evaluate on may lack what is learned: then they serve as prompts.
-            if spec.kind == "prompts" or eval_measure(config, sources) == "samples":
-                sources = loading.as_prompts(sources)
-                lines += report(spec, use, "prompts", sources, tokenizer, min(rows, 1), measure, colour)
-            else:
-                lines += report(spec, use, spec.kind, sources, tokenizer, min(rows, 1), measure, colour)
+            samples = spec.kind == "prompts" or eval_measure(config, sources) == "samples"
+            kind, sources = ("prompts", loading.as_prompts(sources)) if samples else (spec.kind, sources)
+            lines += report(spec, use, kind, sources, tokenizer, min(rows, 1), measure, colour)
     return "\n".join(lines) + "\n"
 
 
@@ -66,7 +65,7 @@ def report(
     """The lines on some sources: the first examples of each, then its statistics."""
     lines: list[str] = []
     for source in sources:
-        tokenize = loading.row_tokenizer(spec, kind, tokenizer, source.folder)
+        tokenize = loading.limited_tokenizer(spec, kind, tokenizer, source.folder)
         stops, tokenize.lengths = tokenize.overlong == "error", []
         if stops:  # a preview counts rows at which training would stop
             tokenize.overlong = "filter"
@@ -81,8 +80,7 @@ def report(
         if tokenize.read == measure and isinstance(source.rows, Sized) and len(source.rows) > measure:
             values["rows"] = f"{len(source.rows)}; of the first {tokenize.read}, {len(made)} are used"
         if tokenize.long:
-            verb = "dropped" if tokenize.overlong == "filter" else "truncated"
-            fate = "training stops at the first" if stops else verb
+            fate = "training stops at the first" if stops else tokenize.fate
             values[f"over {tokenize.limit} tokens"] += f": {fate} (data.overlong={spec.overlong})"
         joined = boundary_merges(kind, made[:JOINED], tokenizer)
         values["tokenised as one text"] = f"{joined} of the first {len(made[:JOINED])} rows have other tokens"
@@ -122,7 +120,7 @@ def sections(kind: str, row: Mapping[str, Any], tokenizer: Any, colour: bool) ->
         yield heading, marked(tokenizer, ids, mask, colour)
 
 
-def statistics(tokenize: RowTokenizer, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def statistics(tokenize: LimitedTokenizer, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The lengths of the examples that `tokenize` made `rows` of, how many are over the limit, how many were dropped.
 
     Lengths are in tokens, of the longest row of a pair, before any is truncated; those far over the limit, which are

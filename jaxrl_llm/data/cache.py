@@ -22,8 +22,9 @@ import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import Row
+from jaxrl_llm.data.length_limit import REST, LimitedTokenizer
 from jaxrl_llm.data.splits import is_table
-from jaxrl_llm.data.tokenize import COLUMNS, REST, STEP_LABELS, RowTokenizer, exchange, prompt_columns
+from jaxrl_llm.data.tokenize import COLUMNS, STEP_LABELS, exchange, prompt_columns
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ LARGE = 10_000  # rows from which "auto" keeps them: fewer are tokenised in seco
 NUMBERS = ("label", "margin")
 
 
-def file_of(setting: str, rows: Any, format_key: Any, code: bytes | None, tokenize: RowTokenizer) -> Path | None:
+def file_of(setting: str, rows: Any, format_key: Any, code: bytes | None, tokenize: LimitedTokenizer) -> Path | None:
     """The file for the token rows of `rows`, or None where none is kept.
 
     `format_key` identifies the format, and `code` is the text of the user's own; without it nothing is kept.
@@ -41,8 +42,8 @@ def file_of(setting: str, rows: Any, format_key: Any, code: bytes | None, tokeni
         return None
     if setting == "auto" and len(rows) < LARGE:
         return None
-    t = tokenize
-    settings = [t.kind, t.limit, t.overlong, t.loss_on, t.template_kwargs, t.keep_prompt]
+    t = tokenize.row_tokenizer
+    settings = [t.kind, tokenize.limit, tokenize.overlong, t.loss_on, t.template_kwargs, t.keep_prompt]
     settings += [t.step_separator] if t.kind == "steps" else []
     settings += [] if t.images is None else [t.images.key, str(getattr(t.tokenizer, "image_folder", None))]
     settings += [own] if t.images is not None and (own := getattr(t.tokenizer, "image_settings", None)) else []
@@ -68,7 +69,7 @@ def file_of(setting: str, rows: Any, format_key: Any, code: bytes | None, tokeni
     return Path(folder).expanduser() / f"{digest.hexdigest()[:32]}.npz"
 
 
-def load(file: Path, tokenize: RowTokenizer, examples: Iterable[Mapping[str, Any]]) -> list[Row] | None:
+def load(file: Path, tokenize: LimitedTokenizer, examples: Iterable[Mapping[str, Any]]) -> list[Row] | None:
     """The rows that `file` holds, or None when there is no such file; `tokenize` gets its counts.
 
     `examples` are those the rows were made of: rows of prompts keep their columns, those of completions maybe a prompt.
@@ -94,10 +95,11 @@ def load(file: Path, tokenize: RowTokenizer, examples: Iterable[Mapping[str, Any
         for row, value in zip(rows, arrays[name], strict=True):
             if not np.isnan(value):
                 row[name] = bool(value) if name == "label" else float(value)
-    if tokenize.kind != "prompts" and not tokenize.keep_prompt:
+    keep_prompt = tokenize.row_tokenizer.keep_prompt
+    if tokenize.kind != "prompts" and not keep_prompt:
         return rows
     by_index = dict(zip(arrays["kept"].tolist(), rows, strict=True))
-    if tokenize.keep_prompt:
+    if keep_prompt:
         return [
             {**by_index[index], **prompt_columns({**example, **exchange(example)})}
             for index, example in enumerate(examples)
@@ -106,7 +108,7 @@ def load(file: Path, tokenize: RowTokenizer, examples: Iterable[Mapping[str, Any
     return [{**example, **by_index[index]} for index, example in enumerate(examples) if index in by_index]
 
 
-def save(file: Path, tokenize: RowTokenizer, kept: Sequence[tuple[int, Row]]) -> None:
+def save(file: Path, tokenize: LimitedTokenizer, kept: Sequence[tuple[int, Row]]) -> None:
     """Write the rows, each with the number of its example; raises ConfigError for a folder that cannot be written."""
     arrays: dict[str, Any] = {
         "kept": np.array([index for index, _ in kept], np.int64),

@@ -2,7 +2,6 @@
 makes token rows of them, in memory (and keeps them on disk), or `stream` makes them as they come.
 """
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,12 +17,13 @@ from jaxrl_llm.config.resolve import ConfigError, failing_as
 from jaxrl_llm.data import Row, cache
 from jaxrl_llm.data.formats.lookup import Example, fitting
 from jaxrl_llm.data.image_rows import ImageReader
+from jaxrl_llm.data.length_limit import LimitedTokenizer
 from jaxrl_llm.data.opening import DataSource, DataSpec
 from jaxrl_llm.data.pairs import ANSWERS, split_pair
 from jaxrl_llm.data.pipeline import Stream, StreamSource
 from jaxrl_llm.data.splits import is_stream, is_table
 from jaxrl_llm.data.templates import without_absent_keys
-from jaxrl_llm.data.tokenize import PIXELS, SPLIT, RowTokenizer, pieces
+from jaxrl_llm.data.tokenize import PIXELS, RowTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Tokenized(NamedTuple):
 
     rows: list[Row]
     shares: list[tuple[int, float]] | None
-    reports: list[RowTokenizer]
+    reports: list[LimitedTokenizer]
 
 
 def examples(source: DataSource, kind: str) -> Iterator[tuple[str, Example]]:
@@ -78,22 +78,21 @@ def _example(source: DataSource, row: Mapping[str, Any]) -> Example:
     return without_absent_keys(example) if from_arrow else example
 
 
-def row_tokenizer(spec: DataSpec, kind: str, tokenizer: Any, folder: Path | None = None) -> RowTokenizer:
+def limited_tokenizer(spec: DataSpec, kind: str, tokenizer: Any, folder: Path | None = None) -> LimitedTokenizer:
     """The tokenisation of examples of a kind under the limits and options of `spec`; images lie in `folder`."""
-    return RowTokenizer(
+    tokenize = RowTokenizer(
         kind,
         tokenizer,
-        limit=spec.max_prompt_length if kind == "prompts" else spec.max_length,
-        overlong=spec.overlong,
         loss_on=spec.loss_on,
         template_kwargs=spec.template_kwargs,
         images=ImageReader(tokenizer, spec.image_key, spec.image_limits, folder),
         step_separator=spec.step_separator,
         keep_prompt=spec.keep_prompt and kind == "completions",
     )
+    return LimitedTokenizer(tokenize, spec.max_prompt_length if kind == "prompts" else spec.max_length, spec.overlong)
 
 
-def token_rows(source: DataSource, kind: str, tokenize: RowTokenizer, workers: int = 1) -> Iterator[Row | None]:
+def token_rows(source: DataSource, kind: str, tokenize: LimitedTokenizer, workers: int = 1) -> Iterator[Row | None]:
     """The token row of each example of the source, None where it is dropped; raises ConfigError as `examples`.
 
     `workers` threads tokenise, which the tokenizers of Hugging Face do at the same time; the order stays.
@@ -105,20 +104,13 @@ def token_rows(source: DataSource, kind: str, tokenize: RowTokenizer, workers: i
             return location, tokenize.token_row(example)
         except ConfigError as error:
             first = location == source.location(0)
-            names = fitting(example, kind, tokenize.tokenizer, tokenize.token_row) if first else []
+            names = fitting(example, kind, tokenizer, tokenize.token_row) if first else []
             hint = f"; formats that read this row (data.format): {', '.join(names)}" if names else ""
             raise ConfigError(f"{location}: {error}{hint}") from error
-        except (TypeError, UnicodeError) as error:  # what tokenizers raise for text that is no Unicode
-            text = json.dumps(example, ensure_ascii=False, default=str)
-            torn = next((place for place, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
-            if torn is None:
-                raise
-            near = text[max(torn - 20, 0) : torn + 20]
-            raise ConfigError(f"{location}: half of a surrogate pair, which is no Unicode, in {near!r}") from error
 
-    pending = examples(source, kind)
+    pending, tokenizer = examples(source, kind), tokenize.row_tokenizer.tokenizer
     # The first call sets a tokenizer's padding, which must not happen while another thread encodes.
-    tokenize.tokenizer("a")
+    tokenizer("a")
     with ThreadPoolExecutor(workers, thread_name_prefix="tokenise") as pool:
         while chunk := list(islice(pending, workers * CHUNK)):
             made = map(convert, chunk)
@@ -140,7 +132,7 @@ def tokenized(spec: DataSpec, opened: Sequence[DataSource], kind: str, tokenizer
     rows: list[Row] = []
     counts, reports = [], []
     for source in opened:
-        tokenize = row_tokenizer(spec, kind, tokenizer, source.folder)
+        tokenize = limited_tokenizer(spec, kind, tokenizer, source.folder)
         generated = not source.name or source.name.startswith("task:")
         # What a format of the user's own imports, or reads, may change while its file does not.
         folder = "none" if (generated or source.code) and spec.cache == "auto" else spec.cache
@@ -169,8 +161,9 @@ def tokenized(spec: DataSpec, opened: Sequence[DataSource], kind: str, tokenizer
                     if spec.cache != "auto":  # which nobody asked for
                         raise
                     log.warning("%s", error)
-        tokenize.report(len(made))
-        made = _in_pieces(tokenize, made)
+        with _located(source.name or "the data"):
+            tokenize.report(len(made))
+        made = tokenize.split(made)
         rows += made
         counts.append(len(made))
         reports.append(tokenize)
@@ -181,14 +174,6 @@ def tokenized(spec: DataSpec, opened: Sequence[DataSource], kind: str, tokenizer
         return Tokenized(rows, None, reports)
     shares = [(count, float(source.weight or 1.0)) for source, count in zip(opened, counts, strict=True)]
     return Tokenized(rows, shares, reports)
-
-
-def _in_pieces(tokenize: RowTokenizer, rows: list[Row]) -> list[Row]:
-    """The rows, of which those over the limit are several where they are to be split."""
-    if tokenize.overlong != SPLIT or tokenize.kind != "completions" or tokenize.limit is None:
-        return rows
-    limit = tokenize.limit
-    return [part for row in rows for part in (pieces(row, limit) if len(row["ids"]) > limit else [row])]
 
 
 def stream(
@@ -212,7 +197,7 @@ def stream(
     shared = dict.fromkeys(names) if kind == "prompts" else {}
 
     def converter(source: DataSource) -> Callable[[Mapping[str, Any]], list[Any]]:
-        tokenize = row_tokenizer(spec, kind, tokenizer, source.folder)
+        tokenize = limited_tokenizer(spec, kind, tokenizer, source.folder)
         due = spec.shuffle_buffer
 
         def convert(row: Mapping[str, Any]) -> list[Any]:
@@ -221,8 +206,7 @@ def stream(
             if tokenize.read >= due:
                 tokenize.report(tokenize.read)
                 due = 2 * tokenize.read
-            rows = _in_pieces(tokenize, [row for row in rows if row is not None])
-            return [wrap({**shared, **row}) for row in rows]
+            return [wrap({**shared, **row}) for row in tokenize.split(row for row in rows if row is not None)]
 
         return convert
 

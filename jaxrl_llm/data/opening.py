@@ -370,9 +370,10 @@ def _adapted(form: Format, names: Mapping[str, str], system_prompt: str | None, 
             return made
         openers = [name for name in OPENERS[kind] if made.get(name) is not None][:1]
         if "chosen" in OPENERS[kind] and all(made.get(name) is not None for name in ("chosen", "rejected")):
-            # Without a prompt that is read, the answers of a pair are conversations of their own.
+            # Without a prompt that is read, the answers of a pair are whole conversations, which may begin with it.
             answers = [name for name in ANSWERS.get(kind, ANSWERS["pairs"]) if made.get(name) is not None]
-            openers = ["prompt"] if has_prompt(made) else answers
+            begun = ["prompt"] if is_conversational(made.get("prompt")) else []
+            openers = ["prompt"] if has_prompt(made) else [*answers, *begun]
         for name in openers:
             if not is_conversational(made[name]):
                 raise ConfigError(

@@ -16,11 +16,11 @@ def split_pair(example: Mapping[str, Any]) -> tuple[Any, Any, Any]:
 
     Without a prompt of the same kind (both text, or both messages) it is the longest common beginning of the two: whole
     messages, or characters up to but not including a last space. That may fall inside a word, so text is best given an
-    explicit prompt.
+    explicit prompt. So too where both answers are whole conversations that begin with the prompt.
 
     Raises ConfigError: nothing in common, or completions that do not differ.
     """
-    chosen, rejected = example["chosen"], example["rejected"]
+    chosen, rejected = example.get("chosen"), example.get("rejected")
     for name, value in (("chosen", chosen), ("rejected", rejected)):
         if not isinstance(value, str) and not is_conversational(value):
             raise ConfigError(
@@ -42,6 +42,14 @@ def split_pair(example: Mapping[str, Any]) -> tuple[Any, Any, Any]:
             "chosen and rejected are the same, or one only begins the other; drop the row or add a prompt"
         )
     return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def prompt_and_answers(example: Mapping[str, Any], kind: str) -> tuple[Any, dict[str, Any]]:
+    """The prompt of a preference row of a kind, and the answers to it by their columns; raises ConfigError for others
+    than `split_pair` and `gold_completion` take."""
+    prompt, chosen, rejected = split_pair(example)
+    answers = {"chosen": chosen, "rejected": rejected}
+    return prompt, answers | ({GOLD: gold_completion(example, prompt)} if GOLD in ANSWERS[kind] else {})
 
 
 def gold_completion(example: Mapping[str, Any], prompt: Any) -> Any:
@@ -68,7 +76,10 @@ def gold_completion(example: Mapping[str, Any], prompt: Any) -> Any:
 
 def has_prompt(example: Mapping[str, Any]) -> bool:
     """True where the prompt of a preference row is read, False where it is the common beginning of the two answers."""
-    prompt, texts = example.get("prompt"), {isinstance(example[name], str) for name in ("chosen", "rejected")}
+    prompt, answers = example.get("prompt"), (example["chosen"], example["rejected"])
+    texts = {isinstance(answer, str) for answer in answers}
     if prompt is None or len(texts) > 1:
         return False
-    return texts == {isinstance(prompt, str)} or is_conversational(prompt)
+    if not is_conversational(prompt):
+        return texts == {isinstance(prompt, str)}
+    return not all(isinstance(answer, list) and answer[: len(prompt)] == list(prompt) for answer in answers)

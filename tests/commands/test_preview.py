@@ -7,7 +7,8 @@ from jaxrl_llm.commands.preview import boundary_merges, main, marked, preview, s
 from jaxrl_llm.config import default
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import tasks
-from jaxrl_llm.data.tokenize import HOPELESS, RowTokenizer
+from jaxrl_llm.data.length_limit import HOPELESS, LimitedTokenizer
+from jaxrl_llm.data.tokenize import RowTokenizer
 from jaxrl_llm.models.files.hf import EMBEDDED
 
 
@@ -23,7 +24,7 @@ def test_learned_tokens_are_marked(tokenizer):
 
 
 def test_statistics_count_before_cutting(tokenizer):
-    tokenize = RowTokenizer("completions", tokenizer, limit=4, overlong="truncate_right", lengths=[])
+    tokenize = LimitedTokenizer(RowTokenizer("completions", tokenizer), 4, "truncate_right", lengths=[])
     rows = [tokenize({"prompt": "a" * n, "completion": "b"}) for n in (1, 2, 3, 8)]
     found = statistics(tokenize, [row for row in rows if row is not None])
     assert found["rows"] == "4, of which 3 are used"
@@ -35,7 +36,7 @@ def test_statistics_count_before_cutting(tokenizer):
 
 
 def test_statistics_count_rows_too_long_to_tokenise(tokenizer):
-    tokenize = RowTokenizer("completions", tokenizer, limit=4, overlong="filter", lengths=[])
+    tokenize = LimitedTokenizer(RowTokenizer("completions", tokenizer), 4, "filter", lengths=[])
     for prompt in ("a", "b" * 9, "c" * HOPELESS):
         tokenize({"prompt": prompt, "completion": "d"})
     assert len(tokenize.lengths) == 2, "the last is not tokenised"

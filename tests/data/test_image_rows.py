@@ -15,6 +15,7 @@ from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.data import loading, opening
 from jaxrl_llm.data.image_rows import ImageReader, Tiles
 from jaxrl_llm.data.images import ImageLimits
+from jaxrl_llm.data.length_limit import LimitedTokenizer
 from jaxrl_llm.data.tokenize import RowTokenizer
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.training.setup.data import tokenizer_of
@@ -59,7 +60,7 @@ def reference(theirs, messages, images, prompt=True):
 
 
 def reader(kind, tokenizer, limit=None, overlong="error", **options):
-    return RowTokenizer(kind, tokenizer, limit, overlong, images=ImageReader(tokenizer, **options))
+    return LimitedTokenizer(RowTokenizer(kind, tokenizer, images=ImageReader(tokenizer, **options)), limit, overlong)
 
 
 PROMPTS = {

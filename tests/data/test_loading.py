@@ -16,6 +16,7 @@ from jaxrl_llm.config.flags import load_flags
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import cache, loading, opening
 from jaxrl_llm.data.formats.lookup import fitting
+from jaxrl_llm.data.length_limit import LimitedTokenizer
 from jaxrl_llm.data.pipeline import Pipeline
 from jaxrl_llm.data.tokenize import RowTokenizer
 from jaxrl_llm.training.setup.specs import data_spec
@@ -155,6 +156,37 @@ def test_streaming_logs_what_is_dropped(tokenizer, caplog):
     assert reports[:3] == [f"dropped {n // 2} rows with more than 5 tokens, of {n}" for n in (4, 8, 16)]
 
 
+def test_a_format_may_change_the_row_that_it_is_given(tokenizer):
+    """Rows in memory are read more than once: to see what they have, as prompts, as examples."""
+    Path("own.py").write_text(
+        "def form(row):\n"
+        "    row['messages'].append({'role': 'assistant', 'content': row.pop('answer')})\n"
+        "    return row\n"
+    )
+    rows = [{"messages": [user("q")], "answer": "a"}]
+    config = config_of("sft", format="own.py:form")
+    sources = opening.open_sources(data_spec(config), tokenizer, rows)
+    assert loading.is_learnable("completions", sources)
+    made = loading.tokenized(data_spec(config), sources, "completions", tokenizer).rows
+    assert made == tokens_of(config_of("sft"), tokenizer, dataset=[{"messages": [user("q"), assistant("a")]}]).rows
+    assert sources[0].rows == rows == [{"messages": [user("q")], "answer": "a"}]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_pair_without_one_of_its_answers_is_named(tokenizer, streaming):
+    write_rows("halves.jsonl", [{"prompt": "q", "chosen": "yes"}])
+    config = config_of(path="halves.jsonl")
+    config.algorithm.loss = "kto"
+    with pytest.raises(ConfigError, match=r"halves.jsonl row 0: .*column 'rejected' is None; it takes text or a list"):
+        next(stream_of(config, tokenizer, batch_size=1)) if streaming else tokens_of(config, tokenizer)
+
+
+def test_streamed_text_that_is_no_unicode_is_named(tokenizer):
+    rows = datasets.IterableDataset.from_generator(lambda: iter([{"prompt": "\ud83d"}]))
+    with pytest.raises(ConfigError, match=r"row 0: half of a surrogate pair"):
+        next(stream_of(config_of("grpo"), tokenizer, rows, batch_size=1))
+
+
 def test_long_rows_are_split(tokenizer, caplog):
     """In memory and streamed; nothing is lost, and prompts of evaluations are not split."""
     write_rows("rows.jsonl", [{"text": "abcdefg"}, {"text": "hi"}, {"prompt": "pqrs", "completion": "tu"}])
@@ -168,9 +200,9 @@ def test_long_rows_are_split(tokenizer, caplog):
     assert "split 2 rows with more than 4 tokens, of 3" in caplog.text
     assert next(stream_of(config, tokenizer, batch_size=5, shuffle_buffer=3)) == rows
     with pytest.raises(ConfigError, match=r"the prompt has 4 tokens, more than rollout.max_prompt_length=2"):
-        RowTokenizer("prompts", tokenizer, 2, "split")({"prompt": "pqrs"})
+        LimitedTokenizer(RowTokenizer("prompts", tokenizer), 2, "split")({"prompt": "pqrs"})
     with pytest.raises(ConfigError, match="and images, which are in one piece: raise that"):
-        RowTokenizer("completions", tokenizer, 4, "split").apply_limit({**whole[0], "pixels": None})
+        LimitedTokenizer(RowTokenizer("completions", tokenizer), 4, "split").apply_limit({**whole[0], "pixels": None})
     with pytest.raises(
         ConfigError, match=r"overlong is split, .* algorithm\.name is preference, whose rows stay whole"
     ):
@@ -193,6 +225,11 @@ SYSTEM = {"role": "system", "content": "Be brief."}
         ),
         ("preference", {"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]}, ["prompt"]),
         ("preference", {"prompt": [user("q")], "chosen": "a", "rejected": "b"}, ["prompt"]),
+        (
+            "preference",
+            {"prompt": [user("q")], "chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
+            ["prompt", "chosen", "rejected"],
+        ),
         ("grpo", {"prompt": [user("q")], "chosen": [user("q"), assistant("a")]}, ["prompt"]),
         ("grpo", {"messages": [user("q"), assistant("a")]}, ["prompt"]),
     ],
@@ -385,7 +422,7 @@ def test_a_file_to_evaluate_on_needs_no_split(folder, tokenizer):
 
 
 def test_the_configuration_is_that_of_the_data_that_is_trained_on(folder, tokenizer):
-    (folder / "own.py").write_text("def rows(name):\n    return [{'prompt': str(name)}]\n")
+    (folder / "own.py").write_text("def rows(name, split):\n    return [{'prompt': str(name)}]\n")
     for paths, name in (
         ({"path": "own.py:rows"}, "main"),
         ({"path": "own.py:rows", "eval_path": "own.py:rows"}, "main"),
@@ -565,7 +602,7 @@ def test_the_second_run_reads_the_cache(folder, tokenizer, monkeypatch, name):
     config = config_of(name, format=formats[name], **limits)
     first = tokens_of(config, tokenizer)
     (file,) = (folder / "tokens").iterdir()
-    monkeypatch.setattr(loading.RowTokenizer, "token_row", refuse)
+    monkeypatch.setattr(LimitedTokenizer, "token_row", refuse)
     again = tokens_of(config, tokenizer)
     assert again.rows == first.rows
     assert again.reports[0].read == first.reports[0].read > 0
@@ -590,12 +627,12 @@ def test_the_second_run_reads_the_cache(folder, tokenizer, monkeypatch, name):
 
 
 def test_the_cache_keeps_what_was_truncated_of_labelled_rows(tokenizer, tmp_path):
-    tokenize = loading.RowTokenizer("labels", tokenizer, 8, "truncate_right")
+    tokenize = LimitedTokenizer(RowTokenizer("labels", tokenizer), 8, "truncate_right")
     answers = [("1", True), ("123456789", False), ("12", True), ("1" * 30, True)]
     rows = [tokenize({"prompt": "sort=", "completion": text, "label": label}) for text, label in answers]
     assert [len(row.get("rest_ids", ())) for row in rows] == [0, 7, 0, 8] and rows[1]["rest_mask"] == [1] * 7
     cache.save(tmp_path / "rows.npz", tokenize, list(enumerate(rows)))
-    again = loading.RowTokenizer("labels", tokenizer, 8, "truncate_right")
+    again = LimitedTokenizer(RowTokenizer("labels", tokenizer), 8, "truncate_right")
     assert cache.load(tmp_path / "rows.npz", again, []) == rows
 
 
@@ -625,7 +662,7 @@ def test_rows_for_a_teacher_with_another_tokenizer_keep_their_prompt(folder, tok
     assert [row["ids"] for row in first.rows] == [row["ids"] for row in without]
     assert all(set(row) == {"ids", "mask", "prompt", "tools"} for row in first.rows)
     assert tokenizer.decode(first.rows[0]["ids"]).startswith(first.rows[0]["prompt"])
-    monkeypatch.setattr(loading.RowTokenizer, "token_row", refuse)
+    monkeypatch.setattr(LimitedTokenizer, "token_row", refuse)
     assert tokens_of(config, tokenizer).rows == first.rows
     monkeypatch.undo()
     monkeypatch.chdir(folder)
@@ -641,7 +678,7 @@ def test_rows_for_a_teacher_with_another_tokenizer_keep_their_prompt(folder, tok
 
 def test_cache_files_differ_by_their_inputs(folder, tokenizer, chatml_tokenizer):
     spec = data_spec(config_of())
-    first, second = (loading.row_tokenizer(spec, "pairs", one) for one in (tokenizer, chatml_tokenizer))
+    first, second = (loading.limited_tokenizer(spec, "pairs", one) for one in (tokenizer, chatml_tokenizer))
     tables = [datasets.Dataset.from_list(rows) for rows in (ULTRA, ULTRA[:2], ULTRA)]
     key = ("auto", {}, "pairs")
     files = [cache.file_of("x", table, key, b"", first) for table in tables]

@@ -8,6 +8,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.data.length_limit import LimitedTokenizer
 from jaxrl_llm.data.loading import token_rows
 from jaxrl_llm.data.opening import DataSource
 from jaxrl_llm.data.pairs import split_pair
@@ -29,7 +30,7 @@ def assistant(content):
 
 def tokenized(kind, examples, tokenizer, limit=None, overlong="error", **options):
     """The token rows of examples that need no format."""
-    tokenize = RowTokenizer(kind, tokenizer, limit, overlong, **options)
+    tokenize = LimitedTokenizer(RowTokenizer(kind, tokenizer, **options), limit, overlong)
     source = DataSource("", examples, dict, None, None, None)
     rows = [row for row in token_rows(source, kind, tokenize) if row is not None]
     tokenize.report(len(rows))
@@ -148,7 +149,7 @@ def test_a_hopelessly_long_text_is_not_tokenised(tokenizer, kind, row):
         tokenized(kind, [row], Slow(tokenizer), 8)
     with pytest.raises(ConfigError, match=r"no row is left to train on \(1 had "):
         tokenized(kind, [row], Slow(tokenizer), 8, "filter")
-    spaces = RowTokenizer("prompts", tokenizer, 8)
+    spaces = LimitedTokenizer(RowTokenizer("prompts", tokenizer), 8)
     assert not spaces._is_hopeless({"prompt": " " * 10**7}) and not spaces._is_hopeless({"prompt": "9" * 9})
 
 
@@ -721,6 +722,17 @@ def test_pair_errors(tokenizer):
     same = [user("a"), assistant("b")]
     with pytest.raises(ConfigError, match="row 0: chosen and rejected are the same"):
         tokenized("pairs", [{"chosen": same, "rejected": same}], tokenizer)
+
+
+def test_a_prompt_that_both_conversations_begin_with_is_there_once(chatml_tokenizer):
+    prompt = [{"role": "system", "content": "s"}, user("q")]
+    sides = {"chosen": [assistant("yes")], "rejected": [assistant("no"), user("r"), assistant("t")]}
+    (expected,) = tokenized("pairs", [{"prompt": prompt, **sides}], chatml_tokenizer)
+    whole = {name: [*prompt, *answers] for name, answers in sides.items()}
+    assert tokenized("pairs", [{"prompt": prompt, **whole}], chatml_tokenizer) == [expected]
+    # One of them alone is an answer that asks again.
+    (again,) = tokenized("pairs", [{"prompt": prompt, **sides, "chosen": whole["chosen"]}], chatml_tokenizer)
+    assert len(again["chosen_ids"]) > len(expected["chosen_ids"])
 
 
 def test_triples(tokenizer):

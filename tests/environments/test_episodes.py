@@ -67,7 +67,7 @@ def environments_of(environment, tools=(), **settings):
 
 def play(tokenizer, environments, rows, turns, group=1, limit=400):
     """(batch, completion ids, completions, columns): row i says `turns[i]`, one after the other, as in the engine."""
-    examples = [*map(RowTokenizer("prompts", tokenizer, 300), rows)]
+    examples = [*map(RowTokenizer("prompts", tokenizer), rows)]
     batch = EpisodeBatch.open(environments, TurnTokenizer(tokenizer, (END,), 300), examples, group)
     ids = [[] for _ in turns]
     scripts = [iter(script) for script in turns]

@@ -23,6 +23,7 @@ from jaxrl_llm.algorithms.losses import with_metrics
 from jaxrl_llm.algorithms.off_policy import off_policy_sequence_mask
 from jaxrl_llm.algorithms.policy_losses import top_entropy_mask
 from jaxrl_llm.algorithms.sequence_logps import length_desensitized_logps, sequence_logps, split_pairs, wpo_weights
+from jaxrl_llm.data.length_limit import LimitedTokenizer
 from jaxrl_llm.data.tokenize import RowTokenizer
 from jaxrl_llm.training import offline
 
@@ -475,7 +476,7 @@ def test_mismatches_of_truncated_rows():
             for (prompt, completion), other in zip(parts, rotated, strict=True)
         ]
     )
-    limit = RowTokenizer("labels", None, longest, "truncate_right").apply_limit
+    limit = LimitedTokenizer(RowTokenizer("labels", None), longest, "truncate_right").apply_limit
     masks = [[0] * len(prompt) + [1] * len(completion) for prompt, completion in parts]
     rows: list[Any] = [
         [limit({"ids": prompt + completion, "mask": mask, "label": True})]

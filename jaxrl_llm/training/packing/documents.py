@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.tokenize import pieces
+from jaxrl_llm.data.length_limit import pieces
 
 MaskedIds = tuple[Sequence[int], Sequence[float]]  # token ids and loss mask of a document
 

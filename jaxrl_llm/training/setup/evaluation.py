@@ -158,7 +158,7 @@ def kept_prompts(config, tokenizer: Any, eval_dataset: Any) -> list[bool]:
         for _, sources in eval_data(config, tokenizer, eval_dataset)
         for source in loading.as_prompts(sources)
         for row in loading.token_rows(
-            source, "prompts", loading.row_tokenizer(spec, "prompts", tokenizer, source.folder), workers=1
+            source, "prompts", loading.limited_tokenizer(spec, "prompts", tokenizer, source.folder), workers=1
         )
     ]
 
