@@ -16,7 +16,7 @@ def reader_of(path: str) -> str | None:
     suffixes = Path(path).suffixes
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
-    return READERS.get(suffixes[-1]) if suffixes else None
+    return READERS.get(suffixes[-1].lower()) if suffixes else None
 
 
 def encoding_fault(file: str, reader: str) -> str | None:

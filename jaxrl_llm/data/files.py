@@ -13,7 +13,7 @@ import fsspec
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.diagnose import READERS, encoding_fault, reader_of
-from jaxrl_llm.data.splits import SplitError, is_splits, is_stream, is_table, pick, reading, split_names
+from jaxrl_llm.data.splits import SplitError, is_splits, is_stream, is_table, pick, reading, split_names, with_leaves
 from jaxrl_llm.data.tokenize import TEXTS
 
 ONLY = "train"  # the split of what has one
@@ -26,8 +26,15 @@ TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d+)?$"  # what Arrow writes of a tim
 def read_files(files: list[str], split: str, streaming: bool, ds_type: str | None) -> Any:
     """The rows of files of one type, `ds_type` or what their names say: of their one split, or a part of it."""
     reader, shown = ds_type or reader_of(files[0]), ", ".join(files)
-    if reader is None or reader not in READERS.values():
+    if ds_type is not None and ds_type not in READERS.values():
+        raise ConfigError(f"ds_type of {shown!r} is {ds_type!r}; it is {', '.join(dict.fromkeys(READERS.values()))}")
+    if reader is None:
         raise ConfigError(f"{shown!r} is not a kind of file that can be read; those are {', '.join(READERS)}")
+    if ds_type is None and (other := next((x for x in files if reader_of(x) not in (None, reader)), None)):
+        raise ConfigError(
+            f"{other} is a {reader_of(other)} file, but {files[0]} a {reader} file; those that are read together are "
+            "of one type: make them two of data.sources"
+        )
     if split.partition("[")[0] != ONLY:
         raise SplitError(
             f"{shown!r} is one file and has only the split 'train', not {split!r}; set the split to train, or name "
@@ -58,10 +65,17 @@ def _read_csv(files: list[str], split: str, streaming: bool) -> Any:
     first: tuple[str, list[str]] | None = None
     for opened in fsspec.open_files(files, "rb", compression="infer"):
         with opened as file:
-            columns = [str(name) for name in pandas.read_csv(file, nrows=0).columns]
+            first_line = pandas.read_csv(file, nrows=1)
+        columns = [str(name) for name in first_line.columns]
         if len(columns) == 1 and any(mark in columns[0] for mark in ";\t|"):
             raise ConfigError(
                 f"{opened.path} has the one column {columns[0]!r}: separate the fields of its lines by commas"
+            )
+        if len(first_line) and not isinstance(first_line.index, pandas.RangeIndex):
+            # pandas takes the first fields for names of the lines, and gives each column the text of the next one.
+            raise ConfigError(
+                f"the lines of {opened.path} have more fields than its header, {', '.join(columns)}: put texts with "
+                "commas in quotes, and name every column"
             )
         if first is not None and set(columns) != set(first[1]):
             raise ConfigError(
@@ -130,28 +144,25 @@ def _read_json(files: list[str], split: str, streaming: bool) -> Any:
             return any(any_column(compute.struct_field(column, number), holds) for number in fields)
         return holds(column)
 
-    def untimed(feature: Any) -> Any:
-        if isinstance(feature, dict):
-            return {name: untimed(each) for name, each in feature.items()}
-        if isinstance(feature, datasets.List):
-            return datasets.List(untimed(feature.feature), length=feature.length)
-        timed = isinstance(feature, datasets.Value) and feature.dtype.startswith("timestamp")
-        return datasets.Value("string") if timed else feature
+    def untimed(leaf: Any) -> Any:
+        timed = isinstance(leaf, datasets.Value) and leaf.dtype.startswith("timestamp")
+        return datasets.Value("string") if timed else leaf
 
     rows: Any = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
     features = rows.features  # of the first rows; None for a file that is one list, which is read whole in any case
-    timed = features is not None and untimed(features) != features
+    timed = features is not None and with_leaves(features, untimed) != features
     if features is None or not (timed or streaming):
         rows = datasets.load_dataset("json", data_files=files, split=split)
         features = rows.features
         # Times behind other texts are text again, but not as it was written.
         columns = [rows.data.column(name) for name in features]
-        timed = untimed(features) != features or any(any_column(column, has_text) for column in columns)
+        timed = with_leaves(features, untimed) != features or any(any_column(column, has_text) for column in columns)
         if not timed and any(any_column(column, has_large) for column in columns):
             for _ in _json_rows(files, features, ()):  # which raises
                 pass
     if timed:
-        kind, plain = datasets.IterableDataset if streaming else datasets.Dataset, datasets.Features(untimed(features))
+        kind: Any = datasets.IterableDataset if streaming else datasets.Dataset
+        plain = datasets.Features(with_leaves(features, untimed))
         # `datasets` keeps the rows by these arguments, of which the key tells a file that has changed.
         keys = tuple(file.fs.ukey(file.path) for file in fsspec.open_files(files))
         arguments = {"files": files, "features": plain, "keys": keys}

@@ -32,6 +32,7 @@ class RowList(list[Row]):
         return list(self[0])
 
 
+HUB_SECONDS = 10.0  # in which the hub answers
 Rows: TypeAlias = "datasets.Dataset | datasets.IterableDataset | RowList"
 Source: TypeAlias = "str | Path | Sequence[Any] | Rows | datasets.DatasetDict"
 
@@ -72,7 +73,7 @@ def load(
     """
     rows: Rows
     if isinstance(path, list | tuple) and path and all(isinstance(file, str | Path) for file in path):
-        files = [str(file) for file in path]
+        files = [file if "://" in file else str(Path(file).expanduser()) for file in map(str, path)]
         rows, shown = read_files(files, split, streaming, ds_type), ", ".join(files)
     elif isinstance(path, str | Path):
         rows, shown = _load_path(str(path), split, name, streaming, ds_type, arguments or {}), str(path)
@@ -126,15 +127,39 @@ def _load_path(
         return read_files([str(local)], split, streaming, ds_type)
     if local.is_dir():
         return read_folder(str(local), split, name, streaming)
-    import datasets
-
     # What is no name of the hub is not asked of it: its error would hide the misspelling of a path.
     if reader_of(path) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path):
         raise ConfigError(
             f"there is no file or folder {path!r}; check data.path (a relative path starts at {Path.cwd()})"
         )
     title = f"{path if name is None else f'{path} ({name})'}, which is no file or folder here, from the hub"
-    return reading(title, lambda: datasets.load_dataset(path, name, split=split, streaming=streaming))
+    return reading(title, lambda: _from_hub(path, name, split, streaming))
+
+
+def _from_hub(path: str, name: str | None, split: str, streaming: bool) -> Rows:
+    """The rows of a data set of the hub or, where that does not answer, of the cache of `datasets`.
+
+    The hub is asked once whether it is there: `datasets` would ask for half a minute, and a misspelt path of a file may
+    be a name of the hub.
+    """
+    import datasets
+    from huggingface_hub import HfApi
+
+    unreached = None
+    if not (offline := datasets.config.HF_HUB_OFFLINE):
+        try:
+            HfApi().dataset_info(path, timeout=HUB_SECONDS)
+        except Exception as error:  # of a library for HTTP, which differs by version; others `datasets` explains
+            unreached = error if "Connect" in type(error).__name__ else None
+    datasets.config.HF_HUB_OFFLINE = offline or unreached is not None
+    try:
+        return datasets.load_dataset(path, name, split=split, streaming=streaming)
+    except ConnectionError:
+        if unreached is None:
+            raise
+        raise ConnectionError("the hub does not answer") from unreached
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline
 
 
 def _call_function(path: str, split: str, name: str | None, arguments: Mapping[str, Any]) -> Rows:
@@ -163,6 +188,12 @@ def _call_function(path: str, split: str, name: str | None, arguments: Mapping[s
         made: Any = function(**{key: value for key, value in filled.items() if key in parameters})
         if is_splits(made):
             return pick(made, split, path)
+        if "split" not in parameters and split != ONLY:  # it would give the rows to train on
+            raise SplitError(
+                f"{name_of_it} has no argument split, and so only the split 'train', not {split!r}: add the argument, "
+                "or name other rows to evaluate on with data.eval_path",
+                [ONLY],
+            )
         if is_table(made) or is_stream(made):
             return made
         if not hasattr(made, "__iter__") and not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):

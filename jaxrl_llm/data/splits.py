@@ -107,21 +107,26 @@ def undecoded(rows: Any) -> Any:
         return rows
     import datasets
 
-    def plain(feature: Any) -> Any:
-        if isinstance(feature, datasets.Image):
-            return datasets.Image(mode=feature.mode, decode=False)
-        if isinstance(feature, dict):
-            return {name: plain(each) for name, each in feature.items()}
-        if isinstance(feature, datasets.List):
-            return datasets.List(plain(feature.feature), length=feature.length)
-        if isinstance(feature, datasets.LargeList):
-            return datasets.LargeList(plain(feature.feature))
-        return feature
+    def plain(leaf: Any) -> Any:
+        return datasets.Image(mode=leaf.mode, decode=False) if isinstance(leaf, datasets.Image) else leaf
 
     for name, feature in rows.features.items():
-        if (read := plain(feature)) != feature:
+        if (read := with_leaves(feature, plain)) != feature:
             rows = rows.cast_column(name, read)
     return rows
+
+
+def with_leaves(feature: Any, changed: Callable[[Any], Any]) -> Any:
+    """A feature of `datasets` with `changed` leaves, those within its lists and dictionaries."""
+    import datasets
+
+    if isinstance(feature, dict):
+        return {name: with_leaves(each, changed) for name, each in feature.items()}
+    if isinstance(feature, datasets.List):
+        return datasets.List(with_leaves(feature.feature, changed), length=feature.length)
+    if isinstance(feature, datasets.LargeList):
+        return datasets.LargeList(with_leaves(feature.feature, changed))
+    return changed(feature)
 
 
 def reading(shown: str, reader: Callable[[], Any], files: Sequence[str] = ()) -> Any:

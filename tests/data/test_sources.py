@@ -5,6 +5,7 @@ import re
 import types
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pytest
 
@@ -181,6 +182,22 @@ def test_a_hub_id_that_cannot_be_reached(monkeypatch):
         load("someone/something", name="main")
 
 
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
+    """`datasets` would go on for half a minute for each misspelt path of two words."""
+    asked = []
+
+    def unreachable(self, path, **options):
+        asked.append(path)
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
+    monkeypatch.setattr(huggingface_hub.HfApi, "hf_hub_download", unreachable)
+    with pytest.raises(ConfigError, match=r"no file .* the hub: the hub does not answer \(no route to host\)"):
+        load("data/trian")
+    assert asked == ["data/trian"] and not datasets.config.HF_HUB_OFFLINE
+
+
 @pytest.mark.parametrize("empty", [[], datasets.Dataset.from_list([])])
 def test_no_rows(empty):
     with pytest.raises(ConfigError, match=r"no rows"):
@@ -285,6 +302,14 @@ def test_text_of_a_csv_file_stays_as_it_was_written(tmp_path):
     assert {name: [row[name] for row in rows] for name in columns} == texts
 
 
+@pytest.mark.parametrize("lines", ["What, you?,Me\n", "a,b,\nc,d,\n"])
+def test_lines_of_a_csv_file_with_more_fields_than_names_are_refused(tmp_path, lines):
+    """pandas would take the first field for the name of the line, and give `prompt` the text of the second."""
+    (tmp_path / "rows.csv").write_text(f"prompt,answer\n{lines}")
+    with pytest.raises(ConfigError, match=r"rows.csv have more fields than its header, prompt, answer: put texts with"):
+        load(str(tmp_path / "rows.csv"))
+
+
 def test_csv_files_that_are_read_together_have_the_same_columns(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,answer\nx,1\n")
     (tmp_path / "b.csv").write_text("answer,prompt\n02,y\n")
@@ -373,6 +398,18 @@ def test_several_files(tmp_path, monkeypatch):
     assert load("part*.csv", "train[1:]")["prompt"][:] == ["p1", "p2"]
 
 
+def test_files_of_several_types_and_of_unknown_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("a.jsonl", "b.JSONL", "c.csv"):
+        (tmp_path / name).write_text('{"prompt": "a"}\n')
+    assert len(load(["~/a.jsonl", "b.JSONL"])) == 2
+    with pytest.raises(ConfigError, match=r"c.csv is a csv file, but a.jsonl a json file; .* two of data.sources"):
+        load(["a.jsonl", "b.JSONL", "c.csv"])
+    with pytest.raises(ConfigError, match=r"ds_type of 'a.jsonl' is 'jsonl'; it is parquet, json, csv, arrow"):
+        load("a.jsonl", ds_type="jsonl")
+
+
 def test_compressed_and_arrow_files(tmp_path, table):
     import gzip
 
@@ -420,15 +457,20 @@ def test_a_function_or_class_from_a_file(tmp_path):
         "    def __getitem__(self, index):\n        return {'prompt': f'{self.split}{index}'}\n"
         "def rows(split, name):\n    return [{'prompt': name or split}]\n"
         "def number():\n    return 3\n"
+        "def all_rows():\n    return [{'prompt': 'a'}]\n"
         "def failing():\n    yield {'prompt': 'a'}\n    raise ValueError('no more')\n"
         "def leaving(split):\n    raise SystemExit(0)\n"
         "three = 3\n"
     )
     assert load(f"{tmp_path}/own.py:Rows", "dev") == [{"prompt": "dev0"}, {"prompt": "dev1"}]
     assert load(f"{tmp_path}/own.py:rows", "dev", "main") == [{"prompt": "main"}]
+    assert load(f"{tmp_path}/own.py:all_rows") == [{"prompt": "a"}]
+    for split in ("test", "train[:10%]"):
+        with pytest.raises(ConfigError, match=r"own.py:all_rows has no argument split, .* the split 'train', not"):
+            load(f"{tmp_path}/own.py:all_rows", split)
     with pytest.raises(ConfigError, match=r"own.py:number gave int; it must give rows"):
         load(f"{tmp_path}/own.py:number")
-    with pytest.raises(ConfigError, match=r"own.py:failing failed: ValueError: no more \(.*own.py:14\)"):
+    with pytest.raises(ConfigError, match=r"own.py:failing failed: ValueError: no more \(.*own.py:16\)"):
         load(f"{tmp_path}/own.py:failing")
     with pytest.raises(ConfigError, match=r"own.py:leaving failed: LeftError: it called sys.exit\(0\), in leaving"):
         load(f"{tmp_path}/own.py:leaving")
