@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # of a row, for its chat template
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SYSTEM_ROLES = ("system", "developer")  # the second is OpenAI's name of the first
+# The keys of a message that has nothing but its content to show.
+BARE = {"role", "content", "name", "id", "weight", "train", "train_end", "train_detail"}
 QUESTION = "the-question"  # of the user, in the messages by which a template is tried
 log = logging.getLogger(__name__)
 Message = Mapping[str, Any]
@@ -213,6 +215,16 @@ def render_chat(
     continued = add_generation_prompt and messages[-1]["role"] == "assistant"
     # Arrow storage gives every message the keys of all others, set to None, and templates test for the key alone.
     present = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
+    for index, message in enumerate(present):
+        # Of these many templates would make the text None.
+        if message.get("content") is None and message.keys() <= BARE:
+            raise ConfigError(
+                f"message {index}, of the {message['role']}, has no content: fill it, or leave out the message or row"
+            )
+        # Results of tools may be anything, which templates write as JSON.
+        content = message.get("content")
+        if message["role"] in ROLES[:-1] and not isinstance(content, str | list | tuple | None):
+            raise ConfigError(f"message {index} has the content {content!r:.80}; it is text, or a list of parts")
     reads = forms_read(tokenizer)
     present = [_in_form(message, reads) for message in present]
     for role in {str(message["role"]) for message in present}.difference(ROLES):
@@ -328,14 +340,23 @@ def _in_form(message: dict[str, Any], reads: FormsRead) -> dict[str, Any]:
     them and columns of one type need them, become objects: a template would write them as a text within the call. Where
     a template reads JSON text alone, as DeepSeek's, objects become that. The role developer is system to a template
     that does not name it: it would leave the message out, or show a role that no model knows.
+
+    Raises ConfigError for a part that is no text where the template reads none: it would write Python's text of it.
     """
     if message["role"] == "developer" and not reads.developers:
         message = {**message, "role": "system"}
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, str) and reads.parts and not reads.texts:
         message = {**message, "content": [{"type": "text", "text": content}]}
-    elif isinstance(content, list) and reads.texts and not reads.parts and all(map(_is_text_part, content)):
-        message = {**message, "content": "".join(part["text"] for part in content)}
+    elif isinstance(content, list) and reads.texts and not reads.parts:
+        others = [part for part in content if not _is_text_part(part)]
+        if not others:
+            message = {**message, "content": "".join(part["text"] for part in content)}
+        elif message["role"] != "tool":  # whose results may be any list
+            raise ConfigError(
+                f"a content has the part {others[0]!r:.80}, but the chat template reads texts alone: leave it out, or "
+                "name a template that reads it (data.chat_template)"
+            )
     if isinstance(calls, list | tuple) and (reads.objects or reads.json_texts):
         message = {**message, "tool_calls": [_with_arguments(call, reads.objects) for call in calls]}
     return message

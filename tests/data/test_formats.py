@@ -180,6 +180,31 @@ def test_chat_template_mappings(chatml_tokenizer):
         form({**row, "talk": row["talk"][1:]})
 
 
+def test_other_entries_of_messages_have_other_names_too(chatml_tokenizer):
+    chatml_tokenizer.chat_template = (
+        "{%- for m in messages -%}[{{ m.role }}:{{ m.content }}{{ m.thinking }}]{%- endfor -%}"
+    )
+    mapping = {"role": "from", "content": "value", "thinking": "thought"}
+    form = find("chat_template.default", "pairs", chatml_tokenizer, {"message_property_mappings": mapping})
+    asked = {"from": "user", "value": "Q", "thought": None}
+    made = form({"messages": [asked], "chosen": {"from": "assistant", "value": "A", "thought": "B"}, "rejected": "C"})
+    assert made["prompt"] == "[user:Q]" and made["chosen"] == "[assistant:AB]"
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("alpaca", {"instruction": "Q", "input": float("nan"), "output": "A"}),
+        ("chatml.intel", {"question": "Q", "system": 1.0, **PLAIN}),
+        ("user_defined.default(prompt_format='{system}{prompt}')", {"prompt": "Q", "system": 1.0, **PLAIN}),
+    ],
+)
+def test_a_text_that_may_be_absent_is_no_number(name, row):
+    """A table of pandas has NaN where it has nothing, of which a template would make the text nan."""
+    with pytest.raises(ConfigError, match=r"column '(input|system)' is float, but the format .* takes text there"):
+        find(name)(row)
+
+
 def test_an_answer_found_in_the_template_text(chatml_tokenizer):
     """Cutting at the first occurrence of the content, as axolotl does, would find `s` in `<|im_start|>`."""
     row = {"messages": "Q", "chosen": "s", "rejected": "user"}
@@ -330,6 +355,15 @@ def test_sharegpt_and_stepwise():
 
 
 # --- names and functions of one's own ---------------------------------------------------------------------------------
+
+
+def test_sharegpt_reads_turns_of_both_kinds_in_a_table():
+    """Arrow gives each turn the keys of all others, as None."""
+    turns = [{"from": "human", "value": "a", "role": None}, {"from": None, "role": "assistant", "content": "b"}]
+    assert [(x["role"], x["content"]) for x in find("sharegpt")({"conversations": turns})["messages"]] == [
+        ("user", "a"),
+        ("assistant", "b"),
+    ]
 
 
 def test_every_format_has_a_row_in_the_table(tokenizer):

@@ -131,6 +131,28 @@ def test_contents_of_text_parts(tokenizer, tokenizer_folder, written, expected):
     assert render_chat(tokenizer, [{"role": "user", "content": parts}], False) == expected
 
 
+def test_contents_that_the_template_would_write_as_python_are_refused(chatml_tokenizer):
+    """`| trim`, of Llama 3's, makes text of anything: None, [{'type': ...}]."""
+    chatml_tokenizer.chat_template = "{%- for m in messages -%}<{{ m.role }}>{{ m.content | trim }}{%- endfor -%}"
+
+    def rendered(message):
+        return render_chat(chatml_tokenizer, [{"role": "user", "content": "a"}, message], False)
+
+    for message in ({"role": "assistant", "content": None}, {"role": "user", "name": "x"}):
+        with pytest.raises(ConfigError, match=f"message 1, of the {message['role']}, has no content"):
+            rendered(message)
+    for content in (4, {"parts": ["a"]}):
+        with pytest.raises(ConfigError, match=r"message 1 has the content .*; it is text, or a list of parts"):
+            rendered({"role": "assistant", "content": content})
+    text = {"type": "text", "text": "b"}
+    with pytest.raises(ConfigError, match=r"has the part .*refusal.*, but the chat template reads texts alone"):
+        rendered({"role": "assistant", "content": [text, {"type": "refusal", "refusal": "no"}]})
+    assert rendered({"role": "assistant", "content": [text, text]}) == "<user>a<assistant>bb"
+    assert rendered({"role": "tool", "content": [1, 2]}) == "<user>a<tool>[1, 2]"
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    assert rendered({"role": "assistant", "content": None, "tool_calls": [call]}).startswith("<user>a<assistant>")
+
+
 def test_a_role_that_the_template_does_not_name_is_told_once(chatml_tokenizer, caplog):
     for _ in range(2):
         render_chat(chatml_tokenizer, [{"role": "visitor", "content": "hi"}, {"role": "tool", "content": "4"}], True)

@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import Row
-from jaxrl_llm.data.formats.native import check_messages, first_column, messages_column, text_column
+from jaxrl_llm.data.formats.native import (
+    check_messages,
+    first_column,
+    messages_column,
+    optional_text,
+    text_column,
+)
 from jaxrl_llm.data.templates import render_chat, template_options
 
 
@@ -26,7 +32,7 @@ class Template(NamedTuple):
     user: str
     answer: str
 
-    def prompt(self, user: str, system: str | None = None) -> str:
+    def prompt(self, user: str, system: str = "") -> str:
         """The text that an answer follows; the system part only where there is a system text."""
         return (self.system.format(system) if system else "") + self.user.format(user)
 
@@ -80,7 +86,7 @@ CHAT_ROLES = ROLES | {"user": ["human", "user"], "assistant": ["gpt", "assistant
 def alpaca(row: Mapping[str, Any]) -> Row:
     """`instruction`, `output` and perhaps `input`, in Alpaca's texts."""
     instruction, output = (text_column(row, (name,), "alpaca") for name in ("instruction", "output"))
-    given = row.get("input")
+    given = optional_text(row, "input", "alpaca")
     template = ALPACA if given else ALPACA_WITHOUT_INPUT
     return {"prompt": template.format(instruction=instruction, input=given), "completion": output}
 
@@ -100,7 +106,7 @@ def fixed_pairs(name: str, template: Template, fields: Fields) -> Callable[[Mapp
 
     def form(row: Mapping[str, Any]) -> Row:
         if fields.prompt:
-            prompt = template.prompt(text_column(row, fields.prompt, name), row.get("system"))
+            prompt = template.prompt(text_column(row, fields.prompt, name), optional_text(row, "system", name))
         else:
             prompt = template.prompt(messages_column(row, fields.chosen, name, count=2)[0]["content"])
         chosen, rejected = answer(row, fields.chosen), answer(row, fields.rejected)
@@ -117,7 +123,7 @@ def fixed_labels(name: str, template: Template, column: str) -> Callable[[Mappin
     """The format `name` of labelled completions to the prompt in `column`, written with fixed texts."""
 
     def form(row: Mapping[str, Any]) -> Row:
-        prompt = template.prompt(text_column(row, (column,), name), row.get("system"))
+        prompt = template.prompt(text_column(row, (column,), name), optional_text(row, "system", name))
         completion = text_column(row, ("completion",), name)
         return {"prompt": prompt, "completion": template.answer.format(completion)}
 
@@ -174,7 +180,7 @@ def user_defined_pairs(
     name = "user_defined.default"
     prompt = text_column(row, (field_prompt,), name)
     return {
-        "prompt": _fill(prompt_format, "prompt_format", prompt=prompt, system=row.get(field_system) or ""),
+        "prompt": _fill(prompt_format, "prompt_format", prompt=prompt, system=optional_text(row, field_system, name)),
         "chosen": _fill(chosen_format, "chosen_format", chosen=text_column(row, (field_chosen,), name)),
         "rejected": _fill(rejected_format, "rejected_format", rejected=text_column(row, (field_rejected,), name)),
     }
@@ -193,7 +199,7 @@ def user_defined_labels(
     name = "user_defined.default"
     prompt, completion = text_column(row, (field_prompt,), name), text_column(row, (field_completion,), name)
     return {
-        "prompt": _fill(prompt_format, "prompt_format", prompt=prompt, system=row.get(field_system) or ""),
+        "prompt": _fill(prompt_format, "prompt_format", prompt=prompt, system=optional_text(row, field_system, name)),
         "completion": _fill(completion_format, "completion_format", completion=completion),
         "label": first_column(row, (field_label,), name)[1],
     }
@@ -220,8 +226,8 @@ def chat_default(
 ) -> Row:
     """A conversation (or a text: one user message) and two answers: texts, messages, or the last of several.
 
-    `message_property_mappings` maps role and content to the names they have in the messages; `roles` lists, for each
-    role of the chat template, its names there. Both completions end without trailing white space.
+    `message_property_mappings` maps role, content and others to the names they have in the messages; `roles` lists, for
+    each role of the chat template, its names there. Both completions end without trailing white space.
     """
     name = "chat_template.default"
     keys = {"role": "role", "content": "content", **(message_property_mappings or {})}
@@ -239,8 +245,7 @@ def chat_default(
                 f"column {column!r} has the role {role!r}; the format {name} knows {', '.join(targets)}; set roles, "
                 "such as {'user': ['human']}"
             )
-        others = {key: item for key, item in value.items() if key not in keys.values()}
-        return {"role": targets[role], "content": value[keys["content"]], **others}
+        return {**_renamed(value, keys), "role": targets[role], "content": value[keys["content"]]}
 
     def answer(column: str) -> Row:
         _, value = first_column(row, (column,), name)
@@ -281,22 +286,23 @@ def argilla(row: Mapping[str, Any], tokenizer: Any = None) -> Row:
     prompt = chosen[:-1]
     if len(prompt) == 1 and isinstance(row.get("prompt"), str):
         prompt = [{"role": "user", "content": row["prompt"]}]
-    return rendered(row, tokenizer, [*_system(row), *prompt], chosen[-1], rejected[-1], name)
+    return rendered(row, tokenizer, [*_system(row, name), *prompt], chosen[-1], rejected[-1], name)
 
 
 def bradley_terry(row: Mapping[str, Any], tokenizer: Any = None) -> Row:
     """`input`, with `system` before it where the row has it, and two answers, in the tokenizer's chat template."""
     name = "bradley_terry.chat_template"
-    prompt = [*_system(row), {"role": "user", "content": text_column(row, ("input",), name)}]
+    prompt = [*_system(row, name), {"role": "user", "content": text_column(row, ("input",), name)}]
     chosen, rejected = (
         {"role": "assistant", "content": text_column(row, (column,), name)} for column in ("chosen", "rejected")
     )
     return rendered(row, tokenizer, prompt, chosen, rejected, name)
 
 
-def _system(row: Mapping[str, Any]) -> list[Row]:
+def _system(row: Mapping[str, Any], name: str) -> list[Row]:
     """The system message of a row, where it has one."""
-    return [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    system = optional_text(row, "system", name)
+    return [{"role": "system", "content": system}] if system else []
 
 
 def rendered(row: Mapping[str, Any], tokenizer: Any, prompt: list[Any], chosen: Any, rejected: Any, name: str) -> Row:
@@ -370,8 +376,7 @@ def chat(
                 f"column {field_messages!r} holds {turn!r:.80}, but the format {name} takes messages with "
                 f"{keys['role']!r} there; set message_property_mappings"
             )
-        others = {key: x for key, x in turn.items() if key not in (*keys.values(), *fields)}
-        message = others | {key: turn[source] for key, source in keys.items() if turn.get(source) is not None}
+        message = {key: x for key, x in _renamed(turn, keys).items() if key not in fields}
         message["role"] = targets.get(message["role"], message["role"])
         message["content"], detail = _text_of_parts(message.get("content"))
         training, own = (None if field is None else turn.get(field) for field in fields)
@@ -390,6 +395,12 @@ def chat(
         elif train_on_eos != "turn":
             message["train_end"] = train_on_eos == "all" or (train_on_eos == "last" and index == last)
     return {"messages": messages}
+
+
+def _renamed(turn: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
+    """The message of a turn, which has the names `keys` for the entries of messages."""
+    others = {key: x for key, x in turn.items() if key not in keys.values()}
+    return others | {key: turn[source] for key, source in keys.items() if turn.get(source) is not None}
 
 
 def _listed(names: str | Sequence[str]) -> Sequence[str]:

@@ -73,9 +73,10 @@ def find(
     if isinstance(spec, str):
         name, in_brackets = split_options(spec)
         options = {**in_brackets, **(options or {})}
-        function = _known(name, kind) or _user_function(name, kind)
+        ours = _known(name, kind)
+        function = ours or _user_function(name, kind)
     else:
-        name, function, options = getattr(spec, "__name__", "the format"), spec, dict(options or {})
+        name, function, options, ours = getattr(spec, "__name__", "the format"), spec, dict(options or {}), None
     removed: tuple[str, ...] = ()
     if next(iter(inspect.signature(function).parameters), None) in ("cfg", "config"):
         function, removed = _call_factory(function, name, {**(settings or {}), **options})
@@ -87,6 +88,7 @@ def find(
     arguments = {key: value for key, value in filled.items() if key in accepted and key not in options}
 
     def form(row: Mapping[str, Any]) -> Example:
+        row = row if ours else _copied(row)  # a function of the user's may change it, and it is read again
         made = function(row, **arguments)
         if not isinstance(made, Mapping):
             raise ConfigError(
@@ -99,6 +101,13 @@ def find(
         return dict(row) if made is row else {**{key: row[key] for key in row if key not in dropped}, **made}
 
     return as_prompt(form, kind) if kind == "prompts" else form
+
+
+def _copied(value: Any) -> Any:
+    """The value with dictionaries and lists of its own."""
+    if isinstance(value, Mapping):
+        return {key: _copied(held) for key, held in value.items()}
+    return list(map(_copied, value)) if isinstance(value, list) else value
 
 
 def as_prompt(form: Format, kind: str) -> Format:

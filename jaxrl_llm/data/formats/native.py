@@ -113,7 +113,10 @@ def sharegpt(row: Mapping[str, Any], field: str = "conversations") -> Row:
             raise ConfigError(
                 f"column {field!r} holds {turn!r:.80}, but the format sharegpt takes from and value there"
             )
-        role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        role, content = (
+            next((turn[name] for name in names if turn.get(name) is not None), None)
+            for names in (("from", "role"), ("value", "content"))
+        )
         others = {k: v for k, v in turn.items() if k not in ("from", "value", "role", "content")}
         messages.append({"role": SHAREGPT_ROLES.get(str(role), role), "content": content, **others})
     check_messages(messages, field, "sharegpt")
@@ -237,6 +240,11 @@ def text_column(row: Mapping[str, Any], names: Sequence[str], format_name: str) 
             + ("; formats ending in argilla_chat or ultra take messages" if isinstance(value, list) else "")
         )
     return value
+
+
+def optional_text(row: Mapping[str, Any], name: str, format_name: str) -> str:
+    """The text of a column, empty where the row has none; raises ConfigError for anything else."""
+    return "" if row.get(name) is None else text_column(row, (name,), format_name)
 
 
 def messages_column(
