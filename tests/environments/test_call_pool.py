@@ -72,7 +72,7 @@ def test_calls_that_leave_are_errors_and_the_pool_goes_on():
 
 
 def test_async_calls_share_a_loop():
-    pool, loops = CallPool(8, 0.3), set()
+    pool, loops = CallPool(8, 1.0), set()
 
     async def call(seconds):
         loops.add(id(asyncio.get_running_loop()))
@@ -82,8 +82,13 @@ def test_async_calls_share_a_loop():
     results = pool.run({i: lambda i=i: call(0.01 if i else 30) for i in range(5)})
     assert len(loops) == 1 and [results[i].result for i in range(1, 5)] == [0.01] * 4
     assert results[0].timed_out
-    pool.submit(7, lambda: call(30))
-    time.sleep(0.5)  # the engine decodes, and the coroutine is cancelled before it looks
+    pool.close()
+
+
+def test_a_coroutine_that_was_cancelled_before_anybody_looks_is_late():
+    pool = CallPool(1, 0.1)
+    pool.submit(7, lambda: asyncio.sleep(30))
+    time.sleep(0.4)
     assert [(result.key, result.timed_out) for result in pool.poll(wait=False)] == [(7, True)]
     pool.close()
 
