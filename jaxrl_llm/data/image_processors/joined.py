@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.image_processors.processor import ImageProcessor, check_model, tile_of, token_ids
+from jaxrl_llm.data.image_processors.processor import ImageProcessor, channels_last, check_model, tile_of, token_ids
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -62,8 +62,7 @@ def llava_next(
     def tiles(image: "Image", many: bool = False) -> np.ndarray:
         # transformers makes tiles of an image that is alone in its row.
         images = [[image, image]] if many else [[image]] if onevision else [image]
-        pixels = processor(images=images, return_tensors="np")["pixel_values"][0]
-        return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
+        return channels_last(processor(images=images, return_tensors="np")["pixel_values"][0])
 
     ids = token_ids(tokenizer, ("<image>",), ("<video>",) if onevision else ())
     special = frozenset(ids)
@@ -72,10 +71,10 @@ def llava_next(
     if onevision:
         text = "<image>" * (side**2 + 1)
         of_many = ImageProcessor(
-            "<image>", ids[0], special, lambda height, width: text, lambda height, width: 1, partial(tiles, many=True),
-            shape, lambda height, width: whole,
+            "<image>", ids[0], special, lambda height, width: text, partial(tiles, many=True), shape,
+            grid=lambda height, width: whole,
         )  # fmt: skip
-    return ImageProcessor("<image>", ids[0], special, expand, tile_count, tiles, shape, grid, of_many)
+    return ImageProcessor("<image>", ids[0], special, expand, tiles, shape, tile_count, grid, of_many)
 
 
 def mllama(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
@@ -98,11 +97,11 @@ def mllama(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mappi
 
     def tiles(image: "Image") -> np.ndarray:
         pixels = processor(images=[[image]], return_tensors="np")["pixel_values"][0, 0]
-        return np.moveaxis(np.asarray(pixels, np.float32), 1, -1).reshape(1, most * side, side, -1)
+        return channels_last(pixels).reshape(1, most * side, side, -1)
 
     token = "<|image|>"
     ids = token_ids(tokenizer, (token,))
     return ImageProcessor(
-        token, ids[0], frozenset(ids), lambda height, width: token, lambda height, width: 1, tiles,
-        (most * side, side), grid, before_text=True,
+        token, ids[0], frozenset(ids), lambda height, width: token, tiles, (most * side, side), grid=grid,
+        before_text=True,
     )  # fmt: skip

@@ -2,16 +2,18 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.image_processors.own_shape import is_pixtral, mistral3
-from jaxrl_llm.data.image_processors.processor import ImageProcessor, check_model, read_json, tile_of, token_ids
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from jaxrl_llm.data.image_processors.processor import (
+    ImageProcessor,
+    check_model,
+    read_json,
+    tile_of,
+    tiles_by,
+    token_ids,
+)
 
 
 def gemma3(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
@@ -25,14 +27,9 @@ def gemma3(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mappi
     start, token, end = names
     text = f"\n\n{start}{token * embeddings}{end}\n\n"
 
-    def tiles(image: "Image") -> np.ndarray:
-        pixels = processor(images=[image], do_pan_and_scan=False, return_tensors="np")["pixel_values"]
-        return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
-
     size = (processor.size["height"], processor.size["width"])
-    return ImageProcessor(
-        start, ids[1], frozenset(ids), lambda height, width: text, lambda height, width: 1, tiles, size
-    )
+    tiles = tiles_by(processor, do_pan_and_scan=False)
+    return ImageProcessor(start, ids[1], frozenset(ids), lambda height, width: text, tiles, size)
 
 
 def llava(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
@@ -76,14 +73,8 @@ def _one_tile(
 ) -> ImageProcessor:
     """The ImageProcessor of a family whose images are one square tile each, with a `token` for each of its patches."""
     size, side = tile
-    text = token * side**2
-
-    def tiles(image: "Image") -> np.ndarray:
-        pixels = processor(images=[image], return_tensors="np")["pixel_values"]
-        return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
-
-    ids = token_ids(tokenizer, (token,))
+    text, ids = token * side**2, token_ids(tokenizer, (token,))
     return ImageProcessor(
-        token, ids[0], frozenset(ids), lambda height, width: text, lambda height, width: 1, tiles, (size, size),
+        token, ids[0], frozenset(ids), lambda height, width: text, tiles_by(processor), (size, size),
         before_text=before_text,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from jaxrl_llm.data.image_processors.processor import (
     check_unscaled,
     normalized,
     read_json,
+    tiles_by,
     token_ids,
 )
 
@@ -75,7 +76,7 @@ def gemma4(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mappi
         return np.asarray(pixels, np.float32).reshape(1, high * patch, wide * patch, -1)
 
     expand = _expand(names, patch * merge, resized if processor.do_resize else None)
-    return ImageProcessor(names[1], ids[1], frozenset(ids), expand, lambda height, width: 1, tiles, None)
+    return ImageProcessor(names[1], ids[1], frozenset(ids), expand, tiles)
 
 
 def _expand(names: tuple[str, str, str], side: int, resized: Callable[[int, int], tuple[int, int]] | None):
@@ -137,12 +138,8 @@ def mistral3(
             check_unscaled(height, width, side)
         return next_row.join([token * (width // side)] * (height // side)) + end
 
-    def tiles(image: "Image") -> np.ndarray:
-        sides = {"height": side, "width": side}
-        pixels = processor(images=[image], patch_size=sides, do_pad=False, return_tensors="np")["pixel_values"]
-        return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
-
-    return ImageProcessor(token, ids[0], frozenset(ids), expand, lambda height, width: 1, tiles, None)
+    tiles = tiles_by(processor, patch_size={"height": side, "width": side}, do_pad=False)
+    return ImageProcessor(token, ids[0], frozenset(ids), expand, tiles)
 
 
 def kind_of(model_type: str) -> Any:
@@ -212,7 +209,7 @@ def qwen_vl(
     bounds = processor.size["shortest_edge"], processor.size["longest_edge"]
     expand = _expand((start, token, end), patch * merge, resized if processor.do_resize else None)
     written = token if minimax else f"{start}{token}{end}"  # by chat templates
-    return ImageProcessor(written, ids[0], frozenset(ids), expand, lambda height, width: 1, tiles, None)
+    return ImageProcessor(written, ids[0], frozenset(ids), expand, tiles)
 
 
 def kimi_k25(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
@@ -261,4 +258,4 @@ def kimi_k25(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Map
     token, *others = KIMI_TOKENS
     ids = token_ids(tokenizer, (token,), tuple(others))
     expand = _expand(("", token, ""), side, padded if entries["do_resize"] else None)
-    return ImageProcessor(token, ids[0], frozenset(ids), expand, lambda height, width: 1, tiles, None)
+    return ImageProcessor(token, ids[0], frozenset(ids), expand, tiles)

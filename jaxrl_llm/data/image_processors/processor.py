@@ -22,10 +22,10 @@ class ImageProcessor:
     image_id: int  # token of one embedding of an image
     special_ids: frozenset[int]  # tokens that only images bring; none is ever learned
     expand: Callable[[int, int], str]  # height and width of an image -> the text in place of its placeholder
-    tile_count: Callable[[int, int], int]  # height and width of an image -> its tiles
     # An RGB image -> normalised pixels [tiles, H, W, C], fp32; a list [H, W, C] where each tile has its own size.
     tiles: "Callable[[Image], np.ndarray | list[np.ndarray]]"
-    tile_size: tuple[int, int] | None  # H, W; None: each image is one tile, of its own size
+    tile_size: tuple[int, int] | None = None  # H, W; None: each image is one tile, of its own size
+    tile_count: Callable[[int, int], int] = lambda height, width: 1  # height and width of an image -> its tiles
     # Height and width -> how tiles are put together, the six numbers of models/vision/any_resolution.py, or those of
     # models/vision/tiled.py; None: they are not, as they are apart.
     grid: Callable[[int, int], tuple[int, ...]] | None = None
@@ -44,6 +44,17 @@ class ImageProcessor:
             return [tile for image in images for tile in self.tiles(image)]
         none = np.zeros((0, *self.tile_size, 3), np.float32)
         return np.concatenate([none, *(self.tiles(image) for image in images)])
+
+
+def tiles_by(processor: Any, **options: Any) -> "Callable[[Image], np.ndarray]":
+    """A function that makes the tiles of an image, normalised pixels [tiles, H, W, C] fp32, by a processor of
+    transformers with these options of its call."""
+    return lambda image: channels_last(processor(images=[image], return_tensors="np", **options)["pixel_values"])
+
+
+def channels_last(pixels: Any) -> np.ndarray:
+    """Pixels [tiles, C, H, W] as [tiles, H, W, C] fp32."""
+    return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
 
 
 def tile_of(config: dict[str, Any], kind: str) -> tuple[int, int]:

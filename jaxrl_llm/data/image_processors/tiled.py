@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.image_processors.processor import ImageProcessor, check_model, read_json, scaled, tile_of, token_ids
+from jaxrl_llm.data.image_processors.processor import (
+    ImageProcessor,
+    channels_last,
+    check_model,
+    read_json,
+    scaled,
+    tile_of,
+    tiles_by,
+    token_ids,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -79,7 +88,7 @@ def idefics3(
                 f"an image of {image.width} x {image.height} pixels has {len(pixels)} tiles and tokens for "
                 f"{count}: this version of transformers cuts images in another way than its text says"
             )
-        return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
+        return channels_last(pixels)
 
     def tile_count(height: int, width: int) -> int:
         rows, columns = grid(height, width)
@@ -87,7 +96,7 @@ def idefics3(
 
     tags = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
     ids = token_ids(tokenizer, (fake, token, whole), tuple(tags))
-    return ImageProcessor(token, ids[1], frozenset(ids), expand, tile_count, tiles, (edge, edge))
+    return ImageProcessor(token, ids[1], frozenset(ids), expand, tiles, (edge, edge), tile_count)
 
 
 def internvl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
@@ -106,7 +115,7 @@ def internvl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Map
         return f"{start}{token * embeddings * tile_count(height, width)}{end}"
 
     size = (processor.size["height"], processor.size["width"])
-    return ImageProcessor(token, ids[0], frozenset(ids), expand, tile_count, tiles, size)
+    return ImageProcessor(token, ids[0], frozenset(ids), expand, tiles, size, tile_count)
 
 
 def _cut_to_shape(
@@ -122,11 +131,7 @@ def _cut_to_shape(
     def tile_count(height: int, width: int) -> int:
         return processor.get_number_of_image_patches(height, width, cut)
 
-    def tiles(image: "Image") -> np.ndarray:
-        pixels = processor(images=[image], return_tensors="np", **cut)["pixel_values"]
-        return np.moveaxis(np.asarray(pixels, np.float32), 1, -1)
-
-    return processor, tile_count, tiles
+    return processor, tile_count, tiles_by(processor, **cut)
 
 
 def aya_vision(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
@@ -141,7 +146,7 @@ def aya_vision(folder: Path, config: dict[str, Any], tokenizer: Any, settings: M
         return f"{start}{tiles}TILE_GLOBAL{each}{end}"
 
     ids = token_ids(tokenizer, (token, start, end))
-    return ImageProcessor("<image>", ids[0], frozenset(ids), expand, tile_count, tiles, (size, size))
+    return ImageProcessor("<image>", ids[0], frozenset(ids), expand, tiles, (size, size), tile_count)
 
 
 def cohere2_vision(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
@@ -186,7 +191,7 @@ def cohere2_vision(folder: Path, config: dict[str, Any], tokenizer: Any, setting
         return f"{start}{each * tile_count(height, width)}{end}"
 
     ids = token_ids(tokenizer, (token, start, end), (line,))
-    return ImageProcessor(token, ids[0], frozenset(ids), expand, tile_count, tiles, (side, side))
+    return ImageProcessor(token, ids[0], frozenset(ids), expand, tiles, (side, side), tile_count)
 
 
 def ovis2(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
@@ -225,12 +230,9 @@ def ovis2(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mappin
         cells = behind_row.join([behind_column.join([each] * columns)] * rows) if rows * columns > 1 else ""
         return f"{start}{each}{behind_whole}{cells}{end}"
 
-    def tiles(image: "Image") -> list[np.ndarray]:
-        pixels = processor(images=[image], return_tensors="np")["pixel_values"]
-        return list(np.moveaxis(np.asarray(pixels, np.float32), 1, -1))
-
     ids = token_ids(tokenizer, names)
-    return ImageProcessor("<image>", ids[0], frozenset(ids), expand, tile_count, tiles, None)
+    tiles = tiles_by(processor)
+    return ImageProcessor("<image>", ids[0], frozenset(ids), expand, tiles, tile_count=tile_count)
 
 
 def lfm2_vl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
@@ -293,7 +295,7 @@ def lfm2_vl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapp
 
     tags = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 11) for column in range(1, 11)]
     ids = token_ids(tokenizer, (start, token, end), (small, *tags))
-    return ImageProcessor(token, ids[1], frozenset(ids), expand, tile_count, tiles, None)
+    return ImageProcessor(token, ids[1], frozenset(ids), expand, tiles, tile_count=tile_count)
 
 
 def lfm2_vl_entries(folder: Path) -> dict[str, Any]:
