@@ -14,6 +14,8 @@ from jaxrl_llm.rewards.workers.bounded import scores_in_time
 SECONDS = 5  # for parsing or comparing one expression, by math-verify's own clock
 ROW_SECONDS = 12.0  # for all of a completion, by ours
 LONGEST = 1000  # characters of an expression
+# A few letters may be variables: what is `6 abc` to a box is a product here.
+SURE_UNIT = re.compile(rf"\W|(?:{SHORT_UNITS})(?![a-z])|.*[a-z]{{4}}|\w+/", re.IGNORECASE)
 # Patterns of what math-verify does not read, or misreads, and what means the same.
 SYNONYMS = {
     r"\\\$": "", "~": " ", r"\\lbrace": r"\\{", r"\\rbrace": r"\\}", r"\\varnothing": r"\\emptyset",
@@ -120,12 +122,11 @@ def readable(expression: str) -> str:
     percent sign it knows itself. The sides of an equation are read one by one.
     """
     number = quantity(plain(expression.replace(r"\$", "$")).strip("$ "))
-    # A few letters may be variables: what is `6 abc` to a box is a product here.
     if (
         number is not None
         and not number.percent
         and not re.fullmatch(r"[-+]?\d*\.?\d+", expression)
-        and (not number.unit or re.match(rf"\W|(?:{SHORT_UNITS})(?![a-z])|.*[a-z]{{4}}", number.unit, re.IGNORECASE))
+        and (not number.unit or SURE_UNIT.match(number.unit))
     ):
         above, below = number.value.as_integer_ratio()
         return str(above) if below == 1 else rf"\frac{{{above}}}{{{below}}}"

@@ -186,7 +186,7 @@ def test_math_accuracy_reads_numbers_as_boxes_do():
     numbers = {
         r"\$18.90": "18.9", r"\$32,\!348": "32348", r"0.\overline{3}": r"\frac13", r"0.1\dot{6}": r"\frac16",
         "5 000": "5000", r"1\,234": "1234", "1e5": "100000", "2 3/4": r"\frac{11}{4}", "2.5 million": "2500000",
-        "5 dollars": "5", "42 km/h": "42", "12 000 000": "12000000", "7.": "7",
+        "5 dollars": "5", "42 km/h": "42", "5 m/s": "5", "12 000 000": "12000000", "7.": "7",
     }  # fmt: skip
     texts = {r"\lbrace 1, 2\rbrace": r"\{1,2\}", r"\varnothing": r"\emptyset", "A.": r"\text{A}", r"x = \$5": "5"}
     pairs = [pair for one, other in (numbers | texts).items() for pair in ((one, other), (other, one))]
